@@ -34,7 +34,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@touch $@
 
 native: venv ## compile two hot loops and install them into .venv; needs Rust, and everything runs without it
-	@$(PY) -m hack.native_env --install
+	@$(PY) -m hack.native_wheel --install
 
 demo: venv ## show exact image routing in under a minute; ENGINE=vllm takes two real engines
 ifeq ($(ENGINE),vllm)
@@ -45,7 +45,7 @@ else
 endif
 
 check: venv ## the inner loop: format, lint, types, import rules, unit tests
-	@$(PY) -m hack.levels check
+	@$(PY) -m hack.run_levels check
 
 fix: venv ## format the code and apply the safe fixes of the linter
 	@$(VENV)/bin/ruff check --fix --quiet . ; $(VENV)/bin/ruff format .
@@ -55,19 +55,19 @@ generate: venv ## write every generated file: CRD, tables of the docs, golden fi
 
 test: venv ## every level that this machine can run, with a summary; ARGS=PATH::TEST runs one test
 ifeq ($(ARGS),)
-	@$(PY) -m hack.levels check local cluster e2e conformance bench-quick
+	@$(PY) -m hack.run_levels check local cluster e2e conformance bench-quick
 else
 	@$(PY) -m pytest $(ARGS)
 endif
 
 test-local: venv ## only the level on local processes
-	@$(PY) -m hack.levels local
+	@$(PY) -m hack.run_levels local
 
 test-cluster: venv ## only the level on a real control plane, which is built once where Go and etcd are there
-	@$(PY) -m hack.levels cluster
+	@$(PY) -m hack.run_levels cluster
 
 e2e: venv ## only the level with real pods: on a one-node cluster of its own, or on the one of MMROUTER_KUBECONFIG
-	@$(PY) -m hack.levels e2e
+	@$(PY) -m hack.run_levels e2e
 
 cluster: venv ## a one-node cluster with the images in the foreground; another terminal takes it by `source build/cluster.sh`
 	@exec $(PY) tests/e2e/one_node_cluster.py $(ARGS)
@@ -76,7 +76,7 @@ images: venv ## build the images with docker, podman or buildah; ARGS="--export 
 	@$(PY) -m hack.images.build_images $(ARGS)
 
 conformance: venv ## only the level with real engines; WRITE=1 writes its table, docs/conformance.md
-	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) -m hack.levels conformance
+	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) -m hack.run_levels conformance
 
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)

@@ -69,10 +69,9 @@ def build_once(
     free_gb: float,
     require: Callable[[], object] = lambda: None,
 ) -> None:
-    """Build into a folder under a lock, unless its stamp has this recipe.
-
-    ``require`` raises :class:`CannotMakeError` before an outdated folder is removed. ``what`` names the build and how
-    long it takes. Raises what ``build`` raises, too.
+    """Build into a folder under a lock, unless its stamp has this recipe. ``require`` raises :class:`CannotMakeError`
+    before an outdated folder is removed. ``what`` names the build and how long it takes. Raises what ``build`` raises,
+    too.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.parent / f"{folder.name}.lock"):
@@ -151,9 +150,8 @@ def note(text: str) -> None:
 
 
 def main(what: str, folder: Path, make: Callable[[Path], None]) -> int:
-    """Run the command line of a tool that builds a folder of the cache; return the exit status.
-
-    ``make`` raises :class:`CannotMakeError` and :class:`FailedError`.
+    """Run the command line of a tool that builds a folder of the cache; return the exit status. ``make`` raises
+    :class:`CannotMakeError` and :class:`FailedError`.
     """
     parser = argparse.ArgumentParser(description=f"Build {what} and print its folder.")
     parser.add_argument("--where", action="store_true", help="print the folder and build nothing")

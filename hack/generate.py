@@ -6,6 +6,8 @@ Names, by default all of them:
 
 - ``crd``: ``crds/``, from the models of ``mmrouter_lib.api``; the chart links to it.
 - ``metrics``: the tables of docs/observability.md, from the registries of router, sidecar and operator.
+- ``conditions``: the tables of docs/conditions.md, from the operator's reasons and ``conditions.yaml``.
+- ``dashboard``: the chart's Grafana dashboard, from ``dashboard.yaml`` and the registries.
 - ``values``: the table of the chart's README, from the comments of its values.yaml.
 - ``rights``: the operator's ClusterRole in the chart, from the child kinds of ``mmrouter_operator.render``.
 - ``conformance``: docs/conformance.md, from the figures of docs/conformance.json that ``make conformance`` measures.
@@ -23,10 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hack.build_once import ROOT
-from hack.cluster import programs
-from hack.generators import chart_values, metrics_tables
-from mmrouter_cli import crd
-from mmrouter_operator.render import cluster_role
+from hack.cluster import go_programs
+from hack.generators import chart_values_table, conditions_page, dashboard, metrics_tables
+from mmrouter_cli.resource_commands import crd_text
+from mmrouter_operator.cluster import kinds_and_rights
 
 CHART = ROOT / "charts" / "mmrouter"
 DOCS = ROOT / "docs"
@@ -38,8 +40,12 @@ def metrics_page() -> str:
     return metrics_tables.current((DOCS / "observability.md").read_text())
 
 
+def conditions() -> str:
+    return conditions_page.current((DOCS / "conditions.md").read_text())
+
+
 def chart_readme() -> str:
-    return chart_values.current((CHART / "README.md").read_text(), (CHART / "values.yaml").read_text())
+    return chart_values_table.current((CHART / "README.md").read_text(), (CHART / "values.yaml").read_text())
 
 
 def conformance_page() -> str:
@@ -49,10 +55,12 @@ def conformance_page() -> str:
 
 
 GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
-    "crd": (ROOT / "crds" / "mmrouter.io_mmrouterdeployments.yaml", crd.text),
+    "crd": (ROOT / "crds" / "mmrouter.io_mmrouterdeployments.yaml", crd_text),
     "metrics": (DOCS / "observability.md", metrics_page),
+    "conditions": (DOCS / "conditions.md", conditions),
+    "dashboard": (CHART / "dashboards" / "mmrouter.json", dashboard.text),
     "values": (CHART / "README.md", chart_readme),
-    "rights": (CHART / "files" / "clusterrole.yaml", cluster_role.text),
+    "rights": (CHART / "files" / "clusterrole.yaml", kinds_and_rights.cluster_role),
     "conformance": (DOCS / "conformance.md", conformance_page),
 }
 """Name -> the file and its content as it should be now."""
@@ -67,7 +75,7 @@ def outdated(names: Sequence[str]) -> dict[Path, str]:
 
 def write_golden() -> int:
     """Run the tests that write golden files; with kubectl, where it was built, they record its answers, too."""
-    path = f"{programs.SETS['kubernetes'].folder()}:{os.environ['PATH']}"
+    path = f"{go_programs.SETS['kubernetes'].folder()}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, UPDATE_GOLDEN: "1"}
     return subprocess.run(GOLDEN, cwd=ROOT, env=env, check=False).returncode
 

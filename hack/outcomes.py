@@ -12,11 +12,9 @@ SHOWN_LINES = 40
 
 @dataclass
 class Outcome:
-    """Results of one level.
-
-    ``failures`` names failed commands and tests, ``reports`` holds pytest's report of each failed test, ``skips``
-    counts tests per reason. ``needing`` counts the tests that need what the level is about, ``served`` those that
-    passed.
+    """Results of one level. ``failures`` names failed commands and tests, ``reports`` holds pytest's report of each
+    failed test, ``skips`` counts tests per reason. ``needing`` counts the tests that need what the level is about,
+    ``served`` those that passed.
     """
 
     passed: int = 0

@@ -70,7 +70,6 @@ class Finding:
 
 @cache
 def anchors(page: Path) -> frozenset[str]:
-    """Return the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return frozenset(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)
 

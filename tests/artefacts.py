@@ -5,12 +5,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hack.build_once import CANNOT, LAST_LINES
 
 ROOT = Path(__file__).resolve().parents[1]
+Record = Callable[[str, Any], None]
+"""The fixture ``record`` (``conftest.py``)."""
 NEEDS = "needs"
 """Property of a test in the JUnit report: it needs what its level is about (a cluster, a real engine)."""
 
@@ -49,8 +52,8 @@ def run_tool_or_skip(tool: str, *arguments: str, **env: str) -> str:
 
 
 def go_programs(name: str) -> Path:
-    """Return the folder of a set of Go programs (``hack/cluster/programs.py``); skips or fails the test without it."""
-    return Path(run_tool_or_skip("cluster.programs", name))
+    """Return the folder of a set of Go programs (``hack/cluster/go_programs.py``); skips the test without it."""
+    return Path(run_tool_or_skip("cluster.go_programs", name))
 
 
 def status_of(prepare: Callable[[], None]) -> int:

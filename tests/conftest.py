@@ -1,24 +1,28 @@
-"""Configuration of every level: root certificates are read once."""
+"""Configuration of every level: root certificates are read once, and figures are printed at the end."""
 
 import os
 import ssl
 from functools import lru_cache
+from typing import Any
 
 import certifi
 import pytest
+from artefacts import Record
 
 ROOTS = frozenset({certifi.where(), os.environ.get("SSL_CERT_FILE")})
 """Files that HTTP clients read root certificates from by default."""
+FIGURES = pytest.StashKey[dict[str, Any]]()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Share one set of root certificates between all HTTP clients of this process.
 
     A client reads 140 certificates in 20 ms when it is created, even without TLS, and tests create thousands of
     clients: a quarter of the CPU of some levels. A context with its own CA or certificate comes from another file and
     is not shared.
     """
+    config.stash[FIGURES] = {}
     made = ssl.create_default_context
     shared = lru_cache(made)
 
@@ -28,3 +32,16 @@ def pytest_configure() -> None:
         return made(*args, **options)  # type: ignore[arg-type]
 
     ssl.create_default_context = create
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.stash[FIGURES]:
+        terminalreporter.section("figures")
+        for name, value in config.stash[FIGURES].items():
+            terminalreporter.write_line(f"{name}: {value}")
+
+
+@pytest.fixture(scope="session")
+def record(pytestconfig: pytest.Config) -> Record:
+    """Keep a figure, which is printed at the end."""
+    return pytestconfig.stash[FIGURES].__setitem__

@@ -5,14 +5,19 @@ its first request finds nothing of another one. What it asks for is the same of 
 engines: a model, the official client, every frontend's control API, and a web server that the frontends fetch from.
 """
 
+import functools
+import http.server
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import httpx
 import openai
+import pytest
 from local.rig import Deployment
 from waiting import wait_for
 
@@ -29,6 +34,31 @@ class Pictures(Protocol):
     def put(self, name: str, content: bytes) -> str:
         """Serve a file, in place of the one of that name if there is one, with any query; return its URL."""
         ...
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that a web server on loopback serves below ``url``."""
+
+    path: Path
+    url: str
+
+    def put(self, name: str, content: bytes) -> str:
+        (self.path / name).write_bytes(content)
+        return f"{self.url}/{name}"
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[Folder]:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield Folder(tmp_path, f"http://127.0.0.1:{server.server_port}")
+    server.shutdown()
+    server.server_close()
 
 
 @dataclass(frozen=True)
@@ -108,14 +138,15 @@ class Chat:
         # An engine always computes the last token, so the last block of a prompt of whole blocks is none of its hits.
         cached_blocks = min(seen.overlap, (seen.tokens - 1) // seen.size)
         assert seen.cached == cached_blocks * seen.size
-        self._settle(messages, seen.blocks)
+        self.settle(messages, seen.blocks)
         return seen
 
     def _image_at(self, request_id: str) -> int | None:
         images = self.controls[0].get(f"/control/decisions/{request_id}").raise_for_status().json()["images"]
         return int(images[0]["offset"]) if images else None
 
-    def _settle(self, messages: list[Message], blocks: int) -> None:
+    def settle(self, messages: list[Message], blocks: int) -> None:
+        """Wait until every frontend sees so many blocks of a prompt at some engine."""
         body = {"model": self.model, "messages": messages}
         for number, control in enumerate(self.controls):
 
@@ -132,6 +163,15 @@ def open_chat(deployment: Deployment, **options: Any) -> Iterator[Chat]:
     with ExitStack() as stack:
         controls = [stack.enter_context(deployment.control(number)) for number in range(len(deployment.controls))]
         yield Chat("demo", stack.enter_context(deployment.client(**options)), controls)
+
+
+def decided(deployment: Deployment, chat: Chat, *content: str) -> dict[str, Any]:
+    """Send a chat and return its decision."""
+    raw = chat.client.chat.completions.with_raw_response.create(
+        model="demo", messages=cast(Any, chat.messages(*content)), max_tokens=4, temperature=0
+    )
+    assert raw.parse().choices[0].message.content
+    return deployment.decision(raw)
 
 
 def assert_whole(first: Seen, again: Seen) -> None:

@@ -1,7 +1,4 @@
-"""Time to the first token and cache hits of a whole cluster by routing policy, simulated in virtual time.
-
-Every policy gets the same requests on the same engines, drawn from fixed seeds: the figures are equal on every machine.
-"""
+"""Time to the first token and cache hits of a whole cluster by routing policy, simulated (docs/performance.md)."""
 
 import math
 import os
@@ -10,14 +7,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from bench.cluster.routing_policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
 from bench.cluster.simulation import simulate
 from bench.cluster.virtual_engine import Machine
 from bench.cluster.workloads import ClusterLoad, mooncake, servegen
-from bench.rows import Row, not_run, percentile, row
-from mmrouter_router.scheduling.scoring import WEIGHTS, Weights
+from bench.report import Row, not_run, percentile, row
 
 TRACES: Final = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[3] / "shared" / "traces"))
 LARGE: Final = Machine(
@@ -32,7 +28,6 @@ LARGE: Final = Machine(
 SMALL: Final = Machine()
 LOADS: Final = (0.5, 0.8)
 SIZES: Final = (4, 16, 64)
-QUICK: Final = (4, 16)
 REUSED: Final = 0.3
 """Share of reusable prompt tokens from which the gain over peers has a goal."""
 
@@ -51,15 +46,12 @@ PEERS: Final = tuple(name for name in POLICIES if name not in (OURS, ORACLE))
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One workload at one load on one cluster."""
-
     workload: str
     engines: int
     share: float
 
     @property
     def name(self) -> str:
-        """The case in words."""
         return f"{self.workload}, {self.engines} engines, load {self.share}"
 
 
@@ -74,7 +66,6 @@ class Outcome:
     alone: float = 0.0  # 95th percentile if every engine had those hits and nothing else to do
 
     def text(self, name: str) -> str:
-        """The case in words."""
         return f"{name}: p50 {self.p50:,.0f}, p95 {self.p95:,.0f} ms, hits {self.hits:.3f}"
 
 
@@ -98,11 +89,9 @@ def load_of(case: Case, traces: Path, seconds: float) -> ClusterLoad:
     return servegen(which == "sessions", case.engines, case.share, seconds, machine)
 
 
-def outcome(case: Case, policy: str, traces: Path, seconds: float, weights: Weights = WEIGHTS) -> Outcome:
+def outcome(case: Case, policy: str, traces: Path, seconds: float) -> Outcome:
     load = load_of(case, traces, seconds)
     chosen = POLICIES[policy](case.engines, load.block_size)
-    if isinstance(chosen, Ours) and weights != WEIGHTS:
-        chosen.weigh(weights)
     run = simulate(load, case.engines, machine_of(case.workload), chosen, at_once=policy == ORACLE)
     p50, p95 = (percentile(run.seconds, share) * 1e3 for share in (0.5, 0.95))
     return Outcome(p50, p95, run.hit_ratio, load.reusable, percentile(load.alone, 0.95) * 1e3)
@@ -116,25 +105,25 @@ def cases(sizes: Iterable[int]) -> Iterator[Case]:
                 yield Case(workload, engines, share)
 
 
-def run(*, quick: bool = False, traces: Path | None = None) -> list[Row]:
-    """Simulate all cases. ``quick``: without the largest cluster."""
-    folder = traces or TRACES
+def run(folder: Path = TRACES) -> list[Row]:
+    """Simulate all cases; a row says so where Mooncake's traces are missing."""
     possible, rows = [], []
-    for case in cases(QUICK if quick else SIZES):
+    for case in cases(SIZES):
         if case.workload.startswith("mooncake") and not (folder / "mooncake").is_dir():
             rows.append(not_run(f"cluster {case.name}: TTFT p95", "ms", f"no traces at {folder} (MMROUTER_TRACES)"))
         else:
             possible.append(case)
-    jobs = [(case, name) for case in possible for name in POLICIES]
-    with ProcessPoolExecutor() as pool:
-        outcomes = dict(zip(jobs, pool.map(_job, [(*job, folder) for job in jobs]), strict=True))
+    pairs = [(case, name) for case in possible for name in POLICIES]
+    jobs = [(case, name, folder, SECONDS[case.workload.partition(" ")[0]][case.engines]) for case, name in pairs]
+    outcomes = dict(zip(pairs, outcomes_of(jobs), strict=True))
     results = {case: {name: outcomes[case, name] for name in POLICIES} for case in possible}
     return [*summary(results), *(_row(case, results[case]) for case in possible), *rows]
 
 
-def _job(job: tuple[Case, str, Path]) -> Outcome:
-    case, policy, traces = job
-    return outcome(case, policy, traces, SECONDS[case.workload.partition(" ")[0]][case.engines])
+def outcomes_of(jobs: Sequence[tuple[Any, ...]], simulated: Callable[..., Outcome] = outcome) -> list[Outcome]:
+    """Return the outcomes of jobs (arguments of ``simulated``), as many at once as there are CPUs."""
+    with ProcessPoolExecutor() as pool:
+        return list(pool.map(simulated, *zip(*jobs, strict=True)))
 
 
 def summary(results: dict[Case, dict[str, Outcome]]) -> list[Row]:
@@ -174,6 +163,5 @@ def _row(case: Case, outcomes: dict[str, Outcome]) -> Row:
 
 
 def mean(ratios: Iterable[float]) -> float:
-    """Return the geometric mean."""
     logs: Sequence[float] = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs))

@@ -12,12 +12,11 @@ from typing import Final, Protocol
 from xxhash import xxh3_64_intdigest
 
 from bench.cluster.workloads import ClusterRequest
-from bench.placing import router_objects
+from bench.placing import workload
 from mmrouter_lib import feed
 from mmrouter_router.fleet.index import Index
 from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.placer import Booking, Placer
-from mmrouter_router.scheduling.scoring import Weights
+from mmrouter_router.scheduling.placer import Booking
 
 MATCH: Final = 0.3
 IMBALANCE: Final = (64, 1.5)
@@ -69,8 +68,6 @@ class _CountsOnly:
 
 
 class RoundRobin(_CountsOnly):
-    """Engines in turn."""
-
     def choose(self, number: int, request: ClusterRequest, now: float) -> int:
         return self._sent(number, number % self._engines)
 
@@ -94,7 +91,6 @@ class ConsistentHash(_CountsOnly):
 
 class TextPrefix(_CountsOnly):
     """The cache_aware policy of smg and sglang-router: a tree of sent texts per worker, without images or evictions.
-
     The best match wins if it is long enough, else the smallest tree; where loads differ too much, the shortest queue.
     """
 
@@ -184,17 +180,12 @@ class Ours:
     listens = True
 
     def __init__(self, engines: int, block_size: int) -> None:
-        self.fleet, self.workers = router_objects.synced(engines, block_size=block_size)
-        self._engines = engines
-        self._placer = router_objects.placer(self.fleet, engines)
+        self.fleet, self.workers = workload.synced(engines, block_size=block_size)
+        self._placer = workload.placer(self.fleet, engines)
         self._where = {worker.member.uid: number for number, worker in enumerate(self.workers)}
         self._size = block_size
         self._seqs = [0] * engines
         self._bookings: dict[int, Booking] = {}
-
-    def weigh(self, weights: Weights) -> None:
-        """Replace the router's weights."""
-        self._placer = Placer(router_objects.deployment(replicas=self._engines), self.fleet, weights)
 
     def choose(self, number: int, request: ClusterRequest, now: float) -> int:
         decision = self._placer.place(prepared(request, self._size))
@@ -210,19 +201,16 @@ class Ours:
     def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Publish a delta as a sidecar does."""
         self._seqs[engine] += 1
-        frame = feed.Delta(
-            router_objects.EPOCH, self._seqs[engine], 0.0, 0, 0, "GPU", b"".join(stored), b"".join(removed)
-        )
+        frame = feed.Delta(workload.EPOCH, self._seqs[engine], 0.0, 0, 0, "GPU", b"".join(stored), b"".join(removed))
         self.fleet.on_published(self.workers[engine], frame)
 
     def holds(self, engine: int) -> set[int]:
-        """Return the indexed keys of an engine."""
         return self.fleet.index.keys(self.workers[engine].slots[0])
 
 
 def prepared(request: ClusterRequest, block_size: int) -> Prepared:
     return Prepared(
-        request=router_objects.REQUEST,
+        request=workload.REQUEST,
         salt=None,
         images=(),
         ids=array("I", bytes(4 * request.tokens)),
@@ -236,5 +224,4 @@ def prepared(request: ClusterRequest, block_size: int) -> Prepared:
 
 
 def keys_of(names: Sequence[bytes]) -> Iterator[int]:
-    """Return the router's keys of the engine's names."""
     return (int.from_bytes(name, "little") for name in names)

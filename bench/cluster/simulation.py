@@ -27,15 +27,12 @@ class SimulationResult:
     seconds: list[float] = field(default_factory=list)
     cached: int = 0
     tokens: int = 0
-    end: float = 0.0
-    busy: float = 0.0  # share of time in which engines computed, while requests arrived
     encoded: int = 0
     preemptions: int = 0
     chosen: list[int] = field(default_factory=list)
 
     @property
     def hit_ratio(self) -> float:
-        """Share of prompt tokens that came from a cache."""
         return self.cached / self.tokens
 
 
@@ -48,9 +45,8 @@ def simulate(
     at_once: bool = False,
     watch: Callable[[float, Sequence[VirtualEngine]], None] | None = None,
 ) -> SimulationResult:
-    """Run all requests to their end. ``at_once``: the policy learns every cache change when it happens.
-
-    ``watch`` is called after every event. Raises ``RuntimeError`` if a request never ends.
+    """Run all requests to their end. ``at_once``: the policy learns every cache change when it happens. ``watch`` is
+    called after every event. Raises ``RuntimeError`` if a request never ends.
     """
     fleet = [VirtualEngine(machine, load.block_size) for _ in range(engines)]
     result = SimulationResult()
@@ -112,14 +108,11 @@ def simulate(
                     unfinished -= 1
         else:
             raise RuntimeError(f"{unfinished} requests never ended")
-        if arrived == count and not result.busy:
-            result.busy = sum(engine.busy for engine in fleet) / (now * engines)
         if watch is not None:
             watch(now, fleet)
     for _, kind, which, what in sorted(events):
         if kind == _DELTA:
             policy.cache_changed(which, *deltas[what])  # deliver the rest
-    result.end = now
     result.encoded = sum(engine.encoded_tokens for engine in fleet)
     result.preemptions = sum(engine.preemptions for engine in fleet)
     return result

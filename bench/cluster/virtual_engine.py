@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from mmrouter_sim.core.encoder_budget import EncoderCache
-from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.core.pool import BlockPool
+from mmrouter_sim.core.caches import BlockPool, EncoderCache
+from mmrouter_sim.core.requests import Media
 
 NEVER: Final = float("inf")
 
@@ -68,7 +67,7 @@ class VirtualEngine:
     """One engine. Call :meth:`add`, and :meth:`advance` at each time :attr:`due`."""
 
     def __init__(self, machine: Machine, block_size: int) -> None:
-        self.scheduler, self._size = machine, block_size
+        self._machine, self._size = machine, block_size
         self.pool = BlockPool(machine.kv_tokens // block_size + 1, self._evicted)
         self._encoder = EncoderCache(max(machine.max_batched_tokens, machine.largest_image))
         self.waiting: deque[EngineRequest] = deque()
@@ -86,13 +85,11 @@ class VirtualEngine:
         self._changes: dict[bytes, bool] = {}
         self.due = NEVER  # seconds; end of the current step or run of steps
         self.first_due = NEVER  # end of the first step of a run, when the engine publishes
-        self.busy = 0.0  # seconds
         self.computed_tokens = 0
         self.encoded_tokens = 0
         self.preemptions = 0
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the blocks stored and removed since the last call."""
         if not self._changes:
             return [], []
         changed, self._changes = self._changes, {}
@@ -109,9 +106,7 @@ class VirtualEngine:
             self._cut(now)
 
     def advance(self, now: float) -> StepResult:
-        """End the current step, start the next, and return the step's result."""
         result = StepResult()
-        self.busy += now - self._began
         if self._span or self._decoding:
             steps = self._span or 1
             self._steps += steps
@@ -157,7 +152,6 @@ class VirtualEngine:
         result.ended.append(sequence)
 
     def _settle(self, sequence: EngineRequest) -> None:
-        """Update the counts of a decoding request and take it out of the sums."""
         steps = self._steps - sequence.joined
         sequence.computed += steps
         sequence.length += steps
@@ -178,7 +172,7 @@ class VirtualEngine:
 
     def _schedule(self, now: float) -> None:
         self._grow()
-        budget = self.scheduler.max_batched_tokens - self._decoding
+        budget = self._machine.max_batched_tokens - self._decoding
         visual = 0
         planned = self._planned
         for sequence in list(self._prefilling):
@@ -194,7 +188,7 @@ class VirtualEngine:
             visual += self._encoded(sequence, fresh)
             planned[sequence] = wanted
             budget -= wanted
-        while self.waiting and budget > 0 and len(self.running) < self.scheduler.max_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self._machine.max_seqs:
             sequence = self.waiting[0]
             admitted = self._admit(sequence, budget, visual)
             if admitted is None:
@@ -218,7 +212,7 @@ class VirtualEngine:
 
     def _mixed(self, planned: dict[EngineRequest, int], visual: int) -> float:
         """Return the time of a step that computes prompts; recomputing an answer costs a decode step."""
-        machine = self.scheduler
+        machine = self._machine
         prefill = sum(count for sequence, count in planned.items() if sequence.computed < sequence.tokens)
         seconds = prefill / machine.prefill_rate + visual * machine.encode_seconds
         if self._decoding or any(sequence.computed >= sequence.tokens for sequence in planned):
@@ -227,7 +221,7 @@ class VirtualEngine:
 
     def _seconds(self, steps: int) -> float:
         """Return the time of consecutive decode steps; each reads one more token per request."""
-        machine = self.scheduler
+        machine = self._machine
         first = machine.decode_seconds + machine.read_seconds * self._context
         return steps * first + machine.read_seconds * self._decoding * (steps * (steps - 1) / 2)
 

@@ -17,9 +17,9 @@ from typing import Final
 
 from bench.cluster.virtual_engine import Machine
 from bench.encoders.image_requests import Client, load_clients
-from bench.placing.block_workload import tokens
+from bench.placing.workload import tokens
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
-from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.core.requests import Media
 
 TRACE_BLOCK: Final = 512
 """Tokens per block of Mooncake's traces."""
@@ -66,10 +66,9 @@ class ClusterLoad:
 
 
 def mooncake(folder: Path, name: str, engines: int, share: float, window: float, machine: Machine) -> ClusterLoad:
-    """Return a part of one of Mooncake's traces (``conversation`` or ``synthetic``) at a load of ``share``.
-
-    The trace is the work of two engines; for more of them other parts are added, as other users of the same service.
-    Then time is stretched until the load is exact.
+    """Return a part of one of Mooncake's traces (``conversation`` or ``synthetic``) at a load of ``share``. The trace
+    is the work of two engines; for more of them other parts are added, as other users of the same service. Then time is
+    stretched until the load is exact.
     """
     lines = [json.loads(line) for line in (folder / f"{name}_trace.jsonl").read_text().splitlines()]
     end = lines[-1]["timestamp"] / 1000
@@ -101,10 +100,9 @@ def mooncake(folder: Path, name: str, engines: int, share: float, window: float,
 
 
 def servegen(repeats: bool, engines: int, share: float, seconds: float, machine: Machine, seed: int = 7) -> ClusterLoad:
-    """Return requests with images for about so many seconds at a load of ``share``.
-
-    ``repeats``: sessions of several turns, and images that a client repeats; without it every request stands alone and
-    every image is new, so only instructions are shared.
+    """Return requests with images for about so many seconds at a load of ``share``. ``repeats``: sessions of several
+    turns, and images that a client repeats; without it every request stands alone and every image is new, so only
+    instructions are shared.
     """
     rnd = random.Random(seed)
     clients = load_clients()
@@ -132,8 +130,6 @@ def servegen(repeats: bool, engines: int, share: float, seconds: float, machine:
 
 
 class _Images:
-    """Draws a client's images."""
-
     def __init__(self, rnd: random.Random, number: int, client: Client, repeats: bool) -> None:
         self._rnd, self._number, self._client, self._repeats = rnd, number, client, repeats
         self._made = 0
@@ -141,7 +137,6 @@ class _Images:
         self._weights = [1 / (rank + 1) for rank in range(CATALOGUE)]
 
     def draw(self) -> tuple[bytes, int]:
-        """Return an image's identity and its visual tokens."""
         if self._repeats and self._rnd.random() < 0.5:
             return self._rnd.choices(self._kept, self._weights)[0]
         return self._new()
@@ -190,7 +185,6 @@ class _Shared:
         self._images: set[str] = set()
 
     def hit(self, request: ClusterRequest) -> int:
-        """Return the tokens of the request's cached prefix, and store the request."""
         blocks, hits = self._blocks, 0
         for key in request.keys[: (request.tokens - 1) // self._size]:
             if key not in blocks:

@@ -32,8 +32,6 @@ BURSTY_CV: Final = 2.0
 
 
 class Client(msgspec.Struct, frozen=True):
-    """One client of the service."""
-
     share: float  # of all requests
     counts: list[float]  # probability of 0, 1, .. 12 images
     tokens: list[int]  # quantiles of an image's visual tokens, equally likely
@@ -42,8 +40,6 @@ class Client(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The statistics in the repository."""
-
     source: str
     clients: list[Client]
 
@@ -73,12 +69,10 @@ class Device:
     overhead: float
 
     def seconds(self, picture: Picture) -> float:
-        """Return the time that it takes for an image."""
         return picture.luck * (self.overhead + picture.tokens / self.rate)
 
 
 def load_clients() -> list[Client]:
-    """Return the statistics of the repository."""
     return msgspec.json.decode(SAMPLE.read_bytes(), type=Sample).clients
 
 

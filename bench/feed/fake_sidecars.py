@@ -1,16 +1,18 @@
 """Sidecars without engines: the sending end of the feed over real CURVE sockets, in one thread."""
 
+import json
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Self
 
 import zmq
 
-from bench.placing.router_objects import heartbeat, snapshot
+from bench.placing.workload import heartbeat, snapshot
 from mmrouter_lib import feed
 from mmrouter_router.fleet.feed_client import PUB_PORT, ROUTER_PORT
 
@@ -31,8 +33,15 @@ class Curve:
 
     @classmethod
     def fresh(cls) -> Self:
-        """Generate both pairs."""
         return cls(*zmq.curve_keypair(), *zmq.curve_keypair())
+
+    def write_config(self, folder: Path, resource: object, secrets: Mapping[str, bytes]) -> None:
+        """Write the files that routers and sidecars read (docs/architecture.md, Wiring)."""
+        (folder / "secrets").mkdir(parents=True)
+        (folder / "deployment.json").write_text(json.dumps(resource))
+        keys = {field.name.replace("_", ".curve."): getattr(self, field.name) for field in fields(self)}
+        for name, value in {**secrets, **keys}.items():
+            (folder / "secrets" / name).write_bytes(value)
 
 
 _NET = (random.randrange(64, 192), random.randrange(250))

@@ -1,27 +1,33 @@
-"""CPU seconds per million blocks from the wire into the index, for sidecar and router, against Dynamo.
-
-The router gets keys from sidecars and Dynamo gets tokens from engines, so the sum of sidecar and router is compared
-beside the router alone. CPU seconds, because other load on the machine disturbs them less than elapsed time.
+"""CPU seconds per million blocks from the wire into the index, for sidecar and router, against Dynamo
+(docs/performance.md, *ingest*). CPU seconds, because other load disturbs them less than elapsed time.
 """
 
+import asyncio
+import gc
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import uvloop
+import zmq.asyncio
+
+from bench.child_process import Child, serve
 from bench.feed import sidecar_ingest
 from bench.feed.fake_sidecars import Curve, FakeSidecars, address
-from bench.measured_process import Child
-from bench.peers.dynamo_client import fed_dynamo
-from bench.peers.peer_installation import DYNAMO, PeerMissingError
-from bench.placing import router_objects
-from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, BlockWorkload, Event, build, split, steps
-from bench.rows import Row, not_run, row
+from bench.peer_routers import DYNAMO, PeerMissingError, fed_dynamo
+from bench.placing import workload
+from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, BlockWorkload, Event, build, split, steps
+from bench.report import Row, not_run, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
+from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.fleet.feed_client import FeedClient
+from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.telemetry.metrics import Metrics
 
 WORKERS = 64
 ROUNDS = 3
@@ -61,7 +67,7 @@ class IngestCase:
         for batch in steps(self.events, self.step):
             worker, keys = batch[0].worker, itertools.chain.from_iterable(event.keys for event in batch)
             seqs[worker] += 1
-            frames.append((worker, feed.encode(router_objects.delta(seqs[worker], pack_keys(keys)))))
+            frames.append((worker, feed.encode(workload.delta(seqs[worker], pack_keys(keys)))))
         return frames
 
 
@@ -83,10 +89,9 @@ def run() -> list[Row]:
     sidecars = {item.name: item.value for item in result}
     for case in cases():
         deltas = case.deltas()
-        bare, wired, dynamo = [], [], []
+        wired, dynamo = [], []
         missing = ""
         for _ in range(ROUNDS):
-            bare.append(apply(case, deltas))
             wired.append(receive(case, deltas))
             try:
                 dynamo.append(dynamo_ingest(case))
@@ -94,23 +99,14 @@ def run() -> list[Row]:
                 missing = str(error)
         share = sidecars[f"sidecar ingest, {case.name}: over sockets"]
         assert share is not None
-        result += rows(case, bare, wired, share, dynamo, missing)
+        result += rows(case, wired, share, dynamo, missing)
     return result
 
 
-def apply(case: IngestCase, deltas: Sequence[Frame]) -> float:
-    """Decode and apply deltas without sockets; return CPU seconds. Raises ``RuntimeError`` for missing blocks."""
-    fleet, members = router_objects.synced(case.load.workers)
-    began = time.process_time()
-    for worker, payload in deltas:
-        fleet.on_published(members[worker], feed.decode_published(payload))
-    seconds = time.process_time() - began
-    _require_held(case, [fleet.index.held(worker.slots[0]) for worker in members])
-    return seconds
-
-
 def receive(case: IngestCase, deltas: Sequence[Frame]) -> float:
-    """The same over CURVE sockets in a process of its own; return its CPU seconds, all threads."""
+    """Receive and apply deltas over CURVE sockets in a process of its own; return its CPU seconds, all threads. Raises
+    ``RuntimeError`` for missing blocks.
+    """
     with feed_receiver(case.load.workers) as receiver:
         before = receiver.child.call("cpu")["cpu"]
         after = receiver.publish(deltas)
@@ -140,9 +136,8 @@ class FeedReceiver:
 
 @contextmanager
 def feed_receiver(workers: int) -> Iterator[FeedReceiver]:
-    """Start a receiver that is synced with so many workers."""
     curve = Curve.fresh()
-    with FakeSidecars(workers, curve) as sidecars, Child.module("bench.feed.receiver_process") as child:
+    with FakeSidecars(workers, curve) as sidecars, Child.module("bench.feed.router_ingest") as child:
         child.call(
             "follow",
             ips=[address(number) for number in range(workers)],
@@ -169,18 +164,11 @@ def _require_held(case: IngestCase, held: Sequence[int]) -> None:
         raise RuntimeError(f"{case.name}: the index holds {sum(held)} blocks instead of {sum(case.held)}")
 
 
-def rows(
-    case: IngestCase,
-    bare: Sequence[float],
-    wired: Sequence[float],
-    sidecar: float,
-    dynamo: Sequence[float],
-    missing: str,
-) -> list[Row]:
+def rows(case: IngestCase, wired: Sequence[float], sidecar: float, dynamo: Sequence[float], missing: str) -> list[Row]:
     """Return the figures of one case; ``missing`` says why there is no peer."""
-    here, over = (case.per_million(statistics.median(times)) for times in (bare, wired))
+    over = case.per_million(statistics.median(wired))
     name = f"router ingest, {case.name}"
-    result = [row(f"{name}: decode and apply", here, UNIT), row(f"{name}: over CURVE sockets", over, UNIT)]
+    result = [row(f"{name}: over CURVE sockets", over, UNIT)]
     alone, both = f"{name}: below Dynamo", f"sidecar and router ingest, {case.name}: below Dynamo"
     if missing:
         return [*result, not_run(alone, "x", missing, goal=">= 8"), not_run(both, "x", missing, goal=">= 2")]
@@ -191,3 +179,52 @@ def rows(
         row(alone, theirs / over, "x", peer=peer, goal=">= 8"),
         row(both, theirs / (over + sidecar), "x", peer=peer, goal=">= 2"),
     ]
+
+
+SETTLE_SECONDS = 60.0
+POLL_SECONDS = 0.02
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self._metrics = Metrics()
+        self._fleet = Fleet(self._metrics)
+        self._workers: list[Worker] = []
+        self._feeds: list[asyncio.Task[None]] = []
+
+    async def follow(self, ips: list[str], public: str, secret: str, server: str) -> dict[str, Any]:
+        """Open a feed per worker; answer when all are synced."""
+        keys = CurveKeys(public.encode(), secret.encode(), server.encode())
+        context = zmq.asyncio.Context()
+        for number, ip in enumerate(ips):
+            worker = self._fleet.join(Member(f"uid-{number}", f"worker-{number}", ip, "worker", "worker"))
+            self._workers.append(worker)
+            feed = FeedClient(worker, self._fleet, keys, context, self._metrics)
+            self._feeds.append(asyncio.create_task(feed.run()))
+        await _poll(lambda: all(worker.routable for worker in self._workers), "not every worker is routable")
+        gc.collect()
+        gc.freeze()
+        return {}
+
+    async def cpu(self) -> dict[str, Any]:
+        """Answer the CPU seconds of this process, all threads."""
+        return {"cpu": time.process_time()}
+
+    async def settle(self, seqs: list[int]) -> dict[str, Any]:
+        """Wait until worker n has applied delta ``seqs[n]``; answer CPU seconds and the number of indexed keys."""
+        pairs = list(zip(self._workers, seqs, strict=True))
+        await _poll(lambda: all(worker.sync.seq >= seq for worker, seq in pairs), "not every delta arrived")
+        return {"cpu": time.process_time(), "held": [self._fleet.index.held(w.slots[0]) for w in self._workers]}
+
+
+async def _poll(condition: Callable[[], bool], failure: str) -> None:
+    try:
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while not condition():  # noqa: ASYNC110 - an event per delta would add to what is measured
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError as error:
+        raise RuntimeError(f"{failure} within {SETTLE_SECONDS:g} s") from error
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(Receiver()))

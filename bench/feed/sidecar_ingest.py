@@ -1,13 +1,8 @@
-"""CPU seconds per million blocks in the sidecar: engine batches in, journal and feed out.
-
-Measured three ways: the work alone (order, decode, ledger, journal, deltas), the real process between real sockets with
-CURVE on the feed and everything at once, and the same at a steady rate. The goal is 200,000 blocks/s of 16 tokens in
-64-block events on half a core; a burst costs fewer wake-ups than a steady rate.
+"""CPU seconds per million blocks in the sidecar: engine batches in, journal and feed out. The goal is 200,000 blocks/s
+of 16 tokens in 64-block events on half a core; a burst costs fewer wake-ups than a steady rate (docs/performance.md).
 """
 
-import gc
 import itertools
-import json
 import math
 import os
 import sys
@@ -26,8 +21,8 @@ import psutil
 import zmq
 
 from bench.feed.fake_sidecars import Curve
-from bench.placing.block_workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
-from bench.rows import Row, percentile, row
+from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
+from bench.report import Row, percentile, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, unpack_keys
 from mmrouter_sidecar.engine.event_order import EventStream, NextBatch
@@ -114,16 +109,12 @@ def eviction(event: Event) -> bytes:
 
 
 def run() -> list[Row]:
-    """Measure every case; the best of rounds that take turns, because other load only adds."""
+    """Measure every case; the best of rounds, because other load only adds."""
     rows: list[Row] = []
     for case in cases():
-        alone, wired = [], []
-        for _ in range(ROUNDS):
-            alone.append(relay_cpu(case))
-            wired.append(run_process(case))
+        wired = [run_process(case) for _ in range(ROUNDS)]
         name = f"sidecar ingest, {case.name}"
         per_million = 1e6 / case.blocks
-        rows.append(row(f"{name}: the work alone", min(alone) * per_million, UNIT, goal=case.goal))
         rows.append(row(f"{name}: over sockets", min(wired) * per_million, UNIT, goal=case.goal))
         if case.goal:
             per_token = min(wired) * per_million / BLOCK_SIZE
@@ -136,26 +127,6 @@ def run() -> list[Row]:
     late = min(percentile(lags(steady_case(LAG_SEEDS), LAG_RATE), 0.99) for _ in range(ROUNDS))
     name = f"sidecar ingest, {steady.name}: p99 from an engine to a router at a steady {LAG_RATE:,} blocks/s"
     return [*rows, row(name, late * 1000, "ms", goal=LAG_GOAL)]
-
-
-def relay_cpu(case: SidecarCase) -> float:
-    """Run a case in this process, without sockets; return CPU seconds. Raises ``RuntimeError`` on a wrong result."""
-    with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
-        sent = 0
-
-        def publish(frame: feed.Published) -> None:
-            nonlocal sent
-            sent += len(feed.encode(frame))
-
-        relay = make_relay(Path(folder), publish)
-        gc.collect()
-        began = time.process_time()
-        relay_batches(relay, case.payloads)
-        took = time.process_time() - began
-        if relay.ledger.held != case.held or not sent:
-            raise RuntimeError(f"{case.name}: {relay.ledger.held} blocks are held instead of {case.held}")
-        relay.close()
-    return took
 
 
 def make_relay(folder: Path, publish: Callable[[feed.Published], None]) -> EventRelay:
@@ -176,9 +147,8 @@ def relay_batches(relay: EventRelay, payloads: Sequence[bytes]) -> None:
 
 
 def run_process(case: SidecarCase, blocks_per_second: float = math.inf) -> float:
-    """Run a case through ``python -m mmrouter_sidecar``; return its CPU seconds, all threads.
-
-    Raises ``RuntimeError`` for a wrong feed and ``TimeoutError`` for a silent one.
+    """Run a case through ``python -m mmrouter_sidecar``; return its CPU seconds, all threads. Raises ``RuntimeError``
+    for a wrong feed and ``TimeoutError`` for a silent one.
     """
     with (
         tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder,
@@ -197,7 +167,6 @@ def run_process(case: SidecarCase, blocks_per_second: float = math.inf) -> float
 
 def lags(case: SidecarCase, blocks_per_second: float) -> list[float]:
     """Run a case of stores alone through ``python -m mmrouter_sidecar``; return each batch's seconds to the router.
-
     From just before the engine's publisher sends it until a delta with its last block is at the router's socket.
     """
     ends = list(itertools.accumulate(len(msgspec.msgpack.decode(raw)[1][0]["block_hashes"]) for raw in case.payloads))
@@ -291,14 +260,7 @@ class Wires:
 
 @contextmanager
 def _sidecar(folder: Path, curve: Curve) -> Iterator[psutil.Process]:
-    """Run the real process."""
-    secrets = folder / "secrets"
-    secrets.mkdir()
-    (folder / "deployment.json").write_text(json.dumps(RESOURCE))
-    (secrets / "identity.key").write_bytes(IDENTITY_KEY)
-    (secrets / "sidecar.curve.public").write_bytes(curve.sidecar_public)
-    (secrets / "sidecar.curve.secret").write_bytes(curve.sidecar_secret)
-    (secrets / "router.curve.public").write_bytes(curve.router_public)
+    curve.write_config(folder, RESOURCE, {"identity.key": IDENTITY_KEY})
     environment = {
         "MMROUTER_CONFIG": str(folder),
         "MMROUTER_STATE_DIR": str(folder / "state"),

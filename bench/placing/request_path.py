@@ -1,11 +1,5 @@
-"""CPU time of the complete request path, from a client's body to an engine's body, in process and without sockets.
-
-A conversation of 8k tokens and an image of 1 MB, with a new turn in every request, through the router's own objects as
-the process wires them: parse, base64, identity, size, template, tokens, keys, decision among 64 workers, rewrite.
-*Warm*: conversation and image were seen before. *Cold*: the image is new.
-
-The naive way does the same with the standard library's json, base64 and hashlib, an image decoded to be hashed, the
-whole text tokenized, a chain of SHA-256 and a full scan. Both must choose the same overlap.
+"""CPU time of the complete request path, from a client's body to an engine's, in process and without sockets, against a
+naive way that must choose the same overlap (docs/performance.md, *routing*).
 """
 
 import asyncio
@@ -14,6 +8,7 @@ import gc
 import hashlib
 import io
 import json
+import os
 import random
 import time
 from array import array
@@ -25,29 +20,31 @@ from typing import Any
 import orjson
 import zmq
 from PIL import Image
+from tokenizers import Tokenizer
 
-from bench.pictures import detailed_jpeg
-from bench.placing import router_objects
-from bench.placing.block_workload import BLOCK_SIZE
-from bench.placing.tokenization import REAL, TINY, WORDS
-from bench.rows import Row, not_run, percentile, row
+from bench.placing import workload
+from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, detailed_jpeg
+from bench.report import AnswersDifferError, Row, not_run, percentile, row
 from mmrouter_lib.block_keys import pack_keys
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys, Settings
-from mmrouter_router.intake.tenant_keys import DEFAULT
-from mmrouter_router.request.engine_request import CHAT
+from mmrouter_router.intake.api_key_auth import DEFAULT
+from mmrouter_router.request.prepared import CHAT
 
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "examples" / "models" / "tiny-qwen2-vl"
+REAL = Path(os.environ.get("MMROUTER_MODELS") or ROOT.parent / "shared" / "models") / "Qwen--Qwen2.5-VL-7B-Instruct"
+WORDS = (
+    "The captain crossed the harbour, counted 49 lamps and wrote a letter home; no reader understood it. "
+    "for i in range(0, len(ids), size):\n    yield ids[i : i + size]\n"
+    'Größe, 你好,世界 and 3.14159: what the painter saw was "a bridge", or so she said. '
+)
 WORKERS = 64
-PROMPT_TOKENS = 8192
 ROUNDS, NAIVE_EVERY = 120, 8
 IMAGE_BYTES = 1_000_000
 PAD = "<|image_pad|>"
 WARM, COLD, NAIVE = "warm", "cold image", "naive"
 GOALS = {WARM: "<= 3", COLD: "<= 8"}
-
-
-class AnswersDifferError(Exception):
-    """The two ways have other tokens or choose another overlap, so their times are not comparable."""
 
 
 @dataclass
@@ -57,7 +54,6 @@ class Timed:
     ms: dict[str, list[float]] = field(default_factory=lambda: {WARM: [], COLD: [], NAIVE: []})
 
     def add(self, way: str, began: int) -> None:
-        """Record a request that began at this ``thread_time_ns``."""
         self.ms[way].append((time.thread_time_ns() - began) / 1e6)
 
 
@@ -100,7 +96,7 @@ async def compare(ours: "Ours", rounds: int) -> Timed:
                 began = time.thread_time_ns()
                 ids, overlap = naive.route(warm)
                 timed.add(NAIVE, began)
-                if (ids, overlap) != await ours.answer(warm):
+                if (ids, overlap) != (await ours.route(warm))[1:]:
                     raise AnswersDifferError(f"request {number}: the naive way has an overlap of {overlap} blocks")
     finally:
         gc.unfreeze()
@@ -108,22 +104,20 @@ async def compare(ours: "Ours", rounds: int) -> Timed:
 
 
 def rows(label: str, timed: Timed) -> list[Row]:
-    """Return the figures, and their ratio to the naive way."""
     slow = percentile(timed.ms[NAIVE], 0.5)
-    found = []
+    figures = []
     for way, goal in GOALS.items():
         fast = percentile(timed.ms[way], 0.5)
         words = f"naive: p50 {slow:.4g} ms, without the model's image processor"
-        found += [
+        figures += [
             row(name(label, f"{way}, p50"), fast, "ms", goal=goal),
             row(name(label, f"{way}, p99"), percentile(timed.ms[way], 0.99), "ms"),
             row(name(label, f"{way}, below the naive way"), slow / fast, "x", peer=words),
         ]
-    return found
+    return figures
 
 
 def name(label: str, what: str) -> str:
-    """Return a row's name."""
     return f"routing, {PROMPT_TOKENS} tokens and an image of 1 MB, {label}: {what}"
 
 
@@ -132,32 +126,25 @@ class Ours:
 
     def __init__(self, folder: Path) -> None:
         public, secret = zmq.curve_keypair()
-        deployment = router_objects.deployment(replicas=WORKERS)
+        deployment = workload.deployment(replicas=WORKERS)
         curve = CurveKeys(public, secret, public)
         self.router = Router(
             Settings(deployment, "bench", "127.0.0.1", folder / "nowhere", folder, bytes(32), "key", "token", curve)
         )
-        _, self.workers = router_objects.synced(WORKERS, fleet=self.router.fleet)
+        _, self.workers = workload.synced(WORKERS, fleet=self.router.fleet)
 
     async def route(self, raw: bytes) -> tuple[bytes, "array[int]", int]:
-        """Return the engine's body, the prompt's ids and the winner's overlap."""
         prepared = await self.router.chat.prepare(CHAT, raw, DEFAULT)
         outgoing = self.router.chat._outgoing(CHAT, prepared)
         decision = self.router.placer.place(prepared)
         return outgoing.plain, prepared.ids, decision.choice.winner.overlap
 
-    async def answer(self, raw: bytes) -> tuple["array[int]", int]:
-        """Return the ids and the overlap that the naive way must give, too."""
-        _, ids, overlap = await self.route(raw)
-        return ids, overlap
-
     async def fill(self, raw: bytes) -> None:
-        """Store prefixes of different length of a request's prompt on the workers."""
         prepared = await self.router.chat.prepare(CHAT, raw, DEFAULT)
         keys = prepared.keys(BLOCK_SIZE)
         for number, worker in enumerate(self.workers):
             packed = pack_keys(keys[: held_count(number, len(keys))])
-            self.router.fleet.on_published(worker, router_objects.delta(1, packed))
+            self.router.fleet.on_published(worker, workload.delta(1, packed))
 
     async def close(self) -> None:
         await self.router.close()
@@ -175,7 +162,6 @@ class Naive:
         self._held = [set(keys[: held_count(number, len(keys))]) for number in range(WORKERS)]
 
     def route(self, raw: bytes) -> tuple["array[int]", int]:
-        """Return the prompt's ids and the winner's overlap."""
         body = json.loads(raw)
         ids, identity = self._prompt(body)
         keys = self._keys(ids, identity)
@@ -238,3 +224,14 @@ class RequestBodies:
 def held_count(worker: int, blocks: int) -> int:
     """Return how many leading blocks of a prompt a worker holds; always less than all."""
     return random.Random(worker).randrange(blocks * 9 // 10)
+
+
+def conversation(tokenizer: Tokenizer) -> str:
+    """Return turns of at least ``PROMPT_TOKENS`` tokens in all."""
+    text, tokens = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n", 0
+    while tokens < PROMPT_TOKENS:
+        role = ("user", "assistant")[text.count("<|im_start|>") % 2 == 0]
+        turn = f"<|im_start|>{role}\n{text.count('<|im_end|>')}. {WORDS * 2}<|im_end|>\n"
+        text += turn
+        tokens += len(tokenizer.encode(turn, add_special_tokens=False).ids)
+    return text

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from bench.quick import measurements, router_process
+from bench.quick import measurements
 from bench.quick.scenarios import scenarios
 from bench.quick.verdicts import FILE, Figure, Verdict, judge, least, read, write
 from mmrouter_lib import native
@@ -50,7 +50,7 @@ def measure_all() -> list[Figure]:
             "memory": lambda: measurements.memory(pieces),
             "kept": lambda: [measurements.kept(pieces[-1])],
             "instructions": lambda: measurements.instructions(pieces),
-            "router": router_process.measure,
+            "router": measurements.router,
         }
         for name, measure in parts.items():
             began = time.monotonic()
@@ -60,9 +60,8 @@ def measure_all() -> list[Figure]:
 
 
 def measure_times() -> list[Figure]:
-    """Return the figures that other load on the machine disturbs."""
     with scenarios() as pieces:
-        return [*measurements.times(pieces), *router_process.measure()]
+        return [*measurements.times(pieces), *measurements.router()]
 
 
 def attempts(committed: dict[str, float], first: Measure, again: Measure) -> list[Verdict]:

@@ -1,7 +1,12 @@
-"""Measurements of a scenario: time over its floor's, calls, memory, kept blocks, and instructions by callgrind."""
+"""Measurements of scenarios (time over the floor's, calls, memory, kept blocks, instructions) and of a router process.
+
+Of a router process: system calls of a request, and CPU time over that of the engine that answers it. Run as a program,
+it is the child that callgrind counts.
+"""
 
 import gc
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,14 +17,35 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.quick.scenarios import Scenario
+import psutil
+
+from bench.child_process import Child
+from bench.feed.fake_sidecars import address
+from bench.feed.sidecar_ingest import cpu_of
+from bench.quick.scenarios import Scenario, scenarios
 from bench.quick.verdicts import Figure
+from bench.serving.router_processes import Process, ServingRig
 
 ROUNDS: Final = 7
 KEPT_AFTER: Final = 20
 """Repetitions before and within the count of allocated blocks."""
 BLOCKS_SLACK: Final = 8.0
 LIMIT_SECONDS: Final = 150.0
+TRACED: Final = address(901)
+ROUTER_ROUNDS: Final = 4
+PLAIN: Final = 300
+CONNECTIONS, STREAMS, PAUSE_MS = 16, 2, 10
+FEW: Final = 4
+"""Connections under the slow tracer: few, so that tokens arrive one at a time."""
+CALLS: Final = {"plain answer": "system calls: plain answer", "token": "system calls: token of a paced stream"}
+TIMES: Final = {
+    "plain answer": "time: plain answer through the router, over the bench's engine",
+    "token": "time: token of a paced stream through the router, over the bench's engine",
+}
+ACROSS_PROCESSES: Final = 1.5
+"""Allowed factor for times of two processes: one computes more and the other calls the kernel more, whose cost differs
+between machines."""
+_LINE: Final = re.compile(r"^\d+ +(\d+\.\d+) (\w+)\(")
 
 
 def times(scenarios: Iterable[Scenario], rounds: int = ROUNDS) -> list[Figure]:
@@ -37,7 +63,6 @@ def times(scenarios: Iterable[Scenario], rounds: int = ROUNDS) -> list[Figure]:
 
 
 def calls(scenarios: Iterable[Scenario]) -> list[Figure]:
-    """Return the number of function calls, Python's and C's."""
     figures = []
     for scenario in scenarios:
         scenario.once(scenario.fresh())
@@ -57,7 +82,6 @@ def calls(scenarios: Iterable[Scenario]) -> list[Figure]:
 
 
 def memory(scenarios: Iterable[Scenario]) -> list[Figure]:
-    """Return the peak of allocated memory."""
     figures = []
     for scenario in scenarios:
         scenario.once(scenario.fresh())
@@ -74,7 +98,6 @@ def memory(scenarios: Iterable[Scenario]) -> list[Figure]:
 
 
 def kept(scenario: Scenario) -> Figure:
-    """Return the allocated blocks that a repetition leaves behind once caches are warm."""
     state = scenario.fresh()
 
     def repeat() -> int:
@@ -96,7 +119,7 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
         out = Path(folder) / "out"
         command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={out}"]
-        command += [sys.executable, "-m", "bench.quick.callgrind_child"]
+        command += [sys.executable, "-m", "bench.quick.measurements"]
         # Fixed hashes, and so fixed collisions, in every run.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         try:
@@ -117,7 +140,6 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
 
 
 def totals(dump: str) -> int:
-    """Return the instruction count of a callgrind dump."""
     (line,) = (line for line in dump.splitlines() if line.startswith("totals:"))
     return int(line.split()[1])
 
@@ -131,3 +153,92 @@ def _timed(work: Callable[[Any], object], state: Any) -> float:
         return (time.thread_time_ns() - began) / 1e9
     finally:
         gc.enable()
+
+
+def router() -> list[Figure]:
+    with ServingRig() as rig:
+        process = rig.start(rig.ours(policy="kv"))
+        load = rig.load_generator()
+        return [*router_times(load, process, rig.engine), *system_calls(load, rig)]
+
+
+def router_times(load: Child, router: Process, engine: Process) -> list[Figure]:
+    """Return CPU time over the engine's, both of one run; the least of rounds."""
+    plain, token = [], []
+    for _ in range(ROUTER_ROUNDS):
+        own, floor = _spent(load, router, engine, "plain", count=PLAIN)
+        plain.append(own / floor)
+        shape = {"connections": CONNECTIONS, "count": STREAMS, "pause_ms": PAUSE_MS}
+        own, floor = _spent(load, router, engine, "streams", **shape)
+        token.append(own / floor)
+    return [
+        Figure(TIMES["plain answer"], min(plain), "x", allowed=ACROSS_PROCESSES, noisy=True),
+        Figure(TIMES["token"], min(token), "x", allowed=ACROSS_PROCESSES, noisy=True),
+    ]
+
+
+def system_calls(load: Child, rig: ServingRig) -> list[Figure]:
+    if shutil.which("strace") is None:
+        return [Figure(name, None, "", why="strace is not installed") for name in CALLS.values()]
+    with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder:
+        log = Path(folder) / "strace"
+        under = ["strace", "-f", "-ttt", "-s", "0", "-o", str(log)]
+        with rig.ours(TRACED, policy="kv", under=under) as router:
+            router.wait()
+            load.call("plain", **router.address, count=PLAIN // 4)  # warm up
+            began = time.time()
+            load.call("plain", **router.address, count=PLAIN)
+            middle = time.time()
+            shape = {"connections": FEW, "count": STREAMS, "pause_ms": 4 * PAUSE_MS}
+            tokens = load.call("streams", **router.address, **shape)["tokens"]
+            ended = time.time()
+        text = log.read_text(errors="replace").splitlines()
+    return [
+        Figure(CALLS["plain answer"], between(text, began, middle) / PLAIN, "per request"),
+        Figure(CALLS["token"], between(text, middle, ended) / tokens, "per token"),
+    ]
+
+
+def between(lines: Sequence[str], began: float, ended: float) -> int:
+    """Return the number of system calls that began within a period, from the log of ``strace -f -ttt``."""
+    calls = (_LINE.match(line) for line in lines)
+    return sum(1 for call in calls if call and began <= float(call[1]) < ended)
+
+
+def _spent(load: Child, router: Process, engine: Process, do: str, **shape: int) -> tuple[float, float]:
+    """Return the CPU seconds of the router and of the engine for requests through the router."""
+    processes = [psutil.Process(target.pid) for target in (router, engine)]
+    before = [cpu_of(process) for process in processes]
+    load.call(do, **router.address, **shape)
+    own, floor = (cpu_of(process) - start for process, start in zip(processes, before, strict=True))
+    return own, floor
+
+
+def _control(*options: str) -> None:
+    """Control callgrind on this process. Raises ``CalledProcessError``."""
+    subprocess.run(
+        ["callgrind_control", *options, str(os.getpid())],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def run_under_callgrind() -> None:
+    """Run an empty function, then each scenario and its floor: to warm up, then counted, with a dump after each."""
+    with scenarios() as pieces:
+        works: list[tuple[Callable[[Any], object], Callable[[], Any]]] = [(lambda _: None, lambda: None)]
+        works += [(work, scenario.fresh) for scenario in pieces for work in (scenario.once, scenario.floor)]
+        gc.collect()
+        gc.disable()
+        for work, fresh in works:
+            work(fresh())
+            state = fresh()
+            _control("-i", "on")
+            work(state)
+            _control("-i", "off")
+            _control("-d")
+
+
+if __name__ == "__main__":
+    run_under_callgrind()

@@ -20,10 +20,9 @@ import pybase64
 from xxhash import xxh3_64_intdigest
 
 from bench.feed import sidecar_ingest
-from bench.pictures import detailed_jpeg
-from bench.placing import decision_time, request_path, router_objects
-from bench.placing.block_workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, split, vllm_payload
-from bench.placing.tokenization import TINY, WORDS, conversation
+from bench.placing import decision_time, request_path, workload
+from bench.placing.request_path import TINY, WORDS, conversation
+from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, detailed_jpeg, split, vllm_payload
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, pack_keys
 from mmrouter_lib.image_size import probe
@@ -31,7 +30,7 @@ from mmrouter_lib.media_identity import media_identity
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
-from mmrouter_router.media.data_uri import decode
+from mmrouter_router.media.content import decode
 
 WORKERS = 64
 HELD = 500
@@ -74,7 +73,6 @@ def scenarios() -> Iterator[list[Scenario]]:
 
 
 def placement_scenarios() -> list[Scenario]:
-    """Return keys, index and placement of one prompt."""
     load = build(workers=WORKERS, blocks_per_worker=HELD, queries=1)
     ours = decision_time.Ours(load)
     ids = load.queries[0]
@@ -112,7 +110,6 @@ def placement_scenarios() -> list[Scenario]:
 
 
 def ingest_scenarios(folder: Path) -> list[Scenario]:
-    """Return the feed into the index, and an engine's events into the feed."""
     load = build(workers=8, blocks_per_worker=HELD, queries=0)
     result = []
     for size, events in ((64, load.events), (1, tuple(split(load.events, 1))[:1000])):
@@ -148,7 +145,6 @@ def ingest_scenarios(folder: Path) -> list[Scenario]:
 
 
 def tokenization_scenario() -> Scenario:
-    """Return tokenization of a conversation with a new turn by the segment cache."""
     config = find_json(TINY, "tokenizer_config.json") or {}
     whole = load_tokenizer(TINY, config)
     cached = SegmentCache(load_tokenizer(TINY, config))
@@ -202,12 +198,12 @@ def _nothing() -> None:
 
 
 def _feed(frames: list[tuple[int, bytes]]) -> tuple[Any, list[tuple[int, bytes]]]:
-    fleet, members = router_objects.synced(8)
+    fleet, members = workload.synced(8)
     seqs = [0] * 8
     deltas = []
     for worker, packed in frames:
         seqs[worker] += 1
-        deltas.append((worker, feed.encode(router_objects.delta(seqs[worker], packed))))
+        deltas.append((worker, feed.encode(workload.delta(seqs[worker], packed))))
     return (fleet, members), deltas
 
 

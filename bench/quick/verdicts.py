@@ -21,7 +21,6 @@ class BaselineError(ValueError):
 
 class Figure(msgspec.Struct, frozen=True):
     """One figure, of which less is better; ``value`` is null where it was not measured, for the reason ``why``.
-
     ``slack``: an insignificant difference, for counts near 0. ``allowed``: the factor by which it may be larger.
     ``noisy``: a time; it may be measured again and the least of all attempts counts, because other load only adds.
     """
@@ -51,7 +50,6 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.state in FAILS
 
     def text(self) -> str:
-        """Return it in one line."""
         if self.state == "not run":
             return f"{self.name}: not run: {self.why}"
         if self.state == "gone":
@@ -65,9 +63,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judge(committed: Mapping[str, float], measured: Sequence[Figure], *, gate_times: bool = True) -> list[Verdict]:
-    """Return a verdict for each figure that was measured or is committed.
-
-    Without ``gate_times`` a worse time is ``slower``, which does not fail.
+    """Return a verdict for each figure that was measured or is committed. Without ``gate_times`` a worse time is
+    ``slower``, which does not fail.
     """
     names = {figure.name for figure in measured}
     gone = [
@@ -93,7 +90,6 @@ def _judged(figure: Figure, base: float | None, gate_times: bool) -> Verdict:
 
 
 def least(first: Sequence[Figure], again: Iterable[Figure]) -> list[Figure]:
-    """Return the figures, each with the lesser value of both measurements."""
     repeated = {figure.name: figure.value for figure in again if figure.value is not None}
     return [
         figure

@@ -1,6 +1,6 @@
 """The load generator process: sends the requests that JSON lines on stdin describe, and answers with their times.
 
-It uses the HTTP client of `mmrouter bench` (:mod:`mmrouter_cli.bench.load_client`) with fixed requests whose answers
+It uses the HTTP client of `mmrouter bench` (:mod:`mmrouter_cli.bench.http_client`) with fixed requests whose answers
 are only counted, so that it takes little of the CPU that it shares with the routers under test.
 """
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import uvloop
 
-from bench.measured_process import serve
+from bench.child_process import serve
 from bench.serving.plain_engine import TOKENS
-from mmrouter_cli.bench.load_client import Connection, Receiver, connect, post_message
+from mmrouter_cli.bench.http_client import Connection, Receiver, connect, post_message
 
 PROMPT = "Say what is in the picture, in one sentence that a child understands. " * 6
 IDLE_PAUSE_MS = 3_600_000
@@ -101,7 +101,6 @@ class Held(Receiver):
 
 
 async def _repeat(host: str, port: int, count: int, bodies: Sequence[bytes], expected: bytes) -> list[Repeated]:
-    """Have each body answered ``count`` times, each on a connection of its own, all at once."""
     connections = await asyncio.gather(*(connect(host, port) for _ in bodies))
     receivers = [
         Repeated(connection, _message(host, port, body), count, expected)
@@ -116,8 +115,6 @@ def _message(host: str, port: int, body: bytes) -> bytes:
 
 
 class LoadGenerator:
-    """The commands."""
-
     async def plain(self, host: str, port: int, count: int, connections: int = 1, image: str = "") -> dict[str, Any]:
         """Send requests over connections at once, one after the other on each; answer the microseconds of each."""
         bodies = [chat_body(stream=False, image=image)] * connections

@@ -1,57 +1,85 @@
-"""What a router process adds: latency of a plain answer, and CPU per streamed token, against Rust routers.
-
-The mmrouter process is the one of a frontend pod, with feeds from sidecars and the full request path including template
-and tokenizer; its policy is round robin, as that of the peers. Engine and client are processes of their own. All
-targets take turns in every round.
+"""What a router process adds: latency of plain answers, and CPU per streamed token or request, against Rust routers
+(docs/performance.md, *proxy* and *requests*). All targets take turns in every round.
 """
 
+import base64
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bench.measured_process import Child
-from bench.rows import Row, not_run, percentile, row
+from bench.child_process import Child
+from bench.feed.fake_sidecars import address
+from bench.peer_routers import SMG
+from bench.placing.workload import padded_png
+from bench.report import Row, not_run, percentile, row
+from bench.serving.plain_engine import TOKENS
 from bench.serving.router_processes import CpuCost, Process, ServingRig
 
 ROUNDS = 4
-PLAIN = 250
-"""Requests per round and target, one after the other on one connection."""
+PLAIN, PLAIN_AT_ONCE = 250, 40
+"""Plain requests per round and target, one after the other on each connection: on one, and on all."""
 CONNECTIONS = 64
 PAUSE_MS = 10
 PACED, BURST = 4, 12
 """Streams per connection, round and target."""
+IMAGES, IMAGE_CONNECTIONS = 25, 4
+IMAGE_BYTES = 1_050_000
+"""1.4 MB as base64."""
+REPEATS = 11
+"""Of the load generator's prompt: a thousand tokens of the benchmark's tokenizer."""
 LATENCIES = ((0.5, "p50", "<= 0.6"), (0.99, "p99", "<= 1.0"))
 """Percentiles of added latency, with their names and goals."""
-DIRECT, OURS = "direct", "mmrouter"
+DIRECT, OURS, KV = "direct", "mmrouter", "mmrouter, policy kv"
 
 
 @dataclass
 class TargetFigures:
-    """Measurements of one target: microseconds of plain answers, paced streams, and streams at full speed."""
+    """Measurements of one target: microseconds of plain answers, and CPU by kind of request."""
 
     us: list[float] = field(default_factory=list)
-    paced: CpuCost = field(default_factory=CpuCost)
-    burst: CpuCost = field(default_factory=CpuCost)
+    cpu: defaultdict[str, CpuCost] = field(default_factory=lambda: defaultdict(CpuCost))
 
 
 def run() -> list[Row]:
-    """Measure all routers that can be run here."""
     with ServingRig() as rig:
-        targets = {DIRECT: rig.engine, OURS: rig.start(rig.ours(policy="roundRobin"))}
-        targets |= {str(peer): rig.start(rig.rust_router(peer)) for peer in rig.rust_routers()}
-        figures = measure(rig.load_generator(), targets)
-    return rows(figures, rig.missing)
+        targets = {DIRECT: rig.engine, OURS: rig.start(rig.ours(policy="roundRobin")), **rig.started_rust_routers()}
+        return rows(measure(rig.load_generator(), targets), rig.missing)
+
+
+def run_large() -> list[Row]:
+    with ServingRig() as rig:
+        ours = {OURS: rig.start(rig.ours(policy="roundRobin")), KV: rig.start(rig.ours(address(900), policy="kv"))}
+        targets = {DIRECT: rig.engine, **ours, **rig.started_rust_routers()}
+        return large_rows(measure_large(rig.load_generator(), targets), rig.missing)
 
 
 def measure(load: Child, targets: Mapping[str, Process]) -> dict[str, TargetFigures]:
-    """Let every target take its turn in every round."""
     figures = {name: TargetFigures() for name in targets}
     for _ in range(ROUNDS):
         for name, target in targets.items():
             figures[name].us += load.call("plain", **target.address, count=PLAIN)["us"]
         for name, target in targets.items():
             if name != DIRECT:
-                stream(figures[name].paced, load, target, PACED)
-                stream(figures[name].burst, load, target, BURST, None)
+                stream(figures[name].cpu["paced"], load, target, PACED)
+                stream(figures[name].cpu["burst"], load, target, BURST, None)
+    return figures
+
+
+def measure_large(load: Child, targets: Mapping[str, Process]) -> dict[str, TargetFigures]:
+    figures = {name: TargetFigures() for name in targets}
+    image = "data:image/png;base64," + base64.b64encode(padded_png(IMAGE_BYTES)).decode()
+    for _ in range(ROUNDS):
+        for name, target in targets.items():
+            if name != KV:
+                answer = load.call("plain", **target.address, connections=CONNECTIONS, count=PLAIN_AT_ONCE)
+                figures[name].us += answer["us"]
+        for name in (OURS, KV):
+            stream(figures[name].cpu["short"], load, targets[name], PACED)
+            stream(figures[name].cpu["long"], load, targets[name], PACED, repeats=REPEATS)
+        for name, target in targets.items():
+            if name != DIRECT:
+                with figures[name].cpu["images"].of(IMAGE_CONNECTIONS * IMAGES, target):
+                    load.call("plain", **target.address, connections=IMAGE_CONNECTIONS, count=IMAGES, image=image)
     return figures
 
 
@@ -59,27 +87,47 @@ def stream(
     cost: CpuCost, load: Child, target: Process, count: int, pause_ms: int | None = PAUSE_MS, repeats: int = 1
 ) -> None:
     """Add the cost of ``count`` streams on each of :data:`CONNECTIONS` connections."""
-    before = target.cpu()
     shape = {"connections": CONNECTIONS, "count": count, "pause_ms": pause_ms, "repeats": repeats}
-    tokens = load.call("streams", **target.address, **shape)["tokens"]
-    cost.add(target.cpu() - before, tokens)
+    with cost.of(CONNECTIONS * count * TOKENS, target):
+        load.call("streams", **target.address, **shape)  # raises where tokens are missing
 
 
-def rows(figures: dict[str, TargetFigures], missing: Sequence[str]) -> list[Row]:
-    """Return our figures, and their ratios to the better peer."""
-    result = latency_rows({name: each.us for name, each in figures.items()}, "1 connection", missing)
-    for name, field_name, bound in ((f"paced {PAUSE_MS} ms", "paced", "<= 1.0"), ("burst", "burst", None)):
-        us = {target: getattr(each, field_name).us for target, each in figures.items() if target != DIRECT}
+def rows(figures: Mapping[str, TargetFigures], missing: Sequence[str]) -> list[Row]:
+    result = latency_rows(figures, "1 connection", missing)
+    for name, kind, bound in ((f"paced {PAUSE_MS} ms", "paced", "<= 1.0"), ("burst", "burst", None)):
+        us = {target: each.cpu[kind].us for target, each in figures.items() if target != DIRECT}
         result += compare(f"proxy, {name}, {CONNECTIONS} connections: CPU per token", us, missing, bound)
     return result
 
 
-def latency_rows(us: Mapping[str, Sequence[float]], connections: str, missing: Sequence[str]) -> list[Row]:
-    """Return the latency that routers add to that of the engine alone; ``us`` by target."""
+def large_rows(figures: Mapping[str, TargetFigures], missing: Sequence[str]) -> list[Row]:
+    latencies = {name: each for name, each in figures.items() if name != KV}
+    result = latency_rows(latencies, f"{CONNECTIONS} connections", missing)
+    base = figures[OURS].cpu["short"].us
+    peer = f"the same process, policy roundRobin, short prompt: {base:.4g} us"
+    for prompt, kind, goal in (("short prompt", "short", None), ("1k-token prompt", "long", "<= 1.3")):
+        name = f"proxy, paced {PAUSE_MS} ms, {CONNECTIONS} connections: CPU per token, policy kv, {prompt}"
+        us = figures[KV].cpu[kind].us
+        result += [row(name, us, "us"), row(f"{name}, over roundRobin", us / base, "x", peer=peer, goal=goal)]
+    smg = next((name for name in figures if name.startswith(SMG.package)), None)
+    for ours, policy, bound in ((OURS, "roundRobin", "<= 1.0"), (KV, "kv", "<= 1.8")):
+        name = f"proxy, 1.4 MB image, {IMAGE_CONNECTIONS} connections: CPU per request, policy {policy}"
+        us = figures[ours].cpu["images"].us
+        result.append(row(name, us, "us"))
+        if smg is None:
+            result.append(not_run(f"{name}, over smg", "x", "; ".join(missing), goal=bound))
+            continue
+        theirs = figures[smg].cpu["images"].us
+        peer = f"{smg}: {theirs:.4g} us, without looking at the image"
+        result.append(row(f"{name}, over smg", us / theirs, "x", peer=peer, goal=bound))
+    return result
+
+
+def latency_rows(figures: Mapping[str, TargetFigures], connections: str, missing: Sequence[str]) -> list[Row]:
     result: list[Row] = []
     for share, name, goal in LATENCIES:
-        floor = percentile(us[DIRECT], share)
-        added = {target: percentile(values, share) - floor for target, values in us.items() if target != DIRECT}
+        floor = percentile(figures[DIRECT].us, share)
+        added = {target: percentile(each.us, share) - floor for target, each in figures.items() if target != DIRECT}
         result += compare(f"proxy, plain JSON, {connections}: added {name}", added, missing, goal)
     return result
 

@@ -9,18 +9,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 import psutil
 
+from bench.child_process import Child
 from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
-from bench.measured_process import Child
-from bench.peers.peer_installation import SGLANG_ROUTER, SMG, Peer, PeerMissingError, ensure
-from bench.placing.router_objects import resource
+from bench.peer_routers import SGLANG_ROUTER, SMG, Peer, PeerMissingError, ensure
+from bench.placing.workload import resource
 from bench.serving.load_generator import chat_body
 
 START_SECONDS = 60.0
@@ -60,7 +60,6 @@ class Process(AbstractContextManager["Process"]):
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         return self._process.pid
 
     @property
@@ -84,7 +83,7 @@ class Process(AbstractContextManager["Process"]):
         while time.monotonic() < end:
             if self._process.poll() is not None:
                 status = self._process.returncode
-                raise RouterFailedError(f"{self.name} ended with status {status}: {self._end_of_log()}")
+                raise RouterFailedError(f"{self.name} ended with status {status}: {self.end_of_log()}")
             try:
                 status = self._request("POST", "/v1/chat/completions", self.port, chat_body(stream=False))
             except (OSError, http.client.HTTPException) as error:
@@ -94,7 +93,7 @@ class Process(AbstractContextManager["Process"]):
                     return
                 answer = f"status {status}"
             time.sleep(POLL_SECONDS)
-        raise RouterFailedError(f"{self.name} still answers {answer} after {START_SECONDS:g} s: {self._end_of_log()}")
+        raise RouterFailedError(f"{self.name} still answers {answer} after {START_SECONDS:g} s: {self.end_of_log()}")
 
     def _request(self, method: str, path: str, port: int, body: bytes | None = None) -> int:
         connection = http.client.HTTPConnection(self.host, port, timeout=5)
@@ -104,7 +103,7 @@ class Process(AbstractContextManager["Process"]):
         finally:
             connection.close()
 
-    def _end_of_log(self) -> str:
+    def end_of_log(self) -> str:
         return " ".join(Path(self._log.name).read_text(errors="replace").split())[-300:]
 
 
@@ -118,16 +117,22 @@ class Ours(Process):
         curve: Curve,
         *,
         policy: str,
-        otlp: str = "",
         under: Sequence[str] = (),
         peers: Sequence[str] = (),
     ) -> None:
-        """``otlp``: URL of a collector. ``under``: a command that runs the router, such as a tracer.
-
-        ``workers``, ``peers``: addresses of engines and of other routers.
+        """``under``: a command that runs the router, such as a tracer. ``workers``,
+        ``peers``: addresses of engines and of other routers.
         """
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
-        _write_config(self._config, workers, curve, policy=policy, otlp=otlp, peers=peers)
+        members = [
+            {"uid": f"uid-{n}", "name": f"worker-{n}", "ip": ip, "node": "local", "pool": "worker", "role": "worker"}
+            for n, ip in enumerate(workers)
+        ]
+        frontends = [{"uid": f"bench-frontend-{ip}", "name": f"frontend-{ip}", "ip": ip} for ip in peers]
+        (self._config / "workers.json").write_text(json.dumps({"workers": members, "frontends": frontends}))
+        keys = {"identity.key": os.urandom(32), "engine.key": b"bench-engine-key"}
+        keys["control.token"] = CONTROL_TOKEN.encode()
+        curve.write_config(self._config, resource(replicas=len(workers), policy=policy), keys)
         environment = {
             "MMROUTER_CONFIG": str(self._config),
             "MMROUTER_MODEL_DIR": str(MODEL),
@@ -143,47 +148,9 @@ class Ours(Process):
         shutil.rmtree(self._config)
 
     def wait(self) -> None:
-        """Wait until every worker is verified and a request is answered."""
         super().wait()
         if (status := self._request("GET", "/readyz", HEALTH_PORT)) != 200:
             raise RouterFailedError(f"{self.name} answers before it is ready ({status})")
-
-
-def _write_config(
-    folder: Path, workers: Sequence[str], curve: Curve, *, policy: str, otlp: str, peers: Sequence[str]
-) -> None:
-    """Write the files that a router reads (docs/architecture.md, Wiring)."""
-    secrets = folder / "secrets"
-    secrets.mkdir(parents=True)
-    (folder / "deployment.json").write_text(json.dumps(resource(replicas=len(workers), policy=policy, otlp=otlp)))
-    members = [
-        {"uid": f"uid-{n}", "name": f"worker-{n}", "ip": ip, "node": "local", "pool": "worker", "role": "worker"}
-        for n, ip in enumerate(workers)
-    ]
-    frontends = [{"uid": f"bench-frontend-{ip}", "name": f"frontend-{ip}", "ip": ip} for ip in peers]
-    (folder / "workers.json").write_text(json.dumps({"workers": members, "frontends": frontends}))
-    (secrets / "identity.key").write_bytes(os.urandom(32))
-    texts = {
-        "engine.key": "bench-engine-key",
-        "control.token": CONTROL_TOKEN,
-        "router.curve.public": curve.router_public.decode(),
-        "router.curve.secret": curve.router_secret.decode(),
-        "sidecar.curve.public": curve.sidecar_public.decode(),
-    }
-    for name, text in texts.items():
-        (secrets / name).write_text(text)
-
-
-def rust_router(peer: Peer, workers: Sequence[str]) -> Process:
-    """Start a Rust router with policy round robin. Raises ``PeerMissingError`` where it cannot be installed."""
-    command = ensure(peer) / peer.package
-    port = _free_port()
-    options = [
-        *("launch", "--host", "127.0.0.1", "--port", str(port), "--worker-urls", *workers),
-        *("--policy", "round_robin", "--log-level", "error", "--disable-health-check"),
-        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
-    ]
-    return Process(str(peer), [str(command), *options], "127.0.0.1", port)
 
 
 def _free_port() -> int:
@@ -204,9 +171,12 @@ class CpuCost:
         """CPU microseconds per token or request."""
         return self.cpu / self.count * 1e6
 
-    def add(self, cpu: float, count: int) -> None:
-        """Add CPU seconds and a number of tokens or requests."""
-        self.cpu += cpu
+    @contextmanager
+    def of(self, count: int, *processes: Process) -> Iterator[None]:
+        """Add what processes use during the block, in which they serve so many tokens or requests."""
+        before = sum(process.cpu() for process in processes)
+        yield
+        self.cpu += sum(process.cpu() for process in processes) - before
         self.count += count
 
 
@@ -226,11 +196,9 @@ class ServingRig(ExitStack):
         self.enter_context(FakeSidecars(1, self.curve))
         return self
 
-    def ours(
-        self, host: str = FRONTEND, *, policy: str, otlp: str = "", under: Sequence[str] = (), peers: Sequence[str] = ()
-    ) -> Ours:
+    def ours(self, host: str = FRONTEND, *, policy: str, under: Sequence[str] = (), peers: Sequence[str] = ()) -> Ours:
         """Return an mmrouter process in front of the engine; not waited for."""
-        return Ours(host, [address(0)], self.curve, policy=policy, otlp=otlp, under=under, peers=peers)
+        return Ours(host, [address(0)], self.curve, policy=policy, under=under, peers=peers)
 
     def start(self, process: Process) -> Process:
         """Wait until a process answers; it ends with the rig."""
@@ -249,8 +217,20 @@ class ServingRig(ExitStack):
         return installed
 
     def rust_router(self, peer: Peer) -> Process:
-        """Return a Rust router in front of the engine; not waited for."""
-        return rust_router(peer, [f"http://{address(0)}:{ENGINE_PORT}"])
+        """Return a Rust router in front of the engine, policy round robin; not waited for. Raises ``PeerMissingError``
+        where it cannot be installed.
+        """
+        command, port = ensure(peer) / peer.package, _free_port()
+        options = [
+            *("launch", "--host", "127.0.0.1", "--port", str(port)),
+            *("--worker-urls", f"http://{address(0)}:{ENGINE_PORT}"),
+            *("--policy", "round_robin", "--log-level", "error", "--disable-health-check"),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
+        ]
+        return Process(str(peer), [str(command), *options], "127.0.0.1", port)
+
+    def started_rust_routers(self) -> dict[str, Process]:
+        return {str(peer): self.start(self.rust_router(peer)) for peer in self.rust_routers()}
 
     def load_generator(self) -> Child:
         return self.enter_context(Child.module("bench.serving.load_generator"))

@@ -38,9 +38,9 @@ def main() -> None:
 
         sys.exit(fetch_metadata())
     if command == "plugin":
-        from mmrouter_handover.plugin.install import main as install_plugin
+        from mmrouter_handover.plugin.start import install_command
 
-        sys.exit(install_plugin(sys.argv[2:]))
+        sys.exit(install_command(sys.argv[2:]))
     if command == "operator":
         from mmrouter_operator.__main__ import main as run_operator
 

@@ -2,21 +2,18 @@
 
 import asyncio
 import json
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import httpx
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.bench import command as bench_command
-from mmrouter_cli.init import command as init_command
-from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, control_or_leave, leave
-from mmrouter_cli.status import commands as status_commands
+from mmrouter_cli import resource_commands
+from mmrouter_cli.bench.command import bench
+from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, control_or_leave, leave, table
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
@@ -24,24 +21,8 @@ from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
 )
-app.command()(init_command.init)
-app.command()(status_commands.status)
-app.command()(status_commands.doctor)
-app.command()(bench_command.bench)
-
-
-class Engines(StrEnum):
-    """Source of the engines' commands."""
-
-    sim = "sim"
-    path = "path"
-
-
-class CaptureEngine(StrEnum):
-    """The engines whose captures can be replayed."""
-
-    vllm = "vllm"
-    sglang = "sglang"
+for command in (resource_commands.init, resource_commands.status, resource_commands.doctor, bench):
+    app.command()(command)
 
 
 @app.callback(invoke_without_command=True)
@@ -55,7 +36,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 @app.command()
 def up(
     file: Annotated[Path, typer.Argument(help="A file with one MMRouterDeployment, YAML or JSON.")],
-    engines: Annotated[Engines, typer.Option(help="sim: simulated engines; path: real ones.")] = Engines.sim,
+    engines: Annotated[Literal["sim", "path"], typer.Option(help="sim: simulated engines; path: real ones.")] = "sim",
     engine_env: Annotated[
         Path | None, typer.Option(help="With --engines path: the environment whose bin/ holds the engine's command.")
     ] = None,
@@ -66,14 +47,15 @@ def up(
     wait: Annotated[float, typer.Option(help="Seconds until everything must be ready.")] = 600.0,
 ) -> None:
     """Run a deployment's pods as local processes, in the foreground, until ctrl-C."""
-    from mmrouter_cli.local import LocalError, foreground
+    from mmrouter_cli.local import foreground
+    from mmrouter_cli.local.folders import LocalError
 
     deployment, objects = _read(file)
     console = Console(stderr=True)
     run = foreground.run(
         deployment,
         base_dir=file.resolve().parent,
-        engines=engines.value,
+        engines=engines,
         engine_env=engine_env,
         objects=objects,
         demo=demo,
@@ -96,30 +78,14 @@ def up(
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
+        from mmrouter_cli.demo_workload import show
+
         console = Console()
-        result.print(console if console.is_terminal else Console(width=140))
+        show(console if console.is_terminal else Console(width=140), result)
     raise typer.Exit(0 if result.passed else FAILED)
 
 
-@app.command()
-def crd(
-    check: Annotated[
-        Path | None, typer.Option(help="Print nothing; exit status 1 if this file is not the definition.")
-    ] = None,
-) -> None:
-    """Print the CustomResourceDefinition of MMRouterDeployment as YAML."""
-    from mmrouter_cli import crd as definition
-
-    if check is None:
-        typer.echo(definition.text(), nl=False)
-        return
-    try:
-        current = definition.is_current(check)
-    except OSError as error:
-        leave(f"cannot read {check}: {error.strerror}")
-    if not current:
-        typer.echo(f"mmrouter: {check} differs from the models: write it with `mmrouter crd > {check}`", err=True)
-        raise typer.Exit(FAILED)
+app.command()(resource_commands.crd)
 
 
 @app.command()
@@ -182,13 +148,11 @@ def verify(
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        table = Table(title=f"verification of {url}")
-        for heading in ("check", "result", "seen"):
-            table.add_column(heading, overflow="fold")
+        shown = table(f"verification of {url}", "check", "result", "seen")
         for check in checks:
-            table.add_row(check.name, "[green]PASS" if check.passed else "[red]FAIL", check.message.replace("[", "\\["))
+            shown.add_row(check.name, "[green]PASS" if check.passed else "[red]FAIL", check.message.replace("[", "\\["))
         console = Console()
-        console.print(table)
+        console.print(shown)
         allowed = "" if strict else " (partial decisions allowed)"
         console.print(f"[green]exact[/green]{allowed}" if result["passed"] else f"[red]NOT exact[/red]{allowed}")
     raise typer.Exit(0 if result["passed"] else FAILED)
@@ -243,7 +207,9 @@ def replay(
     model: Annotated[
         Path | None, typer.Option(help="The model's folder: render every prompt instead of taking the returned ids.")
     ] = None,
-    engine: Annotated[CaptureEngine | None, typer.Option(help="The engine; default: from the rows.")] = None,
+    engine: Annotated[
+        Literal["vllm", "sglang"] | None, typer.Option(help="The engine; default: from the rows.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Explain every block of a recorded event stream from its requests; exit status 1 on any difference."""
@@ -251,7 +217,7 @@ def replay(
     from mmrouter_cli.replay import replay as explain_capture
 
     try:
-        report = explain_capture(capture, model_dir=model, engine=engine.value if engine else None)
+        report = explain_capture(capture, model_dir=model, engine=engine)
     except CaptureError as error:
         leave(str(error))
     if as_json:

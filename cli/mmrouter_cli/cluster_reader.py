@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from kubernetes.aio import config
 
-from mmrouter_cli.status.frontend_state import Unread
+from mmrouter_cli.status.control_api import Unread
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
 from mmrouter_operator.cluster.connection import NO_KUBECONFIG, ConnectError, load, own_namespace
 

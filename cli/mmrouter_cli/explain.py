@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mmrouter_cli.options import table
+
 
 def show(console: Console, trace: dict[str, Any]) -> None:
     """Print a decision."""
@@ -23,16 +25,15 @@ def show(console: Console, trace: dict[str, Any]) -> None:
     if trace.get("chain") or trace.get("degraded"):
         _stages(console, trace)
     console.print(_candidates(trace))
-    if trace["images"]:
-        console.print(_images(trace))
-    if trace.get("travelled"):
-        console.print(_travelled(trace))
-    if trace["keys"]:
-        console.print(_blocks(trace))
-    if trace.get("parity"):
-        _parity(console, trace["parity"])
-    if trace.get("rendering"):
-        _rendering(console, trace["rendering"])
+    for field, drawn in (("images", _images), ("travelled", _travelled), ("keys", _blocks)):
+        if trace.get(field):
+            console.print(drawn(trace))
+    if parity := trace.get("parity"):
+        whole = f"the engine holds all {parity.get('blocks')} predicted blocks"
+        _compared(console, "parity", parity, whole, parity.get("block"), "published")
+    if rendering := trace.get("rendering"):
+        whole = f"the same prompt, {rendering.get('tokens')} tokens compared"
+        _compared(console, "renderer", rendering, whole, rendering.get("piece"), "rendered")
 
 
 def _prompt(trace: dict[str, Any]) -> str:
@@ -53,9 +54,7 @@ def _stages(console: Console, trace: dict[str, Any]) -> None:
     """Print the engines of each stage with their times, and the stages that were skipped."""
     if trace["degraded"]:
         console.print(f"served without: {', '.join(trace['degraded'])}", highlight=False, markup=False)
-    table = Table(title=f"stages, of the form {trace['form']}")
-    for heading in ("stage", "outcome", "engines", "ms", "of it"):
-        table.add_column(heading, justify="right" if heading == "ms" else "left", overflow="fold")
+    shown = table(f"stages, of the form {trace['form']}", "stage", "outcome", "engines", "ms", "of it", right=("ms",))
     for note in trace["chain"]:
         part = ""
         if "images" in note:
@@ -63,49 +62,32 @@ def _stages(console: Console, trace: dict[str, Any]) -> None:
         elif "remaining_tokens" in note:
             part = f"{note['remaining_tokens']} tokens that the answering engine lacked"
         seconds = f"{note['seconds'] * 1e3:.1f}" if note["seconds"] else ""
-        table.add_row(note["stage"], note["outcome"], ", ".join(note["workers"]), seconds, part)
-    console.print(table)
+        shown.add_row(note["stage"], note["outcome"], ", ".join(note["workers"]), seconds, part)
+    console.print(shown)
 
 
-def _parity(console: Console, parity: dict[str, Any]) -> None:
-    """Print whether the engine's blocks equal the prediction, or both sides of the first difference."""
-    if parity["result"] == "True":
-        console.print(f"parity: the engine holds all {parity['blocks']} predicted blocks", highlight=False)
+def _compared(
+    console: Console, who: str, outcome: dict[str, Any], whole: str, place: dict[str, Any] | None, other: str
+) -> None:
+    """Print ``whole`` where ``who`` has what was predicted, else both sides of the first difference."""
+    if outcome["result"] == "True":
+        console.print(f"{who}: {whole}", highlight=False)
         return
-    cause = f" ({parity['cause']})" if parity["cause"] else ""
-    console.print(f"parity: {parity['result']}{cause}: {parity['message']}", highlight=False, markup=False)
-    block = parity.get("block")
-    if block is None:
+    cause = f" ({outcome['cause']})" if outcome["cause"] else ""
+    console.print(f"{who}: {outcome['result']}{cause}: {outcome['message']}", highlight=False, markup=False)
+    if place is None:
         return
-    console.print(_sides(f"block {block['number']}, from token {block['first_token']}", block, "published"))
-
-
-def _rendering(console: Console, rendering: dict[str, Any]) -> None:
-    """Print whether a renderer's prompt equals the prediction, or both sides of the first difference."""
-    if rendering["result"] == "True":
-        console.print(f"renderer: the same prompt, {rendering['tokens']} tokens compared", highlight=False)
-        return
-    result = f"renderer: {rendering['result']} ({rendering['cause']}): {rendering['message']}"
-    console.print(result, highlight=False, markup=False)
-    piece = rendering.get("piece")
-    if piece is not None:
-        console.print(_sides(f"from token {piece['first_token']}", piece, "rendered"))
-
-
-def _sides(title: str, place: dict[str, Any], other: str) -> Table:
-    table = Table(title=title)
-    for heading in ("", "predicted", other):
-        table.add_column(heading, overflow="fold")
+    block = f"block {place['number']}, " if "number" in place else ""
+    shown = table(f"{block}from token {place['first_token']}", "", "predicted", other)
     sides = (place["predicted"], place[other])
-    table.add_row("text", *(Text(side["text"]) for side in sides))
-    table.add_row("tokens", *(Text(" ".join(map(str, side["tokens"]))) for side in sides))
+    shown.add_row("text", *(Text(side["text"]) for side in sides))
+    shown.add_row("tokens", *(Text(" ".join(map(str, side["tokens"]))) for side in sides))
     named = ("\n".join(f"{i['identity'][:19]}... at {i['starts_at']}" for i in side["images"]) for side in sides)
-    table.add_row("images", *(Text(text or "none") for text in named))
-    return table
+    shown.add_row("images", *(Text(text or "none") for text in named))
+    console.print(shown)
 
 
 def error_text(answer: httpx.Response) -> str:
-    """Return the message of a refusal."""
     try:
         body = answer.json()
     except ValueError:
@@ -124,46 +106,40 @@ def _candidates(trace: dict[str, Any]) -> Table:
     terms = [term for term in every if any(candidate["terms"].get(term) for candidate in candidates)]
     left_out = [term for term in every if term not in terms]
     caption = Text(f"0 for all: {', '.join(left_out)}") if left_out else None
-    table = Table(title="candidates, best first", caption=caption, caption_justify="left")
-    table.add_column("worker", overflow="fold")
-    for heading in ("overlap", "in cache", *terms, "cost"):
-        table.add_column(heading, justify="right", overflow="fold")
+    numbers = ("overlap", "in cache", *terms, "cost")
+    title = "candidates, best first"
+    shown = table(title, "worker", *numbers, right=numbers, caption=caption, caption_justify="left")
     for candidate in candidates:
         name = candidate["worker"] if candidate["scored"] else f"{candidate['worker']} (not verified)"
         values = [f"{candidate['terms'].get(term, 0):g}" for term in terms]
         overlap = str(candidate["overlap"]) if trace.get("predicted", "before") == "before" else "-"
-        table.add_row(name, overlap, str(candidate["held"]), *values, f"{candidate['cost']:g}")
-    return table
+        shown.add_row(name, overlap, str(candidate["held"]), *values, f"{candidate['cost']:g}")
+    return shown
 
 
 def _images(trace: dict[str, Any]) -> Table:
-    table = Table(title=f"images, named by {trace['identity']['provider']} ({trace['identity']['why']})")
-    for heading in ("part", "size", "tokens", "first token", "identity"):
-        table.add_column(heading, overflow="fold")
+    title = f"images, named by {trace['identity']['provider']} ({trace['identity']['why']})"
+    shown = table(title, "part", "size", "tokens", "first token", "identity")
     for image in trace["images"]:
-        size = f"{image['width']}x{image['height']}"
-        identity = image["identity"][:19] + "..."
-        table.add_row(image["param"], size, str(image["tokens"]), str(image["offset"]), identity)
-    return table
+        numbers = (f"{image['width']}x{image['height']}", str(image["tokens"]), str(image["offset"]))
+        shown.add_row(image["param"], *numbers, image["identity"][:19] + "...")
+    return shown
 
 
 def _travelled(trace: dict[str, Any]) -> Table:
     """Return how each image reached each engine, and why not by another way."""
-    table = Table(title="how images travelled")
-    for heading in ("identity", "to", "how", "bytes", "ms", "instead of"):
-        table.add_column(heading, justify="right" if heading in ("bytes", "ms") else "left", overflow="fold")
+    headings = ("identity", "to", "how", "bytes", "ms", "instead of")
+    shown = table("how images travelled", *headings, right=("bytes", "ms"))
     for transfer in trace["travelled"]:
         others = ", ".join(f"{other['how']} ({other['reason']})" for other in transfer["instead_of"])
-        shown = (transfer["identity"][:19] + "...", transfer["engine"], transfer["how"], str(transfer["bytes"]))
-        table.add_row(*shown, f"{transfer['seconds'] * 1e3:.1f}", others)
-    return table
+        where = (transfer["identity"][:19] + "...", transfer["engine"], transfer["how"])
+        shown.add_row(*where, str(transfer["bytes"]), f"{transfer['seconds'] * 1e3:.1f}", others)
+    return shown
 
 
 def _blocks(trace: dict[str, Any]) -> Table:
     """Return runs of blocks with the same holders."""
-    table = Table(title="blocks and who holds them now")
-    for heading in ("blocks", "first key", "held by", "images"):
-        table.add_column(heading, overflow="fold")
+    shown = table("blocks and who holds them now", "blocks", "first key", "held by", "images")
     size = trace["block_size"]
     rows = list(enumerate(zip(trace["keys"], trace["holders_now"], strict=True)))
     for holders, group in groupby(rows, key=lambda row: row[1][1]):
@@ -175,5 +151,5 @@ def _blocks(trace: dict[str, Any]) -> Table:
             if image["offset"] < (last + 1) * size and image["offset"] + image["tokens"] > first * size
         ]
         span = f"{first}" if first == last else f"{first}-{last}"
-        table.add_row(span, run[0][1][0], ", ".join(holders) or "none", ", ".join(inside))
-    return table
+        shown.add_row(span, run[0][1][0], ", ".join(holders) or "none", ", ".join(inside))
+    return shown

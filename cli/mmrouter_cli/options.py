@@ -1,11 +1,14 @@
-"""Options shared by several commands, and how a command ends with an error."""
+"""Options and tables of several commands, and how a command ends with an error."""
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
-from mmrouter_cli.status.control_endpoint import ControlEndpoint, UnreachableError, find_control
+from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
 
 FAILED, USAGE = 1, 2
 
@@ -20,7 +23,6 @@ Kubeconfig = Annotated[Path | None, typer.Option(help="How to reach the cluster.
 
 
 def control_or_leave(url: str, control: str | None, token: str | None) -> ControlEndpoint:
-    """Return a deployment's control API, or end with status 2."""
     try:
         return find_control(url, control, token)
     except UnreachableError as error:
@@ -28,6 +30,13 @@ def control_or_leave(url: str, control: str | None, token: str | None) -> Contro
 
 
 def leave(message: str) -> NoReturn:
-    """End with status 2 and a message."""
     typer.echo(f"mmrouter: {message}", err=True)
     raise typer.Exit(USAGE)
+
+
+def table(title: str | Text, *headings: str, right: Collection[str] = (), **options: Any) -> Table:
+    """Return a table with these columns, in which the end of a name is never cut off."""
+    made = Table(title=title, **options)
+    for heading in headings:
+        made.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    return made

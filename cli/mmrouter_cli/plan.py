@@ -8,19 +8,19 @@ from typing import Any
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
-from mmrouter_operator.model.kinds import RESOURCE, Ref
-from mmrouter_operator.model.labels import CHILD_SELECTOR, DEPLOYMENT_LABEL
+from mmrouter_operator.model.kinds import CHILD_SELECTOR, DEPLOYMENT_LABEL, RESOURCE, Ref
 from mmrouter_operator.model.snapshot import Snapshot
 from mmrouter_operator.model.views import child_view, pod_view, revision_view
-from mmrouter_operator.planning.planner import Blocked, Progress, Step
-from mmrouter_operator.planning.rollout import pool_of
+from mmrouter_operator.planning.planner import Blocked, Progress
+from mmrouter_operator.planning.rollout_progress import pool_of
 from mmrouter_operator.planning.rollout_simulation import Simulation, simulate
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates, difference
 from mmrouter_operator.render import CHILD_KINDS, render
-from mmrouter_operator.render.kv_layouts import mismatches
-from mmrouter_operator.render.metadata import secret_name
+from mmrouter_operator.render.child import secret_name
+from mmrouter_operator.render.pod.kv_compatibility import mismatches
 
 _NO_RESTART = ("replicas", "autoscaling", "weight")
+STEP = ("action", "kind", "name", "why")
 _OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator", "sharedMemory")
 
 
@@ -44,7 +44,6 @@ class ChangeReport:
     """Settings that keep the resource's pools from working together."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         outcome = self.rehearsal.outcome
         details = {"reason": outcome.reason} if isinstance(outcome, Blocked) else {}
         if isinstance(outcome, Blocked | Progress):
@@ -53,7 +52,9 @@ class ChangeReport:
             "name": self.name,
             "changes": list(self.changes),
             "restarts": {name: list(fields) for name, fields in self.restarts.items()},
-            "rounds": [[_step(step) for step in steps] for steps in self.rehearsal.rounds],
+            "rounds": [
+                [{name: getattr(step, name) for name in STEP} for step in steps] for steps in self.rehearsal.rounds
+            ],
             "outcome": {"type": type(outcome).__name__, **details},
             "adopting": {name: list(fields) for name, fields in self.adopting.items()},
             "warnings": list(self.warnings),
@@ -137,16 +138,13 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
     listed = [{**pod, "apiVersion": "v1", "kind": "Pod"} for pod in await cluster.list("Pod", namespace, selector)]
     pods = await _in_full(cluster, listed, ("Pod",))
     uid = found["metadata"]["uid"] if found is not None else ""
+    revisions = [o for o in objects if o["kind"] == "ControllerRevision" and child_view(o).owner == uid]
     snapshot = replace(
         _empty(dep, secrets),
         resource=_resource(dep, uid),
         children={(obj["kind"], obj["metadata"]["name"]): child_view(obj) for obj in objects},
         pods=tuple(pod_view(pod) for pod in pods),
-        revisions=tuple(
-            revision_view(obj)
-            for obj in objects
-            if obj["kind"] == "ControllerRevision" and child_view(obj).owner == uid
-        ),
+        revisions=tuple(map(revision_view, revisions)),
         capabilities=capabilities,
     )
     spec_only = None if found is None else {key: value for key, value in found.items() if key != "status"}
@@ -172,9 +170,7 @@ def _report(
     rehearsal = simulate(desired, snapshot, revision)
     changes = () if old is None else tuple(difference(_explicit_spec(old), _explicit_spec(dep)))
     restarted = {step.name for steps in rehearsal.rounds for step in steps if step.action == "restart"}
-    pools = {
-        manifest["metadata"]["name"]: pool_of(manifest) for manifest in desired if manifest["kind"] == "Deployment"
-    }
+    pools = {each["metadata"]["name"]: pool_of(each) for each in desired if each["kind"] == "Deployment"}
     return ChangeReport(
         name=dep.metadata.name,
         changes=changes,
@@ -189,13 +185,12 @@ def _adopting(
     rendered: Sequence[dict[str, Any]], desired: Sequence[dict[str, Any]], snapshot: Snapshot, dep: MMRouterDeployment
 ) -> dict[str, tuple[str, ...]]:
     adopted, _ = choose_templates(rendered, snapshot, True, dep)
-    found = {}
-    for kept, new in zip(desired, adopted, strict=True):
-        if kept["kind"] == "Deployment":
-            fields = difference(kept["spec"]["template"]["spec"], new["spec"]["template"]["spec"])
-            if fields:
-                found[kept["metadata"]["name"]] = tuple(fields)
-    return found
+    differ = {
+        kept["metadata"]["name"]: difference(kept["spec"]["template"]["spec"], new["spec"]["template"]["spec"])
+        for kept, new in zip(desired, adopted, strict=True)
+        if kept["kind"] == "Deployment"
+    }
+    return {name: tuple(fields) for name, fields in differ.items() if fields}
 
 
 def _because(changes: Sequence[str], pool: str) -> tuple[str, ...]:
@@ -229,7 +224,3 @@ def _empty(dep: MMRouterDeployment, secrets: SecretData) -> Snapshot:
 def _resource(dep: MMRouterDeployment, uid: str = "") -> dict[str, Any]:
     metadata = {"name": dep.metadata.name, "namespace": dep.metadata.namespace, "uid": uid}
     return {"metadata": metadata, "spec": dep.spec.model_dump(mode="json", by_alias=True, exclude_unset=True)}
-
-
-def _step(step: Step) -> dict[str, str]:
-    return {"action": step.action, "kind": step.kind, "name": step.name, "why": step.why}

@@ -12,13 +12,13 @@ first image, and never more than the engine had. `affinity` always fails.
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import httpx
 
 from mmrouter_cli.sample_images import data_uri, picture
-from mmrouter_cli.status.control_endpoint import ControlEndpoint
+from mmrouter_cli.status.control_api import ControlEndpoint
 
 ROUNDS = 3
 NOT_PROBED = "not_probed"
@@ -28,8 +28,7 @@ SETTLE_SECONDS = 3.0
 SETTLE_STEP_SECONDS = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """One property; ``message`` describes the observation, or the first difference."""
 
     name: str
@@ -281,6 +280,5 @@ def check_cached_tokens(name: str, repeats: Sequence[Observation]) -> Check:
 
 
 def as_json(checks: Iterable[Check]) -> dict[str, Any]:
-    """Return the result as plain values."""
-    rows = [asdict(check) for check in checks]
+    rows = [check._asdict() for check in checks]
     return {"passed": bool(rows) and all(row["passed"] for row in rows), "checks": rows}

@@ -46,8 +46,24 @@ def main() -> int:
             seconds = time.monotonic() - began
             # What a request stored is published right after its last step; nothing says that there is no more.
             time.sleep(SETTLE_SECONDS)
+            said = answer.json()
+            reply = {
+                "prompt_token_ids": said.get("prompt_token_ids"),
+                "output_token_ids": (said.get("choices") or [{}])[0].get("token_ids"),
+                "usage": said.get("usage"),
+            }
+            frames = engine.listener.frames[seen:]
             rows.append(
-                row(number, label, body, answer.status_code, answer.json(), seconds, engine.listener.frames[seen:])
+                {
+                    "kind": "step",
+                    "n": number,
+                    "label": label,
+                    "request": {"method": "POST", "path": "/v1/chat/completions", "body": body},
+                    "status": answer.status_code,
+                    "seconds": round(seconds, 3),
+                    "reply": reply,
+                    "frames": [{"seq": n.to_bytes(8, "big").hex(), "payload": payload.hex()} for n, payload in frames],
+                }
             )
         replayed = [
             ["", "", number.to_bytes(8, "big").hex(), payload.hex()] for number, payload in engine.listener.replayed()
@@ -97,32 +113,6 @@ def inlined(body: dict[str, Any], images: Path) -> dict[str, Any]:
             if part["type"] == "image_url":
                 part["image_url"]["url"] = data_uri((images / part["image_url"]["url"]["$image"]).read_bytes())
     return sent
-
-
-def row(
-    number: int,
-    label: str,
-    body: dict[str, Any],
-    status: int,
-    answer: dict[str, Any],
-    seconds: float,
-    frames: list[tuple[int, bytes]],
-) -> dict[str, Any]:
-    reply = {
-        "prompt_token_ids": answer.get("prompt_token_ids"),
-        "output_token_ids": (answer.get("choices") or [{}])[0].get("token_ids"),
-        "usage": answer.get("usage"),
-    }
-    return {
-        "kind": "step",
-        "n": number,
-        "label": label,
-        "request": {"method": "POST", "path": "/v1/chat/completions", "body": body},
-        "status": status,
-        "seconds": round(seconds, 3),
-        "reply": reply,
-        "frames": [{"seq": seq.to_bytes(8, "big").hex(), "payload": payload.hex()} for seq, payload in frames],
-    }
 
 
 if __name__ == "__main__":

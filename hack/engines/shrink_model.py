@@ -1,15 +1,19 @@
 """Make a model folder small enough for a CPU engine with dummy weights.
 
     python hack/engines/shrink_model.py MODEL_FOLDER OUT_FOLDER
+    ENGINE_PYTHON hack/engines/shrink_model.py --weights FOLDER    # gives a shrunk folder weights
 
 Everything that decides a prompt stays as it is: tokenizer, chat template, preprocessor, special ids, patch and merge
 sizes, context length. Only the network shrinks (two layers, hidden size 64), so that ``vllm serve --load-format dummy``
-holds it in the memory of a test machine. The source needs no weights.
+holds it in the memory of a test machine. The source needs no weights. vLLM's own dummy weights are so small that all
+logits are zero: two images then have one answer. With random ones every pixel shows in the probabilities; they need an
+engine's environment, which has torch and transformers.
 """
 
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +122,25 @@ def shrink_rope(text: dict[str, Any]) -> None:
     scaling["mrope_section"] = [half - sum(spatial), *spatial]
 
 
+def add_weights(folder: Path) -> None:
+    """Write weights of the size that training begins with, the same in every run; the configuration stays as it is."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText  # type: ignore[import-not-found]
+
+    torch.manual_seed(7)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        model.save_pretrained(made)
+        Path(made, "model.safetensors").rename(folder / "model.safetensors")
+
+
 def main() -> int:
     if len(sys.argv) != 3:
         print((__doc__ or "").strip(), file=sys.stderr)
         return 2
+    if sys.argv[1] == "--weights":
+        add_weights(Path(sys.argv[2]))
+        return 0
     try:
         shrink(Path(sys.argv[1]), Path(sys.argv[2]))
     except (OSError, ValueError) as error:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 
 from hack.generators.tables import replaced, table
-from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.base.adapter import RankLoad
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.metrics import HotPathCounts

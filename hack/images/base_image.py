@@ -8,15 +8,19 @@ an archive that docker, podman and buildah load. It lies in ``images/base`` of t
 and 0.2 GB. Needs mmdebstrap, the mirror and, as mmdebstrap maps users, root. Exit status: ``hack/build_once.py``.
 """
 
+import hashlib
+import io
+import json
 import os
 import platform
 import shutil
 import sys
+import tarfile
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from hack.build_once import CannotMakeError, build_once, cache_dir, captured, digest, failed, last_line, main
-from hack.images.archives import write_image
 
 NAME = "localhost/mmrouter-base:1"
 ARCHIVE = "base.tar"
@@ -26,6 +30,8 @@ SOURCES = ("sources.list", "sources.list.d/debian.sources", "sources.list.d/ubun
 APT = Path("/etc/apt")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 FREE_GB = 2
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+EPOCH = "1970-01-01T00:00:00Z"
 
 
 def env_dir() -> Path:
@@ -33,7 +39,6 @@ def env_dir() -> Path:
 
 
 def recipe() -> str:
-    """Return a digest of everything that decides what the image holds."""
     return digest(NAME, *PACKAGES, *LEFT_OUT, release(), *(path.read_text() for path in sources()))
 
 
@@ -43,7 +48,6 @@ def release() -> str:
 
 
 def sources() -> list[Path]:
-    """Return the files that name the distribution's own mirror for apt."""
     return [path for name in SOURCES if (path := APT / name).is_file()]
 
 
@@ -87,6 +91,35 @@ def unreached() -> str:
         command = ["apt-get", *own, "--option=APT::Update::Error-Mode=any", "--option=APT::Sandbox::User=root"]
         done = captured([*command, "--quiet=2", "update"])
     return "" if done.returncode == 0 else f"apt reaches no mirror ({last_line(done.stderr)})"
+
+
+def write_image(archive: Path, layer: Path, name: str, config: Mapping[str, object]) -> None:
+    """Write an image of one layer as ``docker save`` does, the same for the same layer; ``config``: ``Env`` etc."""
+    with layer.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    machine = platform.machine()
+    image = {
+        "architecture": ARCHITECTURES.get(machine, machine),
+        "os": "linux",
+        "config": config,
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+        "created": EPOCH,
+        # Without a time, buildah would take none of its cached layers over this one.
+        "history": [{"created": EPOCH, "created_by": "mmrouter"}],
+    }
+    text = json.dumps(image).encode()
+    path = f"{hashlib.sha256(text).hexdigest()}.json"
+    manifest = [{"Config": path, "RepoTags": [name], "Layers": [f"{digest}/layer.tar"]}]
+    with tarfile.open(archive, "w") as out, layer.open("rb") as file:
+        for entry, content in ((path, text), ("manifest.json", json.dumps(manifest).encode())):
+            out.addfile(_entry(entry, len(content)), io.BytesIO(content))
+        out.addfile(_entry(f"{digest}/layer.tar", layer.stat().st_size), file)
+
+
+def _entry(path: str, size: int) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(path)
+    entry.size = size
+    return entry
 
 
 if __name__ == "__main__":

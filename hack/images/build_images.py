@@ -9,7 +9,7 @@ buildah in a folder of its own. What decides the build, beside the sources:
 - ``MMROUTER_BASE_IMAGE``: the base, a name or the path of an archive as of ``docker save`` (``base_image.py`` makes
   one). By default the one that the Dockerfile names, from its registry.
 - ``MMROUTER_BUILDER``: the builder; by default the first that works.
-- Rust on this machine: where the compiled form can be built (``native_env.py``), its wheel goes into ``mmrouter``.
+- Rust on this machine: where the compiled form can be built (``native_wheel.py``), its wheel goes into ``mmrouter``.
 - ``SOURCE_DATE_EPOCH``: the time that the layers carry, in seconds since 1970; by default that of the last commit to
   ``requirements.lock``, so that the large layer stays what it is until its content changes.
 
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hack import native_env
+from hack import native_wheel
 from hack.build_once import ROOT, CannotMakeError, FailedError, captured, failed, last_line, note, status_of
 from hack.engines.vllm_env import unreached
 
@@ -54,16 +54,12 @@ class Secret:
 
 @dataclass(frozen=True)
 class Build:
-    """What is built, whatever builds it."""
-
     arguments: dict[str, str]
     secrets: tuple[Secret, ...]
     epoch: str
 
 
 class Builder(ABC):
-    """A program that builds images from a Dockerfile."""
-
     def __init__(self, program: str, storage: Path | None) -> None:
         self.program, self.storage = program, storage
 
@@ -95,7 +91,6 @@ class Builder(ABC):
         return dict(os.environ)
 
     def common(self, target: str, tag: str, build: Build) -> list[str]:
-        """Return the options that all builders have in common."""
         arguments = [f"--build-arg={name}={value}" for name, value in build.arguments.items()]
         secrets = [f"--secret=id={secret.name},src={secret.file}" for secret in build.secrets]
         # As this machine reaches the index, so does the build: on a host's loopback, through its proxy.
@@ -125,7 +120,7 @@ class Docker(Builder):
 
 
 class Buildah(Builder):
-    """Buildah, which needs no daemon and, with chroot isolation, no container runtime."""
+    """Buildah, which needs no daemon and, with chroot isolation, no container runtime; Podman builds with it."""
 
     def why_not(self) -> str:
         done = subprocess.run(
@@ -158,16 +153,11 @@ class Buildah(Builder):
         self.call(*self.place(), "push", "--quiet", tag, f"docker-archive:{archive}:{tag}")
 
 
-class Podman(Buildah):
-    """Podman builds with Buildah's library and takes the same options."""
-
-
-BUILDERS: dict[str, type[Builder]] = {"docker": Docker, "podman": Podman, "buildah": Buildah}
+BUILDERS: dict[str, type[Builder]] = {"docker": Docker, "podman": Buildah, "buildah": Buildah}
 
 
 def labelled(dockerfile: str, arguments: dict[str, str]) -> str:
     """Return a Dockerfile with its arguments' values where it uses them as ``${NAME}`` between quotes: in its labels.
-
     Buildah takes a LABEL from its cache by the text of the line, whatever the arguments in it are worth now.
     """
     for name, value in arguments.items():
@@ -256,11 +246,11 @@ def take_native() -> None:
     for old in folder.glob("*.whl"):
         old.unlink()
     try:
-        native_env.make(made := native_env.env_dir())
+        native_wheel.make(made := native_wheel.env_dir())
     except CannotMakeError as error:
         note(f"the image runs the form in Python: {error}")
         return
-    wheel = native_env.wheel_in(made)
+    wheel = native_wheel.wheel_in(made)
     shutil.copyfile(wheel, folder / wheel.name)
 
 

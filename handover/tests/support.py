@@ -1,4 +1,4 @@
-"""Helpers of the hand-over's tests, also used by the sidecar's: crashes, byte counts, and a clock."""
+"""Helpers of the hand-over's tests, also used by the sidecar's: crashes, byte counts, a clock, and packed items."""
 
 import os
 import tempfile
@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from mmrouter_handover.plugin.wire import HandOverFailed, PackedItem
 from mmrouter_handover.shm import HandOverError, Lease, Pool
 
 T = TypeVar("T")
 TMPFS = Path("/dev/shm")
+SETTINGS, NAME = "settings of both", "m1-a"
+"""Of packed items."""
 
 
 class Clock:
@@ -48,9 +51,31 @@ def crash_pool(pool: Pool, drafts: Iterable[Lease] = ()) -> None:
     pool.abandon()
 
 
+def trim(pool: Pool) -> None:
+    """Remove all idle slots: those that are idle since the call before."""
+    pool.trim_unused()
+    pool.trim_unused()
+
+
 def outcome(call: Callable[[], T]) -> tuple[T | None, str]:
     """Return the result of a call, and the reason if it raised :class:`HandOverError`."""
     try:
         return call(), ""
     except HandOverError as error:
         return None, error.reason
+
+
+def written(item: PackedItem) -> bytearray:
+    """Write an item to memory with other content."""
+    out = bytearray(b"\xee" * item.length)
+    item.write(memoryview(out))
+    return out
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """Return the reason with which a call fails, or empty."""
+    try:
+        call()
+    except HandOverFailed as failed:
+        return failed.reason
+    return ""

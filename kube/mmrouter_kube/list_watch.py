@@ -95,21 +95,20 @@ class ListWatch:
         while True:
             began = time.monotonic()
             retry_after = 0.0
+            failures += 1
             try:
                 await self._follow()
-                failures = 0 if time.monotonic() - began > STEADY_SECONDS else failures + 1
+                if time.monotonic() - began > STEADY_SECONDS:
+                    failures = 0
             except (RefusedError, ApiException) as error:
-                failures += 1
                 refused = error if isinstance(error, RefusedError) else RefusedError(error.status or 0, str(error))
                 retry_after = refused.retry_after
                 if refused.status == GONE:
                     self._version = ""
                 self._listener.failed(refused.reason, refused)
             except MalformedError as error:
-                failures += 1
                 self._listener.failed("broken", error)
             except (OSError, aiohttp.ClientError, TimeoutError) as error:
-                failures += 1
                 self._listener.failed("unreachable", error)
             if failures:
                 backoff = min(FIRST_BACKOFF * 2 ** min(failures - 1, 10), LAST_BACKOFF)

@@ -22,8 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib import native
 
-Key = int
-"""A block key: unsigned 64 bit."""
+Key = int  # a block key: unsigned 64 bit
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +72,7 @@ def block_extras(spans: Sequence[Span], block_size: int, blocks: int) -> dict[in
 
 
 def block_keys(ids: "array[int]", block_size: int, spans: Sequence[Span], seed: Key) -> "array[int]":
-    """Return the keys of the complete blocks of a prompt as ``array('Q')``.
-
-    Raises ``ValueError`` for a block size below 1 or a span of no length.
-    """
+    """Return the keys of a prompt's complete blocks. Raises ``ValueError`` for a block size or span below 1."""
     if block_size < 1:
         raise ValueError(f"block size must be at least 1, not {block_size}")
     blocks = len(ids) // block_size

@@ -1,16 +1,8 @@
 """Frames of the feed between sidecars and routers: typed, versioned msgpack (docs/feed.md).
 
-A payload is one version byte followed by a msgpack array whose first item names the frame. A reader accepts its own
-version and the one before; arrays may grow at the end, so a field added later does not need a new version.
-
-Two sockets, both CURVE:
-
-* **PUB** (sidecar -> every router): ``[payload]`` with a :data:`Published` frame.
-* **ROUTER** (routers connect a DEALER): ``[b"", payload]`` with a :data:`Request`; the answer is one or more
-  ``[b"", payload]`` with a :data:`Reply` that repeats the request's ``id``; ``last`` marks the final part. A
-  :class:`Work` has no answer.
-
-Ordering: ``Delta.seq`` counts from 1 in each epoch; a ``Snapshot`` at (epoch, seq) holds every delta up to ``seq``.
+The PUB socket carries a :data:`Published` frame as ``[payload]``. On the ROUTER socket a :data:`Request` is answered by
+one or more :data:`Reply` with its ``id``, each as ``[b"", payload]``; ``last`` marks the final part. ``Delta.seq``
+counts from 1 in each epoch; a ``Snapshot`` at (epoch, seq) holds every delta up to ``seq``.
 """
 
 from collections.abc import Sequence
@@ -19,10 +11,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 VERSION = 1
-ACCEPTED = (VERSION,)
-"""Versions that this code reads. Version 1 is the first, so there is no N-1 yet."""
-VIEW_BYTES = 8192
-"""Payload size from which a memoryview costs less than a copy."""
+ACCEPTED = (VERSION,)  # versions that this code reads. Version 1 is the first, so there is no N-1 yet.
+VIEW_BYTES = 8192  # payload size from which a memoryview costs less than a copy
 
 
 class FeedError(ValueError):
@@ -57,10 +47,7 @@ class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
-    """Blocks that one router's requests occupy on one rank of the engine.
-
-    The router sends it to the sidecar, which publishes it unchanged to every router and sends no reply.
-    """
+    """Blocks that one router's requests occupy on one rank; the sidecar publishes it unchanged and sends no reply."""
 
     router: str
     rank: int
@@ -81,14 +68,11 @@ class CanaryReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A cache group that the engine's events have named, on any rank.
-
-    ``kind`` is the engine's name for it, empty where it has none; ``window`` is 0 for full attention.
-    """
+    """A cache group that events have named, on any rank; ``kind`` is the engine's name for it, or empty."""
 
     group: int
     kind: str
-    window: int = 0  # tokens
+    window: int = 0  # tokens; 0 for full attention
 
 
 def deciding(groups: Sequence[CacheGroup]) -> CacheGroup:
@@ -207,10 +191,7 @@ class CanaryResult(msgspec.Struct, frozen=True, array_like=True, tag="canary_res
 
 
 class EncoderAddresses(msgspec.Struct, frozen=True, array_like=True, tag="encoders"):
-    """The encoders that a router sees up, for a sidecar that forwards its engine's images to them (SGLang).
-
-    ``encoders``: pod name and address of each. Valid until the router's next frame.
-    """
+    """Name and address of each encoder pod that a router sees up, for SGLang's sidecars; valid until its next frame."""
 
     id: int
     router: str

@@ -47,15 +47,12 @@ class _Header:
     xmp: bytes = b""
 
 
-_SWAPPED = (5, 6, 7, 8)
-"""EXIF orientations that exchange width and height."""
+_SWAPPED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 
-_WEBP_EXIF, _WEBP_XMP = 0x08, 0x04
-"""Flags of an extended WebP; libwebp ignores a metadata chunk whose flag is not set."""
+_WEBP_EXIF, _WEBP_XMP = 0x08, 0x04  # flags of an extended WebP; libwebp ignores a metadata chunk whose flag is not set
 
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
-_MAX_TEXT = 1 << 20
-"""Pillow refuses longer compressed texts of a PNG, so a longer one never has an orientation."""
+_MAX_TEXT = 1 << 20  # Pillow refuses longer compressed texts of a PNG, so a longer one never has an orientation
 
 
 def probe(data: bytes, *, max_pixels: int, exif: bool) -> ImageSize:
@@ -77,23 +74,23 @@ def probe(data: bytes, *, max_pixels: int, exif: bool) -> ImageSize:
         # Malformed bytes make Pillow and the scans raise struct.error, IndexError, OSError, SyntaxError, OverflowError
         # and others. All of them mean that the header is unreadable.
         raise ImageHeaderError(f"the {name} header cannot be read") from error
-    if header.width < 1 or header.height < 1:
-        raise ImageHeaderError(f"the {name} header gives an empty image: {header.width}x{header.height}")
-    if header.width * header.height > max_pixels:
-        raise TooManyPixels(f"{header.width}x{header.height} pixels are more than the {max_pixels} allowed")
+    width, height = header.width, header.height
+    if width < 1 or height < 1:
+        raise ImageHeaderError(f"the {name} header gives an empty image: {width}x{height}")
+    if width * height > max_pixels:
+        raise TooManyPixels(f"{width}x{height} pixels are more than the {max_pixels} allowed")
     if (header.exif or header.xmp) and _orientation(header) in _SWAPPED:
-        return ImageSize(header.height, header.width, name)
-    return ImageSize(header.width, header.height, name)
+        width, height = height, width
+    return ImageSize(width, height, name)
 
 
 def _recognize(data: bytes) -> tuple[str, Callable[[bytes, bool], _Header]]:
     for magic, name, read in _MAGIC:
         if data.startswith(magic) and (name != "WEBP" or data[8:12] == b"WEBP"):
             return name, read
-    known = ", ".join(FORMATS)
-    raise ImageHeaderError(
-        "there is no image: no bytes" if not data else f"this is not an image of a known format ({known})"
-    )
+    if not data:
+        raise ImageHeaderError("there is no image: no bytes")
+    raise ImageHeaderError(f"this is not an image of a known format ({', '.join(FORMATS)})")
 
 
 def _orientation(header: _Header) -> object:
@@ -257,11 +254,9 @@ FORMATS = tuple(dict.fromkeys(name for _, name, _ in _MAGIC))
 
 _AVIF_BRANDS = (b"avif", b"avis")
 _JP2_SIGNATURE = b"\x00\x00\x00\x0cjP  \r\n\x87\n"
-_J2K_SIGNATURE = b"\xff\x4f\xff\x51"
-"""Start of codestream, then the marker of the segment that holds the size."""
+_J2K_SIGNATURE = b"\xff\x4f\xff\x51"  # start of codestream, then the marker of the segment that holds the size
 
-_HEADER_BYTES = 1 << 20
-"""Where a size is looked for: boxes of metadata stand in front of the pixels."""
+_HEADER_BYTES = 1 << 20  # where a size is looked for: boxes of metadata stand in front of the pixels
 
 
 def claimed_size(data: bytes, *, max_pixels: int) -> ImageSize | None:
@@ -278,7 +273,10 @@ def claimed_size(data: bytes, *, max_pixels: int) -> ImageSize | None:
     elif head.startswith(_JP2_SIGNATURE):
         name, sizes = "JPEG 2000", [(width, height) for height, width in _box_sizes(head, b"ihdr", ">II")]
     elif head.startswith(_J2K_SIGNATURE):
-        name, sizes = "JPEG 2000", _codestream_size(head)
+        name, sizes = "JPEG 2000", []
+        if len(head) >= 24:  # the image area on the reference grid: its end less its offset, per axis
+            end_x, end_y, offset_x, offset_y = struct.unpack_from(">IIII", head, 8)
+            sizes = [(end_x - offset_x, end_y - offset_y)]
     else:
         return None
     if not sizes or min(min(size) for size in sizes) < 1:
@@ -300,11 +298,3 @@ def _box_sizes(head: bytes, box: bytes, layout: str, skip: int = 0) -> list[tupl
             sizes.append((first, second))
         at = head.find(box, at + 1)
     return sizes
-
-
-def _codestream_size(head: bytes) -> list[tuple[int, int]]:
-    """The image area on the reference grid: its end less its offset, per axis."""
-    if len(head) < 24:
-        return []
-    end_x, end_y, offset_x, offset_y = struct.unpack_from(">IIII", head, 8)
-    return [(end_x - offset_x, end_y - offset_y)]

@@ -13,8 +13,7 @@ from blake3 import blake3
 
 KEY_BYTES = 32
 IDENTITY_BYTES = 32
-SCHEME = "m1"
-"""Version of the identity scheme, as a prefix: identities of two schemes never compare equal."""
+SCHEME = "m1"  # version of the identity scheme, as a prefix: identities of two schemes never compare equal
 
 _WIRE = re.compile(rf"{SCHEME}-([0-9a-f]{{64}})")
 
@@ -39,11 +38,11 @@ def media_identity(data: bytes, options: Mapping[str, OptionValue], *, key: byte
     if unknown:
         raise ValueError(f"unknown processor option {unknown[0]!r}: its effect on pixels is not modelled")
     hasher = blake3(key=key)
-    hasher.update(_frame(b"media"))
+    hasher.update(framed(b"media"))
     for name in sorted(options):
-        hasher.update(_frame(name.encode()))
-        hasher.update(_frame(_canonical(options[name])))
-    hasher.update(_frame(b"bytes"))
+        hasher.update(framed(name.encode()))
+        hasher.update(framed(_canonical(options[name])))
+    hasher.update(framed(b"bytes"))
     hasher.update(data)
     return hasher.digest()
 
@@ -70,7 +69,7 @@ def from_wire(text: str) -> bytes | None:
     return bytes.fromhex(match[1]) if match else None
 
 
-def _frame(value: bytes) -> bytes:
+def framed(value: bytes) -> bytes:
     """Length-prefix a value, so that no two option lists share one encoding."""
     return len(value).to_bytes(8, "little") + value
 

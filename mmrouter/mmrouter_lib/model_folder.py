@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 
 class ModelFolderError(ValueError):
     """A model folder whose metadata cannot be used; the message names the file."""
@@ -18,10 +20,7 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def find_json(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in ``folder/name``, ``None`` without that file.
-
-    Raises :class:`ModelFolderError` for a file that is unreadable or no JSON object.
-    """
+    """Return the JSON object in ``folder/name``, ``None`` without that file. Raises :class:`ModelFolderError`."""
     path = folder / name
     text = find_text(folder, name)
     if text is None:
@@ -36,10 +35,7 @@ def find_json(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def find_text(folder: Path, name: str) -> str | None:
-    """Return the text of ``folder/name``, ``None`` without that file.
-
-    Raises :class:`ModelFolderError` for a file that cannot be read as UTF-8.
-    """
+    """Return the text (UTF-8) of ``folder/name``, ``None`` without that file. Raises :class:`ModelFolderError`."""
     path = folder / name
     try:
         return path.read_text(encoding="utf-8")
@@ -49,17 +45,9 @@ def find_text(folder: Path, name: str) -> str | None:
         raise ModelFolderError(f"{path}: {error}") from error
 
 
-def positive_int(file: str, values: dict[str, Any], key: str, default: int | None = None) -> int:
-    """Return ``values[key]``, a whole number of at least 1. Raises :class:`ModelFolderError` for anything else."""
-    return _int_from(1, file, key, default if values.get(key) is None else values[key])
-
-
-def non_negative_int(file: str, values: dict[str, Any], key: str) -> int:
-    """Return ``values[key]``, a whole number of at least 0. Raises :class:`ModelFolderError` for anything else."""
-    return _int_from(0, file, key, values.get(key))
-
-
-def _int_from(least: int, file: str, key: str, value: Any) -> int:
+def whole_number(file: str, values: dict[str, Any], key: str, default: int | None = None, *, least: int = 1) -> int:
+    """Return ``values[key]``, a whole number of at least ``least``. Raises :class:`ModelFolderError`."""
+    value = default if values.get(key) is None else values[key]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ModelFolderError(f"{file}: {key} must be a whole number of at least {least}, not {value!r}")
     return value
@@ -71,3 +59,28 @@ def image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     if isinstance(nested, dict):
         return str(folder / "processor_config.json"), nested
     return str(folder / "preprocessor_config.json"), read_json(folder, "preprocessor_config.json")
+
+
+NAMES = ("tokenizer.json", "tokenizer_config.json", "config.json", "preprocessor_config.json")
+PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return name -> BLAKE3 (lower hex) of each metadata file that the folder has. Raises ``OSError``."""
+    if not folder.is_dir():
+        return {}
+    files = {folder / name for name in NAMES} | {path for pattern in PATTERNS for path in folder.glob(pattern)}
+    return {path.name: blake3(path.read_bytes()).hexdigest() for path in sorted(files) if path.is_file()}
+
+
+def hub_folder(cache: Path, model: str, revision: str) -> tuple[Path, str] | None:
+    """Return (snapshot folder, commit) of a hub download, ``None`` while there is none.
+
+    A hub cache holds ``models--ORG--NAME/refs/REVISION`` with a commit and ``snapshots/COMMIT``; a revision may be a
+    commit itself.
+    """
+    home = cache / f"models--{model.replace('/', '--')}"
+    reference = home / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    folder = home / "snapshots" / commit
+    return (folder, commit) if commit and folder.is_dir() else None

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mmrouter.native")
 
-REVISION = 1
-"""Version of the functions' interface and behaviour; a module with another one is not used."""
-SWITCH = "MMROUTER_NATIVE"
-"""Environment variable; ``0`` disables an installed extension."""
+REVISION = 1  # version of the functions' interface and behaviour; a module with another one is not used
+SWITCH = "MMROUTER_NATIVE"  # environment variable; 0 disables an installed extension
 
 Chain = Callable[["array[int]", int, int, Mapping[int, bytes], int], bytes | None]
 """(ids, block size, blocks, extras, parent) -> packed keys, as of ``mmrouter_lib.block_keys.chain``."""
@@ -28,10 +26,8 @@ PackTokenIds = Callable[[bytes, int], bytes | None]
 
 chain: Chain | None = None
 pack_token_ids: PackTokenIds | None = None
-form = "python"
-"""The implementation in use by this process: ``native`` or ``python``."""
-why = ""
-"""Why the extension is not in use."""
+form = "python"  # the implementation in use by this process: native or python
+why = ""  # why the extension is not in use
 
 
 def load(environment: Mapping[str, str] = os.environ, module: str = "mmrouter_native") -> None:

@@ -1,26 +1,30 @@
-"""Process entry: ``mmrouter operator``."""
+"""Process entry: ``mmrouter operator``. Logs are one JSON object per line, with the object that a line is about."""
 
 import argparse
 import asyncio
+import json
+import logging
 import os
 import secrets
 import socket
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from mmrouter_operator import logs
 from mmrouter_operator.cluster import connection as connect
 from mmrouter_operator.cluster.lease import LeaseTiming
 from mmrouter_operator.model.config import ConfigError, load_config
 from mmrouter_operator.runtime.operator import Operator, Options
 
 USAGE = 2
+_FIELDS = ("namespace", "object", "kind", "child", "reason")
+"""Fields of a record that name the object that it is about."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the operator until a signal ends it. Returns the exit status."""
     given = parser().parse_args(sys.argv[2:] if arguments is None else arguments)
-    logs.configure(given.log_level, plain=given.log_format == "text")
+    configure_logs(given.log_level, plain=given.log_format == "text")
     try:
         host, _, port = given.bind.rpartition(":")
         options = Options(
@@ -71,6 +75,45 @@ def parser() -> argparse.ArgumentParser:
     option("log-level", "debug, info, warning or error", default="info", choices=["debug", "info", "warning", "error"])
     option("log-format", "json or text", default="json", choices=["json", "text"])
     return made
+
+
+class JsonFormatter(logging.Formatter):
+    """Time, level, logger, message, and the fields above where a record has them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line |= {name: record.__dict__[name] for name in _FIELDS if record.__dict__.get(name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """The same for people at a terminal: the fields stand behind the message."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the base class's name
+        fields = [f"{name}={record.__dict__[name]}" for name in _FIELDS if record.__dict__.get(name)]
+        return " ".join([super().formatMessage(record), *fields])
+
+
+def configure_logs(level: str, *, plain: bool = False) -> None:
+    """Log to standard error; ``plain`` is for people at a terminal."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter() if plain else JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # Of every watch that reconnects and every handler that ran, in words of its own.
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ from mmrouter_lib.families import ModelFolderError
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import SettingsError, load
 
-GC_THRESHOLD: Final = 10_000
-"""Allocations that trigger a garbage collection. Requests and connections make no cycles, but a burst of requests keeps
-thousands of objects alive: with Python's default of 700, collections take a tenth of the CPU and pause for some ms.
-"""
+GC_THRESHOLD: Final = 10_000  # with Python's 700, collections in a burst of requests take a tenth of the CPU
 
 
 def main() -> int:

@@ -10,19 +10,11 @@ from typing import Any, get_args
 import zmq.asyncio
 from fastapi import FastAPI
 
-from mmrouter_router.api import control
+from mmrouter_router import build
+from mmrouter_router.api import port_apps
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
-from mmrouter_router.build import (
-    Base,
-    build_dispatch,
-    build_needs_prompt,
-    build_placement,
-    build_preparation,
-    build_tracing,
-    build_verification,
-)
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet import membership
@@ -30,18 +22,16 @@ from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, serve
 from mmrouter_router.http.upstream import Upstream
-from mmrouter_router.request.engine_request import Outgoing
-from mmrouter_router.request.prepared import Prepared
+from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
-from mmrouter_router.scheduling.pipeline_form import canary_applies
+from mmrouter_router.scheduling.pipeline_stages import canary_applies
 from mmrouter_router.scheduling.placer import Eligibility
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.probe_requests import ProbeRequestError
 
 log = logging.getLogger("mmrouter.router")
 
-READY_SECONDS = 30.0
-"""Time after the start at which the router becomes ready even without all snapshots (docs/architecture.md)."""
+READY_SECONDS = 30.0  # after the start the router is ready even without all snapshots (docs/architecture.md)
 CANARY_RETRY_SECONDS = 1.0
 SWEEP_SECONDS = 0.05
 
@@ -58,29 +48,24 @@ class Router:
         self._feeds: dict[str, tuple[FeedClient, asyncio.Task[None]]] = {}
         self._canaries: dict[str, asyncio.Task[None]] = {}
 
-        base = Base(settings, self.metrics, self.fleet, self.upstream, self.feed)
-        self.gossip, self.placer = build_placement(base, lambda: bool(self.peers))
-        preparation = build_preparation(base)
-        self.media, self.renderer, self.preparer = preparation.media, preparation.renderer, preparation.preparer
-        verification = build_verification(base, preparation, self.placer)
-        self.sampler, self.canary, self.probe_requests = (
-            verification.sampler,
-            verification.canary,
-            verification.probe_requests,
-        )
-        self._render_sampler, self._learning = verification.render_sampler, verification.learning
-        self.probes = verification.probes
-        dispatch = build_dispatch(base, self.renderer, self.placer, verification)
+        base = build.Base(settings, self.metrics, self.fleet, self.upstream, self.feed)
+        self.gossip, self.placer = build.build_placement(base, lambda: bool(self.peers))
+        self.media, self.renderer, self.preparer = build.build_preparation(base)
+        verification = build.build_verification(base, self.renderer, self.preparer, self.placer)
+        self.sampler, self._render_sampler = verification.sampler, verification.render_sampler
+        self.canary, self._learning = verification.canary, verification.learning
+        self.probe_requests, self.probes = verification.probe_requests, verification.probes
+        dispatch = build.build_dispatch(base, self.renderer, self.placer, verification)
         self.handover, self.stages = dispatch.handover, dispatch.stages
         self._optional = (self._render_sampler, dispatch.encoding, dispatch.encoder_list, self.handover, self._learning)
-        self.tracing = build_tracing(base.spec.observability.otlp_endpoint, self.metrics)
+        self.tracing = build.build_tracing(base.spec.observability.otlp_endpoint, self.metrics)
         self.chat = Chat(
             settings,
             self.metrics,
             self.preparer,
             dispatch.forwarder,
             self.tracing,
-            needs_prompt=build_needs_prompt(base, self.preparer, self.sampler),
+            needs_prompt=build.build_needs_prompt(base, self.preparer, self.sampler),
             answered=self._answered,
         )
         self.decisions = self.chat.decisions
@@ -102,10 +87,9 @@ class Router:
         self._started = time.monotonic()
         self._ready = self._discovered = False
         self._changed = asyncio.Event()
-        self.fleet.on_change(self._changed.set)
+        self.fleet.change_listeners.append(self._changed.set)
 
     def feed(self, uid: str) -> FeedClient | None:
-        """Return the feed of a pod's sidecar."""
         entry = self._feeds.get(uid)
         return entry[0] if entry is not None else None
 
@@ -113,16 +97,12 @@ class Router:
     def ready(self) -> bool:
         """Whether all known sidecars have sent their snapshot, or the deadline has passed; false while draining."""
         if not self._ready:
-            synced = all(
-                worker.sync.synced and worker.heartbeat is not None
-                for worker in self.fleet
-                if worker.member.ready and not worker.member.draining
-            )
+            known = [worker for worker in self.fleet if worker.member.ready and not worker.member.draining]
+            synced = all(worker.sync.synced and worker.heartbeat is not None for worker in known)
             self._ready = (self._discovered and synced) or time.monotonic() - self._started > READY_SECONDS
         return self._ready and not self.shutdown.draining
 
     def apply_membership(self, present: membership.Membership) -> None:
-        """Start feeds for new pods and drop pods that are gone."""
         self.peers = tuple(peer for peer in present.peers if peer.ip != self.settings.pod_ip)
         if present.leaving:
             self.shutdown.drain("this pod is being deleted")
@@ -148,33 +128,17 @@ class Router:
         self.fleet.leave(uid)
 
     async def run(self) -> None:
-        """Serve until cancelled or stopped by a signal."""
         settings = self.settings
         clients = Server(self.client_app(), settings.host, CLIENT_PORT, drain_seconds=settings.drain_seconds)
         metrics = metrics_app(self.metrics, lambda: self.ready)
-        others = [
-            Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS)
-            for app, port in ((self._control_app(), control.CONTROL_PORT), (metrics, METRICS_PORT))
-        ]
-        where = settings.pod_ip, CLIENT_PORT
-        log.info("router %s serves %s on %s:%d", settings.router_id, settings.served_model, *where)
+        admin = {port_apps.CONTROL_PORT: self._control_app(), METRICS_PORT: metrics}
+        others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
+        log.info("router %s serves %s on %s", settings.router_id, settings.served_model, settings.pod_ip)
         async with self.lifespan() as tasks:
-            running = [
-                tasks.create_task(run(), name=name)
-                for name, run in {
-                    "discovery": self._discover,
-                    "canaries": self._verify_all,
-                    "sweep": self._sweep,
-                    "parity": self.sampler.run,
-                    "renderers": self.renderer.run,
-                    "probes": self.probes.run,
-                    "gossip": self.gossip.run,
-                    "sightings": self._recall_sightings,
-                }.items()
-            ]
-            for component in self._optional:
-                if component is not None:
-                    running.append(tasks.create_task(component.run(), name=type(component).__name__))
+            components = (self.sampler, self.renderer, self.probes, self.gossip, *self._optional)
+            loops = [self._discover, self._verify_all, self._sweep, self._recall_sightings]
+            loops += [component.run for component in components if component is not None]
+            running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]
             await serve(clients, others, self.shutdown)
             for task in (*running, *self._canaries.values(), *(task for _, task in self._feeds.values())):
                 task.cancel()
@@ -189,7 +153,6 @@ class Router:
             await self.close()
 
     async def close(self) -> None:
-        """Close all connections and the exporter of spans."""
         if self.handover is not None:
             self.handover.close()
         self.upstream.close()
@@ -202,20 +165,14 @@ class Router:
         if settings.discovery == "file":
             await membership.watch_file(settings.config_dir / "workers.json", self.apply_membership)
         else:
-            # Imported here so that only a router in a cluster loads the cluster client.
-            from mmrouter_router.fleet.pod_watch import watch_pods  # noqa: PLC0415
-
-            name = settings.deployment.metadata.name
-            await watch_pods(settings.api_server, name, settings.pod_uid, self.apply_membership, self.metrics)
+            name, uid = settings.deployment.metadata.name, settings.pod_uid
+            await membership.watch_pods(settings.api_server, name, uid, self.apply_membership, self.metrics)
 
     async def _verify_all(self) -> None:
         """Run a canary for every routable, unverified worker, one at a time per worker; update gauges."""
         if not self.probe_requests.possible:
-            log.warning(
-                "family %s is not modelled for %s and there is no renderer: requests are placed by affinity",
-                self.preparer.unknown_family,
-                self.settings.deployment.spec.engine.type,
-            )
+            what = self.preparer.unknown_family, self.settings.deployment.spec.engine.type
+            log.warning("family %s is not modelled for %s, no renderer: requests are placed by affinity", *what)
         while True:
             self._changed.clear()
             workers = [worker for worker in self.fleet if canary_applies(worker.member.role)]
@@ -260,13 +217,12 @@ class Router:
             await asyncio.sleep(0 if more else SWEEP_SECONDS)
 
     def client_app(self) -> Any:
-        """Return the app for clients."""
         model = {"id": self.settings.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
         model["root"] = self.settings.deployment.spec.model.id
         return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, model)
 
     def _control_app(self) -> FastAPI:
-        return control.create(
+        return port_apps.control_app(
             token=self.settings.control_token,
             router_id=self.settings.router_id,
             fleet=self.fleet,

@@ -2,36 +2,34 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import EngineAdapter
 from mmrouter_lib.media_identity import media_identity
-from mmrouter_router.core.probe_images import small_pictures
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.encoding.encoder_announcements import EncoderAnnouncer
-from mmrouter_router.encoding.encoder_pods import EncoderPods
-from mmrouter_router.encoding.encoder_probes import EncoderProbes
+from mmrouter_router.encoding.encoder_pods import EncoderAnnouncer, EncoderPods, EncoderProbes
 from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.load_gossip import LoadGossip
 from mmrouter_router.fleet.workers import Fleet
-from mmrouter_router.handover import BytesDelivery, Delivery, Handover, build_handover
+from mmrouter_router.handover.handover import Handover, build_handover
+from mmrouter_router.handover.request_delivery import BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Upstream
-from mmrouter_router.media import MediaResolver
+from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer, PromptModel
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
-from mmrouter_router.request.renderer_client import Renderer
-from mmrouter_router.scheduling.pipeline_form import OffloadPolicy
+from mmrouter_router.request.renderer_client import Renderer, small_pictures
+from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
 from mmrouter_router.scheduling.placer import Decision, Placer
 from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
-from mmrouter_router.sentinels import SentinelStore
+from mmrouter_router.sentinels.evidence import SentinelStore
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import NO_TRACING, Tracing
 from mmrouter_router.verify.canary import Canary
@@ -40,8 +38,7 @@ from mmrouter_router.verify.sampling import ParitySampler, RenderSampler
 from mmrouter_router.verify.sentinel_learning import SentinelLearning
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(NamedTuple):
     """What all builders need. ``feed_of``: pod uid -> its sidecar's feed."""
 
     settings: Settings
@@ -64,50 +61,33 @@ class Base:
 
 
 def build_placement(base: Base, has_peers: Callable[[], bool]) -> tuple[LoadGossip, Placer]:
-    """Build the placer, and the gossip that tells other routers what it places."""
     gossip = LoadGossip(base.settings.router_id, base.fleet, base.feed_of, has_peers, base.metrics.work.inc)
-    base.fleet.on_work(gossip.on_work)
+    base.fleet.work_listeners.append(gossip.on_work)
     return gossip, Placer(base.settings.deployment, base.fleet, changed=gossip.changed)
 
 
-@dataclass(frozen=True, slots=True)
-class Preparation:
-    """The components that turn a request into a prompt. ``renderer`` has no members without a pool of renderers."""
-
-    media: MediaResolver
-    renderer: Renderer
-    preparer: Preparer
-
-
-def build_preparation(base: Base) -> Preparation:
+def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
     """Build the media resolver, the renderer's client and the preparer. Raises ``ModelFolderError``."""
     settings = base.settings
     media = MediaResolver(base.spec.routing.media, metrics=base.metrics)
     model = PromptModel.load(settings)
     renderer = Renderer(base.upstream, settings.engine_key, settings.served_model, base.metrics)
-    preparer = Preparer(
-        settings,
-        media,
-        model,
-        renderer=renderer if RENDERER_ROLE in base.roles else None,
-        sentinels=_build_sentinels(base, model) if base.engine.learns_image_identity else None,
-    )
+    predicting = renderer if RENDERER_ROLE in base.roles else None
+    sentinels = _build_sentinels(base, model) if base.engine.learns_image_identity else None
+    preparer = Preparer(settings, media, model, renderer=predicting, sentinels=sentinels)
     family = model.family.name if model.family is not None else model.model_type
     base.metrics.parity.describe(base.spec.engine.type, family)
-    return Preparation(media, renderer, preparer)
+    return media, renderer, preparer
 
 
 def _build_sentinels(base: Base, model: PromptModel) -> SentinelStore:
     images = small_pictures() if model.family is not None else ()
     options = model.family.pixel_options if model.family is not None else {}
-    return SentinelStore(
-        count=lambda event: base.metrics.sentinels.labels(event).inc(),
-        probe_images=[(media_identity(data, options, key=base.settings.identity_key), data) for data in images],
-    )
+    known = [(media_identity(data, options, key=base.settings.identity_key), data) for data in images]
+    return SentinelStore(count=lambda event: base.metrics.sentinels.labels(event).inc(), probe_images=known)
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(NamedTuple):
     """The components that compare predictions with engines. ``learning``: only for engines with sentinels."""
 
     sampler: ParitySampler
@@ -118,9 +98,8 @@ class Verification:
     probes: EncoderProbes
 
 
-def build_verification(base: Base, preparation: Preparation, placer: Placer) -> Verification:
-    """Build the samplers, the canary, the learning of sentinels and the probes of encoders."""
-    settings, engine, preparer = base.settings, base.spec.engine.type, preparation.preparer
+def build_verification(base: Base, renderer: Renderer, preparer: Preparer, placer: Placer) -> Verification:
+    settings, engine = base.settings, base.spec.engine.type
     key, served_model = settings.engine_key, settings.served_model
     sampler = ParitySampler(float(base.spec.verification.sample_ratio), base.fleet, base.feed_of, base.metrics)
     probe_requests = ProbeRequests(
@@ -129,18 +108,12 @@ def build_verification(base: Base, preparation: Preparation, placer: Placer) -> 
     sentinels = preparer.sentinels
     canary = Canary(settings.router_id, base.fleet, probe_requests, sentinels, preparer.seed(None), base.metrics)
     learning = SentinelLearning(sentinels, base.fleet, canary, base.feed_of, base.metrics) if sentinels else None
-    return Verification(
-        sampler=sampler,
-        render_sampler=RenderSampler(sampler.wants, preparation.renderer, base.metrics) if preparer.renderer else None,
-        probe_requests=probe_requests,
-        canary=canary,
-        learning=learning,
-        probes=EncoderProbes(base.fleet, base.upstream, engine, key, served_model),
-    )
+    render_sampler = RenderSampler(sampler.wants, renderer, base.metrics) if preparer.renderer else None
+    probes = EncoderProbes(base.fleet, base.upstream, engine, key, served_model)
+    return Verification(sampler, render_sampler, probe_requests, canary, learning, probes)
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(NamedTuple):
     """The components that send requests to engines."""
 
     handover: Handover | None
@@ -151,31 +124,16 @@ class Dispatch:
 
 
 def build_dispatch(base: Base, renderer: Renderer, placer: Placer, verification: Verification) -> Dispatch:
-    """Build the hand-over of images, the encoding stage, the stages of a pipeline and the forwarder."""
     settings, spec = base.settings, base.spec
     handover = build_handover(settings, base.fleet, base.upstream, base.metrics, lambda: renderer.usable)
     delivery: Delivery = handover or BytesDelivery()
     encoding, encoder_list = _build_encoding(base, verification.probes, delivery)
     exchange = EngineClient(base.upstream, spec.engine.type, settings.engine_key)
-    stages = Stages(
-        spec.engine.type,
-        base.roles,
-        base.fleet,
-        placer,
-        base.metrics,
-        exchange.ask,
-        encoding=encoding,
-        offload=OffloadPolicy(spec.routing.min_prefill_tokens),
-        delivery=delivery,
-    )
-    forwarder = Forwarder(
-        placer,
-        exchange,
-        base.metrics,
-        stages=stages,
-        delivery=delivery,
-        on_send=verification.learning.on_send if verification.learning is not None else _ignore_sent,
-    )
+    offload = OffloadPolicy(spec.routing.min_prefill_tokens)
+    shared = spec.engine.type, base.roles, base.fleet, placer, base.metrics, exchange.ask
+    stages = Stages(*shared, encoding=encoding, offload=offload, delivery=delivery)
+    on_send = verification.learning.on_send if verification.learning is not None else _ignore_sent
+    forwarder = Forwarder(placer, exchange, base.metrics, stages=stages, delivery=delivery, on_send=on_send)
     return Dispatch(handover, encoding, encoder_list, stages, forwarder)
 
 
@@ -192,15 +150,12 @@ def _build_encoding(
         settings.deployment, base.fleet, probes, base.upstream, settings.engine_key, settings.served_model, delivery
     )
     encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post)
-    base.fleet.on_change(lambda: encoding.update(pods.encoders()))
+    base.fleet.change_listeners.append(lambda: encoding.update(pods.encoders()))
     return encoding, None
 
 
 def build_needs_prompt(base: Base, preparer: Preparer, sampler: ParitySampler) -> Callable[[str], bool]:
-    """Return whether the request of an id needs a predicted prompt.
-
-    A policy that ignores the prompt needs none, except of samples. Pipelines and the learning of sentinels need all.
-    """
+    """Return whether a request of an id needs a predicted prompt: no under a policy that ignores it, but samples."""
     plain = base.roles <= {"worker", RENDERER_ROLE} and preparer.sentinels is None
     if plain and base.spec.routing.policy in PROMPT_BLIND_POLICIES:
         return sampler.wants
@@ -208,7 +163,6 @@ def build_needs_prompt(base: Base, preparer: Preparer, sampler: ParitySampler) -
 
 
 def build_tracing(endpoint: str, metrics: Metrics) -> Tracing:
-    """Build the exporter of spans to an OTLP endpoint (empty: none)."""
     if not endpoint:
         return NO_TRACING
     # Imported here so that only a router with tracing loads the SDK.

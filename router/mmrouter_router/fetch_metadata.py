@@ -1,7 +1,6 @@
-"""``mmrouter fetch-metadata``: downloads a model's metadata files from the hub, for a router without ``model.volume``.
+"""``mmrouter fetch-metadata``: downloads a model's metadata (no weights) for a router without ``model.volume``.
 
-An init container runs it and exits with 0 only once the folder holds what the router reads, so a frontend never starts
-on an incomplete model. Weights are not downloaded. HF_ENDPOINT names a mirror, HF_TOKEN a token.
+An init container runs it until the folder holds what the router reads. HF_ENDPOINT names a mirror, HF_TOKEN a token.
 """
 
 import logging
@@ -11,12 +10,10 @@ from pathlib import Path
 from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, load_deployment
-from mmrouter_lib.api.pod_paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.pod_paths import CONFIG_DIR, MODEL_DIR
 
-PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Files of tokenizers, templates and processors; the star also matches folders."""
-IGNORED: Final = ("*/*", "*.index.json")
-"""Variants of the model in sub-folders, and the index files of its weights."""
+PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizers, templates, processors
+IGNORED: Final = ("*/*", "*.index.json")  # variants of the model in sub-folders, and the index files of its weights
 
 log = logging.getLogger("mmrouter.fetch")
 
@@ -26,10 +23,7 @@ class FetchError(Exception):
 
 
 def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
-    """Download the metadata files of ``model.id`` at ``model.revision`` into ``folder`` and return the commit.
-
-    Raises :class:`FetchError`.
-    """
+    """Download the metadata files of the model into ``folder`` and return the commit. Raises :class:`FetchError`."""
     # Imported here because it reads the environment on import, and a running router does not need it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -45,7 +39,8 @@ def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
         )
     except Exception as error:
         # The hub's own errors, and those of the HTTP client that its release uses.
-        raise FetchError(f"{model.id} at {model.revision}: {_first_line(error)}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise FetchError(f"{model.id} at {model.revision}: {reason}") from error
     if not (folder / "config.json").is_file():
         raise FetchError(f"{model.id} at {model.revision} has no config.json")
     return commit
@@ -66,7 +61,3 @@ def main() -> int:
         return 1
     log.info("%s at commit %s", deployment.spec.model.id, commit)
     return 0
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,20 +1,22 @@
-"""Wire the parts of the sidecar together, run them until SIGTERM, and stop them in order."""
+"""Wire the parts of the sidecar together, serve their HTTP side, run them until SIGTERM, and stop them in order."""
 
 import asyncio
 import contextlib
 import gc
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import uvloop
 import zmq.asyncio
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from mmrouter_lib import feed
-from mmrouter_lib.engines.sglang.encoder_requests import Encoder
+from mmrouter_lib.engines.sglang.stage_requests import PATH, Encoder
 from mmrouter_lib.feed import SharedDirectory
-from mmrouter_sidecar import http
-from mmrouter_sidecar.engine.encoder_proxy import EncoderProxy
+from mmrouter_sidecar.engine.encoder_proxy import MAX_REQUEST_BYTES, EncoderProxy
 from mmrouter_sidecar.engine.engine_probe import UNSEEN, EngineProbe, watch_listener
 from mmrouter_sidecar.engine.sockets import EngineSockets
 from mmrouter_sidecar.feed.publisher import Publisher
@@ -25,13 +27,11 @@ from mmrouter_sidecar.shared_memory.janitor import Janitor
 
 log = logging.getLogger("mmrouter.sidecar")
 
-FLUSH_SECONDS = 0.005
-"""Changes within this time are published together; a change after a pause is published at once."""
+FLUSH_SECONDS = 0.005  # changes within this time are published together; a change after a pause is published at once
 BEAT_SECONDS = 0.5
 LINGER_MS = 200
 CONFIGURATION_ERROR = 2  # exit status
-GC_THRESHOLD = 10_000
-"""Young objects before a garbage collection: the objects of engine events form no cycles."""
+GC_THRESHOLD = 10_000  # young objects before a garbage collection: the objects of engine events form no cycles
 
 
 class Sidecar:
@@ -55,33 +55,28 @@ class Sidecar:
         self.ready = asyncio.Event()
 
     def stop(self) -> None:
-        """End ``run`` in order."""
         self._stop.set()
 
     async def run(self) -> None:
         """Serve. Raises ``OSError`` or ``zmq.ZMQError`` when an address cannot be bound."""
-        web = http.serving(
-            self._settings,
-            self.metrics,
-            ready=self.ready.is_set,
-            drain=lambda: self.relay.update_facts(draining=True),
-            encode=self.encoders.encode if self.encoders is not None else None,
-        )
         encoding = self.encoders.open() if self.encoders is not None else contextlib.nullcontext()
         if self._janitor is not None:
             # Before readiness, so before the kubelet starts the engine: files of dead writers do not take its memory.
             await self._janitor.begin()
         try:
-            async with encoding, web, asyncio.TaskGroup() as tasks:
+            async with encoding, self._http(), asyncio.TaskGroup() as tasks:
                 working = [
                     tasks.create_task(self.publisher.run(self._answer)),
                     tasks.create_task(self.engine.run()),
                     tasks.create_task(self._probe.run()),
                     tasks.create_task(self._beats()),
                     tasks.create_task(self._boot()),
-                    tasks.create_task(self._watch_engine()),
-                    *([tasks.create_task(self._janitor.run())] if self._janitor is not None else []),
                 ]
+                if not self._settings.publishes:
+                    watching = watch_listener(self._settings.pod_ip, self._settings.ports.engine, self._engine_gone)
+                    working.append(tasks.create_task(watching))
+                if self._janitor is not None:
+                    working.append(tasks.create_task(self._janitor.run()))
                 await self._stop.wait()
                 log.info("stopping")
                 self.ready.clear()
@@ -96,6 +91,46 @@ class Sidecar:
             self._context.destroy(linger=LINGER_MS)
             log.info("stopped at seq %d of epoch %d", self.relay.seq, self.relay.epoch)
 
+    @asynccontextmanager
+    async def _http(self) -> AsyncIterator[None]:
+        """Run both HTTP servers. Raises ``OSError`` if an address is in use."""
+
+        async def healthz(_: web.Request) -> web.Response:
+            return web.json_response({"status": "ok"})
+
+        async def readyz(_: web.Request) -> web.Response:
+            is_ready = self.ready.is_set()
+            return web.json_response({"ready": is_ready}, status=200 if is_ready else 503)
+
+        async def exposition(_: web.Request) -> web.Response:
+            body = generate_latest(self.metrics.registry)
+            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+        async def engine_exposition(_: web.Request) -> web.Response:
+            # Served here, because the engine's own port is open to routers only.
+            return web.Response(text=self.metrics.load.text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+        async def drained(_: web.Request) -> web.Response:
+            self.relay.update_facts(draining=True)
+            return web.json_response({"draining": True})
+
+        settings, public, hook = self._settings, web.Application(), web.Application(client_max_size=MAX_REQUEST_BYTES)
+        public.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", exposition)])
+        public.add_routes([web.get("/engine/metrics", engine_exposition)])
+        # A preStop hook sends GET; POST is for people.
+        hook.add_routes([web.get("/drain", drained), web.post("/drain", drained)])
+        if self.encoders is not None:
+            hook.add_routes([web.post(PATH, self.encoders.encode)])
+        servers = ((public, settings.pod_ip, settings.ports.health), (hook, settings.loopback, settings.ports.hook))
+        async with AsyncExitStack() as stack:
+            for app, host, port in servers:
+                # Cancel the handler when the engine gives a request up, to free its image.
+                runner = web.AppRunner(app, access_log=None, handle_signals=False, handler_cancellation=True)
+                stack.push_async_callback(runner.cleanup)
+                await runner.setup()
+                await web.TCPSite(runner, host, port).start()
+            yield
+
     async def _boot(self) -> None:
         """Become ready once both sides listen; the engine starts only afterwards."""
         await self.publisher.bound.wait()
@@ -103,12 +138,8 @@ class Sidecar:
         self.ready.set()
         log.info("ready: worker %s, epoch %d", self.relay.worker, self.relay.epoch)
 
-    async def _watch_engine(self) -> None:
-        """Notice the end of an engine that publishes no events."""
-        if not self._settings.publishes:
-            await watch_listener(self._settings.pod_ip, self._settings.ports.engine, self._engine_gone)
-
     def _engine_gone(self) -> None:
+        """Notice the end of an engine that publishes no events."""
         if self.relay.facts.state == "up":
             self.relay.engine_ended(UNSEEN)
             self.relay.update_facts(state="down")

@@ -8,11 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mmrouter_lib import native
-from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.base.adapter import RankLoad
 
 PREFIX = "mmrouter_sidecar"
-BUSY_SAMPLES = 60
-"""Samples of ``mmrouter_sidecar_busy_ratio``: a minute at one per second."""
+BUSY_SAMPLES = 60  # samples of mmrouter_sidecar_busy_ratio: a minute at one per second
 
 
 class HotPathCounts(NamedTuple):
@@ -25,19 +24,14 @@ class HotPathCounts(NamedTuple):
 
 
 class EngineLoad:
-    """Collector of the engine's load, summed over its ranks because autoscalers want one value per pod.
-
-    Autoscalers cannot scrape the engine, whose HTTP port is open to routers only. A stopped engine has no values.
-    """
+    """The engine's load, one value per pod for autoscalers, which cannot scrape the engine; none while it is down."""
 
     def __init__(self) -> None:
-        self.text = ""
-        """The engine's own exposition; empty while it is down."""
+        self.text = ""  # the engine's own exposition; empty while it is down
         self._ranks: Mapping[int, RankLoad] = {}
         self._busy: deque[bool] = deque(maxlen=BUSY_SAMPLES)
 
     def update(self, text: str, ranks: Mapping[int, RankLoad]) -> None:
-        """Store one sample: the exposition and the load of each rank."""
         self.text, self._ranks = text, ranks
         if ranks:
             self._busy.append(any(load.running or load.waiting for load in ranks.values()))
@@ -97,8 +91,7 @@ class Metrics:
         self.encoders = Gauge(
             f"{PREFIX}_encoders", "Encoders reported by routers, by state.", ["state"], registry=self.registry
         )
-        self.shm: Mapping[str, int] = {}
-        """Bytes of the node's shared directory by state."""
+        self.shm: Mapping[str, int] = {}  # bytes of the node's shared directory by state
         self.shm_pressure = gauge("shm_pressure_ratio", "Used share of the node's shared directory.")
         self.shm_reclaimed = counter("shm_reclaimed", "Files removed from the node's shared directory.", "reason")
         self.shm_reclaimed_bytes = counter("shm_reclaimed_bytes", "Bytes of the files removed.", "reason")
@@ -108,12 +101,8 @@ class Metrics:
 
     def watch(self, counts: Callable[[], HotPathCounts]) -> None:
         """Expose the counts of the hot path when the registry is scraped."""
-        self.registry.register(_Collector(counts, lambda: self.shm))
-
-
-class _Collector:
-    def __init__(self, counts: Callable[[], HotPathCounts], shm: Callable[[], Mapping[str, int]]) -> None:
-        self._counts, self._shm = counts, shm
+        self._counts = counts
+        self.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
         """Yield counts by reason (of blocks if stored, removed or put aside, else of events), and the blocks held."""
@@ -128,6 +117,6 @@ class _Collector:
         shm = GaugeMetricFamily(
             f"{PREFIX}_shm_bytes", "Bytes in the node's shared directory, the same from all its pods.", labels=["state"]
         )
-        for state, size in sorted(self._shm().items()):
+        for state, size in sorted(self.shm.items()):
             shm.add_metric([state], size)
         yield shm

@@ -40,8 +40,6 @@ class CurveKeys:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Configuration of one sidecar process."""
-
     pod_uid: str
     pod_ip: str
     loopback: str
@@ -57,16 +55,12 @@ class Settings:
     engine_key: str = ""
     buffer_events: int = 10_000
     ports: Ports = field(default_factory=Ports)
-    health_path: str = ""
-    """Path of the health check; empty for the default of the engine type."""
+    health_path: str = ""  # path of the health check; empty for the default of the engine type
     health_seconds: float = 5.0
     """Timeout of the health check. A check with a long one is work for the engine, and is sent rarely."""
-    shared_dir: Path | None = None
-    """The node's shared directory, if the pod has it."""
-    shared_bytes: int = 0
-    """Limit of the shared directory; 0 if only the file system bounds it."""
-    encodes_elsewhere: bool = False
-    """Whether the engine uses encoders, through the sidecar."""
+    shared_dir: Path | None = None  # the node's shared directory, if the pod has it
+    shared_bytes: int = 0  # limit of the shared directory; 0 if only the file system bounds it
+    encodes_elsewhere: bool = False  # whether the engine uses encoders, through the sidecar
     publishes: bool = True
     """Whether the engine publishes events. If not, its restarts are detected by connection and health checks."""
 

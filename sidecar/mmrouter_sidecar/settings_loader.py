@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError, load_deployment
-from mmrouter_lib.api.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
+from mmrouter_lib.api import SpecError, load_deployment
 from mmrouter_lib.engines.base.launch import LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.media_identity import KEY_BYTES
+from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
 from mmrouter_sidecar import log_to_stderr
 from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, to_json
 
@@ -31,8 +31,11 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         dep = load_deployment(config / "deployment.json")
     except OSError as error:
         raise SettingsError(f"cannot read {config / 'deployment.json'}: {error.strerror}") from error
-    spec = dep.spec
-    pool = _pool(dep, env)
+    spec, name = dep.spec, _required(env, "MMROUTER_POOL")
+    try:
+        pool = dep.pool(name)
+    except KeyError:
+        raise SettingsError(f"MMROUTER_POOL names {name!r}, which the resource does not have") from None
     try:
         launch = LAUNCHERS[spec.engine.type].launch(dep, pool)
     except LaunchError as error:
@@ -67,14 +70,6 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         shared_dir=Path(env["MMROUTER_SHARED_DIR"]) if env.get("MMROUTER_SHARED_DIR") else None,
         shared_bytes=_number(env, "MMROUTER_SHARED_LIMIT_BYTES"),
     )
-
-
-def _pool(dep: MMRouterDeployment, env: Mapping[str, str]) -> Pool:
-    name = _required(env, "MMROUTER_POOL")
-    try:
-        return dep.pool(name)
-    except KeyError:
-        raise SettingsError(f"MMROUTER_POOL names {name!r}, which the resource does not have") from None
 
 
 def _required(env: Mapping[str, str], name: str) -> str:

@@ -11,9 +11,8 @@ COMMANDS = ("vllm", "sglang")
 
 
 def install(directory: Path) -> list[Path]:
-    """Write an executable for each simulated engine into ``directory``, created if necessary; return their paths.
-
-    Put the folder first on the PATH of processes that should use the simulator. Each runs this interpreter.
+    """Write an executable for each simulated engine into ``directory``, created if necessary; return their paths. Put
+    the folder first on the PATH of processes that should use the simulator. Each runs this interpreter.
     """
     directory.mkdir(parents=True, exist_ok=True)
     written = []

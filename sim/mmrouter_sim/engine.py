@@ -7,26 +7,21 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
-import msgspec
-
-from mmrouter_handover.plugin.transports import read_settings
-from mmrouter_sim.answers import AnswerGenerator, Vocabulary
-from mmrouter_sim.core.hashing import ALGORITHMS, published_bytes, published_int
+from mmrouter_handover.plugin.item_exchange import read_settings
+from mmrouter_sim.core.events import Dialect, VllmDialect
+from mmrouter_sim.core.requests import ALGORITHMS, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
-from mmrouter_sim.encoder_engine import ImageEncoder
+from mmrouter_sim.encoders import EncoderShares, ImageEncoder
 from mmrouter_sim.media import ProcessorCache
-from mmrouter_sim.model import Model
-from mmrouter_sim.publisher import Publisher
-from mmrouter_sim.rank_loop import Runner
+from mmrouter_sim.metrics import EngineMetrics
+from mmrouter_sim.model import AnswerGenerator, Model
+from mmrouter_sim.rank_runner import Publisher, Runner
 from mmrouter_sim.settings import Settings
-from mmrouter_sim.sglang.encoder_shares import EncoderShares
-from mmrouter_sim.sglang.metrics import SglangMetrics
 from mmrouter_sim.sglang.pages import WRAPPERS, SglangDialect, fingerprint
 from mmrouter_sim.sglang.pairing import PairRooms
 from mmrouter_sim.vllm.connectors import ConnectorTransfers, EcTransfer
 from mmrouter_sim.vllm.flags import VERSION
-from mmrouter_sim.vllm.metrics import VllmMetrics
-from mmrouter_sim.vllm.plugin import Plugin, is_loaded
+from mmrouter_sim.vllm.plugin import Plugin
 
 _CACHE_TOKENS = 131_072  # tokens of each rank's KV cache, unless a flag sets them or the context is longer
 
@@ -40,7 +35,7 @@ class SimulatedEngine:
         self.context = settings.max_model_len or model.context
         self.images = ProcessorCache(settings.processor_cache_bytes)
         self.answers = AnswerGenerator(
-            Vocabulary(model.tokenizer), model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
+            model.tokenizer, model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
         )
         sglang = settings.engine == "sglang"
         self.handover = ConnectorTransfers(settings.handover, settings.cost)
@@ -48,27 +43,27 @@ class SimulatedEngine:
         self.encoder: ImageEncoder | None = None
         if settings.handover.encodes and settings.handover.ec is not None:
             self.encoder = ImageEncoder(settings.handover.ec, settings.cost, settings.seed)
-            self.handover.keeps(self.encoder.stored)
+            self.handover.embeddings = self.encoder.stored
         if settings.encodes_only:
             self.encoder = ImageEncoder(EcTransfer("ECCPUConnector", "ec_producer"), settings.cost, settings.seed)
         self.shares = EncoderShares()
         # An encode-only engine has no KV cache, and so no ranks.
-        self.runners = (
-            []
-            if self.encoder
-            else [
-                Runner(self._scheduler(rank), self._publisher(rank), tells_when_idle=sglang)
-                for rank in range(settings.ranks)
-            ]
-        )
-        self.metrics: VllmMetrics | SglangMetrics
-        if sglang:
-            self.metrics = SglangMetrics(settings, self.runners, self.images, self.encoder)
-        else:
-            self.metrics = VllmMetrics(settings, self.runners, self.images, self.handover, self.encoder)
+        events = settings.events
+        self.runners = [
+            Runner(
+                self._scheduler(rank),
+                Publisher(events, rank, bind=settings.bind) if events.publishes else None,
+                tells_when_idle=sglang,
+            )
+            for rank in range(0 if self.encoder else settings.ranks)
+        ]
+        self.metrics = EngineMetrics(settings, self.runners, self.images, self.handover, self.encoder)
         self.plugin: Plugin | None = None
-        if not sglang and is_loaded():
-            self.plugin = _plugin(settings, model, self.images)
+        if not sglang and "mmrouter" in os.environ.get("VLLM_PLUGINS", "").split(","):
+            # Image processing depends on the model type and this flag, not on the folder's path.
+            processing = f"{model.model_type} {sorted(settings.processor.items())}"
+            role = "renderer" if settings.renders else "engine"
+            self.plugin = Plugin(read_settings(os.environ), role, processing, self.images, VERSION)
         # Templates, tokenization and image decoding must not delay the steps; the engine uses a process for them.
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
         self.draining = False
@@ -86,37 +81,22 @@ class SimulatedEngine:
             largest_image=self.model.largest_image,
             prefix_caching=settings.prefix_caching,
         )
+        dialect: Dialect
         if settings.engine == "sglang":
-            scheduler = Scheduler(limits, cost=settings.cost, seed=settings.seed + rank, dialect=SglangDialect(size))
+            dialect = SglangDialect(size)
+        else:
+            published = published_int if settings.int_hashes else bytes
+            dialect = VllmDialect(size, hash_=ALGORITHMS[settings.hash_algorithm], published=published)
+        arrived, seed = self.handover.arrived, settings.seed + rank
+        scheduler = Scheduler(limits, cost=settings.cost, seed=seed, dialect=dialect, embedded=arrived)
+        if settings.engine == "sglang":
             scheduler.reset()  # the engine announces its empty cache
-            return scheduler
-        return Scheduler(
-            limits,
-            cost=settings.cost,
-            seed=settings.seed + rank,
-            hash_=ALGORITHMS[settings.hash_algorithm],
-            published=published_int if settings.int_hashes else published_bytes,
-            embedded=self.handover.arrived,
-        )
-
-    def _publisher(self, rank: int) -> Publisher | None:
-        return (
-            Publisher(self.settings.events, rank, bind=self.settings.bind) if self.settings.events.publishes else None
-        )
-
-    def sources(self) -> dict[str, Any]:
-        """Return the body of ``/kv_event_sources``: the resolved event configuration of each rank."""
-        return {
-            str(rank): msgspec.structs.asdict(runner.publisher.config)
-            for rank, runner in enumerate(self.runners)
-            if runner.publisher is not None
-        }
+        return scheduler
 
     def held(self) -> dict[str, Any]:
-        """Return the body of ``/sim/cache``: the blocks of each rank's cache, and their ancestors.
-
-        A block's ``parent`` is the index of an earlier block in the list; ``held`` is false for blocks that are listed
-        only as ancestors of others.
+        """Return the body of ``/sim/cache``: the blocks of each rank's cache, and their ancestors. A block's ``parent``
+        is the index of an earlier block in the list; ``held`` is false for blocks that are listed only as ancestors of
+        others.
         """
         ranks = {}
         for rank, runner in enumerate(self.runners):
@@ -192,11 +172,3 @@ class SimulatedEngine:
         except TimeoutError:
             for runner in self.runners:
                 runner.abort_all()
-
-
-def _plugin(settings: Settings, model: Model, images: ProcessorCache) -> Plugin:
-    """Raises ``ValueError`` for invalid environment variables."""
-    # Image processing depends on the model type and this flag, not on the folder's path.
-    processing = f"{model.model_type} {sorted(settings.processor.items())}"
-    role = "renderer" if settings.renders else "engine"
-    return Plugin(read_settings(os.environ), role, processing, images, VERSION)

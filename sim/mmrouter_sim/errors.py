@@ -1,18 +1,13 @@
 """Errors in vLLM's shape: ``{"error": {"message", "type", "param", "code"}}`` (captures,
 docs/engine-facts/vllm.md#image-uuid)."""
 
-import logging
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Scope
 
 _TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
-
-
-log = logging.getLogger("mmrouter_sim.access")
 
 
 class RequestError(Exception):
@@ -41,19 +36,8 @@ def validation_error(message: str) -> RequestError:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return a JSON answer."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_response(error: RequestError) -> Response:
-    """Return the answer for an error."""
     return json_response(error.body(), error.status)
-
-
-def note_refusal(scope: Scope) -> None:
-    """Write the line that the engine's server writes of a request without its key; other requests have none here.
-
-    It is the only trace that vLLM keeps: its own count of requests is taken behind the check of the key.
-    """
-    host, port = scope.get("client") or ("", 0)
-    log.info('%s:%d - "%s %s HTTP/1.1" 401 Unauthorized', host, port, scope["method"], scope["path"])

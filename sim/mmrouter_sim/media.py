@@ -41,14 +41,10 @@ class Picture:
 def load(url: str, root: Path | None) -> bytes:
     """Return the encoded bytes behind a URL. Raises :class:`RequestError` (400) if it is forbidden or unreadable."""
     scheme = url.partition(":")[0].lower()
-    if scheme == "data":
-        return _from_data_uri(url)
     if scheme == "file":
         return _from_file(url, root)
-    raise RequestError("The URL must be either a data or a file URL: this engine fetches nothing over the network.")
-
-
-def _from_data_uri(url: str) -> bytes:
+    if scheme != "data":
+        raise RequestError("The URL must be either a data or a file URL: this engine fetches nothing over the network.")
     head, comma, payload = url.partition(",")
     if not comma or not head.endswith(";base64"):
         raise RequestError("Only base64 data URLs are supported.")
@@ -72,10 +68,9 @@ def _from_file(url: str, root: Path | None) -> bytes:
 
 
 def decode(data: bytes, *, rotates: bool) -> Picture:
-    """Decode an image whole. ``rotates``: the processor applies the EXIF orientation.
-
-    Raises :class:`RequestError`: 400 for what is no image or a damaged one, 500 for a header that claims more pixels
-    than the decoder takes, as the engine answers them (docs/engine-facts/vllm.md#requests-that-end-the-engine).
+    """Decode an image whole. ``rotates``: the processor applies the EXIF orientation. Raises :class:`RequestError`: 400
+    for what is no image or a damaged one, 500 for a header that claims more pixels than the decoder takes, as the
+    engine answers them (docs/engine-facts/vllm.md#requests-that-end-the-engine).
     """
     try:
         with Image.open(io.BytesIO(data)) as image:
@@ -93,10 +88,9 @@ def decode(data: bytes, *, rotates: bool) -> Picture:
 
 
 def default_identifier(model: str, data: bytes, mode: str = "RGB") -> str:
-    """Return the engine's own name of an image: BLAKE3 of the encoded bytes and of the engine's model argument.
-
-    The form for RGB files is verified against a real engine. For files of another mode the engine adds how it converts
-    them in a form that is not known here, so the mode goes in and the name is only as distinct as the engine's.
+    """Return the engine's own name of an image: BLAKE3 of the encoded bytes and of the engine's model argument. The
+    form for RGB files is verified against a real engine. For files of another mode the engine adds how it converts them
+    in a form that is not known here, so the mode goes in and the name is only as distinct as the engine's.
     """
     hasher = blake3()
     hasher.update(_frame(b"image") + _LEAF + _frame(b"image") + _LEAF)
@@ -112,10 +106,8 @@ def _frame(value: bytes) -> bytes:
 
 
 class ProcessorCache:
-    """Token counts of processed images by identifier; the least recently used are dropped first.
-
-    An image that is known by its identifier is not looked at again, whatever bytes come with it
-    (docs/engine-facts/vllm.md#image-uuid).
+    """Token counts of processed images by identifier; the least recently used are dropped first. An image that is known
+    by its identifier is not looked at again, whatever bytes come with it (docs/engine-facts/vllm.md#image-uuid).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -150,6 +142,5 @@ class ProcessorCache:
             self._held -= oldest * BYTES_PER_TOKEN
 
     def clear(self) -> None:
-        """Drop all images."""
         self._counts.clear()
         self._held = 0

@@ -1,9 +1,11 @@
-"""Load a model folder: tokenizer, chat template, image geometry, stop tokens and context length."""
+"""Load a model folder (tokenizer, template, image geometry, stop tokens, context length) and make up its answers."""
 
+import hashlib
 import json
 import os
+import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from tokenizers import Tokenizer
 from mmrouter_lib import families
 from mmrouter_lib.families import Family, ImageSizeError
 from mmrouter_lib.prompt import Prompter, PromptImage
-from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.core.requests import Media, Sampler
 from mmrouter_sim.errors import RequestError
 
 # Large sizes of several shapes; the largest token count among them is the largest of a family.
@@ -22,8 +24,6 @@ _LARGE = ((16_384, 16_384), (4096, 4096), (50, 8000), (1344, 336), (336, 1344), 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``--mm-processor-kwargs`` that are simulated."""
-
     min_pixels: int | None = None
     max_pixels: int | None = None
     num_crops: int | None = None
@@ -111,13 +111,13 @@ def _context(config: dict[str, Any]) -> int:
 
 def _stop_ids(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids of generation_config.json and config.json, and the tokenizer's own end-of-text token, in this order."""
-    found: list[int] = []
+    ids: list[int] = []
     for values in (_read(folder / "generation_config.json"), config, config.get("text_config") or {}):
         value = values.get("eos_token_id")
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        ids += value if isinstance(value, list) else [value] if isinstance(value, int) else []
     token = _read(folder / "tokenizer_config.json").get("eos_token")
     number = tokenizer.token_to_id(token["content"] if isinstance(token, dict) else token) if token else None
-    return tuple(dict.fromkeys([*found, number] if number is not None else found))
+    return tuple(dict.fromkeys([*ids, number] if number is not None else ids))
 
 
 def _largest(family: Family) -> int:
@@ -137,3 +137,64 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path.name}: a JSON object is expected")
     return value
+
+
+_SPACES = ("\u0120", "\u2581")  # how byte-level BPE and SentencePiece write a leading space
+_WORDS = 1024
+_SEARCHED = 40_000  # ids; frequent words have low ones
+
+
+def _word(text: str) -> bool:
+    return text.isascii() and text.isalpha() and 3 <= len(text) <= 10
+
+
+class AnswerGenerator:
+    """Returns a sampler for each request: pseudo text, a function of the prompt and the seed only. Equal prompts get
+    equal answers on every engine, as with greedy decoding. The words are single tokens, so an answer in the next turn
+    of a chat is tokenized into the same ids, and its blocks are found again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], *, seed: int, mean_tokens: int) -> None:
+        """Raises ``ValueError`` for answers shorter than a token, or a tokenizer without an ordinary token."""
+        if mean_tokens < 1:
+            raise ValueError("the mean length of an answer must be at least 1 token")
+        self._stop = stop_ids[0] if stop_ids else None
+        self._seed, self._mean = seed, mean_tokens
+        self._words: list[int] = []  # after a space
+        self._openers: list[int] = []  # that begin an answer
+        special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        plain: list[int] = []
+        for number in range(min(tokenizer.get_vocab_size(), _SEARCHED)):
+            token = tokenizer.id_to_token(number)
+            if token is None or number in special:
+                continue
+            plain.append(number)
+            if not token.isascii() and token.startswith(_SPACES) and _word(token[1:]) and token[1:].islower():
+                self._words.append(number)
+            elif _word(token) and token.istitle():
+                self._openers.append(number)
+            if len(self._words) >= _WORDS and self._openers:
+                break
+        # A vocabulary without such words, such as one of bytes, is used as it is.
+        self._words = self._words or plain
+        self._openers = self._openers[:_WORDS] or self._words
+        if not self._words:
+            raise ValueError("the tokenizer has no ordinary token to answer with")
+
+    def sampler(self, ids: "array[int]", media: Iterable[Media], *, min_tokens: int = 0, ends: bool = True) -> Sampler:
+        """Return the answer to a prompt. ``ends=False``: it has no end of its own (``ignore_eos``)."""
+        digest = hashlib.blake2b(ids.tobytes(), key=str(self._seed).encode(), digest_size=16)
+        for item in media:
+            digest.update(f"{item.identifier}@{item.offset}".encode())
+        rng = random.Random(digest.digest())
+        length = max(rng.randint(max(1, self._mean // 2), self._mean + self._mean // 2), min_tokens)
+        tokens = [rng.choice(self._openers)]
+
+        def sample(position: int) -> int:
+            if ends and self._stop is not None and position >= length:
+                return self._stop
+            while len(tokens) <= position:
+                tokens.append(rng.choice(self._words))
+            return tokens[position]
+
+        return sample

@@ -2,26 +2,38 @@
 
 import asyncio
 import contextlib
+import hmac
 import logging
 import sys
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+from importlib import import_module
 from types import FrameType
 
 import uvicorn
 import uvloop
 import zmq
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmrouter_sim import model
 from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.settings import Settings
 
-log = logging.getLogger("mmrouter_sim")
+log, access = logging.getLogger("mmrouter_sim"), logging.getLogger("mmrouter_sim.access")
 
 
 class _Server(uvicorn.Server):
-    """Drains the engine before it stops; meanwhile the port stays open and ``/health`` answers 200.
-
-    See docs/engine-facts/vllm.md#drain.
+    """Drains the engine before it stops; meanwhile the port stays open and ``/health`` answers 200. See
+    docs/engine-facts/vllm.md#drain.
     """
 
     def __init__(self, config: uvicorn.Config, engine: SimulatedEngine) -> None:
@@ -41,22 +53,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _application(engine: SimulatedEngine) -> Starlette:
-    # Load only the engine that is simulated.
-    if engine.settings.engine == "sglang":
-        from mmrouter_sim.sglang import app as sglang  # noqa: PLC0415
-
-        return sglang.build(engine)
-    from mmrouter_sim.vllm import app as vllm  # noqa: PLC0415
-
-    return vllm.build(engine)
-
-
 async def serve(engine: SimulatedEngine) -> None:
     """Serve until a signal ends it. Raises ``zmq.ZMQError`` if an event address is in use."""
     settings = engine.settings
     config = uvicorn.Config(
-        _application(engine),
+        import_module(f"mmrouter_sim.{settings.engine}.app").build(engine),  # only the engine that is simulated
         host=settings.host,
         port=settings.port,
         log_config=None,
@@ -82,7 +83,6 @@ async def serve(engine: SimulatedEngine) -> None:
 
 
 def run(settings: Settings) -> int:
-    """Run an engine's ``serve`` and return its exit status."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
@@ -106,3 +106,85 @@ def run(settings: Settings) -> int:
         log.error("event sockets: %s", error)
         return 1
     return 0
+
+
+Handler = Callable[[SimulatedEngine, Request], Awaitable[Response]]
+RouteRow = tuple[str, list[str], Handler]
+"""Path, methods, handler."""
+
+
+def build_app(
+    engine: SimulatedEngine,
+    routes: Sequence[RouteRow],
+    *,
+    keys: Sequence[str],
+    is_guarded: Callable[[str], bool],
+    error_response: Callable[[RequestError], Response],
+    http_error_response: Callable[[HTTPException], Response],
+) -> Starlette:
+    """Return the application. Paths that are guarded need one of ``keys`` as a bearer token, if there are any."""
+
+    async def request_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return error_response(error)
+
+    async def http_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return http_error_response(error)
+
+    async def failure(_request: Request, error: Exception) -> Response:
+        """Answer a bug of the simulator; the framework logs it."""
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        return error_response(RequestError(f"{type(error).__name__}: {error}", status=status))
+
+    return Starlette(
+        routes=[Route(path, partial(handler, engine), methods=methods) for path, methods, handler in routes],
+        middleware=[Middleware(_ApiKey, keys=keys, is_guarded=is_guarded)] if keys else [],
+        exception_handlers={RequestError: request_error, HTTPException: http_error, Exception: failure},
+    )
+
+
+class _ApiKey:
+    """Middleware that requires an API key as a bearer token on guarded paths."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], is_guarded: Callable[[str], bool]) -> None:
+        self._app, self._is_guarded = app, is_guarded
+        self._expected = [f"Bearer {key}".encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and self._is_guarded(scope["path"]):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not any(hmac.compare_digest(given, expected) for expected in self._expected):
+                # The engine's server writes this line; vLLM keeps no other trace, because its own count of requests is
+                # taken behind the check of the key. Other requests have no line here.
+                host, port = scope.get("client") or ("", 0)
+                access.info('%s:%d - "%s %s HTTP/1.1" 401 Unauthorized', host, port, scope["method"], scope["path"])
+                await json_response({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def metrics(engine: SimulatedEngine, _request: Request) -> Response:
+    return Response(generate_latest(engine.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def cache(engine: SimulatedEngine, _request: Request) -> Response:
+    """``/sim/cache``: the blocks that each rank holds."""
+    return json_response(engine.held())
+
+
+def models(engine: SimulatedEngine, owner: str, names: Sequence[str], root: str) -> Response:
+    """Return the body of ``/v1/models``."""
+    rows = [
+        {
+            "id": name,
+            "object": "model",
+            "created": engine.started,
+            "owned_by": owner,
+            "root": root,
+            "parent": None,
+            "max_model_len": engine.context,
+        }
+        for name in names
+    ]
+    return json_response({"object": "list", "data": rows})

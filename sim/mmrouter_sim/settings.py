@@ -7,22 +7,20 @@ The simulator's own flags begin with ``--sim-``; each has an environment variabl
 import argparse
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import msgspec
 
 from mmrouter_sim.core.step_cost import Cost
-from mmrouter_sim.publisher import EventsConfig
+from mmrouter_sim.rank_runner import EventsConfig
 from mmrouter_sim.sglang.pairing import PairSide
 from mmrouter_sim.vllm.connectors import ConnectorConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of one simulated engine, from its command line and environment."""
-
     model: str
     revision: str | None
     served_names: tuple[str, ...]
@@ -62,22 +60,11 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """Exits on a usage error with a message that names the simulated engine."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog.split()[0]} (simulated): error: {message}\n")
 
 
-def dashed(arg: str) -> str:
-    """Return ``--block_size`` as ``--block-size``, as the engines accept both; values are unchanged."""
-    if not arg.startswith("--"):
-        return arg
-    name, equals, value = arg.partition("=")
-    return name.replace("_", "-") + equals + value
-
-
 def add_sim_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the simulator's own flags."""
     sim = parser.add_argument_group("simulator")
     defaults = Cost()
     for name, kind, default, text in (
@@ -99,7 +86,6 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_no_effect(parser: argparse.ArgumentParser, flags: str, switches: str, action: Any) -> None:
-    """Add flags and switches, separated by white space, that have no effect in the simulator."""
     for name in flags.split():
         parser.add_argument(name, help="no effect here")
     for name in switches.split():
@@ -113,48 +99,36 @@ def parse_with(
     make: Callable[[argparse.Namespace], Settings],
 ) -> Settings:
     """Parse a command line and make the settings. Exits with status 2 on a usage error, 0 after ``--help``."""
-    args = parser.parse_args([dashed(arg) for arg in argv])
+    # The engines accept --block_size for --block-size; values are unchanged.
+    split = ((arg, *arg.partition("=")) for arg in argv)
+    args = parser.parse_args([n.replace("_", "-") + sep + value if a[:2] == "--" else a for a, n, sep, value in split])
     try:
         return make(args)
     except (ValueError, OSError) as error:  # msgspec's errors are ValueErrors
         serve.error(str(error))
 
 
-def common_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings whose flags are the same for all engines."""
-    return {
-        "revision": args.revision,
-        "host": args.host,
-        "port": args.port,
-        "chat_template": template(args.chat_template),
-        "cost": cost_of(args),
+def common_settings(args: argparse.Namespace, events: EventsConfig) -> dict[str, Any]:
+    """Return the settings that flags have the names of, and those of the simulator's own flags."""
+    if args.ranks < 1:
+        raise ValueError("--data-parallel-size must be at least 1")
+    template, steps = args.chat_template, args.sim_replay_steps
+    if template is not None and "{" not in template:
+        template = Path(template).read_text(encoding="utf-8")
+    names = {field.name for field in fields(Settings)}
+    return {name: value for name, value in vars(args).items() if name in names} | {
+        "chat_template": template,
+        "events": events if steps is None else msgspec.structs.replace(events, buffer_steps=steps),
+        "cost": Cost(
+            prefill_rate=args.sim_prefill_rate,
+            encode_seconds=args.sim_encode_seconds,
+            decode_seconds=args.sim_decode_ms / 1e3,
+            kv=args.sim_kv_seconds,
+            process=args.sim_process_seconds,
+            embedding=args.sim_embedding_seconds,
+            jitter=args.sim_jitter,
+            speed=args.sim_speed,
+        ),
         "seed": args.sim_seed,
         "answer_tokens": args.sim_answer_tokens,
     }
-
-
-def replayed(config: EventsConfig, args: argparse.Namespace) -> EventsConfig:
-    """Return the event configuration, with the simulator's replay buffer if set."""
-    steps = args.sim_replay_steps
-    return config if steps is None else msgspec.structs.replace(config, buffer_steps=steps)
-
-
-def cost_of(args: argparse.Namespace) -> Cost:
-    """Return the cost model of the simulator's flags."""
-    return Cost(
-        prefill_rate=args.sim_prefill_rate,
-        encode_seconds=args.sim_encode_seconds,
-        decode_seconds=args.sim_decode_ms / 1e3,
-        kv=args.sim_kv_seconds,
-        process=args.sim_process_seconds,
-        embedding=args.sim_embedding_seconds,
-        jitter=args.sim_jitter,
-        speed=args.sim_speed,
-    )
-
-
-def template(value: str | None) -> str | None:
-    """Return the template in a file, or the value itself if it contains template syntax."""
-    if value is None or "{" in value:
-        return value
-    return Path(value).read_text(encoding="utf-8")

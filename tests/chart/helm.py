@@ -1,4 +1,4 @@
-"""Helm as a command, and what it renders."""
+"""Helm as a command, what it renders, and values that a site may give."""
 
 import json
 import os
@@ -16,6 +16,7 @@ CHART = ROOT / "charts" / "mmrouter"
 RELEASE = "mmrouter"
 NAMESPACE = "mmrouter-system"
 Object = dict[str, Any]
+TEMPLATE = ("template", RELEASE, CHART, f"--namespace={NAMESPACE}")
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,90 @@ class Helm:
             env=env,
         )
 
-    def template(self, values: Mapping[str, Any] | None = None, *options: str) -> subprocess.CompletedProcess[str]:
-        """Render the chart; the caller looks at ``returncode``."""
-        return self.run("template", RELEASE, CHART, f"--namespace={NAMESPACE}", *options, values=values or {})
+    def output(self, *arguments: str | Path, values: Mapping[str, Any] | None = None) -> str:
+        """Run helm and return what it printed. Raises ``AssertionError`` if it fails."""
+        done = self.run(*arguments, values=values)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def refusal(self, *arguments: str | Path, values: Mapping[str, Any] | None = None) -> str:
+        """Run helm and return its error. Raises ``AssertionError`` if it succeeds."""
+        done = self.run(*arguments, values=values)
+        assert done.returncode != 0, done.stdout
+        return done.stderr
 
     def render(self, values: Mapping[str, Any] | None = None, *options: str) -> Rendered:
         """Return what the chart renders, for reading only: a question is answered once. Raises ``AssertionError``."""
         key = json.dumps([values or {}, options], sort_keys=True)
         if key not in self._known:
-            done = self.template(values, *options)
-            assert done.returncode == 0, done.stderr
-            self._known[key] = Rendered(tuple(obj for obj in yaml.load_all(done.stdout, yaml.CSafeLoader) if obj))
+            text = self.output(*TEMPLATE, *options, values=values or {})
+            self._known[key] = Rendered(tuple(obj for obj in yaml.load_all(text, yaml.CSafeLoader) if obj))
         return self._known[key]
+
+
+MINIMAL = yaml.safe_load("""
+model: {id: Qwen/Qwen2.5-VL-3B-Instruct}
+engine: {type: vllm}
+routing: {media: {maxPixels: 64000000}}
+pools: [{name: worker, role: worker, replicas: 2, accelerator: {kind: nvidia}}]
+""")
+PROMETHEUS = "--api-versions=monitoring.coreos.com/v1"
+
+BARE = yaml.safe_load("""
+rbac: {create: false}
+serviceAccount: {create: false, name: theirs}
+crds: {install: false}
+dashboard: {enabled: false}
+networkPolicy: {enabled: false}
+podDisruptionBudget: {enabled: false}
+metrics: {podMonitor: {mode: Disabled}}
+nodeSelector: null
+topologySpreadConstraints: []
+resources: null
+""")
+# Another app.kubernetes.io/name may not be had: frontends know the operator's pods by it.
+EVERYTHING = yaml.safe_load(
+    """
+image: {repository: "registry.example:5000/team/mmrouter", tag: "1.2", digest: DIGEST, pullPolicy: Always}
+imagePullSecrets: [{name: regcred}]
+operatorConfig:
+  image: registry.example/mmrouter:1
+  engineImages: {vllm/nvidia: "registry.example/vllm:0.32.0"}
+  hubEndpoint: https://hub.example
+  sharedMemoryRoot: /dev/shm/ours
+  prometheusAddress: http://prometheus.monitoring.svc:9090
+  podCidrs: [10.244.0.0/16, "fd00::/8"]
+  apiServerCidrs: [10.1.2.3/32]
+leaderElection: {leaseDuration: 30, renewDeadline: 20, retryPeriod: 2.5}
+log: {level: debug, format: text}
+serviceAccount: {annotations: {example.com/team: a}}
+metrics:
+  serviceAnnotations: {prometheus.io/scrape: "true"}
+  podMonitor: {mode: Enabled, interval: 30s, labels: {release: prometheus}}
+dashboard: {namespace: monitoring, annotations: {grafana_folder: Inference}}
+resources: {requests: {cpu: 1, memory: 1Gi}, limits: {cpu: "1.5", memory: 1Gi}}
+nodeSelector: {node-role.kubernetes.io/control-plane: ""}
+tolerations: [{key: node-role.kubernetes.io/control-plane, operator: Exists}]
+affinity:
+  nodeAffinity:
+    requiredDuringSchedulingIgnoredDuringExecution:
+      nodeSelectorTerms: [{matchExpressions: [{key: zone, operator: Exists}]}]
+priorityClassName: system-cluster-critical
+podLabels: {example.com/team: a, app.kubernetes.io/name: other}
+podAnnotations: {example.com/note: "yes: [quoted]"}
+extraEnv: [{name: HTTPS_PROXY, value: "http://proxy.example:3128"}]
+observability: {otlpEndpoint: "http://otel.example:4318"}
+""".replace("DIGEST", f"sha256:{'0' * 64}")
+)
+TRACED = {**MINIMAL, "observability": {"otlpEndpoint": "http://own.example:4318"}}
+EVERYTHING["deployments"] = {"qwen-vl": {"spec": MINIMAL}, "traced": {"namespace": "inference", "spec": TRACED}}
+
+CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "defaults": ({}, ()),
+    "prometheus operator": ({}, (PROMETHEUS,)),
+    "one pod": ({"replicas": 1}, ()),
+    "none for now": ({"replicas": 0}, ()),
+    "one team": ({"watchNamespaces": ["team-a", "team-b"], "crds": {"install": False}}, ()),
+    "bare": (BARE, (PROMETHEUS,)),
+    "everything": (EVERYTHING, ()),
+}

@@ -1,4 +1,4 @@
-"""The chart on a real API server: install, upgrade, uninstall, and what stays."""
+"""The chart on a real API server: install, upgrade, uninstall, what stays, and the commands of docs/install.md."""
 
 import copy
 import os
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from chart.cases import MINIMAL
-from chart.helm import CHART, NAMESPACE, RELEASE, Helm
+from artefacts import go_programs
+from chart.helm import CHART, MINIMAL, NAMESPACE, RELEASE, Helm
 from cluster.controlplane import ControlPlane
 from cluster.resources import apply, get, resource
+from doc_commands import CHART_PAGE, ROOT, commands
 from waiting import wait_for
 
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
@@ -27,9 +28,8 @@ OLDER = "0.0.9"
 @pytest.fixture
 def empty(admin: Helm, server: ControlPlane) -> Iterator[ControlPlane]:
     """The control plane without release and CRD, before the test and after it."""
-    space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
-    space["metadata"]["labels"] = {"pod-security.kubernetes.io/enforce": "restricted"}  # type: ignore[index]
-    server.request("POST", "/api/v1/namespaces", space)
+    metadata = {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
+    server.request("POST", "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
     forget_definition(server)
     yield server
     admin.run("uninstall", RELEASE, HERE)
@@ -45,15 +45,11 @@ def forget_definition(plane: ControlPlane) -> None:
 def install(admin: Helm, *options: str | Path, values: dict[str, Any] | None = None) -> str:
     """Install or upgrade the chart and return what helm printed. Raises ``AssertionError``."""
     chart, *more = options or (CHART,)
-    done = admin.run("upgrade", "--install", RELEASE, chart, HERE, *more, values=values or {})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return admin.output("upgrade", "--install", RELEASE, chart, HERE, *more, values=values or {})
 
 
 def served(plane: ControlPlane) -> bool:
-    return bool(
-        plane.request("GET", f"/apis/mmrouter.io/v1alpha1/{definition()['spec']['names']['plural']}").is_success
-    )
+    return bool(plane.request("GET", "/apis/mmrouter.io/v1alpha1/mmrouterdeployments").is_success)
 
 
 def older(admin: Helm, folder: Path) -> Path:
@@ -63,8 +59,7 @@ def older(admin: Helm, folder: Path) -> Path:
     (file,) = (copied / "files" / "crds").glob("*")
     now = definition()["metadata"]["annotations"][HASH_ANNOTATION]
     file.write_text(file.read_text().replace(now, "f" * len(now)))
-    done = admin.run("package", copied, f"--version={OLDER}", f"--app-version={OLDER}", f"--destination={folder}")
-    assert done.returncode == 0, done.stderr
+    admin.output("package", copied, f"--version={OLDER}", f"--app-version={OLDER}", f"--destination={folder}")
     return folder / f"mmrouter-{OLDER}.tgz"
 
 
@@ -97,10 +92,9 @@ def test_upgrade_and_uninstall_keep_the_definition_and_every_resource(
         install(admin)
         assert get(empty, RESOURCE, space, "theirs") == theirs
 
-        done = admin.run("uninstall", RELEASE, HERE)
-        assert done.returncode == 0, done.stderr
-        assert "kept due to the resource policy" in done.stdout
-        assert NAME in done.stdout
+        printed = admin.output("uninstall", RELEASE, HERE)
+        assert "kept due to the resource policy" in printed
+        assert NAME in printed
         assert definition_there(empty)["uid"] == before["uid"]
         assert get(empty, RESOURCE, space, "mine") == mine
         assert get(empty, RESOURCE, space, "theirs") == theirs
@@ -119,21 +113,17 @@ def test_another_release_takes_the_definition_only_when_told_to(admin: Helm, emp
     install(admin)
     admin.run("uninstall", RELEASE, HERE)
     other = ("upgrade", "--install", "other", CHART, HERE)
-    refused = admin.run(*other)
-    assert refused.returncode != 0
-    assert "invalid ownership metadata" in refused.stderr
+    assert "invalid ownership metadata" in admin.refusal(*other)
     try:
-        taken = admin.run(*other, "--take-ownership")
-        assert taken.returncode == 0, taken.stderr
+        admin.output(*other, "--take-ownership")
     finally:
         admin.run("uninstall", "other", HERE)
 
 
 def test_a_first_install_cannot_hold_a_deployment_and_leaves_nothing(admin: Helm, empty: ControlPlane) -> None:
-    done = admin.run("install", RELEASE, CHART, HERE, values={"deployments": {"a": {"spec": MINIMAL}}})
-    assert done.returncode != 0
-    assert 'no matches for kind "MMRouterDeployment"' in done.stderr
-    assert "ensure CRDs are installed first" in done.stderr
+    error = admin.refusal("install", RELEASE, CHART, HERE, values={"deployments": {"a": {"spec": MINIMAL}}})
+    assert 'no matches for kind "MMRouterDeployment"' in error
+    assert "ensure CRDs are installed first" in error
     assert empty.request("GET", CRD).status_code == 404
 
 
@@ -143,12 +133,12 @@ def test_the_commands_of_the_notes_work_as_they_stand(admin: Helm, empty: Contro
     first, _, rest = notes.partition("\nkubectl ")[2].partition("\nkubectl ")
     commands = [f"kubectl {first}", f"kubectl {rest.partition(chr(10))[0]}".removesuffix(" --watch")]
     env = {**os.environ, "KUBECONFIG": str(empty.kubeconfig), "PATH": f"{empty.bin}:{os.environ['PATH']}"}
-    said = ""
+    printed = ""
     for command in commands:
         done = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, env=env, check=False)
         assert done.returncode == 0, done.stderr
-        said = done.stdout
-    assert said.splitlines()[1].split()[:2] == ["qwen-vl", "vllm"]
+        printed = done.stdout
+    assert printed.splitlines()[1].split()[:2] == ["qwen-vl", "vllm"]
     assert get(empty, RESOURCE, "default", "qwen-vl") is not None
 
 
@@ -179,16 +169,14 @@ def test_a_team_installs_what_an_administrator_gave_the_rights_for(admin: Helm, 
         team = admin.at(empty.kubeconfig_for(space, "team"))
         here = f"--namespace={space}"
         values = {"watchNamespaces": [space], "crds": {"install": False}}
-        refused = team.run("install", RELEASE, CHART, here, values=values)
-        assert refused.returncode != 0
-        assert "attempting to grant RBAC permissions not currently held" in refused.stderr
+        refused = team.refusal("install", RELEASE, CHART, here, values=values)
+        assert "attempting to grant RBAC permissions not currently held" in refused
         team.run("uninstall", RELEASE, here)
 
-        rights = admin.run("template", RELEASE, CHART, here, "--show-only=templates/rbac.yaml", values=values)
-        done = empty.kubectl("apply", "--filename=-", stdin=rights.stdout)
+        rights = admin.output("template", RELEASE, CHART, here, "--show-only=templates/rbac.yaml", values=values)
+        done = empty.kubectl("apply", "--filename=-", stdin=rights)
         assert done.returncode == 0, done.stderr
-        taken = team.run("install", RELEASE, CHART, here, values={**values, "rbac": {"create": False}})
-        assert taken.returncode == 0, taken.stderr
+        team.output("install", RELEASE, CHART, here, values={**values, "rbac": {"create": False}})
 
 
 def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]) -> None:
@@ -209,14 +197,12 @@ def test_the_api_servers_addresses_come_from_the_cluster_unless_the_values_set_t
 ) -> None:
     # A server on a loopback address does not publish it, so this is what one elsewhere writes.
     slices = "/apis/discovery.k8s.io/v1/namespaces/default/endpointslices"
-    slice_ = {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {"name": "kubernetes", "labels": {"kubernetes.io/service-name": "kubernetes"}},
-        "addressType": "IPv4",
-        "endpoints": [{"addresses": ["192.0.2.12"]}, {"addresses": ["192.0.2.11"]}],
-        "ports": [{"name": "https", "port": 6443, "protocol": "TCP"}],
-    }
+    slice_ = yaml.safe_load("""
+      {apiVersion: discovery.k8s.io/v1, kind: EndpointSlice, addressType: IPv4,
+       metadata: {name: kubernetes, labels: {kubernetes.io/service-name: kubernetes}},
+       endpoints: [{addresses: [192.0.2.12]}, {addresses: [192.0.2.11]}],
+       ports: [{name: https, port: 6443, protocol: TCP}]}
+    """)
     there = ["192.0.2.11/32", "192.0.2.12/32"]
     empty.request("POST", slices, slice_).raise_for_status()
 
@@ -226,16 +212,15 @@ def test_the_api_servers_addresses_come_from_the_cluster_unless_the_values_set_t
         policy = get_child(empty, "apis/networking.k8s.io/v1", "networkpolicies", "mmrouter-operator")
         (rule,) = (row for row in policy["spec"]["egress"] if {"protocol": "TCP", "port": 6443} in row["ports"])
         config = get_child(empty, "api/v1", "configmaps", "mmrouter-operator-config")["data"]["operator.yaml"]
-        return [peer["ipBlock"]["cidr"] for peer in rule.get("to", [])], yaml.safe_load(config).get(
-            "apiServerCidrs", []
-        )
+        peers = [peer["ipBlock"]["cidr"] for peer in rule.get("to", [])]
+        return peers, yaml.safe_load(config).get("apiServerCidrs", [])
 
     try:
         asking = {"lookupApiServer": True}
         assert opened() == ([], [])
         assert opened(networkPolicy=asking) == (there, there)
-        told = ["198.51.100.1/32"]
-        assert opened(networkPolicy=asking, operatorConfig={"apiServerCidrs": told}) == (told, told)
+        cidrs = ["198.51.100.1/32"]
+        assert opened(networkPolicy=asking, operatorConfig={"apiServerCidrs": cidrs}) == (cidrs, cidrs)
     finally:
         empty.request("DELETE", f"{slices}/kubernetes")
     assert opened(networkPolicy=asking) == ([], [])
@@ -274,3 +259,32 @@ def test_the_notes_name_what_is_missing(admin: Helm, empty: ControlPlane) -> Non
     assert "crds.install is false: the operator waits" in notes
     assert "rbac.create is false: the operator cannot work" in notes
     assert "removes no model: every MMRouterDeployment" in notes
+
+
+FOUND = [command for page, command in commands() if page == CHART_PAGE]
+TEAM = "team-a"
+
+
+@pytest.fixture
+def fresh(admin: Helm, server: ControlPlane) -> Iterator[ControlPlane]:
+    for name in (TEAM, "inference"):
+        space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        server.request("POST", "/api/v1/namespaces", space)
+    forget_definition(server)
+    yield server
+    admin.run("uninstall", "mmrouter", f"--namespace={TEAM}")
+    forget_definition(server)
+
+
+def test_every_command_of_the_page_succeeds_in_its_order(fresh: ControlPlane, helm: Helm) -> None:
+    assert len(FOUND) >= 8
+    path = f"{helm.command.parent}:{go_programs('kubernetes')}:{os.environ['PATH']}"
+    env = os.environ | {"KUBECONFIG": str(fresh.kubeconfig), "PATH": path, "HOME": str(helm.home)}
+    for command in FOUND:
+        if "kubectl delete mmrouterdeployment" in command:
+            apply(fresh, "inference", resource("qwen-vl"))
+        typed = command.replace(" --wait", "").replace("helm test", "helm get hooks")
+        done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        if "helm test" in command:
+            assert "kind: Pod" in done.stdout

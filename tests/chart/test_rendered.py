@@ -1,22 +1,22 @@
-"""What the chart renders, over a matrix of values."""
+"""What the chart renders, over a matrix of values, and the rights in it."""
 
 import json
 import re
 from functools import cache
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from chart.cases import CASES, PROMETHEUS
-from chart.helm import CHART, NAMESPACE, ROOT, Helm, Rendered
+from chart.helm import CASES, CHART, NAMESPACE, PROMETHEUS, ROOT, TEMPLATE, Helm, Rendered
 
 from mmrouter_lib.api import parse_deployment
 from mmrouter_operator.model.config import OperatorConfig, load_config
-from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL
 from mmrouter_operator.render.frontend import CONTROL_PORT
 from mmrouter_operator.render.networkpolicy import OPERATOR_LABELS
 from mmrouter_operator.render.pod.parts import METRICS_PORT
-from mmrouter_operator.render.pod.pod_security import violations
+from mmrouter_operator.render.pod.pod_security_violations import violations
 
 DOCUMENTED = [
     yaml.safe_load(text)
@@ -38,8 +38,7 @@ def test_values_in_the_documentation_are_taken(helm: Helm, example: dict[str, ob
 
 
 def test_the_chart_passes_the_linter(helm: Helm) -> None:
-    done = helm.run("lint", "--strict", CHART)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 chart(s) linted, 0 chart(s) failed" in helm.output("lint", "--strict", CHART)
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.35", "1.37"])
@@ -156,25 +155,19 @@ def test_a_budget_is_there_only_where_a_drain_can_wait_for_another_pod(helm: Hel
     assert [len(helm.render({"replicas": n}).all("PodDisruptionBudget")) for n in (0, 1, 2)] == [0, 0, 1]
 
 
-def test_the_policy_opens_the_api_server_only_where_the_site_says_it_is(helm: Helm) -> None:
+@pytest.mark.parametrize("lookup", [False, True])
+def test_the_policy_opens_the_api_server_only_where_the_site_says_it_is_and_there_is_no_cluster_to_ask(
+    helm: Helm, lookup: bool
+) -> None:
     def peers(config: dict[str, object]) -> object:
-        egress = helm.render({"operatorConfig": config}).one("NetworkPolicy")["spec"]["egress"]
+        made = helm.render({"operatorConfig": config, "networkPolicy": {"lookupApiServer": lookup}})
+        egress = made.one("NetworkPolicy")["spec"]["egress"]
         (rule,) = (row for row in egress if {"protocol": "TCP", "port": 6443} in row["ports"])
         return rule.get("to")
 
     assert peers({}) is None
-    assert peers({"apiServerCidrs": ["10.1.2.3/32"]}) == [{"ipBlock": {"cidr": "10.1.2.3/32"}}]
-
-
-def test_where_there_is_no_cluster_to_ask_the_api_server_is_everywhere(helm: Helm) -> None:
-    asked = helm.render({"networkPolicy": {"lookupApiServer": True}})
-    assert asked.one("NetworkPolicy")["spec"] == helm.render().one("NetworkPolicy")["spec"]
-    told = helm.render(
-        {"networkPolicy": {"lookupApiServer": True}, "operatorConfig": {"apiServerCidrs": ["fd00::1/128"]}}
-    )
-    assert {"ipBlock": {"cidr": "fd00::1/128"}} in [
-        peer for row in told.one("NetworkPolicy")["spec"]["egress"] for peer in row.get("to", [])
-    ]
+    cidrs = ["10.1.2.3/32", "fd00::1/128"]
+    assert peers({"apiServerCidrs": cidrs}) == [{"ipBlock": {"cidr": cidr}} for cidr in cidrs]
 
 
 def test_the_policy_lets_the_operator_follow_every_frontend_and_prometheus_scrape_it(helm: Helm) -> None:
@@ -190,7 +183,79 @@ def test_the_policy_lets_the_operator_follow_every_frontend_and_prometheus_scrap
 
 
 def test_a_version_of_kubernetes_without_native_sidecars_is_refused(helm: Helm) -> None:
-    assert helm.template({}, "--kube-version=1.29.0").returncode == 0
-    old = helm.template({}, "--kube-version=1.28.9")
-    assert old.returncode != 0
-    assert "requires kubeVersion: >=1.29.0-0" in old.stderr
+    assert helm.render({}, "--kube-version=1.29.0").objects
+    assert "requires kubeVersion: >=1.29.0-0" in helm.refusal(*TEMPLATE, "--kube-version=1.28.9")
+
+
+RULES = yaml.safe_load((CHART / "files" / "clusterrole.yaml").read_text())["rules"]
+LEASE_RULES = yaml.safe_load((CHART / "files" / "lease-role.yaml").read_text())["rules"]
+SUBJECT = {"kind": "ServiceAccount", "name": "mmrouter-operator", "namespace": NAMESPACE}
+
+
+def granted(made: Rendered) -> list[tuple[str, str, str, Any]]:
+    """Return (kind, name, namespace, rules) of every bound role, sorted."""
+    found = []
+    for binding in made.all("ClusterRoleBinding") + made.all("RoleBinding"):
+        assert binding["subjects"] == [SUBJECT]
+        reference = binding["roleRef"]
+        role = next(
+            role
+            for role in made.all(reference["kind"])
+            if role["metadata"]["name"] == reference["name"]
+            and role["metadata"].get("namespace") == binding["metadata"].get("namespace")
+        )
+        found.append((role["kind"], role["metadata"]["name"], role["metadata"].get("namespace", ""), role["rules"]))
+    return sorted(found, key=lambda row: row[:3])
+
+
+def test_a_cluster_wide_operator_has_the_rules_of_the_files(helm: Helm) -> None:
+    assert granted(helm.render()) == [
+        ("ClusterRole", "mmrouter-operator", "", RULES),
+        ("Role", "mmrouter-operator-lease", NAMESPACE, LEASE_RULES),
+    ]
+
+
+def test_an_operator_for_namespaces_has_the_same_rules_there_and_nothing_cluster_wide(helm: Helm) -> None:
+    values, options = CASES["one team"]
+    made = helm.render(values, *options)
+    assert granted(made) == [
+        ("Role", "mmrouter-operator", "team-a", RULES),
+        ("Role", "mmrouter-operator", "team-b", RULES),
+        ("Role", "mmrouter-operator-lease", NAMESPACE, LEASE_RULES),
+    ]
+    assert "--namespace=team-a,team-b" in made.operator["args"]
+    # A team without rights on the cluster can install this.
+    assert not [obj["kind"] for obj in made.objects if not obj["metadata"].get("namespace")]
+
+
+def test_no_rule_is_a_wildcard() -> None:
+    for rule in RULES + LEASE_RULES:
+        assert not [word for row in rule.values() for word in row if "*" in word], rule
+
+
+def test_what_is_bound_is_the_account_that_the_pods_use(rendered: Rendered) -> None:
+    name = rendered.pods["mmrouter-operator"]["serviceAccountName"]
+    assert [obj["metadata"]["name"] for obj in rendered.all("ServiceAccount")] in ([name], [])
+    bindings = rendered.all("ClusterRoleBinding") + rendered.all("RoleBinding")
+    subjects = [row for obj in bindings for row in obj["subjects"]]
+    assert {row["name"] for row in subjects} <= {name}
+
+
+def test_without_rbac_nothing_is_granted(helm: Helm) -> None:
+    kinds = {obj["kind"] for obj in helm.render({"rbac": {"create": False}}).objects}
+    assert not kinds & {"ClusterRole", "ClusterRoleBinding", "Role", "RoleBinding"}
+
+
+def test_users_of_a_namespace_get_models_beside_what_they_have(helm: Helm) -> None:
+    made = helm.render()
+    view, edit = (made.one("ClusterRole", name) for name in ("mmrouter-view", "mmrouter-edit"))
+    for role, to in ((view, {"view"}), (edit, {"edit", "admin"})):
+        prefix = "rbac.authorization.k8s.io/aggregate-to-"
+        assert {key.removeprefix(prefix) for key in role["metadata"]["labels"] if key.startswith(prefix)} == to
+        assert {group for rule in role["rules"] for group in rule["apiGroups"]} == {"mmrouter.io"}
+    assert {verb for rule in view["rules"] for verb in rule["verbs"]} == {"get", "list", "watch"}
+    # A status is the operator's word.
+    writable = {name for rule in edit["rules"] for name in rule["resources"]}
+    assert writable == {"mmrouterdeployments", "mmrouterdeployments/scale"}
+    without = helm.render({"rbac": {"aggregate": False}})
+    assert [role["metadata"]["name"] for role in without.all("ClusterRole")] == ["mmrouter-operator"]

@@ -1,6 +1,6 @@
 """The operator as the chart starts it: arguments, environment and rights; and what `helm test` asks of it."""
 
-import importlib.util
+import importlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -25,13 +25,11 @@ ACCOUNT = "mmrouter-operator"
 def team(admin: Helm, server: ControlPlane) -> Iterator[str]:
     """A namespace with a release that looks after it alone."""
     with server.namespace() as name:
-        values = {"watchNamespaces": [name]}
-        done = admin.run("install", RELEASE, CHART, HERE, "--create-namespace", values=values)
-        assert done.returncode == 0, done.stderr
+        admin.output("install", RELEASE, CHART, HERE, "--create-namespace", values={"watchNamespaces": [name]})
         try:
             yield name
         finally:
-            assert admin.run("uninstall", RELEASE, HERE).returncode == 0
+            admin.output("uninstall", RELEASE, HERE)
 
 
 @pytest.fixture
@@ -58,14 +56,11 @@ def operator(admin: Helm, server: ControlPlane, team: str, tmp_path: Path) -> It
 
 
 @pytest.fixture
-def check() -> ModuleType:
+def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script of `helm test`; its patience is none."""
-    spec = importlib.util.spec_from_file_location("check", CHART / "files" / "check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.PATIENCE = 0.0  # type: ignore[attr-defined]
+    monkeypatch.syspath_prepend(CHART / "files")
+    module = importlib.import_module("check")
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
     return module
 
 

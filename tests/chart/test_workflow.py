@@ -14,7 +14,7 @@ import yaml
 from artefacts import go_programs
 from chart.helm import ROOT
 
-from hack import levels
+from hack import run_levels
 from mmrouter_operator.model.accelerators import ACCELERATORS
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
@@ -82,7 +82,7 @@ def test_the_jobs_run_every_level(jobs: dict[str, Any]) -> None:
     targets = {
         name for run in steps(jobs, "run") for line in re.findall(r"make ([a-z0-9 -]+)", run) for name in line.split()
     }
-    assert {name.removeprefix("test-") for name in targets} >= set(levels.LEVELS)
+    assert {name.removeprefix("test-") for name in targets} >= set(run_levels.LEVELS)
 
 
 def test_the_job_with_real_engines_has_what_it_needs_or_does_not_begin(jobs: dict[str, Any]) -> None:

@@ -1,11 +1,17 @@
-"""Access to a cluster for tests, as an administrator: kubectl and the API."""
+"""Access to a cluster for tests, as an administrator: kubectl, the API, the keys and the audit log."""
 
+import base64
 import itertools
 import json
 import os
+import secrets
+import ssl
 import subprocess
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +19,8 @@ import httpx
 
 
 class Access:
-    """Access to a cluster.
-
-    ``folder``: where kubectl keeps what it keeps. ``bin``: the folder with kubectl. ``http``: the administrator's
-    client, set by the creator.
+    """Access to a cluster. ``folder``: where kubectl keeps what it keeps. ``bin``: the folder with kubectl. ``http``:
+    the administrator's client, set by the creator.
     """
 
     http: httpx.Client
@@ -25,13 +29,11 @@ class Access:
         self.folder, self.bin, self.kubeconfig = folder, bin, kubeconfig
         self.numbers = itertools.count(1)
         self.namespaces: list[str] = []
-        """Those that are in use now."""
         self.leaving: Callable[[str, BaseException | None], None] = lambda namespace, error: None
         """Told of a namespace and of what went wrong in its block, before it is deleted."""
         self._prefix = prefix
 
     def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run kubectl as the administrator; the caller looks at ``returncode``."""
         argv = [self.bin / "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
         env = {**os.environ, "HOME": str(self.folder)}  # kubectl keeps a cache of discovery there
         return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False, env=env)
@@ -45,7 +47,6 @@ class Access:
 
     @contextmanager
     def namespace(self, **labels: str) -> Iterator[str]:
-        """Make a namespace with a fresh name; it is deleted in the background after the block."""
         name = f"{self._prefix}-{next(self.numbers)}"
         body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
         self.request("POST", "/api/v1/namespaces", body).raise_for_status()
@@ -63,3 +64,153 @@ class Access:
             finally:
                 with suppress(httpx.TransportError):  # a test may have left the API server ended
                     self.request("DELETE", f"/api/v1/namespaces/{name}")
+
+
+POLICY = {
+    "apiVersion": "audit.k8s.io/v1",
+    "kind": "Policy",
+    "omitStages": ["RequestReceived"],
+    "rules": [{"level": "Metadata"}],
+}
+WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    """One request at one stage. ``began`` and ``ended``: seconds since the epoch, of the request and of the stage."""
+
+    verb: str
+    group: str
+    resource: str
+    subresource: str
+    namespace: str
+    name: str
+    user: str
+    agent: str
+    code: int
+    stage: str
+    """``ResponseComplete``; a watch also has ``ResponseStarted``."""
+    began: float
+    ended: float
+
+    @property
+    def writes(self) -> bool:
+        return self.verb in WRITES
+
+    def __str__(self) -> str:
+        what = "/".join(filter(None, (self.group, self.resource, self.namespace, self.name, self.subresource)))
+        return f"{self.verb} {what} -> {self.code} ({self.user}, {self.agent})"
+
+
+class AuditLog:
+    """A growing log file; each line is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rows: list[AuditRow] = []
+
+    def rows(self, since: float = 0.0) -> list[AuditRow]:
+        with self._path.open("rb") as log:
+            log.seek(self._offset)
+            whole, newline, _ = log.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        self._rows += (_row(json.loads(line)) for line in whole.splitlines())
+        return [row for row in self._rows if row.began >= since]
+
+
+def _row(event: dict[str, Any]) -> AuditRow:
+    reference = event.get("objectRef") or {}
+    return AuditRow(
+        verb=event["verb"],
+        group=reference.get("apiGroup", ""),
+        **{name: reference.get(name, "") for name in ("resource", "subresource", "namespace", "name")},
+        user=event["user"].get("username", ""),
+        agent=event.get("userAgent", ""),
+        code=(event.get("responseStatus") or {}).get("code", 0),
+        stage=event["stage"],
+        began=_seconds(event["requestReceivedTimestamp"]),
+        ended=_seconds(event["stageTimestamp"]),
+    )
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+DAYS = "30"
+CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+
+
+def make_keys(folder: Path, address: str, also: Sequence[str] = ()) -> None:
+    """Write ``ca.crt``, ``apiserver.{crt,key}`` and ``sa.{key,pub}``. Raises ``CalledProcessError``. ``also``: further
+    addresses of the API server.
+    """
+    folder.mkdir(mode=0o700)
+    _openssl(
+        folder,
+        *("req", "-x509", *CURVE, "-keyout", "ca.key", "-out", "ca.crt", "-days", DAYS, "-subj", "/CN=test"),
+        *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),
+    )
+    addresses = ["127.0.0.1", address, *also]
+    names = ["DNS:localhost", "DNS:kubernetes.default.svc", *(f"IP:{each}" for each in addresses)]
+    make_certificate(folder, "apiserver", "/CN=kube-apiserver", names)
+    _openssl(folder, "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "sa.key")
+    _openssl(folder, "ec", "-in", "sa.key", "-pubout", "-out", "sa.pub")
+
+
+def make_certificate(folder: Path, name: str, subject: str, names: Sequence[str] = ()) -> None:
+    """Write ``NAME.{crt,key}``, signed by the authority of :func:`make_keys`. Raises ``CalledProcessError``. ``names``:
+    of a server (``DNS:localhost``); without any it is a client's certificate.
+    """
+    usage = f"serverAuth\nsubjectAltName={','.join(names)}" if names else "clientAuth"
+    (folder / f"{name}.ext").write_text(f"keyUsage=digitalSignature\nextendedKeyUsage={usage}\n")
+    _openssl(folder, "req", "-new", *CURVE, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", subject)
+    _openssl(
+        folder,
+        *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"),
+        *("-days", DAYS, "-out", f"{name}.crt", "-extfile", f"{name}.ext"),
+    )
+
+
+def _openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+class Existing(Access):
+    """A cluster by its kubeconfig, the current context. ``folder``: for kubectl's cache and, while the client is made,
+    its keys. ``bin``: the folder with kubectl. Raises ``AssertionError`` for a kubeconfig that kubectl does not read.
+    """
+
+    def __init__(self, folder: Path, bin: Path, kubeconfig: Path) -> None:
+        super().__init__(folder, bin, kubeconfig, prefix=f"mmrouter-test-{secrets.token_hex(3)}")
+        shown = self.kubectl("config", "view", "--raw", "--minify", "--flatten", "--output=json")
+        assert shown.returncode == 0, shown.stderr
+        config = json.loads(shown.stdout)
+        cluster, user = config["clusters"][0]["cluster"], config["users"][0].get("user") or {}
+        self.http = httpx.Client(
+            base_url=cluster["server"],
+            verify=_context(cluster, user, folder),
+            headers={"authorization": f"Bearer {user['token']}"} if "token" in user else {},
+            timeout=30,
+            trust_env=False,
+        )
+
+    def close(self) -> None:
+        self.http.close()
+
+
+def _context(cluster: dict[str, Any], user: dict[str, Any], folder: Path) -> ssl.SSLContext:
+    authority = _decoded(cluster.get("certificate-authority-data", ""))
+    context = ssl.create_default_context(cadata=authority or None)
+    if "client-certificate-data" in user:
+        # The standard library reads a client's key from a file only.
+        with tempfile.NamedTemporaryFile("w", dir=folder) as file:
+            file.write(_decoded(user["client-certificate-data"]) + "\n" + _decoded(user["client-key-data"]))
+            file.flush()
+            context.load_cert_chain(file.name)
+    return context
+
+
+def _decoded(text: str) -> str:
+    return base64.b64decode(text).decode()

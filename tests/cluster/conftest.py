@@ -1,14 +1,13 @@
 """The control plane that the tests of this level share. Where it cannot run, every test says ``not run:`` and why."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from artefacts import go_programs, name_needs
 from cluster.controlplane import ControlPlane, control_plane
-from cluster.failure_report import describe
 from cluster.hollow_kubelet import Hollow, hollow
+from cluster.load import describe
 from cluster.operators import Replica, operator
 from cluster.resources import apply, is_done, marked
 from cluster.runner import LocalRunner
@@ -16,47 +15,25 @@ from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 CRDS = ROOT / "crds"
-FIGURES = pytest.StashKey[dict[str, Any]]()
-Record = Callable[[str, Any], None]
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[FIGURES] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     name_needs(items, {"kube_bin"})
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash[FIGURES]:
-        terminalreporter.section("figures")
-        for name, value in config.stash[FIGURES].items():
-            terminalreporter.write_line(f"{name}: {value}")
-
-
-@pytest.fixture(scope="session")
-def record(pytestconfig: pytest.Config) -> Record:
-    """Keep a figure, which is printed at the end."""
-    return pytestconfig.stash[FIGURES].__setitem__
-
-
 @pytest.fixture(scope="session")
 def kube_bin() -> Path:
-    """The folder with Kubernetes' commands, built when they are not there yet."""
     return go_programs("kubernetes")
 
 
 @pytest.fixture(scope="session")
 def cluster(kube_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A running control plane that serves the project's CRDs."""
     with control_plane(tmp_path_factory.mktemp("cluster"), kube_bin, CRDS if CRDS.is_dir() else None) as plane:
         yield plane
 
 
 @pytest.fixture(scope="session")
 def crd(cluster: ControlPlane) -> ControlPlane:
-    """The control plane, for tests of the CRD."""
     assert CRDS.is_dir(), "crds/ is missing: make it with `mmrouter crd`"
     return cluster
 
@@ -85,14 +62,12 @@ def proved(real: ControlPlane) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def large(kube_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
-    """An operator and a control plane of its own: what these tests leave behind would keep others waiting."""
     with control_plane(tmp_path_factory.mktemp("large"), kube_bin, CRDS) as plane, operator(plane) as replica:
         yield replica
 
 
 @pytest.fixture
 def namespace(cluster: ControlPlane) -> Iterator[str]:
-    """A namespace of the test's own."""
     with cluster.namespace() as name:
         yield name
 

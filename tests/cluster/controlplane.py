@@ -21,9 +21,7 @@ from typing import Any
 
 import httpx
 import yaml
-from cluster.access import Access
-from cluster.audit import POLICY, AuditLog, AuditRow
-from cluster.pki import make_keys
+from cluster.access import POLICY, Access, AuditLog, AuditRow, make_keys
 from waiting import wait_for
 
 from mmrouter_cli.local.loopback_network import take_block
@@ -42,8 +40,6 @@ API server, which keeps little here."""
 
 @dataclass(frozen=True)
 class Place:
-    """Where a control plane runs."""
-
     address: str
     services: str = "10.96.0.0/16"
     """The range of the Services' addresses."""
@@ -56,9 +52,8 @@ class StartError(Exception):
 
 
 class ControlPlane(Access):
-    """A control plane; :func:`control_plane` makes and ends it.
-
-    ``folder`` holds its keys, logs and data; ``bin`` is where ``hack/cluster/programs.py`` put the commands.
+    """A control plane; :func:`control_plane` makes and ends it. ``folder`` holds its keys, logs and data; ``bin`` is
+    where ``hack/cluster/go_programs.py`` put the commands.
     """
 
     USERS: Mapping[str, tuple[str, str]] = {
@@ -66,7 +61,6 @@ class ControlPlane(Access):
         "controller-manager": ("system:kube-controller-manager", ""),
         "scheduler": ("system:kube-scheduler", ""),
     }
-    """Kubeconfig -> the user's name and group."""
 
     def __init__(self, folder: Path, bin: Path, place: Place, guard: Guard) -> None:
         super().__init__(folder, bin, folder / "admin.kubeconfig")
@@ -84,10 +78,7 @@ class ControlPlane(Access):
     # -- components --------------------------------------------------------------------------------------------------
 
     def start(self, *names: str) -> None:
-        """Start components (the keys of :meth:`commands`) and wait until they serve.
-
-        Raises :class:`StartError`.
-        """
+        """Start components (the keys of :meth:`commands`) and wait until they serve. Raises :class:`StartError`."""
         commands, env = self.commands(), {**os.environ, **SPARING}
         for name in names:
             self._running[name] = self.spawn(name, commands[name], env)
@@ -95,11 +86,9 @@ class ControlPlane(Access):
             self._wait_until_up(name)
 
     def stop(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
-        """End a component; the default is a crash."""
         end(self._running.pop(name), number)
 
     def restart_apiserver(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End the API server and start it again on the same address; every watch breaks."""
         self.stop("apiserver", number)
         self.start("apiserver")
 
@@ -112,9 +101,8 @@ class ControlPlane(Access):
     def spawn(
         self, name: str, argv: Sequence[str | Path], env: Mapping[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
-        """Start a process that does not outlive the control plane; its output goes to ``log/NAME.log``.
-
-        ``env``: its whole environment, by default this process's. The caller ends it, with :func:`end`.
+        """Start a process that does not outlive the control plane; its output goes to ``log/NAME.log``. ``env``: its
+        whole environment, by default this process's. The caller ends it, with :func:`end`.
         """
         with self.log_file(name).open("ab") as log:
             process = subprocess.Popen(
@@ -126,21 +114,18 @@ class ControlPlane(Access):
                 stderr=log,
                 start_new_session=True,
             )
-        self.guard.began(process.pid)
+        self.guard.send(f"+{process.pid}")
         return process
 
     def log_file(self, name: str) -> Path:
-        """Where the output of a component, or of a process that was spawned, is."""
         return self.folder / "log" / f"{name}.log"
 
     # -- access ------------------------------------------------------------------------------------------------------
 
     def client(self, token: str) -> httpx.Client:
-        """Return a client of the API server for a bearer token; the caller closes it."""
         return httpx.Client(**self._client_options(token))
 
     def async_client(self, transport: httpx.AsyncBaseTransport | None = None) -> httpx.AsyncClient:
-        """Return the administrator's client for an event loop; the caller closes it."""
         return httpx.AsyncClient(**self._client_options(self._tokens["admin"]), transport=transport)
 
     def _client_options(self, token: str) -> dict[str, Any]:
@@ -149,7 +134,6 @@ class ControlPlane(Access):
         return {"base_url": self.url, "verify": context, "headers": headers, "timeout": 30, "trust_env": False}
 
     def token(self, namespace: str, serviceaccount: str) -> str:
-        """Return a token of a ServiceAccount, by TokenRequest. Raises ``httpx.HTTPStatusError``."""
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{serviceaccount}/token"
         body = {
             "apiVersion": "authentication.k8s.io/v1",
@@ -160,7 +144,6 @@ class ControlPlane(Access):
 
     def kubeconfig_for(self, namespace: str, serviceaccount: str, server: str = "") -> Path:
         """Write a kubeconfig with a token of a ServiceAccount. ``server``: another URL than the API server's own.
-
         Raises ``httpx.HTTPStatusError`` when there is no such ServiceAccount.
         """
         path = self.folder / f"{namespace}.{serviceaccount}.{next(self.numbers)}.kubeconfig"
@@ -168,7 +151,6 @@ class ControlPlane(Access):
         return path
 
     def audit(self, since: float = 0.0) -> list[AuditRow]:
-        """Return the audited requests that began at ``since`` (seconds since the epoch) or later."""
         return self._audit.rows(since)
 
     def apply_crds(self, folder: Path) -> None:
@@ -186,11 +168,9 @@ class ControlPlane(Access):
     # -- making ------------------------------------------------------------------------------------------------------
 
     def make_keys(self) -> None:
-        """Make the keys of all components, below ``pki``."""
         make_keys(self.folder / "pki", self.address)
 
     def write_files(self) -> None:
-        """Write the components' configuration."""
         (self.folder / "log").mkdir()
         (self.folder / "audit-policy.json").write_text(json.dumps(POLICY))
         rows = [f'{self._tokens[name]},{user},{name},"{group}"' for name, (user, group) in self.USERS.items()]
@@ -223,7 +203,6 @@ class ControlPlane(Access):
         path.write_text(yaml.safe_dump(content))
 
     def commands(self) -> dict[str, list[str]]:
-        """Return the command line of each component."""
         pki, etcd = self.folder / "pki", f"http://{self.address}:{ETCD_PORT}"
         peer = f"http://{self.address}:{ETCD_PORT + 1}"
         return {
@@ -307,9 +286,8 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTER
 
 @contextmanager
 def control_plane(folder: Path, bin: Path, crds: Path | None) -> Iterator[ControlPlane]:
-    """Run a control plane until the block ends. ``crds``: a folder of CRDs to serve from the beginning.
-
-    Raises :class:`StartError`.
+    """Run a control plane until the block ends. ``crds``: a folder of CRDs to serve from the beginning. Raises
+    :class:`StartError`.
     """
     block = take_block({API_PORT, ETCD_PORT, ETCD_PORT + 1})
     guard = Guard(uuid.uuid4().hex)

@@ -1,11 +1,16 @@
 """A namespace with deployments in it, as the tests of the operator look at it."""
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
 from cluster.controlplane import ControlPlane
+from cluster.resources import deployment
 from waiting import wait_for
+
+from mmrouter_operator.cluster.kinds_and_rights import KINDS
 
 CHILDREN = (
     *("serviceaccounts", "roles", "rolebindings", "configmaps", "secrets", "networkpolicies", "poddisruptionbudgets"),
@@ -13,24 +18,20 @@ CHILDREN = (
 )
 LABEL = "mmrouter.io/deployment"
 SECONDS = 20.0
-APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 
-MINIMAL: dict[str, Any] = {
-    "apiVersion": "mmrouter.io/v1alpha1",
-    "kind": "MMRouterDeployment",
-    "metadata": {"name": "vl"},
-    "spec": {
+MINIMAL = deployment(
+    "vl",
+    {
         "model": {"id": "Qwen/Qwen2.5-VL-3B-Instruct"},
         "engine": {"type": "vllm"},
         "pools": [{"name": "worker", "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}}],
     },
-}
+)
+PLURALS = {kind.plural: kind for kind in KINDS.values()}
 
 
 class Deployed:
-    """A namespace with deployments in it."""
-
     def __init__(self, plane: ControlPlane, namespace: str) -> None:
         self.plane, self.namespace = plane, namespace
 
@@ -39,16 +40,7 @@ class Deployed:
         assert done.returncode == 0, done.stderr
 
     def path(self, kind: str, name: str = "") -> str:
-        groups = {
-            "mmrouterdeployments": "apis/mmrouter.io/v1alpha1",
-            **dict.fromkeys(("deployments", "controllerrevisions"), "apis/apps/v1"),
-            **dict.fromkeys(("roles", "rolebindings"), "apis/rbac.authorization.k8s.io/v1"),
-            "networkpolicies": "apis/networking.k8s.io/v1",
-            "poddisruptionbudgets": "apis/policy/v1",
-            "horizontalpodautoscalers": "apis/autoscaling/v2",
-            "events": "apis/events.k8s.io/v1",
-        }
-        return f"/{groups.get(kind, 'api/v1')}/namespaces/{self.namespace}/{kind}" + (f"/{name}" if name else "")
+        return PLURALS[kind].path(self.namespace, name)
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         answer = self.plane.request("GET", self.path(kind, name))
@@ -87,7 +79,6 @@ class Deployed:
         return found
 
     def settled(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:
-        """The children, once the status speaks of the whole spec and both Deployments exist."""
         self.await_condition(name, "SpecValid", "True")
         return self.children(name)
 
@@ -96,3 +87,50 @@ def named(name: str) -> dict[str, Any]:
     resource = copy.deepcopy(MINIMAL)
     resource["metadata"]["name"] = name
     return resource
+
+
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+
+
+def definition(kind: str, group: str, version: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return a definition; ``spec``: the schema of that field."""
+    plural, schema = f"{kind.lower()}s", {"type": "object", "properties": {"spec": spec} if spec else {}}
+    # The API server keeps some groups for Kubernetes' own projects.
+    approved = {"api-approved.kubernetes.io": "unapproved, a test"} if group.endswith("k8s.io") else {}
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{plural}.{group}", "annotations": approved},
+        "spec": {
+            "group": group,
+            "scope": "Namespaced",
+            "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
+            "versions": [{"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
+        },
+    }
+
+
+@contextmanager
+def served(plane: ControlPlane, *definitions: dict[str, Any]) -> Iterator[None]:
+    """Serve definitions until the block ends, and wait until they are gone."""
+    paths = [f"{CRDS}/{body['metadata']['name']}" for body in definitions]
+    try:
+        for body in definitions:
+            plane.request("POST", CRDS, body).raise_for_status()
+        for body in definitions:
+            spec = body["spec"]
+            api = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
+            wait_for(lambda api=api: plane.request("GET", api).is_success, SECONDS, f"{api} is served")
+        yield
+    finally:
+        for path in paths:
+            plane.request("DELETE", path)
+        for path in paths:
+            wait_for(lambda path=path: plane.request("GET", path).status_code == 404, SECONDS, f"{path} is gone")
+
+
+@contextmanager
+def pod_metrics(plane: ControlPlane) -> Iterator[None]:
+    """Serve the API group of pod metrics until the block ends; it has no backend and gets no requests."""
+    with served(plane, definition("StandIn", "custom.metrics.k8s.io", "v1beta2")):
+        yield

@@ -9,44 +9,25 @@ import contextlib
 import itertools
 import json
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import httpx
 from cluster.controlplane import ControlPlane
-from cluster.kubelet_status import HOLD, ContainerState, failing, running, status_patch
+from cluster.kubelet_status import HOLD, failing, running, status_patch
+from cluster.runner import LocalRunner
 from waiting import wait_for
 
 STRATEGIC = "application/strategic-merge-patch+json"
 RECONNECT_SECONDS = 0.2
 
 
-class Runner(Protocol):
-    """What turns a pod into something that runs. Called in the kubelet's own event loop."""
-
-    async def start(self, pod: dict[str, Any]) -> str:
-        """Begin to run a pod and return its address."""
-
-    def bind(self, changed: Callable[[str], None]) -> None:
-        """Have ``changed`` called, with a pod's uid, whenever a container of it does."""
-
-    def states(self, uid: str) -> dict[str, ContainerState] | None:
-        """Return how a pod's containers are doing; ``None`` for one that is not running here."""
-
-    async def stop(self, uid: str, grace: float) -> None:
-        """End a pod."""
-
-    async def close(self) -> None:
-        """End everything."""
-
-
 @dataclass(eq=False)
 class Rule:
-    """Pods that a test keeps from running, and why."""
-
     namespace: str
     labels: Mapping[str, str]
     reason: str
@@ -78,10 +59,9 @@ class Hollow:
     """The kubelet of any number of nodes; :func:`hollow` makes and ends it. Its methods are for the test's thread."""
 
     def __init__(
-        self, plane: ControlPlane, runner: Runner | None = None, client: httpx.AsyncClient | None = None
+        self, plane: ControlPlane, runner: LocalRunner | None = None, client: httpx.AsyncClient | None = None
     ) -> None:
         self.linger_seconds = 0.0
-        """How long a deleted pod stays."""
         self._plane, self._runner = plane, runner
         self._nodes: set[str] = set()
         self._rules: list[Rule] = []
@@ -122,25 +102,20 @@ class Hollow:
         }
         path = f"/api/v1/nodes/{name}"
         self._plane.request("PATCH", f"{path}/status", {"status": status}, STRATEGIC).raise_for_status()
-
-        def untainted() -> bool:
-            return not self._plane.request("GET", path).json()["spec"].get("taints")
-
-        wait_for(untainted, 10, f"node {name} takes pods")
+        read = partial(self._plane.request, "GET", path)
+        wait_for(lambda: not read().json()["spec"].get("taints"), 10, f"node {name} takes pods")
 
     def hold(
         self, namespace: str, labels: Mapping[str, str], reason: str = HOLD, message: str = "", container: str = ""
     ) -> Rule:
-        """Keep pods from becoming ready: those with ``labels``, now and later, until :meth:`release`.
-
-        ``reason``: of the waiting container (``ImagePullBackOff``, ``CrashLoopBackOff``), by default none that is bad.
+        """Keep pods from becoming ready: those with ``labels``, now and later, until :meth:`release`. ``reason``: of
+        the waiting container (``ImagePullBackOff``, ``CrashLoopBackOff``), by default none that is bad.
         """
         rule = Rule(namespace, labels, reason, message, container)
         self._in_loop(self._change(rule, add=True))
         return rule
 
     def release(self, rule: Rule) -> None:
-        """Let the pods go on that were held back."""
         self._in_loop(self._change(rule, add=False))
 
     def close(self) -> None:
@@ -272,7 +247,6 @@ class Hollow:
         return f"127.{64 + (number >> 16)}.{number >> 8 & 255}.{number & 255}"
 
     async def _write(self, seen: Seen, patch: dict[str, Any]) -> bool:
-        """Write a pod's status; returns whether there is nothing left to do."""
         metadata = seen.pod["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/status"
         patch = {"metadata": {"uid": metadata["uid"]}, **patch}
@@ -316,7 +290,7 @@ def _now() -> str:
 
 @contextmanager
 def hollow(
-    plane: ControlPlane, runner: Runner | None = None, client: httpx.AsyncClient | None = None
+    plane: ControlPlane, runner: LocalRunner | None = None, client: httpx.AsyncClient | None = None
 ) -> Iterator[Hollow]:
     """Play the kubelet until the block ends. ``client``: of the API server, by default one that nothing disturbs."""
     kubelet = Hollow(plane, runner, client)

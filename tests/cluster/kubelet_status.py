@@ -21,7 +21,6 @@ class ContainerState:
 
 
 def names(pod: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
-    """Return the names of a pod's init containers that end, of its sidecars and of its containers."""
     init = pod["spec"].get("initContainers") or []
     ends = [c["name"] for c in init if c.get("restartPolicy") != "Always"]
     sidecars = [c["name"] for c in init if c.get("restartPolicy") == "Always"]
@@ -29,13 +28,11 @@ def names(pod: Mapping[str, Any]) -> tuple[list[str], list[str], list[str]]:
 
 
 def running(pod: Mapping[str, Any]) -> dict[str, ContainerState]:
-    """Return the state of a pod that has nothing to wait for."""
     _, sidecars, containers = names(pod)
     return {name: ContainerState(name) for name in (*sidecars, *containers)}
 
 
 def failing(pod: Mapping[str, Any], container: str, reason: str, message: str) -> dict[str, ContainerState]:
-    """Return the state of a pod of which one container (by default the first) waits for ``reason``."""
     _, sidecars, containers = names(pod)
     bad = container or containers[0]
     restarts = 3 if reason == "CrashLoopBackOff" else 0
@@ -46,9 +43,8 @@ def failing(pod: Mapping[str, Any], container: str, reason: str, message: str) -
 def status_patch(
     pod: Mapping[str, Any], states: Mapping[str, ContainerState], ip: str, host: str, now: str
 ) -> dict[str, Any] | None:
-    """Return the patch of ``status`` that a kubelet would write, ``None`` when it would write nothing.
-
-    ``now``: RFC 3339. Readiness gates are honoured; conditions that are not a kubelet's stay as they are.
+    """Return the patch of ``status`` that a kubelet would write, ``None`` when it would write nothing. ``now``: RFC
+    3339. Readiness gates are honoured; conditions that are not a kubelet's stay as they are.
     """
     old = pod.get("status") or {}
     ends, sidecars, containers = names(pod)
@@ -56,10 +52,8 @@ def status_patch(
     begun = not any(states[name].waiting == HOLD for name in staying)
     up = begun and all(states[name].ready for name in staying)
     unready = [name for name in staying if not states[name].ready]
-    status: dict[str, Any] = {
-        "phase": "Running" if begun and _ever(states[n] for n in containers) else "Pending",
-        "hostIP": host,
-    }
+    has_run = any(not states[name].waiting or states[name].restarts for name in containers)
+    status: dict[str, Any] = {"phase": "Running" if begun and has_run else "Pending", "hostIP": host}
     if begun:
         status |= {"podIP": ip, "podIPs": [{"ip": ip}], "startTime": old.get("startTime") or now}
     given = {c["type"]: c["status"] for c in old.get("conditions") or []}
@@ -93,11 +87,6 @@ def status_patch(
         _container(states[name], images[name], times.get(name) or now) for name in containers
     ]
     return {"status": status} if _differs(old, status) else None
-
-
-def _ever(states: Iterable[ContainerState]) -> bool:
-    """Whether some container has run."""
-    return any(not state.waiting or state.restarts for state in states)
 
 
 def _condition(type: str, value: bool, reason: str, message: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
-"""The operator as a process, under the rights that the chart gives it and no others."""
+"""The operator as a process, under the rights that the chart gives it and no others, and the command line tool."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import yaml
@@ -26,7 +28,6 @@ PORT = 9090
 BRIEF = ("--lease-duration=6", "--renew-deadline=4", "--retry-period=0.4")
 """A Lease that another replica takes soon; one much shorter is lost where the machine is busy."""
 _given: set[str] = set()
-"""Addresses of replicas that may not have bound theirs yet."""
 
 
 @dataclass
@@ -39,22 +40,16 @@ class Replica:
     address: str
 
     def pause(self) -> None:
-        """Stop the process as a starved machine would: it does not notice."""
         self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         end(self.process, signal.SIGKILL)
 
     def stop(self) -> int:
-        """Ask the process to end; returns its exit status."""
         end(self.process)
         return self.process.returncode
 
     def ready(self) -> bool:
-        """Whether its caches are filled."""
         try:
             return httpx.get(f"http://{self.address}:{PORT}/readyz", trust_env=False, timeout=5).status_code == 200
         except httpx.HTTPError:
@@ -72,7 +67,6 @@ class Replica:
 
 
 def holder(plane: ControlPlane) -> str:
-    """Return the holder of the Lease, empty without one."""
     answer = plane.request("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{ACCOUNT}")
     return str(answer.json()["spec"].get("holderIdentity") or "") if answer.is_success else ""
 
@@ -123,10 +117,9 @@ def operator(
     env: Mapping[str, str] | None = None,
     wait: bool = True,
 ) -> Iterator[Replica]:
-    """Run a replica until the block ends; by default the block begins when it leads.
-
-    ``options``: where it does not end in order, :data:`BRIEF` among them lets the next one lead without a long wait.
-    ``server``: another URL than the API server's, a proxy's.
+    """Run a replica until the block ends; by default the block begins when it leads. ``options``: where it does not end
+    in order, :data:`BRIEF` among them lets the next one lead without a long wait. ``server``: another URL than the API
+    server's, a proxy's.
     """
     install(plane)
     config = plane.kubeconfig_for(NAMESPACE, ACCOUNT, server)
@@ -162,3 +155,47 @@ def idle(plane: ControlPlane, user: str, seconds: float, deadline: float) -> flo
         return last if time.time() - last >= seconds else 0.0
 
     return float(wait_for(quiet, deadline, f"{user} writes nothing for {seconds:g} s", every=0.2))
+
+
+SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Told:
+    status: int
+    subjects: Mapping[str, list[dict[str, str]]]
+
+    def seen(self, check: str, level: str = "problem") -> list[str]:
+        findings = (item for items in self.subjects.values() for item in items)
+        return [item["seen"] for item in findings if (item["check"], item["level"]) == (check, level)]
+
+    def advice(self, check: str) -> list[str]:
+        findings = (item for items in self.subjects.values() for item in items)
+        return [item["do"] for item in findings if item["check"] == check and item["do"]]
+
+    @property
+    def problems(self) -> list[str]:
+        return [
+            f"{i['check']}: {i['seen']}" for items in self.subjects.values() for i in items if i["level"] == "problem"
+        ]
+
+
+def mmrouter(plane: ControlPlane, *arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command with a kubeconfig, by default the administrator's; the caller looks at ``returncode``."""
+    argv = [sys.executable, "-m", "mmrouter_cli", *arguments, f"--kubeconfig={kubeconfig or plane.kubeconfig}"]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def diagnosed(plane: ControlPlane, *arguments: str, kubeconfig: Path | None = None) -> Told:
+    done = mmrouter(plane, "doctor", *arguments, "--json", kubeconfig=kubeconfig)
+    assert done.returncode in (0, 1), done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"] == (done.returncode == 0)
+    return Told(done.returncode, {one["subject"]: one["findings"] for one in report["subjects"]})
+
+
+def views(plane: ControlPlane, *arguments: str) -> list[dict[str, Any]]:
+    done = mmrouter(plane, "status", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found

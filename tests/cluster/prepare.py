@@ -17,7 +17,7 @@ from artefacts import run_tool, status_of
 def prepare() -> None:
     """Build everything, up to the first thing that cannot be built here. Raises :class:`artefacts.NotMadeError`."""
     for programs in ("kubernetes", "helm"):
-        run_tool("cluster.programs", programs, live=True)
+        run_tool("cluster.go_programs", programs, live=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from cluster.access import Access
 from cluster.controlplane import APPLY
 
 from mmrouter_lib.api import parse_deployment
-from mmrouter_operator.cluster.child_kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.cluster.kinds_and_rights import CORE_CHILDREN, KINDS
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.model.kinds import RESOURCE, Ref
 from mmrouter_operator.render import render
@@ -29,7 +29,12 @@ def resource(name: str = "demo", *, replicas: int = 1, frontends: int = 1, **spe
         "frontend": {"replicas": frontends},
         "pools": [{"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": "cpu"}}],
     }
-    return {"apiVersion": KINDS[RESOURCE].api, "kind": RESOURCE, "metadata": {"name": name}, "spec": {**whole, **spec}}
+    return deployment(name, {**whole, **spec})
+
+
+def deployment(name: str, spec: Object) -> Object:
+    """Return a deployment with this spec and no other."""
+    return {"apiVersion": KINDS[RESOURCE].api, "kind": RESOURCE, "metadata": {"name": name}, "spec": spec}
 
 
 def marked(frontend: str = "1", engine: str = "1") -> Object:
@@ -41,7 +46,6 @@ def marked(frontend: str = "1", engine: str = "1") -> Object:
 
 
 def path(kind: str, namespace: str, name: str = "", subresource: str = "") -> str:
-    """Return the API's path of an object or a collection."""
     return KINDS[kind].path(namespace, name, subresource)
 
 
@@ -55,7 +59,6 @@ def apply(plane: Access, namespace: str, body: Object) -> Object:
 
 
 def get(plane: Access, kind: str, namespace: str, name: str) -> Object | None:
-    """Return an object, ``None`` where there is none."""
     answer = plane.request("GET", path(kind, namespace, name))
     if answer.status_code == 404:
         return None
@@ -64,8 +67,20 @@ def get(plane: Access, kind: str, namespace: str, name: str) -> Object | None:
 
 
 def delete(plane: Access, kind: str, namespace: str, name: str) -> None:
-    """Delete an object as kubectl does. Raises ``httpx.HTTPStatusError``."""
     plane.request("DELETE", path(kind, namespace, name), propagationPolicy="Background").raise_for_status()
+
+
+def make_account(plane: Access, namespace: str, name: str, *rules: Object) -> None:
+    """Make a ServiceAccount and a Role of these rules for it. Raises ``httpx.HTTPStatusError``."""
+    rbac = "rbac.authorization.k8s.io"
+    role = {"apiGroup": rbac, "kind": "Role", "name": name}
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
+    for where, body in (
+        (f"/api/v1/namespaces/{namespace}/serviceaccounts", {}),
+        (f"/apis/{rbac}/v1/namespaces/{namespace}/roles", {"rules": list(rules)}),
+        (f"/apis/{rbac}/v1/namespaces/{namespace}/rolebindings", {"roleRef": role, "subjects": [subject]}),
+    ):
+        plane.request("POST", where, {"metadata": {"name": name}, **body}).raise_for_status()
 
 
 def children(plane: Access, namespace: str) -> dict[tuple[str, str], Object]:
@@ -88,30 +103,25 @@ def expected(body: Mapping[str, Any], namespace: str) -> set[tuple[str, str]]:
 
 
 def complete(plane: Access, body: Mapping[str, Any], namespace: str) -> bool:
-    """Whether all children of a deployment are there now."""
     return all_there(plane, expected(body, namespace), namespace)
 
 
 def all_there(plane: Access, wanted: Iterable[tuple[str, str]], namespace: str) -> bool:
-    """Whether there is an object of every (kind, name)."""
     return all(plane.request("GET", path(kind, namespace, name)).is_success for kind, name in wanted)
 
 
 def status(plane: Access, namespace: str, name: str = "demo") -> Object:
-    """Return the status of a deployment, empty while there is none."""
     found = get(plane, RESOURCE, namespace, name)
     assert found is not None
     return dict(found.get("status") or {})
 
 
 def condition(plane: Access, type: str, namespace: str, name: str = "demo") -> Object:
-    """Return a condition of a deployment, empty while there is none."""
     conditions = status(plane, namespace, name).get("conditions") or []
     return next((dict(found) for found in conditions if found["type"] == type), {})
 
 
 def is_done(plane: Access, namespace: str, name: str, generation: int) -> bool:
-    """Whether a deployment is Ready at a generation."""
     ready = condition(plane, "Ready", namespace, name)
     return ready.get("status") == "True" and ready.get("observedGeneration") == generation
 
@@ -121,15 +131,7 @@ def bare(obj: Mapping[str, Any]) -> Object:
     made = copy.deepcopy(dict(obj))
     made.pop("status", None)
     metadata = made["metadata"]
-    for field in (
-        "uid",
-        "resourceVersion",
-        "creationTimestamp",
-        "managedFields",
-        "namespace",
-        "generation",
-        "selfLink",
-    ):
+    for field in ("uid", "resourceVersion", "creationTimestamp", "managedFields", "namespace", "generation"):
         metadata.pop(field, None)
     for owner in metadata.get("ownerReferences") or []:
         owner.pop("uid", None)
@@ -137,8 +139,3 @@ def bare(obj: Mapping[str, Any]) -> Object:
         for field in ("clusterIP", "clusterIPs"):
             made["spec"].pop(field, None)
     return made
-
-
-def names(found: Mapping[tuple[str, str], Any]) -> list[str]:
-    """Return readable names of children, sorted."""
-    return sorted(f"{kind} {name}" for kind, name in found)

@@ -34,23 +34,20 @@ FAST_SECONDS = 1.0
 
 @dataclass
 class Running:
-    """A pod that runs here."""
-
     pod: LocalPod
     task: "asyncio.Task[None]"
     hooks: Mapping[str, Mapping[str, Any]]
-    """Container -> what the kubelet does before it asks it to end."""
 
 
 class LocalRunner:
-    """A :class:`cluster.hollow_kubelet.Runner`. Relative host paths start at ``base_dir``."""
+    """Turns pods into something that runs, in the kubelet's event loop. Relative host paths start at ``base_dir``."""
 
     def __init__(self, plane: ControlPlane, base_dir: Path) -> None:
         self._plane, self._base_dir = plane, base_dir
         self._block: AddressBlock = take_block(PORTS)
         self._folders = make_folders("cluster")
         for folder in {self._folders.run, self._folders.tmpfs}:
-            plane.guard.folder(folder)
+            plane.guard.send(str(folder))
         self._commands = engine_commands("sim", None, self._folders.run / "bin")
         self._numbers = itertools.count(1)
         self._running: dict[str, Running] = {}
@@ -63,11 +60,9 @@ class LocalRunner:
         self._log = plane.log_file("pods").open("a")
 
     def bind(self, changed: Callable[[str], None]) -> None:
-        """Have ``changed`` called, with a pod's uid, whenever a container of it does."""
         self._changed = changed
 
     async def start(self, pod: dict[str, Any]) -> str:
-        """See :class:`cluster.hollow_kubelet.Runner`."""
         maker, client = await self._open()
         metadata = pod["metadata"]
         namespace, uid = metadata["namespace"], metadata["uid"]
@@ -81,7 +76,7 @@ class LocalRunner:
         body = {"spec": {"expirationSeconds": 3607, "boundObjectRef": bound}}
         answer = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
         token = answer.raise_for_status().json()["status"]["token"]
-        plan = _plan(pod, objects, token)
+        plan = _plan(pod, objects, token, self._plane.address)
         facts = PodFacts(
             metadata["name"],
             namespace,
@@ -92,19 +87,20 @@ class LocalRunner:
             metadata.get("annotations") or {},
         )
         local = maker.build(plan.pods[0], facts, plan, next(self._numbers), lambda: self._changed(uid))
+        for container in local.init + local.containers:
+            container.env["MMROUTER_DISCOVERY"] = "kubernetes"  # the substrate's own is by file
         hooks = {c["name"]: (c.get("lifecycle") or {}).get("preStop") or {} for c in pod["spec"]["containers"]}
         self._running[uid] = Running(local, asyncio.create_task(local.run(contextlib.nullcontext())), hooks)
         return facts.ip
 
     def states(self, uid: str) -> dict[str, ContainerState] | None:
-        """See :class:`cluster.hollow_kubelet.Runner`."""
+        """Return how a pod's containers are doing; ``None`` for one that is not running here."""
         running = self._running.get(uid)
         if running is None:
             return None
         return {container.name: _state(container) for container in running.pod.init + running.pod.containers}
 
     async def stop(self, uid: str, grace: float) -> None:
-        """See :class:`cluster.hollow_kubelet.Runner`."""
         running = self._running.pop(uid, None)
         if running is not None:
             # The waiting task may be cancelled; the pod is ended all the same.
@@ -145,7 +141,6 @@ class LocalRunner:
                     process.kill()
 
     async def close(self) -> None:
-        """End everything that still runs."""
         self._closing.set()
         await asyncio.gather(*self._ending, *(self.stop(uid, 0.0) for uid in list(self._running)))
         if self._session is not None:
@@ -156,7 +151,6 @@ class LocalRunner:
         self._log.close()
 
     def processes(self, namespace: str) -> dict[str, dict[str, int | None]]:
-        """Return pod name -> container name -> process id, of the pods of a namespace that run now."""
         found = (running.pod for running in list(self._running.values()))
         return {pod.name: pod.pids for pod in found if pod.facts.namespace == namespace}
 
@@ -165,16 +159,8 @@ class LocalRunner:
         if self._maker is None or self._client is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
             self._client = self._plane.async_client()
-            env = {
-                "KUBERNETES_SERVICE_HOST": self._plane.address,
-                "KUBERNETES_SERVICE_PORT": str(API_PORT),
-                "MMROUTER_DISCOVERY": "kubernetes",
-                "MMROUTER_SERVICE_ACCOUNT_DIR": ACCOUNT_DIR,
-            }
             guard = self._plane.guard
-            self._maker = PodBuilder(
-                self._folders, self._base_dir, self._session, self._commands, guard, self._write, env
-            )
+            self._maker = PodBuilder(self._folders, self._base_dir, self._session, self._commands, guard, self._write)
         return self._maker, self._client
 
     def _write(self, where: str, line: str) -> None:
@@ -182,7 +168,7 @@ class LocalRunner:
         self._log.flush()
 
 
-def _plan(pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str) -> RunPlan:
+def _plan(pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str, server: str) -> RunPlan:
     """Return the plan of one pod as the substrate knows it: a Deployment of one replica, and tokens as Secrets."""
     spec = json.loads(json.dumps(pod["spec"]))
     account = {"token": token, "namespace": pod["metadata"]["namespace"]}
@@ -193,7 +179,13 @@ def _plan(pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str) -> 
                     where = source.pop(kind)
                     at = where["path"] if kind == "serviceAccountToken" else where["items"][0]["path"]
                     source["secret"] = {"name": "account token", "items": [{"key": key, "path": at}]}
+    own = {
+        **{"KUBERNETES_SERVICE_HOST": server, "KUBERNETES_SERVICE_PORT": str(API_PORT)},
+        "MMROUTER_SERVICE_ACCOUNT_DIR": ACCOUNT_DIR,
+    }
     for container in (*(spec.get("initContainers") or []), *spec["containers"]):
+        others = [each for each in container.get("env") or [] if each["name"] not in own]
+        container["env"] = [*others, *({"name": name, "value": value} for name, value in own.items())]
         probe = container.get("readinessProbe")
         if probe is not None:
             probe["periodSeconds"] = min(probe.get("periodSeconds", 10), FAST_SECONDS)

@@ -1,20 +1,25 @@
-"""Every child as the real server takes it: stored as it was rendered, and with the rights that its pods then have."""
+"""Every child as the real server takes it: stored as it was rendered, and with the rights that its pods then have.
 
-from pathlib import Path
+The server's own Pod Security admission refuses exactly the pods that we name.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import yaml
 from cluster.controlplane import ControlPlane
 from cluster.resources import Object, apply, delete, path
+from unit.render.objects import GOLDENS, exceptions, resource
+from unit.render.objects import load as golden
+from unit.render.test_pods_security import CASES, broken_by
 
+from mmrouter_cli.doctor.check_deployment import violated
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.model.kinds import POD_METRICS_APIS, Capabilities
 from mmrouter_operator.render import render
 
-GOLDEN = Path(__file__).resolve().parents[1] / "unit" / "render" / "golden"
 NAMES = ["shortest", "whole", "sglang"]
 CAPABILITIES = Capabilities(frozenset(POD_METRICS_APIS))
 CONFIG = OperatorConfig(pod_cidrs=("10.244.0.0/16", "fd00:10:244::/56"), api_server_cidrs=("192.0.2.1/32",))
@@ -22,7 +27,7 @@ CONFIG = OperatorConfig(pod_cidrs=("10.244.0.0/16", "fd00:10:244::/56"), api_ser
 
 def load(name: str, namespace: str) -> MMRouterDeployment:
     """A golden deployment whose pools are scaled; without a uid, so that its children are not garbage-collected."""
-    obj = yaml.safe_load((GOLDEN / f"{name}.yaml").read_text())
+    obj = resource(name)
     obj["metadata"] = {"name": obj["metadata"]["name"], "namespace": namespace}
     for pool, target in zip(obj["spec"]["pools"], ("0.7", "1000", "0.125", "12"), strict=False):
         pool["autoscaling"] = {"maxReplicas": 8, "metric": "queueDepth", "target": target}
@@ -93,3 +98,65 @@ def test_a_frontend_may_watch_the_pods_of_its_namespace_and_nothing_else(cluster
         assert frontend.delete(pods).status_code == 403
         assert frontend.patch(f"{pods}/any/status", json={}).status_code == 403
         delete(cluster, "RoleBinding", namespace, "qwen-vl-frontend")
+
+
+ENFORCED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/enforce-version": "latest"}
+
+
+@pytest.fixture
+def restricted(cluster: ControlPlane) -> Iterator[str]:
+    with cluster.namespace(**ENFORCED) as name:
+        yield name
+
+
+def refused(cluster: ControlPlane, namespace: str, dep: MMRouterDeployment) -> dict[str, str]:
+    """Return pool -> what the server has against the security of its pod; a frontend is `frontend`."""
+    metadata = dep.metadata.model_copy(update={"namespace": namespace, "uid": ""})
+    objects = render(dep.model_copy(update={"metadata": metadata}), secrets=new_secret_data())
+    for obj in objects:
+        if obj["kind"] == "ServiceAccount":
+            apply(cluster, namespace, obj)
+    found = {}
+    for obj in objects:
+        if obj["kind"] != "Deployment":
+            continue
+        name = obj["metadata"]["name"].removeprefix(f"{dep.metadata.name}-")
+        answer = cluster.request("POST", f"/api/v1/namespaces/{namespace}/pods", _pod(name, obj), dryRun="All")
+        if "violates PodSecurity" in (message := str(answer.json().get("message", ""))):
+            found[name] = message
+    return found
+
+
+def _pod(name: str, obj: Object) -> Any:
+    template = obj["spec"]["template"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {**template["metadata"], "name": name},
+        "spec": template["spec"],
+    }
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_the_server_refuses_the_pods_of_our_exceptions_and_no_others(
+    cluster: ControlPlane, restricted: str, name: str
+) -> None:
+    dep = golden(name)
+    found = refused(cluster, restricted, dep)
+    assert set(found) == {pool for pool, _ in exceptions(dep)}, found
+
+
+@pytest.mark.parametrize("level", ["baseline", "restricted"])
+def test_the_server_and_doctor_agree_on_every_way_to_break_a_level(cluster: ControlPlane, level: str) -> None:
+    """But for two ways that are no valid pod of ours to begin with: validation refuses them first."""
+    labels = {f"pod-security.kubernetes.io/{key}": level for key in ("enforce", "warn")}
+    dep = golden("shortest")
+    ways = [case for case in CASES if not any(key in case[1] for key in ("procMount", "windowsOptions"))]
+    assert len(ways) == len(CASES) - 2
+    with cluster.namespace(**labels) as name:
+        for place, patch, _ in ways:
+            broken = broken_by(dep, place, patch)
+            by_server = set(refused(cluster, name, broken))
+            by_us = {message.partition(":")[0].removeprefix("pool ") for message in violated(broken, level)}
+            assert by_us == by_server, (place, patch)
+            assert level == "baseline" or by_server == {"worker"}, (place, patch)

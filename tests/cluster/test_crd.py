@@ -1,17 +1,38 @@
 """The definition on a real API server: what it takes, what it refuses in which words, and kubectl."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from cluster.controlplane import APPLY, ControlPlane
-from cluster.crd_cases import PATH, Case, cases, create, good, put, replace
+from cluster.crd_cases import (
+    ARGS,
+    HOSTS,
+    NUMBERS,
+    PATH,
+    QUANTITIES,
+    RANGES,
+    WORDS,
+    Case,
+    Object,
+    cases,
+    create,
+    documents,
+    good,
+    put,
+    replace,
+)
+from hypothesis import HealthCheck, given, settings
 
-from mmrouter_lib.api import SpecError, parse_deployment, to_json
+from mmrouter_cli import init
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment, to_json
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
-from mmrouter_lib.api.rules import VALIDATIONS
+from mmrouter_lib.api.cross_field_rules import VALIDATIONS
+from mmrouter_operator.cluster.kinds_and_rights import KINDS
+from mmrouter_operator.model.kinds import RESOURCE
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))
 
@@ -32,8 +53,8 @@ def test_a_bad_spec_is_refused_with_its_field_and_a_sentence(crd: ControlPlane, 
     status, answer = create(crd, home, case.document)
     assert status in (400, 422), answer
     causes = answer.get("details", {}).get("causes") or [{"field": "", "message": answer["message"]}]
-    said = [f"{cause.get('field', '')}: {cause['message']}" for cause in causes]
-    assert any(case.says in line and case.field in line for line in said), "\n".join(said)
+    messages = [f"{cause.get('field', '')}: {cause['message']}" for cause in causes]
+    assert any(case.says in line and case.field in line for line in messages), "\n".join(messages)
     with pytest.raises(SpecError):
         parse_deployment(case.document)
 
@@ -45,8 +66,8 @@ def test_a_change_is_refused_where_it_would_be_another_deployment(crd: ControlPl
         assert status == 200, answer
         return
     assert status == 422, answer
-    said = [f"{cause['field']}: {cause['message']}" for cause in answer["details"]["causes"]]
-    assert any(line.startswith(f"{case.field}: ") and case.says in line for line in said), "\n".join(said)
+    messages = [f"{cause['field']}: {cause['message']}" for cause in answer["details"]["causes"]]
+    assert any(line.startswith(f"{case.field}: ") and case.says in line for line in messages), "\n".join(messages)
 
 
 def _as_stored(crd: ControlPlane, home: str, case: Case) -> dict[str, Any]:
@@ -86,9 +107,9 @@ def test_an_example_is_accepted(crd: ControlPlane, home: str, example: Path) -> 
 def test_what_the_server_fills_in_changes_nothing(crd: ControlPlane, home: str, name: str) -> None:
     """Otherwise an operator that reads from the cluster would render other pods than one that reads the file."""
     stored = crd.request("GET", f"{PATH.format(home)}/{name}").raise_for_status().json()
-    said, filled = parse_deployment({**good()[name], "metadata": stored["metadata"]}), parse_deployment(stored)
-    assert filled.spec == said.spec
-    assert to_json(filled) == to_json(said)
+    original, filled = parse_deployment({**good()[name], "metadata": stored["metadata"]}), parse_deployment(stored)
+    assert filled.spec == original.spec
+    assert to_json(filled) == to_json(original)
 
 
 def test_a_list_of_arguments_as_long_as_allowed_stays_within_the_budget(crd: ControlPlane, home: str) -> None:
@@ -196,3 +217,80 @@ def test_two_managers_share_a_pool(crd: ControlPlane) -> None:
         put(document, "spec.pools[2].replicas", 3)
         answer = crd.request("PATCH", path, document, APPLY, fieldManager="user").raise_for_status().json()
         assert answer["spec"]["pools"][2]["podTemplate"] == {"metadata": {}}
+
+
+BEYOND_CEL = ("is not a label name", "cannot be set here")
+"""Sentences of Python's for what the server takes all the same: the syntax of label names in `nodeSelector`, as keys of
+maps have no bound that a rule could be costed by, and shortened or upper-case spellings of owned flags."""
+
+
+@pytest.fixture(scope="module")
+def empty(crd: ControlPlane) -> Any:
+    with crd.namespace() as name:
+        yield name
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("spec.routing.media.allowedHosts[0]", HOSTS),
+        ("spec.routing.media.allowedCIDRs[0]", RANGES),
+        ("spec.routing.media.maxBytes", QUANTITIES),
+        ("spec.pools[2].resources.requests.cpu", QUANTITIES),
+        ("spec.routing.overlapWeight", NUMBERS),
+        ("spec.engine.args[0]", ARGS),
+        ("spec.pools[2].tolerations[0].key", WORDS),
+        ("spec.model.servedName", WORDS),
+    ],
+)
+def test_the_server_and_the_models_agree_on_odd_text(
+    crd: ControlPlane, empty: str, field: str, values: Sequence[str]
+) -> None:
+    for value in values:
+        document = good()["encoders"]
+        put(document, field, value)
+        _agree(crd, empty, document)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(documents())
+def test_the_server_and_the_models_agree(crd: ControlPlane, empty: str, document: Object) -> None:
+    _agree(crd, empty, document)
+
+
+def _agree(crd: ControlPlane, empty: str, document: Object) -> None:
+    status, answer = create(crd, empty, document)
+    assert status in (201, 400, 422), answer
+    result = _parsed(document)
+    if status != 201:
+        assert isinstance(result, SpecError), f"only the server refuses: {answer['message']}"
+        return
+    filled = _parsed(answer)
+    if isinstance(filled, SpecError):
+        surprising = [text for _, text in filled.errors if not any(known in text for known in BEYOND_CEL)]
+        assert not surprising, f"only Python refuses: {filled}"
+    elif not isinstance(result, SpecError):  # Python refuses a null that the server drops
+        assert filled.spec == result.spec
+        assert to_json(filled)["spec"] == to_json(result)["spec"]
+
+
+def _parsed(document: Object) -> MMRouterDeployment | SpecError:
+    try:
+        return parse_deployment(document)
+    except SpecError as error:
+        return error
+
+
+@pytest.mark.parametrize(("engine", "kind"), list(itertools.product(init.ENGINES, init.KINDS)))
+def test_the_server_takes_it(crd: ControlPlane, engine: str, kind: str) -> None:
+    made = init.resource(init.Answers(engine=engine, accelerator=kind))
+    path = KINDS[RESOURCE].path("default")
+    answer = crd.request("POST", path, made, dryRun="All", fieldValidation="Strict")
+    assert answer.status_code == 201, answer.text
+
+
+def test_kubectl_reads_the_text_as_we_do(crd: ControlPlane) -> None:
+    """With its own YAML reader, and a name and an image that others may take for something else."""
+    answers = init.Answers(model="org/Model-1e3", name="no", image="registry.example:5000/e:1")
+    done = crd.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", stdin=init.text(answers))
+    assert done.returncode == 0, done.stderr

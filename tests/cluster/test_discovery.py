@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from cluster.controlplane import API_PORT, ControlPlane
+from cluster.resources import make_account
 from waiting import wait_for
 
 from mmrouter_router.core.settings import ApiServer
-from mmrouter_router.fleet.membership import Membership
-from mmrouter_router.fleet.pod_watch import watch_pods
+from mmrouter_router.fleet.membership import Membership, watch_pods
 from mmrouter_router.telemetry.metrics import Metrics
 
 ACCOUNT = "frontend"
@@ -30,16 +30,8 @@ class World:
         self._folder = folder
 
     def prepare(self) -> None:
-        rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{self.namespace}"
-        core = f"/api/v1/namespaces/{self.namespace}"
-        name = {"name": ACCOUNT}
-        rule = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
-        subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": self.namespace}
-        ref = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": ACCOUNT}
-        self.cluster.request("POST", f"{core}/serviceaccounts", {"metadata": name}).raise_for_status()
-        self.cluster.request("POST", f"{rbac}/roles", {"metadata": name, "rules": [rule]}).raise_for_status()
-        binding = {"metadata": name, "subjects": [subject], "roleRef": ref}
-        self.cluster.request("POST", f"{rbac}/rolebindings", binding).raise_for_status()
+        watches = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
+        make_account(self.cluster, self.namespace, ACCOUNT, watches)
         self._folder.mkdir()
         (self._folder / "ca.crt").write_bytes(self.cluster.ca.read_bytes())
         (self._folder / "namespace").write_text(self.namespace)
@@ -49,7 +41,6 @@ class World:
         (self._folder / "token").write_text(text)
 
     def pod(self, name: str, role: str = "worker", deployment: str = "demo", **status) -> str:
-        """Make a pod and say its status; returns its uid."""
         labels = {"mmrouter.io/deployment": deployment, "mmrouter.io/role": role}
         if role != "frontend":
             labels["mmrouter.io/pool"] = role
@@ -75,8 +66,6 @@ class World:
 
 
 class Watch:
-    """A running discovery; ``told`` has every roster."""
-
     def __init__(self, world: World, own_uid: str = "") -> None:
         self.told: list[Membership] = []
         self.metrics = Metrics()
@@ -109,7 +98,6 @@ class Watch:
 
 @pytest.fixture
 def world(cluster: ControlPlane, namespace: str, tmp_path: Path) -> World:
-    """An empty namespace, ready for pods."""
     world = World(cluster, namespace, tmp_path / "serviceaccount")
     world.prepare()
     return world

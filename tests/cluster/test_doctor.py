@@ -1,7 +1,6 @@
 """`mmrouter doctor` on the real API server: each trouble is made, seen and gone again; and it writes nothing."""
 
 import asyncio
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,18 +8,13 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster.commands import diagnosed, mmrouter
 from cluster.controlplane import ControlPlane
 from cluster.hollow_kubelet import Hollow
-from cluster.operators import BRIEF, Replica, holder, operator
-from cluster.resources import apply, condition, resource
-from cluster.test_pod_security import refused
-from unit.render.test_children import load
-from unit.render.test_pods_security import CASES, broken_by
+from cluster.operators import BRIEF, Replica, diagnosed, holder, mmrouter, operator
+from cluster.resources import apply, condition, make_account, resource
 from waiting import wait_for
 
-from mmrouter_cli.doctor.check_resource import violated
-from mmrouter_cli.status.frontend_state import Unread, open_frontends
+from mmrouter_cli.status.control_api import Unread, open_frontends
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME
 
 SECONDS = 30
@@ -73,7 +67,6 @@ def spare(plane: ControlPlane, kubelet: Hollow, labels: Mapping[str, str] | None
 
 
 def settled(plane: ControlPlane, namespace: str, **spec: Any) -> None:
-    """Apply a deployment and wait until the operator has made its pods and judged it."""
     apply(plane, namespace, resource(**spec))
     wait_for(lambda: condition(plane, "Ready", namespace), SECONDS, "the deployment is judged")
 
@@ -82,13 +75,13 @@ def test_a_deployment_whose_pods_run_has_no_problem(plane: ControlPlane, namespa
     settled(plane, namespace, pools=[pool()])
     pods = f"/api/v1/namespaces/{namespace}/pods"
     wait_for(lambda: _running(plane.request("GET", pods).json()["items"]) == 2, SECONDS, "both pods run")
-    told = diagnosed(plane, "demo", "-n", namespace)
-    assert told.problems == []
-    assert told.seen("definition", "ok")
-    assert told.seen("operator", "ok")[0].startswith("operator leads by the Lease mmrouter-system/mmrouter-operator")
-    assert any("node-" in seen for seen in told.seen("nodes", "ok"))
+    report = diagnosed(plane, "demo", "-n", namespace)
+    assert report.problems == []
+    assert report.seen("definition", "ok")
+    assert report.seen("operator", "ok")[0].startswith("operator leads by the Lease mmrouter-system/mmrouter-operator")
+    assert any("node-" in seen for seen in report.seen("nodes", "ok"))
     # Hollow pods do not answer, which is a warning and no problem.
-    assert "cannot be queried" in told.seen("frontends", "warning")[0]
+    assert "cannot be queried" in report.seen("frontends", "warning")[0]
 
 
 def _running(pods: list[dict[str, Any]]) -> int:
@@ -111,9 +104,9 @@ def test_another_definition_is_seen_until_it_is_ours_again(plane: ControlPlane) 
 
 def test_an_accelerator_that_no_node_has_is_named(plane: ControlPlane, namespace: str) -> None:
     settled(plane, namespace, pools=[pool("amd")])
-    told = diagnosed(plane, "demo", "-n", namespace)
-    assert told.status == 1
-    assert "no node has the labels feature.node.kubernetes.io/amd-gpu=true or" in told.seen("nodes")[0]
+    report = diagnosed(plane, "demo", "-n", namespace)
+    assert report.status == 1
+    assert "no node has the labels feature.node.kubernetes.io/amd-gpu=true or" in report.seen("nodes")[0]
 
 
 def test_doctors_own_advice_for_an_unlabelled_node_and_a_taint_gets_the_pod_a_node(
@@ -124,31 +117,25 @@ def test_doctors_own_advice_for_an_unlabelled_node_and_a_taint_gets_the_pod_a_no
         plane.request("PATCH", "/api/v1/nodes/spare", {"spec": {"taints": taints}}, MERGE).raise_for_status()
         wanted = pool("gaudi", image="registry.example/vllm-gaudi:1")
         settled(plane, namespace, pools=[wanted])
-        done = mmrouter(plane, "doctor", "demo", "-n", namespace, "--json")
-        advice = [item["do"] for item in findings(done.stdout) if item["check"] == "nodes" and item["do"]]
+        advice = diagnosed(plane, "demo", "-n", namespace).advice("nodes")
         command = advice[0].partition("kubectl ")[2]
         assert command == "label node spare intel.feature.node.kubernetes.io/gaudi=true"
         assert plane.kubectl(*command.split()).returncode == 0
-        done = mmrouter(plane, "doctor", "demo", "-n", namespace, "--json")
-        advice = [item["do"] for item in findings(done.stdout) if item["check"] == "nodes" and item["do"]]
+        advice = diagnosed(plane, "demo", "-n", namespace).advice("nodes")
         toleration = yaml.safe_load(advice[0].partition(": ")[2])
         apply(plane, namespace, resource(pools=[{**wanted, "tolerations": [toleration]}]))
         seen = "pool worker: 1 of 1 pods have a node, on spare"
         wait_for(lambda: seen in diagnosed(plane, "demo", "-n", namespace).seen("nodes", "ok"), SECONDS, seen, every=1)
 
 
-def findings(text: str) -> list[dict[str, str]]:
-    return [item for subject in json.loads(text)["subjects"] for item in subject["findings"]]
-
-
 def test_devices_that_others_hold_are_not_free(plane: ControlPlane, kubelet: Hollow, namespace: str) -> None:
     with spare(plane, kubelet, {"intel.feature.node.kubernetes.io/gaudi": "true"}):
         settled(plane, namespace, pools=[pool("gaudi", replicas=3, image="registry.example/vllm-gaudi:1")])
 
-        def told() -> list[str]:
+        def findings() -> list[str]:
             return [seen for seen in diagnosed(plane, "demo", "-n", namespace).seen("nodes") if "2 of 3 pods" in seen]
 
-        seen = wait_for(told, SECONDS, "two of three have a node", every=1)[0]
+        seen = wait_for(findings, SECONDS, "two of three have a node", every=1)[0]
         assert "a pod requests 1 habana.ai/gaudi, free is spare: 0 habana.ai/gaudi" in seen
 
 
@@ -176,43 +163,29 @@ def test_doctor_and_the_servers_admission_agree_on_a_namespace_that_refuses_pods
     with plane.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as name:
         model = {"id": "org/model"}
         settled(plane, name, model=model, pools=[pool(sharedMemory={"scope": "node"})])
-        told = diagnosed(plane, "demo", "-n", name)
+        report = diagnosed(plane, "demo", "-n", name)
         assert (
             "enforces restricted, and pods are not within it: pool worker: volume shared"
-            in (told.seen("Pod Security")[0])
+            in (report.seen("Pod Security")[0])
         )
         pods = plane.request("GET", f"/api/v1/namespaces/{name}/pods").json()["items"]
         assert {pod["metadata"]["labels"]["mmrouter.io/role"] for pod in pods} <= {"frontend"}
 
 
-@pytest.mark.parametrize("level", ["baseline", "restricted"])
-def test_doctor_and_the_servers_admission_agree_on_every_way_to_break_a_level(crd: ControlPlane, level: str) -> None:
-    labels = {f"pod-security.kubernetes.io/{key}": value for key, value in (("enforce", level), ("warn", level))}
-    dep = load("shortest")
-    # But for two ways that are no valid pod of ours to begin with.
-    ways = [case for case in CASES if not any(key in case[1] for key in ("procMount", "windowsOptions"))]
-    with crd.namespace(**labels) as name:
-        for place, patch, _ in ways:
-            broken = broken_by(dep, place, patch)
-            by_server = set(refused(crd, name, broken))
-            by_us = {said.partition(":")[0].removeprefix("pool ") for said in violated(broken, level)}
-            assert by_us == by_server, (place, patch)
-
-
 def test_apis_that_the_spec_needs_and_the_cluster_lacks_are_problems(plane: ControlPlane, namespace: str) -> None:
     scaled = pool(autoscaling={"maxReplicas": 3})
     settled(plane, namespace, pools=[scaled], observability={"podMonitor": "Enabled"})
-    told = diagnosed(plane, "demo", "-n", namespace)
-    assert len(told.seen("APIs")) == 2
+    report = diagnosed(plane, "demo", "-n", namespace)
+    assert len(report.seen("APIs")) == 2
 
 
 def test_rights_for_one_namespace_are_reported_and_nothing_is_written(plane: ControlPlane, namespace: str) -> None:
     settled(plane, namespace, pools=[pool("amd")])
     kubeconfig = reader(plane, namespace)
-    told = diagnosed(plane, "demo", "-n", namespace, kubeconfig=kubeconfig)
-    assert "nodes cannot be read" in told.seen("nodes", "warning")[0]
-    assert "cannot be read" in told.seen("definition", "warning")[0]
-    assert told.seen("pods")
+    report = diagnosed(plane, "demo", "-n", namespace, kubeconfig=kubeconfig)
+    assert "nodes cannot be read" in report.seen("nodes", "warning")[0]
+    assert "cannot be read" in report.seen("definition", "warning")[0]
+    assert report.seen("pods")
     mine = [row for row in plane.audit() if row.user == f"system:serviceaccount:{namespace}:reader"]
     assert len(mine) > 5
     assert not any(row.writes for row in mine)
@@ -220,19 +193,9 @@ def test_rights_for_one_namespace_are_reported_and_nothing_is_written(plane: Con
 
 def reader(plane: ControlPlane, namespace: str) -> Path:
     """A kubeconfig with which deployments and pods of the namespace can be read, and nothing else."""
-    rbac = "rbac.authorization.k8s.io"
-    rules = [
-        {"apiGroups": ["mmrouter.io"], "resources": ["mmrouterdeployments"], "verbs": ["get", "list"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list"]},
-    ]
-    subject = {"kind": "ServiceAccount", "name": "reader", "namespace": namespace}
-    role = {"apiGroup": rbac, "kind": "Role", "name": "reader"}
-    for path, body in (
-        (f"/api/v1/namespaces/{namespace}/serviceaccounts", {}),
-        (f"/apis/{rbac}/v1/namespaces/{namespace}/roles", {"rules": rules}),
-        (f"/apis/{rbac}/v1/namespaces/{namespace}/rolebindings", {"roleRef": role, "subjects": [subject]}),
-    ):
-        plane.request("POST", path, {"metadata": {"name": "reader"}, **body}).raise_for_status()
+    reads = {"verbs": ["get", "list"]}
+    deployments = {"apiGroups": ["mmrouter.io"], "resources": ["mmrouterdeployments"], **reads}
+    make_account(plane, namespace, "reader", deployments, {"apiGroups": [""], "resources": ["pods"], **reads})
     return plane.kubeconfig_for(namespace, "reader")
 
 

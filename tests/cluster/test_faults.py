@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 from cluster.controlplane import ControlPlane
+from cluster.deployments import pod_metrics
+from cluster.faults import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Proxy, Zygote, alike, proxy, unlike
 from cluster.hollow_kubelet import Hollow
-from cluster.killable_operators import Zygote, alike, unlike
 from cluster.operators import holder, operator
-from cluster.proxy import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Proxy, proxy
 from cluster.resources import Object, apply, complete, condition, delete, get, resource, status
-from cluster.serving import pod_metrics
 from waiting import wait_for
 
 from mmrouter_operator.model.kinds import RESOURCE
@@ -37,7 +36,6 @@ def between(crd: ControlPlane) -> Iterator[Proxy]:
 
 
 def settled(plane: ControlPlane, namespace: str, body: Object) -> bool:
-    """Whether all children are there and the status is about this generation."""
     found = get(plane, RESOURCE, namespace, body["metadata"]["name"])
     assert found is not None
     seen = condition(plane, "SpecValid", namespace).get("observedGeneration") == found["metadata"]["generation"]
@@ -131,12 +129,10 @@ class Change:
     before: Object
     after: Object
     changed: frozenset[str]
-    """Children that it writes anew or deletes, among others."""
 
 
 def unscheduled(*, frontend: bool = True, **spec: Any) -> Object:
     """Return a deployment whose pods find no node: how far its children are depends on the operator alone.
-
     ``frontend``: those of the frontend, too. Without a frontend, engines do not get a new template.
     """
     made = resource(**spec)
@@ -146,14 +142,12 @@ def unscheduled(*, frontend: bool = True, **spec: Any) -> Object:
 
 
 def updated() -> Object:
-    """Return :func:`unscheduled` with another image and other arguments."""
     made = unscheduled(frontend=False)
     made["spec"]["engine"] |= {"image": "registry.example/engine:2", "args": ["--max-num-seqs=7"]}
     return made
 
 
 def larger() -> Object:
-    """Return :func:`unscheduled` with one pool more, an autoscaler, and what goes with several pods."""
     pools = unscheduled(replicas=2)["spec"]["pools"]
     pools += [{**pools[0], "name": "more"}]
     pools[0] = {**pools[0], "autoscaling": {"minReplicas": 1, "maxReplicas": 4}}
@@ -227,7 +221,6 @@ def killed(crd: ControlPlane, kubelet: Hollow) -> Iterator[Mapping[str, Killed]]
 
 
 def _prepare(plane: ControlPlane, before: Mapping[str, Object]) -> None:
-    """Have an operator make the children of a deployment in each of the namespaces."""
     some = {namespace: body for namespace, body in before.items() if body}
     with operator(plane):
         for namespace, body in some.items():

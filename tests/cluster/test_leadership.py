@@ -1,5 +1,6 @@
-"""Of two replicas one writes, and the other takes over; the API server's audit log is the witness."""
+"""Of two replicas one writes, and the other takes over; the audit log is witness. What stays without an operator."""
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -7,9 +8,11 @@ from contextlib import contextmanager
 from itertools import groupby
 
 import pytest
-from cluster.audit import AuditRow
+from cluster.access import AuditRow
 from cluster.controlplane import ControlPlane
-from cluster.operators import BRIEF, USER, Replica, holder, operator
+from cluster.deployments import SECONDS, Deployed, named
+from cluster.hollow_kubelet import Hollow
+from cluster.operators import BRIEF, USER, Replica, holder, idle, operator
 from cluster.resources import apply, complete, delete, resource
 from waiting import wait_for
 
@@ -18,7 +21,6 @@ LEASE_SECONDS = 6
 
 @pytest.fixture
 def replicas(crd: ControlPlane) -> Iterator[tuple[Replica, Replica]]:
-    """Two replicas with filled caches: the one that leads, and the other."""
     with operator(crd, "one", options=BRIEF, wait=False) as one, operator(crd, "two", options=BRIEF, wait=False) as two:
         wait_for(lambda: one.ready() and two.ready(), 60, "both replicas have filled their caches")
         wait_for(lambda: holder(crd) in ("one", "two"), 30, "one of them leads")
@@ -78,7 +80,7 @@ def test_a_paused_leader_writes_nothing_when_it_wakes_after_its_lease(
         wait_for(second.leads, LEASE_SECONDS * 4, "the second replica leads")
         taken = time.time()
         wait_for(lambda: len(writes(crd, taken)) > 5, 10, "the second replica writes")
-        first.resume()
+        first.process.send_signal(signal.SIGCONT)
         woken = time.time()
         wait_for(lambda: len(writes(crd, woken)) > 20, 20, "the second replica goes on")
     seen = [(row.agent[-4:-1], round(row.began - woken, 3), row.verb, row.resource) for row in writes(crd, began)]
@@ -86,30 +88,50 @@ def test_a_paused_leader_writes_nothing_when_it_wakes_after_its_lease(
     assert second.leads()
 
 
-def test_a_leader_that_is_killed_is_followed_by_the_other(
-    crd: ControlPlane, replicas: tuple[Replica, Replica], namespace: str
+@pytest.mark.parametrize("ended", ["killed", "terminated"])
+def test_a_leader_that_ended_is_followed_by_the_other_at_once_where_it_released_its_lease(
+    crd: ControlPlane, replicas: tuple[Replica, Replica], namespace: str, ended: str
 ) -> None:
     first, second = replicas
     began = time.time()
     with work(crd, namespace):
         wait_for(lambda: writers(crd, began) == [first.identity], 10, "the first replica writes")
-        first.kill()
-        wait_for(
-            lambda: writers(crd, began) == [first.identity, second.identity],
-            LEASE_SECONDS * 5,
-            "the second replica writes",
-        )
+        if ended == "killed":
+            first.kill()
+        else:
+            assert first.stop() == 0
+            assert holder(crd) != first.identity  # released, although it is valid for some seconds yet
+            wait_for(second.leads, 2 * LEASE_SECONDS, "the second replica leads")
+        both = [first.identity, second.identity]
+        wait_for(lambda: writers(crd, began) == both, LEASE_SECONDS * 5, "the second replica writes")
     assert second.leads()
 
 
-def test_a_leader_that_is_terminated_releases_its_lease(
-    crd: ControlPlane, replicas: tuple[Replica, Replica], namespace: str
+def test_deleting_collects_everything_with_the_operator_down(
+    crd: ControlPlane, kubelet: Hollow, namespace: str
 ) -> None:
-    first, second = replicas
-    began = time.time()
-    with work(crd, namespace):
-        wait_for(lambda: writers(crd, began) == [first.identity], 10, "the first replica writes")
-        assert first.stop() == 0
-        assert holder(crd) != first.identity  # released, although it is valid for some seconds yet
-        wait_for(second.leads, 2 * LEASE_SECONDS, "the second replica leads")
-        wait_for(lambda: writers(crd, began) == [first.identity, second.identity], 10, "the second replica writes")
+    deployed = Deployed(crd, namespace)
+    with operator(crd):
+        deployed.apply(named("doomed"))
+        deployed.settled("doomed")
+    assert deployed.children("doomed")
+    crd.request("DELETE", deployed.path("mmrouterdeployments", "doomed")).raise_for_status()
+    wait_for(lambda: not deployed.children("doomed"), 60, "all children are collected")
+    assert deployed.get("mmrouterdeployments", "doomed") is None
+
+
+def test_a_new_operator_finds_everything_in_order_and_changes_nothing(
+    crd: ControlPlane, kubelet: Hollow, namespace: str
+) -> None:
+    deployed = Deployed(crd, namespace)
+    with operator(crd, "first"):
+        deployed.apply(named("still"))
+        deployed.settled("still")
+        idle(crd, USER, 1.0, SECONDS)  # the pods are up, and the status says so
+    before = {place: item["metadata"].get("generation") for place, item in deployed.children("still").items()}
+    uids = {place: item["metadata"]["uid"] for place, item in deployed.children("still").items()}
+    with operator(crd, "second") as second:
+        wait_for(lambda: 'result="success"' in second.metrics(), SECONDS, "the second has reconciled")
+        after = deployed.children("still")
+    assert {place: item["metadata"].get("generation") for place, item in after.items()} == before
+    assert {place: item["metadata"]["uid"] for place, item in after.items()} == uids

@@ -11,6 +11,7 @@ from cluster.controlplane import ControlPlane
 from cluster.deployments import CHILDREN, LABEL, MERGE, MINIMAL, SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import Replica, operator
+from cluster.resources import Object, apply, condition, resource
 from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,14 +112,14 @@ def test_drift_in_our_fields_is_taken_back_and_other_managers_keep_theirs(deploy
     def patch(change: dict[str, Any]) -> None:
         deployed.plane.request("PATCH", path, change, MERGE, fieldManager="someone").raise_for_status()
 
-    def told() -> bool:
+    def has_event() -> bool:
         events = deployed.plane.request("GET", deployed.path("events")).json()["items"]
         return any(event["reason"] == "DriftRepaired" and "Service drift" in event["note"] for event in events)
 
     ours, selector = service()["spec"]["ports"], service()["spec"]["selector"]
     patch({"spec": {"ports": [{**ours[0], "port": 1234}]}})
     wait_for(lambda: service()["spec"]["ports"] == ours, SECONDS, "the port is ours again")
-    wait_for(told, SECONDS, "an Event says so")
+    wait_for(has_event, SECONDS, "an Event says so")
     patch({"metadata": {"annotations": {"example.org/theirs": "kept"}, "labels": {"team": "a"}}})
     patch({"spec": {"selector": {"app": "elsewhere"}}})
     wait_for(lambda: service()["spec"]["selector"] == selector, SECONDS, "the selector is ours again")
@@ -201,8 +202,8 @@ def test_a_name_of_another_owners_object_is_left_alone_and_reported(deployed: De
     theirs |= {"spec": {"ports": [{"port": 5}], "selector": {"app": "theirs"}}}
     deployed.plane.request("POST", deployed.path("services"), theirs).raise_for_status()
     deployed.apply(named("held"))
-    told = deployed.await_condition("held", "Degraded", "True", "ChildNameTaken")
-    assert "Service held" in told["message"]
+    degraded = deployed.await_condition("held", "Degraded", "True", "ChildNameTaken")
+    assert "Service held" in degraded["message"]
     service = deployed.get("services", "held")
     assert service is not None
     assert service["spec"]["selector"] == {"app": "theirs"}
@@ -216,8 +217,8 @@ def test_a_resource_that_an_older_crd_accepted_is_reported_with_its_field_and_af
     # The CRD takes a pod template as it is; only rendering sees that it is malformed.
     bad["spec"]["pools"][0]["podTemplate"] = {"spec": {"containers": [{"image": "no-name"}]}}
     deployed.apply(bad)
-    told = deployed.await_condition("bad", "SpecValid", "False")
-    assert "spec.pools[0].podTemplate" in told["message"]
+    spec_valid = deployed.await_condition("bad", "SpecValid", "False")
+    assert "spec.pools[0].podTemplate" in spec_valid["message"]
     deployed.apply(named("good"))
     assert ("deployments", "good-worker") in deployed.settled("good")
     assert not [place for place in deployed.children("bad") if place[0] == "deployments"]
@@ -230,9 +231,9 @@ def test_a_missing_reference_is_reported_until_it_exists(deployed: Deployed) -> 
     resource = named("needy")
     resource["spec"]["model"]["tokenSecret"] = {"name": "hub", "key": "token"}
     deployed.apply(resource)
-    told = deployed.await_condition("needy", "Degraded", "True", "SecretMissing")
-    assert "hub" in told["message"]
-    assert "spec.model.tokenSecret" in told["message"]
+    degraded = deployed.await_condition("needy", "Degraded", "True", "SecretMissing")
+    assert "hub" in degraded["message"]
+    assert "spec.model.tokenSecret" in degraded["message"]
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub"}, "stringData": {"token": "t"}}
     deployed.plane.request("POST", deployed.path("secrets"), secret).raise_for_status()
 
@@ -241,14 +242,6 @@ def test_a_missing_reference_is_reported_until_it_exists(deployed: Deployed) -> 
         return condition is not None and condition["reason"] != "SecretMissing"
 
     wait_for(told_no_more, 40, "the Secret is seen")
-
-
-def test_a_missing_claim_is_reported(deployed: Deployed) -> None:
-    resource = named("claim")
-    resource["spec"]["model"]["volume"] = {"persistentVolumeClaim": {"claimName": "weights"}}
-    deployed.apply(resource)
-    told = deployed.await_condition("claim", "Degraded", "True", "PersistentVolumeClaimMissing")
-    assert "weights" in told["message"]
 
 
 def test_a_paused_resource_is_not_touched_and_says_so(deployed: Deployed) -> None:
@@ -293,15 +286,15 @@ def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(d
     before = children["secrets", name]["data"]
     path = deployed.path("secrets", name)
     deployed.plane.request("DELETE", path).raise_for_status()
-    told = deployed.await_condition("keys", "Degraded", "True", "SecretRecreated")
-    assert name in told["message"]
+    degraded = deployed.await_condition("keys", "Degraded", "True", "SecretRecreated")
+    assert name in degraded["message"]
     after = deployed.get("secrets", name)
     assert after is not None
     assert all(after["data"][entry] != before[entry] for entry in before)
     garbled = {"data": {"identity.key": base64.b64encode(b"short").decode()}}
     deployed.plane.request("PATCH", path, garbled, MERGE).raise_for_status()
-    told = deployed.await_condition("keys", "Degraded", "True", "SecretMalformed")
-    assert "identity.key" in told["message"]
+    degraded = deployed.await_condition("keys", "Degraded", "True", "SecretMalformed")
+    assert "identity.key" in degraded["message"]
     kept = deployed.get("secrets", name)
     assert kept is not None
     assert kept["data"]["identity.key"] == garbled["data"]["identity.key"]
@@ -309,22 +302,69 @@ def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(d
     wait_for(lambda: deployed.get("secrets", name), SECONDS, "rotation by deletion makes a new one")
 
 
-def test_a_refused_child_is_reported_and_the_others_are_created(deployed: Deployed) -> None:
-    resource = named("refused")
-    # Two sources in one volume: well-formed, and only the API server knows that it is invalid.
-    volume = {"name": "x", "emptyDir": {}, "downwardAPI": {"items": []}}
-    resource["spec"]["pools"][0]["podTemplate"] = {"spec": {"volumes": [volume]}}
+@pytest.mark.parametrize(
+    ("field", "value", "condition", "words", "made"),
+    [
+        pytest.param(
+            *("model", {"volume": {"persistentVolumeClaim": {"claimName": "weights"}}}),
+            *(("Degraded", "True", "PersistentVolumeClaimMissing"), "weights", True),
+            id="a claim that is not there",
+        ),
+        # Two sources in one volume: well-formed, and only the API server knows that it is invalid.
+        pytest.param(
+            *("volume", {"emptyDir": {}, "downwardAPI": {"items": []}}),
+            *(("Degraded", "True", "ChildRefused"), "told-worker", True),
+            id="a child that the server refuses, and the others are made",
+        ),
+        pytest.param(
+            *("volume", {"configMap": {"name": True}}, ("SpecValid", "False", "Invalid")),
+            *("spec.pools[0].podTemplate.spec.volumes[x].configMap.name", False),
+            id="a wrong type in a pod template, before any write",
+        ),
+    ],
+)
+def test_what_is_wrong_is_reported(
+    deployed: Deployed, field: str, value: dict[str, Any], condition: tuple[str, str, str], words: str, made: bool
+) -> None:
+    resource = named("told")
+    if field == "volume":
+        resource["spec"]["pools"][0]["podTemplate"] = {"spec": {"volumes": [{"name": "x", **value}]}}
+    else:
+        resource["spec"][field] |= value
     deployed.apply(resource)
-    told = deployed.await_condition("refused", "Degraded", "True", "ChildRefused")
-    assert "refused-worker" in told["message"]
-    assert ("deployments", "refused-frontend") in deployed.children("refused")
+    assert words in deployed.await_condition("told", *condition)["message"]
+    assert (("deployments", "told-frontend") in deployed.children("told")) is made
 
 
-def test_a_wrong_type_in_a_pod_template_is_reported_with_its_field_before_any_write(deployed: Deployed) -> None:
-    resource = named("typed")
-    volume = {"name": "x", "configMap": {"name": True}}
-    resource["spec"]["pools"][0]["podTemplate"] = {"spec": {"volumes": [volume]}}
-    deployed.apply(resource)
-    told = deployed.await_condition("typed", "SpecValid", "False", "Invalid")
-    assert "spec.pools[0].podTemplate.spec.volumes[x].configMap.name" in told["message"]
-    assert ("deployments", "typed-frontend") not in deployed.children("typed")
+def blocked(plane: ControlPlane, namespace: str) -> tuple[str, str]:
+    progressing: Object = condition(plane, "Progressing", namespace)
+    return progressing.get("reason", ""), progressing.get("message", "")
+
+
+@pytest.mark.parametrize(
+    ("waiting", "reason"),
+    [
+        ("ImagePullBackOff", "ImagePullFailed"),
+        ("CreateContainerConfigError", "ContainerConfigError"),
+        ("CrashLoopBackOff", "CrashLoopBackOff"),
+    ],
+)
+def test_a_container_that_does_not_run_is_reported_until_it_does(
+    replica: Replica, kubelet: Hollow, namespace: str, waiting: str, reason: str
+) -> None:
+    plane = replica.plane
+    rule = kubelet.hold(namespace, {"mmrouter.io/role": "worker"}, waiting, "the runtime's own words", "engine")
+    apply(plane, namespace, resource())
+    wait_for(lambda: blocked(plane, namespace)[0] == reason, SECONDS, f"Progressing says {reason}")
+    assert "the runtime's own words" in blocked(plane, namespace)[1]
+    assert condition(plane, "Ready", namespace)["status"] == "False"
+    kubelet.release(rule)
+    wait_for(lambda: blocked(plane, namespace)[0] != reason, SECONDS, "the reason is gone")
+
+
+def test_a_missing_accelerator_is_reported_in_the_schedulers_words(replica: Replica, namespace: str) -> None:
+    pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "amd"}}
+    plane = replica.plane
+    apply(plane, namespace, resource(pools=[pool]))
+    wait_for(lambda: blocked(plane, namespace)[0] == "Unschedulable", SECONDS, "Progressing says Unschedulable")
+    assert "0/" in blocked(plane, namespace)[1]

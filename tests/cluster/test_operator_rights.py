@@ -10,18 +10,17 @@ from cluster.operators import CLUSTER_ROLE, USER, operator
 from waiting import wait_for
 
 Right = tuple[str, str, str]
-"""Verb, API group and resource."""
 
 ASKED_INSIDE = {"create"}
 """An apply of something new is audited as a patch; the server asks for `create` as well."""
 ELSEWHERE = {"keda.sh", "monitoring.coreos.com", "autoscaling"}
-"""Groups whose children need what this cluster does not serve: test_optional_apis.py and test_operator_scaling.py."""
+"""Groups whose children need what this cluster does not serve: test_optional_apis.py."""
 UNSEEN = {
     # Asked by an admission plugin that is off here.
     ("update", "mmrouter.io", "mmrouterdeployments/finalizers"),
     # Held to be granted: the frontend's Role has it.
     ("get", "", "pods"),
-    # Gates open on the word of a frontend, and none runs here: test_real_pods.py.
+    # Gates open on the word of a frontend, and none runs here: test_running.py.
     ("patch", "", "pods/status"),
 }
 

@@ -1,16 +1,22 @@
-"""Children whose APIs a cluster may lack: made where they are served, told where they are demanded and not served."""
+"""What a cluster serves besides or in a newer form: APIs of children that it may lack, definitions with more fields."""
 
+import copy
+import itertools
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cluster.controlplane import APPLY, ControlPlane
-from cluster.deployments import LABEL, SECONDS, Deployed, named
+from cluster.controlplane import ControlPlane
+from cluster.deployments import LABEL, MERGE, SECONDS, Deployed, named, pod_metrics, served
+from cluster.deployments import definition as definition_of
+from cluster.hollow_kubelet import Hollow
 from cluster.operators import operator
 from waiting import wait_for
 
+from mmrouter_lib.api.crd import NAME, definition
 from mmrouter_operator.status.conditions import AUTOSCALING, MONITORING
 
 TEXT = {"type": "string"}
@@ -56,40 +62,10 @@ SCHEMAS = {
 refuses every field that is not declared."""
 
 
-def definitions() -> Iterator[dict[str, Any]]:
-    for (group, version, kind), spec in SCHEMAS.items():
-        plural = f"{kind.lower()}s"
-        yield {
-            "apiVersion": "apiextensions.k8s.io/v1",
-            "kind": "CustomResourceDefinition",
-            "metadata": {"name": f"{plural}.{group}"},
-            "spec": {
-                "group": group,
-                "scope": "Namespaced",
-                "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
-                "versions": [
-                    {"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": fields(spec=spec)}}
-                ],
-            },
-        }
-
-
 @pytest.fixture
 def optional_apis(crd: ControlPlane) -> Iterator[ControlPlane]:
-    """The control plane, which serves PodMonitors and ScaledObjects for one test."""
-    paths = []
-    for body in definitions():
-        path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{body['metadata']['name']}"
-        crd.request("PATCH", path, body, APPLY, fieldManager="test").raise_for_status()
-        paths.append(path)
-    for group, version, kind in SCHEMAS:
-        served = f"/apis/{group}/{version}/{kind.lower()}s"
-        wait_for(lambda served=served: crd.request("GET", served).is_success, SECONDS, f"{kind} is served")
-    yield crd
-    for path in paths:
-        crd.request("DELETE", path).raise_for_status()
-    for path in paths:
-        wait_for(lambda path=path: crd.request("GET", path).status_code == 404, SECONDS, f"{path} is gone")
+    with served(crd, *(definition_of(kind, group, version, spec) for (group, version, kind), spec in SCHEMAS.items())):
+        yield crd
 
 
 def scaled(name: str) -> dict[str, Any]:
@@ -143,3 +119,90 @@ def test_pod_monitors_and_scaled_objects_are_made_where_they_are_served(
         deployed.apply(without)
         gone = f"/apis/monitoring.coreos.com/v1/namespaces/{namespace}/podmonitors"
         wait_for(lambda: not plane.request("GET", gone).json()["items"], SECONDS, "PodMonitors are pruned")
+
+
+def test_the_autoscaler_owns_the_replicas_and_an_edit_of_its_own_stays(
+    crd: ControlPlane, kubelet: Hollow, namespace: str
+) -> None:
+    deployed = Deployed(crd, namespace)
+    with pod_metrics(crd), operator(crd):
+        _scale(deployed)
+
+
+def _scale(deployed: Deployed) -> None:
+    resource = named("scaled")
+    resource["spec"]["pools"][0] |= {"autoscaling": {"minReplicas": 1, "maxReplicas": 4}}
+    deployed.apply(resource)
+    deployed.settled("scaled")
+    autoscaler = wait_for(lambda: deployed.get("horizontalpodautoscalers", "scaled-worker"), SECONDS, "an autoscaler")
+    assert autoscaler["spec"]["scaleTargetRef"]["name"] == "scaled-worker"
+    path = deployed.path("deployments", "scaled-worker")
+    scale = {"spec": {"replicas": 3}}
+    deployed.plane.request("PATCH", f"{path}/scale", scale, MERGE, fieldManager="autoscaler").raise_for_status()
+    # A change of the spec makes the operator apply that very Deployment again.
+    resource["spec"]["pools"][0]["updates"] = {"maxSurge": 2}
+    deployed.apply(resource)
+
+    def applied() -> dict[str, Any] | None:
+        worker = deployed.get("deployments", "scaled-worker")
+        assert worker is not None
+        return worker if worker["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 2 else None
+
+    worker = wait_for(applied, SECONDS, "the new surge is applied")
+    assert worker["spec"]["replicas"] == 3
+
+
+PATH = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
+FIELD = 'ignored_fields{name="old",namespace='
+
+
+@contextmanager
+def newer(plane: ControlPlane) -> Iterator[None]:
+    """Serve a definition with more fields that have defaults, in a section, in a pool and in one of their own."""
+    spec: Any = copy.deepcopy(definition()["spec"])
+    properties = spec["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    properties["routing"]["properties"]["novelty"] = {"type": "integer", "default": 7}
+    properties["routing"]["default"]["novelty"] = 7
+    properties["pools"]["items"]["properties"]["novelty"] = {"type": "string", "default": "x"}
+    section = {"one": {"type": "integer", "default": 1}, "two": {"type": "string"}}
+    properties["section"] = {"type": "object", "properties": section, "default": {"one": 1}}
+    try:
+        plane.request("PATCH", PATH, {"spec": spec}, content_type=MERGE).raise_for_status()
+        yield
+    finally:
+        plane.request("PATCH", PATH, {"spec": definition()["spec"]}, content_type=MERGE).raise_for_status()
+
+
+def test_defaults_of_a_newer_definition_are_no_fault_of_the_user_and_what_a_user_says_is(
+    crd: ControlPlane, kubelet: Hollow, namespace: str
+) -> None:
+    deployed = Deployed(crd, namespace)
+    with operator(crd) as replica:
+        deployed.apply(named("old"))
+        deployed.settled("old")
+        before = deployed.condition("old", "SpecValid")
+        with newer(crd):
+            wait_for(
+                lambda: "novelty" in deployed.resource("old")["spec"]["routing"], SECONDS, "the server fills it in"
+            )
+            touches = itertools.count()
+
+            def seen() -> bool:
+                # A watch shows an object in its new form when the object changes, and not before.
+                note = {"metadata": {"annotations": {"touched": str(next(touches))}}}
+                path = deployed.path("mmrouterdeployments", "old")
+                crd.request("PATCH", path, note, content_type=MERGE).raise_for_status()
+                return FIELD in replica.metrics()
+
+            wait_for(seen, SECONDS, "the operator has seen it")
+            assert deployed.condition("old", "SpecValid") == before, "not even for a moment: its time is as it was"
+            deployed.apply(named("new"))
+            deployed.settled("new")
+            resource = named("said")
+            resource["spec"]["section"] = {"two": "word"}
+            deployed.apply(resource)
+            refused = deployed.await_condition("said", "SpecValid", "False")
+            assert "spec.section: no such field" in refused["message"], yaml.safe_dump(refused)
+            for name in ("said", "new"):
+                crd.request("DELETE", deployed.path("mmrouterdeployments", name)).raise_for_status()
+        assert deployed.condition("old", "SpecValid") == before

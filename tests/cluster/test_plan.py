@@ -1,8 +1,6 @@
 """Plans that the real controllers carry out: what `mmrouter plan` foretells, and a set of pools that switches."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,8 @@ import yaml
 from cluster.controlplane import ControlPlane
 from cluster.deployments import Deployed
 from cluster.hollow_kubelet import Hollow
-from cluster.operators import BRIEF, operator
+from cluster.operators import BRIEF, mmrouter, operator
+from cluster.resources import deployment
 from waiting import wait_for
 
 SECONDS = 90.0
@@ -20,25 +19,22 @@ def pair(block: int, prefill: int = 2, decode: int = 1) -> dict[str, Any]:
     def pool(role: str, replicas: int) -> dict[str, Any]:
         return {"name": role, "role": role, "replicas": replicas, "accelerator": {"kind": "cpu"}, "blockSize": block}
 
-    return {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": "pd"},
-        "spec": {
+    return deployment(
+        "pd",
+        {
             "model": {"id": "org/model"},
             "engine": {"type": "vllm"},
             "frontend": {"replicas": 1},
             "verification": {"timeoutSeconds": 1},  # hollow pods are never proved
             "pools": [pool("prefill", prefill), pool("decode", decode)],
         },
-    }
+    )
 
 
 def foretold(plane: ControlPlane, folder: Path, namespace: str, resource: dict[str, Any]) -> dict[str, Any]:
     file = folder / "resource.yaml"
     file.write_text(yaml.safe_dump({**resource, "metadata": {**resource["metadata"], "namespace": namespace}}))
-    argv = [sys.executable, "-m", "mmrouter_cli", "plan", str(file), "--against", "cluster", "--json"]
-    done = subprocess.run([*argv, "--kubeconfig", str(plane.kubeconfig)], capture_output=True, text=True, check=False)
+    done = mmrouter(plane, "plan", str(file), "--against", "cluster", "--json")
     assert done.returncode == 0, done.stderr
     shown: dict[str, Any] = json.loads(done.stdout)
     return shown
@@ -67,8 +63,8 @@ def test_a_set_switches_as_foretold_and_a_pair_always_serves_although_the_operat
         assert foretold(crd, tmp_path, namespace, pair(128))["rounds"] == []
         (old,) = generations(deployed)["decode"]
         shown = foretold(crd, tmp_path, namespace, pair(64))
-        told = [step["action"] for steps in shown["rounds"] for step in steps if step["kind"] == "Deployment"]
-        assert {"create", "switch", "delete", "restart"} == set(told) - {"hold"}
+        actions = [step["action"] for steps in shown["rounds"] for step in steps if step["kind"] == "Deployment"]
+        assert {"create", "switch", "delete", "restart"} == set(actions) - {"hold"}
         deployed.apply(pair(64))
         wait_for(lambda: _begun(deployed, old), SECONDS, "both revisions stand")
         replica.kill()

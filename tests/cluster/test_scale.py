@@ -1,15 +1,12 @@
 """What an operator with five hundred resources costs."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import psutil
+from artefacts import Record
 from cluster.operators import USER, Replica, idle
 from cluster.resources import all_there, apply, complete, resource
 from waiting import wait_for
-
-Record = Callable[[str, Any], None]
 
 MANY = 500
 RSS_MB = 400

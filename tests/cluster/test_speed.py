@@ -1,19 +1,17 @@
 """Time how long the children of a new resource take, in seconds and relative to the API server's own time."""
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
+from artefacts import Record
 from cluster.controlplane import ControlPlane
 from cluster.operators import USER, Replica, idle
 from cluster.resources import all_there, apply, expected, resource
 from waiting import wait_for
 
-from mmrouter_operator.cluster.child_kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.cluster.kinds_and_rights import CORE_CHILDREN, KINDS
 from mmrouter_operator.model.kinds import RESOURCE
-
-Record = Callable[[str, Any], None]
 
 TIMED = 50
 

@@ -25,8 +25,8 @@ PATIENCE_SECONDS = 60
 """An operator that does neither for so long ends by SIGALRM."""
 
 
-def die_after(calls: int, told: int) -> None:
-    """Have this process killed once the server has answered so many calls; for each a byte goes to ``told``."""
+def die_after(calls: int, writer: int) -> None:
+    """Have this process killed once the server has answered so many calls; for each a byte goes to ``writer``."""
     call, reconcile = KubernetesCluster._call, Reconciler.reconcile
     left = calls
 
@@ -37,7 +37,7 @@ def die_after(calls: int, told: int) -> None:
             return await call(self, method, path, **more)
         finally:
             if "/leases" not in path and path != "/apis" and "PartialObjectMetadataList" not in more.get("accept", ""):
-                os.write(told, b".")
+                os.write(writer, b".")
                 left -= 1
                 if left < 0:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -51,17 +51,16 @@ def die_after(calls: int, told: int) -> None:
 
 
 def main() -> None:
-    """Serve until the input ends."""
     gc.freeze()
     for line in sys.stdin:
         request = json.loads(line)
-        heard, told = os.pipe()
+        heard, writer = os.pipe()
         pid = os.fork()
         if not pid:
             signal.alarm(PATIENCE_SECONDS)
-            die_after(request["calls"], told)
+            die_after(request["calls"], writer)
             os._exit(command.main(request["arguments"]))
-        os.close(told)
+        os.close(writer)
         _, status = os.waitpid(pid, 0)
         with os.fdopen(heard, "rb") as answered:
             answer = {"status": os.waitstatus_to_exitcode(status), "calls": len(answered.read())}

@@ -3,11 +3,9 @@
 A level that cannot run says why: every skip below begins with ``not run:``.
 """
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from artefacts import name_needs, run_tool_or_skip
@@ -16,10 +14,10 @@ from conformance.report import Cells, run_folder
 from hack.engines.shrink_model import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = pytest.StashKey[dict[str, Any]]()
 CELLS = pytest.StashKey[list[Cells]]()
 
-Record = Callable[[str, Any], None]
+
+Shrunk = Callable[[str], Path]
 
 
 def models_dir() -> Path:
@@ -27,7 +25,6 @@ def models_dir() -> Path:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[FIGURES] = {}
     config.stash[CELLS] = []
 
 
@@ -36,28 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    figures = config.stash[FIGURES]
-    if figures:
-        terminalreporter.section("figures")
-        for name, value in figures.items():
-            terminalreporter.write_line(f"{name}: {value}")
     if config.stash[CELLS]:
         terminalreporter.section("conformance")
         for line in config.stash[CELLS][0].lines():
             terminalreporter.write_line(line)
-
-
-@pytest.fixture(scope="session")
-def record(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    """Keep a figure: it is printed at the end, and written to ``figures.json`` in the run's temporary folder."""
-    figures = pytestconfig.stash[FIGURES]
-    path = tmp_path_factory.getbasetemp() / "figures.json"
-
-    def keep(name: str, value: Any) -> None:
-        figures[name] = value
-        path.write_text(json.dumps(figures, indent=1) + "\n")
-
-    return keep
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +56,6 @@ def vllm_env() -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_env() -> Path:
-    """The environment with the real SGLang, as ``vllm_env``."""
     return engine_env("engines.sglang_env")
 
 
@@ -88,7 +66,7 @@ def engine_env(script: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Shrunk:
     """Give a shrunk copy of a model folder, named by its repository (``org/name``)."""
     root = tmp_path_factory.mktemp("models")
 

@@ -10,8 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conformance.pictures import image_part, picture
-from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, user
+from conformance.workload import (
+    CODE,
+    CONTINUED,
+    EMOJI,
+    SCRIPTS,
+    STORY,
+    WEATHER,
+    Case,
+    case,
+    image_part,
+    picture,
+    said,
+    user,
+)
 
 DRAWN = 320
 """Random conversations of a family, beside those that are written down."""
@@ -24,28 +36,15 @@ PHI3 = (
 )
 BLANKS = (" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "   \n \t")
 ODD = (
-    "▁",
-    "▁▁a",
-    "e\u0301",
-    "\u0301",
-    "ﬁ",
-    "Ⅷ",
-    "\ufeff",
-    "\u2028",
-    "\u0000",
-    "\ufffd",
-    "Å",
-    "A\u030a",
-    "\ud7ff",
+    *("▁", "▁▁a", "e\u0301", "\u0301", "ﬁ", "Ⅷ", "\ufeff", "\u2028", "\u0000", "\ufffd", "Å", "A\u030a", "\ud7ff"),
     "\U0010ffff",
 )
 
 
 @dataclass(frozen=True)
 class Style:
-    """What a family's conversations are made of: ``typed`` are texts that mean something to its tokenizer.
-
-    ``sizes`` are width and height of its pictures, ``most`` the number of images in a drawn conversation.
+    """What a family's conversations are made of: ``typed`` are texts that mean something to its tokenizer. ``sizes``
+    are width and height of its pictures, ``most`` the number of images in a drawn conversation.
     """
 
     placeholder: str
@@ -53,7 +52,6 @@ class Style:
     sizes: Sequence[tuple[int, int]]
     most: int
     tools: bool = True
-    """Whether its template has a place for tool calls and results."""
 
 
 SMALL = ((28, 28), (56, 84), (120, 60), (224, 224), (90, 300))
@@ -68,7 +66,6 @@ STYLES = {
 
 
 def corpus(family: str) -> list[Case]:
-    """Return the conversations of a family, named by its ``model_type``."""
     style = STYLES[family]
     cases = [*plain(), *fields(style), *placed(style), *literal(style), *called(style), *drawn(style)]
     assert len({one.name for one in cases}) == len(cases)
@@ -76,13 +73,11 @@ def corpus(family: str) -> list[Case]:
 
 
 def images(style: Style, count: int) -> list[dict[str, object]]:
-    """Return different pictures of the style's sizes."""
     sizes = [style.sizes[number % len(style.sizes)] for number in range(count)]
     return [image_part(picture(*size, seed=number + 1)) for number, size in enumerate(sizes)]
 
 
 def plain() -> Iterator[Case]:
-    """Texts: each alone, and as a part of a conversation with turns."""
     texts = {
         "short": "Hi",
         "empty": "",
@@ -141,7 +136,6 @@ def fields(style: Style) -> Iterator[Case]:
 
 
 def placed(style: Style) -> Iterator[Case]:
-    """Images at every place of a message and of a conversation."""
     a, b, c = images(style, 3)
     yield case("image alone", user(a))
     yield case("image first", user(a, "What?"))
@@ -183,7 +177,6 @@ def literal(style: Style) -> Iterator[Case]:
 
 
 def called(style: Style) -> Iterator[Case]:
-    """Tools, calls and results."""
     (a,) = images(style, 1)
     ask = user("Weather in Oslo and in Århus?")
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"place": "Oslo", "n": 1.0}'}}
@@ -216,8 +209,8 @@ def drawn(style: Style, count: int = DRAWN) -> Iterator[Case]:
     pool = images(style, 8)
 
     def text(most: int = 40) -> str:
-        said = [draw.choice(odd if draw.random() < 0.2 else words) for _ in range(draw.randint(0, most))]
-        return draw.choice((" ", " ", "\n", "")).join(said)
+        pieces = [draw.choice(odd if draw.random() < 0.2 else words) for _ in range(draw.randint(0, most))]
+        return draw.choice((" ", " ", "\n", "")).join(pieces)
 
     def message(left: int) -> dict[str, Any]:
         if draw.random() < 0.3:

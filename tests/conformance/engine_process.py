@@ -7,7 +7,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +20,12 @@ import pytest
 import zmq
 
 from hack.build_once import cache_dir
-from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.api.pod_paths import MODEL_DIR
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import Batch, Stored
 from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_lib.pod_paths import MODEL_DIR
 
 BLOCK_SIZE = 32  # the CPU attention of vLLM takes multiples of 32 only
 START_SECONDS = 600
@@ -42,10 +42,9 @@ REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 
 
 class Listener:
-    """Binds the engine's event socket, as a sidecar does, and keeps every message in order.
-
-    A thread reads continuously: a bound subscriber announces its subscription only while its socket is served, and the
-    engine's publisher drops messages until then.
+    """Binds the engine's event socket, as a sidecar does, and keeps every message in order. A thread reads
+    continuously: a bound subscriber announces its subscription only while its socket is served, and the engine's
+    publisher drops messages until then.
     """
 
     def __init__(self, ip: str, kind: str = "vllm") -> None:
@@ -86,28 +85,30 @@ class Listener:
     def batches(self) -> list[Batch]:
         return [self._decode(payload) for _, payload in self.frames]
 
-    def replayed(self, seconds: float = 20) -> list[tuple[int, bytes]]:
-        """Return everything that the engine has published, from its replay socket."""
-        dealer = self._context.socket(zmq.DEALER)
-        dealer.linger = 0
-        try:
-            dealer.connect(f"tcp://{self._ip}:{REPLAY_PORT}")
-            dealer.send_multipart([b"", bytes(8)])
-            got: list[tuple[int, bytes]] = []
-            while dealer.poll(int(seconds * 1000)):
-                _, _, number, payload = dealer.recv_multipart()
-                if number == REPLAY_END:
-                    return got
-                got.append((int.from_bytes(number, "big"), payload))
-            pytest.fail(f"no end of the replay within {seconds:g} s")
-        finally:
-            dealer.close()
+    def replayed(self) -> list[tuple[int, bytes]]:
+        return replay(self._ip)
 
     def close(self) -> None:
         self._stop.set()
         self._thread.join()
         self._socket.close(linger=0)
         self._context.term()
+
+
+def replay(ip: str, seconds: float = 20) -> list[tuple[int, bytes]]:
+    """Return everything that an engine has published, numbered, from its replay socket."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.setsockopt(zmq.RCVHWM, 0)
+        dealer.connect(f"tcp://{ip}:{REPLAY_PORT}")
+        dealer.send_multipart([b"", bytes(8)])
+        got: list[tuple[int, bytes]] = []
+        while dealer.poll(int(seconds * 1000)):
+            *_, number, payload = dealer.recv_multipart()
+            if number == REPLAY_END:
+                return got
+            got.append((int.from_bytes(number, "big"), payload))
+    pytest.fail(f"the engine at {ip} did not replay its events within {seconds:g} s")
 
 
 @dataclass
@@ -131,9 +132,8 @@ class Engine:
         return f"http://{self.ip}:{HTTP_PORT}"
 
     def chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a chat request, with its token ids."""
         answer = self.post(body)
-        assert answer.status_code == 200, f"{answer.status_code}: {answer.text}\n{self.log_tail()}"
+        assert answer.status_code == 200, f"{answer.status_code}: {answer.text}\n{tail(self.log)}"
         decoded: dict[str, Any] = answer.json()
         return decoded
 
@@ -143,18 +143,12 @@ class Engine:
         return self.client.post("/v1/chat/completions", json=asked, **options)
 
     def healthy(self) -> bool:
-        try:
-            return self.client.get(self.health_path, timeout=2).status_code == 200
-        except httpx.TransportError:
-            return False
+        return is_healthy(self.client, self.health_path)
 
     def memory_bytes(self) -> int:
         """Return the proportional set size of all its processes."""
         root = psutil.Process(self.process.pid)
         return sum(process.memory_full_info().pss for process in (root, *root.children(recursive=True)))
-
-    def log_tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
 @contextmanager
@@ -167,34 +161,34 @@ def engine(
     wrapper: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Engine]:
-    """Run a real engine over a shrunk model folder, with the product's own command line, until the block ends.
-
-    The engine has an unused loopback address. Skips the test without enough free memory. ``kind`` is the engine type of
-    a resource, ``vllm`` or ``sglang``; ``wrapper`` precedes the command, ``variables`` extend its environment.
+    """Run a real engine over a shrunk model folder, with the product's own command line, until the block ends. The
+    engine has an unused loopback address. Skips the test without enough free memory. ``kind`` is the engine type of a
+    resource, ``vllm`` or ``sglang``; ``wrapper`` precedes the command, ``variables`` extend its environment.
     """
     require_memory()
     ip = free_address()
     listener = Listener(ip, kind)
     try:
         made = command(model_dir, ip, kind)
-        with log.open("wb") as out:
-            # A process group of its own, so that stop() ends the engine's children as well.
-            process = subprocess.Popen(
-                [*wrapper, str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment(env, ip, log.parent) | made.env | dict(variables),
-                start_new_session=True,
-            )
-        running = Engine(model_dir.name, ip, process, listener, log, made.health_path)
-        try:
-            wait_healthy(running)
-            yield running
-        finally:
-            running.client.close()
-            stop(process)
+        argv = [*wrapper, str(env / "bin" / made.command[0]), *made.command[1:], *made.args, *extra]
+        with server(argv, log, environment(env, ip, log.parent) | made.env | dict(variables)) as process:
+            running = Engine(model_dir.name, ip, process, listener, log, made.health_path)
+            with running.client:
+                running.start_s = wait_healthy(process, log, running.healthy)
+                yield running
     finally:
         listener.close()
+
+
+@contextmanager
+def server(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a process in a group of its own until the block ends, so that its children end as well."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+    try:
+        yield process
+    finally:
+        stop(process)
 
 
 def require_memory(engines: int = 1) -> None:
@@ -205,7 +199,6 @@ def require_memory(engines: int = 1) -> None:
 
 
 def free_address() -> str:
-    """Return a loopback address on which all of an engine's ports are free: ports are fixed, addresses are many."""
     for number in range(1, 255):
         ip = f"127.1.9.{number}"
         if all(is_free(ip, port) for port in (HTTP_PORT, EVENTS_PORT, REPLAY_PORT)) and hold(ip):
@@ -237,7 +230,6 @@ def is_free(ip: str, port: int) -> bool:
 
 
 def command(model_dir: Path, ip: str, kind: str) -> Launch:
-    """Return what the product renders for a CPU pool, expanded for one address."""
     pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
     model = {"id": f"test/{model_dir.name}", "servedName": model_dir.name, "volume": {"emptyDir": {}}}
     args = engine_args(context_length(model_dir)) if kind == "vllm" else sglang_args(context_length(model_dir))
@@ -246,17 +238,16 @@ def command(model_dir: Path, ip: str, kind: str) -> Launch:
         "engine": {"type": kind, "blockSize": BLOCK_SIZE, "args": args},
         "pools": [pool],
     }
-    dep = parse_deployment(
-        {
-            "apiVersion": "mmrouter.io/v1alpha1",
-            "kind": "MMRouterDeployment",
-            "metadata": {"name": "conformance"},
-            "spec": spec,
-        }
-    )
+    dep = parsed(spec)
     made: Launch = LAUNCHERS[dep.spec.engine.type].launch(dep, dep.spec.pools[0])
     places = {"$(POD_IP)": ip, "$(POD_LOOPBACK)": ip, "$(SGLANG_API_KEY)": API_KEY, MODEL_DIR: str(model_dir)}
     return replace(made, args=[expanded(arg, places) for arg in made.args])
+
+
+def parsed(spec: Mapping[str, Any]) -> MMRouterDeployment:
+    """Return a deployment with a spec."""
+    head = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "conformance"}}
+    return parse_deployment({**head, "spec": spec})
 
 
 def expanded(text: str, places: Mapping[str, str]) -> str:
@@ -305,7 +296,6 @@ SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **EAGER}
 
 
 def sglang_args(context: int = CONTEXT) -> list[str]:
-    """Return the same for SGLang, with PyTorch's kernels."""
     return [
         *("--load-format", "dummy"),
         *("--attention-backend", "torch_native"),
@@ -315,7 +305,9 @@ def sglang_args(context: int = CONTEXT) -> list[str]:
         "--disable-overlap-schedule",
         "--skip-server-warmup",
         "--sleep-on-idle",  # otherwise its scheduler polls without a pause
-        *("--mem-fraction-static", "0.1"),
+        # The token limit bounds the cache. The fraction is of the memory that is free at the start, and other processes
+        # may take as much while the weights load.
+        *("--mem-fraction-static", "0.6"),
         *("--max-total-tokens", "131072"),
         *("--context-length", str(context)),
         *("--max-running-requests", "4"),
@@ -342,19 +334,30 @@ def environment(env: Path, ip: str, scratch: Path) -> dict[str, str]:
     }
 
 
-def wait_healthy(engine: Engine) -> None:
+def is_healthy(client: httpx.Client, path: str = "/health") -> bool:
+    try:
+        return client.get(path, timeout=2).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_healthy(process: "subprocess.Popen[bytes]", log: Path, healthy: Callable[[], bool]) -> float:
+    """Return the seconds until the first healthy answer."""
     began = time.monotonic()
-    while not engine.healthy():
-        if engine.process.poll() is not None:
-            pytest.fail(f"the engine ended with {engine.process.returncode}\n{engine.log_tail()}")
+    while not healthy():
+        if process.poll() is not None:
+            pytest.fail(f"the engine ended with {process.returncode}\n{tail(log)}")
         if time.monotonic() - began > START_SECONDS:
-            pytest.fail(f"the engine is not healthy after {START_SECONDS} s\n{engine.log_tail()}")
+            pytest.fail(f"the engine is not healthy after {START_SECONDS} s\n{tail(log)}")
         time.sleep(0.2)
-    engine.start_s = time.monotonic() - began
+    return time.monotonic() - began
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-40:])
 
 
 def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Stop an engine by its pid, then kill what remains of its process group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:

@@ -1,18 +1,41 @@
-"""The engines behind a running deployment: their keys, processes and own figures, and questions past the router."""
+"""Deployments of real engines on a CPU: their resources, their processes and figures, and what they hold.
 
+The latter is read by code that shares nothing with a sidecar, from the engines' replayed events alone.
+"""
+
+import json
 import os
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
-from local.rig import Deployment
+import yaml
+from conformance.engine_process import (
+    BLOCK_SIZE,
+    EAGER,
+    FORKED,
+    KEPT,
+    ONE_PROCESS,
+    SGLANG_ENVIRONMENT,
+    START_SECONDS,
+    engine_args,
+    replay,
+    sglang_args,
+)
+from local.rig import Deployment, running
 from prometheus_client.parser import text_string_to_metric_families
 
-from mmrouter_lib.engines.vllm.launch import API_KEY_ENV
+from mmrouter_lib.block_keys import chain, namespace_seed
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
 
 
 @dataclass(frozen=True)
@@ -27,21 +50,18 @@ class Pod:
     @property
     def key(self) -> str:
         """The key that it asks for."""
-        return next(key for process in self.processes if (key := process.environ().get(API_KEY_ENV)))
+        return next(key for process in self.processes if (key := process.environ().get("VLLM_API_KEY")))
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of its samples of one name that have these labels."""
         page = httpx.get(f"http://{self.ip}:8000/metrics", timeout=20).raise_for_status().text
         samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
         return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
     def ask(self, body: Mapping[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
-        """Send it a chat, or what another route takes, past the router."""
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.post(f"http://{self.ip}:8000{path}", json=body, headers=headers, timeout=120)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send all of its processes a signal."""
         for process in self.processes:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
@@ -53,9 +73,183 @@ def pods(deployment: Deployment) -> dict[str, Pod]:
     for child in psutil.Process(deployment.process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             environment = child.environ()
-            if API_KEY_ENV in environment and "POD_NAME" in environment:
+            if "VLLM_API_KEY" in environment and "POD_NAME" in environment:
                 found.setdefault(environment["POD_NAME"], []).append(child)
     return {
         worker["role"]: Pod(worker["name"], worker["uid"], worker["ip"], tuple(found.get(worker["name"], ())))
         for worker in deployment.state()["workers"]
     }
+
+
+REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
+SHARED = "/var/lib/mmrouter/shared"
+MAX_PIXELS = 200_704
+"""An encoder measures its largest image when it starts: minutes on a CPU, unless images are small."""
+ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    **ONE_PROCESS,
+    **FORKED,
+    **KEPT,
+    **EAGER,
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+FILES = {"ec_connector": "ECExampleConnector", "ec_connector_extra_config": {"shared_storage_path": SHARED}}
+"""An encoder's connector on a CPU, where vLLM's other connectors do not run."""
+SGLANG_IMAGE = "example.invalid/sglang:0.5.23"  # SGLang has no default image for CPUs; local processes need none
+LOOPBACK_MEDIA = {"fetch": "public", "allowedCIDRs": ["127.0.0.0/8"]}
+
+
+def pool(
+    role: str, variables: Mapping[str, str] = MappingProxyType(ENVIRONMENT), *, replicas: int = 1, **more: Any
+) -> dict[str, Any]:
+    """Return a pool of CPU engines with an environment, named by its role."""
+    return {
+        "name": role,
+        "role": role,
+        "replicas": replicas,
+        "accelerator": {"kind": "cpu"},
+        "podTemplate": {"spec": {"containers": [{"name": "engine", "env": environment(variables)}]}},
+        **more,
+    }
+
+
+def manifest(
+    model_dir: Path,
+    engine: Mapping[str, Any],
+    pools: Iterable[Mapping[str, Any]],
+    *,
+    name: str = "demo",
+    repository: str = REPOSITORY,
+    frontends: int = 1,
+    frontend: Mapping[str, Any] = MappingProxyType({}),
+    routing: Mapping[str, Any] = MappingProxyType({"media": LOOPBACK_MEDIA}),
+) -> dict[str, Any]:
+    """Return an MMRouterDeployment. ``engine``, ``frontend`` and ``routing`` extend these sections of the spec."""
+    return {
+        "apiVersion": "mmrouter.io/v1alpha1",
+        "kind": "MMRouterDeployment",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"id": repository, "volume": {"hostPath": {"path": str(model_dir)}}},
+            "engine": {"blockSize": BLOCK_SIZE, **engine},
+            "frontend": {"replicas": frontends, "service": {"port": 8000}, **frontend},
+            "routing": dict(routing),
+            "pools": [dict(each) for each in pools],
+        },
+    }
+
+
+def sglang_manifest(
+    model_dir: Path, repository: str, pools: Iterable[tuple[str, int]], *args: str, **more: Any
+) -> dict[str, Any]:
+    """Return the same for SGLang. ``pools``: role and replicas; ``args``: further flags; ``more``: ``spec.engine``."""
+    engine = {"type": "sglang", "image": SGLANG_IMAGE, "args": [*sglang_args(), *args], **more}
+    made = [pool(role, SGLANG_ENVIRONMENT, replicas=replicas) for role, replicas in pools]
+    return manifest(model_dir, engine, made, repository=repository)
+
+
+def resource(
+    model_dir: Path,
+    pools: Iterable[Mapping[str, Any]],
+    *,
+    args: Iterable[str] = (),
+    frontend: Mapping[str, str] = MappingProxyType({}),
+    **routing: Any,
+) -> dict[str, Any]:
+    """Return a vLLM deployment with hand-over and one frontend, which fetches images from this machine. ``args``:
+    further engine flags. ``frontend``: the router's environment.
+    """
+    media = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
+    router = {"name": "router", "env": environment(frontend)}
+    engine = {
+        "type": "vllm",
+        "processor": {"maxPixels": MAX_PIXELS},
+        "ecConnector": FILES,
+        "args": [*engine_args(), *args],
+    }
+    return manifest(
+        model_dir,
+        engine,
+        [{"sharedMemory": {"scope": "node"}, **each} for each in pools],
+        frontend={"podTemplate": {"spec": {"containers": [router]}}},
+        routing={"media": media, **routing},
+    )
+
+
+def environment(values: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "value": value} for name, value in values.items()]
+
+
+@contextmanager
+def deployed(env: Path, folder: Path, resource: Mapping[str, Any]) -> Iterator[Deployment]:
+    """Run a deployment of real engines until the block ends. ``env``: the engines' environment."""
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump(resource))
+    with running(file, "--engines", "path", "--engine-env", str(env), start_seconds=START_SECONDS + 50) as deployment:
+        yield deployment
+
+
+class History:
+    def __init__(self, deployment: Deployment, ip: str, repository: str, kind: str = "vllm") -> None:
+        self._ip, self._kind = ip, kind
+        config = Path(next(iter(deployment.processes("router").values())).environ()["MMROUTER_CONFIG"])
+        model = json.loads((config / "deployment.json").read_text())["spec"]["model"]
+        key, revision = (config / "secrets" / "identity.key").read_bytes(), model.get("revision", "main")
+        self._seed = partial(namespace_seed, key, model=repository, revision=revision)
+        self.removed = self.most_copies = 0
+        """How often a block was removed, and how many copies of one there were at most."""
+
+    def keys(self) -> set[str]:
+        return set(self.roots())
+
+    def roots(self) -> dict[str, str]:
+        """Return the keys of all that it holds now, as the control API writes them -> the first keys of their chains.
+        vLLM counts the copies of a block; for SGLang one removal is the end of it.
+        """
+        copies: Counter[int] = Counter()
+        key_of: dict[int, int] = {}
+        root_of: dict[int, int] = {}
+        self.removed = 0
+        for _, payload in replay(self._ip):
+            for event in adapter(self._kind).decode_batch(payload).events:
+                match event:
+                    case Stored():
+                        parent = self._seed(salt=event.salt) if event.parent is None else key_of[event.parent]
+                        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+                        key_of.update(zip(event.hashes, keys, strict=True))
+                        root_of.update(dict.fromkeys(keys, keys[0] if event.parent is None else root_of[parent]))
+                        copies.update(event.hashes)
+                        self.most_copies = max(self.most_copies, *copies.values())
+                    case Removed():
+                        for block in event.hashes:
+                            copies[block] = copies[block] - 1 if self._kind == "vllm" else 0
+                        self.removed += len(event.hashes)
+                    case Cleared():
+                        copies.clear()
+        assert min(copies.values(), default=0) >= 0
+        held = [key_of[block] for block, count in copies.items() if count]
+        return {f"{key:016x}": f"{root_of[key]:016x}" for key in held}
+
+
+class Answer:
+    """One answered request: what the router predicted and decided, and what the engine said."""
+
+    def __init__(self, headers: Mapping[str, str], usage: Mapping[str, Any], decision: dict[str, Any]) -> None:
+        self.request_id, self.worker = headers["x-mmrouter-request-id"], headers["x-mmrouter-worker"]
+        self.exactness = headers["x-mmrouter-exactness"]
+        names = ("overlap-blocks", "prompt-blocks", "prompt-tokens")
+        self.overlap, self.blocks, self.predicted_tokens = (int(headers[f"x-mmrouter-{name}"]) for name in names)
+        self.decision, self.keys = decision, list(decision["keys"])
+        self.tokens = int(usage["prompt_tokens"])
+        self.cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+        self.most = (self.tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        """Of a whole hit: the engine always computes the last token."""
+        self.promised = min(self.overlap * BLOCK_SIZE, self.most)
+        """The overlap in tokens."""
+
+    @property
+    def before_image(self) -> int:
+        """Blocks of the text before the first image."""
+        return int(self.decision["images"][0]["offset"]) // BLOCK_SIZE

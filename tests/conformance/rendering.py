@@ -1,17 +1,16 @@
 """A real ``vllm launch render``: what vLLM makes of a chat request, without a GPU and without a model."""
 
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import httpx
-import pytest
-from conformance.engine_process import START_SECONDS, environment, free_address, require_memory, stop
+from conformance.engine_process import environment, free_address, is_healthy, require_memory, server, wait_healthy
 
 PORT = 8000
 
@@ -38,8 +37,6 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Renderer:
-    """A running server."""
-
     client: httpx.Client
     process: "subprocess.Popen[bytes] | None" = None
 
@@ -60,36 +57,16 @@ def renderer(
     wrapper: Sequence[str] = (),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Renderer]:
-    """Run a renderer over a model folder until the block ends. Skips where there is no memory for it.
-
-    ``wrapper`` stands before its command, ``variables`` in its environment.
+    """Run a renderer over a model folder until the block ends. Skips where there is no memory for it. ``wrapper``
+    stands before its command, ``variables`` in its environment.
     """
     require_memory()
     ip = free_address()
     command = [str(env / "bin" / "vllm"), "launch", "render", str(model_dir), "--host", ip, "--port", str(PORT)]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*wrapper, *command, "--served-model-name", model_dir.name, "--max-model-len", "8192", *extra],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=environment(env, ip, log.parent) | dict(variables),
-            start_new_session=True,
-        )
-    try:
-        with httpx.Client(base_url=f"http://{ip}:{PORT}", timeout=60) as client:
-            began = time.monotonic()
-            while not _healthy(client):
-                tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-                if process.poll() is not None or time.monotonic() - began > START_SECONDS:
-                    pytest.fail(f"the renderer did not start\n{tail}")
-                time.sleep(0.2)
-            yield Renderer(client, process)
-    finally:
-        stop(process)
-
-
-def _healthy(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
+    argv = [*wrapper, *command, "--served-model-name", model_dir.name, "--max-model-len", "8192", *extra]
+    with (
+        server(argv, log, environment(env, ip, log.parent) | dict(variables)) as process,
+        httpx.Client(base_url=f"http://{ip}:{PORT}", timeout=60) as client,
+    ):
+        wait_healthy(process, log, partial(is_healthy, client))
+        yield Renderer(client, process)

@@ -1,6 +1,4 @@
-"""Write docs/conformance.md: which engine and family was compared, with what result, and what was not run.
-
-    python tests/conformance/report.py FIGURES.json OUT.md    # writes the table of a run
+"""The page docs/conformance.md: which engine and family was compared, with what result, and what was not run.
 
 A run collects :class:`Cell` objects and writes them as JSON; the page is generated from that JSON alone, so every
 number can be traced to a run.
@@ -10,7 +8,6 @@ import fcntl
 import json
 import os
 import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from conformance.compare import Report
+    from conformance.prediction import Report
 
 SCENARIOS = 10
 NAMES = {
@@ -41,7 +38,6 @@ NOT_RUN = {
     ("sglang", "llava_next"): AFFINITY,
     ("sglang", "phi3_v"): "not supported by SGLang 0.5.23",
 }
-"""Cells that no run can have, and why."""
 EXPECTED = [
     *(("vllm", family, PROVIDERS["vllm"]) for family in NAMES),
     ("sglang", "qwen2_vl", "artifact"),
@@ -50,7 +46,6 @@ EXPECTED = [
     ("sglang", "qwen3_vl", "artifact"),
     *((engine, family, "") for engine, family in NOT_RUN),
 ]
-"""Cells of every table; one that nothing was recorded for was not run."""
 
 
 @dataclass
@@ -73,7 +68,6 @@ class Cell:
 
 
 def run_folder() -> Path | None:
-    """Return the folder that the sessions of one run share; ``None`` for a session on its own."""
     named = os.environ.get("MMROUTER_RUN_FOLDER")
     return Path(named) if named else None
 
@@ -90,10 +84,9 @@ def exclusive(run: Path | None) -> Iterator[None]:
 
 
 class Cells:
-    """Collects a run's cells and keeps them in files, so that a run which ends early leaves what it has.
-
-    A run may be several sessions side by side, each with cells of its own: what is written into ``folder`` holds those
-    of all sessions that share the folder ``run``.
+    """Collects a run's cells and keeps them in files, so that a run which ends early leaves what it has. A run may be
+    several sessions side by side, each with cells of its own: what is written into ``folder`` holds those of all
+    sessions that share the folder ``run``.
     """
 
     def __init__(self, folder: Path, run: Path | None = None) -> None:
@@ -133,9 +126,8 @@ class Cells:
         self._write()
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for each cell, those that were not run with the reason.
-
-        A session on its own names every cell of the table, one of several those that it had.
+        """Yield a line for each cell, those that were not run with the reason. A session on its own names every cell of
+        the table, one of several those that it had.
         """
         for cell in rows(self._cells) if self._run is None else self._cells.values():
             counts = f"blocks {cell.blocks}, matched {cell.matched}, mismatches {cell.mismatches}"
@@ -200,7 +192,6 @@ answer. No engine compiles with PyTorch.
 
 
 def rows(cells: Mapping[tuple[str, str, str], Cell]) -> list[Cell]:
-    """Return every expected cell, in order; one that nothing was recorded for says why it was not run."""
     return [
         cells.get((engine, family, provider))
         or Cell(engine, family, provider=provider, not_run=NOT_RUN.get((engine, family), "not part of this run"))
@@ -209,7 +200,6 @@ def rows(cells: Mapping[tuple[str, str, str], Cell]) -> list[Cell]:
 
 
 def table(done: Mapping[str, Any]) -> str:
-    """Return the page of a run's JSON."""
     cells = rows({(cell["engine"], cell["family"], cell["provider"]): Cell(**cell) for cell in done["cells"]})
     names = next((list(cell.scenarios) for cell in cells if cell.scenarios), [])
     lines = [HEAD + ", ".join(names) + ".", "", f"{done['date']}, {done['machine']}", ""]
@@ -243,16 +233,3 @@ def grid(cells: Sequence[Cell]) -> Iterator[str]:
             counts = (cell.requests, cell.blocks, cell.matched, cell.mismatches)
             values = [engine, NAMES[cell.family], cell.provider, *counts, rate, f"{passed}/{SCENARIOS}", cell.note]
         yield f"| {' | '.join(str(value).replace('|', '/') for value in values)} |"
-
-
-def main() -> int:
-    if len(sys.argv) != 3:
-        print((__doc__ or "").strip(), file=sys.stderr)
-        return 2
-    figures, out = map(Path, sys.argv[1:])
-    out.write_text(table(json.loads(figures.read_text())))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

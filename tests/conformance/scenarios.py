@@ -9,6 +9,7 @@ Images come by ``http:`` from an origin on loopback; what the router's own fetch
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,11 +17,14 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-from conformance.pictures import data_uri, picture
-from conformance.predict import Predicted, Predictor, image_places
-from conformance.workload import Case, case, said, user
+from artefacts import Record
+from conformance.engine_process import Engine
+from conformance.prediction import Exchange, Predicted, Predictor, Report, compare, image_places, repeats
+from conformance.report import Cells
+from conformance.workload import Case, case, data_uri, picture, said, user
 
 from mmrouter_lib.api import Media as MediaSettings
+from mmrouter_lib.engines.base.events import Batch
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -41,7 +45,6 @@ class Scenario:
 
 
 def scenarios(origin: str) -> list[Scenario]:
-    """Return all ten; ``origin`` is where :func:`served_images` serves."""
     a, b, c = (data_uri(data) for data in IMAGES.values())
     url = f"{origin}/a.png"
     signed = f"{url}?X-Amz-Signature=5f1c&X-Amz-Expires=600"
@@ -123,7 +126,6 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 @contextmanager
 def served_images() -> Iterator[str]:
-    """Serve the images on loopback; gives the origin."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler))
     thread = threading.Thread(target=server.serve_forever, name="images")
     thread.start()
@@ -146,3 +148,55 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """A family's recorded run: nothing in it depends on the engine being alive."""
+
+    kind: str
+    predictor: Predictor
+    exchanges: Sequence[Exchange]
+    scenarios: Sequence[Scenario]
+    batches: Sequence[Batch]
+    live: Sequence[tuple[int, bytes]]
+    replayed: Sequence[tuple[int, bytes]]
+
+    def compared(self, **changes: Any) -> Report:
+        """Compare what was published with a prediction; ``changes``: deliberate breaks of the predictor."""
+        return compare(self.exchanges, self.batches, replace(self.predictor, **changes))
+
+    def assert_predicted(self, record: Record, cells: Cells, least: int) -> Report:
+        """Every block is the predicted one, of at least so many."""
+        report, name = self.compared(), self.predictor.family.name
+        record(f"prediction, {self.kind} {name}", report.line)
+        cells.compared(self.kind, name, report, repeats(self.exchanges))
+        print(f"\n{name}: {report.line}")
+        assert report.mismatches == []
+        assert report.blocks >= report.predicted > least
+        return report
+
+    def assert_scenarios(self, cells: Cells) -> None:
+        """The ten scenarios hit what they must, and nothing else."""
+        cached = {exchange.case.name: exchange.cached_tokens for exchange in self.exchanges}
+        results = {one.name: faults(one, self.predictor, cached) for one in self.scenarios}
+        cells.scenarios(self.kind, self.predictor.family.name, results)
+        assert len(results) == 10
+        assert {name: found for name, found in results.items() if found} == {}
+
+
+def recorded(
+    kind: str, served: Engine, predictor: Predictor, exchanges: Sequence[Exchange], ten: Sequence[Scenario]
+) -> Run:
+    """Return the run once everything was published."""
+    listener = served.listener
+    listener.wait_for_prompt(exchanges[-1].prompt_ids)
+    return Run(kind, predictor, exchanges, ten, listener.batches(), list(listener.frames), listener.replayed())
+
+
+def figures(served: Engine, began: float) -> dict[str, float]:
+    return {
+        "start_s": round(served.start_s, 1),
+        "memory_gb": round(served.memory_bytes() / 1e9, 1),
+        "workload_s": round(time.monotonic() - began, 1),
+    }

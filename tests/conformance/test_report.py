@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conformance.compare import Report
+from conformance.prediction import Report
 from conformance.report import ENGINES, EXPECTED, NAMES, NOT_RUN, PROVIDERS, Cells, exclusive, run_folder, table
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -41,11 +41,11 @@ def test_a_cell_that_was_not_run_says_why(tmp_path: Path) -> None:
 
 def test_every_family_has_a_row_for_every_engine_and_what_cannot_run_says_why() -> None:
     rows = [row.split(" | ") for row in table({"date": "", "machine": "", "cells": []}).splitlines()]
-    told = {(row[0].removeprefix("| "), row[1]): row[-1] for row in rows if len(row) > 5}
+    reasons = {(row[0].removeprefix("| "), row[1]): row[-1] for row in rows if len(row) > 5}
     for engine, shown in ENGINES.items():
         for family, name in NAMES.items():
             why = NOT_RUN.get((engine, family), "not part of this run")
-            assert told[shown, name] == f"not run: {why} |"
+            assert reasons[shown, name] == f"not run: {why} |"
 
 
 def test_two_providers_of_one_family_are_two_rows(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_two_providers_of_one_family_are_two_rows(tmp_path: Path) -> None:
 SESSION = """
 import sys
 from pathlib import Path
-from conformance.compare import Report
+from conformance.prediction import Report
 from conformance.report import Cells
 out, run, engine, provider = sys.argv[1:]
 cells = Cells(Path(out), Path(run))
@@ -87,8 +87,10 @@ def test_sessions_side_by_side_make_one_table(tmp_path: Path) -> None:
         )
         for engine in ENGINES
     ]
-    told = [session.communicate(timeout=60)[0].strip() for session in started]
-    assert told == [f"{engine} qwen3_vl {PROVIDERS[engine]}: blocks 7, matched 7, mismatches 0" for engine in ENGINES]
+    outputs = [session.communicate(timeout=60)[0].strip() for session in started]
+    assert outputs == [
+        f"{engine} qwen3_vl {PROVIDERS[engine]}: blocks 7, matched 7, mismatches 0" for engine in ENGINES
+    ]
     done = json.loads((tmp_path / "conformance.json").read_text())
     assert sorted(cell["engine"] for cell in done["cells"]) == sorted(ENGINES)
     assert (tmp_path / "conformance.md").read_text() == table(done)

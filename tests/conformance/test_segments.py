@@ -27,7 +27,6 @@ CUT_AT = {
     "microsoft--Phi-3-vision-128k-instruct": "<|end|>",
     "openbmb--MiniCPM-V-4": "<|im_end|>",
 }
-"""Model folder -> a token that its texts are cut at."""
 EXAMPLES = 250
 PLAIN = [*STORY.split(), *SCRIPTS.split(), *EMOJI.split(), *CODE.split(" "), STORY[:300]]
 

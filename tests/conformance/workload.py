@@ -1,14 +1,18 @@
 """The requests that a prediction is compared over: texts, turns, images of every size, format and position.
 
-Order matters: later requests repeat and extend earlier ones, so that hits of every length occur.
+Order matters: later requests repeat and extend earlier ones, so that hits of every length occur. Pictures are drawn
+with Pillow: the same bytes in every run, other bytes for every other argument.
 """
 
+import base64
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
 from typing import Any
 
-from conformance.pictures import image_part, picture, text_part
+from PIL import Image, ImageDraw
 
 STORY = " ".join(
     f"On day {day} the {what} crossed the {where}, counted {day * 7} lamps and wrote a letter home."
@@ -45,7 +49,6 @@ class Case:
 
 
 def user(*parts: dict[str, object] | str) -> dict[str, Any]:
-    """Return a user message; a single text is sent as a plain string, anything else as parts."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return {"role": "user", "content": parts[0]}
     return {"role": "user", "content": [text_part(p) if isinstance(p, str) else p for p in parts]}
@@ -103,16 +106,7 @@ def sizes() -> Iterator[Case]:
 
 
 def formats() -> Iterator[Case]:
-    modes = {
-        "RGB": "PNG",
-        "L": "PNG",
-        "P": "PNG",
-        "1": "PNG",
-        "RGBA": "PNG",
-        "LA": "PNG",
-        "I;16": "PNG",
-        "CMYK": "JPEG",
-    }
+    modes = {**dict.fromkeys(("RGB", "L", "P", "1", "RGBA", "LA", "I;16"), "PNG"), "CMYK": "JPEG"}
     for mode, form in modes.items():
         yield case(f"format {form} {mode}", user(image_part(picture(260, 190, form=form, mode=mode)), "Colours?"))
     for form in ("JPEG", "WEBP", "GIF", "BMP", "TIFF"):
@@ -204,3 +198,45 @@ def mixed(count: int = 40) -> Iterator[Case]:
         history = [*history, message()]
         yield case(f"mixed {number}", *history, max_tokens=draw.choice((1, 2, 40)))
         history = [*history, said("assistant", " ".join(draw.choices(words, k=draw.randint(1, 30))))]
+
+
+ORIENTATION = 0x0112  # the EXIF tag
+
+
+@cache
+def picture(width: int, height: int, *, seed: int = 1, form: str = "PNG", mode: str = "RGB", turned: int = 1) -> bytes:
+    """Return an encoded picture. ``form`` is Pillow's format name, ``turned`` the EXIF orientation (1: not written)."""
+    image = _draw(width, height, seed).convert(mode)
+    out = BytesIO()
+    options: dict[str, object] = {}
+    if turned != 1:
+        exif = Image.Exif()
+        exif[ORIENTATION] = turned
+        options["exif"] = exif
+    if form == "GIF":
+        frames = [_draw(width, height, seed + number).convert(mode) for number in (1, 2)]
+        options |= {"save_all": True, "append_images": frames, "duration": 100}
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def _draw(width: int, height: int, seed: int) -> Image.Image:
+    image = Image.new("RGB", (width, height), (seed * 53 % 256, seed * 97 % 256, seed * 29 % 256))
+    pen = ImageDraw.Draw(image)
+    for number in range(6):
+        x, y = (seed * 31 + number * width // 6) % width, (seed * 17 + number * height // 5) % height
+        colour = ((number * 40 + seed) % 256, (200 - number * 30) % 256, (seed * 11 + number * 70) % 256)
+        pen.rectangle((x, y, min(x + width // 4, width), min(y + height // 3, height)), fill=colour)
+    return image
+
+
+def data_uri(data: bytes) -> str:
+    return "data:application/octet-stream;base64," + base64.b64encode(data).decode()
+
+
+def image_part(data: bytes, **fields: object) -> dict[str, object]:
+    return {"type": "image_url", "image_url": {"url": data_uri(data), **fields}}
+
+
+def text_part(text: str) -> dict[str, object]:
+    return {"type": "text", "text": text}

@@ -4,31 +4,23 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from artefacts import build_images, go_programs, name_needs, run_tool_or_skip, shared_images
+from artefacts import Record, build_images, go_programs, name_needs, run_tool_or_skip, shared_images
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
-from cluster.access import Access
-from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy, example, make_model
-from e2e.external_cluster import Existing
+from cluster.access import Access, Existing
+from e2e.deploying import ROOT, Deployed, deployment, example
+from e2e.images import write_pause
 from e2e.node import Node, Programs, node
-from e2e.pause import write_pause
 from e2e.report import Dumps, Place, dump
 
-from hack.cluster.programs import cni_folder
+from hack.cluster.go_programs import cni_folder
 
-FIGURES = pytest.StashKey[dict[str, Any]]()
 DUMPS = pytest.StashKey[Dumps]()
-Record = Callable[[str, Any], None]
 TIMED = ("test_images", "test_kills")
 """What others beside it would make slower: last, when the other lanes of the level have ended, or nearly."""
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[FIGURES] = {}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,12 +30,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     def section(title: str, lines: Iterable[str]) -> None:
-        if told := list(lines):
+        if entries := list(lines):
             terminalreporter.section(title)
-            for line in told:
+            for line in entries:
                 terminalreporter.write_line(line)
 
-    section("figures of the node", (f"{name}: {value}" for name, value in config.stash[FIGURES].items()))
     if (dumps := config.stash.get(DUMPS, None)) is not None:
         section("what each pod waited for", dumps.booted)
         section("what is known of failures", (f"{test}: {folder}" for test, folder in dumps.folders.items()))
@@ -64,12 +55,6 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def record(pytestconfig: pytest.Config) -> Record:
-    """Keep a figure, which is printed at the end."""
-    return pytestconfig.stash[FIGURES].__setitem__
-
-
-@pytest.fixture(scope="session")
 def dumps(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Dumps:
     """What writes down everything that is known of a failed test, into a folder of its own in ``MMROUTER_DUMP_DIR``."""
     named = os.environ.get("MMROUTER_DUMP_DIR")
@@ -80,7 +65,6 @@ def dumps(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def programs() -> Programs:
-    """Kubernetes' commands, built when they are not there yet."""
     node_bin = go_programs("node")  # first: it names what the machine lacks
     cni = cni_folder()
     assert cni  # the build of the node's commands has checked
@@ -98,7 +82,6 @@ def revision() -> str:
 def images(
     programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record, revision: str
 ) -> Iterator[list[Path]]:
-    """Archives of the project's images, built from this checkout."""
     kept, folder = shared_images(), None
     archives = sorted(kept.glob("*.tar")) if kept is not None else []
     if not archives:
@@ -115,7 +98,6 @@ def images(
 
 @pytest.fixture(scope="session")
 def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: Record, dumps: Dumps) -> Iterator[Node]:
-    """A cluster of one node that runs nothing yet."""
     folder = tmp_path_factory.mktemp("node")
     dumps.places[""] = Place((folder / "run" / "log",))  # first: a node that does not start has logs, too
     write_pause(folder / "pause.tar")
@@ -148,7 +130,6 @@ def _cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: Record) -> Iterator[Access]:
-    """The cluster with the operator, installed by its chart."""
     # Always this one: the machine's own may be of another major version.
     helm = Helm(go_programs("helm") / "helm", tmp_path_factory.mktemp("helm"), cluster.kubeconfig)
     if helm.run("status", RELEASE, f"--namespace={NAMESPACE}").returncode == 0:
@@ -157,7 +138,7 @@ def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: 
     began = time.monotonic()
     done = helm.run("install", RELEASE, CHART, f"--namespace={NAMESPACE}", "--create-namespace")
     assert done.returncode == 0, done.stderr
-    done = cluster.kubectl("-n", NAMESPACE, "wait", "--for=condition=Available", "deploy", "--all", "--timeout=50s")
+    done = cluster.kubectl("-n", NAMESPACE, "wait", "--for=condition=Available", "deploy", "--all", "--timeout=300s")
     assert done.returncode == 0, dump(cluster, NAMESPACE)
     record("operator available after helm install, s", round(time.monotonic() - began, 1))
     yield cluster
@@ -167,9 +148,7 @@ def operated(cluster: Access, tmp_path_factory: pytest.TempPathFactory, record: 
 @pytest.fixture(scope="session")
 def deployed(operated: Access, record: Record) -> Iterator[Deployed]:
     """The deployment of ``examples/kind.yaml``, in a namespace that lets only restricted pods in."""
-    with operated.namespace(**RESTRICTED) as namespace:
-        make_model(operated, namespace)
-        began = time.monotonic()
-        made = deploy(operated, namespace, example())
+    began = time.monotonic()
+    with deployment(operated, example()) as made:
         record("deployment Ready and proved after apply, s", round(time.monotonic() - began, 1))
         yield made

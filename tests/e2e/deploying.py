@@ -1,24 +1,28 @@
-"""Deployments in real pods: made, waited for, and what a test looks at in them."""
+"""Deployments in real pods: made, waited for, looked at, and the processes of their containers, to be killed."""
 
 import base64
+import contextlib
+import os
+import select
+import signal
 import subprocess
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from cluster.access import Access
 from cluster.resources import apply, is_done
-from e2e.processes import statuses
-from e2e.report import dump
+from e2e.report import dump, statuses
 from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 READY_SECONDS = 120
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
-"""Labels of a namespace that lets only restricted pods in."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,6 @@ class Deployed:
     name: str
 
     def pods(self, role: str) -> list[dict[str, Any]]:
-        """Return the running pods of a role."""
         labels = f"mmrouter.io/deployment={self.name},mmrouter.io/role={role}"
         answer = self.cluster.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=labels)
         items = answer.raise_for_status().json()["items"]
@@ -39,7 +42,6 @@ class Deployed:
     def execute(
         self, pod: str, container: str, *command: str, stdin: str | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a command in a container; the caller looks at ``returncode``."""
         options = ("-i",) if stdin is not None else ()
         where = ("-n", self.namespace, "exec", *options, pod, "-c", container)
         return self.cluster.kubectl(*where, "--", *command, stdin=stdin)
@@ -54,13 +56,11 @@ class Deployed:
         }
 
     def secret(self) -> dict[str, bytes]:
-        """Return the keys that the operator made for it."""
         path = f"/api/v1/namespaces/{self.namespace}/secrets/{self.name}-secrets"
         data = self.cluster.request("GET", path).raise_for_status().json()["data"]
         return {name: base64.b64decode(value) for name, value in data.items()}
 
     def token(self) -> str:
-        """Return the token of the control API."""
         return self.secret()["control.token"].decode()
 
 
@@ -71,7 +71,6 @@ def example() -> dict[str, Any]:
 
 
 def make_model(cluster: Access, namespace: str) -> None:
-    """Make the ConfigMap with the model of the examples. Raises ``AssertionError``."""
     done = cluster.kubectl("-n", namespace, "create", "configmap", MODEL.name, f"--from-file={MODEL}")
     assert done.returncode == 0, done.stderr
 
@@ -84,9 +83,96 @@ def deploy(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: fl
     return Deployed(cluster, namespace, name)
 
 
+@contextlib.contextmanager
+def deployment(cluster: Access, body: Mapping[str, Any]) -> Iterator[Deployed]:
+    """Deploy a resource with the example's model, in a namespace of its own that lets only restricted pods in."""
+    with cluster.namespace(**RESTRICTED) as namespace:
+        make_model(cluster, namespace)
+        yield deploy(cluster, namespace, body)
+
+
+def run_pod(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: float = 60) -> str:
+    """Run a pod and return its address once it is Ready. Raises ``AssertionError`` with a dump."""
+    core, name = f"/api/v1/namespaces/{namespace}", body["metadata"]["name"]
+    account = f"{core}/serviceaccounts/default"
+    wait_for(lambda: cluster.request("GET", account).is_success, 10, "the namespace has its account")
+    cluster.request("POST", f"{core}/pods", body).raise_for_status()
+
+    def ready() -> str:
+        status = cluster.request("GET", f"{core}/pods/{name}").raise_for_status().json()["status"]
+        states = {each["type"]: each["status"] for each in status.get("conditions") or []}
+        return str(status["podIP"]) if states.get("Ready") == "True" else ""
+
+    return str(wait_or_dump(cluster, namespace, ready, seconds, f"pod {name} is Ready"))
+
+
 def wait_or_dump(cluster: Access, namespace: str, condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    """Wait as :func:`wait_for` does. Raises ``AssertionError`` with a dump of the namespace."""
     try:
         return wait_for(condition, seconds, what, every=0.2)
     except TimeoutError as error:
         raise AssertionError(f"{error}\n{dump(cluster, namespace)}") from error
+
+
+GONE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    container: str
+
+    def ours(self) -> bool:
+        """Whether this user may signal it: on kind, a node's processes are seen and belong to root."""
+        try:
+            os.kill(self.pid, 0)
+        except PermissionError:
+            return False
+        return True
+
+    def kill(self) -> float:
+        """Kill it with -9 and wait until it is gone; return when, in seconds since 1970."""
+        handle = os.pidfd_open(self.pid)
+        try:
+            assert _is_in(self.pid, self.container), "the number is another process's by now"
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            gone, _, _ = select.select([handle], [], [], GONE_SECONDS)
+        finally:
+            os.close(handle)
+        assert gone, f"process {self.pid} does not end"
+        return time.time()
+
+    def started(self) -> float:
+        ticks = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time() - age
+
+
+def process(pod: dict[str, Any], container: str) -> Process | None:
+    identifier = container_id(pod, container)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended
+            if identifier and _is_in(int(folder.name), identifier):
+                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                if status["NSpid"].split()[-1] == "1":
+                    return Process(int(folder.name), identifier)
+    return None
+
+
+def process_here(pod: dict[str, Any], container: str) -> Process:
+    """Return the first process of a pod's container. Where it is not seen or not ours to kill, the test is skipped."""
+    found = process(pod, container)
+    if found is None or not found.ours():
+        pytest.skip("not run: needs the node's processes")
+    return found
+
+
+def _is_in(pid: int, container: str) -> bool:
+    return container in Path(f"/proc/{pid}/cgroup").read_text()
+
+
+def status_of(pod: dict[str, Any], container: str) -> dict[str, Any]:
+    return next(each for each in statuses(pod) if each["name"] == container)
+
+
+def container_id(pod: dict[str, Any], container: str) -> str:
+    return str(status_of(pod, container).get("containerID", "")).rpartition("//")[2]

@@ -1,8 +1,10 @@
-"""A deployment as this machine reaches it: by the cluster's own addresses where they are routed, else by forwarding."""
+"""A deployment as this machine reaches it: by its own addresses where they are routed; and a web server beside it."""
 
+import base64
 import select
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,14 +14,13 @@ from typing import IO, Any
 import httpx
 import openai
 from cluster.access import Access
-from e2e.deploying import Deployed
+from e2e.deploying import Deployed, run_pod
 from e2e.node import Node
 from scenarios import Chat
 
 CONTROL_PORT = 8001
 CONNECT_SECONDS = 1.0
 KUBECTL_SECONDS = 20.0
-"""Until kubectl says that it serves."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,18 @@ class Reached:
     token: str
 
     def client(self, **options: Any) -> openai.OpenAI:
-        """Return the official client, which is shown how each of its requests was routed."""
         headers = {"x-mmrouter-control": self.token}
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", default_headers=headers, timeout=60, **options)
 
     def control(self, number: int = 0) -> httpx.Client:
-        """Return a client of a frontend's control API."""
         headers = {"authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=self.controls[number], headers=headers, timeout=10, trust_env=False)
+
+    def mmrouter(self, command: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Run the command line tool on this machine, for the first frontend; the caller looks at ``returncode``."""
+        options = (*arguments, f"--control={self.controls[0]}", f"--token={self.token}")
+        argv = [sys.executable, "-m", "mmrouter_cli", command, self.url, *options]
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=180)
 
     @contextmanager
     def chat(self, model: str) -> Iterator[Chat]:
@@ -59,10 +64,9 @@ def reached(deployed: Deployed) -> Iterator[Reached]:
 
 @contextmanager
 def at_service(deployed: Deployed, *, outlives: bool = False) -> Iterator[str]:
-    """Return the URL of a deployment's Service for this machine.
-
-    Where its own address is not routed, a port is forwarded to one frontend. With ``outlives`` the API server passes
-    each request on to a ready one instead: a forwarded port would end with its frontend.
+    """Return the URL of a deployment's Service for this machine. Where its own address is not routed, a port is
+    forwarded to one frontend. With ``outlives`` the API server passes each request on to a ready one instead: a
+    forwarded port would end with its frontend.
     """
     path = f"/api/v1/namespaces/{deployed.namespace}/services/{deployed.name}"
     spec = deployed.cluster.request("GET", path).raise_for_status().json()["spec"]
@@ -70,8 +74,8 @@ def at_service(deployed: Deployed, *, outlives: bool = False) -> Iterator[str]:
     if _routed(deployed.cluster, host, port):
         yield f"http://{host}:{port}"
     elif outlives:
-        with _serving(deployed.cluster, "proxy", "--port=0") as said:
-            yield f"http://{said.split()[-1]}{path}:{port}/proxy"
+        with _serving(deployed.cluster, "proxy", "--port=0") as line:
+            yield f"http://{line.split()[-1]}{path}:{port}/proxy"
     else:
         with forwarded(deployed, f"service/{deployed.name}", port) as url:
             yield url
@@ -79,7 +83,6 @@ def at_service(deployed: Deployed, *, outlives: bool = False) -> Iterator[str]:
 
 @contextmanager
 def at_pod(deployed: Deployed, pod: dict[str, Any], port: int) -> Iterator[str]:
-    """Return the URL of a port of a running pod for this machine."""
     if _routed(deployed.cluster, address(pod), port):
         yield f"http://{address(pod)}:{port}"
     else:
@@ -88,7 +91,6 @@ def at_pod(deployed: Deployed, pod: dict[str, Any], port: int) -> Iterator[str]:
 
 
 def address(pod: dict[str, Any]) -> str:
-    """Return the address of a running pod."""
     return str(pod["status"]["podIP"])
 
 
@@ -96,8 +98,8 @@ def address(pod: dict[str, Any]) -> str:
 def forwarded(deployed: Deployed, target: str, port: int) -> Iterator[str]:
     """Forward a port of the cluster to a free one of this machine; gives its URL. Raises ``AssertionError``."""
     where = f"--namespace={deployed.namespace}"
-    with _serving(deployed.cluster, where, "port-forward", target, f":{port}") as said:
-        yield f"http://{said.split()[2]}"
+    with _serving(deployed.cluster, where, "port-forward", target, f":{port}") as line:
+        yield f"http://{line.split()[2]}"
 
 
 def _routed(cluster: Access, host: str, port: int) -> bool:
@@ -135,3 +137,67 @@ def _line(stream: IO[str]) -> str:
     """Return the next line, which kubectl writes as a whole; empty where none comes in time or ever."""
     ready, _, _ = select.select([stream], [], [], KUBECTL_SECONDS)
     return stream.readline() if ready else ""
+
+
+PORT = 8080
+NAME = "pictures"
+FOLDER = "/pictures"
+
+
+@dataclass(frozen=True)
+class PodWeb:
+    cluster: Access
+    namespace: str
+    ip: str
+
+    def put(self, name: str, content: bytes) -> str:
+        """Serve a file in place of what has its name; return its URL. Raises ``AssertionError``."""
+        command = ("sh", "-c", f"base64 -d > {FOLDER}/{name}.new && mv {FOLDER}/{name}.new {FOLDER}/{name}")
+        written = self.cluster.kubectl(
+            *("-n", self.namespace, "exec", "-i", NAME, "--", *command), stdin=base64.b64encode(content).decode()
+        )
+        assert written.returncode == 0, written.stderr
+        return f"http://{self.ip}:{PORT}/{name}"
+
+    @property
+    def media(self) -> dict[str, Any]:
+        """``spec.routing.media`` of a deployment that fetches from here and from nowhere else."""
+        prefix = 128 if ":" in self.ip else 32
+        return {"fetch": "allowList", "allowedHosts": [self.ip], "allowedCIDRs": [f"{self.ip}/{prefix}"]}
+
+
+def pod_web(cluster: Access, namespace: str, image: str) -> PodWeb:
+    return PodWeb(cluster, namespace, run_pod(cluster, namespace, manifest(image)))
+
+
+def manifest(image: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": NAME},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": 0,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 65532,
+                "fsGroup": 65532,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "web",
+                    "image": image,
+                    "command": ["python3", "-m", "http.server", str(PORT), "--directory", FOLDER],
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "readOnlyRootFilesystem": True,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
+                    "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
+                    "volumeMounts": [{"name": "files", "mountPath": FOLDER}],
+                }
+            ],
+            "volumes": [{"name": "files", "emptyDir": {}}],
+        },
+    }

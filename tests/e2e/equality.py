@@ -32,9 +32,9 @@ Held = dict[str, set[Key]]
 T = TypeVar("T")
 
 
-def keys_of(told: Mapping[str, Any], seed: Seeds) -> Held:
+def keys_of(cache: Mapping[str, Any], seed: Seeds) -> Held:
     """Return the keys of what an engine said that it holds (``/sim/cache``). ``seed``: of a LoRA and a salt."""
-    return {rank: _keys_of(blocks, told["block_size"], seed) for rank, blocks in told["ranks"].items()}
+    return {rank: _keys_of(blocks, cache["block_size"], seed) for rank, blocks in cache["ranks"].items()}
 
 
 def _keys_of(blocks: list[dict[str, Any]], size: int, seed: Seeds) -> set[Key]:
@@ -59,8 +59,6 @@ def difference(before: Held, believed: Held, after: Held) -> str:
 
 @dataclass(frozen=True)
 class Pair:
-    """A frontend and a worker, by the names of their pods."""
-
     frontend: str
     worker: str
 
@@ -87,19 +85,16 @@ class Looker:
         self.pairs = [Pair(frontend, worker) for frontend in self.frontends for worker in self.workers]
 
     def held(self, worker: str) -> Held:
-        """Return what an engine says that it holds. Raises ``httpx.HTTPError``."""
         headers = {"authorization": f"Bearer {self._engine_key}"}
         answer = self._http.get(f"{self.workers[worker]}/sim/cache", headers=headers)
         return keys_of(answer.raise_for_status().json(), self._seed)
 
     def view(self, pair: Pair) -> "View":
-        """Return what a frontend believes of a worker. Raises ``httpx.HTTPError``."""
-        told = self._control(pair.frontend, f"workers/{self._uids[pair.worker]}/keys").raise_for_status().json()
-        held = {rank: {int(key, 16) for key in keys} for rank, keys in told["keys"].items()}
-        return View(told["epoch"], told["synced"], held)
+        answer = self._control(pair.frontend, f"workers/{self._uids[pair.worker]}/keys").raise_for_status().json()
+        held = {rank: {int(key, 16) for key in keys} for rank, keys in answer["keys"].items()}
+        return View(answer["epoch"], answer["synced"], held)
 
     def state(self, frontend: str) -> dict[str, Any]:
-        """Return all that a frontend knows. Raises ``httpx.HTTPError``."""
         answer: dict[str, Any] = self._control(frontend, "state").raise_for_status().json()
         return answer
 
@@ -128,7 +123,6 @@ class Looker:
         ]
 
     def differences(self) -> list["Seen"]:
-        """Return where a frontend differs from an engine now."""
         return [seen for seen in self.look() if seen.wrong]
 
     def _seed(self, lora: str | None, salt: str | None) -> Key:
@@ -146,10 +140,9 @@ class View:
 
 @dataclass(frozen=True)
 class Seen:
-    """One comparison, and when its round began and ended in seconds since 1970.
-
-    ``wrong``: empty for equality, which takes a frontend that follows the worker. ``epoch`` and ``blocks``: what the
-    frontend had then; -1 and 0 where it did not answer.
+    """One comparison, and when its round began and ended in seconds since 1970. ``wrong``: empty for equality, which
+    takes a frontend that follows the worker. ``epoch`` and ``blocks``: what the frontend had then; -1 and 0 where it
+    did not answer.
     """
 
     pair: Pair
@@ -162,16 +155,13 @@ class Seen:
 
 @dataclass
 class Watch:
-    """The comparisons so far."""
-
     pairs: list[Pair]
     seen: list[Seen] = field(default_factory=list)
 
     def equal_since(self, moment: float, newer: Mapping[Pair, int], filled: str = "") -> float | None:
-        """Return when the last of the pairs was first seen to be equal, of what was begun after ``moment``.
-
-        A pair that is in ``newer`` has to be of an epoch after that one; what a frontend believes of the worker
-        ``filled`` must be something.
+        """Return when the last of the pairs was first seen to be equal, of what was begun after ``moment``. A pair that
+        is in ``newer`` has to be of an epoch after that one; what a frontend believes of the worker ``filled`` must be
+        something.
         """
         first: dict[Pair, float] = {}
         for each in list(self.seen):
@@ -183,9 +173,8 @@ class Watch:
     def again(
         self, moment: float, seconds: float, newer: Mapping[Pair, int] = MappingProxyType({}), filled: str = ""
     ) -> float:
-        """Wait until all pairs were equal after ``moment``, as of :meth:`equal_since`; return how long after it.
-
-        Raises ``TimeoutError``.
+        """Wait until all pairs were equal after ``moment``, as of :meth:`equal_since`; return how long after it. Raises
+        ``TimeoutError``.
         """
         what = "the index equals the engines' caches"
         try:
@@ -197,14 +186,12 @@ class Watch:
 
 @contextmanager
 def looking(deployed: Deployed) -> Iterator[Looker]:
-    """Look at a deployment until the block ends."""
     with ExitStack() as stack:
         yield Looker(deployed, stack)
 
 
 @contextmanager
 def watching(looker: Looker) -> Iterator[Watch]:
-    """Compare all the time until the block ends, in the background."""
     watch, stop = Watch(looker.pairs), threading.Event()
 
     def run() -> None:

@@ -32,7 +32,6 @@ CHAT = json.dumps({"model": "demo", "messages": [{"role": "user", "content": "he
 
 
 def connect(host: str, port: int) -> str:
-    """Say what a connection comes to."""
     try:
         socket.create_connection((host, port), SECONDS).close()
     except OSError as error:
@@ -41,7 +40,6 @@ def connect(host: str, port: int) -> str:
 
 
 def ask(host: str, port: int, method: str, path: str, body: str = "", **headers: str) -> list[object]:
-    """Return an answer's status and body."""
     connection = http.client.HTTPConnection(host, port, timeout=SECONDS)
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     connection.request(method, path, body or None, {"content-type": "application/json", **sent})
@@ -74,7 +72,6 @@ def speak(host: str, port: int, kind: int, key: str, messages: list[bytes]) -> s
 
 
 def attempts(engine: str, frontend: str, sidecar_key: str) -> dict[str, object]:
-    """Try everything once."""
     wrong = {"authorization": "Bearer wrong"}
     found: dict[str, object] = {}
     for who, key in (("no key", ""), ("a key of its own", sidecar_key)):

@@ -42,16 +42,14 @@ QUESTIONS = ("What is to be seen here?", "Which colour is the strongest, and whe
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What became of one request. Times are seconds since 1970, as the API server's are.
-
-    The router's headers say ``worker`` (the pod's name), ``exactness``, ``overlap`` and ``blocks`` of the prompt; they
-    are empty and 0 where no answer came. ``error``: empty for an answer that came whole.
+    """What became of one request. Times are seconds since 1970, as the API server's are. The router's headers say
+    ``worker`` (the pod's name), ``exactness``, ``overlap`` and ``blocks`` of the prompt; they are empty and 0 where no
+    answer came. ``error``: empty for an answer that came whole.
     """
 
     client: int
     streams: bool
     keeps: bool
-    """Whether the client keeps its connections."""
     started: float
     first: float | None = None
     """When the answer's first token came; of one that is not streamed, when it came whole."""
@@ -84,22 +82,18 @@ class Traffic:
     """The record of a load. It may be read at any time, also while the load goes on."""
 
     sent: list[Sent] = field(default_factory=list)
-    """Requests that have ended, in the order of their ends."""
     streams: dict[int, Sent] = field(default_factory=dict)
     """Client -> the answer that streams to it now."""
 
     def begun(self, sent: Sent) -> None:
-        """Note an answer that streams."""
         self.streams[sent.client] = sent
 
     def ended(self, sent: Sent) -> None:
-        """Note a request that has ended."""
         self.streams.pop(sent.client, None)
         self.sent.append(sent)
 
     @property
     def failed(self) -> list[Sent]:
-        """Requests without a whole answer."""
         return [each for each in list(self.sent) if each.error]
 
     @property
@@ -109,14 +103,12 @@ class Traffic:
 
     @property
     def inexact(self) -> list[Sent]:
-        """Answered requests that were not placed exactly."""
         return [each for each in list(self.sent) if not each.error and each.exactness != "exact"]
 
     def assert_exact(self) -> None:
-        """Fail if more than one in ten answered requests was not placed exactly.
-
-        A busy machine delays a heartbeat beyond the router's limit of 2 s now and then, and the router then correctly
-        places by affinity until the next heartbeat.
+        """Fail if more than one in ten answered requests was not placed exactly. A busy machine delays a heartbeat
+        beyond the router's limit of 2 s now and then, and the router then correctly places by affinity until the next
+        heartbeat.
         """
         inexact = self.inexact
         assert 10 * len(inexact) <= len(self.sent), (len(inexact), len(self.sent), inexact[:5])
@@ -126,7 +118,6 @@ class Traffic:
         return [each for each in list(self.sent) if not each.error and since <= each.started < until]
 
     def hit_ratio(self, since: float = 0.0, until: float = float("inf")) -> float:
-        """Return the share of prompt blocks that the chosen worker held already, of requests begun meanwhile."""
         return hit_ratio(self.between(since, until))
 
     def recovered(self, wanted: float) -> float:
@@ -138,14 +129,12 @@ class Traffic:
         return found
 
     def workers(self, since: float = 0.0, until: float = float("inf")) -> set[str]:
-        """Return the names of the pods that answered."""
         return {each.worker for each in self.between(since, until)}
 
     def go_on(self, count: int = 20, seconds: float = 60.0) -> float:
-        """Wait until ``count`` more requests were begun and answered; return when that began.
-
-        They are ``between(result)`` then, so a state is measured by requests and not by time. Raises
-        ``AssertionError``, which tells what failed.
+        """Wait until ``count`` more requests were begun and answered; return when that began. They are
+        ``between(result)`` then, so a state is measured by requests and not by time. Raises ``AssertionError``, which
+        tells what failed.
         """
         since = time.time()
         try:
@@ -160,7 +149,6 @@ class Traffic:
 
 
 def hit_ratio(among: Iterable[Sent]) -> float:
-    """Return the share of the prompts' blocks that the chosen workers held already."""
     rows = [(each.overlap, each.blocks) for each in among]
     return sum(overlap for overlap, _ in rows) / max(1, sum(blocks for _, blocks in rows))
 
@@ -183,10 +171,9 @@ def load(
     policy: str = "",
 ) -> Iterator[Traffic]:
     """Send requests to the Service of a deployment until the block ends; what has been sent by then is waited for.
-
-    ``pause``: seconds that each client waits after an answer. ``max_retries``: of the official client.
-    ``long_tokens``: the length of the answers of ``long_clients`` more that stream all the time; 0: there are none.
-    ``policy``: by which requests are placed, instead of the deployment's.
+    ``pause``: seconds that each client waits after an answer. ``max_retries``: of the official client. ``long_tokens``:
+    the length of the answers of ``long_clients`` more that stream all the time; 0: there are none. ``policy``: by which
+    requests are placed, instead of the deployment's.
     """
     pictures = [data_uri(picture(secrets.token_hex(8))) for _ in range(PICTURES)]
     traffic, stop, token = Traffic(), threading.Event(), deployed.token()

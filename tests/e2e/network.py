@@ -1,71 +1,49 @@
-"""The network of a one-node cluster: a namespace of its own, which a pair of interfaces joins to the machine.
+"""The network and the control groups of a one-node cluster, and what takes both away.
 
-The machine reaches the node, its pods and its Services by one route; from inside, nothing but the machine is reached.
+The network is a namespace of its own, which a pair of interfaces joins to the machine. The machine reaches the node,
+its pods and its Services by one route; from inside, nothing but the machine is reached. All pods are below one control
+group, by which they are ended: of version 1, one hierarchy per controller, or of version 2, one for all.
+
+    python network.py NAME    # outlives a test run just long enough to take its node away, however the run ended
+
+At the end of its input, which the kernel brings about even when the run was killed, it kills the pods and removes the
+control group and the network namespace of that name, both interfaces and the route with it. Mounts need no removal:
+they are in a mount namespace that ends with its processes.
 """
 
+import contextlib
 import ipaddress
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
 
 NUMBERS = range(200, 250)
 """Second numbers of the ranges ``10.N.0.0/16`` that are tried."""
 
 
-@dataclass(frozen=True)
 class Network:
-    """Addresses and names of the network ``10.NUMBER.0.0/16``."""
+    """Addresses and names of the network ``10.NUMBER.0.0/16``. ``name``: the namespace, and the node's control group.
+    ``node``: the address of API server, name server and kubelet. ``machine``: the address by which the node and its
+    pods see this machine, ``interface`` its end of the pair. ``first_service``: the API server's own. ``enter``: what a
+    command line begins with that runs in the namespace.
+    """
 
-    number: int
-
-    @property
-    def name(self) -> str:
-        """The namespace, and the node's control group."""
-        return f"mmrouter-{self.number}"
-
-    @property
-    def node(self) -> str:
-        """The node's address: of the API server, the name server and the kubelet."""
-        return f"10.{self.number}.0.1"
-
-    @property
-    def machine(self) -> str:
-        """The address by which the node and its pods see this machine."""
-        return f"10.{self.number}.0.2"
-
-    @property
-    def pods(self) -> str:
-        return f"10.{self.number}.1.0/24"
-
-    @property
-    def services(self) -> str:
-        return f"10.{self.number}.16.0/20"
-
-    @property
-    def first_service(self) -> str:
-        """The API server's own Service."""
-        return f"10.{self.number}.16.1"
-
-    @property
-    def whole(self) -> str:
-        return f"10.{self.number}.0.0/16"
-
-    @property
-    def interface(self) -> str:
-        """The machine's end of the pair."""
-        return f"mmr{self.number}"
-
-    @property
-    def enter(self) -> tuple[str, ...]:
-        """What a command line begins with that runs in the namespace."""
+    def __init__(self, number: int) -> None:
+        begin = f"10.{number}"
+        self.number, self.name, self.interface = number, f"mmrouter-{number}", f"mmr{number}"
+        self.node, self.machine, self.first_service = f"{begin}.0.1", f"{begin}.0.2", f"{begin}.16.1"
+        self.whole, self.pods, self.services = f"{begin}.0.0/16", f"{begin}.1.0/24", f"{begin}.16.0/20"
         # Not ``ip netns exec``: that mounts /sys anew, without the control groups in it.
-        return ("nsenter", f"--net=/run/netns/{self.name}")
+        self.enter = ("nsenter", f"--net=/run/netns/{self.name}")
 
 
 def ip(*arguments: str) -> str:
-    """Run ``ip`` and return what it printed. Raises ``CalledProcessError``."""
     return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True).stdout
 
 
@@ -101,7 +79,6 @@ def network() -> Iterator[Network]:
 
 
 def join(network: Network) -> None:
-    """Join the namespace to the machine. Raises ``CalledProcessError``."""
     name, inside, outside = network.name, "node0", network.interface
     ip("link", "add", outside, "type", "veth", "peer", "name", inside, "netns", name)
     ip("address", "add", f"{network.machine}/30", "dev", outside)
@@ -119,3 +96,67 @@ def join(network: Network) -> None:
 def remove(name: str) -> None:
     """Take a namespace away, and with it both interfaces and the route. One that is not there is no error."""
     subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+KILL_SECONDS = 10.0
+_CPUSET = ("cpuset.cpus", "cpuset.mems")
+# All pods together would have the processor's time of one process of this machine, however many run beside them.
+_WEIGHT = {"cpu.shares": 16384, "cpu.weight": 1600}
+_PER_NICE = 1.25
+"""What a step of niceness is to the kernel. Pods are as nice as who makes them: niceness does not reach over groups."""
+
+
+def hierarchies() -> list[Path]:
+    """Return where the hierarchies are mounted; runtimes make groups in those without controllers, too."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.split()[0] in {"cgroup", "cgroup2"}:
+            found.append(Path(before.split()[4]))
+    return found
+
+
+def make_group(name: str) -> None:
+    for root in hierarchies():
+        group = root / name
+        group.mkdir(exist_ok=True)
+        for setting in _CPUSET:  # a new set of version 1 is empty, and takes no process
+            if (group / setting).is_file() and not (group / setting).read_text().strip():
+                (group / setting).write_text((root / setting).read_text())
+        for setting, weight in _WEIGHT.items():
+            if (group / setting).is_file():
+                (group / setting).write_text(str(round(weight / _PER_NICE ** os.nice(0))))
+
+
+def remove_group(name: str) -> None:
+    """Kill what is in a group, below it too, and remove it everywhere. One that is not there is no error."""
+    groups = [root / name for root in hierarchies()]
+    deadline = time.monotonic() + KILL_SECONDS
+    while (pids := {pid for group in groups for pid in members(group)}) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    for group in groups:
+        for folder, _, _ in os.walk(group, topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+
+
+def members(group: Path) -> Iterator[int]:
+    for folder, _, files in os.walk(group):
+        if "cgroup.procs" in files:
+            with contextlib.suppress(OSError):  # the group is just going
+                yield from map(int, Path(folder, "cgroup.procs").read_text().split())
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.stdin.read()
+    remove_group(sys.argv[1])
+    remove(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

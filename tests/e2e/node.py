@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from cluster.access import make_certificate, make_keys
 from cluster.controlplane import ControlPlane, Place, end
-from cluster.pki import make_certificate, make_keys
-from e2e.groups import make_group
-from e2e.network import Network, network
+from e2e.network import Network, make_group, network
 from waiting import wait_for
 
 from mmrouter_cli.local.process import Guard
@@ -34,7 +33,7 @@ MOUNTS = 'for folder; do mount -t tmpfs tmpfs "$folder" || exit; done; exec slee
 
 @dataclass(frozen=True)
 class Programs:
-    """Where commands are: Kubernetes' control plane, the node's (``hack/cluster/programs.py``), CNI plugins."""
+    """Where commands are: Kubernetes' control plane, the node's (``hack/cluster/go_programs.py``), CNI plugins."""
 
     kube: Path
     node: Path
@@ -73,7 +72,6 @@ class Node(ControlPlane):
     # -- containers --------------------------------------------------------------------------------------------------
 
     def load(self, archive: Path) -> None:
-        """Take the images of an archive, as of ``docker save``. Raises ``AssertionError``."""
         done = self.ctr("images", "import", archive)
         assert done.returncode == 0, done.stderr
 
@@ -94,7 +92,9 @@ class Node(ControlPlane):
         super().write_files()
         for path in (self.runtime / "net.d", self.folder / "kubelet"):
             path.mkdir(parents=True)
-        (self.runtime / "config.toml").write_text(self._containerd())
+        (self.runtime / "config.toml").write_text(
+            CONTAINERD.format(folder=self.runtime, pause=PAUSE, cni=self.programs.cni)
+        )
         (self.runtime / "net.d" / "10-pods.conflist").write_text(json.dumps(self._pod_network()))
         (self.folder / "kubelet.yaml").write_text(yaml.safe_dump(self._kubelet()))
         (self.folder / "proxy.yaml").write_text(yaml.safe_dump(self._proxy()))
@@ -127,7 +127,6 @@ class Node(ControlPlane):
         return super().is_up(name)
 
     def ready(self) -> bool:
-        """Whether the node takes pods."""
         answer = self.request("GET", f"/api/v1/nodes/{NAME}")
         if not answer.is_success:
             return False
@@ -148,9 +147,6 @@ class Node(ControlPlane):
         return []
 
     # -- configuration -----------------------------------------------------------------------------------------------
-
-    def _containerd(self) -> str:
-        return CONTAINERD.format(folder=self.runtime, pause=PAUSE, cni=self.programs.cni)
 
     def _pod_network(self) -> dict[str, Any]:
         addresses = {
@@ -251,8 +247,8 @@ state = "{folder}/state"
 
 @contextmanager
 def reaper(name: str) -> Iterator[None]:
-    """Have what a node leaves behind removed, at the block's end or this process's (``reaper.py``)."""
-    script = Path(__file__).with_name("reaper.py")
+    """Have what a node leaves behind removed, at the block's end or this process's (``network.py``)."""
+    script = Path(__file__).with_name("network.py")
     process = subprocess.Popen([sys.executable, str(script), name], stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
     try:
@@ -264,11 +260,9 @@ def reaper(name: str) -> Iterator[None]:
 
 @contextmanager
 def node(folder: Path, programs: Programs, pause: Path) -> Iterator[Node]:
-    """Run a cluster of one node until the block ends; the block begins when the node is Ready.
-
-    ``folder``: where it keeps everything; made, and left for those who look for the logs.
-    ``pause``: the archive of an image :data:`PAUSE` that sleeps, for the container that holds a pod's namespaces.
-    Raises :class:`cluster.controlplane.StartError`.
+    """Run a cluster of one node until the block ends; the block begins when the node is Ready. ``folder``: where it
+    keeps everything; made, and left for those who look for the logs. ``pause``: the archive of an image :data:`PAUSE`
+    that sleeps, for the container that holds a pod's namespaces. Raises :class:`cluster.controlplane.StartError`.
     """
     guard = Guard(uuid.uuid4().hex)
     try:

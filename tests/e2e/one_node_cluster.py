@@ -23,10 +23,10 @@ if __name__ == "__main__":
     sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 from artefacts import NotMadeError, build_images, run_tool
+from e2e.images import write_pause
 from e2e.node import Node, Programs, node
-from e2e.pause import write_pause
 
-from hack.cluster.programs import cni_folder
+from hack.cluster.go_programs import cni_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 run_live = partial(run_tool, live=True)
@@ -57,7 +57,6 @@ def kept(logs: Path, where: Path | None) -> Iterator[None]:
 
 
 def main() -> int:
-    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description="Run a one-node cluster until ctrl-C.")
     parser.add_argument("--images", type=Path, metavar="DIR", help="archives of the images, instead of building them")
     parser.add_argument(
@@ -70,8 +69,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        node_bin = Path(run_live("cluster.programs", "node"))  # first: it names what the machine lacks
-        kube, helm = Path(run_live("cluster.programs", "kubernetes")), Path(run_live("cluster.programs", "helm"))
+        node_bin = Path(run_live("cluster.go_programs", "node"))  # first: it names what the machine lacks
+        kube, helm = Path(run_live("cluster.go_programs", "kubernetes")), Path(run_live("cluster.go_programs", "helm"))
         with tempfile.TemporaryDirectory(prefix="mmrouter-cluster-") as name:
             folder = Path(name)
             images = sorted(chosen.images.glob("*.tar")) if chosen.images else build_images(folder / "images", run_live)

@@ -24,11 +24,11 @@ def prepare() -> None:
     """Build everything, up to the first thing that cannot be built here. Raises :class:`artefacts.NotMadeError`."""
     if os.environ.get("MMROUTER_KUBECONFIG"):
         if shutil.which("kubectl") is None:
-            run("cluster.programs", "kubernetes")
-        run("cluster.programs", "helm")
+            run("cluster.go_programs", "kubernetes")
+        run("cluster.go_programs", "helm")
         return
     for programs in ("node", "kubernetes", "helm"):  # the first names what the machine lacks
-        run("cluster.programs", programs)
+        run("cluster.go_programs", programs)
     if (images := shared_images()) is None:  # the builder keeps the layers, the tests make archives of them
         with tempfile.TemporaryDirectory(prefix="mmrouter-images-") as folder:
             build_images(Path(folder), run)

@@ -3,29 +3,26 @@
 What is known goes into one folder per failed test, a folder per namespace in it; secrets are not among it.
 """
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import yaml
 from cluster.access import Access
-from cluster.resources import path
-from e2e.pod_boots import Boots
+from cluster.resources import Object, path
 
 from mmrouter_cli.status.pod_boot import steps, summary, waits_for
 from mmrouter_operator.model.kinds import RESOURCE
 
-Object = dict[str, Any]
-
 LOG_LINES = 5000
-"""Lines of a container's log that are kept: its end."""
 OPERATOR = "mmrouter-system"
 KINDS = ("deployments.apps", "replicasets.apps", "services", "networkpolicies", "poddisruptionbudgets", "configmaps")
 LOOK = """\
@@ -36,12 +33,47 @@ print(urllib.request.urlopen(asked, timeout=10).read().decode())
 """
 """Asks a frontend's control API from within: that works on any cluster, and the token stays where it is."""
 LOOKED_AT = {"decisions": "/control/decisions?count=1000", "state": "/control/state"}
+SELECTOR = "app.kubernetes.io/part-of=mmrouter"
+PAUSE_SECONDS = 0.5
+"""Between two watches: a test may have left the API server ended."""
+
+
+class Boots:
+    """Keeps each pod as it was when it was Ready for the first time; one that never was, as it was last."""
+
+    def __init__(self, cluster: Access) -> None:
+        self._cluster = cluster
+        self._pods: dict[str, Object] = {}
+        self._ended = threading.Event()
+        threading.Thread(target=self._follow, name="boots", daemon=True).start()
+
+    def of(self, namespace: str) -> list[Object]:
+        found = [pod for pod in self._pods.copy().values() if pod["metadata"]["namespace"] == namespace]
+        return sorted(found, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _follow(self) -> None:
+        options = {"watch": "true", "labelSelector": SELECTOR}
+        while not self._ended.is_set():
+            # Whatever ends a watch, the next one begins with all pods that there are.
+            with suppress(Exception), self._cluster.http.stream("GET", "/api/v1/pods", params=options) as answer:
+                for line in answer.iter_lines():
+                    event = json.loads(line)
+                    if event["type"] in {"ADDED", "MODIFIED"}:
+                        self._see(event["object"])
+            self._ended.wait(PAUSE_SECONDS)
+
+    def _see(self, pod: Object) -> None:
+        uid = pod["metadata"]["uid"]
+        if uid not in self._pods or waits_for(self._pods[uid]):
+            self._pods[uid] = pod
 
 
 def waited(cluster: Access, namespace: str, seen: Iterable[Object] = ()) -> list[tuple[str, str]]:
-    """Return pod -> how long it took to Ready and what for, with every step's seconds since its creation.
-
-    ``seen``: pods that the namespace had, as they were then; deleted ones are reported as well.
+    """Return pod -> how long it took to Ready and what for, with every step's seconds since its creation. ``seen``:
+    pods that the namespace had, as they were then; deleted ones are reported as well.
     """
     events = _events(cluster, namespace)
     here = {pod["metadata"]["uid"]: pod for pod in _pods(cluster, namespace)}
@@ -86,7 +118,6 @@ class Dumps:
         self.places: dict[str, Place] = {}
         """Folder in a test's folder -> what it tells of; the cluster that all tests share has none of its own."""
         self.folders: dict[str, Path] = {}
-        """Test that failed -> its folder."""
         self.booted: list[str] = []
         """A line for every pod of every namespace that was left."""
 
@@ -122,7 +153,6 @@ class Dumps:
         return folder
 
     def _folder(self, test: str) -> Path:
-        """Return the folder of a test; the first report creates it."""
         folder = self._root / re.sub(r"[^\w.-]+", "_", test).strip("_")[-150:]
         if test not in self.folders:
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
@@ -132,8 +162,8 @@ class Dumps:
 
     def _boot(self, cluster: Access, namespace: str, boots: Boots) -> None:
         try:
-            told = waited(cluster, namespace, boots.of(namespace))
-            self.booted += [f"{namespace} {pod}: {text}" for pod, text in told]
+            waits = waited(cluster, namespace, boots.of(namespace))
+            self.booted += [f"{namespace} {pod}: {text}" for pod, text in waits]
         except httpx.HTTPError as unread:
             self.booted.append(f"{namespace} cannot be read: {unread!r}")
 
@@ -172,7 +202,7 @@ def _files(cluster: Access, namespace: str) -> Iterator[tuple[str, Callable[[], 
         return  # pods.yaml says why
     for pod in pods:
         name = pod["metadata"]["name"]
-        for container in _containers(pod):
+        for container in statuses(pod):
             yield f"logs/{name}.{container['name']}.log", _log(cluster, namespace, name, container["name"])
             if container["restartCount"]:
                 before = _log(cluster, namespace, name, container["name"], previous="true")
@@ -233,6 +263,6 @@ def _of_event(event: Object) -> str:
     return f"{when} {event['type']} {event['reason']}{times} {about['kind']}/{about['name']}: {event['message']}"
 
 
-def _containers(pod: Object) -> list[Object]:
-    status = pod["status"]
-    return [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
+def statuses(pod: Object) -> list[Object]:
+    """Return the status of each container of a pod, sidecars first."""
+    return [*(pod["status"].get("initContainerStatuses") or []), *(pod["status"].get("containerStatuses") or [])]

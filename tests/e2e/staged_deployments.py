@@ -10,17 +10,15 @@ from typing import Any
 import httpx
 from cluster.access import Access
 from cluster.resources import condition
-from e2e.deploying import Deployed, deploy, example, make_model, wait_or_dump
-from e2e.endpoints import Reached, at_pod, reached
+from e2e.deploying import Deployed, deploy, example, make_model, process_here, wait_or_dump
+from e2e.endpoints import PodWeb, Reached, at_pod, pod_web, reached
 from e2e.load import Traffic, load
-from e2e.processes import process_here
-from e2e.web import PodWeb, pod_web
 from prometheus_client.parser import text_string_to_metric_families
 from scenarios import Chat
 
 from mmrouter_handover.shm import Entry, ledger
 from mmrouter_handover.shm.files import clock
-from mmrouter_lib.api.pod_paths import SHARED_DIR
+from mmrouter_lib.pod_paths import SHARED_DIR
 
 PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
 """Labels of a namespace for pods that share a folder of their node."""
@@ -44,12 +42,10 @@ class Chain:
 
     @contextmanager
     def chat(self) -> Iterator[Chat]:
-        """Return a conversation of its own."""
         with self.reached.chat(self.name) as made:
             yield made
 
     def decided(self, chat: Chat, *content: str, **options: Any) -> dict[str, Any]:
-        """Send a chat and return its decision. Raises ``AssertionError`` for an empty answer."""
         raw = chat.client.chat.completions.with_raw_response.create(
             model=self.name, messages=chat.messages(*content), max_tokens=4, temperature=0, **options
         )
@@ -59,11 +55,9 @@ class Chain:
         return found
 
     def condition(self, type: str) -> dict[str, Any]:
-        """Return a condition, empty while there is none."""
         return condition(self.deployed.cluster, type, self.deployed.namespace, self.name)
 
     def conditions(self, *types: str) -> dict[str, tuple[str, str]]:
-        """Return type -> status and reason."""
         found = {type: self.condition(type) for type in types}
         return {type: (each.get("status", ""), each.get("reason", "")) for type, each in found.items()}
 
@@ -75,7 +69,6 @@ class Chain:
         }
 
     def wait(self, condition: Any, what: str, seconds: float = WHOLE_SECONDS) -> Any:
-        """Wait as :func:`wait_or_dump` does."""
         return wait_or_dump(self.deployed.cluster, self.deployed.namespace, condition, seconds, what)
 
     def warned(self, reason: str) -> int:
@@ -90,7 +83,6 @@ class Chain:
         return sum(samples(self.deployed, pod, METRICS_PORT, "mmrouter_degraded_total", missing=word) for pod in pods)
 
     def decisions(self, since: float) -> list[dict[str, Any]]:
-        """Return what was decided from a moment on, in seconds since 1970."""
         with self.reached.control() as control:
             latest = control.get("/control/decisions?count=1000").raise_for_status().json()
         return [each for each in latest if each["at"] >= since]
@@ -98,7 +90,6 @@ class Chain:
 
 class NodeFolder:
     """The folder that a deployment's pods share on their node, as one of their processes has it; for as long as needed.
-
     ``pod``: one that is there. A test is skipped where its processes are not seen from here.
     """
 
@@ -109,11 +100,9 @@ class NodeFolder:
         self.path = f"/proc/self/fd/{self._number}/."
 
     def close(self) -> None:
-        """Let go of it."""
         os.close(self._number)
 
     def entries(self) -> list[Entry]:
-        """Return every file that is below it."""
         return list(ledger(self.path, clock()).entries)
 
     def images(self) -> list[Entry]:
@@ -121,14 +110,12 @@ class NodeFolder:
         return [entry for entry in self.entries() if entry.state not in ("owner", "other")]
 
     def emptied(self) -> bool:
-        """Whether no image lies there."""
         return not self.images()
 
 
 @contextmanager
 def chained(cluster: Access, namespace: str, spec: Mapping[str, Any]) -> Iterator[Chain]:
     """Deploy ``examples/kind.yaml`` with other parts of its spec and one frontend, and wait until it is proved.
-
     ``spec``: what stands in place of the example's parts, one level deep.
     """
     body = example()
@@ -145,7 +132,6 @@ def chained(cluster: Access, namespace: str, spec: Mapping[str, Any]) -> Iterato
 
 
 def samples(deployed: Deployed, pod: dict[str, Any], port: int, name: str, **labels: str) -> float:
-    """Return the sum of a metric's samples with some labels on a pod's page."""
     with at_pod(deployed, pod, port) as url:
         page = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).raise_for_status().text
     return sum(
@@ -168,9 +154,7 @@ def encoded(deployed: Deployed, role: str) -> dict[str, float]:
 
 def strike(chain: Chain, role: str, reason: str, *, count: int | None = None) -> tuple[Traffic, float]:
     """Kill engines of a role with -9 under load; return the traffic and the time, once a condition has reported it and
-    cleared.
-
-    ``reason``: what the operator is to warn of. ``count``: how many engines, by default all.
+    cleared. ``reason``: what the operator is to warn of. ``count``: how many engines, by default all.
     """
     victims = [process_here(pod, "engine") for pod in chain.deployed.pods(role)[:count]]
     assert victims

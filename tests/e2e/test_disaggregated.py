@@ -6,30 +6,28 @@ gets how much.
 
 import json
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from artefacts import Record
 from cluster.access import Access
 from cluster.resources import apply, delete, get
-from e2e.processes import process_here
+from e2e.deploying import process_here
 from e2e.staged_deployments import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
 from e2e.test_placement import RACK, device, equip, label
 from scenarios import SCENARIOS, Chat, Scenario, title
 from waiting import wait_for
 
-from mmrouter_lib.api.pod_paths import SHARED_DIR
+from mmrouter_lib.pod_paths import SHARED_DIR
 from mmrouter_operator.model.kinds import RESOURCE
 
 FAST_MS, SLOW_MS = 2, 6
 """Milliseconds that an encoder takes for a visual token: far more than the processor's share of it."""
 SHARE = (1 / FAST_MS) / (1 / FAST_MS + 1 / SLOW_MS)
-"""Of the work that the fast encoder is to get."""
 NEAR = 0.15
 PREFILL_RATE = 4000
 """Tokens per second: a file that an engine was named lies there for some tens of milliseconds."""
@@ -42,7 +40,6 @@ POOLS = {"enc-cpu": "encoder", "enc-xpu": "encoder", "prefill": "prefill", "deco
 
 
 def pool(name: str, kind: str = "cpu", *args: str) -> dict[str, Any]:
-    """Return a pool of one engine, on the node of the rack."""
     shared = {"size": f"{SHARED_MIB}Mi", "scope": "node"}
     where = {"accelerator": {"kind": kind}, "nodeSelector": {RACK: "7"}, "sharedMemory": shared}
     return {"name": name, "role": POOLS[name], "replicas": 1, "args": list(args), **where}
@@ -82,7 +79,7 @@ def node(operated: Access) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def chain(operated: Access, node: str, record: Callable[[str, Any], None]) -> Iterator[Chain]:
+def chain(operated: Access, node: str, record: Record) -> Iterator[Chain]:
     began = time.monotonic()
     with operated.namespace(**PRIVILEGED) as namespace, chained(operated, namespace, SPEC) as made:
         record("encoders, prefill and decode Ready and proved after apply, s", round(time.monotonic() - began, 1))
@@ -98,7 +95,6 @@ def chat(chain: Chain) -> Iterator[Chat]:
 
 @pytest.fixture(scope="module")
 def folder(chain: Chain) -> Iterator[NodeFolder]:
-    """What the pods share."""
     found = NodeFolder(chain.deployed.pods("decode")[0])
     yield found
     found.close()
@@ -159,15 +155,8 @@ def test_scenario(scenario: Scenario, chat: Chat, chain: Chain) -> None:
     scenario(chat, chain.web)
 
 
-def mmrouter(chain: Chain, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command line tool on this machine, for the deployment's first frontend."""
-    options = (f"--control={chain.reached.controls[0]}", f"--token={chain.reached.token}")
-    command = [sys.executable, "-m", "mmrouter_cli", arguments[0], chain.reached.url, *arguments[1:], *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
 def test_the_gate_passes_through_the_whole_chain(chain: Chain, chat: Chat) -> None:
-    done = mmrouter(chain, "verify")
+    done = chain.reached.mmrouter("verify")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -182,7 +171,7 @@ def test_a_request_goes_through_every_stage_explain_shows_them_and_its_image_is_
     ((prefill,), (decode,)) = (chain.deployed.pods(role) for role in ("prefill", "decode"))
     assert decision["worker"] == prefill["metadata"]["name"]
     assert decision["answers"] == decode["metadata"]["name"]
-    shown = mmrouter(chain, "explain", decision["request_id"])
+    shown = chain.reached.mmrouter("explain", decision["request_id"])
     assert "stages, of the form encode-prefill-decode" in shown.stdout, shown.stdout + shown.stderr
     chain.decided(chat, "and again, at another place?", chat.image("a"))
     after = {role: sum(encoded(chain.deployed, role).values()) for role in before}
@@ -211,7 +200,7 @@ def test_images_reach_the_nodes_engines_as_files_of_which_nothing_stays(
 
 
 def test_encoders_get_images_by_the_rates_that_were_measured_and_not_by_their_kind(
-    chain: Chain, chat: Chat, record: Callable[[str, Any], None]
+    chain: Chain, chat: Chat, record: Record
 ) -> None:
     def show(name: str) -> None:
         chain.decided(chat, *(chat.image(f"{name}-{number}") for number in range(8)), "compare")
@@ -247,7 +236,7 @@ def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_
         decision = chain.decided(chat, chat.image("alone"), "what?")
         assert (decision["degraded"], decision["form"]) == (["no_encoder"], "prefill-decode")
         assert chain.without("no_encoder") == counted + 1
-        shown = mmrouter(chain, "explain", decision["request_id"])
+        shown = chain.reached.mmrouter("explain", decision["request_id"])
         assert "served without: no_encoder" in shown.stdout, shown.stdout + shown.stderr
     finally:
         apply(chain.deployed.cluster, chain.deployed.namespace, whole)
@@ -265,14 +254,7 @@ def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_
     ],
 )
 def test_a_pool_that_is_killed_costs_no_request_and_decision_condition_and_metric_say_so(
-    chain: Chain,
-    chat: Chat,
-    folder: NodeFolder,
-    role: str,
-    reason: str,
-    word: str,
-    form: str,
-    record: Callable[[str, Any], None],
+    chain: Chain, chat: Chat, folder: NodeFolder, role: str, reason: str, word: str, form: str, record: Record
 ) -> None:
     counted = chain.without(word)
     traffic, since = strike(chain, role, reason)
@@ -286,7 +268,7 @@ def test_a_pool_that_is_killed_costs_no_request_and_decision_condition_and_metri
 
 
 def test_a_frontend_that_is_killed_leaves_no_image_for_long(
-    chain: Chain, chat: Chat, folder: NodeFolder, record: Callable[[str, Any], None]
+    chain: Chain, chat: Chat, folder: NodeFolder, record: Record
 ) -> None:
     victim = process_here(chain.deployed.pods("frontend")[0], "router")
     impatient = replace(chat, client=chat.client.with_options(max_retries=0, timeout=GONE_SECONDS))
@@ -326,9 +308,7 @@ def test_a_full_folder_is_reported_and_images_travel_as_bytes_until_there_is_spa
     assert {each["how"] for each in decision["travelled"]} == {"file"}
 
 
-def test_of_a_deleted_deployment_no_byte_stays_on_the_node(
-    chain: Chain, folder: NodeFolder, record: Callable[[str, Any], None]
-) -> None:
+def test_of_a_deleted_deployment_no_byte_stays_on_the_node(chain: Chain, folder: NodeFolder, record: Record) -> None:
     assert folder.entries()
     began = time.monotonic()
     delete(chain.deployed.cluster, RESOURCE, chain.deployed.namespace, chain.name)

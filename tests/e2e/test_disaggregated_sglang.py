@@ -1,10 +1,10 @@
 """SGLang's prefill and decode engines in real pods: proved in pairs, and no request is lost with one of them."""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from artefacts import Record
 from cluster.access import Access
 from e2e.deploying import RESTRICTED
 from e2e.staged_deployments import Chain, chained, strike
@@ -20,7 +20,7 @@ SPEC = {
 
 
 @pytest.fixture(scope="module")
-def pairs(operated: Access, record: Callable[[str, Any], None]) -> Iterator[Chain]:
+def pairs(operated: Access, record: Record) -> Iterator[Chain]:
     began = time.monotonic()
     with operated.namespace(**RESTRICTED) as namespace, chained(operated, namespace, SPEC) as made:
         record("SGLang's pairs Ready and proved after apply, s", round(time.monotonic() - began, 1))
@@ -43,9 +43,9 @@ def test_pairs_are_proved_and_a_picture_that_is_shown_again_is_a_whole_hit(pairs
     assert decision["worker"] in {pod["metadata"]["name"] for pod in pairs.deployed.pods("prefill")}
 
 
-def test_a_prefill_engine_that_is_killed_costs_no_request(pairs: Chain, record: Callable[[str, Any], None]) -> None:
+def test_a_prefill_engine_that_is_killed_costs_no_request(pairs: Chain, record: Record) -> None:
     traffic, since = strike(pairs, "prefill", "ReplicasMissing", count=1)
     again = [each for each in pairs.decisions(since) if len(each["attempts"]) > 1]
-    told = f"{len(traffic.sent)} requests, {len(again)} of them by another pair, {len(traffic.failed)} failed"
-    record("kill -9 of one of two SGLang prefill engines", told)
+    summary = f"{len(traffic.sent)} requests, {len(again)} of them by another pair, {len(traffic.failed)} failed"
+    record("kill -9 of one of two SGLang prefill engines", summary)
     assert traffic.failed_before_streaming == [], traffic

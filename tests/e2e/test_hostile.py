@@ -15,10 +15,9 @@ import openai
 import pytest
 from cluster.access import Access
 from cluster.resources import apply, condition, is_done, status
-from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
-from e2e.endpoints import address, at_service
+from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, run_pod, wait_or_dump
+from e2e.endpoints import address, at_service, manifest
 from e2e.report import LOOK
-from e2e.web import manifest
 from waiting import wait_for
 
 KEY = "a-key-of-the-tenant"
@@ -43,7 +42,6 @@ def body(**second: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def guarded(operated: Access) -> Iterator[Deployed]:
-    """A deployment that asks clients for a key."""
     with operated.namespace(**RESTRICTED) as namespace:
         make_model(operated, namespace)
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tenants"}, "stringData": {"tenant": KEY}}
@@ -53,17 +51,15 @@ def guarded(operated: Access) -> Iterator[Deployed]:
 
 @pytest.fixture
 def client(guarded: Deployed) -> Iterator[openai.OpenAI]:
-    """The official client, with the tenant's key."""
     with at_service(guarded) as url:
         yield openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=60)
 
 
 def answers(client: openai.OpenAI, name: str) -> bool:
-    """Whether a request is served. Raises ``openai.OpenAIError``."""
-    told = client.chat.completions.create(
+    answer = client.chat.completions.create(
         model=name, messages=[{"role": "user", "content": "hello"}], max_tokens=2, temperature=0
     )
-    return told.choices[0].finish_reason in ("length", "stop")
+    return answer.choices[0].finish_reason in ("length", "stop")
 
 
 # -- images --------------------------------------------------------------------------------------------------------
@@ -82,13 +78,13 @@ def test_an_image_that_is_nowhere_is_named_with_its_pool_while_the_rest_serves_a
     cluster, namespace, name = guarded.cluster, guarded.namespace, guarded.name
     apply(cluster, namespace, body(**change))
 
-    def told() -> str:
+    def trouble() -> str:
         assert answers(client, name), "requests go on"
         found = condition(cluster, "Degraded", namespace, name)
         return str(found["message"]) if found.get("reason") == "ImagePullFailed" else ""
 
     try:
-        message = wait_for(told, TROUBLE_SECONDS, "Degraded says ImagePullFailed", every=0.5)
+        message = wait_for(trouble, TROUBLE_SECONDS, "Degraded says ImagePullFailed", every=0.5)
         (stuck,) = [pod for pod in guarded.pods("worker") if waiting(pod)]
         assert waiting(stuck) in reasons
         for word in (stuck["metadata"]["name"], "engine", ABSENT):
@@ -136,8 +132,8 @@ def test_a_wrong_key_of_a_client_is_a_401_in_openais_shape_that_is_counted(
         assert KEY not in str(refused.value)
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key=key).models.list()
-    told = client.with_options(default_headers={"x-mmrouter-control": "wrong"}).chat.completions.with_raw_response
-    answer = told.create(model=guarded.name, messages=[{"role": "user", "content": "hello"}], max_tokens=1)
+    chat = client.with_options(default_headers={"x-mmrouter-control": "wrong"}).chat.completions.with_raw_response
+    answer = chat.create(model=guarded.name, messages=[{"role": "user", "content": "hello"}], max_tokens=1)
     assert "x-mmrouter-worker" not in answer.headers, "a key of a client shows nothing of the routing"
     after = metrics(guarded, frontend)
     assert risen(before, after, 'mmrouter_requests_total{code="401",path="/v1/chat/completions"}') == 2
@@ -191,12 +187,7 @@ def intruder(guarded: Deployed) -> Iterator[Deployed]:
     del container["readinessProbe"]
     cluster = guarded.cluster
     with cluster.namespace() as namespace:
-        account = f"/api/v1/namespaces/{namespace}/serviceaccounts/default"
-        wait_for(lambda: cluster.request("GET", account).is_success, 10, "the namespace has its account")
-        path = f"/api/v1/namespaces/{namespace}/pods"
-        cluster.request("POST", path, pod).raise_for_status()
-        here = f"{path}/{pod['metadata']['name']}"
-        wait_for(lambda: cluster.request("GET", here).json()["status"]["phase"] == "Running", 60, "it runs", every=0.1)
+        run_pod(cluster, namespace, pod)
         yield Deployed(cluster, namespace, pod["metadata"]["name"])
 
 

@@ -6,10 +6,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from e2e.conftest import NAMESPACE, ROOT, Deployed, Record
+from artefacts import Record
+from e2e.conftest import NAMESPACE, ROOT, Deployed
 
 TITLES = {"mmrouter": "mmrouter", "sim": "mmrouter-sim"}
-"""Archive -> the title of its image."""
 TRIES = 4
 # A second sidecar in the container of the first, on another address that neither engine nor routers use.
 START = f"""\
@@ -46,7 +46,6 @@ COMMANDS = {
 
 
 def ran(deployed: Deployed, role: str, container: str, code: str, *arguments: str) -> list[str]:
-    """Run Python code in a container of the deployment and return its lines. Raises ``AssertionError``."""
     pod = deployed.pods(role)[0]["metadata"]["name"]
     done = deployed.execute(pod, container, "python3", "-c", code, *arguments)
     assert done.returncode == 0, done.stderr
@@ -79,7 +78,7 @@ def test_the_operators_pods_run_the_same_image(deployed: Deployed) -> None:
 
 def test_the_images_carry_their_labels_and_run_unprivileged(images: list[Path], revision: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    said = {
+    expected = {
         "version": project["version"],
         "revision": revision,
         "licenses": project["license"],
@@ -94,8 +93,8 @@ def test_the_images_carry_their_labels_and_run_unprivileged(images: list[Path], 
             assert config is not None
             image = json.load(config)
         labels = image["config"]["Labels"]
-        told = {name: labels.get(f"org.opencontainers.image.{name}") for name in (*said, "title")}
-        assert told == {**said, "title": TITLES[archive.stem]}
+        actual = {name: labels.get(f"org.opencontainers.image.{name}") for name in (*expected, "title")}
+        assert actual == {**expected, "title": TITLES[archive.stem]}
         assert image["config"]["User"] == "65532:65532"
         # The build's secrets are in no step of the image's history.
         assert not any("index-url" in json.dumps(step) for step in image["history"])

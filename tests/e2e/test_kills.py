@@ -9,7 +9,7 @@ the new engine must hold blocks of requests that it received before the comparis
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,14 +17,14 @@ from typing import Any
 
 import httpx
 import pytest
+from artefacts import Record
 from chart.helm import NAMESPACE
 from cluster.access import Access
-from e2e.deploying import RESTRICTED, Deployed, deploy, example, make_model
+from e2e.deploying import Deployed, Process, container_id, deployment, example, process, process_here
 from e2e.endpoints import address
 from e2e.equality import Looker, Pair, Watch, assert_equal, looking, watching
 from e2e.load import Sent, Traffic, load, router
 from e2e.node import NAME, Node
-from e2e.processes import Process, container_id, process, process_here
 from e2e.report import dump
 from openai import DEFAULT_MAX_RETRIES
 from waiting import wait_for
@@ -53,21 +53,18 @@ EQUAL_SECONDS = 30.0
 """Ends a hang: the index becomes equal within seconds of the first 200 of the readiness probe."""
 METRICS_PORT = 9090
 ENGINE_PORT = 8000
-Record = Callable[[str, Any], None]
 
 
 @pytest.fixture(scope="module")
 def mortal(operated: Access) -> Iterator[Deployed]:
-    """A deployment of its own: these tests break it."""
     body = example()
     body["spec"]["engine"]["args"] = ENGINE_ARGS
     body["spec"]["pools"].append(
         {"name": FORGETFUL, "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
         | {"args": ["--sim-replay-steps=1"]}
     )
-    with operated.namespace(**RESTRICTED) as namespace:
-        make_model(operated, namespace)
-        yield deploy(operated, namespace, body)
+    with deployment(operated, body) as made:
+        yield made
 
 
 @pytest.fixture
@@ -80,14 +77,11 @@ def looker(mortal: Deployed) -> Iterator[Looker]:
 
 
 def workers(mortal: Deployed, pool: str = "worker") -> list[dict[str, Any]]:
-    """Return the engine pods of a pool."""
     return [pod for pod in mortal.pods("worker") if pod["metadata"]["labels"]["mmrouter.io/pool"] == pool]
 
 
 @dataclass(frozen=True)
 class Victim:
-    """A container of a pod, which is killed."""
-
     pod: dict[str, Any]
     container: str
 
@@ -100,11 +94,9 @@ class Victim:
         return self.container == "router"
 
     def took(self, sent: Sent) -> bool:
-        """Whether a request's answer came from the pod."""
         return router(sent, {self.name: self.pod}) == self.name if self.frontend else sent.worker == self.name
 
     def streams(self, traffic: Traffic) -> list[Sent]:
-        """Return the answers that stream from it."""
         return [each for each in list(traffic.streams.values()) if self.took(each)]
 
     def lasting(self, traffic: Traffic) -> list[Sent]:
@@ -132,7 +124,6 @@ def kill(
     mortal: Deployed, looker: Looker, record: Record, victim: Victim, url: str, *, forgets: bool = False
 ) -> list[Sent]:
     """Kill a container under load; return requests that it left for another one to answer, when the index is equal.
-
     ``url``: what answers 200 when the process is back. ``forgets``: whether the engine's cache goes with it.
     """
     process = process_here(victim.pod, victim.container)
@@ -173,7 +164,6 @@ def kill(
 
 
 def epochs_of(looker: Looker, worker: str) -> dict[Pair, int]:
-    """Return the epoch that each frontend has of a worker."""
     return {pair: looker.view(pair).epoch for pair in looker.pairs if pair.worker == worker}
 
 
@@ -187,7 +177,6 @@ def served(traffic: Traffic, watch: Watch, worker: str, since: float, epochs: di
 
 
 def answers(url: str) -> bool:
-    """Whether a process answers with success."""
     try:
         return httpx.get(url, timeout=1, trust_env=False).status_code == 200
     except httpx.TransportError:
@@ -230,7 +219,6 @@ def test_a_killed_sidecar_continues_from_its_journal_and_a_replay(
 
 
 def batches(pod: dict[str, Any]) -> float:
-    """Return how many batches of its engine a sidecar has applied."""
     page = httpx.get(f"http://{address(pod)}:{METRICS_PORT}/metrics", timeout=5, trust_env=False).text
     return next(
         float(line.split()[1]) for line in page.splitlines() if line.startswith("mmrouter_sidecar_batches_total")
@@ -338,7 +326,6 @@ def test_a_restarted_kubelet_restarts_nothing_else(mortal: Deployed, looker: Loo
 
 
 def renewed(cluster: Access) -> float:
-    """Return when the kubelet last said that it lives."""
     path = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NAME}"
     spec = cluster.request("GET", path).raise_for_status().json()["spec"]
     return datetime.fromisoformat(spec["renewTime"]).timestamp()

@@ -1,17 +1,19 @@
-"""The one-node cluster itself: real pods run on it, and nothing of it is left, however a run ends."""
+"""The one-node cluster itself: real pods run on it, nothing of it is left, and only who may kills its processes."""
 
 import contextlib
 import errno
+import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from e2e.groups import hierarchies
-from e2e.network import Network
+import pytest
+from e2e.deploying import run_pod
+from e2e.images import write_pause
+from e2e.network import Network, hierarchies
 from e2e.node import Node, Programs
-from e2e.pause import write_pause
 from e2e.report import Dumps, Place
 from waiting import wait_for
 
@@ -28,7 +30,6 @@ with node(folder / "run", Programs(kube, node_bin, cni), folder / "pause.tar") a
 
 
 def left(network: Network, folder: Path) -> list[str]:
-    """Return what is left of a node: its namespace, its interface, control groups, processes."""
     places = [Path("/run/netns", network.name), Path("/sys/class/net", network.interface)]
     found = [str(path) for path in (*places, *(root / network.name for root in hierarchies())) if path.exists()]
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -46,16 +47,7 @@ def test_a_pod_runs_and_is_reached_from_this_machine(bare: Node) -> None:
         "spec": {"containers": [{"name": "pause", "image": "localhost/mmrouter-pause:1", "imagePullPolicy": "Never"}]},
     }
     with bare.namespace() as namespace:
-        path = f"/api/v1/namespaces/{namespace}"
-        account = f"{path}/serviceaccounts/default"
-        wait_for(lambda: bare.request("GET", account).is_success, 10, "the namespace has its account")
-        bare.request("POST", f"{path}/pods", manifest).raise_for_status()
-
-        def running() -> str:
-            status = bare.request("GET", f"{path}/pods/pause").json()["status"]
-            return str(status.get("podIP", "")) if status["phase"] == "Running" else ""
-
-        ip = wait_for(running, 30, "the pod runs")
+        ip = run_pod(bare, namespace, manifest, 30)
         with socket.socket() as client:
             client.settimeout(5)
             # Nothing listens there, which only the pod's own network can tell.
@@ -75,3 +67,33 @@ def test_nothing_is_left_of_a_node_whose_run_was_killed(programs: Programs, tmp_
     wait_for(lambda: not left(network, tmp_path), 20, "everything is gone")
     run.stdout.close()
     del dumps.places["killed"]
+
+
+TESTS = Path(__file__).resolve().parents[1]
+UNPRIVILEGED = 65534
+ASK = """\
+import os, sys
+from _pytest.outcomes import Skipped
+from e2e import deploying
+deploying.process = lambda pod, container: deploying.Process(os.getppid(), container)  # that of this test
+os.setuid(int(sys.argv[1]))
+try:
+    print(deploying.process_here({}, "router").pid == os.getppid())
+except Skipped as reason:
+    print(reason)
+"""
+
+
+def asked(user: int) -> str:
+    env = {**os.environ, "PYTHONPATH": str(TESTS)}
+    return subprocess.run([sys.executable, "-c", ASK, str(user)], capture_output=True, text=True, env=env).stdout
+
+
+def test_who_may_not_signal_a_process_does_not_get_it() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("not run: needs root, to become another user")
+    assert asked(UNPRIVILEGED) == "not run: needs the node's processes\n"
+
+
+def test_who_may_signal_a_process_gets_it() -> None:
+    assert asked(os.getuid()) == "True\n"

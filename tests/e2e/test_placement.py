@@ -12,7 +12,6 @@ from waiting import wait_for
 from mmrouter_operator.model.accelerators import ACCELERATORS
 
 POOLS = {"gpu": "nvidia", "xe": "intel-xe", "i915": "intel-i915", "host": "cpu"}
-"""Pool -> what it runs on."""
 SHARED = {"gpu": 64, "xe": 96, "i915": 128, "host": 160}
 """Pool -> its shared memory, MiB: of any two another, and none that a node has not."""
 SIZE = "import os; told = os.statvfs('/dev/shm'); print(told.f_frsize * told.f_blocks)"
@@ -23,12 +22,10 @@ Patch = dict[str, str | None]
 
 
 def label(pool: str) -> str:
-    """Return the label by which a node says that it has a pool's devices."""
     return ACCELERATORS[POOLS[pool]].node_labels[0][0]  # type: ignore[index]
 
 
 def device(pool: str) -> str:
-    """Return the extended resource of a pool."""
     found = ACCELERATORS[POOLS[pool]].resource  # type: ignore[index]
     assert found is not None
     return found
@@ -101,14 +98,14 @@ def test_each_pool_waits_for_a_node_of_its_kind_the_condition_says_so_and_once_t
             wait_for(lambda: where(mixed) == expected, SECONDS, f"only {pools} have a node", every=0.2)
             others = [name for name in POOLS if name not in pools]
 
-            def told() -> bool:
+            def message_matches() -> bool:
                 degraded = condition(operated, "Degraded", namespace, "mixed")
-                said = degraded.get("message", "") if degraded.get("reason") == "Unschedulable" else ""
-                return [name for name in POOLS if f"pod mixed-{name}-" in said] == others and all(
-                    label(name) in said or device(name) in said for name in others
+                message = degraded.get("message", "") if degraded.get("reason") == "Unschedulable" else ""
+                return [name for name in POOLS if f"pod mixed-{name}-" in message] == others and all(
+                    label(name) in message or device(name) in message for name in others
                 )
 
-            wait_for(told, SECONDS, f"the condition tells of {others}", every=0.2)
+            wait_for(message_matches, SECONDS, f"the condition tells of {others}", every=0.2)
 
         apply(operated, namespace, body())
         placed("host")
@@ -128,5 +125,5 @@ def test_each_pool_waits_for_a_node_of_its_kind_the_condition_says_so_and_once_t
             (engine,) = pod["spec"]["containers"]
             assert engine["resources"].get("limits", {}) == ({} if pool == "host" else {device(pool): "1"})
             for container in ("engine", "sidecar"):
-                told = mixed.execute(pod["metadata"]["name"], container, "python3", "-c", SIZE)
-                assert (told.stdout.strip(), told.stderr) == (str(SHARED[pool] * 2**20), "")
+                result = mixed.execute(pod["metadata"]["name"], container, "python3", "-c", SIZE)
+                assert (result.stdout.strip(), result.stderr) == (str(SHARED[pool] * 2**20), "")

@@ -1,20 +1,22 @@
-"""A deployment in real pods: it is exact, from outside and from inside, and its pods have only what they need."""
+"""A deployment in real pods: exact from outside and inside, in the ten scenarios, and with only what it needs."""
 
 import json
 import secrets
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from artefacts import Record
+from cluster.access import Access
 from cluster.resources import get
-from e2e.deploying import Deployed
+from e2e.deploying import RESTRICTED, Deployed
 from e2e.endpoints import CONTROL_PORT, address, reached
+from e2e.staged_deployments import Chain, chained
+from scenarios import SCENARIOS, Chat, Scenario, title
 
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_operator.model.kinds import RESOURCE
-from mmrouter_operator.render.pod.pod_security import violations
+from mmrouter_operator.render.pod.pod_security_violations import violations
 
 SIDECAR_MIB = 60
 CONTAINER = """\
@@ -52,9 +54,7 @@ os.remove(sys.argv[1])
 
 def test_verify_is_green_from_outside_the_cluster(deployed: Deployed) -> None:
     with reached(deployed) as where:
-        options = (f"--control={where.controls[0]}", f"--token={where.token}")
-        command = [sys.executable, "-m", "mmrouter_cli", "verify", where.url, *options]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = where.mmrouter("verify")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -91,13 +91,13 @@ def test_every_container_is_restricted_by_its_spec_and_by_its_kernel(
         assert list(violations(pod["spec"])) == []
         for container in containers(pod):
             assert container["securityContext"]["readOnlyRootFilesystem"] is True
-            told = inside[pod["metadata"]["name"], container["name"]]
-            assert {name: told[name] for name in RESTRAINED} == RESTRAINED
+            facts = inside[pod["metadata"]["name"], container["name"]]
+            assert {name: facts[name] for name in RESTRAINED} == RESTRAINED
 
 
 def test_only_a_frontend_holds_a_token_of_the_api_server(inside: dict[tuple[str, str], dict[str, str]]) -> None:
-    holding = {container for (_, container), told in inside.items() if told["token"] == "True"}
-    without = {container for (_, container), told in inside.items() if told["token"] == "False"}
+    holding = {container for (_, container), facts in inside.items() if facts["token"] == "True"}
+    without = {container for (_, container), facts in inside.items() if facts["token"] == "False"}
     assert (holding, without) == ({"router"}, {"engine", "sidecar"})
 
 
@@ -119,7 +119,7 @@ def test_engine_and_sidecar_share_a_shared_memory_of_the_pools_size(deployed: De
             assert seen.stdout.split() == [word, "tmpfs", str(size)]
 
 
-def test_an_idle_sidecar_is_small(deployed: Deployed, record: Callable[[str, Any], None]) -> None:
+def test_an_idle_sidecar_is_small(deployed: Deployed, record: Record) -> None:
     pod = deployed.pods("worker")[0]["metadata"]["name"]
     # The container's first process is the sidecar itself.
     status = deployed.execute(pod, "sidecar", "cat", "/proc/1/status").stdout
@@ -137,3 +137,22 @@ def test_the_images_hold_no_compiler(deployed: Deployed) -> None:
         assert done.returncode == 0, done.stderr
         # The shell is there and comes last: what stands before it would have been found as well.
         assert done.stdout.split() == ["sh"]
+
+
+@pytest.fixture(scope="module")
+def fetching(operated: Access) -> Iterator[Chain]:
+    """The deployment of ``examples/kind.yaml``, allowed to fetch from a pod beside it."""
+    two = {"frontend": {"replicas": 2}}
+    with operated.namespace(**RESTRICTED) as namespace, chained(operated, namespace, two) as made:
+        yield made
+
+
+@pytest.fixture
+def chat(fetching: Chain) -> Iterator[Chat]:
+    with fetching.chat() as made:
+        yield made
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario: Scenario, chat: Chat, fetching: Chain) -> None:
+    scenario(chat, fetching.web)

@@ -10,11 +10,10 @@ from pathlib import Path
 import yaml
 from cluster.access import Access
 from cluster.resources import get
-from e2e.deploying import ROOT, Deployed
+from e2e.deploying import ROOT, Deployed, run_pod
 from e2e.endpoints import reached
 from e2e.node import Programs
-from e2e.pod_boots import Boots
-from e2e.report import OPERATOR, Dumps, Place, waited, write_namespace
+from e2e.report import OPERATOR, Boots, Dumps, Place, waited, write_namespace
 from waiting import wait_for
 
 from mmrouter_operator.model.kinds import RESOURCE
@@ -78,7 +77,7 @@ def failed(folder: Path, text: str, **env: str) -> tuple["subprocess.CompletedPr
     file, dumps = folder / "test_failing.py", folder / "dumps"
     file.write_text(text)
     whole = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "MMROUTER_DUMP_DIR": str(dumps), **env}
-    options = ("-p", "e2e.conftest", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}")
+    options = ("-pconftest", "-pe2e.conftest", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}")
     command = [sys.executable, "-m", "pytest", "-q", *options, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=whole, cwd=folder)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -140,9 +139,6 @@ def test_a_second_cluster_has_a_folder_of_its_own_beside_the_first_ones(deployed
 def test_a_replaced_pod_is_reported_with_its_boot_time(deployed: Deployed) -> None:
     boots = Boots(deployed.cluster)
     with deployed.cluster.namespace() as namespace:
-        path = f"/api/v1/namespaces/{namespace}"
-        account = f"{path}/serviceaccounts/default"
-        wait_for(lambda: deployed.cluster.request("GET", account).is_success, 10, "the namespace has its account")
         container = deployed.pods("frontend")[0]["spec"]["containers"][0]
         pod = {
             "apiVersion": "v1",
@@ -153,15 +149,15 @@ def test_a_replaced_pod_is_reported_with_its_boot_time(deployed: Deployed) -> No
                 "containers": [{"name": "only", "image": container["image"], "command": ["sleep", "1000"]}],
             },
         }
-        deployed.cluster.request("POST", f"{path}/pods", pod).raise_for_status()
+        run_pod(deployed.cluster, namespace, pod)
 
-        def told() -> str:
+        def history() -> str:
             return dict(waited(deployed.cluster, namespace, boots.of(namespace))).get("replaced", "")
 
-        wait_for(lambda: told().startswith("Ready after"), 30, "the pod is Ready", every=0.1)
-        deployed.cluster.request("DELETE", f"{path}/pods/replaced").raise_for_status()
-        wait_for(lambda: told().endswith("gone since"), 30, "the pod is gone", every=0.1)
-        assert re.match(r"Ready after \d+ s.*only ran \d+.*; gone since$", told())
+        wait_for(lambda: history().startswith("Ready after"), 30, "the pod is Ready", every=0.1)
+        deployed.cluster.request("DELETE", f"/api/v1/namespaces/{namespace}/pods/replaced").raise_for_status()
+        wait_for(lambda: history().endswith("gone since"), 30, "the pod is gone", every=0.1)
+        assert re.match(r"Ready after \d+ s.*only ran \d+.*; gone since$", history())
     boots.end()
 
 

@@ -1,4 +1,4 @@
-"""Rolling updates in real pods under load, of a pool and then of the frontends, lose no request."""
+"""Changes in real pods under load lose no request: rollouts, a pool from one engine to three and back, the end."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -6,12 +6,14 @@ from datetime import datetime
 from typing import Any
 
 import pytest
+from artefacts import Record
 from cluster.access import Access
-from cluster.resources import apply, condition, is_done
-from e2e.conftest import Record
-from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, wait_or_dump
+from cluster.resources import apply, condition, delete, is_done
+from e2e.deploying import READY_SECONDS, Deployed, deployment, example, wait_or_dump
 from e2e.load import MEASURED, ROUNDS, Sent, Traffic, hit_ratio, load, router
 from waiting import wait_for
+
+from mmrouter_operator.model.kinds import RESOURCE
 
 GATES = ("mmrouter.io/routable", "mmrouter.io/verified")
 NOTICE_SECONDS = 5.0
@@ -28,10 +30,8 @@ SAME = 0.05
 
 @pytest.fixture(scope="module")
 def mine(operated: Access) -> Iterator[Deployed]:
-    """A deployment that these tests change: two engines and two frontends."""
-    with operated.namespace(**RESTRICTED) as namespace:
-        make_model(operated, namespace)
-        yield deploy(operated, namespace, body())
+    with deployment(operated, body()) as made:
+        yield made
 
 
 def body(engine: str = "1", frontend: str = "1") -> dict[str, Any]:
@@ -54,7 +54,6 @@ class Replaced:
         self.deployed, self.role = deployed, role
         self.old = {pod["metadata"]["name"]: pod for pod in deployed.pods(role)}
         self.deleted: dict[str, float] = {}
-        """When an old pod was deleted."""
         self.since: dict[tuple[str, str], float] = {}
         """Pod and condition -> when that became true, as it was first seen: it may have changed since."""
 
@@ -73,21 +72,18 @@ class Replaced:
         return self.old.keys().isdisjoint(there)
 
     def new(self) -> dict[str, dict[str, Any]]:
-        """Return the pods that came."""
         pods = {pod["metadata"]["name"]: pod for pod in self.deployed.pods(self.role)}
         assert pods.keys().isdisjoint(self.old)
         return pods
 
 
 def moment(written: str) -> float:
-    """Return one of the API's times in seconds since 1970."""
     return datetime.fromisoformat(written).timestamp()
 
 
 def rolled(mine: Deployed, changed: dict[str, Any], role: str, traffic: Traffic) -> tuple[Replaced, dict[str, float]]:
-    """Apply a change under load and wait until new pods have taken the old ones' place.
-
-    Return the pods, and the hit ratios ``before``, ``during`` and ``after``, with the ``seconds`` that it took.
+    """Apply a change under load and wait until new pods have taken the old ones' place. Return the pods, and the hit
+    ratios ``before``, ``during`` and ``after``, with the ``seconds`` that it took.
     """
     pods = Replaced(mine, role)
     traffic.go_on()
@@ -117,9 +113,8 @@ def first_of(traffic: Traffic, which: Callable[[Sent], bool], wanted: float) -> 
 
 
 def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str]) -> int:
-    """No request went to an old pod that was about to end, and those under way there have succeeded.
-
-    Return how many requests were under way at an old pod when it got its SIGTERM. ``where``: the pod of a request.
+    """No request went to an old pod that was about to end, and those under way there have succeeded. Return how many
+    requests were under way at an old pod when it got its SIGTERM. ``where``: the pod of a request.
     """
     outlived, under_way = 0, 0
     for sent in traffic.between():
@@ -182,3 +177,116 @@ def test_the_frontends_are_replaced_under_load_and_forget_nothing(mine: Deployed
     assert measured["new"] > measured["before"] - SAME
     assert measured["after"] > measured["before"] - SAME
     assert {pod["metadata"]["uid"] for pod in mine.pods("worker")} == engines
+
+
+TALKING = 6
+LONG_TOKENS, LONG_CLIENTS = 200, 3
+"""Answers that take 4 s."""
+LASTS_SECONDS = 2.0
+"""Oldest age of a streaming answer at the moment when the pool shrinks."""
+NOT_OURS = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
+OF_ITS_OWN = {"Event", "PodMetrics"}
+"""Kinds that are records of what was, and not objects of a deployment."""
+
+
+def sized(replicas: int) -> dict[str, Any]:
+    made = example()
+    made["spec"]["engine"]["args"] = [f"--sim-decode-ms={STEP_MS}"]
+    made["spec"]["frontend"]["replicas"] = 1
+    made["spec"]["pools"][0]["replicas"] = replicas
+    made["spec"]["pools"][0]["updates"] = {"drainSeconds": 30}
+    return made
+
+
+@pytest.fixture(scope="module")
+def pool(operated: Access) -> Iterator[Deployed]:
+    with deployment(operated, sized(1)) as made:
+        yield made
+
+
+def scaled(pool: Deployed, replicas: int) -> float:
+    """Scale the pool and wait until the deployment is Ready with so many pods; return the seconds that it took."""
+    began = time.monotonic()
+    generation = apply(pool.cluster, pool.namespace, sized(replicas))["metadata"]["generation"]
+    selector = f"mmrouter.io/deployment={pool.name},mmrouter.io/role=worker"
+
+    def settled() -> bool:
+        path = f"/api/v1/namespaces/{pool.namespace}/pods"
+        pods = pool.cluster.request("GET", path, labelSelector=selector).raise_for_status().json()["items"]
+        return len(pods) == replicas and is_done(pool.cluster, pool.namespace, pool.name, generation)
+
+    wait_or_dump(pool.cluster, pool.namespace, settled, READY_SECONDS, f"the pool has {replicas} pods and is Ready")
+    return round(time.monotonic() - began, 1)
+
+
+def test_a_pool_grows_and_shrinks_under_load_and_nothing_is_lost(pool: Deployed, record: Record) -> None:
+    names = {pod["metadata"]["name"] for pod in pool.pods("worker")}
+    with load(pool, clients=TALKING, pause=0.1, long_tokens=LONG_TOKENS, long_clients=LONG_CLIENTS) as traffic:
+        traffic.go_on()
+        before = traffic.hit_ratio(traffic.go_on(2 * MEASURED))
+        up = scaled(pool, 3)
+        grown = {pod["metadata"]["name"] for pod in pool.pods("worker")}
+        wait_for(lambda: grown <= traffic.workers(), 60, "all three engines answer")
+        # Two of the three go, so of two engines with a long answer one does.
+        wait_for(lambda: len(lasting(traffic)) > 1, 60, "long answers are under way at two engines")
+        shrunk = time.time()
+        down = scaled(pool, 1)
+        since = time.time()
+        after = traffic.recovered(before - SAME)
+    record("pool 1 -> 3 -> 1 under load", told(traffic, {"before": before, "after": after}, up, down))
+    assert not traffic.failed, traffic
+    traffic.assert_exact()
+    (left,) = {pod["metadata"]["name"] for pod in pool.pods("worker")}
+    assert names < grown
+    assert [each for each in traffic.sent if each.started < shrunk < each.ended and each.worker in grown - {left}]
+    assert traffic.workers(since) == {left}
+    assert after > before - SAME
+
+
+def lasting(traffic: Traffic) -> set[str]:
+    """Return the engines that have a long answer under way, which has just begun."""
+    streams = [each for each in list(traffic.streams.values()) if each.client >= TALKING]
+    return {each.worker for each in streams if time.time() - each.started < LASTS_SECONDS}
+
+
+def told(traffic: Traffic, ratios: dict[str, float], up: float, down: float) -> str:
+    rows = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+    return f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; hit ratio {rows}; up {up} s, down {down} s"
+
+
+def test_of_a_deleted_deployment_no_object_of_any_kind_stays(pool: Deployed, record: Record) -> None:
+    kinds = listable(pool.cluster)
+    assert {"Pod", "Secret", "Lease", "EndpointSlice", "ControllerRevision"} <= {kind for _, kind in kinds}
+    made = {kind for kind, _ in everything(pool, kinds)} - {"ConfigMap"}
+    assert {"Deployment", "ReplicaSet", "Pod", "Service", "EndpointSlice", "Secret", "NetworkPolicy"} <= made
+    began = time.monotonic()
+    delete(pool.cluster, RESOURCE, pool.namespace, pool.name)
+    kept = NOT_OURS | {("ConfigMap", "tiny-qwen2-vl")}  # the user's own
+    try:
+        wait_for(lambda: everything(pool, kinds) == kept, READY_SECONDS, "only what is not ours is left", every=0.5)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}: {everything(pool, kinds) ^ kept}") from error
+    record("nothing is left after a delete, s", round(time.monotonic() - began, 1))
+
+
+def listable(cluster: Access) -> list[tuple[str, str]]:
+    """Return (path of the group's version and plural, kind) of every namespaced kind that the API server lists."""
+    groups = cluster.request("GET", "/apis").raise_for_status().json()["groups"]
+    versions = ["/api/v1", *(f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups)]
+    found = []
+    for version in versions:
+        for each in cluster.request("GET", version).raise_for_status().json()["resources"]:
+            whole = each["namespaced"] and "list" in each["verbs"] and "/" not in each["name"]
+            if whole and each["kind"] not in OF_ITS_OWN:
+                found.append((f"{version} {each['name']}", each["kind"]))
+    return found
+
+
+def everything(pool: Deployed, kinds: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Return (kind, name) of all objects of the namespace, of any owner and with any labels."""
+    found = set()
+    for where, kind in kinds:
+        version, _, plural = where.partition(" ")
+        answer = pool.cluster.request("GET", f"{version}/namespaces/{pool.namespace}/{plural}").raise_for_status()
+        found |= {(kind, item["metadata"]["name"]) for item in answer.json()["items"]}
+    return found

@@ -1,11 +1,14 @@
-"""`mmrouter doctor` and `mmrouter status` from a machine beside the cluster, with the rights of a kubectl user."""
+"""What `helm test`, `mmrouter doctor` and `mmrouter status` say of a cluster, with the rights of a kubectl user."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
+from artefacts import go_programs
+from chart.helm import NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.resources import apply
 from cluster.resources import status as resource_status
@@ -46,8 +49,8 @@ def measured(deployed: Deployed) -> bool:
 
 def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked_at(deployed: Deployed) -> None:
     wait_for(lambda: measured(deployed), MEASURED_SECONDS, "the kubelet has measured the volumes", every=1)
-    status, said = told(deployed, "doctor")
-    findings = [item for subject in said["subjects"] for item in subject["findings"]]
+    status, report = told(deployed, "doctor")
+    findings = [item for subject in report["subjects"] for item in subject["findings"]]
     assert [item for item in findings if item["level"] == "problem"] == []
     assert status == 0
     fine: dict[str, str] = {}
@@ -106,9 +109,9 @@ def test_doctor_and_status_name_what_is_broken_beside_what_works(operated: Acces
             }
 
         wait_for(settled, READY_SECONDS, "one engine is proved and two cannot run", every=0.2)
-        status, said = told(broken, "doctor")
+        status, report = told(broken, "doctor")
         assert status == 1
-        findings = [item for subject in said["subjects"] for item in subject["findings"]]
+        findings = [item for subject in report["subjects"] for item in subject["findings"]]
         problems = [item for item in findings if item["level"] == "problem"]
         for change, checks in BROKEN:
             for check, (seen, do) in checks.items():
@@ -134,3 +137,21 @@ def test_status_shows_every_engine_proved(deployed: Deployed) -> None:
     assert {worker["exact"] for worker in view["workers"]} == {"True"}
     where = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in deployed.pods("worker")}
     assert {worker["name"]: worker["where"] for worker in view["workers"]} == where
+
+
+TEST = "mmrouter-operator-test"
+
+
+def test_helm_test_passes_and_leaves_no_pod_that_runs(operated: Access, tmp_path: Path) -> None:
+    done = Helm(go_programs("helm") / "helm", tmp_path, operated.kubeconfig).run(
+        "test", RELEASE, f"--namespace={NAMESPACE}", "--logs"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    suite = dict(line.split(":", 1) for line in done.stdout.splitlines() if line.startswith(("TEST SUITE", "Phase")))
+    assert {name: text.strip() for name, text in suite.items()} == {"TEST SUITE": TEST, "Phase": "Succeeded"}
+
+    def gone() -> bool:
+        answer = operated.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods/{TEST}")
+        return answer.status_code == 404 or answer.raise_for_status().json()["status"]["phase"] == "Succeeded"
+
+    wait_for(gone, 20, "the pod of the test is gone", every=0.1)

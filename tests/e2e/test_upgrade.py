@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artefacts import go_programs
+from artefacts import Record, go_programs
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.resources import condition, delete, get
-from e2e.conftest import Record
 from e2e.deploying import Deployed, wait_or_dump
 from e2e.load import load
 from e2e.node import Node
@@ -45,14 +44,12 @@ def other_version(helm: Helm, node: Node, folder: Path) -> Path:
 
 
 def operators(cluster: Access) -> dict[str, dict[str, Any]]:
-    """Return the operator's pods by name, those that end among them."""
     path = f"/api/v1/namespaces/{NAMESPACE}/pods"
     items = cluster.request("GET", path).raise_for_status().json()["items"]
     return {pod["metadata"]["name"]: pod for pod in items if pod["metadata"]["name"].startswith("mmrouter-operator-")}
 
 
 def configuration(cluster: Access) -> str:
-    """Return the operator's site configuration."""
     path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/mmrouter-operator-config"
     return str(cluster.request("GET", path).raise_for_status().json()["data"]["operator.yaml"])
 
@@ -128,8 +125,8 @@ def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
         repaired(deployed, "PodDisruptionBudget", f"{deployed.name}-worker")
         assert running(deployed) == before
         traffic.go_on()
-    told = f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; {seconds[0]:.1f} s and {seconds[1]:.1f} s"
-    record("operator upgraded and back under load", told)
+    summary = f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; {seconds[0]:.1f} s and {seconds[1]:.1f} s"
+    record("operator upgraded and back under load", summary)
     assert not traffic.failed, traffic
     traffic.assert_exact()
     for type in ("Ready", "ExactRoutingVerified"):

@@ -5,28 +5,23 @@ engine's packages from volumes of this machine, which pods of a node of our own 
 """
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
-from artefacts import run_tool_or_skip
+from artefacts import Record, run_tool_or_skip
 from cluster.access import Access
-from cluster.resources import condition
 from conformance.engine_process import EAGER, FORKED, KEPT, ONE_PROCESS
-from e2e.conftest import Record
-from e2e.deploying import RESTRICTED, ROOT, Deployed, deploy
-from e2e.endpoints import Reached, reached
+from e2e.deploying import RESTRICTED, ROOT, deploy
+from e2e.endpoints import pod_web, reached
+from e2e.images import IMAGE, CannotMakeError, kept_by, mount_path, packages_of, write_vllm_image
 from e2e.node import Node
-from e2e.vllm_image import IMAGE, CannotMakeError, kept_by, mount_path, packages_of, write_vllm_image
-from e2e.web import PodWeb, pod_web
+from e2e.staged_deployments import Chain
 from scenarios import SCENARIOS, Chat, Scenario, title
 
 from hack.engines.shrink_model import shrink
@@ -39,18 +34,8 @@ SOONER = {**ONE_PROCESS, **FORKED, **EAGER}
 """What has an engine be ready sooner on few CPUs."""
 
 
-@dataclass(frozen=True)
-class Engines:
-    """A deployment of real engines, and a web server that its frontends fetch from."""
-
-    deployed: Deployed
-    reached: Reached
-    web: PodWeb
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model's folder, with a small network."""
     models = Path(os.environ.get("MMROUTER_MODELS") or ROOT.parent / "shared" / "models")
     source = models / REPOSITORY.replace("/", "--")
     if not (source / "tokenizer.json").is_file():
@@ -63,8 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engines(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory, record: Record
-) -> Iterator[Engines]:
-    """The engines of ``examples/demo-vllm.yaml`` in a namespace that lets only restricted pods in."""
+) -> Iterator[Chain]:
     if os.environ.get("MMROUTER_KUBECONFIG"):
         pytest.skip("not run: pods of another cluster cannot mount an engine's packages from this machine")
     env = Path(run_tool_or_skip("engines.vllm_env"))
@@ -87,7 +71,7 @@ def engines(
         began = time.monotonic()
         deployed = deploy(cluster, namespace, resource(mount_path(env), web.media), START_SECONDS)
         record("real vLLM: Ready and proved after apply, s", round(time.monotonic() - began, 1))
-        yield Engines(deployed, stack.enter_context(reached(deployed)), web)
+        yield Chain(deployed, stack.enter_context(reached(deployed)), web)
 
 
 def resource(packages_at: str, media: dict[str, Any]) -> dict[str, Any]:
@@ -144,25 +128,21 @@ def volume(cluster: Access, namespace: str, name: str, folder: Path) -> Iterator
 
 
 @pytest.fixture
-def chat(engines: Engines) -> Iterator[Chat]:
-    with engines.reached.chat(engines.deployed.name) as made:
+def chat(engines: Chain) -> Iterator[Chat]:
+    with engines.chat() as made:
         yield made
 
 
-def test_real_engines_in_pods_are_proved_exact(engines: Engines) -> None:
-    deployed = engines.deployed
-    found = condition(deployed.cluster, "ExactRoutingVerified", deployed.namespace, deployed.name)  # type: ignore[arg-type]
+def test_real_engines_in_pods_are_proved_exact(engines: Chain) -> None:
+    found = engines.condition("ExactRoutingVerified")
     assert found["status"] == "True", found
 
 
-def test_the_gate_passes_on_real_engines_in_pods(engines: Engines) -> None:
-    where = engines.reached
-    options = (f"--control={where.controls[0]}", f"--token={where.token}")
-    command = [sys.executable, "-m", "mmrouter_cli", "verify", where.url, *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=180)
+def test_the_gate_passes_on_real_engines_in_pods(engines: Chain) -> None:
+    done = engines.reached.mmrouter("verify")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
-def test_scenario_on_real_engines(scenario: Scenario, chat: Chat, engines: Engines) -> None:
+def test_scenario_on_real_engines(scenario: Scenario, chat: Chat, engines: Chain) -> None:
     scenario(chat, engines.web)

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,14 @@ import httpx
 import openai
 import psutil
 import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 90
+MEDIA = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
+"""Frontends fetch images from this machine."""
 
 
 @dataclass
@@ -51,22 +55,27 @@ class Deployment:
         headers = {"authorization": f"Bearer {self.token}"}
         return httpx.Client(base_url=self.controls[number], headers=headers, timeout=10)
 
-    def state(self, number: int = 0) -> dict[str, Any]:
+    def ask(self, path: str, number: int = 0) -> dict[str, Any]:
         with self.control(number) as client:
-            answer: dict[str, Any] = client.get("/control/state").json()
+            answer: dict[str, Any] = client.get(path).raise_for_status().json()
             return answer
 
+    def state(self, number: int = 0) -> dict[str, Any]:
+        return self.ask("/control/state", number)
+
+    def workers(self, role: str, number: int = 0) -> list[dict[str, Any]]:
+        return [worker for worker in self.state(number)["workers"] if worker["role"] == role]
+
     def keys(self, uid: str, number: int = 0) -> dict[str, Any]:
-        with self.control(number) as client:
-            answer: dict[str, Any] = client.get(f"/control/workers/{uid}/keys").json()
-            return answer
+        return self.ask(f"/control/workers/{uid}/keys", number)
 
     def decision(self, response: Any) -> dict[str, Any]:
         """Return the router's decision for a response that still has its headers."""
-        with self.control() as client:
-            path = f"/control/decisions/{response.headers['x-mmrouter-request-id']}"
-            decision: dict[str, Any] = client.get(path).raise_for_status().json()
-            return decision
+        return self.ask(f"/control/decisions/{response.headers['x-mmrouter-request-id']}")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric over the frontends."""
+        return sum(metric(str(httpx.URL(url).host), name, **labels) for url in self.controls)
 
     def processes(self, command: str) -> dict[str, psutil.Process]:
         """Pod name -> process, for ``router``, ``sidecar`` or ``vllm``."""
@@ -83,7 +92,7 @@ class Deployment:
         """Every frontend sees every worker verified."""
         try:
             states = [self.state(number) for number in range(len(self.controls))]
-        except (httpx.TransportError, ValueError):
+        except (httpx.HTTPError, ValueError):
             return False
         workers = [worker for state in states for worker in state["workers"]]
         # A sidecar that has just died is believed for two seconds; only a fresh heartbeat shows that it lives.
@@ -127,7 +136,7 @@ def running(file: Path, *options: str, start_seconds: float = START_SECONDS) -> 
             print("".join(log[-200:]))  # what pytest shows of a test that failed
             raise
         assert process.poll() is None, "".join(log[-60:])
-        from mmrouter_cli.local import run_root
+        from mmrouter_cli.local.folders import run_root
 
         folder = next(p for p in run_root().glob("*/run.json") if json.loads(p.read_text())["pid"] == process.pid)
         yield Deployment(process, json.loads(folder.read_text()), folder.parent, log)
@@ -140,3 +149,39 @@ def running(file: Path, *options: str, start_seconds: float = START_SECONDS) -> 
             process.kill()
             raise
         reader.join(5)
+
+
+def example(name: str = "demo.yaml") -> dict[str, Any]:
+    """Return an example's resource, to be changed and run from another folder."""
+    resource: dict[str, Any] = yaml.safe_load((ROOT / "examples" / name).read_text())
+    resource["spec"]["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
+    return resource
+
+
+def deployed(
+    folder: Path, *documents: dict[str, Any], options: Sequence[str] = ()
+) -> AbstractContextManager[Deployment]:
+    """``mmrouter up`` with these documents as its file."""
+    file = folder / "deployment.yaml"
+    file.write_text(yaml.safe_dump_all(documents))
+    return running(file, *options)
+
+
+def staged(name: str, folder: Path, **routing: Any) -> AbstractContextManager[Deployment]:
+    """Run an example whose engines work in stages with one frontend, which fetches images from this machine."""
+    resource = example(name)
+    resource["spec"]["frontend"]["replicas"] = 1
+    resource["spec"]["routing"] = {**routing, "media": MEDIA}
+    return deployed(folder, resource)
+
+
+def samples(ip: str, name: str, port: int = 9090) -> Iterator[Any]:
+    """Yield a metric's samples."""
+    page = httpx.get(f"http://{ip}:{port}/metrics", timeout=10).raise_for_status().text
+    for family in text_string_to_metric_families(page):
+        yield from (sample for sample in family.samples if sample.name == name)
+
+
+def metric(ip: str, name: str, port: int = 9090, **labels: str) -> float:
+    """Return the sum of a metric's samples that have these labels."""
+    return sum(each.value for each in samples(ip, name, port) if labels.items() <= each.labels.items())

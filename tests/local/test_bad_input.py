@@ -1,12 +1,19 @@
-"""Bad input is a 4xx in OpenAI's shape that names the field, and the connection stays usable."""
+"""Bad input is a 4xx in OpenAI's shape that names the field, and the connection stays usable.
+
+Images that are served and not predicted are never an over-estimate.
+"""
 
 import base64
+import io
 import json
 import os
 from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image
+from scenarios import FILLER
+from unit.router.test_unresolved_images import play
 
 from mmrouter_cli.sample_images import data_uri, picture
 
@@ -134,10 +141,8 @@ def test_unknown_paths_are_never_forwarded(connection, method, path, status):
 def test_what_clients_may_not_set_is_removed_and_counted(demo, connection):
     body = {**GOOD, "cache_salt": "mine", "kv_transfer_params": {"do_remote_decode": True}, "mm_hashes": ["x"]}
     assert post(connection, body).status_code == 200
-    ip = demo.run["frontends"][0]["url"].split("//")[1].split(":")[0]
-    text = httpx.get(f"http://{ip}:9090/metrics").text
     for field in ("cache_salt", "kv_transfer_params", "mm_hashes"):
-        assert f'mmrouter_stripped_fields_total{{field="{field}"}}' in text
+        assert demo.metric("mmrouter_stripped_fields_total", field=field) > 0
 
 
 def test_a_field_that_is_not_modelled_is_served_and_never_called_exact(demo):
@@ -154,3 +159,51 @@ def test_completions_are_forwarded_by_affinity(demo):
 
 def test_models_lists_what_is_served(demo):
     assert [model.id for model in demo.client().models.list().data] == ["demo"]
+
+
+MIXES = 10_000
+NAMES = ("mmrouter_decisions_total", "mmrouter_unresolved_images_total")
+
+
+def test_in_10_000_random_mixes_no_overlap_is_over_estimated_and_none_before_the_first_unresolved_is_lost():
+    requests = hits = over = lost = 0
+    for case in range(MIXES):
+        for one in play(case):
+            requests += 1
+            hits += one.predicted
+            over += one.over
+            lost += min(one.held, one.sure) - one.predicted
+    assert (over, lost) == (0, 0)
+    assert hits > requests
+
+
+def avif(seed: str) -> str:
+    raw = io.BytesIO()
+    Image.open(io.BytesIO(picture(seed))).convert("RGB").save(raw, "AVIF")
+    return data_uri(raw.getvalue())
+
+
+def test_case_39_one_unresolved_image_of_three_in_a_whole_deployment(demo, chat):
+    messages = chat.messages(chat.image("a"), FILLER, avif(chat.nonce + "b"), chat.image("c"))
+    body = {"model": "demo", "messages": messages, "max_tokens": 2}
+    before = [demo.metric(name, reason="image_format") for name in NAMES]
+    create = chat.client.chat.completions.with_raw_response.create
+
+    first = create(**body)
+    assert first.headers["x-mmrouter-exactness"] == "partial"
+    trace = demo.decision(first)
+    field = "messages[0].content[3].image_url.url"
+    assert trace["reasons"] == [f"image_format:{field}"]
+    assert [bool(image["unresolved"]) for image in trace["images"]] == [False, True, False]
+    size = trace["block_size"]
+    sure = trace["images"][1]["offset"] // size
+    assert sure > trace["images"][0]["offset"] // size
+
+    chat.settle(messages, sure)
+    again = create(**body)
+    assert again.headers["x-mmrouter-worker"] == first.headers["x-mmrouter-worker"]
+    assert int(again.headers["x-mmrouter-overlap-blocks"]) == sure
+    # The engine knows its image by the identity of its bytes and serves all of it again.
+    usage = again.parse().usage
+    assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // size * size > sure * size
+    assert [demo.metric(name, reason="image_format") for name in NAMES] == [count + 2 for count in before]

@@ -6,18 +6,16 @@ import dataclasses
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
 from waiting import wait_for
 
-from mmrouter_cli.status.control_endpoint import ControlEndpoint
+from mmrouter_cli.status.control_api import ControlEndpoint
 from mmrouter_cli.verify import Verifier
 
 
@@ -50,7 +48,6 @@ class Second:
             settings = dataclasses.replace(settings, model_dir=model_dir)
         self.demo, self.workers = demo, workers
         self._make = lambda: Router(settings)
-        self._break = lambda router: None
 
     @contextmanager
     def running(self, break_it=lambda router: None):
@@ -93,26 +90,35 @@ class Second:
             return False
 
     def standings(self):
-        headers = {"authorization": f"Bearer {self.demo.token}"}
-        state = httpx.get(f"http://{self.ip}:8001/control/state", headers=headers, timeout=5).json()
-        return [worker["standing"] for worker in state["workers"]]
+        return [worker["standing"] for worker in self.control("state")["workers"]]
 
-    def gate(self):
+    def control(self, path):
+        headers = {"authorization": f"Bearer {self.demo.token}"}
+        return httpx.get(f"http://{self.ip}:8001/control/{path}", headers=headers, timeout=10).json()
+
+    def ask(self, content):
+        """Send a chat; return where its decision is found."""
+        body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+        answer = httpx.post(f"http://{self.ip}:8000/v1/chat/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return f"decisions/{answer.headers['x-mmrouter-request-id']}"
+
+    def gate(self, client=httpx.Client):
+        """Return the first check of the gate that fails, ``None`` without any."""
         reach = ControlEndpoint(f"http://{self.ip}:8000", (f"http://{self.ip}:8001",), self.demo.token)
-        with httpx.Client(timeout=60) as client:
-            return Verifier(reach, api_key=None, client=client).run(rounds=1)
+        with client(timeout=60) as asking:
+            checks = Verifier(reach, api_key=None, client=asking).run(rounds=1)
+        return next((check for check in checks if not check.passed), None)
 
     def compare(self):
         """One canary's comparison against the first worker, outside of any claim."""
         worker = next(iter(self.router.fleet))
         feeder = self.router.feed(worker.member.uid)
-        size = self.router.placer.block_size(worker)
-        future = asyncio.run_coroutine_threadsafe(self.router.canary.compare(worker, 0, feeder, size), self.loop)
+        from mmrouter_router.fleet.workers import Target
+
+        target = Target(worker, 0, self.router.placer.block_size(worker))
+        future = asyncio.run_coroutine_threadsafe(self.router.canary.compare(target, feeder), self.loop)
         return future.result(30)[0]
-
-
-def first_failure(checks):
-    return next((check for check in checks if not check.passed), None)
 
 
 @pytest.fixture
@@ -122,68 +128,39 @@ def second(demo):
 
 def test_an_unbroken_second_router_passes_gate_and_canary(second):
     with second.running():
-        assert first_failure(second.gate()) is None
+        assert second.gate() is None
         assert second.compare() is None
 
 
-def test_a_wrong_family_is_named_by_its_token_count(demo, tmp_path):
-    folder = Path(next(iter(demo.processes("router").values())).environ()["MMROUTER_MODEL_DIR"])
-    shutil.copytree(folder, tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    config = json.loads(file.read_text())
-    config["vision_config"]["spatial_merge_size"] = 1
-    preprocessor = tmp_path / "model" / "preprocessor_config.json"
-    options = json.loads(preprocessor.read_text())
-    options["merge_size"] = 1
-    file.write_text(json.dumps(config))
-    preprocessor.write_text(json.dumps(options))
-    second = Second(demo, tmp_path / "model")
+def test_a_wrong_family_is_named_by_its_token_count(demo, model):
+    for name, change in (
+        ("config.json", lambda config: config["vision_config"].update(spatial_merge_size=1)),
+        ("preprocessor_config.json", lambda options: options.update(merge_size=1)),
+    ):
+        content = json.loads((model / name).read_text())
+        change(content)
+        (model / name).write_text(json.dumps(content))
+    second = Second(demo, model)
     with second.running():
         assert second.compare().cause == "count"
-        assert "tokens" in first_failure(second.gate()).message
+        assert "tokens" in second.gate().message
 
 
-def test_a_wrong_template_is_named(demo, tmp_path):
-    folder = Path(next(iter(demo.processes("router").values())).environ()["MMROUTER_MODEL_DIR"])
-    shutil.copytree(folder, tmp_path / "model")
-    template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text("Hello! " + template.read_text())
-    second = Second(demo, tmp_path / "model")
-    with second.running():
-        assert second.compare().cause in ("template", "count")
-        assert first_failure(second.gate()) is not None
-
-
-def test_live_parity_names_a_difference_and_the_client_notices_nothing(demo, tmp_path):
-    folder = Path(next(iter(demo.processes("router").values())).environ()["MMROUTER_MODEL_DIR"])
-    shutil.copytree(folder, tmp_path / "model")
-    template = tmp_path / "model" / "chat_template.jinja"
-    template.write_text("Hello! " + template.read_text())
-
+def test_a_wrong_template_is_named_by_canary_and_live_parity_and_the_client_notices_nothing(demo, other_template):
     def sample_everything(router):
         router.sampler = router.sampler.__class__(1.0, router.fleet, router.feed, router.metrics, seconds=3)
 
-    second = Second(demo, tmp_path / "model")
+    second = Second(demo, other_template)
     with second.running(sample_everything):
-        text = " ".join(["A lantern swings over the quiet harbour tonight."] * 8)
-        body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-        answer = httpx.post(f"http://{second.ip}:8000/v1/chat/completions", json=body, timeout=30)
-        assert answer.status_code == 200
-        request_id = answer.headers["x-mmrouter-request-id"]
-        headers = {"authorization": f"Bearer {demo.token}"}
-        url = f"http://{second.ip}:8001/control/decisions/{request_id}"
-
-        def parity():
-            return httpx.get(url, headers=headers, timeout=10).json()["parity"]
-
-        wait_for(lambda: parity() is not None, 20, "the sample was compared")
-        found = parity()
+        decision = second.ask(" ".join(["A lantern swings over the quiet harbour tonight."] * 8))
+        found = wait_for(lambda: second.control(decision)["parity"], 20, "the sample was compared")
         assert (found["result"], found["cause"]) == ("False", "template"), found
         assert found["block"]["predicted"]["text"].startswith("Hello!")
         assert not found["block"]["published"]["text"].startswith("Hello!")
         metrics = httpx.get(f"http://{second.ip}:9090/metrics", timeout=10).text
-        named = 'mmrouter_parity_total{cause="template",engine="vllm",family="qwen2_vl",result="False"}'
-        assert named in metrics
+        assert 'mmrouter_parity_total{cause="template",engine="vllm",family="qwen2_vl",result="False"}' in metrics
+        assert second.compare().cause in ("template", "count")
+        assert second.gate() is not None
 
 
 def test_a_wrong_block_size_is_named(second):
@@ -193,7 +170,7 @@ def test_a_wrong_block_size_is_named(second):
     with second.running(break_it):
         found = second.compare()
         assert (found.cause, "16" in found.message) == ("block_size", True)
-        assert "hit rate" in first_failure(second.gate()).message
+        assert "hit rate" in second.gate().message
 
 
 def test_a_wrong_identity_is_named(second, monkeypatch):
@@ -204,7 +181,7 @@ def test_a_wrong_identity_is_named(second, monkeypatch):
         for module in (mmrouter_router.api.chat, mmrouter_router.verify.probe_requests):
             monkeypatch.setattr(module, "to_wire", lambda identity: "m1-" + identity[::-1].hex())
         assert second.compare().cause == "identity"
-        assert "hit rate" in first_failure(second.gate()).message
+        assert "hit rate" in second.gate().message
 
 
 def test_an_image_that_is_taken_as_equal_fails_the_gate(second, monkeypatch):
@@ -212,7 +189,7 @@ def test_an_image_that_is_taken_as_equal_fails_the_gate(second, monkeypatch):
 
     with second.running():
         monkeypatch.setattr(mmrouter_router.request.prepare, "media_identity", lambda data, options, key: bytes(32))
-        failed = first_failure(second.gate())
+        failed = second.gate()
         assert "a different image is treated as equal" in failed.message
         assert "another image misses" in failed.name
 
@@ -228,7 +205,7 @@ def test_an_unnoticed_lost_event_fails_verify(second):
         router.fleet._apply = forgetful
 
     with second.running(break_it):
-        assert "hit rate" in first_failure(second.gate()).message
+        assert "hit rate" in second.gate().message
         assert second.compare() is not None
 
 
@@ -247,7 +224,7 @@ def test_a_lost_delta_is_noticed_and_replayed(second):
         router.fleet.on_published = lossy
 
     with second.running(break_it):
-        assert first_failure(second.gate()) is None
+        assert second.gate() is None
         assert lost
 
 
@@ -260,10 +237,10 @@ def test_a_sidecar_that_stood_still_is_not_taken_for_an_engine_that_publishes_no
     def break_it(router):
         send = router.probe_requests.send
 
-        async def starved(worker, rank, question):
-            asked.append(worker.member.name)
+        async def starved(target, request):
+            asked.append(target.worker.member.name)
             sidecar.send_signal(signal.SIGSTOP if len(asked) == 1 else signal.SIGCONT)
-            return await send(worker, rank, question)
+            return await send(target, request)
 
         router.probe_requests.send = starved
 
@@ -282,10 +259,10 @@ def test_policy_round_robin_fails_the_gate(second):
         router.placer._policy = "roundRobin"
 
     with second.running(break_it):
-        assert first_failure(second.gate()) is not None
+        assert second.gate() is not None
 
 
-def test_cached_tokens_that_are_absent_fail_the_gate(second, monkeypatch):
+def test_cached_tokens_that_are_absent_fail_the_gate(second):
     class Client(httpx.Client):
         def post(self, url, **options):
             answer = super().post(url, **options)
@@ -296,10 +273,7 @@ def test_cached_tokens_that_are_absent_fail_the_gate(second, monkeypatch):
             return answer
 
     with second.running():
-        reach = ControlEndpoint(f"http://{second.ip}:8000", (f"http://{second.ip}:8001",), second.demo.token)
-        with Client(timeout=60) as client:
-            checks = Verifier(reach, api_key=None, client=client).run(rounds=1)
-        assert "cached_tokens is absent" in first_failure(checks).message
+        assert "cached_tokens is absent" in second.gate(Client).message
 
 
 def test_a_stale_feed_fails_the_gate(second):
@@ -307,6 +281,4 @@ def test_a_stale_feed_fails_the_gate(second):
         # Whatever a sidecar says is lost from here on; that it is silent, the router has to notice by itself.
         second.router.fleet.on_published = second.router.fleet.on_reply = lambda worker, frame: []
         wait_for(lambda: second.standings() == ["unsynced"] * second.workers, 20, "the feeds are taken for lost")
-        failed = first_failure(second.gate())
-        assert failed is not None
-        assert "unsynced" in failed.message
+        assert "unsynced" in second.gate().message

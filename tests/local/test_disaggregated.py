@@ -3,57 +3,41 @@
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from local.rig import Deployment
-from local.staged_deployments import decided, started
-from local.test_scenarios import Folder, web
-from prometheus_client.parser import text_string_to_metric_families
-from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
+from local.rig import MEDIA, Deployment, deployed, example, metric, staged
+from scenarios import SCENARIOS, Chat, Folder, Scenario, decided, open_chat, title
 from waiting import wait_for
 
-__all__ = ["web"]
+FORGETFUL = {
+    "kv_connector": "NixlConnector",
+    "kv_buffer_device": "cpu",
+    "kv_load_failure_policy": "fail",
+    "kv_connector_extra_config": {"kv_lease_duration": 0},
+}
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The example, with every prompt through a prefill engine."""
-    with started("demo-disaggregated.yaml", tmp_path_factory.mktemp("chain"), minPrefillTokens=0) as deployment:
+    with staged("demo-disaggregated.yaml", tmp_path_factory.mktemp("chain"), minPrefillTokens=0) as deployment:
         yield deployment
 
 
-@pytest.fixture
-def settled(chain: Deployment) -> Deployment:
-    wait_for(chain.settled, 60, "every pod is verified on every frontend")
-    return chain
-
-
-@pytest.fixture
-def chat(settled: Deployment) -> Iterator[Chat]:
-    with open_chat(settled) as chat:
-        yield chat
-
-
-def stages(decision: dict[str, Any]) -> dict[str, str]:
-    return {note["stage"]: note["outcome"] for note in decision["chain"]}
+def stages(decision: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(note["stage"], note["outcome"]) for note in decision["chain"]]
 
 
 def encoded_tokens(deployment: Deployment, role: str) -> float:
     """Visual tokens that the engines of a role have encoded so far."""
-    total = 0.0
-    for worker in deployment.state()["workers"]:
-        if worker["role"] == role:
-            page = httpx.get(f"http://{worker['ip']}:8000/metrics").text
-            samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-            total += sum(each.value for each in samples if each.name == "mmrouter_sim_visual_tokens_total")
-    return total
+    return sum(metric(each["ip"], "mmrouter_sim_visual_tokens_total", 8000) for each in deployment.workers(role))
 
 
 def kill(deployment: Deployment, role: str) -> None:
     """End every engine of a role that runs."""
-    names = {worker["name"] for worker in deployment.state()["workers"] if worker["role"] == role}
+    names = {worker["name"] for worker in deployment.workers(role)}
     for name, process in deployment.processes("vllm").items():
         if name in names:
             process.send_signal(signal.SIGKILL)
@@ -75,14 +59,13 @@ def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by
     before = {role: encoded_tokens(settled, role) for role in ("encoder", "prefill", "decode")}
     decision = decided(settled, chat, chat.image("a"), "what?")
     assert decision["form"] == "encode-prefill-decode"
-    assert stages(decision) == {"encode": "done", "prefill": "done", "answer": "first_byte"}
+    assert stages(decision) == [("encode", "done"), ("prefill", "done"), ("answer", "first_byte")]
     assert all(note["seconds"] > 0 for note in decision["chain"])
     roles = {worker["name"]: worker["role"] for worker in settled.state()["workers"]}
     assert (roles[decision["worker"]], roles[decision["answers"]]) == ("prefill", "decode")
     shown = settled.mmrouter("explain", settled.url, decision["request_id"]).stdout
-    assert "stages, of the form encode-prefill-decode" in shown
-    for engine in (decision["worker"], decision["answers"]):
-        assert engine in shown
+    for part in ("stages, of the form encode-prefill-decode", decision["worker"], decision["answers"]):
+        assert part in shown
     decided(settled, chat, chat.image("a"), "and again, at another place?")
     after = {role: encoded_tokens(settled, role) for role in before}
     visual = decision["images"][0]["tokens"]
@@ -94,17 +77,13 @@ def test_sidecars_find_the_embeddings_in_the_directory_of_their_node_and_routers
 ) -> None:
     decided(settled, chat, chat.image("left in a file"), "what?")
 
-    def told() -> bool:
+    def seen() -> bool:
         workers = [worker for number in range(len(settled.controls)) for worker in settled.state(number)["workers"]]
         shared = [worker["shared"] for worker in workers if worker["role"] != "decode"]
         return all(one and one["taken"] > 0 and one["limit"] == 8 << 30 for one in shared)
 
-    wait_for(told, 30, "every pod of scope node has looked")
-    encoder = next(worker for worker in settled.state()["workers"] if worker["role"] == "encoder")
-    page = httpx.get(f"http://{encoder['ip']}:9090/metrics").text
-    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-    held = {each.labels["state"]: each.value for each in samples if each.name == "mmrouter_sidecar_shm_bytes"}
-    assert held["encoder"] > 0
+    wait_for(seen, 30, "every pod of scope node has looked")
+    assert metric(settled.workers("encoder")[0]["ip"], "mmrouter_sidecar_shm_bytes", state="encoder") > 0
 
 
 @pytest.mark.parametrize(
@@ -128,9 +107,28 @@ def test_a_pool_that_is_down_costs_no_request_and_the_decision_says_so(
     # None of the requests on the way there fails either: each stage that breaks is done by the next engine.
     wait_for(simpler, 30, f"a request is served without the {role}s")
     assert forms[-1]["form"] == form
-    metrics = httpx.get(settled.controls[0].replace(":8001", ":9090") + "/metrics").text
-    counted = f'mmrouter_degraded_total{{missing="{without}"}} '
-    (value,) = (line.removeprefix(counted) for line in metrics.splitlines() if line.startswith(counted))
-    assert float(value) == sum(without in each["degraded"] for each in forms)
+    counted = settled.metric("mmrouter_degraded_total", missing=without)
+    assert counted == sum(without in each["degraded"] for each in forms)
     wait_for(settled.settled, 60, "the pool is back")
     wait_for(lambda: not decided(settled, chat, "back?")["degraded"], 30, "requests use it again")
+
+
+def test_an_expired_transfer_fails_no_request_because_the_decode_engine_computes_the_prompt(tmp_path: Path) -> None:
+    """A prefill engine that keeps no blocks for decode engines, with a connector that fails requests for them."""
+    resource = example("demo-disaggregated.yaml")
+    spec = resource["spec"]
+    spec["engine"] = {"type": "vllm", "blockSize": 16, "kvConnector": FORGETFUL}
+    spec["frontend"]["replicas"] = 1
+    spec["routing"] = {"minPrefillTokens": 0, "media": MEDIA}
+    cpu = {"replicas": 1, "accelerator": {"kind": "cpu"}}
+    spec["pools"] = [{"name": role, "role": role, **cpu} for role in ("prefill", "decode")]
+    with deployed(tmp_path, resource) as deployment:
+        wait_for(deployment.settled, 60, "both pods are verified")
+        (prefill,), (decode,) = deployment.workers("prefill"), deployment.workers("decode")
+        before = metric(prefill["ip"], "vllm:nixl_num_kv_expired_reqs_total", 8000)
+        with open_chat(deployment) as chat:
+            decision = decided(deployment, chat, chat.image("a"), "what?")
+        assert metric(prefill["ip"], "vllm:nixl_num_kv_expired_reqs_total", 8000) == before + 1
+    assert [each["outcome"] for each in decision["attempts"]] == ["transfer", "answered 200"]
+    assert stages(decision) == [("prefill", "done"), ("prefill", "transfer"), ("answer", "first_byte")]
+    assert {each["worker"] for each in decision["attempts"]} == {decode["name"]}

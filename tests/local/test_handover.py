@@ -4,52 +4,44 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
-import yaml
-from local.rig import ROOT, Deployment, running
+from local.rig import MEDIA, Deployment, deployed, example
 from local.test_broken_routing import Second
 from local.test_failures import load
-from local.test_scenarios import Folder, web
-from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, decided, open_chat, title
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_handover.shm import ledger
 from mmrouter_handover.shm.files import clock
-from mmrouter_lib.engines.vllm.handover import ITEMS_PATH, RENDER_PATH
+from mmrouter_lib.engines.vllm.plugin_api import ITEMS_PATH, RENDER_PATH
 
-__all__ = ["web"]
-
-MEDIA = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
 WORKERS = 2
 Ask = Callable[..., Any]
 
 
-def started(folder: Path, transfer: str, frontends: int, example: str = "demo-handover.yaml") -> Any:
+def started(folder: Path, transfer: str, frontends: int, name: str = "demo-handover.yaml") -> Any:
     """Run an example; small pictures cost nothing, so whatever is possible is done whatever it costs."""
-    body = yaml.safe_load((ROOT / "examples" / example).read_text())
-    spec = body["spec"]
+    resource = example(name)
+    spec = resource["spec"]
     for pool in spec["pools"]:
         pool["sharedMemory"] = {"size": "256Mi", "scope": "node"}
-    spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
     always = {"name": "router", "env": [{"name": "MMROUTER_HANDOVER", "value": "always"}]}
     spec["frontend"] |= {"replicas": frontends, "podTemplate": {"spec": {"containers": [always]}}}
     spec["routing"] = {"transfer": transfer, "media": MEDIA, "minPrefillTokens": 0}
-    file = folder / "handover.yaml"
-    file.write_text(yaml.safe_dump(body))
-    return running(file)
+    return deployed(folder, resource)
 
 
 def plugins_known(deployment: Deployment, frontends: int) -> bool:
-    said = [line for line in deployment.log if "mmrouter.handover" in line and "plugin:" in line]
-    return len(said) >= frontends * (WORKERS + 1)
+    greetings = [line for line in deployment.log if "mmrouter.handover" in line and "plugin:" in line]
+    return len(greetings) >= frontends * (WORKERS + 1)
 
 
 @pytest.fixture(scope="module")
-def by_shm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with started(tmp_path_factory.mktemp("shm"), "shm", 2) as deployment:
         wait_for(lambda: plugins_known(deployment, 2), 30, "every frontend has heard every plugin")
         yield deployment
@@ -60,12 +52,6 @@ def by_nixl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     with started(tmp_path_factory.mktemp("nixl"), "nixl", 1) as deployment:
         wait_for(lambda: plugins_known(deployment, 1), 30, "the frontend has heard every plugin")
         yield deployment
-
-
-@pytest.fixture
-def settled(by_shm: Deployment) -> Deployment:
-    wait_for(by_shm.settled, 60, "every pod is verified on every frontend")
-    return by_shm
 
 
 def root_of(deployment: Deployment) -> Path:
@@ -87,22 +73,8 @@ def nothing_left(root: Path) -> None:
     wait_for(lambda: not leased(root), 20, f"nothing is left in {root}")
 
 
-def ask(chat: Chat, name: str) -> tuple[int, dict[str, Any]]:
-    raw = chat.client.chat.completions.with_raw_response.create(
-        model="demo", messages=chat.messages(chat.image(name), "what?"), max_tokens=3
-    )
-    decision = chat.controls[0].get(f"/control/decisions/{raw.headers['x-mmrouter-request-id']}").json()
-    return raw.status_code, decision
-
-
-@pytest.fixture
-def chat(settled: Deployment) -> Iterator[Chat]:
-    with open_chat(settled) as chat:
-        yield chat
-
-
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
-@pytest.mark.parametrize("mode", ["by_shm", "by_nixl"])
+@pytest.mark.parametrize("mode", ["demo", "by_nixl"])
 def test_scenario(scenario: Scenario, mode: str, request: pytest.FixtureRequest, web: Folder) -> None:
     deployment: Deployment = request.getfixturevalue(mode)
     with open_chat(deployment) as chat:
@@ -110,9 +82,9 @@ def test_scenario(scenario: Scenario, mode: str, request: pytest.FixtureRequest,
 
 
 def test_an_image_travels_by_memory_that_is_shared_and_explain_says_so(settled: Deployment, chat: Chat) -> None:
-    status, decision = ask(chat, "a")
+    decision = decided(settled, chat, chat.image("a"), "what?")
     (one,) = decision["travelled"]
-    assert (status, one["how"], one["instead_of"]) == (200, "shm", [])
+    assert (one["how"], one["instead_of"]) == ("shm", [])
     assert (one["engine"], one["identity"]) == (decision["worker"], decision["images"][0]["identity"])
     assert one["seconds"] > 0
     shown = settled.mmrouter("explain", settled.url, decision["request_id"]).stdout
@@ -121,21 +93,19 @@ def test_an_image_travels_by_memory_that_is_shared_and_explain_says_so(settled: 
 
 
 def test_where_there_is_no_nixl_the_next_way_of_the_ladder_is_taken_and_counted(by_nixl: Deployment) -> None:
-    with by_nixl.client() as client, by_nixl.control() as control:
-        _, decision = ask(Chat("demo", client, [control]), "b")
-    (one,) = decision["travelled"]
+    with open_chat(by_nixl) as chat:
+        (one,) = decided(by_nixl, chat, chat.image("b"), "what?")["travelled"]
     assert one["how"] == "shm"
     assert one["instead_of"] == [{"how": "nixl", "reason": "absent"}]
-    page = httpx.get(by_nixl.controls[0].replace(":8001", ":9090") + "/metrics").text
-    assert 'mmrouter_handover_total{how="nixl",reason="absent"}' in page
+    assert by_nixl.metric("mmrouter_handover_total", how="nixl", reason="absent") > 0
 
 
 def test_every_stage_of_a_chain_gets_the_image_by_a_file(tmp_path: Path) -> None:
     with started(tmp_path, "shm", 1, "demo-disaggregated.yaml") as chain:
         wait_for(chain.settled, 60, "every pod is verified")
-        with chain.client() as client, chain.control() as control:
-            status, decision = ask(Chat("demo", client, [control]), "c")
-        assert (status, decision["form"]) == (200, "encode-prefill-decode")
+        with open_chat(chain) as chat:
+            decision = decided(chain, chat, chat.image("c"), "what?")
+        assert decision["form"] == "encode-prefill-decode"
         roles = {worker["name"]: worker["role"] for worker in chain.state()["workers"]}
         travelled = [(roles[one["engine"]], one["how"]) for one in decision["travelled"]]
         assert travelled == [("encoder", "file"), ("prefill", "file"), ("decode", "file")]
@@ -146,10 +116,10 @@ def test_every_stage_of_a_chain_gets_the_image_by_a_file(tmp_path: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def second(by_shm: Deployment) -> Iterator[Second]:
+def second(demo: Deployment) -> Iterator[Second]:
     """A router in this process, to be broken in one way after the other."""
-    wait_for(by_shm.settled, 60, "every pod is verified on every frontend")
-    second = Second(by_shm, workers=WORKERS)
+    wait_for(demo.settled, 60, "every pod is verified on every frontend")
+    second = Second(demo, workers=WORKERS)
     with second.running():
         handover = second.router.handover
         assert handover is not None
@@ -158,33 +128,34 @@ def second(by_shm: Deployment) -> Iterator[Second]:
 
 
 def asks_otherwise(path: str, instead: Callable[[Ask, bytes], Any]) -> Callable[[Any, pytest.MonkeyPatch], None]:
-    """Have a question to a plugin asked otherwise than the router would."""
+    """Have a request to a plugin changed on its way, or answered in its place."""
 
     def broken(handover: Any, patch: pytest.MonkeyPatch) -> None:
-        asks = handover._processed._ask
+        upstream = handover._processed._upstream
 
-        async def other(host: str, where: str, body: bytes, seconds: float) -> bytes:
-            if where != path:
-                return bytes(await asks(host, where, body, seconds))
-            return bytes(await instead(lambda other_body: asks(host, where, other_body, seconds), body))
+        async def ask(address: Any, method: str, where: str, headers: Any, body: bytes, **options: Any) -> Any:
+            async def sent(other_body: bytes) -> bytes:
+                return bytes((await upstream.ask(address, method, where, headers, other_body, **options))[1])
 
-        patch.setattr(handover._processed, "_ask", other)
+            return 200, await (instead(sent, body) if where == path else sent(body))
+
+        patch.setattr(handover._processed, "_upstream", SimpleNamespace(ask=ask))
 
     return broken
 
 
 async def another_generation(ask: Ask, body: bytes) -> bytes:
-    said = json.loads(body)
-    for offer in said["items"].values():
+    question = json.loads(body)
+    for offer in question["items"].values():
         offer["handle"]["generation"] += 1
-    return bytes(await ask(json.dumps(said).encode()))
+    return bytes(await ask(json.dumps(question).encode()))
 
 
 async def a_slot_that_is_gone(ask: Ask, body: bytes) -> bytes:
-    said = json.loads(body)
-    for offer in said["items"].values():
+    question = json.loads(body)
+    for offer in question["items"].values():
         offer["handle"]["path"] = offer["handle"]["path"].partition("/")[0] + "/slot-ffffff"
-    return bytes(await ask(json.dumps(said).encode()))
+    return bytes(await ask(json.dumps(question).encode()))
 
 
 async def forgotten(ask: Ask, body: bytes) -> bytes:
@@ -210,7 +181,7 @@ def unlinked(handover: Any, patch: pytest.MonkeyPatch) -> None:
 
 def full(handover: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(handover, "_renders", False)
-    patch.setattr(handover._folder._plains, "limit_bytes", 0)
+    patch.setattr(handover._folder._plains, "mark_bytes", 0)
 
 
 BROKEN = {
@@ -236,12 +207,7 @@ def test_case_61_of_the_field_what_breaks_is_counted_and_the_request_succeeds(
     counted = second.router.metrics.handovers
     before = [counted.labels(*labels)._value.get() for labels in ((way, reason), (instead, ""))]
     image = {"type": "image_url", "image_url": {"url": data_uri(picture(broken, 112, 112))}}
-    body = {"model": "demo", "messages": [{"role": "user", "content": [image]}], "max_tokens": 2}
-    answer = httpx.post(f"http://{second.ip}:8000/v1/chat/completions", json=body, timeout=30)
-    assert answer.status_code == 200, answer.text
-    headers = {"authorization": f"Bearer {second.demo.token}"}
-    url = f"http://{second.ip}:8001/control/decisions/{answer.headers['x-mmrouter-request-id']}"
-    (one,) = httpx.get(url, headers=headers).json()["travelled"]
+    (one,) = second.control(second.ask([image]))["travelled"]
     assert (one["how"], {"how": way, "reason": reason} in one["instead_of"]) == (instead, True), one
     after = [counted.labels(*labels)._value.get() for labels in ((way, reason), (instead, ""))]
     assert after == [value + 1 for value in before]
@@ -262,4 +228,4 @@ def test_a_kill_while_images_are_handed_over_fails_no_request_and_leaves_nothing
                 break
         sending.answered(20, 60)
     nothing_left(root)
-    wait_for(settled.settled, 60, "everybody is back")
+    wait_for(settled.settled, 60, "every pod is back")

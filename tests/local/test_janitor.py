@@ -10,15 +10,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 import zmq
-from prometheus_client.parser import text_string_to_metric_families
+from local.rig import metric
 from waiting import wait_for
 
-from handover.tests.shm.soak import FELL_BACK, READ, soak
+from handover.tests.shm.test_soak import FELL_BACK, READ, Soak
 from handover.tests.support import bytes_below, shared_root
 
 HAND_OVERS, KILLS = 1000, 100
@@ -58,11 +59,6 @@ class Sidecar:
         except httpx.TransportError:
             return False
 
-    def metric(self, name: str, **labels: str) -> float:
-        text = httpx.get(f"http://{self.ip}:9090/metrics", timeout=5).text
-        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-        return sum(s.value for s in samples if s.name == f"mmrouter_sidecar_{name}" and s.labels == labels)
-
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         try:
@@ -75,23 +71,10 @@ def configure(folder: Path) -> None:
     """Write what every pod of a deployment is given."""
     secrets = folder / "config" / "secrets"
     secrets.mkdir(parents=True)
-    resource = {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": "vl"},
-        "spec": {
-            "model": {"id": "org/model"},
-            "engine": {"type": "vllm"},
-            "pools": [
-                {
-                    "name": "worker",
-                    "role": "worker",
-                    "accelerator": {"kind": "nvidia"},
-                    "sharedMemory": {"scope": "node"},
-                }
-            ],
-        },
-    }
+    pool = {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}, "sharedMemory": {"scope": "node"}}
+    spec = {"model": {"id": "org/model"}, "engine": {"type": "vllm"}, "pools": [pool]}
+    kind = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment"}
+    resource = {**kind, "metadata": {"name": "vl"}, "spec": spec}
     (folder / "config" / "deployment.json").write_text(json.dumps(resource))
     (secrets / "identity.key").write_bytes(bytes(range(32)))
     (secrets / "engine.key").write_text("secret")
@@ -136,14 +119,14 @@ def test_a_thousand_hand_overs_with_a_hundred_kills_leave_no_byte_and_fail_nothi
             two.stop(signal.SIGKILL)
             two.start()
 
-    with soak(shared, "1") as hand_overs:
+    with closing(Soak(shared, "1")) as hand_overs:
         hand_overs.run(HAND_OVERS, KILLS, after_each)
         assert hand_overs.outcomes[READ] > HAND_OVERS // 2, hand_overs.outcomes
         assert hand_overs.outcomes[FELL_BACK] >= HAND_OVERS // 7, hand_overs.outcomes
     wait_for(lambda: not bytes_below(shared), HANG_SECONDS, "the janitors have cleared what dead processes left")
     wait_for(two.answers, STARTED_SECONDS, "the janitor that was killed is back")
-    assert one.metric("shm_reclaimed_total", reason="dead_writer") > 0
-    assert one.metric("shm_errors_total") + two.metric("shm_errors_total") == 0
+    assert metric(one.ip, "mmrouter_sidecar_shm_reclaimed_total", reason="dead_writer") > 0
+    assert [metric(each.ip, "mmrouter_sidecar_shm_errors_total") for each in (one, two)] == [0, 0]
     assert one.stop() == 0
     assert os.listdir(shared) == [f"sidecar-{two.uid}"]
     assert two.stop() == 0
@@ -154,7 +137,7 @@ def test_what_the_last_pod_of_a_node_left_is_gone_before_the_next_ones_sidecar_a
     shared: Path, sidecars: Callable[[int], Sidecar]
 ) -> None:
     """The kubelet starts an engine when its sidecar answers."""
-    with soak(shared, "2") as hand_overs:
+    with closing(Soak(shared, "2")) as hand_overs:
         hand_overs.run(10, 1, lambda _: None)
     (shared / "m1-aa").mkdir()
     (shared / "m1-aa" / "encoder_cache.safetensors").write_bytes(bytes(1 << 20))

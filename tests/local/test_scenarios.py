@@ -1,46 +1,13 @@
-"""The ten scenarios of the field's gate on local processes: what is sent again is an exact whole hit."""
+"""The ten scenarios of the field's gate on local processes: what is sent again is an exact whole hit.
 
-import functools
-import http.server
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+And what one frontend has under way at an engine, the other counts.
+"""
 
+import httpx
 import pytest
 from local.rig import Deployment
-from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder that a web server on loopback serves below ``url``."""
-
-    path: Path
-    url: str
-
-    def put(self, name: str, content: bytes) -> str:
-        (self.path / name).write_bytes(content)
-        return f"{self.url}/{name}"
-
-
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[Folder]:
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Folder(tmp_path, f"http://127.0.0.1:{server.server_port}")
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def chat(demo: Deployment) -> Iterator[Chat]:
-    with open_chat(demo) as chat:
-        yield chat
+from scenarios import SCENARIOS, Chat, Folder, Scenario, title
+from waiting import wait_for
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
@@ -51,14 +18,33 @@ def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
 def test_streamed_answers_carry_usage_and_end_with_done(chat: Chat) -> None:
     a = chat.image("a")
     chat.send(a, "what?")
-    stream = chat.client.chat.completions.create(
-        model="demo",
-        messages=chat.messages(a, "what?"),
-        max_tokens=6,
-        stream=True,
-        stream_options={"include_usage": True},
+    messages, options = chat.messages(a, "what?"), {"include_usage": True}
+    chunks = list(
+        chat.client.chat.completions.create(
+            model="demo", messages=messages, max_tokens=6, stream=True, stream_options=options
+        )
     )
-    chunks = list(stream)
     assert sum(bool(c.choices and c.choices[0].delta.content) for c in chunks) >= 1
     usage = chunks[-1].usage
     assert usage.prompt_tokens_details.cached_tokens >= usage.prompt_tokens - 32
+
+
+def under_way(demo: Deployment, number: int) -> dict[str, tuple[int, int]]:
+    """Return engine -> requests that a frontend has there itself, and those of other frontends."""
+    workers = demo.state(number)["workers"]
+    return {worker["name"]: (worker["in_flight"], worker["in_flight_elsewhere"]) for worker in workers}
+
+
+def test_a_frontend_counts_what_the_other_one_has_under_way_and_that_it_has_ended(demo: Deployment) -> None:
+    wait_for(lambda: not any(any(seen) for n in (0, 1) for seen in under_way(demo, n).values()), 30, "nothing runs")
+    messages = [{"role": "user", "content": "Tell of the sea."}]
+    # 24 seconds of tokens: the answer outlasts the test.
+    body = {"model": "demo", "messages": messages, "max_tokens": 12_000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{demo.url}/v1/chat/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        (here,) = [number for number in (0, 1) if any(own for own, _ in under_way(demo, number).values())]
+        (engine,) = [name for name, (own, _) in under_way(demo, here).items() if own]
+        wait_for(lambda: under_way(demo, 1 - here)[engine] == (0, 1), 10, "the other frontend counts it")
+        assert under_way(demo, here)[engine] == (1, 0), "a frontend does not receive its own counts"
+    wait_for(lambda: not any(under_way(demo, 1 - here)[engine]), 10, "and that it has ended")

@@ -2,40 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from local.rig import ROOT, Deployment, running
+from local.rig import Deployment, deployed, example
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 
 BLOCK = 16
 LONG = "The lamps along the quay are lit one after the other while the evening ferry is made fast. " * 3
-RESOURCE = """
-apiVersion: mmrouter.io/v1alpha1
-kind: MMRouterDeployment
-metadata: {{name: sgl}}
-spec:
-  model: {{id: mmrouter/tiny-qwen2-vl, volume: {{hostPath: {{path: {model}}}}}}}
-  engine: {{type: sglang, image: "example.invalid/sglang:0.5.23", blockSize: {block}, args: {args}}}
-  frontend: {{replicas: 2, service: {{port: 8000}}}}
-  pools:
-  - {{name: worker, role: worker, replicas: 2, accelerator: {{kind: cpu}}}}
-"""
-
-
-@dataclass(frozen=True)
-class Answer:
-    worker: str
-    exactness: str
-    overlap: int
-    blocks: int
-    prompt: int
-    cached: int
-    decision: dict[str, Any]
+Answer = dict[str, Any]
+"""A decision, and the engine's count of ``prompt`` tokens and of ``cached`` ones."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +25,12 @@ class Served:
     deployment: Deployment
 
     def ask(self, *parts: dict[str, Any]) -> Answer:
-        body = {"model": "sgl", "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 1}
-        headers = {"x-mmrouter-control": self.deployment.token}
-        with httpx.Client(timeout=60) as client:
-            answer = client.post(f"{self.deployment.url}/v1/chat/completions", json=body, headers=headers)
+        body = {"model": "demo", "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 1}
+        answer = httpx.post(f"{self.deployment.url}/v1/chat/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
-        said, usage = answer.headers, answer.json()["usage"]
-        with self.deployment.control() as control:
-            decision = control.get(f"/control/decisions/{said['x-mmrouter-request-id']}").json()
-        return Answer(
-            said["x-mmrouter-worker"],
-            said["x-mmrouter-exactness"],
-            int(said["x-mmrouter-overlap-blocks"]),
-            int(said["x-mmrouter-prompt-blocks"]),
-            usage["prompt_tokens"],
-            usage["prompt_tokens_details"]["cached_tokens"],
-            decision,
-        )
+        usage = answer.json()["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {**self.deployment.decision(answer), "prompt": usage["prompt_tokens"], "cached": cached}
 
     def known(self, *parts: dict[str, Any]) -> Answer:
         """Ask until every frontend knows the images; what is not known yet is partial and never hits past the text."""
@@ -70,35 +38,32 @@ class Served:
         def exact() -> Answer | None:
             answers = [self.ask(*parts) for _ in range(4)]
             for answer in answers:
-                if answer.exactness != "exact":
-                    assert answer.exactness == "partial"
-                    assert answer.decision["reasons"][0].startswith("learning:messages[0].content[")
-                assert answer.overlap * BLOCK <= answer.cached
-            return answers[-1] if all(answer.exactness == "exact" for answer in answers) else None
+                if answer["exactness"] != "exact":
+                    assert answer["exactness"] == "partial"
+                    assert answer["reasons"][0].startswith("learning:messages[0].content[")
+                assert answer["overlap"] * BLOCK <= answer["cached"]
+            return answers[-1] if all(answer["exactness"] == "exact" for answer in answers) else None
 
-        found = wait_for(exact, 60, "both frontends know the images")
-        assert isinstance(found, Answer)
-        return found
+        return dict(wait_for(exact, 60, "both frontends know the images"))
 
     def held(self, *parts: dict[str, Any]) -> Answer:
         """Ask until the frontend that answers has heard that all blocks are there."""
 
         def whole() -> Answer | None:
             answer = self.ask(*parts)
-            return answer if answer.overlap == answer.blocks else None
+            return answer if answer["overlap"] == answer["blocks"] else None
 
-        found = wait_for(whole, 30, "a repeat is predicted whole")
-        assert isinstance(found, Answer)
-        return found
+        return dict(wait_for(whole, 30, "a repeat is predicted whole"))
 
 
 @pytest.fixture(scope="module", params=["artifact", "learned"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    args = '["--mm-preprocess-cache-size-mb", "0"]' if request.param == "learned" else "[]"
-    file: Path = tmp_path_factory.mktemp("sglang") / "resource.yaml"
-    model = ROOT / "examples" / "models" / "tiny-qwen2-vl"
-    file.write_text(RESOURCE.format(model=model, block=BLOCK, args=args))
-    with running(file) as deployment:
+    resource = example()
+    args = ["--mm-preprocess-cache-size-mb", "0"] if request.param == "learned" else []
+    image = "example.invalid/sglang:0.5.23"
+    resource["spec"]["engine"] = {"type": "sglang", "image": image, "blockSize": BLOCK, "args": args}
+    resource["spec"]["pools"][0]["replicas"] = 2
+    with deployed(tmp_path_factory.mktemp("sglang"), resource) as deployment:
         wait_for(deployment.settled, 60, "verified engines")
         yield Served(request.param, deployment)
 
@@ -115,20 +80,20 @@ def test_repeats_are_exact_hits_and_another_image_hits_the_text_before_it_alone(
     parts = [text(f"{served.provider} one. {LONG}"), image("one"), text(LONG)]
     first = served.known(*parts)
     for again in (served.held(*parts), served.held(*parts)):
-        assert (again.exactness, again.worker) == ("exact", first.worker)
-        assert again.cached == again.blocks * BLOCK < again.prompt
-    assert again.decision["identity"]["provider"] == served.provider
-    before = again.decision["images"][0]["offset"] // BLOCK
+        assert (again["exactness"], again["worker"]) == ("exact", first["worker"])
+        assert again["cached"] == again["blocks"] * BLOCK < again["prompt"]
+    assert again["identity"]["provider"] == served.provider
+    before = again["images"][0]["offset"] // BLOCK
     other = served.ask(parts[0], image("another"), parts[2])
-    assert other.overlap == before
-    assert (other.worker, other.cached) == (first.worker, before * BLOCK)
+    assert other["overlap"] == before
+    assert (other["worker"], other["cached"]) == (first["worker"], before * BLOCK)
 
 
 def test_swapped_images_share_the_text_before_them_alone(served: Served) -> None:
     head, tail = text(f"{served.provider} two. {LONG}"), text(LONG)
     served.known(head, image("left"), image("right"), tail)
     swapped = served.ask(head, image("right"), image("left"), tail)
-    before = swapped.decision["images"][0]["offset"] // BLOCK
-    assert (swapped.exactness, swapped.overlap, swapped.cached) == ("exact", before, before * BLOCK)
+    before = swapped["images"][0]["offset"] // BLOCK
+    assert (swapped["exactness"], swapped["overlap"], swapped["cached"]) == ("exact", before, before * BLOCK)
     again = served.held(head, image("right"), image("left"), tail)
-    assert (again.exactness, again.cached) == ("exact", again.blocks * BLOCK)
+    assert (again["exactness"], again["cached"]) == ("exact", again["blocks"] * BLOCK)

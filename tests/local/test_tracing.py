@@ -7,17 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-import yaml
-from local.rig import ROOT, Deployment, running
+from local.rig import ROOT, Deployment, deployed, example
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from scenarios import Folder
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
@@ -120,21 +119,18 @@ def parsed(body: bytes) -> Iterator[SimpleNamespace]:
 
 
 @contextmanager
-def deployed(folder: Path, endpoint: str) -> Iterator[tuple[Deployment, Path]]:
+def tracing(folder: Path, endpoint: str) -> Iterator[tuple[Deployment, Path]]:
     """Two simulated engines that note their requests' headers, one frontend that traces."""
     notes = folder / "requests.jsonl"
     (folder / "bin").mkdir()
     engine = folder / "bin" / "vllm"
     engine.write_text(ENGINE.format(python=sys.executable, notes=str(notes)))
     engine.chmod(engine.stat().st_mode | stat.S_IXUSR)
-    resource = yaml.safe_load((ROOT / "examples" / "demo.yaml").read_text())
+    resource = example()
     spec = resource["spec"]
-    spec["model"]["volume"]["hostPath"]["path"] = str(ROOT / "examples" / "models" / "tiny-qwen2-vl")
     spec["observability"] = {"otlpEndpoint": endpoint} if endpoint else {}
     spec["frontend"]["replicas"], spec["pools"][0]["replicas"] = 1, 2
-    file = folder / "deployment.yaml"
-    file.write_text(yaml.safe_dump(resource))
-    with running(file, "--engines", "path", "--engine-env", str(folder)) as deployment:
+    with deployed(folder, resource, options=("--engines", "path", "--engine-env", str(folder))) as deployment:
         yield deployment, notes
 
 
@@ -163,33 +159,18 @@ def collector() -> Iterator[Collector]:
     made.server.server_close()
 
 
-@pytest.fixture
-def image_url(tmp_path: Path) -> Iterator[str]:
-    """A picture over http, at a URL that carries a secret."""
-    (tmp_path / "a.png").write_bytes(picture("traced"))
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/a.png?key={SECRET}"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.fixture(scope="module")
 def traced(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, Path]]:
-    with deployed(tmp_path_factory.mktemp("traced"), collector.url) as made:
+    with tracing(tmp_path_factory.mktemp("traced"), collector.url) as made:
         yield made
 
 
 def test_the_clients_trace_goes_through_the_router_into_the_engine(
-    traced: tuple[Deployment, Path], collector: Collector, image_url: str
+    traced: tuple[Deployment, Path], collector: Collector, web: Folder
 ) -> None:
     deployment, notes = traced
     link = f"00-{TRACE}-{PARENT}-01"
+    image_url = web.put("a.png", picture("traced")) + f"?key={SECRET}"
     answer = ask(deployment, image_url, traceparent=link, tracestate="vendor=1")
     assert answer.status_code == 200, answer.text
     request_id = answer.headers["x-mmrouter-request-id"]
@@ -206,14 +187,13 @@ def test_the_clients_trace_goes_through_the_router_into_the_engine(
     assert seen(notes, request_id)["tracestate"] == "vendor=1"
 
     assert server.attributes["http.response.status_code"] == 200
-    with deployment.control() as control:
-        decided = control.get(f"/control/decisions/{request_id}").json()
-    told = tree["schedule"][0].attributes
-    assert {key: told[f"mmrouter.{key}"] for key in ("worker", "policy", "exactness")} == {
+    decided = deployment.decision(answer)
+    note = tree["schedule"][0].attributes
+    assert {key: note[f"mmrouter.{key}"] for key in ("worker", "policy", "exactness")} == {
         key: decided[key] for key in ("worker", "policy", "exactness")
     }
-    assert (told["mmrouter.overlap_blocks"], told["mmrouter.prompt_blocks"]) == (decided["overlap"], decided["blocks"])
-    assert told["mmrouter.candidates"] == len(decided["candidates"]) == 2
+    assert (note["mmrouter.overlap_blocks"], note["mmrouter.prompt_blocks"]) == (decided["overlap"], decided["blocks"])
+    assert note["mmrouter.candidates"] == len(decided["candidates"]) == 2
     assert tree["prompt"][0].attributes["mmrouter.prompt_tokens"] == decided["prompt_tokens"]
     assert engine.attributes["mmrouter.worker"] == decided["worker"]
     assert engine.events == ["first byte"]
@@ -267,7 +247,7 @@ def test_without_an_endpoint_the_engine_gets_the_clients_own_trace_and_with_a_de
     for name, endpoint in {"off": "", "dead": "http://127.0.0.1:9"}.items():
         folder = tmp_path / name
         folder.mkdir()
-        with deployed(folder, endpoint) as (deployment, notes):
+        with tracing(folder, endpoint) as (deployment, notes):
             image = data_uri(picture(name))
             for _ in range(5):
                 answer = ask(deployment, image, traceparent=link, tracestate="vendor=1")
@@ -279,11 +259,5 @@ def test_without_an_endpoint_the_engine_gets_the_clients_own_trace_and_with_a_de
             loaded = {Path(row.path).name for row in router.memory_maps() if "_upb" in row.path}
             assert bool(loaded) == (name == "dead")
             if name == "dead":
-                wait_for(partial(lost, router), 30, "the lost spans are counted")
-
-
-def lost(router: psutil.Process) -> bool:
-    """Whether a router's metrics count spans that its collector did not take."""
-    text = httpx.get(f"http://{router.environ()['POD_IP']}:9090/metrics", trust_env=False).text
-    rows = [line for line in text.splitlines() if line.startswith('mmrouter_spans_total{result="failed"}')]
-    return bool(rows) and float(rows[0].split()[1]) > 0
+                lost = partial(deployment.metric, "mmrouter_spans_total", result="failed")
+                wait_for(lost, 30, "the lost spans are counted")

@@ -2,11 +2,23 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from mmrouter_lib import native
+
+SHARED = Path(__file__).parents[2].parent / "shared"  # what is recorded of engines and models, beside the repository
+
+
+def shared_folder(variable: str, name: str) -> Path:
+    """Return a folder that an environment variable names, else the one beside the repository; skips without it."""
+    folder = Path(os.environ.get(variable, SHARED / name.partition("/")[0])) / name.partition("/")[2]
+    if not folder.is_dir():
+        pytest.skip(f"not run: no folder {folder} ({variable})")
+    return folder
+
 
 if not os.environ.get("CI"):
     settings.register_profile(

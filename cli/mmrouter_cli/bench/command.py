@@ -2,9 +2,8 @@
 
 import asyncio
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,7 +13,7 @@ from rich.console import Console
 from mmrouter_cli.options import FAILED, USAGE, Control, Token, leave
 
 if TYPE_CHECKING:
-    from mmrouter_cli.bench.run import Target
+    from mmrouter_cli.bench.endpoint_probe import Target
     from mmrouter_cli.bench.types import Conversation, LoadSpec, Result
 
 DEFAULT_CONCURRENCY = 8
@@ -73,8 +72,8 @@ def bench(
 
     Exit status 1 where nothing was answered, a run was interrupted, or two runs cannot be compared.
     """
-    from mmrouter_cli.bench import compare, terminal
-    from mmrouter_cli.bench.run import Target
+    from mmrouter_cli.bench import run_statistics, terminal
+    from mmrouter_cli.bench.endpoint_probe import Target
     from mmrouter_cli.bench.types import BenchError, LoadSpec
 
     if rate is not None and concurrency is not None:
@@ -129,7 +128,7 @@ def bench(
         leave(f"two runs are compared, and these are {count}")
     results: list[Result] = []
     schedule: _Schedule | None = None
-    failure: tuple[str, int] | None = None
+    failure, status = "", USAGE
     try:
         for each in sides:
             if isinstance(each, Target):
@@ -143,15 +142,15 @@ def bench(
                     terminal.show(console, result)
                 results += each
     except BenchError as error:
-        failure = str(error), USAGE
+        failure = str(error)
     except KeyboardInterrupt:
-        failure = "interrupted before a request was sent", FAILED
-    if failure is not None:
+        failure, status = "interrupted before a request was sent", FAILED
+    if failure:
         # The first run may have taken an hour: keep it although the second one failed.
         _write(results, json_file, html)
-        typer.echo(f"mmrouter: {failure[0]}", err=True)
-        raise typer.Exit(failure[1])
-    objections = compare.objections(*results) if len(results) == 2 else []
+        typer.echo(f"mmrouter: {failure}", err=True)
+        raise typer.Exit(status)
+    objections = run_statistics.objections(*results) if len(results) == 2 else []
     if len(results) == 2 and not objections:
         terminal.show_comparison(console, *results)
     _write(results, json_file, html)
@@ -163,8 +162,7 @@ def bench(
     raise typer.Exit(FAILED if failed else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Schedule:
+class _Schedule(NamedTuple):
     load: "LoadSpec"
     conversations: "list[Conversation]"
     left_out: int
@@ -196,7 +194,6 @@ def _run(target: "Target", schedule: _Schedule) -> "Result":
 
 
 def _base_url(url: str) -> str:
-    """Return an endpoint's URL without its ``/v1``."""
     parts = urlsplit(url)
     if not parts.hostname or parts.username is not None:
         leave(f"{parts.hostname or url} is no URL of an endpoint, like http://127.1.0.1:8000; keys go with --api-key")
@@ -219,7 +216,6 @@ def _read_results(file: Path) -> "list[Result]":
 
 
 def _image_size(text: str) -> tuple[int, int]:
-    """Return width and height of ``448x448``."""
     width, _, height = text.partition("x")
     if not (width.isdigit() and height.isdigit() and all(1 <= int(side) <= MOST_PIXELS for side in (width, height))):
         leave(f"--image-size {text}: two numbers from 1 to {MOST_PIXELS}, like 448x448")

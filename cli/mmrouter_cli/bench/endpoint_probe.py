@@ -1,17 +1,16 @@
 """Examines a URL before a run: its model, tokens per word, and whether it is an mmrouter with a known control API."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
-from mmrouter_cli.bench.chat_request import ERROR_LENGTH, error_message
-from mmrouter_cli.bench.load_client import Client, ConnectError
+from mmrouter_cli.bench.chat_stream import ERROR_LENGTH, error_message
+from mmrouter_cli.bench.http_client import Client, ConnectError
 from mmrouter_cli.bench.types import BenchError, EventState
 from mmrouter_cli.bench.workload import VOCABULARY
-from mmrouter_cli.status import frontend_state
-from mmrouter_cli.status.control_endpoint import ControlEndpoint, UnreachableError, find_control
+from mmrouter_cli.status import control_api
+from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
 
 FEW_WORDS, MANY_WORDS = 64, 320
 """Lengths of two prompts whose difference is free of the chat template's tokens."""
@@ -19,11 +18,13 @@ FOLLOWED_ROLES = ("worker", "prefill")
 """Roles whose engines are chosen by the blocks that they hold."""
 
 
+Events = tuple[EventState, str, dict[str, str]]
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """An endpoint that answers. ``routed``: an mmrouter; ``control``: its control API, ``why`` it is missing."""
 
-    url: str
     model: str
     tokens_per_word: float
     routed: bool
@@ -31,35 +32,45 @@ class Endpoint:
     why: str = ""
 
 
-async def examine(
-    url: str,
-    headers: Mapping[str, str],
-    *,
-    model: str | None,
-    salt: str,
-    timeout: float,
-    control: str | None,
-    token: str | None,
-) -> Endpoint:
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a load is sent, and with which credentials."""
+
+    url: str
+    salt: str
+    timeout: float
+    model: str | None = None
+    policy: str | None = None
+    api_key: str | None = None
+    control: str | None = None
+    token: str | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+async def examine(target: Target) -> Endpoint:
     """Examine an endpoint with two short requests. Raises :class:`BenchError` where it does not answer."""
+    url, timeout = target.url, target.timeout
     try:
         await Client(url, timeout).probe()
-        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout, trust_env=False) as http:
-            model = model or await _first_model(http)
-            few, _ = await _prompt_tokens(http, model, salt, FEW_WORDS)
-            many, request_id = await _prompt_tokens(http, model, salt, MANY_WORDS)
+        async with httpx.AsyncClient(base_url=url, headers=target.headers, timeout=timeout, trust_env=False) as http:
+            model = target.model or await _first_model(http)
+            few, _ = await _prompt_tokens(http, model, target.salt, FEW_WORDS)
+            many, request_id = await _prompt_tokens(http, model, target.salt, MANY_WORDS)
     except (ConnectError, httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
         raise BenchError(f"{url} does not answer: {str(error) or type(error).__name__}") from error
     ratio = max(0.25, (many - few) / (MANY_WORDS - FEW_WORDS)) if many > few else 1.0
-    endpoint = Endpoint(url, model, ratio, bool(request_id), None)
+    endpoint = Endpoint(model, ratio, bool(request_id), None)
     if not request_id:
         return endpoint
     try:
-        control_endpoint = find_control(url, control, token)
+        control_endpoint = find_control(url, target.control, target.token)
     except UnreachableError as error:
         return replace(endpoint, why=str(error))
     # The token accompanies every request: send it only where that control API knows the endpoint's requests.
-    async with frontend_state.client(control_endpoint.token) as http:
+    async with control_api.client(control_endpoint.token) as http:
         for each in control_endpoint.controls:
             if await _has_decision(http, each, request_id):
                 return replace(endpoint, control=control_endpoint)
@@ -67,13 +78,15 @@ async def examine(
     return replace(endpoint, why=f"{urls} does not know the requests of {url}, or rejects this token")
 
 
-async def event_state(control: ControlEndpoint) -> tuple[EventState, str, dict[str, str]]:
+async def event_state(endpoint: Endpoint) -> Events:
     """Return whether every engine chosen by its blocks is verified, why not, and the epoch of each engine."""
     epochs: dict[str, str] = {}
-    async with frontend_state.client(control.token) as http:
+    if (control := endpoint.control) is None:
+        return "unknown", endpoint.why, epochs
+    async with control_api.client(control.token) as http:
         for url in control.controls:
-            state = await frontend_state.fetch(http, frontend_state.Frontend(url, url))
-            if isinstance(state, frontend_state.Unread):
+            state = await control_api.fetch(http, control_api.Frontend(url, url))
+            if isinstance(state, control_api.Unread):
                 return "unknown", f"{url} cannot be queried: {state.why}", epochs
             followed = [row for row in state["workers"] if row["role"] in FOLLOWED_ROLES and not row["draining"]]
             if not followed:

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import leather
 from leather import theme
 
-from mmrouter_cli.bench.compare import lines, objections
-from mmrouter_cli.bench.measure import quantiles
+from mmrouter_cli.bench.run_statistics import lines, objections, quantiles
 from mmrouter_cli.bench.terminal import POINTS, doubts, facts, figures, headings, title
 from mmrouter_cli.bench.types import Result
 
@@ -34,27 +32,16 @@ def page(results: Sequence[Result]) -> str:
     )
     return template.render(
         points=POINTS,
-        results=[_shown(result) for result in results],
+        results=results,
         objections=refusals,
-        comparison=_comparison(*results) if refusals == [] else [],
+        comparison=lines(*results) if refusals == [] else [],
         headings=headings(*results) if len(results) == 2 else [],
         plots=[plot for plot in _plots(results) if plot],
+        title=title,
+        figures=figures,
+        facts=facts,
+        doubts=doubts,
     )
-
-
-def _shown(result: Result) -> dict[str, Any]:
-    return {
-        "title": title(result),
-        "rows": figures(result),
-        "facts": facts(result),
-        "doubts": doubts(result),
-        "failures": [(kind, failure.count, failure.first) for kind, failure in result.failures.items()],
-    }
-
-
-def _comparison(first: Result, second: Result) -> list[dict[str, str]]:
-    keys = ("name", "first", "second", "ratio", "mark")
-    return [dict(zip(keys, (*line.texts(), line.judgement), strict=True)) for line in lines(first, second)]
 
 
 def _plots(results: Sequence[Result]) -> list[str]:

@@ -6,14 +6,13 @@ import datetime
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from mmrouter_cli.bench import endpoint_probe, measure
-from mmrouter_cli.bench.chat_request import ask
-from mmrouter_cli.bench.endpoint_probe import Endpoint
-from mmrouter_cli.bench.load_client import Client, clock
+from mmrouter_cli.bench import run_statistics
+from mmrouter_cli.bench.chat_stream import ask
+from mmrouter_cli.bench.endpoint_probe import Endpoint, Events, Target, event_state, examine
+from mmrouter_cli.bench.http_client import Client, clock
 from mmrouter_cli.bench.terminal import ProgressScreen
-from mmrouter_cli.bench.types import Answer, BenchError, Conversation, EventState, LoadSpec, Result, Routing
+from mmrouter_cli.bench.types import Answer, BenchError, Conversation, LoadSpec, Result, Routing
 from mmrouter_cli.bench.workload import BodyWriter
 
 MOST_IN_FLIGHT = 1024
@@ -28,25 +27,6 @@ MOST_WORKERS = 1_000
 """Engines that are counted by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a load is sent, and with which credentials."""
-
-    url: str
-    salt: str
-    timeout: float
-    model: str | None = None
-    policy: str | None = None
-    api_key: str | None = None
-    control: str | None = None
-    token: str | None = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers of every request."""
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-
 async def run(
     target: Target, load: LoadSpec, conversations: Sequence[Conversation], left_out: int, screen: ProgressScreen
 ) -> Result:
@@ -54,74 +34,66 @@ async def run(
 
     Raises ``BenchError`` where the endpoint does not answer at all.
     """
-    target_endpoint = await endpoint_probe.examine(
-        target.url,
-        target.headers,
-        model=target.model,
-        salt=target.salt,
-        timeout=target.timeout,
-        control=target.control,
-        token=target.token,
-    )
-    if target.policy and target_endpoint.control is None:
-        raise BenchError(f"a policy needs the control token: {target_endpoint.why or 'this is no mmrouter'}")
-    before = await _event_state(target_endpoint)
+    endpoint = await examine(target)
+    if target.policy and endpoint.control is None:
+        raise BenchError(f"a policy needs the control token: {endpoint.why or 'this is no mmrouter'}")
+    before = await event_state(endpoint)
     ahead = AHEAD_SECONDS if load.paced else 0.0
-    state = measure.RunState(sum(len(conversation.turns) for conversation in conversations), clock() + ahead)
+    state = run_statistics.RunState(sum(len(conversation.turns) for conversation in conversations), clock() + ahead)
     started = datetime.datetime.now(datetime.UTC)
     with _stop_signals() as stop:
-        interrupted = await _send_all(target, target_endpoint, load, conversations, state, stop, screen)
+        interrupted = await _send_all(target, endpoint, load, conversations, state, stop, screen)
     seconds = max(clock() - state.began, SHORTEST)
-    after = await _event_state(target_endpoint)
-    answers = measure.successes(state.answers)
-    late_share, latest = measure.lateness(state.answers)
-    ratio, unknown = measure.hit_ratio(answers)
+    after = await event_state(endpoint)
+    answers = run_statistics.successes(state.answers)
+    late_share, latest = run_statistics.lateness(state.answers)
+    ratio, unknown = run_statistics.hit_ratio(answers)
     return Result(
         url=target.url,
-        model=target_endpoint.model,
+        model=endpoint.model,
         policy=target.policy or "",
         began=started.isoformat(timespec="seconds"),
         salt=target.salt,
         load=load,
         left_out=left_out,
-        tokens_per_word=round(target_endpoint.tokens_per_word, 4),
+        tokens_per_word=round(endpoint.tokens_per_word, 4),
         seconds=seconds,
         interrupted=interrupted,
         sent=state.sent,
         answered=len(answers),
         unanswered=state.in_flight,
-        failures=measure.failures(state.answers),
+        failures=run_statistics.failures(state.answers),
         prompt_tokens=sum(answer.prompt or 0 for answer in answers),
         completion_tokens=sum(answer.tokens for answer in answers),
         hit_ratio=ratio,
         hit_unknown=unknown,
-        first_token=measure.spread([answer.first for answer in answers]),
-        between_tokens=measure.spread(state.gaps.values, state.gaps.seen),
-        per_token=measure.spread(measure.per_token(answers)),
-        end_to_end=measure.spread([answer.total for answer in answers]),
+        first_token=run_statistics.spread([answer.first for answer in answers]),
+        between_tokens=run_statistics.spread(state.gaps.values, state.gaps.seen),
+        per_token=run_statistics.spread(run_statistics.per_token(answers)),
+        end_to_end=run_statistics.spread([answer.total for answer in answers]),
         late_share=late_share,
         latest=latest,
-        lag=(measure.quantiles(state.lags.values) or [0.0] * 101)[99],
-        routing=_routing(answers, before, after) if target_endpoint.routed else None,
-        rows=measure.rows(answers),
-        gaps=measure.quantiles(state.gaps.values),
+        lag=(run_statistics.quantiles(state.lags.values) or [0.0] * 101)[99],
+        routing=_routing(answers, before, after) if endpoint.routed else None,
+        rows=run_statistics.rows(answers),
+        gaps=run_statistics.quantiles(state.gaps.values),
     )
 
 
 async def _send_all(
     target: Target,
-    target_endpoint: Endpoint,
+    endpoint: Endpoint,
     load: LoadSpec,
     conversations: Sequence[Conversation],
-    state: measure.RunState,
+    state: run_statistics.RunState,
     stop: asyncio.Event,
     screen: ProgressScreen,
 ) -> bool:
     """Send everything; return whether ``stop`` cut it short."""
-    writer = BodyWriter(target.salt, target_endpoint.tokens_per_word, target_endpoint.model, ignore_eos=load.ignore_eos)
+    writer = BodyWriter(target.salt, endpoint.tokens_per_word, endpoint.model, ignore_eos=load.ignore_eos)
     headers = target.headers
-    if target_endpoint.control is not None:
-        headers["x-mmrouter-control"] = target_endpoint.control.token
+    if endpoint.control is not None:
+        headers["x-mmrouter-control"] = endpoint.control.token
         if target.policy:
             headers["x-mmrouter-policy"] = target.policy
     client = Client(target.url, target.timeout)
@@ -174,7 +146,7 @@ async def _send_all(
     return interrupted
 
 
-async def _sample_lag(lags: measure.Sample) -> None:
+async def _sample_lag(lags: run_statistics.Sample) -> None:
     while True:
         due = clock() + TIMER_SECONDS
         await asyncio.sleep(TIMER_SECONDS)
@@ -183,7 +155,6 @@ async def _sample_lag(lags: measure.Sample) -> None:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[asyncio.Event]:
-    """Yield an event that SIGINT or SIGTERM sets."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -193,15 +164,6 @@ def _stop_signals() -> Iterator[asyncio.Event]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
-
-
-Events = tuple[EventState, str, dict[str, str]]
-
-
-async def _event_state(target_endpoint: Endpoint) -> Events:
-    if target_endpoint.control is None:
-        return "unknown", target_endpoint.why, {}
-    return await endpoint_probe.event_state(target_endpoint.control)
 
 
 def _routing(answers: Sequence[Answer], before: Events, after: Events) -> Routing:
@@ -215,4 +177,6 @@ def _routing(answers: Sequence[Answer], before: Events, after: Events) -> Routin
             events, why = "off", f"{len(lost)} engines lost their history meanwhile"
         elif answers and not decisions["exact"] + decisions["partial"]:
             events, why = "off", "no decision knew what engines hold: all were affinity"
-    return Routing(events, why, dict(decisions), measure.overlap(answers), dict(workers.most_common(MOST_WORKERS)))
+    return Routing(
+        events, why, dict(decisions), run_statistics.overlap(answers), dict(workers.most_common(MOST_WORKERS))
+    )

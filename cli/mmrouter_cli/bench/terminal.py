@@ -2,17 +2,15 @@
 
 import asyncio
 import statistics
-from collections.abc import Sequence
 
 from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.bench.compare import SPREADS, describe, lines
-from mmrouter_cli.bench.load_client import clock
-from mmrouter_cli.bench.measure import VALUES_NEEDED, RunState
+from mmrouter_cli.bench.http_client import clock
+from mmrouter_cli.bench.run_statistics import SPREADS, VALUES_NEEDED, RunState, describe, lines
 from mmrouter_cli.bench.types import Result
+from mmrouter_cli.options import table
 
 DRAW_SECONDS, PRINT_SECONDS = 0.5, 5.0
 """Interval of progress on a terminal and elsewhere."""
@@ -65,12 +63,12 @@ def progress_line(state: RunState, url: str) -> Text:
 
 
 def show(console: Console, result: Result) -> None:
-    """Print one run."""
     if rows := figures(result):
-        table = _table(title(result), "milliseconds", (*POINTS, "values"))
+        numbers = (*POINTS, "values")
+        shown = table(Text(title(result)), "milliseconds", *numbers, right=numbers)
         for row in rows:
-            table.add_row(*row)
-        console.print(table)
+            shown.add_row(*row)
+        console.print(shown)
     else:
         console.print(Text(title(result), style="bold"))
     for fact in facts(result):
@@ -82,20 +80,12 @@ def show(console: Console, result: Result) -> None:
 
 
 def show_comparison(console: Console, first: Result, second: Result) -> None:
-    """Print two runs side by side."""
-    table = _table("second against first", "figure", (*headings(first, second), "ratio"))
+    numbers = (*headings(first, second), "ratio")
+    shown = table("second against first", "figure", *numbers, right=numbers)
     for line in lines(first, second):
         *texts, ratio = line.texts()
-        table.add_row(*texts, Text(ratio, STYLES[line.judgement]))
-    console.print(table)
-
-
-def _table(title: str, first: str, numbers: Sequence[str]) -> Table:
-    table = Table(title=Text(title))
-    table.add_column(first)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    return table
+        shown.add_row(*texts, Text(ratio, STYLES[line.judgement]))
+    console.print(shown)
 
 
 def figures(result: Result) -> list[list[str]]:
@@ -111,7 +101,6 @@ def figures(result: Result) -> list[list[str]]:
 
 
 def title(result: Result) -> str:
-    """Return what was measured where and when."""
     policy = f" by {result.policy}" if result.policy else ""
     return f"{result.model} at {result.url}{policy}, {result.began}"
 
@@ -123,7 +112,6 @@ def headings(first: Result, second: Result) -> list[str]:
 
 
 def facts(result: Result) -> list[str]:
-    """Return sentences on the run as a whole."""
     sentences = [TOO_FEW] if any("-" in row for row in figures(result)) else []
     sentences += [describe(result.load) + (f"; {result.left_out} longer ones left out" if result.left_out else "")]
     rates = [n / result.seconds for n in (result.answered, result.prompt_tokens, result.completion_tokens)]

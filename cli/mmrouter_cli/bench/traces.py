@@ -35,8 +35,6 @@ Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class TraceLine(msgspec.Struct, frozen=True):
-    """One request of a Mooncake trace."""
-
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Size
     output_length: Annotated[int, msgspec.Meta(ge=0, le=2**22)]
@@ -44,8 +42,6 @@ class TraceLine(msgspec.Struct, frozen=True):
 
 
 class Client(msgspec.Struct, frozen=True):
-    """One client of a service."""
-
     share: Share
     counts: Annotated[list[Share], msgspec.Meta(min_length=1, max_length=64)]
     tokens: Annotated[list[Size], msgspec.Meta(min_length=1)]
@@ -54,8 +50,6 @@ class Client(msgspec.Struct, frozen=True):
 
 
 class Statistics(msgspec.Struct, frozen=True):
-    """A service's clients."""
-
     clients: Annotated[list[Client], msgspec.Meta(min_length=1)]
 
 

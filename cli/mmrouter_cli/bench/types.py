@@ -138,8 +138,6 @@ class Routing(msgspec.Struct, frozen=True):
 
 
 class AnswerRow(msgspec.Struct, frozen=True, array_like=True):
-    """One answer in the plots."""
-
     started: float
     first: float
     total: float
@@ -188,5 +186,4 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def failed(self) -> int:
-        """Number of requests without a complete answer."""
         return sum(failure.count for failure in self.failures.values())

@@ -149,7 +149,6 @@ def draw_text(salt: str, tokens_per_word: float, words: Words) -> str:
 
 
 def draw_picture(salt: str, picture: Picture) -> str:
-    """Return a JPEG as a ``data:`` URI."""
     cells = (max(1, picture.width // NOISE), max(1, picture.height // NOISE))
     noise = random.Random(f"{salt}/{picture.name}").randbytes(3 * cells[0] * cells[1])
     out = io.BytesIO()

@@ -4,27 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, Object
-from mmrouter_cli.doctor.findings import Finding, ok, problem, warning
-from mmrouter_cli.doctor.node_fit import (
-    Amounts,
-    Node,
-    barring,
-    lacking,
-    nodes_of,
-    place,
-    requests,
-    required_labels,
-    selects,
-)
-from mmrouter_cli.status.frontend_state import Unread
+from mmrouter_cli.doctor import node_fit
+from mmrouter_cli.doctor.findings import ClusterFacts, DeploymentFacts, Finding, Object, ok, problem, unread, warning
+from mmrouter_cli.doctor.node_fit import Amounts, Node
+from mmrouter_cli.status.control_api import Unread
 from mmrouter_lib.api import AcceleratorKind, MMRouterDeployment, SpecError
 from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.credentials import new_secret_data
-from mmrouter_operator.model.labels import POOL_LABEL, ROLE_LABEL
+from mmrouter_operator.model.kinds import POOL_LABEL, ROLE_LABEL
 from mmrouter_operator.render import render
 
-CHECK = "nodes"
 _SHOWN = 4
 """Nodes that are named; of others only the number is shown."""
 
@@ -47,21 +36,20 @@ class PodDemand:
 
     @property
     def asks(self) -> Amounts:
-        """Requests of one pod."""
-        return requests(self.spec)
+        return node_fit.requests(self.spec)
 
 
 def capacity_check(cluster: ClusterFacts, facts: DeploymentFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
     """Check that each pool's pods find nodes: labels, taints, devices, and free resources."""
     if isinstance(cluster.nodes, Unread):
-        yield warning(CHECK, f"nodes cannot be read: {cluster.nodes.why}", "Run this with the right to read them.")
+        yield unread("nodes", cluster.nodes)
         return
     used = cluster.pods
     if isinstance(used, Unread):
         why = f"pods of other namespaces cannot be read, so their requests are not counted: {used.why}"
-        yield warning(CHECK, why, "Run this with the right to read them.")
+        yield warning(why, "Run this with the right to read them.")
         used = facts.pods if not isinstance(facts.pods, Unread) else ()
-    nodes = nodes_of(cluster.nodes, used)
+    nodes = node_fit.nodes_of(cluster.nodes, used)
     try:
         wanted = pods_wanted(dep, () if isinstance(facts.pods, Unread) else facts.pods, _scaled(facts, dep))
     except SpecError:
@@ -122,33 +110,35 @@ def _whole(number: Any) -> int:
 
 def _placed(demand: PodDemand, nodes: Sequence[Node]) -> Finding:
     where = f"on {_names(sorted(set(demand.placed)))}" if demand.placed else "no pod is wanted"
-    said = f"{demand.who}: {len(demand.placed)} of {demand.replicas} pods have a node, {where}"
-    if demand.replicas and demand.extra and not place(demand.asks, 1, _open(demand, nodes))[0]:
+    placed = f"{demand.who}: {len(demand.placed)} of {demand.replicas} pods have a node, {where}"
+    if demand.replicas and demand.extra and not node_fit.place(demand.asks, 1, _open(demand, nodes))[0]:
         return warning(
-            CHECK,
-            f"{said}; no node has room for the extra pod of a rollout, which requests {_amounts(demand.asks)}",
+            f"{placed}; no node has room for the extra pod of a rollout, which requests {_amounts(demand.asks)}",
             f"Free some, or set updates: {{maxSurge: 0, maxUnavailable: 1}} for {demand.who}.",
         )
-    return ok(CHECK, said)
+    return ok(placed)
 
 
 def _missing(demand: PodDemand, missing: int, nodes: Sequence[Node]) -> tuple[Finding, list[Node]]:
     """Return the finding on pods without a node, and the nodes after those that fit are placed."""
-    fit, rest = place(demand.asks, missing, _open(demand, nodes))
+    fit, rest = node_fit.place(demand.asks, missing, _open(demand, nodes))
     after = {node.name: node for node in rest}
     left = [after.get(node.name, node) for node in nodes]
-    said = f"{demand.who}: {len(demand.placed)} of {demand.replicas} pods have a node"
+    placed = f"{demand.who}: {len(demand.placed)} of {demand.replicas} pods have a node"
     if fit == missing:
-        return ok(CHECK, f"{said}, there is room for the other {missing}"), left
+        return ok(f"{placed}, there is room for the other {missing}"), left
     seen, do = _why(demand, missing - fit, nodes, left)
-    return problem(CHECK, f"{said}; {seen}", do), left
+    return problem(f"{placed}; {seen}", do), left
 
 
 def _open(demand: PodDemand, nodes: Sequence[Node]) -> list[Node]:
     return [
         node
         for node in nodes
-        if selects(demand.spec, node) and node.ready and not node.cordoned and not barring(demand.spec, node)
+        if node_fit.selects(demand.spec, node)
+        and node.ready
+        and not node.cordoned
+        and not node_fit.barring(demand.spec, node)
     ]
 
 
@@ -157,10 +147,10 @@ def _why(demand: PodDemand, short: int, nodes: Sequence[Node], left: Sequence[No
     devices = _devices(demand)
     if not nodes:
         return "the cluster has no nodes", "Add demand."
-    selected = [node for node in nodes if selects(demand.spec, node)]
+    selected = [node for node in nodes if node_fit.selects(demand.spec, node)]
     if not selected:
-        labels = " and ".join(required_labels(demand.spec))
-        having = [node.name for node in nodes if devices and not lacking(devices, node.allocatable)]
+        labels = " and ".join(node_fit.required_labels(demand.spec))
+        having = [node.name for node in nodes if devices and not node_fit.lacking(devices, node.allocatable)]
         if having and demand.kind is not None:
             (key, value), *_ = ACCELERATORS[demand.kind].node_labels
             return (
@@ -181,15 +171,15 @@ def _why(demand: PodDemand, short: int, nodes: Sequence[Node], left: Sequence[No
             return f"{_names(cordoned)} is cordoned, and no other node fits", f"kubectl uncordon {cordoned[0]}"
         names = [node.name for node in selected]
         return f"{_names(names)} is not Ready, and no other node fits", f"kubectl describe node {names[0]}"
-    welcome = [node for node in usable if not barring(demand.spec, node)]
+    welcome = [node for node in usable if not node_fit.barring(demand.spec, node)]
     if not welcome:
-        taint = barring(demand.spec, usable[0])[0]
+        taint = node_fit.barring(demand.spec, usable[0])[0]
         text = f"{taint['key']}{'=' + taint['value'] if taint.get('value') else ''}:{taint['effect']}"
         return (
             f"{_names([node.name for node in usable])} has the taint {text}, which the pods do not tolerate",
             f"Add to {_tolerations_of(demand)}: {{key: {taint['key']}, operator: Exists, effect: {taint['effect']}}}",
         )
-    offering = [node for node in welcome if not lacking(devices, node.allocatable)]
+    offering = [node for node in welcome if not node_fit.lacking(devices, node.allocatable)]
     if not offering:
         name = next(iter(devices))
         return (
@@ -197,7 +187,7 @@ def _why(demand: PodDemand, short: int, nodes: Sequence[Node], left: Sequence[No
             f"See that the device plugin for {name} runs there: kubectl describe node {welcome[0].name}",
         )
     after = {node.name: node for node in left}
-    short_of = sorted({name for node in offering for name in lacking(demand.asks, after[node.name].free)})
+    short_of = sorted({name for node in offering for name in node_fit.lacking(demand.asks, after[node.name].free)})
     free = "; ".join(
         f"{node.name}: {', '.join(f'{_number(after[node.name].free.get(name))} {name}' for name in short_of)}"
         for node in offering[:_SHOWN]

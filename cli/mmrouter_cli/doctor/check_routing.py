@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrouter_cli.doctor.advice import CAUSES
-from mmrouter_cli.doctor.facts import RoutingFacts
-from mmrouter_cli.doctor.findings import Finding, ok, problem, warning
-from mmrouter_cli.status.frontend_state import NOT_RUNNING, State, Unread
+from mmrouter_cli.doctor.findings import CAUSES, Finding, RoutingFacts, ok, problem, warning
+from mmrouter_cli.status.control_api import NOT_RUNNING, State, Unread
 
 STALE_SECONDS = 2.0
 """Age from which a heartbeat is missing; sidecars send several in that time."""
@@ -25,16 +23,15 @@ Answers = dict[str, tuple[State, State]]
 
 def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
     """Check that frontends answer and know the same engines."""
-    check = "frontends"
     for frontend in facts.frontends:
         if isinstance(frontend.first, Unread):
             do = "See pods." if frontend.first.why == NOT_RUNNING else facts.advice
-            yield warning(check, f"{frontend.name} cannot be queried: {frontend.first.why}", do)
+            yield warning(f"{frontend.name} cannot be queried: {frontend.first.why}", do)
         elif not frontend.first.get("ready", True):
-            yield warning(check, f"{frontend.name} is not ready: it waits for its engines", "Wait, then see events.")
+            yield warning(f"{frontend.name} is not ready: it waits for its engines", "Wait, then see events.")
     answers = answered(facts)
     if not facts.frontends:
-        yield problem(check, "none runs", "See pods and nodes.")
+        yield problem("none runs", "See pods and nodes.")
     if not answers:
         return
     by_frontend = {name: {worker["name"] for worker in first["workers"]} for name, (first, _) in answers.items()}
@@ -42,16 +39,15 @@ def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
     for name, workers in by_frontend.items():
         if workers != engines:
             lacks = ", ".join(sorted(engines - workers))
-            yield problem(check, f"{name} does not know {lacks}, which others do", f"See its log: kubectl logs {name}")
+            yield problem(f"{name} does not know {lacks}, which others do", f"See its log: kubectl logs {name}")
     if not engines:
-        yield problem(check, "they know no engine", "See pods and nodes.")
+        yield problem("they know no engine", "See pods and nodes.")
     elif all(workers == engines for workers in by_frontend.values()):
-        yield ok(check, f"{', '.join(answers)}: {len(engines)} engines known")
+        yield ok(f"{', '.join(answers)}: {len(engines)} engines known")
 
 
 def event_check(facts: RoutingFacts) -> Iterator[Finding]:
     """Check that every engine's events arrive: heartbeats, snapshot, sequence numbers."""
-    check = "events"
     heard = []
     bad: set[Finding] = set()  # findings that name no frontend are yielded once
     for frontend, (first, second) in answered(facts).items():
@@ -67,40 +63,35 @@ def event_check(facts: RoutingFacts) -> Iterator[Finding]:
             else:
                 heard.append(f"{worker['name']} at {worker['seq']}")
     if heard and not bad:
-        yield ok(
-            check, f"every frontend receives every engine's events; sequence numbers: {', '.join(dict.fromkeys(heard))}"
-        )
+        yield ok(f"every frontend receives every engine's events; sequence numbers: {', '.join(dict.fromkeys(heard))}")
 
 
 def _of_events(frontend: str, before: Worker, worker: Worker, seconds: float) -> Finding | None:
-    check, name = "events", worker["name"]
+    name = worker["name"]
     age = worker["heard_seconds_ago"]
     logs = f"See the sidecar's log: kubectl logs {name} -c sidecar"
     if age is None or age > STALE_SECONDS:
         last = "has received no heartbeat" if age is None else f"received the last heartbeat {age:.0f} s ago"
         do = f"{logs}. Ports 7557 and 7558 must be open from frontends, and all pods must have the same keys."
-        return problem(check, f"{frontend} {last}: {name}", do)
+        return problem(f"{frontend} {last}: {name}", do)
     if worker["engine_state"] == "starting":
-        return warning(
-            check, f"{name}: its engine is starting", f"Wait, and see pods. Its log: kubectl logs {name} -c engine"
-        )
+        return warning(f"{name}: its engine is starting", f"Wait, and see pods. Its log: kubectl logs {name} -c engine")
     if worker["engine_state"] != "up":
         state = worker["engine_state"] or "not known yet"
-        return problem(check, f"{name}: its engine is {state}", f"See its log: kubectl logs {name} -c engine")
+        return problem(f"{name}: its engine is {state}", f"See its log: kubectl logs {name} -c engine")
     if not worker["synced"]:
-        return warning(check, f"{frontend} waits for the snapshot of {name}", f"Wait a moment. {logs}")
+        return warning(f"{frontend} waits for the snapshot of {name}", f"Wait a moment. {logs}")
     if worker["epoch"] != before["epoch"]:
-        return warning(check, f"{name} has lost its history and began epoch {worker['epoch']}", logs)
+        return warning(f"{name} has lost its history and began epoch {worker['epoch']}", logs)
     busy = before["in_flight"] > 0 and worker["in_flight"] > 0 and before["waiting"] == worker["waiting"] == 0
     if busy and worker["seq"] == before["seq"]:
         seen = f"{name} computes requests, but its sequence number stays {worker['seq']} for {seconds:.0f} s"
-        return warning(check, seen, "Long answers fill few blocks: look again. " + CAUSES["no_events"])
+        return warning(seen, "Long answers fill few blocks: look again. " + CAUSES["no_events"])
     return None
 
 
 def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
     """Check that the blocks that frontends predict are those that engines publish."""
-    check = "exactness"
     answers = answered(facts)
     if not answers:
         return
@@ -120,39 +111,37 @@ def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
         for renderer in state.get("renderers") or []:
             if renderer["message"]:
                 seen = f"renderer {renderer['name']}: {renderer['message']}"
-                others.setdefault(renderer["name"], problem(check, seen, CAUSES["template"]))
+                others.setdefault(renderer["name"], problem(seen, CAUSES["template"]))
     # A proof by one router reaches the others with the next heartbeat.
     yield from (finding for name, finding in others.items() if name not in proved)
     if proved:
-        yield ok(check, f"proved: {', '.join(sorted(proved))}")
+        yield ok(f"proved: {', '.join(sorted(proved))}")
     yield from _ratios([state for _, state in answers.values()])
 
 
 def _of_canary(worker: Worker) -> Finding | None:
-    check, name = "exactness", worker["name"]
+    name = worker["name"]
     if worker["canary"] == "True":
         return None
     if worker["canary"] == "False":
         cause = worker["canary_cause"]
         seen = f"{name} is not exact ({cause}): {worker['canary_message']}"
-        return problem(check, seen, CAUSES.get(cause, CAUSES["unknown"]))
+        return problem(seen, CAUSES.get(cause, CAUSES["unknown"]))
     cause, message = worker.get("cause", ""), worker.get("message", "")
     if cause == "not_modelled":
         do = "Add a renderer pool, which makes them exact, or take affinity as it is."
-        return warning(check, f"{name}: {message}", do)
+        return warning(f"{name}: {message}", do)
     if worker["standing"] in ("degraded", "refused"):
         how = "used without overlap" if worker["standing"] == "degraded" else "not used"
         seen = f"{name} was not proved in time and is {how}: {message or 'no cause is known'}"
-        return problem(check, seen, f"See the sidecar's log: kubectl logs {name} -c sidecar")
-    return warning(check, f"{name} is not proved yet: {message or 'its canary is under way'}", "Wait a moment.")
+        return problem(seen, f"See the sidecar's log: kubectl logs {name} -c sidecar")
+    return warning(f"{name} is not proved yet: {message or 'its canary is under way'}", "Wait a moment.")
 
 
 def _of_gates(name: str) -> Finding:
     seen = f"{name} is proved but used only as a last resort: its readiness gates are not open yet"
     return warning(
-        "exactness",
-        seen,
-        f"The operator opens them. Why one is closed is in its conditions: kubectl describe pod {name}",
+        seen, f"The operator opens them. Why one is closed is in its conditions: kubectl describe pod {name}"
     )
 
 
@@ -166,16 +155,15 @@ def _ratios(states: list[State]) -> Iterator[Finding]:
     summary = f"{exact:.1%} of {decisions} decisions were exact, {hit:.1%} of their blocks found cached"
     if exact < EXACT_SHARE:
         do = "mmrouter_decisions_total{reason} on port 9090 counts why not; mmrouter explain shows one request."
-        yield warning("exactness", summary, do)
+        yield warning(summary, do)
     elif not hit:
         do = "Where prompts repeat, check with: mmrouter verify URL. Without repeated prompts this is normal."
-        yield warning("exactness", summary, do)
+        yield warning(summary, do)
     else:
-        yield ok("exactness", summary)
+        yield ok(summary)
 
 
 def answered(facts: RoutingFacts) -> Answers:
-    """Return the frontends that answered both queries."""
     return {
         frontend.name: (frontend.first, frontend.second)
         for frontend in facts.frontends

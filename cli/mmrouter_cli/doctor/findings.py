@@ -1,13 +1,17 @@
-"""Findings of the doctor, and how they are printed: problems and advice per subject."""
+"""What the checks are given (facts) and what they return: findings, the advice in them, and how they are printed."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, Literal, NamedTuple
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
+
+from mmrouter_cli.status.control_api import State, Unread
+from mmrouter_lib.api import MMRouterDeployment, SpecError
+from mmrouter_operator.model.external_refs import Reference
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -18,7 +22,7 @@ class Finding:
 
     level: Level
     check: str
-    """Name of the check; stable, for programs."""
+    """Name of the check; stable, for programs. Checks leave it empty, and :mod:`.diagnose` fills it in."""
     seen: str
     do: str = ""
 
@@ -32,48 +36,42 @@ class Diagnosis:
 
     @property
     def problems(self) -> int:
-        """Number of findings that need action."""
         return sum(finding.level == "problem" for finding in self.findings)
 
 
-def ok(check: str, seen: str) -> Finding:
-    """Return a finding of something that is right."""
-    return Finding("ok", check, seen)
+def ok(seen: str) -> Finding:
+    return Finding("ok", "", seen)
 
 
-def warning(check: str, seen: str, do: str) -> Finding:
+def warning(seen: str, do: str) -> Finding:
     """Return a finding of something that works imperfectly, is in progress, or could not be checked."""
-    return Finding("warning", check, seen, do)
+    return Finding("warning", "", seen, do)
 
 
-def problem(check: str, seen: str, do: str) -> Finding:
+def problem(seen: str, do: str) -> Finding:
     """Return a finding of something that keeps the deployment from working as specified."""
-    return Finding("problem", check, seen, do)
+    return Finding("problem", "", seen, do)
+
+
+def unread(what: str, value: Unread, *, them: bool = True) -> Finding:
+    """Return a finding of facts that this user cannot read."""
+    return warning(
+        f"{what} cannot be read: {value.why}", f"Run this with the right to read {'them' if them else 'it'}."
+    )
 
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold red")}
 
 
 def as_json(diagnoses: Sequence[Diagnosis]) -> dict[str, Any]:
-    """Return the diagnoses as plain values."""
     return {
         "passed": not any(diagnosis.problems for diagnosis in diagnoses),
         "problems": sum(diagnosis.problems for diagnosis in diagnoses),
-        "subjects": [
-            {
-                "subject": diagnosis.subject,
-                "findings": [
-                    {"level": item.level, "check": item.check, "seen": item.seen, "do": item.do}
-                    for item in diagnosis.findings
-                ],
-            }
-            for diagnosis in diagnoses
-        ],
+        "subjects": [asdict(diagnosis) for diagnosis in diagnoses],
     }
 
 
 def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
-    """Print the diagnoses as tables."""
     for diagnosis in diagnoses:
         console.print(Text(diagnosis.subject, style="bold"))
         table = Table.grid(padding=(0, 2, 0, 0))
@@ -90,3 +88,133 @@ def show(console: Console, diagnoses: Sequence[Diagnosis]) -> None:
     warnings = sum(item.level == "warning" for diagnosis in diagnoses for item in diagnosis.findings)
     total = f"{problems} problem{'' if problems == 1 else 's'}, {warnings} warning{'' if warnings == 1 else 's'}"
     console.print(Text(total, style="red" if problems else "green"))
+
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """Facts that belong to no deployment."""
+
+    now: float
+    """Seconds since the epoch, by this machine's clock."""
+    apis: frozenset[str] | Unread
+    """Served `group/version` texts."""
+    crd: Object | Unread | None
+    leases: Sequence[Object] | Unread
+    """Leases of operators, in all namespaces."""
+    renewed: bool = False
+    """Whether a Lease was renewed while it was observed, independent of clocks."""
+    operators: Sequence[Object] | Unread = ()
+    """Pods of operators, in all namespaces."""
+    nodes: Sequence[Object] | Unread = ()
+    pods: Sequence[Object] | Unread = ()
+    """Pods of all namespaces that have not ended; they determine what nodes have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentFacts:
+    """One deployment and its objects."""
+
+    resource: Object
+    dep: MMRouterDeployment | SpecError
+    namespace: Object | Unread
+    pods: Sequence[Object] | Unread
+    referred: Mapping[Reference, Object | Unread | None] = field(default_factory=dict)
+    """Objects that the resource names and does not own; ``None``: missing."""
+    shared_memory: Mapping[str, tuple[int, int]] | Unread = field(default_factory=dict)
+    """Pod -> used bytes and size of its /dev/shm, where the kubelet reports it."""
+
+    @property
+    def name(self) -> str:
+        return str(self.resource["metadata"]["name"])
+
+
+class FrontendFacts(NamedTuple):
+    """One frontend, queried twice; a failure of the first query stands in both."""
+
+    name: str
+    first: State | Unread
+    second: State | Unread
+
+
+class RoutingFacts(NamedTuple):
+    """All frontends of a deployment; ``seconds`` between the two queries."""
+
+    frontends: tuple[FrontendFacts, ...]
+    seconds: float
+    advice: str = "Give the URL of a frontend's control API with --control and its token with --token."
+    """Advice for a frontend that cannot be queried."""
+
+
+REASONS: Final[Mapping[str, str]] = {
+    "SpecInvalid": "Correct the field.",
+    "Invalid": "Correct the field.",
+    "FrontendNotReady": "Check the frontend's pods below.",
+    "EncodersNotReady": "Check the pods below.",
+    "WorkersNotReady": "Check the pods below.",
+    "RenderersNotReady": "Check the pods below.",
+    "Blocked": "Delete or rename the object, or rename the deployment.",
+    "RollingOut": "Wait; a rollout proceeds pool by pool.",
+    "SecretUnusable": "Check the named Secret.",
+    "Paused": "Set spec.paused to false to continue.",
+    "SecretMissing": "Create the Secret.",
+    "ConfigMapMissing": "Create the ConfigMap.",
+    "PersistentVolumeClaimMissing": "Create the claim, in the deployment's namespace.",
+    "RuntimeClassMissing": "Install the RuntimeClass, or correct the podTemplate.",
+    "PriorityClassMissing": "Create the PriorityClass, or correct the podTemplate.",
+    "ServiceAccountMissing": "Create the ServiceAccount, or correct the podTemplate.",
+    "ResourceClaimMissing": "Create the ResourceClaim.",
+    "ResourceClaimTemplateMissing": "Create the ResourceClaimTemplate.",
+    "ChildNameTaken": "Delete or rename the object, or rename the deployment.",
+    "ReplicaFailure": "Follow the server's message: a quota, a RuntimeClass or Pod Security prevents it.",
+    "ProgressDeadlineExceeded": "Read the newest pod's log; reverting the spec takes effect at once.",
+    "NoSurgeRoom": "Free an accelerator, or set updates: {maxSurge: 0, maxUnavailable: 1} for that pool.",
+    "Unschedulable": "Add or label a node, install its device plugin, or request less.",
+    "ImagePullFailed": "Correct the image, or add imagePullSecrets in the podTemplate.",
+    "ContainerConfigError": "Correct what the message names, usually a key of a Secret or ConfigMap.",
+    "CrashLoopBackOff": "Read the container's log: kubectl logs POD -c CONTAINER --previous",
+    "SetCannotOverlap": "Set the pool's updates.maxSurge to 1 or its replicas to 2.",
+    "RevisionLost": "Restore the ControllerRevision, or set the set's replicas to 0 and back.",
+    "ReconcileFailed": "Report it with the traceback in the operator's log, and undo the last change of the resource.",
+    "ChildRefused": "Follow the server's message: a quota, an admission policy or the podTemplate prevents it.",
+    "ChildContested": "Find the other writer in the child's managedFields; an autoscaler belongs in the pool's spec.",
+    "SecretMalformed": "Delete the deployment's own Secret to get a new one; every pod restarts with new keys.",
+    "SecretRecreated": "Wait: every pod restarts with the new keys.",
+    "ReplicasMissing": "Check the pods below.",
+    "ScaledToZero": "Raise the replicas.",
+    "NotExact": "Check the cause below; requests are routed without overlap to engines that are not verified.",
+    "NotVerifiedInTime": "Check the cause below, and the log of the engine's sidecar.",
+    "Verifying": "Wait.",
+    "NoEncoder": "Check the encoders' pods; requests are still answered.",
+    "NoPrefill": "Check the prefill pods; requests are still answered.",
+    "NoDecode": "Check the decode pods; requests are still answered.",
+    "NoPair": "Check the prefill and decode pods: requests are refused.",
+    "Starting": "Wait.",
+    "AboveHighWaterMark": "Raise sharedMemory.size if the node has the memory; requests are still answered.",
+    "LayoutsDiffer": "Give both pools the same value; until then they are not paired.",
+    "NotMeasured": "Wait; if it stays, read the log of an engine's sidecar.",
+    "FrontendNotHeard": "The operator must reach the frontends on port 8001: see NetworkPolicies and its log.",
+    "NoReplicas": "Wait until an engine runs.",
+    "ModelRevisionUnpinned": "Write the commit into spec.model.revision.",
+    "NoApiKeys": "Name a Secret in spec.frontend.apiKeys, unless every client that reaches the endpoint may use it.",
+    "AutoscalingUnavailable": "Install an adapter for pod metrics, or KEDA, and set prometheusAddress of the operator.",
+    "PodMonitorUnavailable": "Install the Prometheus operator, or set observability.podMonitor to Auto.",
+    "NodeSharedMemory": "Use a namespace that allows it, or sharedMemory.scope: pod.",
+    "BelowRestricted": "Use a namespace that allows it, or change the podTemplate.",
+    "FieldsOverridden": "Remove these fields from the podTemplate.",
+}
+"""Reason of a bad condition -> what to do."""
+
+CAUSES: Final[Mapping[str, str]] = {
+    "no_events": "The engine publishes no events: check its log, its args, and the sidecar's log.",
+    "block_size": "Set the pool's blockSize to the engine's block size, or remove both settings.",
+    "salt": "The engine uses another salt: use an unmodified release that docs/conformance.md lists.",
+    "truncation": "The engine cut the prompt: raise its --max-model-len.",
+    "count": "The image processor differs: check engine.processor and the model's preprocessor_config.json.",
+    "template": "The chat template differs: set engine.chatTemplate, and give all pods the same revision.",
+    "identity": "The engine names images in another way: use a release that docs/conformance.md lists.",
+    "unknown": "Compare a request: mmrouter explain URL REQUEST_ID --parity",
+}
+"""Cause of a difference between predicted and published blocks -> what to do."""

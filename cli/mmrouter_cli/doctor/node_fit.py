@@ -1,7 +1,7 @@
 """Which nodes fit a pod: the scheduler's rules, as far as mmrouter's pods use them. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any, Final
 
@@ -77,9 +77,8 @@ def selects(pod: Spec, node: Node) -> bool:
     """Whether the pod's node selector and required affinity match the node."""
     if any(node.labels.get(key) != value for key, value in (pod.get("nodeSelector") or {}).items()):
         return False
-    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
-    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
-    return required is None or any(_term(term, node) for term in required.get("nodeSelectorTerms") or [])
+    terms = _affinity(pod)
+    return terms is None or any(_term(term, node) for term in terms)
 
 
 def barring(pod: Spec, node: Node) -> list[Mapping[str, Any]]:
@@ -106,24 +105,22 @@ def place(asked: Amounts, count: int, nodes: Sequence[Node]) -> tuple[int, list[
             for name, amount in asked.items():
                 left[node.name][name] = left[node.name].get(name, Decimal(0)) - amount
             placed += 1
-    return placed, [_with_free(node, left[node.name]) for node in nodes]
+    return placed, [replace(node, free=left[node.name]) for node in nodes]
 
 
 def required_labels(pod: Spec) -> Iterator[str]:
     """Yield the labels that a node must have, each alternative as one text."""
     yield from (f"{key}={value}" for key, value in (pod.get("nodeSelector") or {}).items())
-    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
-    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}
-    terms = [
-        " and ".join(map(_expression, term.get("matchExpressions") or []))
-        for term in required.get("nodeSelectorTerms") or []
-    ]
+    terms = [" and ".join(map(_expression, term.get("matchExpressions") or [])) for term in _affinity(pod) or []]
     if terms:
         yield " or ".join(terms)
 
 
-def _with_free(node: Node, free: Amounts) -> Node:
-    return Node(node.name, node.labels, node.taints, node.allocatable, free, node.ready, node.cordoned)
+def _affinity(pod: Spec) -> list[Spec] | None:
+    """Return the terms of which a node must match one, ``None`` without a requirement."""
+    affinity = (pod.get("affinity") or {}).get("nodeAffinity") or {}
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution")
+    return None if required is None else required.get("nodeSelectorTerms") or []
 
 
 def _asked(container: Spec) -> Amounts:

@@ -61,7 +61,6 @@ def processes() -> list[int]:
 
 
 def members(group: int) -> list[int]:
-    """Return the living processes of a group."""
     return [pid for pid in processes() if _member(pid, {group})]
 
 

@@ -6,11 +6,10 @@ import json
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -21,7 +20,7 @@ from mmrouter_cli.local.pod import LocalPod, PodBuilder
 from mmrouter_cli.local.pod_processes import VainError, log_failure
 from mmrouter_cli.local.process import Guard, LogSink, console_sink
 from mmrouter_cli.local.run_plan import RunPlan, ServicePlan, ServicePort, make_plan
-from mmrouter_lib.api.pod_paths import CONFIG_DIR
+from mmrouter_lib.pod_paths import CONFIG_DIR
 
 NODE = "local"
 UNPRIVILEGED_PORT = 8000
@@ -30,8 +29,7 @@ UNPRIVILEGED_PORT = 8000
 TOKEN_FILE = "secrets/control.token"  # noqa: S105 - a file's name
 
 
-@dataclass(frozen=True, slots=True)
-class FrontendAddress:
+class FrontendAddress(NamedTuple):
     """One frontend's own addresses, without the Service."""
 
     name: str
@@ -58,32 +56,24 @@ class LocalCluster:
 
     @property
     def frontends(self) -> tuple[FrontendAddress, ...]:
-        """Every frontend's own addresses."""
-        found = []
-        for pod in filter(is_frontend, self.pods):
-            http, control = pod.plan.port("http"), pod.plan.port("control")
-            found.append(FrontendAddress(pod.name, f"http://{pod.ip}:{http}", f"http://{pod.ip}:{control}"))
-        return tuple(found)
+        return tuple(
+            FrontendAddress(pod.name, *(f"http://{pod.ip}:{pod.plan.port(port)}" for port in ("http", "control")))
+            for pod in filter(is_frontend, self.pods)
+        )
 
     @property
     def control_token_path(self) -> Path | None:
         """File with the control token; ``None`` without a frontend."""
-        for folder in self._config_folders():
-            return folder / TOKEN_FILE
-        return None
+        return next((folder / TOKEN_FILE for folder in self._config_folders()), None)
 
     @property
     def control_token(self) -> str:
-        """The token of the frontends' control API; empty without a frontend."""
         path = self.control_token_path
         return path.read_text().strip() if path is not None else ""
 
     def pod(self, name: str) -> LocalPod:
         """Return a pod by name. Raises ``KeyError``."""
-        for pod in self.pods:
-            if pod.name == name:
-                return pod
-        raise KeyError(name)
+        return {pod.name: pod for pod in self.pods}[name]
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until every pod is Ready.
@@ -128,7 +118,6 @@ class LocalCluster:
             self._tasks.append(task)
 
     async def stop(self) -> None:
-        """Stop every process, in the order of pod deletion."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -182,7 +171,7 @@ class LocalCluster:
             "deployment": self.name,
             "pid": os.getpid(),
             "endpoint": self.endpoint,
-            "frontends": [{"name": f.name, "url": f.url, "control": f.control} for f in self.frontends],
+            "frontends": [frontend._asdict() for frontend in self.frontends],
             "control_token": str(self.control_token_path or ""),
         }
         write_atomically(self.run_dir / "run.json", json.dumps(run, indent=1))
@@ -205,25 +194,20 @@ async def run_local(
     """
     plan = make_plan(objects)
     ports = {port for pod in plan.pods for port in pod.ports}
-    block = take_block(ports)
-    try:
+    async with AsyncExitStack() as stack:
+        block = stack.enter_context(contextlib.closing(take_block(ports)))
         guard = Guard(uuid.uuid4().hex)
-        try:
-            folders = make_folders(name)
-            for folder in {folders.run, folders.tmpfs}:
-                guard.folder(folder)
-            commands = engine_commands(engines, engine_env, folders.run / "bin")
-            cluster = LocalCluster(plan, name, folders, block, guard, log or console_sink())
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-                try:
-                    await cluster.start(session, commands, base_dir, serial=engines == "path")
-                    yield cluster
-                finally:
-                    await cluster.stop()
-        finally:
-            await guard.close()
-    finally:
-        block.close()
+        stack.push_async_callback(guard.close)
+        folders = make_folders(name)
+        for folder in {folders.run, folders.tmpfs}:
+            guard.send(str(folder))
+        commands = engine_commands(engines, engine_env, folders.run / "bin")
+        cluster = LocalCluster(plan, name, folders, block, guard, log or console_sink())
+        connector = aiohttp.TCPConnector(force_close=True)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        stack.push_async_callback(cluster.stop)
+        await cluster.start(session, commands, base_dir, serial=engines == "path")
+        yield cluster
 
 
 POOL_LABEL = "mmrouter.io/pool"
@@ -234,7 +218,6 @@ FRONTEND_ROLE = "frontend"
 
 
 def is_frontend(pod: LocalPod) -> bool:
-    """Whether a pod runs the router."""
     return pod.labels.get(ROLE_LABEL) == FRONTEND_ROLE
 
 
@@ -242,7 +225,7 @@ def roster(pods: Iterable[LocalPod]) -> str:
     """Return the text of ``workers.json``: every engine pod from its first moment, and the frontends."""
     workers, frontends = [], []
     for pod in pods:
-        who = {"uid": pod.uid, "name": pod.name, "ip": pod.ip}
+        who = {"uid": pod.facts.uid, "name": pod.name, "ip": pod.ip}
         if is_frontend(pod):
             frontends.append(who)
         elif POOL_LABEL in pod.labels:

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.run_plan import RunPlan
 
 LOOPBACK = "POD_LOOPBACK"
 """Variable with a local pod's own loopback address, unlike in a cluster (docs/architecture.md)."""
@@ -21,8 +22,7 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 
-@dataclass(frozen=True, slots=True)
-class PodFacts:
+class PodFacts(NamedTuple):
     """The values of the downward API."""
 
     name: str
@@ -40,22 +40,14 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def resolve_env(
-    env: Iterable[Mapping[str, Any]],
-    env_from: Iterable[Mapping[str, Any]],
-    pod: PodFacts,
-    config_maps: Mapping[str, Mapping[str, bytes]],
-    secrets: Mapping[str, Mapping[str, bytes]],
+    env: Iterable[Mapping[str, Any]], env_from: Iterable[Mapping[str, Any]], pod: PodFacts, plan: RunPlan
 ) -> dict[str, str]:
     """Return a container's environment. A value sees the variables before it. Raises :class:`LocalError`."""
     values: dict[str, str] = {}
     for source in env_from:
-        prefix = source.get("prefix", "")
-        for kind, objects in (("configMapRef", config_maps), ("secretRef", secrets)):
-            reference = source.get(kind)
-            if reference is None:
-                continue
-            for key, raw in _object(objects, reference, kind).items():
-                values[prefix + key] = raw.decode()
+        for kind in ("configMapRef", "secretRef"):
+            data = _object(plan, source[kind], kind) if kind in source else {}
+            values |= {source.get("prefix", "") + key: raw.decode() for key, raw in data.items()}
     for item in env:
         name = item["name"]
         if name == LOOPBACK:
@@ -63,27 +55,20 @@ def resolve_env(
         elif name in LOCAL:
             values[name] = LOCAL[name]
         elif "valueFrom" in item:
-            value = _from(item["valueFrom"], name, pod, config_maps, secrets)
-            if value is not None:
+            if (value := _from(item["valueFrom"], name, pod, plan)) is not None:
                 values[name] = value
         else:
             values[name] = expand(str(item.get("value", "")), values)
     return values
 
 
-def _from(
-    source: Mapping[str, Any],
-    name: str,
-    pod: PodFacts,
-    config_maps: Mapping[str, Mapping[str, bytes]],
-    secrets: Mapping[str, Mapping[str, bytes]],
-) -> str | None:
+def _from(source: Mapping[str, Any], name: str, pod: PodFacts, plan: RunPlan) -> str | None:
     if "fieldRef" in source:
         return _field(source["fieldRef"]["fieldPath"], name, pod)
-    for kind, objects in (("configMapKeyRef", config_maps), ("secretKeyRef", secrets)):
+    for kind in ("configMapKeyRef", "secretKeyRef"):
         if kind in source:
             reference = source[kind]
-            data = _object(objects, reference, kind)
+            data = _object(plan, reference, kind)
             if reference["key"] in data:
                 return data[reference["key"]].decode()
             if reference.get("optional"):
@@ -92,26 +77,17 @@ def _from(
     raise LocalError(f"environment variable {name}: {', '.join(source)} is not supported locally")
 
 
-def _object(objects: Mapping[str, Mapping[str, bytes]], reference: Mapping[str, Any], kind: str) -> Mapping[str, bytes]:
-    if reference["name"] in objects:
-        return objects[reference["name"]]
-    if reference.get("optional"):
-        return {}
-    what = "Secret" if kind.startswith("secret") else "ConfigMap"
-    raise LocalError(f"there is no {what} {reference['name']} here")
+def _object(plan: RunPlan, reference: Mapping[str, Any], kind: str) -> Mapping[str, bytes]:
+    what, objects = ("Secret", plan.secrets) if kind.startswith("secret") else ("ConfigMap", plan.config_maps)
+    if reference["name"] not in objects and not reference.get("optional"):
+        raise LocalError(f"there is no {what} {reference['name']} here")
+    return objects.get(reference["name"], {})
 
 
 def _field(path: str, name: str, pod: PodFacts) -> str:
-    fields = {
-        "metadata.name": pod.name,
-        "metadata.namespace": pod.namespace,
-        "metadata.uid": pod.uid,
-        "spec.nodeName": pod.node,
-        "spec.serviceAccountName": "default",
-        "status.hostIP": pod.ip,
-        "status.podIP": pod.ip,
-        "status.podIPs": pod.ip,
-    }
+    fields = {"metadata.name": pod.name, "metadata.namespace": pod.namespace, "metadata.uid": pod.uid}
+    fields |= {"spec.nodeName": pod.node, "spec.serviceAccountName": "default"}
+    fields |= dict.fromkeys(("status.hostIP", "status.podIP", "status.podIPs"), pod.ip)
     if path in fields:
         return fields[path]
     match = _SUBSCRIPT.fullmatch(path)
@@ -137,19 +113,8 @@ Engines = Literal["sim", "path"]
 ENGINE_COMMANDS = ("vllm", "sglang")
 
 _INHERITED = ("PATH", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
-_INHERITED_PREFIXES = (
-    "LC_",
-    "CUDA_",
-    "NVIDIA_",
-    "HIP_",
-    "HSA_",
-    "ROCR_",
-    "ZE_",
-    "ONEAPI_",
-    "HF_",
-    "VLLM_",
-    "MMROUTER_SIM_",
-)
+_DEVICES = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "ONEAPI_")
+_INHERITED_PREFIXES = ("LC_", *_DEVICES, "HF_", "VLLM_", "MMROUTER_SIM_")
 
 
 @dataclass(frozen=True, slots=True)

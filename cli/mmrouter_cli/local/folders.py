@@ -5,8 +5,8 @@ import itertools
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 SHM = Path("/dev/shm")  # noqa: S108 - the tmpfs itself; what lies below it belongs to one user and one run
 NAME_LENGTH = 20
@@ -23,8 +23,7 @@ def run_root() -> Path:
     return Path(base) / f"mmrouter-{os.getuid()}"
 
 
-@dataclass(frozen=True, slots=True)
-class RunFolders:
+class RunFolders(NamedTuple):
     """The folder of one run, and its twin on tmpfs (the same one where there is no tmpfs)."""
 
     run: Path

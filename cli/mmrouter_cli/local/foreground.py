@@ -4,17 +4,20 @@ import asyncio
 import contextlib
 import signal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
 
-from mmrouter_cli import demo as demo_workload
-from mmrouter_cli import local
-from mmrouter_cli.demo import DemoError, DemoResult
+from mmrouter_cli import demo_workload
+from mmrouter_cli.demo_workload import DemoError, DemoResult
+from mmrouter_cli.local.cluster import LocalCluster, run_local
+from mmrouter_cli.local.environment import Engines
 from mmrouter_cli.local.pod_processes import VainError
-from mmrouter_cli.status.control_endpoint import ControlEndpoint
-from mmrouter_cli.status.wait_verified import NotReadyError, wait_verified
+from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, Unread, client, fetch
+from mmrouter_cli.verify import NOT_PROBED
 from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_operator.model.credentials import new_secret_data
+from mmrouter_operator.render import render
 
 __all__ = ["DemoError", "NotReadyError", "run"]
 
@@ -23,7 +26,7 @@ async def run(
     deployment: MMRouterDeployment,
     *,
     base_dir: Path,
-    engines: Literal["sim", "path"],
+    engines: Engines,
     engine_env: Path | None,
     objects: list[dict[str, Any]],
     demo: bool,
@@ -32,16 +35,17 @@ async def run(
 ) -> DemoResult | None:
     """Run a deployment until ctrl-C, or until the demo is over; return the demo's result.
 
-    When this returns or raises, no process and no file of the deployment is left. Raises :class:`NotReadyError`,
-    :class:`DemoError`, ``mmrouter_cli.local.LocalError`` or ``mmrouter_lib.api.SpecError``.
+    ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
+    the deployment refers to. When this returns or raises, no process and no file of the deployment is left. Raises
+    :class:`NotReadyError`, :class:`DemoError`, ``LocalError`` or ``mmrouter_lib.api.SpecError``.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    async with local.up(
-        deployment, base_dir=base_dir, engines=engines, engine_env=engine_env, objects=objects
-    ) as cluster:
+    rendered = [*objects, *render(deployment, secrets=new_secret_data())]
+    name = deployment.metadata.name
+    async with run_local(rendered, base_dir=base_dir, name=name, engines=engines, engine_env=engine_env) as cluster:
         ended = asyncio.create_task(stop.wait())
         work = asyncio.create_task(_work(cluster, deployment, console, wait_seconds, demo=demo))
         await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -59,7 +63,7 @@ async def run(
 
 
 async def _work(
-    cluster: Any, deployment: MMRouterDeployment, console: Console, wait_seconds: float, *, demo: bool
+    cluster: LocalCluster, deployment: MMRouterDeployment, console: Console, wait_seconds: float, *, demo: bool
 ) -> DemoResult | None:
     """Wait until every worker is verified on every frontend; then run the demo if requested."""
     try:
@@ -70,3 +74,52 @@ async def _work(
     await wait_verified(endpoint, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")
     return await asyncio.to_thread(demo_workload.run, endpoint, deployment.spec.model.served_name) if demo else None
+
+
+STEP_SECONDS = 0.1
+SETTLED = frozenset({"verified", "degraded", "refused"})
+AWAITED = frozenset({"worker", "prefill", "decode", "encoder"})
+"""Roles whose pods reach a final standing, or answer where they cannot be proved."""
+
+
+class NotReadyError(Exception):
+    """The deployment was not ready in time; the message says what is missing."""
+
+
+async def wait_verified(
+    endpoint: ControlEndpoint, deployment: MMRouterDeployment, console: Console, seconds: float
+) -> None:
+    """Wait, and print changes of workers' standing. Raises :class:`NotReadyError`."""
+    wanted = sum(pool.replicas for pool in deployment.spec.pools if pool.role in AWAITED)
+    shown: dict[tuple[str, str], str] = {}
+    missing = "no frontend answered"
+    async with client(endpoint.token) as http:
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    settled = bool(endpoint.controls)
+                    for control in endpoint.controls:
+                        state = await fetch(http, Frontend(control, control))
+                        workers = [] if isinstance(state, Unread) else state["workers"]
+                        for worker in workers:
+                            _show(console, shown, control, worker)
+                        # SGLang's encoders only have to answer.
+                        done = sum(w["standing"] in SETTLED or w.get("cause") == NOT_PROBED for w in workers)
+                        if done < wanted:
+                            settled = False
+                            missing = f"{control} sees {done} of {wanted} workers verified"
+                    if settled:
+                        return
+                    await asyncio.sleep(STEP_SECONDS)
+        except TimeoutError:
+            raise NotReadyError(missing) from None
+
+
+def _show(console: Console, shown: dict[tuple[str, str], str], control: str, worker: dict[str, Any]) -> None:
+    line = worker["standing"]
+    if worker["canary"] == "False":
+        line += f" ({worker['canary_cause']}: {worker['canary_message']})"
+    key = (control, worker["uid"])
+    if shown.get(key) != line:
+        shown[key] = line
+        console.print(f"{control.removeprefix('http://')} {worker['name']}: {line}", highlight=False, markup=False)

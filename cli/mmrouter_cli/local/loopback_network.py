@@ -58,7 +58,6 @@ def take_block(ports: Iterable[int]) -> AddressBlock:
 
 
 def can_bind(host: str, port: int) -> bool:
-    """Whether this process may listen there."""
     probe = _listen(host, port)
     if probe is None:
         return False
@@ -98,7 +97,6 @@ class Forwarder:
         self._server = await asyncio.start_server(self._serve, host, port, backlog=1024)
 
     async def close(self) -> None:
-        """Stop listening and abort open connections."""
         if self._server is not None:
             self._server.close()
         for writer in list(self._open):

@@ -1,9 +1,9 @@
 """Pods as local processes: building one from its plan, bringing it up, and stopping it."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,8 @@ import aiohttp
 from mmrouter_cli.local.environment import Commands, PodFacts, expand, inherited_env, resolve_env, rewriter
 from mmrouter_cli.local.folders import SHM, RunFolders
 from mmrouter_cli.local.pod_processes import VAIN_STARTS, Container
-from mmrouter_cli.local.probes import Target
 from mmrouter_cli.local.process import Guard, LogSink
-from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, RunPlan
+from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, Probe, RunPlan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 
 MAX_GRACE = 10.0
@@ -41,10 +40,6 @@ class LocalPod:
         return self.facts.name
 
     @property
-    def uid(self) -> str:
-        return self.facts.uid
-
-    @property
     def ip(self) -> str:
         return self.facts.ip
 
@@ -54,7 +49,6 @@ class LocalPod:
 
     @property
     def ready(self) -> bool:
-        """Whether every long-running container is ready."""
         return all(container.ready for container in self._long_running)
 
     @property
@@ -68,10 +62,7 @@ class LocalPod:
 
     def container(self, name: str) -> Container:
         """Return a container by name. Raises ``KeyError``."""
-        for container in self.init + self.containers:
-            if container.name == name:
-                return container
-        raise KeyError(name)
+        return {container.name: container for container in self.init + self.containers}[name]
 
     def container_changed(self) -> None:
         """React to a change of a container's readiness."""
@@ -127,8 +118,6 @@ class PodBuilder:
     commands: Commands
     guard: Guard
     log: LogSink
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of every container, over its own."""
 
     def build(
         self, plan: PodPlan, facts: PodFacts, objects: RunPlan, number: int, changed: Callable[[], None]
@@ -152,8 +141,7 @@ class PodBuilder:
         mounts = mount_paths(plan, pod.volumes, where)
         link_nested(mounts, (self.folders.run, self.folders.tmpfs))
         rewrite = rewriter(mounts)
-        inside = resolve_env(plan.env, plan.env_from, pod.facts, objects.config_maps, objects.secrets)
-        inside |= self.env
+        inside = resolve_env(plan.env, plan.env_from, pod.facts, objects)
         home = folder / "home" / plan.name
         home.mkdir(parents=True)
         temporary = mounts.get("/tmp", str(home))  # noqa: S108 - a path in the container
@@ -166,14 +154,17 @@ class PodBuilder:
             first, *rest = (rewrite(expand(word, inside)) for word in words)
             return (*self.commands.resolve(first, env), *rest)
 
-        probes = {"startup": plan.startup, "readiness": plan.readiness}
+        def resolved(probe: Probe | None) -> Probe | None:
+            return probe and probe._replace(command=probe.command and line(probe.command))
+
         return Container(
-            plan=plan,
+            plan=plan._replace(startup=resolved(plan.startup), readiness=resolved(plan.readiness)),
             argv=line(plan.command),
             env=env,
             folder=Path(rewrite(plan.working_dir)) if plan.working_dir else home,
-            target=Target(pod.ip, plan.ports, env, str(home), self.session),
-            probe_commands={n: line(p.command) for n, p in probes.items() if p is not None and p.command is not None},
+            home=home,
+            ip=pod.ip,
+            session=self.session,
             guard=self.guard,
             private_memory=str(SHM) in mounts,
             log=partial(self.log, where),

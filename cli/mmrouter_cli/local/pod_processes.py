@@ -1,14 +1,16 @@
 """One container as a supervised process: probes, restarts with backoff, and a graceful stop."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmrouter_cli.local.probes import Probe, Target, attempt
+import aiohttp
+
 from mmrouter_cli.local.process import Child, Guard, spawn
-from mmrouter_cli.local.run_plan import ContainerPlan
+from mmrouter_cli.local.run_plan import ContainerPlan, Probe
 
 FIRST_BACKOFF = 0.2
 LAST_BACKOFF = 5.0
@@ -39,6 +41,21 @@ def log_failure(log: Callable[[str], None]) -> Callable[["asyncio.Task[None]"], 
     return done
 
 
+async def _execute(argv: Sequence[str], env: Mapping[str, str], folder: Path) -> str | None:
+    null = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        *argv, env=env, cwd=folder, stdin=null, stdout=null, stderr=null, start_new_session=True
+    )
+    try:
+        code = await process.wait()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        raise
+    return None if code == 0 else f"{argv[0]} ended with {code}"
+
+
 @dataclass(slots=True)
 class Container:
     """A container as a process."""
@@ -47,8 +64,9 @@ class Container:
     argv: tuple[str, ...]
     env: dict[str, str]
     folder: Path
-    target: Target
-    probe_commands: dict[str, tuple[str, ...]]
+    home: Path
+    ip: str
+    session: aiohttp.ClientSession
     guard: Guard
     private_memory: bool
     log: Callable[[str], None]
@@ -82,7 +100,6 @@ class Container:
         return f"has ended {times} before it was up, its last output: {self.last_line or 'none'}"
 
     def start(self) -> None:
-        """Run the container until :meth:`stop`."""
         self.task = asyncio.create_task(self._supervise(), name=f"container {self.name}")
         self.task.add_done_callback(log_failure(self.log))
 
@@ -171,7 +188,7 @@ class Container:
         await asyncio.sleep(readiness.delay)
         failures = successes = 0
         while True:
-            problem = await attempt(readiness, self.target, self.probe_commands.get("readiness"))
+            problem = await self._attempt(readiness)
             failures, successes = (0, successes + 1) if problem is None else (failures + 1, 0)
             if problem is None and successes >= readiness.successes:
                 self._set_ready(True, "")
@@ -184,7 +201,7 @@ class Container:
         await asyncio.sleep(probe.delay)
         deadline = time.monotonic() + probe.failures * probe.period
         while True:
-            problem = await attempt(probe, self.target, self.probe_commands.get("startup"))
+            problem = await self._attempt(probe)
             if problem is None:
                 return True
             self.waiting_for = f"startup probe: {problem}"
@@ -194,6 +211,28 @@ class Container:
                 return False
             self._record_memory(child)
             await asyncio.sleep(min(probe.period, STARTING_STEP))
+
+    async def _attempt(self, probe: Probe) -> str | None:
+        """Try a probe once. Returns ``None`` for success, otherwise what went wrong."""
+        try:
+            async with asyncio.timeout(probe.timeout):
+                if probe.command is not None:
+                    return await _execute(probe.command, self.env, self.home)
+                port = probe.port if isinstance(probe.port, int) else self.plan.ports.get(probe.port)
+                if port is None:
+                    return f"no port is called {probe.port}"
+                host = probe.host or self.ip
+                if probe.tcp:
+                    _, writer = await asyncio.open_connection(host, port)
+                    writer.close()
+                    return None
+                url = f"{probe.scheme}://{host}:{port}{probe.http_path}"
+                async with self.session.get(url, headers=probe.headers, allow_redirects=False, ssl=False) as answer:
+                    return None if 200 <= answer.status < 400 else f"{probe.http_path} answers {answer.status}"
+        except TimeoutError:
+            return f"no answer within {probe.timeout:g} s"
+        except (OSError, aiohttp.ClientError) as error:
+            return str(error) or type(error).__name__
 
     def _record_memory(self, child: Child, every: float = MEMORY_SECONDS) -> None:
         if self.private_memory:

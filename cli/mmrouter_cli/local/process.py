@@ -40,22 +40,12 @@ class Guard:
             start_new_session=True,
         )
 
-    def _send(self, line: str) -> None:
+    def send(self, line: str) -> None:
+        """Register a folder to remove (its path) or a process group to kill (``+GROUP``, ``-GROUP`` at its end)."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the guard was killed: children still get the parent-death signal
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
-
-    def folder(self, path: Path) -> None:
-        """Register a folder to remove."""
-        self._send(str(path))
-
-    def began(self, group: int) -> None:
-        """Register a process group to kill."""
-        self._send(f"+{group}")
-
-    def ended(self, group: int) -> None:
-        self._send(f"-{group}")
 
     async def close(self) -> None:
         """Clean up now and wait for it."""
@@ -101,7 +91,7 @@ class Child:
             code = await self.process.wait()
         finally:
             self.kill()
-            self.guard.ended(self.pid)
+            self.guard.send(f"-{self.pid}")
         # A process that left the group may hold the output open for long.
         await asyncio.wait([self.output], timeout=OUTPUT_SECONDS)
         self.output.cancel()
@@ -132,7 +122,7 @@ async def spawn(
         raise
     finally:
         os.close(writer_end)
-    guard.began(process.pid)
+    guard.send(f"+{process.pid}")
     return Child(process, asyncio.create_task(_pump(reader_end, line)), guard, began)
 
 

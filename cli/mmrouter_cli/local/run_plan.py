@@ -1,12 +1,11 @@
 """The typed plan of a local run, read from rendered Kubernetes objects. Pure."""
 
 import base64
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmrouter_cli.local.folders import LocalError
-from mmrouter_cli.local.probes import Probe, parse_probe
 from mmrouter_operator.render import CHILD_KINDS
 
 MEANINGLESS = frozenset(name for name, kind in CHILD_KINDS.items() if not kind.local)
@@ -14,8 +13,48 @@ MEANINGLESS = frozenset(name for name, kind in CHILD_KINDS.items() if not kind.l
 lifecycle hooks, readiness gates, and liveness probes (after sleep, a machine would kill all its engines)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Probe(NamedTuple):
+    """One probe; times are seconds. Exactly one of ``http_path``, ``tcp`` and ``command`` says what is tried."""
+
+    http_path: str | None
+    tcp: bool
+    command: tuple[str, ...] | None
+    port: int | str
+    host: str
+    headers: dict[str, str]
+    scheme: str
+    delay: float
+    period: float
+    timeout: float
+    failures: int
+    successes: int
+
+
+def parse_probe(obj: Mapping[str, Any] | None, where: str) -> Probe | None:
+    """Read a probe; ``None`` stays ``None``. Raises :class:`LocalError` for a kind that is not supported."""
+    if not obj:
+        return None
+    http, tcp, execute = obj.get("httpGet"), obj.get("tcpSocket"), obj.get("exec")
+    if sum(part is not None for part in (http, tcp, execute)) != 1:
+        raise LocalError(f"{where} needs exactly one of httpGet, tcpSocket and exec")
+    target = http or tcp or {}
+    return Probe(
+        http_path=http.get("path", "/") if http is not None else None,
+        tcp=tcp is not None,
+        command=tuple(execute["command"]) if execute is not None else None,
+        port=target.get("port", 0),
+        host=target.get("host", ""),
+        headers={h["name"]: h["value"] for h in target.get("httpHeaders") or []},
+        scheme=target.get("scheme", "HTTP").lower(),
+        delay=float(obj.get("initialDelaySeconds", 0)),
+        period=float(obj.get("periodSeconds", 10)),
+        timeout=float(obj.get("timeoutSeconds", 1)),
+        failures=int(obj.get("failureThreshold", 3)),
+        successes=int(obj.get("successThreshold", 1)),
+    )
+
+
+class Mount(NamedTuple):
     """One volume at one path of a container."""
 
     volume: str
@@ -23,8 +62,7 @@ class Mount:
     sub_path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerPlan:
+class ContainerPlan(NamedTuple):
     """One container. ``sidecar``: a native one, which starts before the others and never ends."""
 
     name: str
@@ -41,8 +79,6 @@ class ContainerPlan:
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """One replica."""
-
     name: str
     namespace: str
     labels: dict[str, str]
@@ -63,18 +99,14 @@ class PodPlan:
         return next((c.ports[name] for c in (*self.init, *self.containers) if name in c.ports), None)
 
 
-@dataclass(frozen=True, slots=True)
-class ServicePort:
+class ServicePort(NamedTuple):
     """One port of a Service; ``target`` is a number or the name of a container port."""
 
     port: int
     target: int | str
 
 
-@dataclass(frozen=True, slots=True)
-class ServicePlan:
-    """One Service."""
-
+class ServicePlan(NamedTuple):
     name: str
     selector: dict[str, str]
     ports: tuple[ServicePort, ...]

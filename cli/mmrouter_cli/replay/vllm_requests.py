@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from mmrouter_cli.replay.capture_reader import Capture, Row
-from mmrouter_cli.replay.model_folder import load as load_model
+from mmrouter_cli.replay.capture import Capture, Row, load_model
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.engines.vllm.image_hash import default_identifier
+from mmrouter_lib.engines.vllm.block_hashes import default_identifier
 from mmrouter_lib.families import Family, ImageSizeError
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, probe
 from mmrouter_lib.media_identity import foreign_identity, from_wire
@@ -38,8 +37,7 @@ class Prompt:
     returned: "array[int] | None"  # the engine's own ids where ``ids`` begins with the library's; None without --model
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
+class _Image(NamedTuple):
     identity: bytes
     size: tuple[int, int] | None
     missing: str

@@ -4,17 +4,15 @@ Kubernetes records these times in whole seconds, so a step may be a second too l
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 Object = Mapping[str, Any]
 
 _GATES = {"mmrouter.io/routable": "every frontend held its index", "mmrouter.io/verified": "a frontend had proved it"}
 
 
-@dataclass(frozen=True, slots=True)
-class BootStep:
+class BootStep(NamedTuple):
     """One step. ``at``: seconds since the pod's creation; ``took``: since the step before."""
 
     until: str

@@ -1,19 +1,18 @@
 """The view of `mmrouter status`: a deployment's state from its resource in a cluster, or from its frontends' states."""
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.status.control_endpoint import ControlEndpoint
-from mmrouter_cli.status.frontend_state import Frontend, State, Unread, client, fetch
+from mmrouter_cli.options import table
+from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, State, Unread, client, fetch
 
 EVERY_SECONDS = 1.0
 """Interval of --watch."""
@@ -70,10 +69,6 @@ class View:
     conditions: tuple[Mapping[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the view as plain values."""
-        return asdict(self)
-
 
 # -- from a cluster ------------------------------------------------------------------------------------------------
 
@@ -81,7 +76,7 @@ class View:
 def of_resource(resource: Object, pods: Sequence[Object]) -> View:
     # Imported here because it is not needed for a URL.
     from mmrouter_cli.status.pod_boot import waits_for
-    from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
+    from mmrouter_operator.model.kinds import ROUTABLE, VERIFIED
     from mmrouter_operator.model.views import pod_view
 
     metadata, status = resource["metadata"], resource.get("status") or {}
@@ -92,14 +87,13 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
     )
     views = sorted((pod_view(pod) for pod in pods), key=lambda view: (view.pool, view.name))
     waiting = {pod["metadata"]["name"]: waits_for(pod) for pod in pods}
+    waiting |= {view.name: view.waiting[1] for view in views if view.waiting is not None and view.waiting[1]}
     workers = tuple(
         WorkerRow(
             view.name,
             view.pool,
             view.gates.get(ROUTABLE, False),
-            "True"
-            if view.gates.get(VERIFIED)
-            else f"Unknown ({_waiting_reason(view) or waiting[view.name] or 'not proved yet'})",
+            "True" if view.gates.get(VERIFIED) else f"Unknown ({waiting[view.name] or 'not proved yet'})",
             where=view.node,
         )
         for view in views
@@ -124,10 +118,6 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
         ),
         notes=tuple(notes),
     )
-
-
-def _waiting_reason(view: Any) -> str:
-    return str(view.waiting[1]) if view.waiting is not None else ""
 
 
 # -- from frontends ------------------------------------------------------------------------------------------------
@@ -188,15 +178,12 @@ def _worker(rows: Sequence[Mapping[str, Any]]) -> WorkerRow:
 
 
 def _pools(workers: Sequence[WorkerRow], roles: Mapping[str, str]) -> tuple[PoolRow, ...]:
-    count, routable, verified = Counter[str](), Counter[str](), Counter[str]()
-    for worker in workers:
-        count[worker.pool] += 1
-        routable[worker.pool] += worker.routable
-        verified[worker.pool] += worker.exact == "True"
-    return tuple(
-        PoolRow(name, roles.get(name, "renderer"), None, count[name], routable[name], verified[name])
-        for name in sorted(count)
-    )
+    rows = []
+    for name, found in groupby(workers, key=lambda worker: worker.pool):
+        mine = list(found)
+        counts = (len(mine), sum(one.routable for one in mine), sum(one.exact == "True" for one in mine))
+        rows.append(PoolRow(name, roles.get(name, "renderer"), None, *counts))
+    return tuple(rows)
 
 
 def _ratio(states: Any, part: str, whole: str) -> str:
@@ -205,7 +192,7 @@ def _ratio(states: Any, part: str, whole: str) -> str:
     return f"{min(sum(state.get(part, 0) for state in states) / total, 1.0):.3f}" if total else UNKNOWN
 
 
-# -- reading, once or repeatedly -------- ------------------------------------------------------------------------------
+# -- reading, once or repeatedly --------------------------------------------------------------------------------------
 
 
 async def from_cluster(
@@ -213,10 +200,9 @@ async def from_cluster(
 ) -> AsyncIterator[list[View]]:
     """Yield the views of a deployment, or of all of a namespace. Raises :class:`StatusError`."""
     from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
-    from mmrouter_operator.cluster.child_kinds import KINDS
     from mmrouter_operator.cluster.client import NotFound, Unavailable
-    from mmrouter_operator.model.kinds import RESOURCE
-    from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
+    from mmrouter_operator.cluster.kinds_and_rights import KINDS
+    from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, RESOURCE
 
     namespace = namespace or namespace_of(kubeconfig)
     try:
@@ -228,10 +214,8 @@ async def from_cluster(
                     resources = [await reader.read(path)] if name else await reader.items(path)
                     pods = await reader.items(KINDS["Pod"].path(namespace), labelSelector=DEPLOYMENT_LABEL)
                 except NotFound as error:
-                    what = (
-                        f"MMRouterDeployment {name} in namespace {namespace}" if name else "MMRouterDeployment at all"
-                    )
-                    raise StatusError(f"there is no {what}: {error}") from error
+                    where = f"{name} in namespace {namespace}" if name else "at all"
+                    raise StatusError(f"there is no MMRouterDeployment {where}: {error}") from error
                 except Unavailable as error:
                     if not views:
                         raise
@@ -240,7 +224,10 @@ async def from_cluster(
                     yield [replace(view, notes=(*view.notes, note)) for view in views]
                     await asyncio.sleep(EVERY_SECONDS)
                     continue
-                views = [of_resource(resource, _of(resource, pods)) for resource in resources]
+                of: dict[str, list[Object]] = {}
+                for pod in pods:
+                    of.setdefault(pod["metadata"]["labels"][DEPLOYMENT_LABEL], []).append(pod)
+                views = [of_resource(resource, of.get(resource["metadata"]["name"], [])) for resource in resources]
                 yield views
                 if not watch:
                     return
@@ -249,33 +236,22 @@ async def from_cluster(
         raise StatusError(str(error)) from error
 
 
-def _of(resource: Object, pods: Sequence[Object]) -> list[Object]:
-    from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
-
-    return [pod for pod in pods if pod["metadata"]["labels"][DEPLOYMENT_LABEL] == resource["metadata"]["name"]]
-
-
 async def from_url(endpoint: ControlEndpoint, *, watch: bool) -> AsyncIterator[list[View]]:
-    """Yield the view of a deployment through its control APIs."""
     frontends = [Frontend(url.removeprefix("http://"), url) for url in endpoint.controls]
     async with client(endpoint.token) as asking:
         while True:
-            yield [await _asked(asking, endpoint.url, frontends)]
+            answers = await asyncio.gather(*(fetch(asking, frontend) for frontend in frontends))
+            names = (frontend.name for frontend in frontends)
+            yield [of_states(endpoint.url, dict(zip(names, answers, strict=True)))]
             if not watch:
                 return
             await asyncio.sleep(EVERY_SECONDS)
-
-
-async def _asked(asking: httpx.AsyncClient, url: str, frontends: Sequence[Frontend]) -> View:
-    answers = await asyncio.gather(*(fetch(asking, frontend) for frontend in frontends))
-    return of_states(url, {frontend.name: answer for frontend, answer in zip(frontends, answers, strict=True)})
 
 
 # -- display ------------------------------------------------------------------------------------------------------
 
 
 def drawn(views: Sequence[View]) -> RenderableType:
-    """Return the views for a terminal."""
     if not views:
         return Text("there is no MMRouterDeployment in this namespace")
     return Group(*(part for view in views for part in _parts(view)))
@@ -290,49 +266,37 @@ def _parts(view: View) -> list[RenderableType]:
     if view.endpoint and view.endpoint != view.name:
         head.append(f"  {view.endpoint}")
     parts: list[RenderableType] = [head]
-    if view.pools:
-        parts.append(_pool_table(view.pools))
-    if view.workers:
-        parts.append(_worker_table(view.workers))
-    if view.conditions:
-        parts.append(_condition_table(view.conditions))
+    parts += [_pool_table(view.pools)] if view.pools else []
+    parts += [_worker_table(view.workers)] if view.workers else []
+    parts += [_condition_table(view.conditions)] if view.conditions else []
     return [*parts, *(Text(note, style="yellow") for note in view.notes), Text("")]
 
 
 def _pool_table(pools: Sequence[PoolRow]) -> Table:
-    table = Table(title="pools", title_justify="left")
-    for heading in ("pool", "role", "ready", "routable", "verified"):
-        table.add_column(heading, justify="left" if heading in ("pool", "role") else "right", overflow="fold")
+    numbers = ("ready", "routable", "verified")
+    shown = table("pools", "pool", "role", *numbers, right=numbers, title_justify="left")
     for pool in pools:
         of = "" if pool.desired is None else f"/{pool.desired}"
-        table.add_row(pool.name, pool.role, f"{pool.ready}{of}", f"{pool.routable}{of}", f"{pool.verified}{of}")
-    return table
+        shown.add_row(pool.name, pool.role, f"{pool.ready}{of}", f"{pool.routable}{of}", f"{pool.verified}{of}")
+    return shown
 
 
 def _worker_table(workers: Sequence[WorkerRow]) -> Table:
     live = any(worker.blocks is not None for worker in workers)
-    table = Table(title="workers", title_justify="left")
-    more = ("blocks", "in flight", "heard") if live else ("node",)
-    for heading in ("worker", "pool", "routable", "exact", *more):
-        numbers = heading in ("blocks", "in flight", "heard")
-        table.add_column(heading, justify="right" if numbers else "left", overflow="fold")
+    numbers = ("blocks", "in flight", "heard")
+    headings = ("worker", "pool", "routable", "exact", *(numbers if live else ("node",)))
+    shown = table("workers", *headings, right=numbers, title_justify="left")
     for worker in workers:
         exact = Text(worker.exact, style="green" if worker.exact == "True" else "yellow")
         last = worker.heard_seconds_ago
-        heard = UNKNOWN if last is None else f"{last:.1f} s ago"
-        rest = (_count(worker.blocks), _count(worker.in_flight), heard) if live else (worker.where or UNKNOWN,)
-        table.add_row(worker.name, worker.pool, "yes" if worker.routable else Text("no", style="yellow"), exact, *rest)
-    return table
+        rest = [UNKNOWN if count is None else str(count) for count in (worker.blocks, worker.in_flight)]
+        rest = [*rest, UNKNOWN if last is None else f"{last:.1f} s ago"] if live else [worker.where or UNKNOWN]
+        shown.add_row(worker.name, worker.pool, "yes" if worker.routable else Text("no", style="yellow"), exact, *rest)
+    return shown
 
 
 def _condition_table(conditions: Sequence[Mapping[str, str]]) -> Table:
-    table = Table(title="conditions", title_justify="left")
-    for heading in ("condition", "status", "reason", "message"):
-        table.add_column(heading, overflow="fold")
+    shown = table("conditions", "condition", "status", "reason", "message", title_justify="left")
     for item in conditions:
-        table.add_row(item["type"], item["status"], item["reason"], Text(item["message"]))
-    return table
-
-
-def _count(number: int | None) -> str:
-    return UNKNOWN if number is None else str(number)
+        shown.add_row(item["type"], item["status"], item["reason"], Text(item["message"]))
+    return shown

@@ -1,6 +1,6 @@
 //go:build tools
 
-// Package tools names the commands that hack/cluster/programs.py and node_env.py build. The module of Kubernetes replaces its parts by
+// Package tools names the commands that hack/cluster/go_programs.py builds. The module of Kubernetes replaces its parts by
 // folders of its own checkout, which `go install` refuses; go.mod here replaces each by its published version.
 package tools
 

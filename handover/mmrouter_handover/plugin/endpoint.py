@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mmrouter_handover.plugin import vllm_items, wire
-from mmrouter_handover.plugin.engine_side import ItemReceiver
+from mmrouter_handover.plugin.item_exchange import ItemLender, ItemReceiver, Transports, from_cache, read_settings
 from mmrouter_handover.plugin.processor_cache import HandedOverCache, PendingItems, Processed
-from mmrouter_handover.plugin.renderer_side import ItemLender, from_cache
-from mmrouter_handover.plugin.transports import Transports, read_settings
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vllm.mmrouter_plugin")  # a child of vLLM's logger, the only one configured
 
-JSON = "application/json"
 NOT_FOUND, BAD_REQUEST, UNAVAILABLE = 404, 400, 503
 
 
@@ -38,25 +35,21 @@ class Handover:
     required_tasks: tuple[str, ...] | None = ("generate", "render")
 
     def __init__(self) -> None:
-        self.role = "engine"
-        self.disabled = "the server is starting"
-        self._version = ""
-        self._settings = ""
-        self._node = ""
+        self.role, self.disabled = "engine", "the server is starting"
+        self._version = self._settings = self._node = ""
         self._missing: dict[str, str] = {}
         self._transports: Transports | None = None
         self._lender: ItemLender | None = None
         self._receiver: ItemReceiver | None = None
-        self._pending: PendingItems[Processed] | None = None
         self._state: Any = None
 
     def attach_router(self, app: Any) -> None:
         """Add the routes; they answer 503 with the reason while the plugin is disabled."""
         # Plain Starlette routes, so that FastAPI does not parse the request body.
         app.router.add_route(wire.STATUS_PATH, self._status, methods=["GET"])
-        app.router.add_route(wire.RENDER_PATH, self._guarded(self._render), methods=["POST"])
-        app.router.add_route(wire.ITEMS_PATH, self._guarded(self._items), methods=["POST"])
-        app.router.add_route(wire.RELEASE_PATH, self._guarded(self._release), methods=["POST"])
+        posts = {wire.RENDER_PATH: self._render, wire.ITEMS_PATH: self._items, wire.RELEASE_PATH: self._release}
+        for path, act in posts.items():
+            app.router.add_route(path, self._guarded(act), methods=["POST"])
 
     async def init_state(self, engine_client: Any, state: Any, _: Any) -> None:
         """Enable the plugin if vLLM and the environment allow it. Never raises."""
@@ -88,16 +81,15 @@ class Handover:
         settings = read_settings(os.environ)
         self._node = settings.node
         self._settings = vllm_items.settings_digest(self._version, renderer)
-        self._transports = Transports(settings, self.role)
+        self._transports, self._state = Transports(settings, self.role), state
         atexit.register(self._transports.close)  # vLLM has no shutdown hook for plugins
         self._missing = self._transports.missing
-        self._state = state
         if self.role == "renderer":
             self._lender = ItemLender(self._transports, self._settings)
             return ""
-        self._pending = PendingItems(settings.limit_bytes, time.monotonic)
-        cache = HandedOverCache(renderer._mm_processor_cache, self._pending)
-        self._receiver = ItemReceiver(self._transports, self._settings, cache, self._pending)
+        pending: PendingItems[Processed] = PendingItems(settings.limit_bytes, time.monotonic)
+        cache = HandedOverCache(renderer._mm_processor_cache, pending)
+        self._receiver = ItemReceiver(self._transports, self._settings, cache, pending)
         renderer._mm_processor_cache = cache
         return ""
 
@@ -107,29 +99,19 @@ class Handover:
             self._lender.expire()
             counts += self._lender.counts
             counts["leases"] = len(self._lender)
-        if self._receiver is not None and self._pending is not None:
-            self._pending.expire()
+        if self._receiver is not None:
+            pending = self._receiver.pending
+            pending.expire()
             counts += self._receiver.counts
-            counts["used"] = self._receiver.used
-            counts["kept"] = len(self._pending)
-            counts["kept bytes"] = self._pending.bytes
+            counts["used"], counts["kept"] = self._receiver.cache.used, len(pending)
+            counts["kept bytes"] = pending.bytes
         if self._transports is not None and self._transports.nixl is not None:
             self._transports.nixl.arena.expire()
             counts["nixl stuck"] = await asyncio.to_thread(self._transports.nixl.stuck)
             counts["nixl leased bytes"] = self._transports.nixl.arena.leased_bytes
         ways: dict[str, str] = {way: "disabled" if self.disabled else self._missing[way] for way in wire.WAYS}
-        return _json(
-            wire.Status(
-                role=self.role,
-                enabled=not self.disabled,
-                reason=self.disabled,
-                engine=self._version,
-                settings=self._settings,
-                node=self._node,
-                ways=ways,
-                counts=dict(counts),
-            )
-        )
+        server = (self._version, self._settings, self._node)
+        return _answer(wire.Status(self.role, not self.disabled, self.disabled, *server, ways, dict(counts)))
 
     async def _render(self, request: "Request") -> "Response":
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: PLC0415
@@ -146,28 +128,27 @@ class Handover:
         names = [] if features is None else list(dict.fromkeys(features["mm_hashes"].get(vllm_items.MODALITY, ())))
         wanted = names if body.images is None else [name for name in names if name in body.images]
         loop, renderer = asyncio.get_running_loop(), self._state.online_renderer.renderer
-        cached = await loop.run_in_executor(
-            renderer._mm_executor, from_cache, renderer._mm_processor_only_cache, wanted
-        )
+        cache = renderer._mm_processor_only_cache
+        cached = await loop.run_in_executor(renderer._mm_executor, from_cache, cache, wanted)
         lease, offers, withheld, fell = await asyncio.to_thread(
             self._lender.offer, cached, body.ways, body.seconds, body.inline_bytes
         )
         withheld |= dict.fromkeys(set(body.images or ()) - set(names), "unnamed")
-        return _json(wire.Rendered(list(rendered.token_ids), features, lease, offers, withheld, fell))
+        return _answer(wire.Rendered(list(rendered.token_ids), features, lease, offers, withheld, fell))
 
     async def _items(self, request: "Request") -> "Response":
-        if self._receiver is None or self._pending is None:
+        if self._receiver is None:
             return _error(NOT_FOUND, "this server is a renderer, not an engine")
         body = wire.read(await request.body(), wire.ItemsRequest)
         held, refused = await asyncio.to_thread(self._receiver.take, body.items, body.seconds)
-        asyncio.get_running_loop().call_later(body.seconds + 1, self._pending.expire)
-        return _json(wire.Taken(held, refused))
+        asyncio.get_running_loop().call_later(body.seconds + 1, self._receiver.pending.expire)
+        return _answer(wire.Taken(held, refused))
 
     async def _release(self, request: "Request") -> "Response":
         if self._lender is None:
             return _error(NOT_FOUND, "this server is an engine, not a renderer")
         body = wire.read(await request.body(), wire.ReleaseRequest)
-        return _json(wire.Released(await asyncio.to_thread(self._lender.release, body.lease)))
+        return _answer(wire.Released(await asyncio.to_thread(self._lender.release, body.lease)))
 
     def _guarded(self, act: "Callable[[Request], Awaitable[Response]]") -> "Callable[[Request], Awaitable[Response]]":
         async def guarded(request: "Request") -> "Response":
@@ -182,15 +163,12 @@ class Handover:
         return guarded
 
 
-def _json(value: msgspec.Struct) -> "Response":
-    return _answer(msgspec.json.encode(value), 200)
-
-
 def _error(status: int, message: str) -> "Response":
     return _answer(wire.error(status, message), status)
 
 
-def _answer(body: bytes, status: int) -> "Response":
+def _answer(body: msgspec.Struct | bytes, status: int = 200) -> "Response":
     from starlette.responses import Response  # noqa: PLC0415
 
-    return Response(body, status_code=status, media_type=JSON)
+    raw = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return Response(raw, status_code=status, media_type="application/json")

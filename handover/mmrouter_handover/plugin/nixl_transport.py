@@ -1,29 +1,36 @@
 """Transport processed images across nodes with NIXL: the engine reads from the renderer's registered memory.
 
-A failed read returns all its resources. A read that timed out may still write to its buffer, even after NIXL has
-released its handle (observed with UCX over tcp and a stopped peer: all bytes arrived later). Such a buffer is therefore
-set aside until NIXL reports the end of the read, and nothing more is read from that peer: a hanging peer ties up at
-most the buffers of its concurrent reads.
+One memory region is registered once and leased in parts, so remote reads need no key per image. A failed read returns
+all its resources. A read that timed out may still write to its buffer, even after NIXL has released its handle
+(observed with UCX over tcp and a stopped peer: all bytes arrived later). Such a buffer is therefore set aside until
+NIXL reports the end of the read, and nothing more is read from that peer: a hanging peer ties up at most the buffers of
+its concurrent reads.
 """
 
+import bisect
 import contextlib
 import ctypes
 import math
+import mmap
 import os
 import secrets
+import struct
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar
 
-from mmrouter_handover.plugin.arena import GENERATION, HEAD_BYTES, Arena, ArenaLease
-from mmrouter_handover.plugin.packed_item import PackedItem
-from mmrouter_handover.plugin.wire import HandOverFailed, Nixl
+import msgspec
+
+from mmrouter_handover.plugin.wire import HandOverFailed, Nixl, PackedItem
 from mmrouter_handover.shm.slot_format import checksum
 
+HEAD_BYTES = 64
+"""Bytes before each payload: its generation in eight bytes, the rest unused, so that payloads stay aligned."""
+GENERATION = struct.Struct("<Q")
 T = TypeVar("T")
-
 READ_SECONDS = 3.0
 POLL_SECONDS = 0.0005
 MAX_PEERS = 64
@@ -32,6 +39,72 @@ UNTIL_ENDED = math.inf
 FIRST_BACKOFF_SECONDS = 30.0
 MAX_BACKOFF_SECONDS = 3600.0
 MAX_FAILED_PEERS = 1024
+
+
+class ArenaLease(msgspec.Struct, frozen=True):
+    """A leased part of the arena: ``offset`` of its head, ``size`` including the head, and its ``deadline``."""
+
+    offset: int
+    size: int
+    generation: int
+    deadline: float
+
+
+class Arena:
+    """First-fit allocator of ``limit_bytes``, usable from several threads. ``now``: monotonic seconds.
+
+    Pages take memory only once they are written.
+    """
+
+    def __init__(self, limit_bytes: int, now: Callable[[], float]) -> None:
+        self.memory = memoryview(mmap.mmap(-1, limit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        self._limit, self._now = limit_bytes, now
+        self._leases: list[ArenaLease] = []  # by offset
+        self._generation = 0
+        self._mutex = threading.RLock()
+
+    def lease(self, length: int, seconds: float) -> ArenaLease:
+        """Lease ``length`` bytes. Raises :class:`HandOverFailed`: ``full``, or ``large`` if it never fits."""
+        size = HEAD_BYTES + -(-length // HEAD_BYTES) * HEAD_BYTES
+        if size > self._limit:
+            raise HandOverFailed("large", f"{length} bytes, the arena has {self._limit}")
+        with self._mutex:
+            self.expire()
+            offset = 0
+            taken = [(lease.offset, lease.size) for lease in self._leases]
+            for begin, length_taken in [*taken, (self._limit, 0)]:
+                if begin - offset >= size:
+                    break  # the first gap that fits
+                offset = begin + length_taken
+            else:
+                raise HandOverFailed("full", f"{self.leased_bytes} of {self._limit} bytes are leased")
+            self._generation += 1
+            lease = ArenaLease(offset, size, self._generation, self._now() + seconds)
+            GENERATION.pack_into(self.memory, offset, lease.generation)
+            bisect.insort(self._leases, lease, key=attrgetter("offset"))
+            return lease
+
+    def payload(self, lease: ArenaLease, length: int) -> memoryview:
+        return self.memory[lease.offset + HEAD_BYTES :][:length]
+
+    def release(self, lease: ArenaLease) -> bool:
+        with self._mutex:
+            leased = lease in self._leases
+            if leased:
+                # Before the memory is reused: a reader that finds its generation unchanged has read the leased item.
+                GENERATION.pack_into(self.memory, lease.offset, 0)
+                self._leases.remove(lease)
+            return leased
+
+    def expire(self) -> None:
+        with self._mutex:
+            now = self._now()
+            for lease in [lease for lease in self._leases if lease.deadline <= now]:
+                self.release(lease)
+
+    @property
+    def leased_bytes(self) -> int:
+        return sum(lease.size for lease in self._leases)
 
 
 class PeerBackoff:
@@ -79,14 +152,8 @@ class NixlTransport:
         try:
             payload = self.arena.payload(lease, item.length)
             item.write(payload)
-            offered = Nixl(
-                length=item.length,
-                agent=self._agent.name,
-                metadata=self._metadata,
-                address=self._base + lease.offset,
-                generation=lease.generation,
-                checksum=checksum(payload, "sampled"),
-            )
+            address, crc = self._base + lease.offset, checksum(payload, "sampled")
+            offered = Nixl(item.length, self._agent.name, self._metadata, address, lease.generation, crc)
         except BaseException:  # the caller gets no function to end the lease
             self.arena.release(lease)
             raise
@@ -106,8 +173,19 @@ class NixlTransport:
     def stuck(self) -> int:
         """Return how many timed-out reads have not ended, and release the buffers of those that have."""
         with self._mutex:
-            self._settle()
-            return len(self._stuck)
+            running = []
+            for handle, lease, agent in self._stuck:
+                try:
+                    state = self._agent.check_xfer_state(handle)
+                except Exception as error:  # NIXL also reports a failed read by an exception
+                    state = str(error)
+                if state == "PROC":
+                    running.append((handle, lease, agent))
+                else:
+                    self._end(handle, agent, worked=state == "DONE")
+                    self.arena.release(lease)
+            self._stuck = running
+            return len(running)
 
     def _read(self, offer: Nixl, lease: ArenaLease, use: Callable[[memoryview], T]) -> T:
         with self._mutex:
@@ -189,20 +267,6 @@ class NixlTransport:
         else:
             self._backoff.failed(agent)
             self._disconnect(agent)
-
-    def _settle(self) -> None:
-        running = []
-        for handle, lease, agent in self._stuck:
-            try:
-                state = self._agent.check_xfer_state(handle)
-            except Exception as error:  # NIXL also reports a failed read by an exception
-                state = str(error)
-            if state == "PROC":
-                running.append((handle, lease, agent))
-            else:
-                self._end(handle, agent, worked=state == "DONE")
-                self.arena.release(lease)
-        self._stuck = running
 
 
 def open_nixl(role: str, limit_bytes: int) -> tuple[NixlTransport | None, str]:

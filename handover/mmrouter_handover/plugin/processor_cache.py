@@ -29,7 +29,7 @@ class PendingItems(Generic[V]):
     def __init__(self, limit_bytes: int, now: Callable[[], float]) -> None:
         self._limit, self._now = limit_bytes, now
         self._values: dict[str, tuple[V, int, float]] = {}
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self.bytes = 0
 
     def put(self, name: str, value: V, length: int, seconds: float) -> None:
@@ -38,7 +38,7 @@ class PendingItems(Generic[V]):
         Pending items are never evicted, because their chats would have to be sent twice.
         """
         with self._mutex:
-            self._expire()
+            self.expire()
             before = self._values.get(name)
             new_bytes = self.bytes + length - (before[1] if before else 0)
             if new_bytes > self._limit:
@@ -47,7 +47,6 @@ class PendingItems(Generic[V]):
             self.bytes = new_bytes
 
     def get(self, name: str) -> V | None:
-        """Return a value that has not expired, and keep it."""
         with self._mutex:
             item = self._values.get(name)
             return item[0] if item and item[2] > self._now() else None
@@ -55,7 +54,7 @@ class PendingItems(Generic[V]):
     def extend(self, name: str, seconds: float) -> bool:
         """Keep a value for at least ``seconds`` from now; return whether it exists."""
         with self._mutex:
-            self._expire()
+            self.expire()
             item = self._values.get(name)
             if item:
                 self._values[name] = (item[0], item[1], max(item[2], self._now() + seconds))
@@ -63,7 +62,9 @@ class PendingItems(Generic[V]):
 
     def drop(self, name: str) -> None:
         with self._mutex:
-            self._drop(name)
+            item = self._values.pop(name, None)
+            if item:
+                self.bytes -= item[1]
 
     def clear(self) -> None:
         with self._mutex:
@@ -71,22 +72,13 @@ class PendingItems(Generic[V]):
             self.bytes = 0
 
     def expire(self) -> None:
-        """Drop the items whose deadline has passed."""
         with self._mutex:
-            self._expire()
+            now = self._now()
+            for name in [name for name, (_, _, until) in self._values.items() if until <= now]:
+                self.drop(name)
 
     def __len__(self) -> int:
         return len(self._values)
-
-    def _expire(self) -> None:
-        now = self._now()
-        for name in [name for name, (_, _, until) in self._values.items() if until <= now]:
-            self._drop(name)
-
-    def _drop(self, name: str) -> None:
-        item = self._values.pop(name, None)
-        if item:
-            self.bytes -= item[1]
 
 
 class HandedOverCache:

@@ -1,17 +1,23 @@
-"""Run an engine's command with the plugin: ``python3 -m mmrouter_handover.plugin.start vllm serve ...``.
+"""Install the plugin into a folder, and run an engine's command with it.
 
-``PYTHONPATH`` names the folder with the installed plugin. vLLM loads an endpoint plugin only when ``VLLM_PLUGINS``
-names it, and that variable is the allow-list of every group: naming only this plugin would disable the image's own. So
-all plugins that would be loaded without it are named (docs/engine-facts/vllm.md#plugins). If that fails, the command
-runs without the plugin.
+``python3 -m mmrouter_handover.plugin.start vllm serve ...`` with the folder in ``PYTHONPATH``. The folder, such as the
+volume that an engine's pod shares with the init container, contains the package and the metadata by which vLLM finds
+the plugin. It does not depend on the machine or on the Python release.
+
+vLLM loads an endpoint plugin only when ``VLLM_PLUGINS`` names it, and that variable is the allow-list of every group:
+naming only this plugin would disable the image's own. So all plugins that would be loaded without it are named
+(docs/engine-facts/vllm.md#plugins). If that fails, the command runs without the plugin.
 """
 
 import os
+import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
-from importlib.metadata import distributions
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
+
+import mmrouter_handover
 
 VARIABLE = "VLLM_PLUGINS"
 OURS = "mmrouter"
@@ -36,16 +42,6 @@ def allow_list(current: str | None, installed: Iterable[tuple[str, str]]) -> str
     return ",".join(dict.fromkeys([*names, OURS]))
 
 
-def environment(environ: Mapping[str, str], installed: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Return an environment in which vLLM loads the plugin."""
-    return {**environ, VARIABLE: allow_list(environ.get(VARIABLE), installed)}
-
-
-def entry_points() -> list[tuple[str, str]]:
-    """Return group and name of every entry point that this interpreter sees."""
-    return [(point.group, point.name) for package in distributions() for point in package.entry_points]
-
-
 def interpreter(shebang: bytes) -> str | None:
     """Return the Python interpreter in a script's shebang line, or ``None`` if it has no path to one."""
     first = shebang.split(b"\n", 1)[0].decode(errors="replace")
@@ -64,20 +60,66 @@ def main(command: list[str]) -> None:
     try:
         # Use the command's own interpreter, which sees the image's plugins.
         script = shutil.which(command[0])
-        other = interpreter(_head(script)) if script and REEXECUTED not in environ else None
+        other = None
+        if script and REEXECUTED not in environ:
+            with open(script, "rb") as file:
+                other = interpreter(file.read(SHEBANG_BYTES))
         if other and other != sys.executable and os.access(other, os.X_OK):
             again = [other, "-m", "mmrouter_handover.plugin.start", *command]
             os.execve(other, again, {**environ, REEXECUTED: other})  # noqa: S606 - the same command line
         environ.pop(REEXECUTED, None)
-        environ = environment(environ, entry_points())
+        installed = [(point.group, point.name) for package in distributions() for point in package.entry_points]
+        environ[VARIABLE] = allow_list(environ.get(VARIABLE), installed)
     except Exception as error:  # the engine must start anyway
         sys.stderr.write(f"mmrouter: the plugin is not loaded: {error}\n")
     os.execvpe(command[0], command, environ)  # noqa: S606 - the engine's command
 
 
-def _head(script: str) -> bytes:
-    with Path(script).open("rb") as file:
-        return file.read(SHEBANG_BYTES)
+def install(folder: Path) -> list[str]:
+    """Install or replace the plugin in ``folder``; return the names of the entries created.
+
+    Each entry appears atomically and is world-readable, because engines run as other users. Raises ``OSError``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f".new-{secrets.token_hex(8)}"
+    staging.mkdir()
+    try:
+        package = Path(mmrouter_handover.__file__).parent
+        shutil.copytree(package, staging / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        try:
+            release = version("mmrouter-k8s")
+        except PackageNotFoundError:  # run from an installed folder
+            release = "0"
+        metadata = staging / f"mmrouter_plugin-{release}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mmrouter-plugin\nVersion: {release}\n")
+        endpoint = f"{OURS} = mmrouter_handover.plugin.endpoint:Handover"
+        (metadata / "entry_points.txt").write_text(f"[{ENDPOINTS}]\n{endpoint}\n")
+        names = sorted(path.name for path in staging.iterdir())
+        for path in staging.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        for old in folder.glob("mmrouter_plugin-*.dist-info"):
+            shutil.rmtree(old)
+        for name in names:
+            if (folder / name).is_dir() and not (folder / name).is_symlink():
+                shutil.rmtree(folder / name)
+            os.replace(staging / name, folder / name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return names
+
+
+def install_command(arguments: Sequence[str]) -> int:
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        sys.stderr.write("usage: mmrouter plugin FOLDER\n")
+        return 2
+    try:
+        names = install(Path(arguments[0]))
+    except OSError as error:
+        sys.stderr.write(f"mmrouter: {error.filename or arguments[0]} cannot be written: {error.strerror}\n")
+        return 1
+    sys.stdout.write(f"{arguments[0]}: {', '.join(names)}\n")
+    return 0
 
 
 if __name__ == "__main__":

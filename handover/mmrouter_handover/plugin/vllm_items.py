@@ -8,19 +8,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mmrouter_handover.plugin.packed_item import (
-    ALIGNMENT,
-    Field,
-    Header,
-    Node,
-    PackedItem,
-    Packer,
-    PromptUpdate,
-    Tensor,
-    unpack_node,
-)
+from mmrouter_handover.plugin import wire
 from mmrouter_handover.plugin.processor_cache import Processed
-from mmrouter_handover.plugin.wire import HandOverFailed
 
 MODALITY = "image"
 SUPPORTED_RELEASES = ("0.32.0",)
@@ -57,30 +46,29 @@ def why_incompatible(renderer: Any, cache: str) -> str:
     return f"this vLLM's processor cache has no {missing[0]}" if missing else ""
 
 
-def pack(settings: str, name: str, processed: Processed) -> PackedItem:
+def pack(settings: str, name: str, processed: Processed) -> wire.PackedItem:
     """Pack a processed image. Raises :class:`HandOverFailed` if it has a field that cannot be packed."""
     item, updates = processed
-    packer = Packer()
+    packer = wire.Packer()
     fields = [_field(packer, key, element) for key, element in item.items()]
     return packer.pack(settings, name, MODALITY, fields, [_update(update) for update in updates])
 
 
-def unpack(header: Header, tensors: memoryview) -> Processed:
-    """Return the processed image that was packed; its tensors are copies."""
+def unpack(header: wire.Header, tensors: memoryview) -> Processed:
     import torch  # noqa: PLC0415
     from vllm.multimodal.inputs import MultiModalFieldElem, MultiModalKwargsItem  # noqa: PLC0415
 
-    whole = torch.empty(header.length + ALIGNMENT, dtype=torch.uint8)  # never empty, so it has an address
+    whole = torch.empty(header.length + wire.ALIGNMENT, dtype=torch.uint8)  # never empty, so it has an address
     memoryview(whole.numpy())[: len(tensors)] = tensors
 
-    def tensor(placed: Tensor) -> Any:
+    def tensor(placed: wire.Tensor) -> Any:
         dtype = getattr(torch, placed.dtype)
         if not placed.length:
             return torch.empty(placed.shape, dtype=dtype)
         return whole[placed.offset : placed.offset + placed.length].view(dtype).reshape(placed.shape)
 
     elements = {
-        field.name: MultiModalFieldElem(data=unpack_node(field.node, tensor), field=_batching(field))
+        field.name: MultiModalFieldElem(data=wire.unpack_node(field.node, tensor), field=_batching(field))
         for field in header.fields
     }
     return MultiModalKwargsItem(elements), [_resolved(header.modality, update) for update in header.updates]
@@ -90,6 +78,7 @@ def settings_digest(version: str, renderer: Any) -> str:
     """Return a digest of every setting that affects the processing of an image."""
     config, processor = renderer.model_config, renderer.mm_processor
     multimodal = config.multimodal_config
+    added: dict[str, int] = getattr(renderer.tokenizer, "get_added_vocab", dict)()  # has the image placeholders
     values = {
         "vllm": version.partition("+")[0],
         "architectures": list(config.architectures),
@@ -99,7 +88,7 @@ def settings_digest(version: str, renderer: Any) -> str:
         "media_io_kwargs": multimodal.media_io_kwargs,
         "device_normalizes": multimodal.mm_device_do_normalize,
         "image_processor": _image_processor(processor),
-        "vocabulary": _vocabulary(renderer),
+        "vocabulary": sorted(added.items(), key=str),
     }
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=repr).encode()).hexdigest()
 
@@ -108,33 +97,25 @@ def _image_processor(processor: Any) -> Any:
     image_processor: Any = getattr(processor.info.get_hf_processor(), "image_processor", None)
     if not hasattr(image_processor, "to_dict"):
         return type(image_processor).__qualname__
-    # The content of the configuration matters, not its path.
-    return {
-        key: value for key, value in image_processor.to_dict().items() if key not in ("name_or_path", "_name_or_path")
-    }
+    path = ("name_or_path", "_name_or_path")  # the content of the configuration matters, not its path
+    return {key: value for key, value in image_processor.to_dict().items() if key not in path}
 
 
-def _vocabulary(renderer: Any) -> Any:
-    """Return the added tokens, which include the image placeholders."""
-    added: dict[str, int] = getattr(renderer.tokenizer, "get_added_vocab", dict)()
-    return sorted(added.items(), key=str)
-
-
-def _field(packer: Packer, name: str, element: Any) -> Field:
+def _field(packer: wire.Packer, name: str, element: Any) -> wire.Field:
     from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFlatField, MultiModalSharedField  # noqa: PLC0415
 
     node, field = _node(packer, element.data), element.field
     # Exact types, because the meaning of a subclass is unknown.
     if type(field) is MultiModalBatchedField:
-        return Field(name, "batched", node, field.keep_on_cpu)
+        return wire.Field(name, "batched", node, field.keep_on_cpu)
     if type(field) is MultiModalFlatField:
-        return Field(name, "flat", node, field.keep_on_cpu, dim=field.dim)
+        return wire.Field(name, "flat", node, field.keep_on_cpu, dim=field.dim)
     if type(field) is MultiModalSharedField:
-        return Field(name, "shared", node, field.keep_on_cpu, batch_size=field.batch_size)
-    raise HandOverFailed("refused", f"field {name} is batched by {type(field).__qualname__}")
+        return wire.Field(name, "shared", node, field.keep_on_cpu, batch_size=field.batch_size)
+    raise wire.HandOverFailed("refused", f"field {name} is batched by {type(field).__qualname__}")
 
 
-def _batching(field: Field) -> Any:
+def _batching(field: wire.Field) -> Any:
     from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFlatField, MultiModalSharedField  # noqa: PLC0415
 
     if field.kind == "batched":
@@ -145,7 +126,7 @@ def _batching(field: Field) -> Any:
     return MultiModalSharedField(batch_size=field.batch_size, keep_on_cpu=field.keep_on_cpu)
 
 
-def _node(packer: Packer, data: Any) -> Node:
+def _node(packer: wire.Packer, data: Any) -> wire.Node:
     import torch  # noqa: PLC0415
 
     if isinstance(data, torch.Tensor):
@@ -153,22 +134,22 @@ def _node(packer: Packer, data: Any) -> Node:
         raw = memoryview(flat.reshape(-1).view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
         return packer.tensor(str(flat.dtype).removeprefix("torch."), tuple(flat.shape), raw)
     if data is None or isinstance(data, int | float):
-        return Node(number=data)
+        return wire.Node(number=data)
     if isinstance(data, list | tuple):
-        return Node(nodes=[_node(packer, inner) for inner in data])
-    raise HandOverFailed("refused", f"a field holds {type(data).__qualname__}")
+        return wire.Node(nodes=[_node(packer, inner) for inner in data])
+    raise wire.HandOverFailed("refused", f"a field holds {type(data).__qualname__}")
 
 
-def _update(update: Any) -> PromptUpdate:
+def _update(update: Any) -> wire.PromptUpdate:
     target, content = update.target, update.content
     if not isinstance(target, list):
-        raise HandOverFailed("prompt", "the image's position in the prompt is a rule, not ids")
+        raise wire.HandOverFailed("prompt", "the image's position in the prompt is a rule, not ids")
     full = [int(token) for token in content.full]
     mask = None if content.is_embed is None else bytes(int(bool(flag)) for flag in content.is_embed(full))
-    return PromptUpdate(update.mode.value, [int(token) for token in target], full, mask)
+    return wire.PromptUpdate(update.mode.value, [int(token) for token in target], full, mask)
 
 
-def _resolved(modality: str, update: PromptUpdate) -> Any:
+def _resolved(modality: str, update: wire.PromptUpdate) -> Any:
     import torch  # noqa: PLC0415
     from vllm.multimodal.processing.processor import PromptUpdateDetails, ResolvedPromptUpdate, UpdateMode  # noqa: PLC0415
 
@@ -179,10 +160,7 @@ def _resolved(modality: str, update: PromptUpdate) -> Any:
             raise ValueError(f"{len(full)} ids stand for an image that was handed over with {len(update.full)}")
         return torch.tensor(list(mask), dtype=torch.bool)
 
-    return ResolvedPromptUpdate(
-        modality=modality,
-        item_idx=0,  # vLLM sets the image's index when it fetches one from its cache
-        mode=UpdateMode(update.mode),
-        target=update.target,
-        content=PromptUpdateDetails(full=update.full, is_embed=None if mask is None else is_embed),
-    )
+    content = PromptUpdateDetails(full=update.full, is_embed=None if mask is None else is_embed)
+    # vLLM sets the image's index when it fetches one from its cache.
+    mode = UpdateMode(update.mode)
+    return ResolvedPromptUpdate(modality=modality, item_idx=0, mode=mode, target=update.target, content=content)

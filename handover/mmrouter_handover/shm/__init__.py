@@ -8,12 +8,11 @@ from one to the other. For readers without this package, a writer has :class:`Pl
 The package needs only Python 3.10, Linux and msgspec, because it also runs inside the images of engines.
 """
 
-from mmrouter_handover.shm.handles import DTYPES, Handle, HandOverError, Reason, read_handle
-from mmrouter_handover.shm.ledger import Entry, Ledger, ledger
-from mmrouter_handover.shm.plain_files import PlainFile, PlainFiles
+from mmrouter_handover.shm.janitor import Entry, Ledger, Reclaimed, ledger, reclaim
 from mmrouter_handover.shm.pool import Lease, Pool
 from mmrouter_handover.shm.reader import Reader, View
-from mmrouter_handover.shm.reclaim import Reclaimed, reclaim
+from mmrouter_handover.shm.slot_format import DTYPES, Handle, HandOverError, Reason, read_handle
+from mmrouter_handover.shm.writer_folder import PlainFile, PlainFiles
 
 __all__ = [
     "DTYPES",

@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from mmrouter_handover.shm.handles import HandOverError
-from mmrouter_handover.shm.slot_format import CLOCK_SLACK_SECONDS, MAX_LEASE_SECONDS
+from mmrouter_handover.shm import slot_format
+from mmrouter_handover.shm.slot_format import PAGE_BYTES, HandOverError
 
 POOL_PREFIX = "pool-"
 SLOT_PREFIX = "slot-"
@@ -93,11 +93,6 @@ def lock(number: int, *, exclusive: bool) -> bool:
     return True
 
 
-def lock_waiting(number: int, *, exclusive: bool) -> None:
-    """Take a lock that other holders keep for microseconds only."""
-    fcntl.flock(number, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-
-
 def unlock(number: int) -> None:
     fcntl.flock(number, fcntl.LOCK_UN)
 
@@ -105,8 +100,7 @@ def unlock(number: int) -> None:
 def is_exported(mapping: mmap.mmap) -> bool:
     """Whether any buffer points into a mapping: memoryviews, slices of them, arrays.
 
-    A memoryview does not count its slices, but a mapping counts every export and refuses to be resized while there are
-    any. The size is impossible, so the check makes no system call.
+    A mapping counts every export and refuses to be resized while there are any. The size makes no system call.
     """
     try:
         mapping.resize(-1)
@@ -120,19 +114,13 @@ def is_exported(mapping: mmap.mmap) -> bool:
 def remove(name: str, below: int, number: int) -> int:
     """Free a slot's memory, even while a reader keeps it mapped, and remove its name; return the bytes freed.
 
-    The caller holds the exclusive lock: a reader touches its mapping only under the shared lock, after it checked the
-    size.
+    The caller holds the exclusive lock: a reader touches its mapping only under the shared one and checks its size.
     """
     freed = os.fstat(number).st_blocks * 512
     os.ftruncate(number, 0)
     with suppress(FileNotFoundError):
         os.unlink(name, dir_fd=below)
     return freed
-
-
-def plain_name(since: float, unique: str, suffix: str) -> str:
-    """Return the name of a plain file that is made at ``since``, seconds on the node's CLOCK_BOOTTIME."""
-    return f"{PLAIN_PREFIX}{int(since * 1000):x}-{unique}{suffix}"
 
 
 def plain_since(name: str) -> float | None:
@@ -144,7 +132,6 @@ def plain_since(name: str) -> float | None:
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name in a writer's folder is that of a plain file or of its draft."""
     return name.startswith((PLAIN_PREFIX, DRAFT_PREFIX))
 
 
@@ -156,6 +143,67 @@ def plain_state(name: str, modified: float, lives: bool, now: float) -> PlainSta
     """
     if name.startswith(DRAFT_PREFIX):
         return "writing"
-    if lives or now < modified <= now + MAX_LEASE_SECONDS + CLOCK_SLACK_SECONDS:
+    if lives or now < modified <= now + slot_format.MAX_LEASE_SECONDS + slot_format.CLOCK_SLACK_SECONDS:
         return "leased"
     return "expired"
+
+
+class MappedSlot:
+    """A slot file with all its pages allocated and mapped. It is created with its exclusive lock held."""
+
+    def __init__(self, folder: int, pool: str, name: str, size: int) -> None:
+        """Create the file of ``size`` bytes, header included. Raises ``OSError`` (ENOSPC) and leaves nothing behind."""
+        self.name, self.path, self._folder = name, f"{pool}/{name}", folder
+        self.size = size
+        self.generation, self.deadline, self.published = 0, 0.0, False  # of the last lease
+        self.round = 0  # trimming round of the pool in which the slot became idle
+        self.number = create_file(name, folder)
+        try:
+            lock(self.number, exclusive=True)
+            os.posix_fallocate(self.number, 0, size)
+            self.map = mmap.mmap(self.number, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError:
+            remove(name, folder, self.number)
+            os.close(self.number)
+            raise
+        self.map[: slot_format.HEADER_BYTES] = slot_format.encode_page(
+            slot_format.Header(pool, name, 0, 0.0, 0.0, 0, "sampled", 0, "uint8", (0,))
+        )
+
+    def payload(self, length: int) -> memoryview:
+        return memoryview(self.map)[PAGE_BYTES : PAGE_BYTES + length]
+
+    def begin(self, generation: int) -> None:
+        self.generation, self.published = generation, False
+        slot_format.GENERATION.pack_into(self.map, slot_format.WRITTEN_AT, generation)
+
+    def publish(self, header: slot_format.Header) -> None:
+        self.map[: slot_format.HEADER_BYTES] = slot_format.encode_page(header)
+        self.deadline, self.published = header.deadline, True
+        unlock(self.number)
+
+    def release(self) -> None:
+        """Mark the lease as released; allowed while a reader has the slot."""
+        slot_format.GENERATION.pack_into(self.map, slot_format.RELEASED_AT, self.generation)
+
+    def is_over(self, now: float) -> bool:
+        """Whether the lease has ended. Reusing the slot also requires its exclusive lock."""
+        return (
+            self.generation in slot_format.ACKED_RELEASED.unpack_from(self.map, slot_format.ACKED_AT)
+            or now >= self.deadline
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the file still has its pages. Touching the mapping of a truncated file would kill the process."""
+        return self.map.size() == self.size
+
+    def remove(self) -> None:
+        """Free the memory and the name. The caller has the exclusive lock."""
+        remove(self.name, self._folder, self.number)
+        self.close()
+
+    def close(self) -> None:
+        with suppress(BufferError):  # a lease's buffer is still in use: the mapping goes with it
+            self.map.close()
+        os.close(self.number)

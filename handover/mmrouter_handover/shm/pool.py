@@ -2,22 +2,20 @@
 
 import itertools
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-from mmrouter_handover.shm import files
-from mmrouter_handover.shm.handles import Check, Handle, HandOverError
-from mmrouter_handover.shm.mapped_slot import MappedSlot
-from mmrouter_handover.shm.slot_format import LEASE_SECONDS, MAX_LEASE_SECONDS, PAGE_BYTES, Header, checksum, slot_bytes
+from mmrouter_handover.shm import files, slot_format
+from mmrouter_handover.shm.files import MappedSlot
+from mmrouter_handover.shm.slot_format import Handle, HandOverError
 from mmrouter_handover.shm.writer_folder import WriterFolder, flat_bytes
 
 TRIM_SECONDS = 30.0
 
 
-class Lease:
+class Lease(AbstractContextManager["Lease"]):
     """The right to one slot. Until :meth:`publish` it is written through ``buffer``; :meth:`release` ends it.
 
     As a context manager it is released if the block raises or publishes nothing. A published lease outlives the block:
@@ -27,14 +25,16 @@ class Lease:
     def __init__(self, pool: "Pool", slot: MappedSlot, length: int, since: float, deadline: float) -> None:
         self.buffer = slot.payload(length)
         self.handle: Handle | None = None
-        self.slot = slot
-        self.generation = slot.generation
-        self.since = since
-        self.deadline = deadline
-        self._pool = pool
+        self.slot, self.generation, self._pool = slot, slot.generation, pool
+        self.since, self.deadline = since, deadline
 
     def publish(
-        self, refetch: str, *, dtype: str = "uint8", shape: tuple[int, ...] | None = None, check: Check = "sampled"
+        self,
+        refetch: str,
+        *,
+        dtype: str = "uint8",
+        shape: tuple[int, ...] | None = None,
+        check: slot_format.Check = "sampled",
     ) -> Handle:
         """Make the payload readable and return its handle; ``buffer`` cannot be used after that.
 
@@ -43,7 +43,7 @@ class Lease:
         """
         if self.handle is None:
             length = len(self.buffer)
-            crc = checksum(self.buffer, check)
+            crc = slot_format.checksum(self.buffer, check)
             shape = (length,) if shape is None else shape
             handle = Handle(self.slot.path, self.generation, length, check, crc, dtype, shape, refetch)
             self._pool._publish(self, handle)
@@ -60,12 +60,9 @@ class Lease:
             self.buffer.release()
         except BufferError:
             return False
-        return not self.slot.is_used
+        return not files.is_exported(self.slot.map)
 
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None or self.handle is None:
             self.release()
 
@@ -85,14 +82,16 @@ class Pool(WriterFolder):
         self._round = 0
         self.lent_bytes = 0
         """Bytes of the slots that were lent at the last collection."""
-        TRIMMER.watch(self)
+        self._closing = threading.Event()
+        ends = weakref.ref(self), self._closing
+        threading.Thread(target=_trim, args=ends, name="mmrouter-pool-trimmer", daemon=True).start()
 
-    def lease(self, length: int, *, seconds: float = LEASE_SECONDS) -> Lease:
+    def lease(self, length: int, *, seconds: float = slot_format.LEASE_SECONDS) -> Lease:
         """Lend a slot for ``length`` bytes. A reader must begin within ``seconds``, at most an hour.
 
         Raises :class:`HandOverError` ``full`` if there is no room: the caller sends bytes instead.
         """
-        if length < 0 or not 0 < seconds <= MAX_LEASE_SECONDS:
+        if length < 0 or not 0 < seconds <= slot_format.MAX_LEASE_SECONDS:
             raise ValueError(f"no lease of {length} bytes for {seconds} s")
         with self._mutex:
             now = self._now()
@@ -109,8 +108,8 @@ class Pool(WriterFolder):
         *,
         dtype: str = "uint8",
         shape: tuple[int, ...] | None = None,
-        check: Check = "sampled",
-        seconds: float = LEASE_SECONDS,
+        check: slot_format.Check = "sampled",
+        seconds: float = slot_format.LEASE_SECONDS,
     ) -> Lease:
         """Lease a slot, copy ``payload`` (any contiguous buffer) into it and publish it. Raises as these do."""
         flat = flat_bytes(payload)
@@ -119,38 +118,15 @@ class Pool(WriterFolder):
             lease.publish(refetch, dtype=dtype, shape=shape, check=check)
         return lease
 
-    def put_all(self, items: Iterable[tuple[Any, str]], *, seconds: float = LEASE_SECONDS) -> list[Lease]:
-        """Hand over all payloads, each with its re-fetch handle, or none: after a failure all leases are released."""
-        leases: list[Lease] = []
-        try:
-            for payload, refetch in items:
-                leases.append(self.put(payload, refetch, seconds=seconds))
-        except BaseException:  # also KeyboardInterrupt: a lease without a reader would stay until its deadline
-            for lease in leases:
-                lease.release()
-            raise
-        return leases
-
     def collect(self) -> None:
         """Take back every slot whose lease and readers are done. :meth:`lease` does so when it needs a slot."""
         with self._mutex:
             self._collect(self._now(), None)
 
-    def trim(self, keep_bytes: int = 0) -> int:
-        """Remove idle slots until at most ``keep_bytes`` are idle; return the bytes removed."""
-        with self._mutex:
-            self.collect()
-            before = self.bytes
-            idle = self._idle_slots()
-            surplus = max(0, sum(slot.size for slot in idle) - keep_bytes)
-            for place in evictions([slot.size for slot in idle], 0, surplus) or ():
-                self._remove(idle[place])
-            return before - self.bytes
-
     def trim_unused(self) -> None:
         """Remove slots that were idle since the last call. Idle slots count against the limit of all writers.
 
-        A thread of the process calls it every 30 seconds.
+        A thread calls it every 30 seconds.
         """
         with self._mutex:
             if self._closed:
@@ -171,12 +147,13 @@ class Pool(WriterFolder):
         with self._mutex:
             for slot in (*self._lent.values(), *self._idle_slots()):
                 slot.close()
+            self._closing.set()
             self._lent, self._idle = {}, {}
             self.lent_bytes = 0
             super().abandon()
 
     def _collect(self, now: float, enough: int | None) -> MappedSlot | None:
-        """Take slots back, oldest lease first, until one of class ``enough`` is idle, and return that one."""
+        """Take slots back, oldest lease first, until one of size ``enough`` is idle, and return that one."""
         abandoned, self._abandoned = self._abandoned, []
         for lease in abandoned:
             self._release(lease)
@@ -185,7 +162,7 @@ class Pool(WriterFolder):
                 continue
             if not slot.is_whole:
                 self._forget(slot)
-            elif slot.is_over(now) and self._take_back(slot) and slot.class_bytes == enough:
+            elif slot.is_over(now) and self._take_back(slot) and slot.size == enough:
                 return slot
         return None
 
@@ -193,36 +170,30 @@ class Pool(WriterFolder):
         """Return an idle slot of the class of ``length``, or a new one, for which other idle slots may be evicted."""
         if self._closed:
             raise HandOverError("full", "the pool is closed")
-        wanted = slot_bytes(length)
-        class_bytes, collected = wanted - PAGE_BYTES, None
-        if not self._idle.get(class_bytes):
-            collected = self._collect(now, class_bytes)
+        wanted, collected = slot_format.slot_bytes(length), None
+        if not self._idle.get(wanted):
+            collected = self._collect(now, wanted)
         if self.lent_bytes + wanted > self.mark_bytes:
             self._collect(now, None)
         if self.lent_bytes + wanted > self.mark_bytes:
             raise HandOverError("full", f"{self.lent_bytes} of {self.limit_bytes} bytes are lent, {wanted} are wanted")
-        while idle := self._idle.get(class_bytes):
+        while idle := self._idle.get(wanted):
             slot = idle.pop()  # the last one used: its pages are the likeliest to be in a CPU cache
             if slot is collected or slot.is_whole:
                 return slot
             self._forget(slot)
-        return self._create(wanted)
-
-    def _create(self, wanted: int) -> MappedSlot:
-        idle = self._idle_slots()
-        places = evictions([slot.size for slot in idle], self.limit_bytes - self.bytes, wanted)
+        others = self._idle_slots()
+        places = evictions([slot.size for slot in others], self.limit_bytes - self.bytes, wanted)
         if places is None:
             raise HandOverError("full", f"{self.bytes} of {self.limit_bytes} bytes are in use, {wanted} are wanted")
         for place in places:
-            self._remove(idle[place])
-        self._budget.take(wanted)
+            self._remove(others[place])
+        self._take(wanted)
         try:
-            slot = MappedSlot(self._folder, self.name, f"{files.SLOT_PREFIX}{next(self._names):x}", wanted)
+            return MappedSlot(self._folder, self.name, f"{files.SLOT_PREFIX}{next(self._names):x}", wanted)
         except OSError as error:
-            self._budget.give(wanted)
+            self._give(wanted)
             raise HandOverError("full", f"no slot of {wanted} bytes: {error.strerror}") from error
-        self.bytes += slot.size
-        return slot
 
     def _publish(self, lease: Lease, handle: Handle) -> None:
         slot = lease.slot
@@ -231,19 +202,9 @@ class Pool(WriterFolder):
                 raise HandOverError("gone", "the lease ended while it was written")
             if not lease.drop_buffer():
                 raise BufferError("something still uses the buffer of this lease")
+            payload = handle.length, handle.check, handle.checksum, handle.dtype, handle.shape
             slot.publish(
-                Header(
-                    pool=self.name,
-                    name=slot.name,
-                    generation=handle.generation,
-                    since=lease.since,
-                    deadline=lease.deadline,
-                    length=handle.length,
-                    check=handle.check,
-                    checksum=handle.checksum,
-                    dtype=handle.dtype,
-                    shape=handle.shape,
-                )
+                slot_format.Header(self.name, slot.name, handle.generation, lease.since, lease.deadline, *payload)
             )
 
     def _release(self, lease: Lease) -> None:
@@ -262,26 +223,25 @@ class Pool(WriterFolder):
 
     def _take_back(self, slot: MappedSlot) -> bool:
         """Make a lent slot idle. Returns false while a reader has it: the next collection tries again."""
-        if not slot.try_lock():
+        if not files.lock(slot.number, exclusive=True):
             return False
         del self._lent[slot.name]
         self.lent_bytes -= slot.size
         slot.round = self._round
-        self._idle.setdefault(slot.class_bytes, []).append(slot)
+        self._idle.setdefault(slot.size, []).append(slot)
         return True
 
     def _idle_slots(self) -> list[MappedSlot]:
         return [slot for slots in self._idle.values() for slot in slots]
 
     def _remove(self, slot: MappedSlot) -> None:
-        self._idle[slot.class_bytes].remove(slot)
-        self._budget.give(slot.size)
-        self.bytes -= slot.size
+        self._idle[slot.size].remove(slot)
+        self._give(slot.size)
         slot.remove()
 
     def _forget(self, slot: MappedSlot) -> None:
         """Close a slot that another process has truncated or removed."""
-        self.bytes -= slot.size
+        self._give(slot.size)
         if self._lent.pop(slot.name, None) is not None:
             self.lent_bytes -= slot.size
         slot.close()
@@ -301,32 +261,8 @@ def evictions(idle: Sequence[int], free: int, wanted: int) -> list[int] | None:
     return chosen if free >= wanted else None
 
 
-class Trimmer:
-    """A thread that trims every pool of the process, because an idle pool gets no calls in which it could do so."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._pools: weakref.WeakSet[Pool] = weakref.WeakSet()
-        self._thread: threading.Thread | None = None
-
-    def watch(self, pool: Pool) -> None:
-        """Trim ``pool`` for as long as it is referenced elsewhere."""
-        with self._mutex:
-            self._pools.add(pool)
-            if self._thread is None or not self._thread.is_alive():  # the first pool, or a forked child
-                self._thread = threading.Thread(target=self._run, name="mmrouter-pool-trimmer", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(TRIM_SECONDS)
-            self._trim_all()
-
-    def _trim_all(self) -> None:
-        with self._mutex:
-            pools = list(self._pools)
-        for pool in pools:
-            pool.trim_unused()
-
-
-TRIMMER = Trimmer()
+def _trim(pool: "weakref.ref[Pool]", closing: threading.Event) -> None:
+    """Trim a pool until it is closed or collected, because an idle one gets no calls in which it could do so."""
+    while not closing.wait(TRIM_SECONDS) and (idle := pool()) is not None:
+        idle.trim_unused()
+        del idle

@@ -7,24 +7,14 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
-from mmrouter_handover.shm import files
-from mmrouter_handover.shm.handles import Handle, HandOverError
-from mmrouter_handover.shm.slot_format import (
-    ACKED_AT,
-    GENERATION,
-    HEADER_BYTES,
-    PAGE_BYTES,
-    Page,
-    checksum,
-    decode_page,
-    slot_bytes,
-)
+from mmrouter_handover.shm import files, slot_format
+from mmrouter_handover.shm.slot_format import PAGE_BYTES, Handle, HandOverError
 
 MAPPED_BYTES = 4 << 30
 MADV_POPULATE_READ = 22
 
 
-class View:
+class View(contextlib.AbstractContextManager["View"]):
     """A payload that is being read: ``data`` is a flat, read-only view of bytes in the slot itself.
 
     The slot does not change until :meth:`release`. Arrays and slices of ``data`` must be gone by then.
@@ -47,9 +37,6 @@ class View:
             self._reader._done(self._slot, self.handle.generation if acknowledge else 0)
             self._slot = None
 
-    def __enter__(self) -> "View":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.release()
 
@@ -58,9 +45,8 @@ class _Slot:
     """An open, mapped slot file, and the number of its views, which share one lock."""
 
     def __init__(self, number: int, length: int) -> None:
-        """Map the file of a slot for ``length`` bytes. Raises :class:`HandOverError` and ``OSError``."""
         self.number = number
-        self.size = slot_bytes(length)
+        self.size = slot_format.slot_bytes(length)
         self.views = 0
         try:
             require_size(os.fstat(number).st_size, length)
@@ -80,11 +66,10 @@ class _Slot:
         os.close(self.number)
 
 
-class Reader:
+class Reader(contextlib.AbstractContextManager["Reader"]):
     """Opens handles below ``root``. Caches mappings up to ``mapped_bytes``. Usable from several threads."""
 
     def __init__(self, root: str | Path, *, mapped_bytes: int = MAPPED_BYTES) -> None:
-        """Open the root. Raises ``OSError``."""
         self._root = os.open(root, files.FOLDER)
         self._mapped_bytes = mapped_bytes
         self._slots: OrderedDict[str, _Slot] = OrderedDict()
@@ -106,16 +91,6 @@ class Reader:
             self._slots.move_to_end(handle.path)
             return view
 
-    @property
-    def mapped_slots(self) -> int:
-        """Number of cached mappings."""
-        return len(self._slots)
-
-    def sweep(self) -> None:
-        """Close the mappings of removed slots, and the oldest ones above the bound."""
-        with self._mutex:
-            self._sweep()
-
     def close(self) -> None:
         """Close all mappings. Call it when no view is in use."""
         with self._mutex:
@@ -126,19 +101,22 @@ class Reader:
                 os.close(self._root)
                 self._root = -1
 
-    def __enter__(self) -> "Reader":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
     @staticmethod
     def _require(slot: _Slot, handle: Handle) -> None:
-        """Raise unless the locked slot matches the handle."""
         require_size(slot.map.size(), handle.length)
-        require_same(decode_page(slot.map[:HEADER_BYTES]), handle)
+        page = slot_format.decode_page(slot.map[: slot_format.HEADER_BYTES])
+        header, generation = page.header, page.header.generation
+        if handle.generation != generation or page.written != generation or page.released == generation:
+            raise HandOverError("stale", f"generation {handle.generation} is over, the slot is at {generation}")
+        path = f"{header.pool}/{header.name}"
+        fields = (path, header.length, header.check, header.checksum, header.dtype, header.shape)
+        if fields != (handle.path, handle.length, handle.check, handle.checksum, handle.dtype, handle.shape):
+            raise HandOverError("corrupt", "the slot's header does not match the handle")
         with slot.payload(handle.length) as payload:
-            if checksum(payload, handle.check) != handle.checksum:
+            if slot_format.checksum(payload, handle.check) != handle.checksum:
                 raise HandOverError("corrupt", "the payload's checksum differs")
 
     def _done(self, slot: _Slot, generation: int) -> None:
@@ -147,7 +125,7 @@ class Reader:
                 raise BufferError("something still uses the data of this view, or of another one of its slot")
             if generation:
                 # Before unlocking: the writer cannot have reused the slot yet.
-                os.pwrite(slot.number, GENERATION.pack(generation), ACKED_AT)
+                os.pwrite(slot.number, slot_format.GENERATION.pack(generation), slot_format.ACKED_AT)
             self._leave(slot)
 
     @staticmethod
@@ -157,7 +135,12 @@ class Reader:
             files.unlock(slot.number)
 
     def _add(self, handle: Handle) -> _Slot:
-        self._sweep()
+        total = sum(slot.size for slot in self._slots.values())
+        for path, slot in list(self._slots.items()):  # those of removed slots, and the oldest ones above the bound
+            if not slot.views and (total > self._mapped_bytes or not slot.map.size()):
+                total -= slot.size
+                slot.close()
+                del self._slots[path]
         try:
             slot = _Slot(files.open_slot(self._root, handle.path), handle.length)
         except OSError as error:
@@ -165,34 +148,12 @@ class Reader:
         self._slots[handle.path] = slot
         return slot
 
-    def _sweep(self) -> None:
-        total = sum(slot.size for slot in self._slots.values())
-        for path, slot in list(self._slots.items()):
-            if not slot.views and (total > self._mapped_bytes or not slot.map.size()):
-                total -= slot.size
-                slot.close()
-                del self._slots[path]
-
 
 def require_size(size: int, length: int) -> None:
     """Raise :class:`HandOverError` unless a file has the size of a slot for ``length`` bytes; 0 means removed."""
     if not size:
         raise HandOverError("gone", "the slot was removed")
-    if size < slot_bytes(length):
+    if size < slot_format.slot_bytes(length):
         raise HandOverError("truncated", f"a slot of {size} bytes for a payload of {length}")
-    if size > slot_bytes(length):
+    if size > slot_format.slot_bytes(length):
         raise HandOverError("refused", f"a slot of {size} bytes is none for a payload of {length}")
-
-
-def require_same(page: Page, handle: Handle) -> None:
-    """Raise :class:`HandOverError` unless a header page is the one that a handle names."""
-    header = page.header
-    if (
-        handle.generation != header.generation
-        or page.written != header.generation
-        or page.released == header.generation
-    ):
-        raise HandOverError("stale", f"generation {handle.generation} is over, the slot is at {header.generation}")
-    fields = (f"{header.pool}/{header.name}", header.length, header.check, header.checksum, header.dtype, header.shape)
-    if fields != (handle.path, handle.length, handle.check, handle.checksum, handle.dtype, handle.shape):
-        raise HandOverError("corrupt", "the slot's header does not match the handle")

@@ -1,4 +1,4 @@
-"""The binary format of a slot file: its header page, its size, its state, and the checksum of its payload.
+"""What travels from a writer to a reader (the handle), and the binary format of a slot file.
 
     0   magic, 7 bytes, and the version of the format, 1 byte
     8   generation that a reader has acknowledged, u64
@@ -15,15 +15,38 @@ reads a consistent header. The third generation is written before the first byte
 last: where they differ, the writer is at work, or was killed at it.
 """
 
+import math
 import os
 import struct
 import zlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from mmrouter_handover.shm.handles import Check, Count, HandOverError, Shape, require_layout
+Reason = Literal["stale", "gone", "corrupt", "truncated", "refused", "full"]
+"""Why a hand-over failed.
 
+``stale``: the slot holds, or is about to hold, something else. ``gone``: it is removed. ``corrupt``: its contents are
+not what the handle says. ``truncated``: it ends too early. ``refused``: the handle or the slot may not be read: another
+version, an unknown dtype, a path that leaves the root, a link. ``full``: the writer has no room.
+"""
+
+_DTYPES_BY_SIZE = {
+    1: ("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"),
+    2: ("uint16", "int16", "float16", "bfloat16"),
+    4: ("uint32", "int32", "float32"),
+    8: ("uint64", "int64", "float64"),
+}
+DTYPES = {name: size for size, names in _DTYPES_BY_SIZE.items() for name in names}
+"""Names of element types that may be handed over, and their sizes in bytes. Encoded images are ``uint8``."""
+
+PATTERN = r"^pool-[A-Za-z0-9._-]{1,128}/slot-[0-9a-f]{1,16}\Z"
+MAX_HANDLE_BYTES = 1 << 16
+MAX_DIMENSIONS = 16
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+Check = Literal["sampled", "full"]
 PAGE_BYTES = 4096
 """The header's part of a slot file; the payload begins after it, aligned for every dtype and every transport."""
 HEADER_BYTES = 512
@@ -47,9 +70,61 @@ STRIDE_WORDS = 8191
 EDGE_BYTES = 64
 _ZEROS = bytes(HEADER_BYTES)
 _HEAD = struct.Struct("<7sBQQQII")
-
 State = Literal["writing", "leased", "expired", "acknowledged", "released"]
 """``writing``: no handle names it. ``leased``: a handle to it may be read. The others are free."""
+_encoder = msgspec.msgpack.Encoder()
+
+
+class HandOverError(Exception):
+    """A hand-over did not take place; ``reason`` is for counters, the message for people."""
+
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason: Reason = reason
+
+
+class Handle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where a payload lies and what it is. All values fit into JSON.
+
+    ``path`` is relative to the root and has two parts, ``generation`` is used once in the life of its pool, ``length``
+    is in bytes. ``refetch`` says how to get the same payload without this hand-over; its meaning is the caller's.
+    Raises ``ValueError`` when made from values that contradict each other.
+    """
+
+    path: Annotated[str, msgspec.Meta(pattern=PATTERN, max_length=160)]
+    generation: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+    length: Count
+    check: Check
+    checksum: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
+    dtype: str
+    shape: Shape
+    refetch: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_HANDLE_BYTES)]
+
+    def __post_init__(self) -> None:
+        require_layout(self.length, self.dtype, self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(msgspec.to_builtins(self))
+
+
+def require_layout(length: int, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise ``ValueError`` unless ``shape`` elements of ``dtype`` are ``length`` bytes."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype[:40]!r} is not handed over")
+    if math.prod(shape) * DTYPES[dtype] != length:
+        raise ValueError(f"{dtype} of shape {shape} is {math.prod(shape) * DTYPES[dtype]} bytes, not {length}")
+
+
+def read_handle(value: bytes | str | dict[str, Any]) -> Handle:
+    """Return the handle that a peer sent, as JSON text or as parsed JSON. Raises :class:`HandOverError`."""
+    try:
+        if isinstance(value, dict):
+            return msgspec.convert(value, Handle)
+        if len(value) > MAX_HANDLE_BYTES:
+            raise HandOverError("refused", f"a handle of {len(value)} characters")
+        return msgspec.json.decode(value, type=Handle)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise HandOverError("refused", f"not a handle: {error}") from error
 
 
 def slot_bytes(length: int) -> int:
@@ -60,10 +135,9 @@ def slot_bytes(length: int) -> int:
 def checksum(payload: memoryview, check: Check) -> int:
     """Return the CRC-32 of every byte (``full``, or at most 64 KiB), or of one word in 64 KiB and the last 64 bytes.
 
-    ``payload`` is flat and of bytes. The full checksum detects any change of up to four adjacent bytes, and others with
-    a probability of 1 - 2**-32. The sampled one detects another payload, one that is half overwritten, any exchanged
-    64 KiB, and a wrong length, but mostly not a few changed bytes: it is the second proof, after the generation and the
-    reader's lock.
+    ``payload`` is flat and of bytes. The sampled checksum detects another payload, one that is half overwritten, any
+    exchanged 64 KiB, and a wrong length, but mostly not a few changed bytes: it is a second proof, after the generation
+    and the reader's lock.
     """
     if check == "full" or len(payload) <= SMALL_BYTES:
         return zlib.crc32(payload)
@@ -99,7 +173,6 @@ class Page(msgspec.Struct, frozen=True):
     written: int = 0
 
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Header)
 
 
@@ -158,8 +231,3 @@ def state_of(page: Page, now: float) -> State:
     if page.acked == header.generation:
         return "acknowledged"
     return "expired" if now >= header.deadline or header.since > now + CLOCK_SLACK_SECONDS else "leased"
-
-
-def is_over(generation: int, deadline: float, acked: int, released: int, now: float) -> bool:
-    """Whether a published slot's lease has ended. Reusing the slot also requires its exclusive lock."""
-    return generation in (acked, released) or now >= deadline

@@ -1,15 +1,21 @@
-"""The installer and the start wrapper, which adds the plugin to those of the image and always starts the engine."""
+"""The installer, the start wrapper (which always starts the engine), and the endpoint, disabled with a reason."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
-from mmrouter_handover.plugin.install import install
-from mmrouter_handover.plugin.start import allow_list, interpreter
+from mmrouter_handover.plugin import WIRE_VERSION, wire
+from mmrouter_handover.plugin.endpoint import Handover
+from mmrouter_handover.plugin.start import allow_list, install, interpreter
+from mmrouter_handover.plugin.vllm_items import SUPPORTED_RELEASES, why_incompatible, why_unsupported
+from mmrouter_lib.engines.vllm import plugin_api as vllm_handover
 
 INSTALLED = [
     ("vllm.general_plugins", "lora_resolver"),
@@ -18,6 +24,7 @@ INSTALLED = [
     ("vllm.io_processor_plugins", "lora_resolver"),
     ("console_scripts", "vllm"),
 ]
+ROUTES = (wire.RENDER_PATH, wire.ITEMS_PATH, wire.RELEASE_PATH)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,7 @@ INSTALLED = [
         ("their_routes,mmrouter", INSTALLED, "their_routes,mmrouter"),
     ],
 )
-def test_plugins_of_the_image_stay_loaded(current: str | None, installed: list[tuple[str, str]], allowed: str):
+def test_plugins_of_the_image_stay_loaded(current, installed, allowed):
     assert allow_list(current, installed) == allowed
 
 
@@ -46,11 +53,11 @@ def test_plugins_of_the_image_stay_loaded(current: str | None, installed: list[t
         (b"", None),
     ],
 )
-def test_the_interpreter_of_a_script_is_the_python_path_in_its_shebang(shebang: bytes, named: str | None):
+def test_the_interpreter_of_a_script_is_the_python_path_in_its_shebang(shebang, named):
     assert interpreter(shebang) == named
 
 
-def test_a_command_runs_with_its_own_interpreter_and_finds_the_plugin(tmp_path: Path):
+def test_a_command_runs_with_its_own_interpreter_and_finds_the_plugin(tmp_path):
     """A script with another interpreter stands in for ``vllm``, in an image with a plugin of its own."""
     install(tmp_path / "plugin")
     other = tmp_path / "python-of-the-image"
@@ -86,25 +93,25 @@ def test_a_command_runs_with_its_own_interpreter_and_finds_the_plugin(tmp_path: 
     assert not still
 
 
-def test_a_missing_or_unknown_command_is_an_error():
-    wrapper = [sys.executable, "-m", "mmrouter_handover.plugin.start"]
-    assert subprocess.run(wrapper, capture_output=True, check=False).returncode == 2
-    absent = subprocess.run([*wrapper, "no-such-engine"], capture_output=True, text=True, check=False)
-    assert absent.returncode != 0
-    assert "no-such-engine" in absent.stderr or "No such file" in absent.stderr
-
-
-def test_the_install_command_reports_what_it_installed_or_cannot_write(tmp_path: Path):
-    command = [sys.executable, "-m", "mmrouter_cli", "plugin"]
-    made = subprocess.run([*command, str(tmp_path / "plugin")], capture_output=True, text=True, check=True)
-    assert "mmrouter_handover" in made.stdout
+@pytest.mark.parametrize(
+    ("module", "argument", "status", "output"),
+    [
+        ("mmrouter_handover.plugin.start", None, 2, "usage"),
+        ("mmrouter_handover.plugin.start", "no-such-engine", 1, "No such file"),
+        ("mmrouter_cli", "plugin", 0, "mmrouter_handover"),
+        ("mmrouter_cli", "file", 1, "cannot be written"),
+        ("mmrouter_cli", None, 2, "usage"),
+    ],
+)
+def test_commands_report_what_they_did_or_cannot_do(tmp_path, module, argument, status, output):
     (tmp_path / "file").write_text("")
-    refused = subprocess.run([*command, str(tmp_path / "file")], capture_output=True, text=True, check=False)
-    assert (refused.returncode, "cannot be written" in refused.stderr) == (1, True)
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 2
+    command = [sys.executable, "-m", module, *(["plugin"] if module == "mmrouter_cli" else [])]
+    command += [argument] if argument else []
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (ran.returncode, output in ran.stdout + ran.stderr) == (status, True)
 
 
-def test_installing_again_replaces_the_folder_and_everything_is_world_readable(tmp_path: Path):
+def test_installing_again_replaces_the_folder_and_everything_is_world_readable(tmp_path):
     folder = tmp_path / "plugin"
     names = install(folder)
     (folder / "mmrouter_handover" / "plugin" / "left_by_an_older_release.py").write_text("")
@@ -116,3 +123,75 @@ def test_installing_again_replaces_the_folder_and_everything_is_world_readable(t
     for path in folder.rglob("*"):
         assert path.stat().st_mode & 0o044 == 0o044, path
         assert path.is_file() or path.stat().st_mode & 0o011 == 0o011, path
+
+
+@pytest.fixture
+def release(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Make ``import vllm`` return a stub of a release. The real one runs in tests/conformance."""
+
+    def stub(version: str) -> None:
+        module = ModuleType("vllm")
+        module.__version__ = version  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "vllm", module)
+
+    return stub
+
+
+async def send(plugin: Handover, method: str, path: str) -> httpx.Response:
+    app = FastAPI()
+    plugin.attach_router(app)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
+        return await client.request(method, path, json={})
+
+
+@pytest.mark.parametrize(
+    ("version", "renderer", "message"),
+    [
+        ("0.33.0", None, "vLLM 0.33.0 is not known"),
+        ("0.32.1", None, "vLLM 0.32.1 is not known"),
+        (f"{SUPPORTED_RELEASES[0]}+cpu", None, "this vLLM's renderer has no _mm_executor"),
+    ],
+)
+async def test_an_unsupported_vllm_disables_the_plugin_with_a_reason(release, version, renderer, message):
+    release(version)
+    plugin = Handover()
+    state = SimpleNamespace(online_renderer=SimpleNamespace(renderer=renderer))
+    await plugin.init_state(object(), state, SimpleNamespace())
+    status = vllm_handover.read_status((await send(plugin, "GET", wire.STATUS_PATH)).content)
+    assert (status.enabled, status.version, status.role) == (False, WIRE_VERSION, "engine")
+    assert message in status.reason
+    assert not any(status.offers(way) for way in vllm_handover.WAYS)
+    for path in ROUTES:
+        answer = await send(plugin, "POST", path)
+        assert answer.status_code == 503
+        assert message in answer.json()["error"]["message"]
+
+
+async def test_an_exception_at_startup_disables_the_plugin_with_a_reason(release):
+    release(SUPPORTED_RELEASES[0])
+    plugin = Handover()
+    cache = SimpleNamespace(**dict.fromkeys(("is_cached_item", "get_and_update_item", "touch_sender_cache_item")))
+    cache.release_sender_touches = cache.clear_cache = None
+    renderer = SimpleNamespace(_mm_executor=1, _mm_processor_cache=cache, _mm_processor_only_cache=cache)
+    renderer.mm_processor = renderer.model_config = renderer
+    await plugin.init_state(None, SimpleNamespace(online_renderer=SimpleNamespace(renderer=renderer)), None)
+    why = "it failed to start: AttributeError: 'types.SimpleNamespace' object has no attribute 'config'"
+    assert (plugin.role, plugin.disabled) == ("renderer", why)
+    assert renderer._mm_processor_cache is cache
+
+
+def test_a_server_without_a_needed_attribute_is_incompatible():
+    assert why_unsupported(SUPPORTED_RELEASES[0]) == why_unsupported(SUPPORTED_RELEASES[0] + "+cpu") == ""
+    whole = SimpleNamespace(_mm_executor=1, _mm_processor_cache=None, _mm_processor_only_cache=None, model_config=1)
+    whole.mm_processor = None
+    assert why_incompatible(whole, "_mm_processor_cache") == "the model takes no images"
+    whole.mm_processor = object()
+    assert "without a processor cache" in why_incompatible(whole, "_mm_processor_cache")
+    whole._mm_processor_cache = object()
+    assert why_incompatible(whole, "_mm_processor_cache") == "this vLLM's processor cache has no is_cached_item"
+
+
+def test_the_router_and_the_plugin_have_the_same_routes_and_constants():
+    names = ("STATUS_PATH", "RENDER_PATH", "ITEMS_PATH", "RELEASE_PATH", "WIRE_VERSION", "WAYS", "MAX_SECONDS")
+    theirs = {**vars(wire), "WIRE_VERSION": WIRE_VERSION}
+    assert [getattr(vllm_handover, name) for name in names] == [theirs[name] for name in names]

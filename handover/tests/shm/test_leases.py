@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from handover.tests.support import Clock, bytes_below, crash_pool, outcome, shared_root
+from handover.tests.support import Clock, bytes_below, crash_pool, outcome, shared_root, trim
 from mmrouter_handover.shm import PlainFiles, Pool, Reader, ledger, reclaim
-from mmrouter_handover.shm.plain_files import file_bytes
 from mmrouter_handover.shm.slot_format import slot_bytes
+from mmrouter_handover.shm.writer_folder import file_bytes
 
 KIB = 1 << 10
 LIMIT = 3 * slot_bytes(1) + slot_bytes(100 * KIB)
@@ -225,7 +225,7 @@ class Leases(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1))
     def collect_and_trim(self, which):
-        self.pools[which].trim()
+        trim(self.pools[which])
 
     @rule(which=st.integers(0, 1))
     def kill_a_writer(self, which):
@@ -244,15 +244,18 @@ class Leases(RuleBasedStateMachine):
     def end_a_writer(self, which):
         for draft in self.drafts_of(self.pools[which]):
             draft.release()
-        self.pools[which].close()
-        self.plains[which].close()
+        for writer in (self.pools[which], self.plains[which]):
+            writer.close()
+            writer.close()
+            assert outcome(lambda writer=writer: writer.put(b"late", ".png"))[1] == "full"
         self.replace(which)
 
     @rule()
     def janitor(self):
-        before = bytes_below(self.root)
+        before, slots, files = bytes_below(self.root), self.count_of("slot"), self.count_of("plain")
         folders = os.listdir(self.root)
         done = reclaim(self.root, self.clock.now)
+        assert (slots - self.count_of("slot"), files - self.count_of("plain")) == (done.slots, done.files)
         assert {writer.name for writer in (*self.pools, *self.plains)} <= set(os.listdir(self.root))
         assert len(folders) - len(os.listdir(self.root)) == done.pools
         assert bytes_below(self.root) <= before - done.bytes
@@ -265,6 +268,9 @@ class Leases(RuleBasedStateMachine):
             if plains in self.dead and deadline <= self.clock.now:
                 assert not path.exists()
                 del self.plain_promises[path]
+
+    def count_of(self, kind):
+        return len(list(self.root.glob(f"*/{kind}-*")))
 
     @invariant()
     def held_views_do_not_change(self):

@@ -8,11 +8,10 @@ from mmrouter_lib.api.deployment import (
     parse_deployment,
     to_json,
 )
-from mmrouter_lib.api.engine_types import EngineType
-from mmrouter_lib.api.quantity import quantity_bytes, quantity_value
-from mmrouter_lib.api.sections.accelerator import AcceleratorKind
-from mmrouter_lib.api.sections.pools import Pool, Role
-from mmrouter_lib.api.sections.routing import Media
+from mmrouter_lib.api.engine_traits import EngineType
+from mmrouter_lib.api.pools import Pool, Role
+from mmrouter_lib.api.routing import Media
+from mmrouter_lib.api.shared_types import AcceleratorKind, quantity_bytes, quantity_value
 
 __all__ = [
     "AcceleratorKind",

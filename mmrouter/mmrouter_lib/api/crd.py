@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from mmrouter_lib.api.cross_field_rules import NO_DEFAULT, VALIDATIONS, Resource, validation
 from mmrouter_lib.api.deployment import API_VERSION, KIND, NAME_LENGTH
-from mmrouter_lib.api.rules import NO_DEFAULT, VALIDATIONS, Resource, validation
 from mmrouter_lib.api.shared_types import DNS_LABEL
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.api.status import Status
@@ -23,26 +23,9 @@ HASH_ANNOTATION: Final = "mmrouter.io/schema-hash"
 """Annotation of the definition: :func:`schema_hash` of its ``spec``, by which an operator detects an older one."""
 
 _KEPT: Final = (
-    "description",
-    "type",
-    "format",
-    "enum",
-    "pattern",
-    "minimum",
-    "maximum",
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "maxProperties",
-    "default",
-    "x-kubernetes-int-or-string",
-    "x-kubernetes-preserve-unknown-fields",
-    "x-kubernetes-list-type",
-    "x-kubernetes-list-map-keys",
-    "x-kubernetes-map-type",
-    VALIDATIONS,
+    "description type format enum pattern minimum maximum minLength maxLength minItems maxItems minProperties "
+    "maxProperties default x-kubernetes-int-or-string x-kubernetes-preserve-unknown-fields x-kubernetes-list-type "
+    f"x-kubernetes-list-map-keys x-kubernetes-map-type {VALIDATIONS}"
 )
 
 Schema = dict[str, Any]
@@ -162,7 +145,7 @@ def _structural(schema: Schema, models: Mapping[str, Schema], inside: tuple[str,
         raise SchemaError(f"{'.'.join(inside) or 'schema'}: {json.dumps(flat)} has no single type")
     if "const" in flat:
         flat["enum"] = [flat.pop("const")]
-    result: Schema = {key: flat[key] for key in _KEPT if key in flat}
+    result: Schema = {key: flat[key] for key in _KEPT.split() if key in flat}
     if "description" in result:
         result["description"] = " ".join(result["description"].split())
     if "properties" in flat:

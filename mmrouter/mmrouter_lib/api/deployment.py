@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from mmrouter_lib.api.engine_types import ENGINE_TYPES
-from mmrouter_lib.api.rules import Resource
-from mmrouter_lib.api.sections.pools import Pool
+from mmrouter_lib.api.cross_field_rules import Resource
+from mmrouter_lib.api.engine_traits import ENGINE_TYPES
+from mmrouter_lib.api.pools import Pool
 from mmrouter_lib.api.shared_types import DNS_LABEL
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.api.status import Status
@@ -17,8 +17,7 @@ from mmrouter_lib.api.status import Status
 API_VERSION = "mmrouter.io/v1alpha1"
 KIND = "MMRouterDeployment"
 NAME_LENGTH = 40
-NO_SUCH_FIELD = "no such field"
-"""Error of a field that this release does not have."""
+NO_SUCH_FIELD = "no such field"  # error of a field that this release does not have
 
 
 class Metadata(Resource):

@@ -3,13 +3,40 @@
 Patterns match the same texts in Python and in the API server's Go: no `\\s`, `\\d`, `\\w`, which differ outside ASCII.
 """
 
+import decimal
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from mmrouter_lib.api.quantity import QUANTITY, quantity_value
-from mmrouter_lib.api.rules import VALIDATIONS, Resource, validation
+from mmrouter_lib.api.cross_field_rules import VALIDATIONS, Resource, validation
+
+QUANTITY = r"^[0-9]+(\.[0-9]+)?([eE][0-9]{1,2}|[kMGTPE]|[KMGTPE]i|m)?$"
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([eE][0-9]{1,2}|[kMGTPE]|[KMGTPE]i|m)?")
+_DECIMAL_UNITS = {"m": decimal.Decimal("0.001"), "": decimal.Decimal(1)} | {
+    u: decimal.Decimal(1000) ** (n + 1) for n, u in enumerate("kMGTPE")
+}
+_BINARY_UNITS = {f"{u}i": decimal.Decimal(1024) ** (n + 1) for n, u in enumerate("KMGTPE")}
+_UNITS = _DECIMAL_UNITS | _BINARY_UNITS
+_LIMIT = decimal.Decimal(2**63 - 1)  # Kubernetes caps larger quantities at this one
+
+
+def quantity_value(text: str) -> decimal.Decimal:
+    """Return the value of a quantity. Raises ``ValueError`` for anything else and from 2^63-1 on."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f'{text!r} is not a quantity: write for instance "500m", "20Mi" or "8Gi"')
+    number, unit = match[1], match[2] or ""
+    value = decimal.Decimal(number) * _UNITS[unit] if unit in _UNITS else decimal.Decimal(number + unit)
+    if value >= _LIMIT:
+        raise ValueError(f"quantity {text!r} is too large")
+    return value
+
+
+def quantity_bytes(text: str) -> int:
+    """Return a quantity in whole bytes, fractions rounded up as Kubernetes does. Raises ``ValueError``."""
+    return int(quantity_value(text).to_integral_value(decimal.ROUND_CEILING))
+
 
 SIZE_SENTENCE = "a size is at least 1 byte"
 
@@ -35,11 +62,12 @@ def _size(value: Any) -> Any:
     return value
 
 
+AcceleratorKind = Literal["nvidia", "amd", "intel-i915", "intel-xe", "gaudi", "cpu"]
+
 DNS_LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
 DECIMAL = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
-WORD = r"^[^\x00-\x20\x7f]+$"
-"""Text without spaces and control characters."""
+WORD = r"^[^\x00-\x20\x7f]+$"  # text without spaces and control characters
 WORD_OR_EMPTY = r"^[^\x00-\x20\x7f]*$"
 
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME)]

@@ -4,15 +4,13 @@ from collections.abc import Callable
 
 from pydantic import Field, model_validator
 
-from mmrouter_lib.api import owned_flags
-from mmrouter_lib.api.engine_types import ENGINE_TYPES, EngineTraits
-from mmrouter_lib.api.rules import Broken, Resource, broken, rule
-from mmrouter_lib.api.sections.engine import EngineSpec
-from mmrouter_lib.api.sections.frontend import Frontend
-from mmrouter_lib.api.sections.model import Model
-from mmrouter_lib.api.sections.operations import NetworkPolicy, Observability, Sidecar, Verification
-from mmrouter_lib.api.sections.pools import Pool, Role
-from mmrouter_lib.api.sections.routing import Routing
+from mmrouter_lib.api import owned_flag_rules
+from mmrouter_lib.api.cross_field_rules import Broken, Resource, broken, rule
+from mmrouter_lib.api.engine import EngineSpec, Model
+from mmrouter_lib.api.engine_traits import ENGINE_TYPES, EngineTraits
+from mmrouter_lib.api.operations import Frontend, NetworkPolicy, Observability, Sidecar, Verification
+from mmrouter_lib.api.pools import Pool, Role
+from mmrouter_lib.api.routing import Routing
 from mmrouter_lib.api.shared_types import by_key
 
 
@@ -56,10 +54,8 @@ class Spec(Resource):
         first: dict[str, int] = {}
         for number, pool in enumerate(self.pools):
             if pool.name in first:
-                raise broken(
-                    f"pools[{number}].name",
-                    f"pools[{first[pool.name]}] already has the name {pool.name!r}; names must differ",
-                )
+                sentence = f"pools[{first[pool.name]}] already has the name {pool.name!r}; names must differ"
+                raise broken(f"pools[{number}].name", sentence)
             first[pool.name] = number
         return self
 
@@ -77,12 +73,8 @@ class Spec(Resource):
         f"!{_any('worker')} || !{_any('prefill')}",
     )
     def _one_way_to_go(self) -> bool | Broken:
-        if self._first("worker") is None or self._first("prefill") is None:
-            return True
-        return Broken(
-            f"pools[{self._first('worker')}].role",
-            "worker pools cannot be combined with prefill and decode pools: a request would have two ways to be served",
-        )
+        worker = self._first("worker")
+        return worker is None or self._first("prefill") is None or Broken(f"pools[{worker}].role")
 
     @rule(
         "pools",
@@ -99,9 +91,7 @@ class Spec(Resource):
     )
     def _some_encoder_has_weight(self) -> bool | Broken:
         weights = [pool.weight for pool in self.pools if pool.role == "encoder"]
-        if not weights or any(weights):
-            return True
-        return Broken(f"pools[{self._first('encoder')}].weight", "one encoder pool must have a weight above 0")
+        return not weights or any(weights) or Broken(f"pools[{self._first('encoder')}].weight")
 
     @rule(
         "pools",
@@ -109,9 +99,8 @@ class Spec(Resource):
         f"{_engine_is(lambda traits: traits.has_renderers)} || !{_any('renderer')}",
     )
     def _renderers_are_supported(self) -> bool | Broken:
-        if ENGINE_TYPES[self.engine.type].has_renderers or self._first("renderer") is None:
-            return True
-        return Broken(f"pools[{self._first('renderer')}].role", "renderer pools exist for engine type vllm only")
+        renderer = self._first("renderer")
+        return ENGINE_TYPES[self.engine.type].has_renderers or renderer is None or Broken(f"pools[{renderer}].role")
 
     @rule(
         "routing.transfer",
@@ -137,26 +126,23 @@ class Spec(Resource):
     def _transfer_has_a_place(self) -> bool | Broken:
         for number, pool in enumerate(self.pools):
             if pool.shared_memory.scope != "node":
-                return self.routing.transfer != "shm" or Broken(
-                    f"pools[{number}].sharedMemory.scope", "routing.transfer: shm needs scope: node on every pool"
-                )
+                return self.routing.transfer != "shm" or Broken(f"pools[{number}].sharedMemory.scope")
         return True
 
     @model_validator(mode="after")
     def _own_flags(self) -> "Spec":
         for number, pool in enumerate(self.pools):
-            owned_flags.refuse_owned(f"pools[{number}].args", pool.args, self.engine.type)
+            owned_flag_rules.refuse_owned(f"pools[{number}].args", pool.args, self.engine.type)
         return self
 
     @classmethod
     def validations(cls) -> list[dict[str, str]]:
         """Return the rules, with those for owned flags in the pools' ``args``."""
-        return [*super().validations(), *owned_flags.pool_validations()]
+        return [*super().validations(), *owned_flag_rules.pool_validations()]
 
     def _first(self, role: Role) -> int | None:
         return next((number for number, pool in enumerate(self.pools) if pool.role == role), None)
 
     def _together(self, role: Role, other: Role) -> bool | Broken:
-        if self._first(role) is None or self._first(other) is not None:
-            return True
-        return Broken(f"pools[{self._first(role)}].role", f"a {role} pool needs a {other} pool beside it")
+        first = self._first(role)
+        return first is None or self._first(other) is not None or Broken(f"pools[{first}].role")

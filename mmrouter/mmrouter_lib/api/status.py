@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from mmrouter_lib.api.rules import Resource
-from mmrouter_lib.api.sections.pools import Role
+from mmrouter_lib.api.cross_field_rules import Resource
+from mmrouter_lib.api.pools import Role
 from mmrouter_lib.api.shared_types import DNS_LABEL, Decimal, by_key
 
 Count = Annotated[int, Field(ge=0, le=1_000_000)]

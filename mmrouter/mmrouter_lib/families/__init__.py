@@ -1,13 +1,12 @@
 """Model families: image size -> number and layout of placeholder tokens, exactly as the engine's processor has it.
 
 Every module of this package registers the families it implements
-(:func:`~mmrouter_lib.families.base.registry.register`); adding a family adds one module.
+(:func:`~mmrouter_lib.families.base.family.register`); adding a family adds one module.
 """
 
 import importlib
 import pkgutil
 
-from mmrouter_lib.families.base.expansion import expand_ids
 from mmrouter_lib.families.base.family import (
     Codec,
     Expanded,
@@ -16,8 +15,10 @@ from mmrouter_lib.families.base.family import (
     PlaceholderError,
     ProcessorLimits,
     PromptImage,
+    expand_ids,
+    is_proved,
+    load_family,
 )
-from mmrouter_lib.families.base.registry import is_proved, load_family
 from mmrouter_lib.model_folder import ModelFolderError
 
 __all__ = [

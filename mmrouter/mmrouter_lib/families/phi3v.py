@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.families.base.expansion import placeholder_run
 from mmrouter_lib.families.base.family import (
     Codec,
     Expanded,
@@ -21,21 +20,18 @@ from mmrouter_lib.families.base.family import (
     PlaceholderError,
     ProcessorLimits,
     PromptImage,
+    placeholder_run,
     refuse_options,
+    register,
 )
-from mmrouter_lib.families.base.registry import register
-from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, positive_int
+from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, whole_number
 
 MODEL_TYPE = "phi3_v"
-TILE = 336
-"""Side of a tile in pixels."""
+TILE = 336  # side of a tile in pixels
 _TILE_TOKENS = 144
 _TILE_ROWS = 12
-_DEFAULT_CROPS = 1  # the image processor class's own default
 _MOST_DIGITS = 9  # a number beyond any image's, before it becomes too long to read
 _TAG = re.compile(r"<\|image_\d+\|>")
-
-MEDIA_TEXT: Mapping[str, str] = MappingProxyType({"image": "<|image_{number}|>"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +43,18 @@ class Phi3V:
     """vLLM fills images with this id, whatever the vocabulary has there. Alone it is no placeholder."""
     placeholder_text: str = "<|image|>"
     name: str = MODEL_TYPE
-    rotates_exif: bool = True
-    """vLLM applies the EXIF orientation while it loads an image, for every family."""
+    rotates_exif: bool = True  # vLLM applies the EXIF orientation while it loads an image, for every family
 
     fragile: bool = True
-    """Tags out of order end vLLM 0.32 or swap pictures silently.
-
-    See docs/engine-facts/vllm.md#requests-that-end-the-engine.
-    """
-
-    @property
-    def media_text(self) -> Mapping[str, str]:
-        return MEDIA_TEXT
+    """Tags out of order end vLLM 0.32 or swap pictures (docs/engine-facts/vllm.md#requests-that-end-the-engine)."""
+    media_text: ClassVar[Mapping[str, str]] = MappingProxyType({"image": "<|image_{number}|>"})
 
     @property
     def pixel_options(self) -> dict[str, int]:
         return {"num_crops": self.num_crops}
 
     def count(self, width: int, height: int) -> int:
-        """Return the number of placeholder tokens of tiles, whole picture and separators.
-
-        Raises :class:`ImageSizeError` for an image so thin that nothing is left of its shorter side.
-        """
+        """Return the tokens of tiles, whole picture and separators. Raises :class:`ImageSizeError` as :func:`tiles`."""
         rows, columns = tiles(width, height, self.num_crops)
         return (rows * columns + 1) * _TILE_TOKENS + 1 + (rows + 1) * _TILE_ROWS
 
@@ -101,16 +87,15 @@ class Phi3V:
         for piece, tag in self._pieces(codec, ids):
             out += codec.encode(piece, add_special_tokens=True)
             number = _number(tag)
-            if number is not None and len(spans) + 1 < number <= len(images):
-                raise PlaceholderError(f"the prompt names {tag} before <|image_{len(spans) + 1}|>")
-            if number is not None and len(spans) + 1 == number <= len(images):
+            following = len(spans) + 1
+            if number is not None and following < number <= len(images):
+                raise PlaceholderError(f"the prompt names {tag} before <|image_{following}|>")
+            if number is not None and following == number <= len(images):
                 image = images[number - 1]
-                filled = placeholder_run(ids.typecode, self.placeholder_id, number - 1, image)
                 spans.append(Span(offset=len(out), length=image.count, identity=image.identity))
-                out += filled
+                out += placeholder_run(ids.typecode, self.placeholder_id, number - 1, image)
             elif tag:
-                if unplaced is None:
-                    unplaced = len(out)
+                unplaced = len(out) if unplaced is None else unplaced
                 out += codec.encode(tag, add_special_tokens=False)
         if len(spans) < len(images):
             raise PlaceholderError(f"the prompt has a place for {len(spans)} images, the request has {len(images)}")
@@ -167,10 +152,8 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
             raise ModelFolderError(f"{name}: num_img_tokens other than {_TILE_TOKENS} is not modelled")
     if (find_json(folder, "tokenizer_config.json") or {}).get("clean_up_tokenization_spaces"):
         raise ModelFolderError(f"{folder / 'tokenizer_config.json'}: clean_up_tokenization_spaces is not modelled")
-    crops = positive_int(file, values, "num_crops", _DEFAULT_CROPS)
-    if limits is not None and limits.num_crops is not None:
-        crops = limits.num_crops
-    return Phi3V(num_crops=crops)
+    crops = whole_number(file, values, "num_crops", 1)  # the image processor class's own default
+    return Phi3V(crops if limits is None or limits.num_crops is None else limits.num_crops)
 
 
 register(MODEL_TYPE, load, proved_on=("vllm",))

@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
-from mmrouter_lib.families.base.expansion import SinglePlaceholder
-from mmrouter_lib.families.base.family import ImageSizeError, ProcessorLimits, refuse_options
-from mmrouter_lib.families.base.registry import register
-from mmrouter_lib.model_folder import ModelFolderError, image_processor, positive_int
+from mmrouter_lib.families.base.family import (
+    ImageSizeError,
+    ProcessorLimits,
+    SinglePlaceholder,
+    refuse_options,
+    register,
+)
+from mmrouter_lib.model_folder import ModelFolderError, image_processor, whole_number
 
 # The processor class's own defaults, for keys that preprocessor_config.json leaves out.
 DEFAULT_PATCH, DEFAULT_MERGE, DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS = 14, 2, 56 * 56, 28 * 28 * 1280
 
 MAX_ASPECT = 200
-
-MEDIA_TEXT: Mapping[str, str] = MappingProxyType(
-    {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class QwenVL(SinglePlaceholder):
     max_pixels: int
     placeholder_text: str = "<|image_pad|>"
 
-    @property
-    def media_text(self) -> Mapping[str, str]:
-        return MEDIA_TEXT
+    media_text: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
+    )
 
     @property
     def pixel_options(self) -> dict[str, int]:
@@ -54,14 +54,11 @@ class QwenVL(SinglePlaceholder):
 
 
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> QwenVL:
-    """Return the family of a folder whose config.json is ``config``.
-
-    Raises :class:`ModelFolderError` for a geometry that is missing, contradictory or not modelled.
-    """
+    """Return the family of a folder. Raises :class:`ModelFolderError` for a geometry that is not modelled."""
     refuse_options(limits, "num_crops", family=str(config["model_type"]))
     file, processor = image_processor(folder)
-    patch = positive_int(file, processor, "patch_size", DEFAULT_PATCH)
-    merge = positive_int(file, processor, "merge_size", DEFAULT_MERGE)
+    patch = whole_number(file, processor, "patch_size", DEFAULT_PATCH)
+    merge = whole_number(file, processor, "merge_size", DEFAULT_MERGE)
     vision = config.get("vision_config")
     if not isinstance(vision, dict):
         raise ModelFolderError(f"{folder / 'config.json'}: vision_config is missing")
@@ -73,14 +70,8 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     if processor.get("do_resize") is False:
         raise ModelFolderError(f"{file}: do_resize false is not modelled")
     low, high = _pixel_limits(file, processor, limits)
-    return QwenVL(
-        name=str(config["model_type"]),
-        placeholder_id=positive_int(str(folder / "config.json"), config, "image_token_id"),
-        patch_size=patch,
-        merge_size=merge,
-        min_pixels=low,
-        max_pixels=high,
-    )
+    placeholder_id = whole_number(str(folder / "config.json"), config, "image_token_id")
+    return QwenVL(str(config["model_type"]), placeholder_id, patch, merge, min_pixels=low, max_pixels=high)
 
 
 def _pixel_limits(file: str, processor: dict[str, Any], limits: ProcessorLimits | None) -> tuple[int, int]:
@@ -94,22 +85,17 @@ def _pixel_limits(file: str, processor: dict[str, Any], limits: ProcessorLimits 
         size = {"shortest_edge": DEFAULT_MIN_PIXELS, "longest_edge": DEFAULT_MAX_PIXELS}
     if not isinstance(size, dict) or set(size) - {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
         raise ModelFolderError(f"{file}: size must hold shortest_edge and longest_edge, not {size!r}")
-    layers = [
-        (file, {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}),
-        (file, processor),
-    ]
-    if limits is not None:
-        layers.append(("spec.engine.processor", {"min_pixels": limits.min_pixels, "max_pixels": limits.max_pixels}))
-    low, high = (_last_set(layers, key) for key in ("min_pixels", "max_pixels"))
+    edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    found = []
+    for key, edge in edges.items():
+        if (limit := getattr(limits, key, None)) is not None:
+            found.append(whole_number("spec.engine.processor", {key: limit}, key))
+        else:
+            found.append(whole_number(file, processor if processor.get(key) is not None else {key: edge}, key))
+    low, high = found
     if low > high:
         raise ModelFolderError(f"{file}: the least number of pixels, {low}, is above the greatest, {high}")
     return low, high
-
-
-def _last_set(layers: list[tuple[str, dict[str, Any]]], key: str) -> int:
-    """Return the value of ``key`` in the last layer that sets it."""
-    name, values = next(((name, values) for name, values in reversed(layers) if values.get(key) is not None), layers[0])
-    return positive_int(name, values, key)
 
 
 def smart_resize(width: int, height: int, *, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
@@ -141,6 +127,5 @@ def smart_resize(width: int, height: int, *, unit: int, min_pixels: int, max_pix
     return wide, high
 
 
-register("qwen2_vl", load, proved_on=("vllm", "sglang"))
-register("qwen2_5_vl", load, proved_on=("vllm", "sglang"))
-register("qwen3_vl", load, proved_on=("vllm", "sglang"))
+for model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
+    register(model_type, load, proved_on=("vllm", "sglang"))

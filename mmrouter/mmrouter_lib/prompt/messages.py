@@ -10,26 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmrouter_lib.families import PlaceholderError
-from mmrouter_lib.prompt.content_format import ContentFormat
+from mmrouter_lib.prompt.templates import ContentFormat, TemplateError
 
-
-class TemplateError(ValueError):
-    """The chat template cannot render the messages, or refuses them: the client's error, an answer of 400."""
-
-
-_TEXT_FIELD = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
+_TEXT_FIELD = dict.fromkeys(("text", "input_text", "output_text"), "text") | {
+    name: name for name in ("refusal", "thinking")
 }
-_MODALITY = {
-    "image_url": "image",
-    "input_image": "image",
-    "video_url": "video",
-    "audio_url": "audio",
-    "input_audio": "audio",
+_MODALITY = {"image_url": "image", "video_url": "video", "audio_url": "audio"} | {
+    f"input_{name}": name for name in ("image", "audio")
 }
 _UNTYPED = ("image_url", "audio_url", "input_audio", "video_url")
 """Keys that decide the type of a part without ``type``, in vLLM's order."""
@@ -101,7 +88,11 @@ def _message(
     result: dict[str, Any] = {"role": role}
     result["content"] = shown if content == "openai" else _string(shown, where, media_text, numbers)
     if role == "assistant":
-        _add_calls(result, message, where)
+        calls = message.get("tool_calls")
+        if calls is not None and (not isinstance(calls, Sequence) or isinstance(calls, str)):
+            raise TemplateError(f"{where}.tool_calls must be a list")
+        if calls:
+            result["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
         reasoning = message.get("reasoning")
         if reasoning is None:
             reasoning = message.get("reasoning_content")
@@ -145,10 +136,7 @@ def _part(part: object, where: str) -> dict[str, Any] | None:
 
 
 def _string(parts: list[dict[str, Any]], where: str, media_text: Mapping[str, str], numbers: Counter[str]) -> str:
-    """Return one string: texts joined by newlines, after the media that the text does not place itself.
-
-    ``numbers`` counts the items of each modality so far, and is updated.
-    """
+    """Return the texts, after the media that they do not place; ``numbers`` counts each modality and is updated."""
     texts = [text for part in parts if (text := part.get("text") or part.get("name"))]
     joined = "\n".join(texts)
     wanted: dict[str, Counter[str]] = {}
@@ -167,16 +155,6 @@ def _string(parts: list[dict[str, Any]], where: str, media_text: Mapping[str, st
             raise PlaceholderError(f"{where} holds {text!r} more often than it has images")
         front += [text] * missing
     return "\n".join([*front, joined] if joined else front)
-
-
-def _add_calls(result: dict[str, Any], message: Mapping[str, Any], where: str) -> None:
-    calls = message.get("tool_calls")
-    if calls is None:
-        return
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise TemplateError(f"{where}.tool_calls must be a list")
-    if calls:
-        result["tool_calls"] = [_call(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
 
 
 def _call(call: object, where: str) -> dict[str, Any]:
@@ -204,12 +182,8 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
         raise TemplateError(f"{where} must be an object with a function that has a name")
     deferred = tool.get("defer_loading")
     inner = {field: function.get(field) for field in ("name", "description", "parameters")}
-    for field, value in (
-        ("strict", function.get("strict")),
-        ("defer_loading", function.get("defer_loading", deferred)),
-    ):
-        if value is not None:
-            inner[field] = value
+    optional = {"strict": function.get("strict"), "defer_loading": function.get("defer_loading", deferred)}
+    inner |= {field: value for field, value in optional.items() if value is not None}
     result: dict[str, Any] = {"type": tool.get("type", "function"), "function": inner}
     return result if deferred is None else {**result, "defer_loading": deferred}
 

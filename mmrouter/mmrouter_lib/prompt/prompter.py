@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import jinja2
+from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import Tokenizer
 
 from mmrouter_lib.families import Codec, Expanded, Family, ModelFolderError, PromptImage
 from mmrouter_lib.model_folder import find_json
-from mmrouter_lib.prompt.jinja_environment import Compiled, compile_template
-from mmrouter_lib.prompt.messages import TemplateError, conversation, normal_tools, without_developer
-from mmrouter_lib.prompt.render_arguments import REPLACING
-from mmrouter_lib.prompt.template_source import Templates, find_templates
+from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
+from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 
-_UNSET = (None, "auto")
-"""Values in ``chat_template_kwargs`` that vLLM treats as absent."""
+_UNSET = (None, "auto")  # values in chat_template_kwargs that vLLM treats as absent
 
 _TAG = "END OF THE MESSAGE THAT GOES ON "
 """Marks where a continued final message ends; the trailing space tells whether the template strips it."""
@@ -37,11 +35,7 @@ class Prompter:
 
     @classmethod
     def load(cls, model_dir: Path, *, chat_template: str | None = None, family: Family) -> Self:
-        """Read a model folder's templates and tokenizer; ``chat_template`` (a text) replaces the folder's template.
-
-        Raises :class:`ModelFolderError` for files that are missing or contradict each other, a template that does not
-        compile, or a tokenizer that does not fit the family.
-        """
+        """Read a model folder; ``chat_template`` (a text) replaces its template. Raises :class:`ModelFolderError`."""
         config = find_json(model_dir, "tokenizer_config.json") or {}
         templates = find_templates(model_dir, chat_template, config)
         try:
@@ -85,7 +79,8 @@ class Prompter:
         fallback = variables.pop("documents", None)
         documents = fallback if documents is None else documents
         for name, objects in (("tools", tools), ("documents", documents)):
-            if objects is not None and not _is_object_list(objects):
+            is_list = isinstance(objects, list | tuple) and all(isinstance(entry, Mapping) for entry in objects)
+            if objects is not None and not is_list:
                 raise TemplateError(f"{name} must be a list of objects")
         compiled = self.compiled[self.templates.choose(tools=tools is not None)]
         chat = conversation(messages, compiled.content, self.family.media_text)
@@ -120,10 +115,6 @@ class Prompter:
         return self.family.expand(self.codec, text, images, add_special_tokens=add_special_tokens)
 
 
-def _is_object_list(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(entry, Mapping) for entry in value)
-
-
 def _tag_final(chat: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """Return the conversation with the last text of the final message tagged, and that text."""
     last = deepcopy(chat[-1])
@@ -145,3 +136,31 @@ def _cut_final(text: str, final: str) -> str:
     if at < 0 or final.strip() not in text:
         raise TemplateError("continue_final_message: the chat template does not show the final message as it is")
     return text[:at] if text.startswith(_TAG, at) else text[:at].rstrip()
+
+
+REPLACING = ("chat_template", "conversation", "messages", "return_assistant_tokens_mask")
+"""Names in ``chat_template_kwargs`` that the engine answers with 400: they would replace parts of the request."""
+
+
+def render_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of ``Prompter.render(messages, ...)`` for the fields of a chat request.
+
+    A name in ``chat_template_kwargs`` that Jinja itself defines (``range``, ``namespace``) is dropped.
+    ``reasoning_effort`` reaches the template as a variable, and switches ``enable_thinking`` where the client does not.
+    Raises :class:`TemplateError` for ``chat_template_kwargs`` that are not an object.
+    """
+    given = body.get("chat_template_kwargs")
+    if not (given is None or isinstance(given, Mapping)):
+        raise TemplateError("chat_template_kwargs must be an object")
+    kwargs = {name: value for name, value in (given or {}).items() if name not in DEFAULT_NAMESPACE}
+    effort = body.get("reasoning_effort")
+    if effort is not None:
+        kwargs.setdefault("enable_thinking", effort != "none")
+        kwargs["reasoning_effort"] = effort
+    return {
+        "tools": body.get("tools"),
+        "documents": body.get("documents"),
+        "add_generation_prompt": bool(body.get("add_generation_prompt", True)),
+        "continue_final_message": bool(body.get("continue_final_message", False)),
+        "chat_template_kwargs": kwargs,
+    }

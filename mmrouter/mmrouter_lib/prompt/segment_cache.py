@@ -25,11 +25,9 @@ from typing import Any
 from tokenizers import Tokenizer, models
 
 MAX_BYTES = 64 << 20
-SHORTEST = 256
-"""Minimum characters of a segment but the last: fewer, longer segments are looked up faster."""
+SHORTEST = 256  # minimum characters of a segment but the last: fewer, longer segments are looked up faster
 
-_ENTRY_BYTES = 250
-"""Overhead of a cached segment: two objects' headers and a dictionary entry."""
+_ENTRY_BYTES = 250  # overhead of a cached segment: two objects' headers and a dictionary entry
 
 _NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase"})
 _PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"})
@@ -46,8 +44,9 @@ class SegmentCache:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._shortest = shortest
-        self._cut = _pattern(cut_tokens(tokenizer))
-        self._around = _around(tokenizer)
+        tokens = cut_tokens(tokenizer)
+        self._cut = re.compile("|".join(map(re.escape, tokens))) if tokens else None
+        self._around = _ids_around(_settings(tokenizer.post_processor))
         self._cached: OrderedDict[str, array[int]] = OrderedDict()
         self._bytes = 0
         self._lock = Lock()
@@ -59,7 +58,6 @@ class SegmentCache:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the cache in bytes."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -170,12 +168,8 @@ def _is_local(settings: dict[str, Any], inner: str, local: frozenset[str]) -> bo
             return name in local
 
 
-def _around(tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the ids that ``add_special_tokens`` puts before and behind a text, ``None`` if unknown."""
-    return _ids_around(_settings(tokenizer.post_processor))
-
-
 def _ids_around(settings: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return the ids that a post-processor puts before and behind a text, ``None`` if unknown."""
     match settings.get("type"):
         case None | "ByteLevel":
             return (), ()
@@ -206,10 +200,6 @@ def _settings(part: Any) -> dict[str, Any]:
         return {}
     settings: dict[str, Any] = json.loads(part.__getstate__())
     return settings
-
-
-def _pattern(tokens: list[str]) -> "re.Pattern[str] | None":
-    return re.compile("|".join(map(re.escape, tokens))) if tokens else None
 
 
 def _size(segment: str, ids: "array[int]") -> int:

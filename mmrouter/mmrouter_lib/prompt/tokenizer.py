@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.model_folder import ModelFolderError
-from mmrouter_lib.prompt.messages import TemplateError
 from mmrouter_lib.prompt.segment_cache import SegmentCache
+from mmrouter_lib.prompt.templates import TemplateError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -39,11 +39,9 @@ class TokenizerCodec:
             raise TemplateError("the prompt holds half of a surrogate pair, which is no character") from error
 
     def decode(self, ids: "array[int]") -> str:
-        """Return the text of token ids, special tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of a text that is one token of the vocabulary, ``None`` otherwise."""
         return self.tokenizer.token_to_id(text)
 
 
@@ -72,7 +70,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         token.content for token in missing
     }
     missing += [AddedToken(text, special=True) for text in _special_texts(config) if text not in vocabulary]
-    named = set(_named_texts(config))
+    named = {_text(config.get(name)) for name in _NAMED}
     for token in missing:
         token.special = token.special or token.content in named
     if missing:
@@ -122,10 +120,6 @@ def _claimed_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToke
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelFolderError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {error!r}") from error
     return claimed
-
-
-def _named_texts(config: dict[str, Any]) -> list[str]:
-    return [text for text in (_text(config.get(name)) for name in _NAMED) if text is not None]
 
 
 def _special_texts(config: dict[str, Any]) -> list[str]:

@@ -12,8 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from mmrouter_operator.model.credentials import SecretData, SecretError, read_secret
-from mmrouter_operator.model.kinds import RESOURCE
-from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, RESOURCE
 from mmrouter_operator.model.snapshot import ChildView, Key, PodView, RevisionView
 from mmrouter_operator.model.views import child_view, deployment_view, pod_view, revision_view
 
@@ -108,51 +107,43 @@ class WatchCache:
         return [uid for uid, entry in entries if not namespace or entry.key[0] == namespace]
 
     def deployments(self) -> list[Key]:
-        """Return all deployments whose resource exists."""
         return [key for key, objects in self._deployments.items() if objects.resource is not None]
 
     def resource(self, key: Key) -> dict[str, Any] | None:
         """Return the resource as last observed, without managed fields."""
-        objects = self._deployments.get(key)
-        if objects is None or objects.resource is None:
-            return None
-        body: dict[str, Any] = json.loads(objects.resource.body)
-        return body
+        entry = self._at(key).resource
+        return None if entry is None else json.loads(entry.body)
 
     def children(self, key: Key) -> dict[tuple[str, str], ChildView]:
         """Return every object with this deployment's label, by kind and name, whatever its owner is."""
-        objects = self._deployments.get(key)
-        if objects is None:
-            return {}
-        return {place: entry.view for place, entry in objects.children.items() if isinstance(entry.view, ChildView)}
+        known = self._at(key).children
+        return {place: entry.view for place, entry in known.items() if isinstance(entry.view, ChildView)}
 
     def content(self, key: Key, kind: str, name: str) -> str:
-        """Return the digest of a child, empty if there is none."""
-        objects = self._deployments.get(key)
-        entry = objects.children.get((kind, name)) if objects else None
+        entry = self._at(key).children.get((kind, name))
         return entry.content if entry else ""
 
     def pods(self, key: Key) -> tuple[PodView, ...]:
-        """Return the deployment's pods, by name."""
-        objects = self._deployments.get(key)
-        pods = [entry.view for entry in objects.pods.values() if isinstance(entry.view, PodView)] if objects else []
+        pods = (entry.view for entry in self._at(key).pods.values() if isinstance(entry.view, PodView))
         return tuple(sorted(pods, key=lambda pod: pod.name))
 
     def revisions(self, key: Key, owner: str) -> tuple[RevisionView, ...]:
         """Return the ControllerRevisions that ``owner`` controls, or no owner, oldest first."""
-        objects = self._deployments.get(key)
         bodies = [
             entry.body
-            for (kind, _), entry in (objects.children.items() if objects else ())
+            for (kind, _), entry in self._at(key).children.items()
             if kind == "ControllerRevision" and isinstance(entry.view, ChildView) and entry.view.owner in ("", owner)
         ]
         return tuple(sorted((revision_view(json.loads(body)) for body in bodies), key=lambda view: view.number))
 
     def secret(self, key: Key, name: str) -> SecretData | str | None:
         """Return the deployment's keys, a sentence about what is wrong with them, or ``None`` if there are none."""
-        objects = self._deployments.get(key)
-        entry = objects.children.get(("Secret", name)) if objects else None
+        entry = self._at(key).children.get(("Secret", name))
         return entry.secret if entry else None
+
+    def _at(self, key: Key) -> _Deployment:
+        """Return a deployment's objects, for reading only."""
+        return self._deployments.get(key) or _Deployment()
 
     def _put_in(self, kind: str, entry: _Entry, name: str) -> None:
         objects = self._deployments.setdefault(entry.key, _Deployment())
@@ -189,9 +180,10 @@ def _entry(kind: str, key: Key, obj: Mapping[str, Any]) -> _Entry:
     metadata = obj["metadata"]
     entry = _Entry(key, metadata["uid"], metadata["resourceVersion"])
     raw = {"kind": kind, **obj}
-    if kind == RESOURCE:
+    if kind in (RESOURCE, "ControllerRevision"):
         slim = {**raw, "metadata": {name: value for name, value in metadata.items() if name != "managedFields"}}
         entry.body = json.dumps(slim).encode()
+    if kind == RESOURCE:
         # Status included: a change of it by another manager is drift.
         entry.content = content_of(obj) + content_of({"data": obj.get("status")})
         return entry
@@ -200,10 +192,6 @@ def _entry(kind: str, key: Key, obj: Mapping[str, Any]) -> _Entry:
         return entry
     entry.view = deployment_view(raw) if kind == "Deployment" else child_view(raw)
     entry.content = content_of(obj)
-    if kind == "ControllerRevision":
-        entry.body = json.dumps(
-            {**raw, "metadata": {k: v for k, v in metadata.items() if k != "managedFields"}}
-        ).encode()
     if kind == "Secret":
         try:
             entry.secret = read_secret(obj)

@@ -6,14 +6,12 @@ from collections.abc import Awaitable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrouter_operator.cluster.boot_clock import boot_time
 from mmrouter_operator.cluster.cache import WatchCache, content_of
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster, Refused
+from mmrouter_operator.cluster.lease import boot_time
 from mmrouter_operator.metrics import Metrics
-from mmrouter_operator.model.kinds import Ref
-from mmrouter_operator.model.labels import DEPLOYMENT_LABEL
-from mmrouter_operator.model.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
-from mmrouter_operator.model.snapshot import ChildView, Key
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, Ref
+from mmrouter_operator.model.snapshot import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, ChildView, Key, Problem
 from mmrouter_operator.render import CHILD_KINDS
 
 log = logging.getLogger(__name__)
@@ -78,7 +76,6 @@ class WriteResult:
         return not self.failures and not self.lacks(_BEFORE_REMOVAL)
 
     def add(self, other: "WriteResult") -> None:
-        """Add the result of other writes."""
         self.problems += other.problems
         self.repaired += other.repaired
         self.failures += other.failures
@@ -87,7 +84,6 @@ class WriteResult:
             self.retry_in(other.again_in)
 
     def retry_in(self, seconds: float) -> None:
-        """Reconcile again in ``seconds``, or earlier."""
         self.again_in = seconds if self.again_in is None else min(self.again_in, seconds)
 
 
@@ -101,7 +97,6 @@ class ChildWriter:
         self._applied: dict[Key, dict[tuple[str, str], _Applied]] = {}
 
     def forget(self, key: Key) -> None:
-        """Forget a deleted deployment."""
         self._applied.pop(key, None)
 
     async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]]) -> WriteResult:
@@ -131,10 +126,10 @@ class ChildWriter:
             try:
                 await self._cluster.delete(ref, uid)
             except ApiError as error:
-                self._metrics.applied(ref.kind, type(error).__name__)
+                self._metrics.applies.labels(ref.kind, type(error).__name__).inc()
                 result.failures.append((ref, error))
                 return
-            self._metrics.applied(ref.kind, "deleted")
+            self._metrics.applies.labels(ref.kind, "deleted").inc()
             self._applied.get(key, {}).pop((ref.kind, ref.name), None)
 
         await _run_all(delete(ref, uid) for ref, uid in surplus.items())
@@ -160,11 +155,12 @@ class ChildWriter:
                 result.retry_in(pause)
                 return
         try:
-            is_foreign = await self._is_foreign(ref, owner, seen)
+            live = await self._cluster.get(ref) if seen is None else None
         except ApiError as error:
             result.failures.append((ref, error))
             return
-        if is_foreign:
+        is_foreign = seen is not None and seen.owner not in ("", owner)
+        if is_foreign or (live is not None and belongs_to_other(live, owner)):
             message = f"{ref.kind} {ref.name} exists and is not this resource's"
             result.problems.append(Problem(CHILD_NAME_TAKEN, *place, message))
             result.retry_in(REFUSED_FOR)
@@ -175,21 +171,21 @@ class ChildWriter:
         try:
             live = await self._send(manifest, seen)
         except Refused as error:
-            self._metrics.applied(ref.kind, "Refused")
+            self._metrics.applies.labels(ref.kind, "Refused").inc()
             done.refusal, done.refused_at = f"{ref.kind} {ref.name}: {error}", now
             self._applied[key][place] = done
             result.problems.append(Problem(CHILD_REFUSED, *place, done.refusal))
             result.retry_in(REFUSED_FOR)
             return
         except ApiError as error:
-            self._metrics.applied(ref.kind, type(error).__name__)
+            self._metrics.applies.labels(ref.kind, type(error).__name__).inc()
             result.failures.append((ref, error))
             return
-        self._metrics.applied(ref.kind, "applied")
+        self._metrics.applies.labels(ref.kind, "applied").inc()
         done.content = content_of(live)
         if last is not None and last.wanted == wanted and not last.refusal and done.content != before:
             # The manifest is the same as before, so another writer changed or deleted the object.
-            self._metrics.drift_repaired(ref.kind)
+            self._metrics.drift.labels(ref.kind).inc()
             result.repaired.append(ref)
             done.repairs += 1
             done.repaired_at = now
@@ -212,15 +208,6 @@ class ChildWriter:
         # for example). A merge replaces the whole list, and the apply after it takes ownership again.
         await self._cluster.merge(manifest)
         return await self._cluster.apply(manifest)
-
-    async def _is_foreign(self, ref: Ref, owner: str, seen: ChildView | None) -> bool:
-        """Whether the object has another controller, or none and no label of ours."""
-        if seen is not None:
-            return seen.owner not in ("", owner)
-        live = await self._cluster.get(ref)
-        if live is None:
-            return False
-        return belongs_to_other(live, owner)
 
 
 def _report_contested(ref: Ref, last: _Applied, now: float, result: WriteResult) -> None:

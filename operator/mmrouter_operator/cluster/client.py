@@ -18,7 +18,7 @@ import aiohttp
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
-from mmrouter_operator.cluster.child_kinds import KINDS, OPTIONAL_CHILDREN
+from mmrouter_operator.cluster.kinds_and_rights import KINDS, OPTIONAL_CHILDREN
 from mmrouter_operator.model.kinds import RESOURCE, Capabilities, Ref
 from mmrouter_operator.model.snapshot import PodView
 
@@ -123,11 +123,9 @@ class KubernetesCluster:
         return other
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._client.close()  # type: ignore[no-untyped-call]
 
     async def get(self, ref: Ref) -> Object | None:
-        """Return the live object, ``None`` if there is none."""
         try:
             return await self._call("GET", ref.path())
         except NotFound:
@@ -209,7 +207,6 @@ class KubernetesCluster:
         await self._call("POST", KINDS["Event"].path(metadata["namespace"]), body=event)
 
     async def exists(self, ref: Ref) -> bool:
-        """Whether the object exists; reads its metadata only."""
         try:
             await self._call("GET", ref.path(), accept=_METADATA)
         except NotFound:
@@ -299,18 +296,12 @@ class KubernetesCluster:
 def _error(status: int, answer: Object, headers: Mapping[str, str]) -> ApiError:
     message = str(answer.get("message") or answer.get("reason") or f"HTTP {status}")
     pause = headers.get("Retry-After", "")
-    kind: type[ApiError]
-    if status == 404:
-        kind = NotFound
-    elif status == 409:
+    kind: type[ApiError] = Refused
+    if status == 409:
         kind = AlreadyExists if answer.get("reason") == "AlreadyExists" else Conflict
-    elif status == 429:
-        kind = TooManyRequests
-    elif message.startswith(_WRONG_TYPE):
-        kind = Refused
-    elif status >= 500 or status == 401:
+    elif status in (404, 429):
+        kind = NotFound if status == 404 else TooManyRequests
+    elif (status >= 500 or status == 401) and not message.startswith(_WRONG_TYPE):
         # 401: the token is being renewed, or the server restarts; the next try reads the token again.
         kind = Unavailable
-    else:
-        kind = Refused
     return kind(message, status=status, retry_after=float(pause) if pause.isdigit() else None)

@@ -8,7 +8,7 @@ import yaml
 from kubernetes.aio import config
 from kubernetes.aio.client.configuration import Configuration
 
-from mmrouter_kube.connection import in_cluster
+from mmrouter_kube.in_cluster_config import in_cluster
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 
-from mmrouter_operator.cluster.boot_clock import boot_time
 from mmrouter_operator.cluster.client import KubernetesCluster, Refused
+from mmrouter_operator.cluster.lease import boot_time
 from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.model.snapshot import Missing
 
@@ -33,14 +33,11 @@ class ExistenceCache:
         return tuple(Missing(ref.kind, ref.name, path) for ref, path in named if not self._answers[ref][0])
 
     async def _look(self, ref: Ref, now: float) -> None:
-        self._answers[ref] = (await self._exists(ref), now)
-
-    async def _exists(self, ref: Ref) -> bool:
         try:
-            return await self._cluster.exists(ref)
+            self._answers[ref] = (await self._cluster.exists(ref), now)
         except Refused:
             # Without the right to look, leave it to the pods to report what they lack.
-            return True
+            self._answers[ref] = (True, now)
 
 
 def _fresh(answer: tuple[bool, float] | None, now: float) -> bool:

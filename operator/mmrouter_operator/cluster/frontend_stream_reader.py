@@ -28,7 +28,6 @@ FIRST_BACKOFF, LAST_BACKOFF = 0.2, 5.0
 MAX_EVENT = 4 << 20
 """Bytes of one event: about 15 000 pods."""
 
-OnChange = Callable[[Key], None]
 _decoder = msgspec.json.Decoder(FrontendReport)
 
 
@@ -59,7 +58,7 @@ class FrontendStreams:
 
     def __init__(
         self,
-        on_change: OnChange,
+        on_change: Callable[[Key], None],
         *,
         port: int = CONTROL_PORT,
         hold_seconds: float = HOLD_SECONDS,
@@ -92,7 +91,6 @@ class FrontendStreams:
             )
 
     def forget(self, key: Key) -> None:
-        """Close the streams of a deployment."""
         for frontend in self._frontends.pop(key, {}).values():
             frontend.end()
 
@@ -101,7 +99,6 @@ class FrontendStreams:
         return {uid: frontend.report for uid, frontend in self._frontends.get(key, {}).items()}
 
     async def close(self) -> None:
-        """End all connections."""
         tasks = [
             frontend.task
             for current in self._frontends.values()
@@ -186,12 +183,9 @@ class EventStreamParser:
         self._buffer = rest
         if any(len(part) > self._limit for part in (*parts, rest)):
             raise StreamError(f"an event of more than {self._limit} bytes")
-        events = (b"\n".join(_data(line) for line in part.split(b"\n") if line.startswith(b"data:")) for part in parts)
+        lines = ([line for line in part.split(b"\n") if line.startswith(b"data:")] for part in parts)
+        events = (b"\n".join(bytes(line[5:].removeprefix(b" ")) for line in found) for found in lines)
         return [data for data in events if data]
-
-
-def _data(line: bytes | bytearray) -> bytes:
-    return bytes(line[5:].removeprefix(b" "))
 
 
 def _decode(data: bytes) -> FrontendReport:

@@ -8,17 +8,24 @@ suspended.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from mmrouter_operator.cluster.boot_clock import boot_time
-from mmrouter_operator.cluster.child_kinds import KINDS
 from mmrouter_operator.cluster.client import AlreadyExists, ApiError, Conflict, KubernetesCluster, NotFound, Object
+from mmrouter_operator.cluster.kinds_and_rights import KINDS
 from mmrouter_operator.model.kinds import Ref
 
 log = logging.getLogger(__name__)
+
+
+def boot_time() -> float:
+    """Return seconds of a clock that is never set and does not stop while the machine is suspended."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,6 @@ class LeaderElection:
         return self._valid_until - self._clock()
 
     def valid(self) -> bool:
-        """Whether this process may write now."""
         return self.left() > 0
 
     async def run(self, *, gained: Callable[[], None], lost: Callable[[], None]) -> None:
@@ -120,7 +126,6 @@ class LeaderElection:
             log.warning("the lease was not released: %s", error)
 
     async def attempt(self) -> None:
-        """Acquire or renew the lease once."""
         started = self._clock()
         try:
             async with asyncio.timeout(self._timing.deadline):

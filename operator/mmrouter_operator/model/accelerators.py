@@ -1,6 +1,6 @@
 """What a kind of accelerator means for a pod: data, no code per vendor.
 
-The engines' own settings for it are :data:`mmrouter_lib.engines.base.accelerator_settings.DEVICES`, a column of this
+The engines' own settings for it are :data:`mmrouter_lib.engines.base.launch.DEVICES`, a column of this
 table.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from mmrouter_lib.api import AcceleratorKind
-from mmrouter_lib.engines.base.accelerator_settings import DEVICES, Device
+from mmrouter_lib.engines.base.launch import DEVICES, Device
 
 NodeLabel = tuple[str, str | None]
 """A label of a node and its value; ``None``: any value."""
@@ -27,9 +27,6 @@ class AcceleratorRow:
     node_labels: tuple[NodeLabel, ...] = ()
     """Labels of nodes with such devices, any one of which is enough: a device plugin labels nothing itself, and which
     discovery runs beside it differs from cluster to cluster."""
-    affinity_mask: str | None = None
-    """Variable that narrows a process to some of the devices it sees. Device plugins and DRA hand out only a pod's own
-    devices, so no pod sets it: it is for processes that share a pod's devices."""
     env: Mapping[str, str] = field(default_factory=dict)
     """What every engine on it needs in its environment."""
     images: Mapping[str, str] = field(default_factory=dict)
@@ -39,8 +36,7 @@ class AcceleratorRow:
 
 
 _VLLM: Final = "v0.32.0"
-_SGLANG: Final = "v0.5.23"
-ENGINE_VERSIONS: Final[Mapping[str, str]] = {"vllm": _VLLM, "sglang": _SGLANG}
+ENGINE_VERSIONS: Final[Mapping[str, str]] = {"vllm": _VLLM, "sglang": "v0.5.23"}
 
 _YES: Final = "true"
 _INTEL_GPU_LABELS: Final[tuple[NodeLabel, ...]] = (
@@ -48,6 +44,12 @@ _INTEL_GPU_LABELS: Final[tuple[NodeLabel, ...]] = (
     ("feature.node.kubernetes.io/pci-0300_8086.present", _YES),  # Node Feature Discovery alone: display controller
     ("feature.node.kubernetes.io/pci-0380_8086.present", _YES),
 )
+
+
+def _intel(kind: AcceleratorKind, resource: str) -> AcceleratorRow:
+    images = {"vllm": f"vllm/vllm-openai-xpu:{_VLLM}"}
+    return AcceleratorRow(DEVICES[kind], resource, _INTEL_GPU_LABELS, images=images, startup_seconds=5400)
+
 
 ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
     "nvidia": AcceleratorRow(
@@ -60,7 +62,6 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("feature.node.kubernetes.io/pci-0302_10de.present", _YES),
             ("cloud.google.com/gke-accelerator", None),
         ),
-        affinity_mask="CUDA_VISIBLE_DEVICES",
         images={"vllm": f"vllm/vllm-openai:{_VLLM}", "sglang": f"lmsysorg/sglang:{ENGINE_VERSIONS['sglang']}"},
     ),
     "amd": AcceleratorRow(
@@ -72,25 +73,10 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("amd.com/gpu.device-id", None),  # AMD's node labeller
             ("beta.amd.com/gpu.device-id", None),
         ),
-        affinity_mask="HIP_VISIBLE_DEVICES",
         images={"vllm": f"vllm/vllm-openai-rocm:{_VLLM}"},
     ),
-    "intel-i915": AcceleratorRow(
-        engine=DEVICES["intel-i915"],
-        resource="gpu.intel.com/i915",
-        node_labels=_INTEL_GPU_LABELS,
-        affinity_mask="ZE_AFFINITY_MASK",
-        images={"vllm": f"vllm/vllm-openai-xpu:{_VLLM}"},
-        startup_seconds=5400,
-    ),
-    "intel-xe": AcceleratorRow(
-        engine=DEVICES["intel-xe"],
-        resource="gpu.intel.com/xe",
-        node_labels=_INTEL_GPU_LABELS,
-        affinity_mask="ZE_AFFINITY_MASK",
-        images={"vllm": f"vllm/vllm-openai-xpu:{_VLLM}"},
-        startup_seconds=5400,
-    ),
+    "intel-i915": _intel("intel-i915", "gpu.intel.com/i915"),
+    "intel-xe": _intel("intel-xe", "gpu.intel.com/xe"),
     "gaudi": AcceleratorRow(
         engine=DEVICES["gaudi"],
         resource="habana.ai/gaudi",
@@ -99,7 +85,6 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("feature.node.kubernetes.io/pci-1da3.present", _YES),  # as the Gaudi base operator configures it
             ("feature.node.kubernetes.io/pci-1200_1da3.present", _YES),  # as it comes: processing accelerator
         ),
-        affinity_mask="HABANA_VISIBLE_DEVICES",
         startup_seconds=7200,
     ),
     "cpu": AcceleratorRow(

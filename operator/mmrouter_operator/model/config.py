@@ -1,6 +1,7 @@
 """The operator's site settings: one typed YAML file. Every field has a default, so the file may be absent."""
 
 import ipaddress
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,9 @@ Cidr = Annotated[str, AfterValidator(_cidr)]
 """An address range, `10.0.0.0/8` or `fd00::/8`, in its canonical form."""
 
 
-class _Section(BaseModel):
+class OperatorConfig(BaseModel):
+    """Site settings: camelCase in the file, snake_case here."""
+
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -28,10 +31,6 @@ class _Section(BaseModel):
         validate_by_alias=True,
         validate_by_name=True,
     )
-
-
-class OperatorConfig(_Section):
-    """Site settings: camelCase in the file, snake_case here."""
 
     image: str = f"mmrouter/mmrouter:{mmrouter.__version__}"
     """Image of router and sidecar."""
@@ -61,15 +60,9 @@ def load_config(path: Path | None) -> OperatorConfig:
     try:
         content: Any = yaml.safe_load(path.read_text())
         # JSON mode: a YAML list is a tuple here.
-        return OperatorConfig.model_validate_json(_as_json(content or {}))
+        return OperatorConfig.model_validate_json(json.dumps(content or {}))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ConfigError(f"{path}: {'.'.join(str(part) for part in first['loc'])}: {first['msg']}") from error
-
-
-def _as_json(value: Any) -> str:
-    import json  # noqa: PLC0415
-
-    return json.dumps(value)

@@ -48,15 +48,20 @@ class SecretData:
 
     def entries(self) -> dict[str, bytes]:
         """Return the Secret's data by key; the keys are the names of the files in the pods."""
-        return {
-            "identity.key": self.identity_key,
-            "sidecar.curve.secret": self.sidecar_secret.encode(),
-            "sidecar.curve.public": self.sidecar_public.encode(),
-            "router.curve.secret": self.router_secret.encode(),
-            "router.curve.public": self.router_public.encode(),
-            "control.token": self.control_token.encode(),
-            ENGINE_KEY: self.engine_key.encode(),
-        }
+        values = {file: getattr(self, name) for name, file in _FILES.items()}
+        return {file: value if isinstance(value, bytes) else value.encode() for file, value in values.items()}
+
+
+_FILES: Final = {
+    "identity_key": "identity.key",
+    "sidecar_public": "sidecar.curve.public",
+    "sidecar_secret": "sidecar.curve.secret",
+    "router_public": "router.curve.public",
+    "router_secret": "router.curve.secret",
+    "control_token": "control.token",
+    "engine_key": ENGINE_KEY,
+}
+"""Field of :class:`SecretData` -> entry of the Secret."""
 
 
 class SecretError(ValueError):
@@ -73,14 +78,11 @@ def fingerprint(secrets: SecretData) -> str:
 
 def new_secret_data() -> SecretData:
     """Return new random keys: one CURVE pair for all sidecars, one for all routers, and two bearer tokens."""
-    sidecar_public, sidecar_secret = zmq.curve_keypair()
-    router_public, router_secret = zmq.curve_keypair()
+    sidecar, router = zmq.curve_keypair(), zmq.curve_keypair()
     return SecretData(
-        identity_key=random.token_bytes(KEY_BYTES),
-        sidecar_public=sidecar_public.decode(),
-        sidecar_secret=sidecar_secret.decode(),
-        router_public=router_public.decode(),
-        router_secret=router_secret.decode(),
+        random.token_bytes(KEY_BYTES),
+        *(sidecar[0].decode(), sidecar[1].decode()),
+        *(router[0].decode(), router[1].decode()),
         control_token=random.token_hex(32),
         engine_key=random.token_hex(32),
     )
@@ -101,27 +103,17 @@ def read_secret(obj: Mapping[str, Any]) -> SecretData:
             raise SecretError(f"entry `{name}` is empty")
         return value
 
-    def text(name: str) -> str:
+    values: dict[str, Any] = {}
+    for field_name, name in _FILES.items():
         value = entry(name)
+        if field_name == "identity_key":
+            if len(value) != KEY_BYTES:
+                raise SecretError(f"entry `{name}` is not {KEY_BYTES} bytes long")
+            values[field_name] = value
+            continue
+        if "curve" in name and (not value.isascii() or len(value) != _CURVE_CHARACTERS):
+            raise SecretError(f"entry `{name}` is not a key of {_CURVE_CHARACTERS} characters")
         if not value.isascii():
             raise SecretError(f"`{name}` is not text")
-        return value.decode()
-
-    def curve(name: str) -> str:
-        value = entry(name)
-        if not value.isascii() or len(value) != _CURVE_CHARACTERS:
-            raise SecretError(f"entry `{name}` is not a key of {_CURVE_CHARACTERS} characters")
-        return value.decode()
-
-    identity = entry("identity.key")
-    if len(identity) != KEY_BYTES:
-        raise SecretError(f"entry `identity.key` is not {KEY_BYTES} bytes long")
-    return SecretData(
-        identity_key=identity,
-        sidecar_public=curve("sidecar.curve.public"),
-        sidecar_secret=curve("sidecar.curve.secret"),
-        router_public=curve("router.curve.public"),
-        router_secret=curve("router.curve.secret"),
-        control_token=text("control.token"),
-        engine_key=text(ENGINE_KEY),
-    )
+        values[field_name] = value.decode()
+    return SecretData(**values)

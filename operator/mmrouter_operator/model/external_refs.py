@@ -9,12 +9,18 @@ from mmrouter_operator.model.kinds import Kind, Ref
 Reference = tuple[Ref, str]
 """An object, and the field that names it."""
 
-_VOLUMES: Mapping[str, tuple[str, str]] = {
+_Sources = Mapping[str, tuple[str, str]]
+"""Field with a reference -> the kind that it refers to, and the field of it with the name."""
+_VOLUMES: _Sources = {
     "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
     "configMap": ("ConfigMap", "name"),
     "secret": ("Secret", "secretName"),
 }
-"""Volume source -> the kind that it refers to, and the field with the name."""
+_PROJECTED: _Sources = {"configMap": ("ConfigMap", "name"), "secret": ("Secret", "name")}
+_VARIABLES: _Sources = {
+    **dict.fromkeys(("secretKeyRef", "secretRef"), ("Secret", "name")),
+    **dict.fromkeys(("configMapKeyRef", "configMapRef"), ("ConfigMap", "name")),
+}
 
 EXTERNAL_KINDS: Final[Mapping[str, Kind]] = {
     kind.kind: kind
@@ -87,28 +93,23 @@ def _template(template: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any
 
 
 def _volume(volume: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any, str]]:
-    for source, (kind, field) in _VOLUMES.items():
-        reference = _map(volume.get(source))
-        if reference and reference.get("optional") is not True:
-            yield kind, reference.get(field), f"{path}.{source}.{field}"
+    yield from _required(volume, _VOLUMES, path)
     for number, part in enumerate(_list(_map(volume.get("projected")).get("sources"))):
-        for source, kind in (("configMap", "ConfigMap"), ("secret", "Secret")):
-            reference = _map(part.get(source))
-            if reference and reference.get("optional") is not True:
-                yield kind, reference.get("name"), f"{path}.projected.sources[{number}].{source}.name"
+        yield from _required(part, _PROJECTED, f"{path}.projected.sources[{number}]")
 
 
 def _environment(container: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any, str]]:
     for number, item in enumerate(_list(container.get("env"))):
-        for source, kind in (("secretKeyRef", "Secret"), ("configMapKeyRef", "ConfigMap")):
-            reference = _map(_map(item.get("valueFrom")).get(source))
-            if reference and reference.get("optional") is not True:
-                yield kind, reference.get("name"), f"{path}.env[{number}].valueFrom.{source}.name"
+        yield from _required(_map(item.get("valueFrom")), _VARIABLES, f"{path}.env[{number}].valueFrom")
     for number, item in enumerate(_list(container.get("envFrom"))):
-        for source, kind in (("secretRef", "Secret"), ("configMapRef", "ConfigMap")):
-            reference = _map(item.get(source))
-            if reference and reference.get("optional") is not True:
-                yield kind, reference.get("name"), f"{path}.envFrom[{number}].{source}.name"
+        yield from _required(item, _VARIABLES, f"{path}.envFrom[{number}]")
+
+
+def _required(holder: Mapping[str, Any], sources: _Sources, path: str) -> Iterator[tuple[str, Any, str]]:
+    for source, (kind, field) in sources.items():
+        reference = _map(holder.get(source))
+        if reference and reference.get("optional") is not True:
+            yield kind, reference.get(field), f"{path}.{source}.{field}"
 
 
 def _map(value: Any) -> Mapping[str, Any]:

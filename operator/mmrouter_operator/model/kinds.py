@@ -1,4 +1,4 @@
-"""Kinds of objects and their API paths, references to objects, and the API versions that a cluster serves."""
+"""Kinds of objects, references to them, served API versions, and the labels and annotations that the operator uses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,3 +75,37 @@ class Capabilities:
     def serves(self, *apis: str) -> bool:
         """Whether any of these ``group/version`` is served."""
         return any(api in self.apis for api in apis)
+
+
+CHILD_SELECTOR: Final = "app.kubernetes.io/managed-by=mmrouter-operator"
+"""Label selector of every child."""
+
+DEPLOYMENT_LABEL: Final = "mmrouter.io/deployment"
+POOL_LABEL: Final = "mmrouter.io/pool"
+ROLE_LABEL: Final = "mmrouter.io/role"
+FRONTEND_ROLE: Final = "frontend"
+
+COMPATIBILITY: Final = "mmrouter.io/compatibility"
+"""Label of engine pods; engines with equal values can read each other's KV blocks."""
+KV_LAYOUT: Final = "mmrouter.io/kv-layout"
+"""Label of prefill and decode pods when their layouts differ within a deployment; only equal ones are paired."""
+SHARED_MEMORY: Final = "mmrouter.io/shared-memory"
+"""Label of engine pods that share their node's tmpfs directory; its value is the scope. Frontends are placed near these
+pods and do not have the label: they should not attract each other."""
+
+INPUTS_HASH: Final = "mmrouter.io/template-hash"
+"""Annotation of pod templates: the hash of their inputs (:mod:`mmrouter_operator.render.pod.spec_hashes`)."""
+RENDERING_HASH: Final = "mmrouter.io/rendering-hash"
+"""Annotation of pod templates: the hash of their content, set when one is chosen
+(:mod:`mmrouter_operator.planning.template_revisions`)."""
+SET_TARGET: Final = "mmrouter.io/set-target"
+"""Annotation of a set pool's Deployment: replicas that an autoscaled pool had when its set began to switch."""
+ADOPT: Final = "mmrouter.io/adopt"
+"""Annotation of the resource: ``"true"``, or the operator version whose rendering may replace the stored one."""
+
+ROUTABLE: Final = "mmrouter.io/routable"
+"""Readiness gate: the frontends can route to the pod."""
+VERIFIED: Final = "mmrouter.io/verified"
+"""Readiness gate: the engine's block hashes were proved to be those that the router predicts."""
+GATES: Final = (ROUTABLE, VERIFIED)
+"""Readiness gates of engine pods, for every role (docs/architecture.md). Pods keep the list they were created with."""

@@ -1,6 +1,7 @@
 """Everything known about one deployment at one moment, as typed views of a few fields per object. Pure.
 
-Views are what the watch caches keep: a few fields per object, never bodies.
+Views are what the watch caches keep: a few fields per object, never bodies. What goes wrong while children are written
+is a :class:`Problem` for the status, not an exception.
 """
 
 from collections.abc import Mapping
@@ -170,3 +171,25 @@ class Snapshot:
     """The site's settings, as rendered with."""
     listening_since: float = 0.0
     """Since when this process reads the frontends' streams, seconds since the epoch; 0 for long ago."""
+
+
+CHILD_NAME_TAKEN = "ChildNameTaken"
+"""An object of that name has another owner; it is left alone."""
+CHILD_REFUSED = "ChildRefused"
+"""The API server refuses the child: a quota, an admission policy, an overlay that makes it invalid."""
+CHILD_CONTESTED = "ChildContested"
+"""Another writer keeps changing a field of ours; it is repaired with growing pauses."""
+SECRET_MALFORMED = "SecretMalformed"  # noqa: S105 - a reason's name
+"""The deployment's Secret lacks an entry or holds a wrong one; it is not written over."""
+SECRET_RECREATED = "SecretRecreated"  # noqa: S105
+"""The deployment's Secret was lost and is made anew: all pods restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``reason`` is one of the above; ``message`` is a sentence for people."""
+
+    reason: str
+    kind: str
+    name: str
+    message: str

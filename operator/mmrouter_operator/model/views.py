@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
-from mmrouter_operator.model.labels import (
+from mmrouter_operator.model.kinds import (
     COMPATIBILITY,
     DEPLOYMENT_LABEL,
     POOL_LABEL,
@@ -21,23 +21,20 @@ in the minute for which the kubelet shows its end before it tells of the back-of
 LONGEST_WORDS = 200
 """Characters of what a container said last."""
 
-BAD_WAITING = frozenset(
-    {
-        "ImagePullBackOff",
-        "ErrImagePull",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "CreateContainerConfigError",
-        "CreateContainerError",
-        "RunContainerError",
-        CRASH_LOOP,
-    }
-)
-"""Reasons of a waiting container that do not pass by themselves; ContainerCreating and PodInitializing do."""
+BAD_WAITING: Final = {
+    **dict.fromkeys(("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"), "ImagePullFailed"),
+    **dict.fromkeys(
+        ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"), "ContainerConfigError"
+    ),
+    CRASH_LOOP: CRASH_LOOP,
+}
+"""Reasons of a waiting container that do not pass by themselves -> reason of a condition.
+
+ContainerCreating and PodInitializing pass.
+"""
 
 
 def child_view(obj: Mapping[str, Any]) -> ChildView:
-    """Return the view of any child as the API server returns it; a Deployment's is a :class:`DeploymentView`."""
     if obj.get("kind") == "Deployment":
         return deployment_view(obj)
     return ChildView(**_identity(obj))
@@ -71,7 +68,6 @@ def deployment_view(obj: Mapping[str, Any]) -> DeploymentView:
 
 
 def pod_view(obj: Mapping[str, Any]) -> PodView:
-    """Return the view of a pod."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     marks = _metadata(obj)
     conditions = _by_type(status)

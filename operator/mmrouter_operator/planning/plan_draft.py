@@ -1,12 +1,16 @@
-"""The plan under construction, and predicates that all parts of planning share. Pure."""
+"""The plan under construction, predicates that planning shares, and pools that left the spec. Pure.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+To the planner, a renamed pool, or a worker pool that becomes a prefill and a decode pool, is a removed pool and a new
+one. The new one takes minutes to load a model; until it serves, the old one does.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrouter_operator.model.labels import POOL_LABEL
+from mmrouter_operator.model.kinds import POOL_LABEL
 from mmrouter_operator.model.snapshot import ChildView, DeploymentView, Snapshot
-from mmrouter_operator.planning.rollout import Blocked, Rollout
+from mmrouter_operator.planning.rollout_progress import STAGES, Blocked, Rollout, pool_of, strategy
 
 MANAGER = "mmrouter-operator"
 """Field manager of everything that is applied."""
@@ -57,12 +61,7 @@ def is_foreign(snapshot: Snapshot, kind: str, name: str) -> bool:
 
 def is_owned(snapshot: Snapshot, view: ChildView) -> bool:
     """Whether a child belongs to the resource, or did before its reference was taken off; see :func:`is_foreign`."""
-    return view.owner in ("", resource_uid(snapshot))
-
-
-def resource_uid(snapshot: Snapshot) -> str:
-    """Return the uid of the resource; empty for one outside of a cluster."""
-    return str(snapshot.resource["metadata"].get("uid", ""))
+    return view.owner in ("", snapshot.resource["metadata"].get("uid", ""))
 
 
 def replicas_without_autoscaler(manifest: Mapping[str, Any], snapshot: Snapshot, live: int) -> int:
@@ -103,4 +102,55 @@ def child_name_taken(kind: str, name: str) -> Blocked:
     return Blocked(
         "ChildNameTaken",
         f"{kind} {name} is there and does not belong to this resource; it is left alone: delete or rename it",
+    )
+
+
+def pools_kept_serving(
+    deployments: Sequence[Mapping[str, Any]], snapshot: Snapshot, draft: PlanDraft
+) -> list[DeploymentView]:
+    """Return the Deployments of removed pools that must stay for now, and add them to the draft.
+
+    A Deployment stays while a pool of its own stage or a later one lacks required replicas, or runs an older
+    template. One without available replicas never stays. ``deployments``: as rendered, all
+    of them already planned in ``draft``.
+    """
+    wanted = {manifest["metadata"]["name"] for manifest in draft.apply} | draft.keep | draft.drop
+    wanted |= {rollout.name for rollout in draft.rollouts}
+    unavailable = {pool_of(manifest): strategy(manifest)[1] for manifest in deployments}
+    stay: list[DeploymentView] = []
+    for view in snapshot.children.values():
+        if not isinstance(view, DeploymentView) or not view.pool or view.name in wanted:
+            continue
+        if not is_owned(snapshot, view) or view.deleting or not view.available:
+            continue
+        successors = [r for r in draft.rollouts if r.pool and STAGES[r.role] >= STAGES.get(view.role, 0)]
+        late = [r for r in successors if not r.settled or r.available < r.desired - unavailable[r.pool]]
+        if late:
+            stay.append(view)
+            names = ", ".join(r.subject for r in late)
+            draft.steps.append(Step("hold", "Deployment", view.name, f"it serves until {names} can"))
+            draft.waits.append(f"Deployment {view.name}, whose pool is gone from the spec, serves until {names} can")
+    if stay:
+        draft.blocked = [_no_room(blocked, draft.rollouts, stay) for blocked in draft.blocked]
+        draft.rollouts = [
+            r if r.blocked is None else replace(r, blocked=_no_room(r.blocked, [r], stay)) for r in draft.rollouts
+        ]
+    return stay
+
+
+def rendered_name(snapshot: Snapshot, view: DeploymentView) -> str:
+    """Return the name that a pool's Deployment has before a generation is added to it."""
+    return f"{snapshot.resource['metadata']['name']}-{view.pool}"
+
+
+def _no_room(blocked: Blocked, rollouts: Sequence[Rollout], stay: Sequence[DeploymentView]) -> Blocked:
+    """Return the block with the way out, if a removed pool may hold the devices that the new one needs."""
+    waiting = next((r for r in rollouts if r.blocked == blocked and r.pool), None)
+    if blocked.reason != "Unschedulable" or waiting is None:
+        return blocked
+    names = ", ".join(view.name for view in stay)
+    return Blocked(
+        "NoSurgeRoom",
+        f"{blocked.message}. Deployment {names} of a pool that left the spec keeps its nodes until {waiting.subject} "
+        f"serves: free a node, or take an outage by setting the replicas of {waiting.subject} to 0 until it is gone",
     )

@@ -4,10 +4,10 @@ Order: everything that is not a Deployment first; then the frontend, which must 
 renderers, encoders, and last the engines that generate text. A *new pod template* waits until the rollout of every
 earlier stage is over. Nothing else waits: not the first creation, not replicas, and not a template that pods of the
 Deployment have already, which is why going back to the old spec in the middle of a rollout takes effect at once.
-A pool that left the spec goes last, when what replaces it serves (``removed_pools.py``).
+A pool that left the spec goes last, when what replaces it serves (``plan_draft.py``).
 
 Within one Deployment the native rolling update moves the pods: surge, unavailability and readiness gates are
-Kubernetes' own. Prefill and decode pools switch as a set (``pool_set_steps.py``, ``pool_set_rollout.py``).
+Kubernetes' own. Prefill and decode pools switch as a set (``pool_set_steps.py``, ``pool_set_manifests.py``).
 """
 
 import copy
@@ -24,13 +24,14 @@ from mmrouter_operator.planning.plan_draft import (
     is_foreign,
     is_owned,
     live_deployment,
+    pools_kept_serving,
     progress_message,
+    rendered_name,
     replicas_without_autoscaler,
     with_replicas,
 )
 from mmrouter_operator.planning.pool_set_manifests import in_set, plan_set
-from mmrouter_operator.planning.removed_pools import pools_kept_serving, rendered_name
-from mmrouter_operator.planning.rollout import (
+from mmrouter_operator.planning.rollout_progress import (
     STAGES,
     Blocked,
     Complete,

@@ -14,7 +14,7 @@ must not take the service down with it.
 from collections.abc import Mapping, Sequence
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.labels import FRONTEND_ROLE, ROUTABLE, VERIFIED
+from mmrouter_operator.model.kinds import FRONTEND_ROLE, ROUTABLE, VERIFIED
 from mmrouter_operator.model.snapshot import FrontendReport, PodView, Snapshot, WorkerReport
 
 HEARING_SECONDS = 30.0
@@ -46,10 +46,11 @@ def ready_frontends(snapshot: Snapshot) -> list[PodView]:
     ]
 
 
-def reports_on(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
-    """Return each ready frontend's report on a pod; ``None`` for one without a report on it."""
-    reports: list[FrontendReport | None] = [snapshot.reports.get(front.uid) for front in ready_frontends(snapshot)]
-    return [None if report is None else report.workers.get(pod.uid) for report in reports]
+def reports_on(pod: PodView, snapshot: Snapshot, frontends: Sequence[PodView]) -> list[WorkerReport]:
+    """Return each of these frontends' report on a pod: one that knows and routes nothing where there is none."""
+    unknown = WorkerReport(pod.uid, pod.pool, pod.role)
+    reports = (snapshot.reports.get(front.uid) for front in frontends)
+    return [unknown if report is None else report.workers.get(pod.uid, unknown) for report in reports]
 
 
 def counted_frontends(snapshot: Snapshot) -> list[PodView]:
@@ -65,27 +66,26 @@ def all_frontends_counted(snapshot: Snapshot) -> bool:
     return len(counted_frontends(snapshot)) == len(ready_frontends(snapshot))
 
 
-def counted_reports(pod: PodView, snapshot: Snapshot) -> list[WorkerReport | None]:
-    """Return the reports on a pod by :func:`counted_frontends`, as :func:`reports_on` does for all ready frontends."""
-    reports = (snapshot.reports.get(front.uid) for front in counted_frontends(snapshot))
-    return [None if report is None else report.workers.get(pod.uid) for report in reports]
+def counted_reports(pod: PodView, snapshot: Snapshot) -> list[WorkerReport]:
+    """Return the reports on a pod by :func:`counted_frontends`."""
+    return reports_on(pod, snapshot, counted_frontends(snapshot))
 
 
 def _silent(pod: PodView, snapshot: Snapshot) -> bool:
     return snapshot.now >= max(snapshot.listening_since, pod.started or pod.created) + HEARING_SECONDS
 
 
-def is_routable(reports: Sequence[WorkerReport | None]) -> bool:
+def is_routable(reports: Sequence[WorkerReport]) -> bool:
     """Whether every ready frontend can route to the pod, and there is one."""
-    return bool(reports) and all(report is not None and report.routable for report in reports)
+    return bool(reports) and all(report.routable for report in reports)
 
 
-def is_verified(reports: Sequence[WorkerReport | None]) -> bool:
+def is_verified(reports: Sequence[WorkerReport]) -> bool:
     """Whether some frontend proved the pod, or reached it where there is nothing to prove.
 
     One is enough, because frontends share the result in their heartbeats.
     """
-    return any(report is not None and (report.verified == "True" or _proves_nothing(report)) for report in reports)
+    return any(report.verified == "True" or _proves_nothing(report) for report in reports)
 
 
 def _proves_nothing(report: WorkerReport) -> bool:
@@ -93,7 +93,7 @@ def _proves_nothing(report: WorkerReport) -> bool:
 
 
 def _gate(gate: str, dep: MMRouterDeployment, pod: PodView, snapshot: Snapshot) -> Gate:
-    reports = reports_on(pod, snapshot)
+    reports = reports_on(pod, snapshot, ready_frontends(snapshot))
     value, reason, message = _routable(pod, reports) if gate == ROUTABLE else _verified(pod, reports)
     if value:
         return value, reason, message
@@ -105,28 +105,26 @@ def _gate(gate: str, dep: MMRouterDeployment, pod: PodView, snapshot: Snapshot) 
     return value, reason, message
 
 
-def _routable(pod: PodView, reports: Sequence[WorkerReport | None]) -> Gate:
+def _routable(pod: PodView, reports: Sequence[WorkerReport]) -> Gate:
     if not reports:
         return False, "NoFrontend", "no frontend is ready"
-    holding = sum(1 for report in reports if report is not None and report.routable)
+    holding = sum(report.routable for report in reports)
     message = f"{holding} of {len(reports)} ready frontends hold it"
-    said = next((r.message for r in reports if r is not None and not r.routable and r.message), "")
-    return (
-        holding == len(reports),
-        "Held" if holding == len(reports) else "NotHeld",
-        message + (f": {said}" if said else ""),
-    )
+    if holding == len(reports):
+        return True, "Held", message
+    cause = next((report.message for report in reports if not report.routable and report.message), "")
+    return False, "NotHeld", message + (f": {cause}" if cause else "")
 
 
-def _verified(pod: PodView, reports: Sequence[WorkerReport | None]) -> Gate:
-    if any(report is not None and _proves_nothing(report) for report in reports):
+def _verified(pod: PodView, reports: Sequence[WorkerReport]) -> Gate:
+    if any(_proves_nothing(report) for report in reports):
         return True, "NothingToProve", "it answers, and it holds no cache of which something could be wrong"
     if is_verified(reports):
         return True, "Proved", "a frontend proved it"
-    failed = next((report for report in reports if report is not None and report.verified == "False"), None)
+    failed = next((report for report in reports if report.verified == "False"), None)
     if failed is not None:
         return False, "NotExact", ": ".join(part for part in (failed.cause, failed.message) if part) or "not exact"
-    waiting = next((report.message for report in reports if report is not None and report.message), "")
+    waiting = next((report.message for report in reports if report.message), "")
     return False, "NotProved", "no frontend has proved it yet" + (f": {waiting}" if waiting else "")
 
 
@@ -137,10 +135,10 @@ def _overdue(dep: MMRouterDeployment, pod: PodView, now: float) -> bool:
 
 
 def _reachable(
-    gate: str, pod: PodView, reports: Sequence[WorkerReport | None], heard: Mapping[str, FrontendReport | None]
+    gate: str, pod: PodView, reports: Sequence[WorkerReport], heard: Mapping[str, FrontendReport | None]
 ) -> bool:
     """Whether opening the gate helps: a frontend can route to the pod, or frontends do not track its role at all."""
-    if gate == VERIFIED or any(report is not None and report.routable for report in reports):
+    if gate == VERIFIED or any(report.routable for report in reports):
         return True
     followed = any(
         w.role == pod.role for report in heard.values() if report is not None for w in report.workers.values()

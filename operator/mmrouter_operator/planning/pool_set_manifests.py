@@ -1,4 +1,4 @@
-"""Prefill and decode pools as one set: between manifests and the numbers of ``sets.py``. Pure.
+"""Prefill and decode pools as one set: between manifests and the numbers of ``pool_set_rollout.py``. Pure.
 
 Every set pool has one Deployment per generation, ``<deployment>-<pool>-<first 8 digits of the compatibility hash>``,
 with the hash in its selector, so that two generations of one pool never count each other's pods. Outside of a switch
@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mmrouter_operator.model.labels import COMPATIBILITY, DEPLOYMENT_LABEL, SET_TARGET
+from mmrouter_operator.model.kinds import COMPATIBILITY, DEPLOYMENT_LABEL, SET_TARGET
 from mmrouter_operator.model.snapshot import DeploymentView, Snapshot
-from mmrouter_operator.planning import pool_set_steps as sets
+from mmrouter_operator.planning import pool_set_rollout as sets
 from mmrouter_operator.planning.plan_draft import (
     MANAGER,
     PlanDraft,
@@ -29,9 +29,17 @@ from mmrouter_operator.planning.plan_draft import (
     replicas_without_autoscaler,
     with_replicas,
 )
-from mmrouter_operator.planning.rollout import Blocked, Rollout, assess, pool_of, role_of, strategy, template_hash
+from mmrouter_operator.planning.rollout_progress import (
+    Blocked,
+    Rollout,
+    assess,
+    pool_of,
+    role_of,
+    strategy,
+    template_hash,
+)
 from mmrouter_operator.planning.template_revisions import stored_template
-from mmrouter_operator.render.pod.template_hashes import SET_ROLES
+from mmrouter_operator.render.pod.spec_hashes import SET_ROLES
 
 DIGITS = 8
 
@@ -61,7 +69,7 @@ def plan_set(
     pools = [_numbers(manifest, live, snapshot, goal, manifest["metadata"]["name"] in scaled) for manifest in manifests]
     # Pools whose names are all new have nothing to go on with; they are created, and that never waits.
     if held and any(pool.sides for pool in pools) and goal not in {name for _, name in live}:
-        goal = _largest(pools)
+        goal = sets.most_serving(pools, {name for pool in pools for name in pool.sides}, "")
         draft.waits.append("the new revision of the set waits until the rollout before it is over")
     now = sets.step(pools, goal)
     switching = not now.done
@@ -73,7 +81,7 @@ def plan_set(
         for generation in generations:
             replicas = now.replicas.get((pool.name, generation), 0)
             view = live.get((pool.name, generation))
-            _apply(manifest, generation, replicas, view, snapshot, draft, held, switching, manifests, pool, scaled)
+            _apply(manifest, generation, replicas, view, snapshot, draft, held, switching, pool, scaled)
         draft.rollouts.append(_sum(manifest, live, snapshot, pool, draft, held))
     _keep_removed_pools(live, by_pool, now, goal, draft)
     for name in sorted(now.drop):
@@ -90,7 +98,6 @@ def _apply(
     draft: PlanDraft,
     held: bool,
     switching: bool,
-    manifests: Sequence[Mapping[str, Any]],
     pool: sets.SetPool,
     scaled: Iterable[str],
 ) -> None:
@@ -121,24 +128,16 @@ def _apply(
         }
         result["metadata"].setdefault("annotations", {})[SET_TARGET] = str(pool.target)
     rests = base not in scaled or switching
-    owned = _owned(view, replicas, not rests)
+    shared = view is not None and any(manager != MANAGER for manager in view.replicas_managers)
+    owned = None if shared and not rests else replicas
     seen = "" if rests or view is None or owned is None else view.resource_version
     draft.apply.append(with_replicas(result, owned, seen))
-    _say(name, pool.name, replicas, view, switching, draft)
-
-
-def _owned(view: DeploymentView | None, replicas: int, scaled: bool) -> int | None:
-    others = view is not None and any(manager != MANAGER for manager in view.replicas_managers)
-    return None if scaled and others else replicas
-
-
-def _say(name: str, pool: str, replicas: int, view: DeploymentView | None, switching: bool, draft: PlanDraft) -> None:
-    action = "switch" if switching else "scale"
     if view is None:
-        draft.steps.append(Step("create", "Deployment", name, f"pool {pool}: {replicas} replicas"))
-        draft.waits.append(f"pool {pool} is being created")
+        draft.steps.append(Step("create", "Deployment", name, f"pool {pool.name}: {replicas} replicas"))
+        draft.waits.append(f"pool {pool.name} is being created")
     elif view.replicas != replicas:
-        draft.steps.append(Step(action, "Deployment", name, f"pool {pool}: {view.replicas} -> {replicas} replicas"))
+        why = f"pool {pool.name}: {view.replicas} -> {replicas} replicas"
+        draft.steps.append(Step("switch" if switching else "scale", "Deployment", name, why))
 
 
 def _keeps_template(
@@ -184,11 +183,6 @@ def _numbers(
         for generation, view in views.items()
     }
     return sets.SetPool(name, role_of(manifest), target, surge, unavailable, sides)
-
-
-def _largest(pools: Sequence[sets.SetPool]) -> str:
-    live = {name for pool in pools for name in pool.sides}
-    return sets.most_serving(pools, live, "")
 
 
 def _sum(

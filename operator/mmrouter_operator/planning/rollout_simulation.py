@@ -12,7 +12,7 @@ from mmrouter_operator.model.snapshot import ChildView, DeploymentView, Snapshot
 from mmrouter_operator.model.views import child_view, deployment_view, revision_view
 from mmrouter_operator.planning.plan_draft import MANAGER
 from mmrouter_operator.planning.planner import Blocked, Complete, Outcome, RolloutPlan, Step, plan
-from mmrouter_operator.planning.rollout import pool_of
+from mmrouter_operator.planning.rollout_progress import pool_of
 
 ROUNDS = 10_000
 """Limit of steps; a thousand replicas that move one by one need fewer."""
@@ -29,7 +29,10 @@ class Simulation:
 
 def simulate(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Simulation:
     """Return every step from ``snapshot`` to ``desired``. ``revision``: a ControllerRevision that is applied first."""
-    snapshot = with_revision(snapshot, revision)
+    if revision is not None:
+        snapshot = dataclasses.replace(snapshot, revisions=(*snapshot.revisions, revision_view(revision)))
+    # The Secret is created before anything is planned.
+    made = {("Secret", m["metadata"]["name"]): child_view(m) for m in desired if m["kind"] == "Secret"}
     rounds: list[tuple[Step, ...]] = []
     reported: set[Step] = set()
     for _ in range(ROUNDS):
@@ -38,7 +41,7 @@ def simulate(desired: Sequence[dict[str, Any]], snapshot: Snapshot, revision: Ma
         reported.update(steps)
         if steps:
             rounds.append(steps)
-        after = applied(planned, _with_secret(desired, snapshot))
+        after = applied(planned, dataclasses.replace(snapshot, children={**made, **snapshot.children}))
         if isinstance(planned.outcome, Complete) or (isinstance(planned.outcome, Blocked) and after == snapshot):
             return Simulation(tuple(rounds), planned.outcome, after)
         snapshot = after
@@ -62,19 +65,6 @@ def applied(planned: RolloutPlan, snapshot: Snapshot) -> Snapshot:
         pods=tuple(pod for pod in snapshot.pods if pod.pool not in replaced),
         revisions=tuple(revision for revision in snapshot.revisions if revision.name not in gone),
     )
-
-
-def with_revision(snapshot: Snapshot, revision: Mapping[str, Any] | None) -> Snapshot:
-    """Return the snapshot with one more ControllerRevision."""
-    if revision is None:
-        return snapshot
-    return dataclasses.replace(snapshot, revisions=(*snapshot.revisions, revision_view(revision)))
-
-
-def _with_secret(desired: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with the Secret, which is created before anything is planned."""
-    made = {("Secret", m["metadata"]["name"]): child_view(m) for m in desired if m["kind"] == "Secret"}
-    return dataclasses.replace(snapshot, children={**made, **snapshot.children})
 
 
 def _ready(manifest: Mapping[str, Any], before: ChildView | None) -> ChildView:

@@ -2,7 +2,7 @@
 
 Rendered templates may change with the operator's version. That alone must not restart an engine, so every template is
 stored in a ControllerRevision with the hash of its *inputs*: the spec and the secrets
-(:mod:`mmrouter_operator.render.pod.template_hashes`). While the inputs are equal the stored template is applied, which
+(:mod:`mmrouter_operator.render.pod.spec_hashes`). While the inputs are equal the stored template is applied, which
 also repairs drift. A change of the spec, or the annotation ``mmrouter.io/adopt``, takes a new one.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.labels import ADOPT, COMPATIBILITY, INPUTS_HASH, RENDERING_HASH
+from mmrouter_operator.model.kinds import ADOPT, COMPATIBILITY, INPUTS_HASH, RENDERING_HASH
 from mmrouter_operator.model.snapshot import RevisionView, Snapshot
-from mmrouter_operator.planning.rollout import pods_of, pool_of, role_of, template_hash
+from mmrouter_operator.planning.rollout_progress import pods_of, pool_of, role_of, template_hash
 from mmrouter_operator.render import controllerrevision
-from mmrouter_operator.render.pod.template_hashes import SET_ROLES
+from mmrouter_operator.render.pod.spec_hashes import SET_ROLES
 
 REVISION_LIMIT = 3
 """Revisions that are kept, besides those that a Deployment still runs."""
@@ -45,13 +45,16 @@ def choose_templates(
             name = manifest["metadata"]["name"]
             chosen[name] = _stored(name, inputs_of(rendered[name]), manifest, snapshot, newest) or rendered[name]
         together = [m["metadata"]["name"] for m in deployments if role_of(m) in SET_ROLES]
-        if len({_label(chosen[name], COMPATIBILITY) for name in together}) > 1:
+        if len({(chosen[name]["metadata"].get("labels") or {}).get(COMPATIBILITY) for name in together}) > 1:
             # One pool of a set has changed, and the others' stored templates have another layout, so they would never
             # pair. A set is adopted as a whole.
             chosen |= {name: rendered[name] for name in together}
     entries = {name: {"inputs": inputs_of(rendered[name]), "template": chosen[name]} for name in chosen}
-    result = [_with_template(m, chosen[m["metadata"]["name"]]) if m in deployments else m for m in desired]
-    if newest is not None and _same(_templates(newest), entries):
+    result = [
+        {**m, "spec": {**m["spec"], "template": chosen[m["metadata"]["name"]]}} if m["kind"] == "Deployment" else m
+        for m in desired
+    ]
+    if newest is not None and _templates(newest) == entries:
         # An orphaned revision is applied again to restore its owner.
         return result, None if newest.owner else controllerrevision.revision(dep, newest.number, entries)
     return result, controllerrevision.revision(dep, 1 + _highest(dep, snapshot), entries)
@@ -85,8 +88,7 @@ def surplus_revisions(snapshot: Snapshot, running: Mapping[str, set[str]]) -> tu
     ``running``: Deployment name as rendered -> template hashes of its live Deployments and pods.
     """
     old = sorted(snapshot.revisions, key=lambda revision: -revision.number)[REVISION_LIMIT:]
-    newer = snapshot.revisions
-    return tuple(revision for revision in old if not _needed(revision, running, newer))
+    return tuple(revision for revision in old if not _needed(revision, running, snapshot.revisions))
 
 
 def difference(before: Any, after: Any, path: str = "") -> list[str]:
@@ -113,14 +115,6 @@ def _signed(template: Mapping[str, Any]) -> dict[str, Any]:
     digest = hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
     annotations = {**(metadata.get("annotations") or {}), RENDERING_HASH: digest}
     return {**template, "metadata": {**metadata, "annotations": annotations}}
-
-
-def _with_template(manifest: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    return {**manifest, "spec": {**manifest["spec"], "template": template}}
-
-
-def _label(template: Mapping[str, Any], name: str) -> str:
-    return str((template["metadata"].get("labels") or {}).get(name, ""))
 
 
 def _stored(
@@ -158,20 +152,12 @@ def _hash_of(template: Mapping[str, Any]) -> str:
     return template_hash({"spec": {"template": template}})
 
 
-def _same(left: Any, right: Any) -> bool:
-    return json.dumps(left, sort_keys=True) == json.dumps(right, sort_keys=True)
-
-
 def _named(items: Sequence[Any]) -> bool:
     return bool(items) and all(isinstance(item, dict) and "name" in item for item in items)
 
 
 def _needed(revision: RevisionView, running: Mapping[str, set[str]], revisions: Sequence[RevisionView]) -> bool:
-    for name, entry in _templates(revision).items():
-        wanted = _hash_of(entry["template"])
-        if wanted not in running.get(name, set()):
-            continue
-        newer = [other for other in revisions if other.number > revision.number]
-        if stored_template(newer, name, wanted) is None:
-            return True
-    return False
+    newer = [other for other in revisions if other.number > revision.number]
+    hashes = {name: _hash_of(entry["template"]) for name, entry in _templates(revision).items()}
+    needed = [(name, wanted) for name, wanted in hashes.items() if wanted in running.get(name, set())]
+    return any(stored_template(newer, name, wanted) is None for name, wanted in needed)

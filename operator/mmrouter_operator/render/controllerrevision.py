@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.render.child import ChildKind, RenderInputs
-from mmrouter_operator.render.metadata import object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs, object_metadata
 
 KIND: Final = ChildKind("ControllerRevision", "apps/v1", wave=0, guard="removal")
 
@@ -17,10 +16,5 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
 
 def revision(dep: MMRouterDeployment, number: int, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Return one ControllerRevision. ``entries``: Deployment name -> its template and the hash of its inputs."""
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "ControllerRevision",
-        "metadata": object_metadata(dep, f"{dep.metadata.name}-{number}", "revision"),
-        "revision": number,
-        "data": {"deployments": dict(entries)},
-    }
+    metadata = object_metadata(dep, f"{dep.metadata.name}-{number}", "revision")
+    return KIND.manifest(metadata, revision=number, data={"deployments": dict(entries)})

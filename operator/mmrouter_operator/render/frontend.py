@@ -3,14 +3,20 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_lib.api.pod_paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.pod_paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ROUTER_ITEMS
-from mmrouter_operator.model.labels import INPUTS_HASH
-from mmrouter_operator.render.child import RenderInputs
-from mmrouter_operator.render.metadata import frontend_labels, frontend_name, frontend_pods, labels, object_metadata
-from mmrouter_operator.render.pod import parts, placement, probes, shared_memory
-from mmrouter_operator.render.pod.template_hashes import frontend_inputs
+from mmrouter_operator.model.kinds import INPUTS_HASH
+from mmrouter_operator.render.child import (
+    RenderInputs,
+    frontend_labels,
+    frontend_name,
+    frontend_pods,
+    labels,
+    object_metadata,
+)
+from mmrouter_operator.render.pod import parts, shared_memory
+from mmrouter_operator.render.pod.spec_hashes import frontend_inputs
 from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
 from mmrouter_operator.render.pool import KIND
 from mmrouter_operator.render.serviceaccount import frontend_account
@@ -29,21 +35,16 @@ PROGRESS_SECONDS: Final = 600
 def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return the frontend's Deployment. Raises ``SpecError`` for a bad podTemplate."""
     dep = inputs.dep
-    return [
-        {
-            "apiVersion": "apps/v1",
-            "kind": "Deployment",
-            "metadata": object_metadata(dep, frontend_name(dep), "frontend", frontend_labels(dep)),
-            "spec": {
-                "replicas": dep.spec.frontend.replicas,
-                "selector": {"matchLabels": frontend_labels(dep)},
-                "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-                "minReadySeconds": STEADY_SECONDS,
-                "progressDeadlineSeconds": PROGRESS_SECONDS,
-                "template": frontend_template(dep, inputs.keys, inputs.config).template,
-            },
-        }
-    ]
+    metadata = object_metadata(dep, frontend_name(dep), "frontend", frontend_labels(dep))
+    spec = {
+        "replicas": dep.spec.frontend.replicas,
+        "selector": {"matchLabels": frontend_labels(dep)},
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "minReadySeconds": STEADY_SECONDS,
+        "progressDeadlineSeconds": PROGRESS_SECONDS,
+        "template": frontend_template(dep, inputs.keys, inputs.config).template,
+    }
+    return [KIND.manifest(metadata, spec=spec)]
 
 
 def frontend_template(dep: MMRouterDeployment, keys: str, config: OperatorConfig) -> FinishedTemplate:
@@ -75,9 +76,9 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         "automountServiceAccountToken": True,  # the router watches the engine pods
         "enableServiceLinks": False,
         "securityContext": parts.pod_security() | (shared_memory.groups() if shared else {}),
-        "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + STREAM_SECONDS + probes.STOP_SECONDS,
-        **({"affinity": placement.near_engines(dep)} if shared else {}),
-        "topologySpreadConstraints": placement.spread(frontend_pods(dep)),
+        "terminationGracePeriodSeconds": parts.NOTICE_SECONDS + STREAM_SECONDS + parts.STOP_SECONDS,
+        **({"affinity": parts.near_engines(dep)} if shared else {}),
+        "topologySpreadConstraints": parts.spread(frontend_pods(dep)),
         **({"initContainers": init} if init else {}),
         "containers": [_router(dep, config)],
         "volumes": volumes,
@@ -110,11 +111,10 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
             {"name": "metrics", "containerPort": parts.METRICS_PORT, "protocol": "TCP"},
         ],
         # Readiness is the router's own: a rollout of workers must not remove the endpoint.
-        **probes.our_probes(readiness_period=2),
-        "lifecycle": probes.announce_by_waiting(),
+        **parts.our_probes(readiness_period=2),
+        "lifecycle": parts.announce_by_waiting(),
         "resources": parts.resources(dep.spec.frontend.resources),
-        **parts.termination_message(),
-        "securityContext": parts.container_security(),
+        **parts.hardened(),
         "volumeMounts": [*mounts, parts.mount("tmp", "/tmp")],  # noqa: S108 - a path in the pod
     }
 
@@ -154,8 +154,7 @@ def _model_metadata(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str
             *parts.hub_env(dep, config.hub_endpoint),
         ],
         "resources": parts.resources(dep.spec.frontend.resources),
-        **parts.termination_message(),
-        "securityContext": parts.container_security(),
+        **parts.hardened(),
         "volumeMounts": [
             parts.mount("config", CONFIG_DIR, read_only=True),
             parts.mount("model", MODEL_DIR),

@@ -4,10 +4,16 @@ import re
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Role
-from mmrouter_operator.model.kinds import POD_MONITOR_API, Capabilities
-from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL
-from mmrouter_operator.render.child import ChildKind, RenderInputs
-from mmrouter_operator.render.metadata import Selector, engine_pods, frontend_name, frontend_pods, object_metadata
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, POD_MONITOR_API, POOL_LABEL, ROLE_LABEL
+from mmrouter_operator.render.child import (
+    ChildKind,
+    RenderInputs,
+    Selector,
+    engine_pods,
+    frontend_name,
+    frontend_pods,
+    object_metadata,
+)
 
 KIND: Final = ChildKind("PodMonitor", POD_MONITOR_API, optional=True)
 
@@ -18,7 +24,12 @@ ENGINE_METRICS_PATH = "/engine/metrics"
 DEPLOYMENT_TARGET_LABEL = "mmrouter_deployment"
 POOL_TARGET_LABEL = "pool"
 ROLE_TARGET_LABEL = "role"
-"""Labels of every series, from the labels of its pod."""
+TARGET_LABELS: Final = {
+    DEPLOYMENT_LABEL: DEPLOYMENT_TARGET_LABEL,
+    POOL_LABEL: POOL_TARGET_LABEL,
+    ROLE_LABEL: ROLE_TARGET_LABEL,
+}
+"""Label of a pod -> label of every series of it."""
 
 INTERVAL = "15s"
 FOLLOWED_ROLES: Final[tuple[Role, ...]] = ("decode", "encoder", "prefill", "worker")
@@ -46,47 +57,20 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     ]
 
 
-def podmonitor_unavailable(dep: MMRouterDeployment, capabilities: Capabilities) -> bool:
-    """Whether PodMonitors are required and the cluster does not serve their API."""
-    return dep.spec.observability.pod_monitor == "Enabled" and not capabilities.serves(POD_MONITOR_API)
-
-
 def _monitor(
     dep: MMRouterDeployment, name: str, component: str, selector: Selector, paths: list[str]
 ) -> dict[str, Any]:
+    # Prometheus' name of a pod label: every other character than letters, digits and _ becomes _.
+    copied = [
+        {"sourceLabels": [f"__meta_kubernetes_pod_label_{re.sub(r'[^A-Za-z0-9_]', '_', label)}"], "targetLabel": target}
+        for label, target in TARGET_LABELS.items()
+    ]
     endpoints = [
-        {"port": "metrics", "path": path, "interval": INTERVAL, "relabelings": [_metrics_path(path), *_relabelings()]}
+        # The path as a label distinguishes two endpoints of one port, which otherwise have equal target labels.
+        {"port": "metrics", "path": path, "interval": INTERVAL}
+        | {"relabelings": [{"targetLabel": "metrics_path", "replacement": path}, *copied]}
         for path in paths
     ]
-    return {
-        "apiVersion": POD_MONITOR_API,
-        "kind": "PodMonitor",
-        "metadata": object_metadata(dep, name, component),
-        "spec": {
-            "selector": selector,
-            "namespaceSelector": {"matchNames": [dep.metadata.namespace]},
-            "podMetricsEndpoints": endpoints,
-        },
-    }
-
-
-def _relabelings() -> list[dict[str, Any]]:
-    """Return the rules that copy the pod's labels for deployment, pool and role to its series."""
-    return [
-        {"sourceLabels": [_meta(label)], "targetLabel": target}
-        for label, target in (
-            (DEPLOYMENT_LABEL, DEPLOYMENT_TARGET_LABEL),
-            (POOL_LABEL, POOL_TARGET_LABEL),
-            (ROLE_LABEL, ROLE_TARGET_LABEL),
-        )
-    ]
-
-
-def _metrics_path(path: str) -> dict[str, Any]:
-    """Return the rule that distinguishes two endpoints of one port, which otherwise have equal target labels."""
-    return {"targetLabel": "metrics_path", "replacement": path}
-
-
-def _meta(label: str) -> str:
-    """Return Prometheus' name of a pod label: every other character than letters, digits and _ becomes _."""
-    return "__meta_kubernetes_pod_label_" + re.sub(r"[^A-Za-z0-9_]", "_", label)
+    namespaces = {"matchNames": [dep.metadata.namespace]}
+    spec = {"selector": selector, "namespaceSelector": namespaces, "podMetricsEndpoints": endpoints}
+    return KIND.manifest(object_metadata(dep, name, component), spec=spec)

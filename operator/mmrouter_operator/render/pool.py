@@ -9,14 +9,19 @@ from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_lib.engines.base.launch import uses_plugin
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SIDECAR_ITEMS
-from mmrouter_operator.model.labels import COMPATIBILITY, GATES, INPUTS_HASH, ROLE_LABEL, SHARED_MEMORY
-from mmrouter_operator.render.child import ChildKind, RenderInputs
-from mmrouter_operator.render.kv_layouts import layout_label
-from mmrouter_operator.render.metadata import labels, object_metadata, pool_name, pool_pods
-from mmrouter_operator.render.pod import handover_plugin, parts, placement, probes, shared_memory
-from mmrouter_operator.render.pod.engine import engine, engine_image, startup_seconds
-from mmrouter_operator.render.pod.sidecar import sidecar
-from mmrouter_operator.render.pod.template_hashes import compatibility, kv_layout, partners, pool_inputs
+from mmrouter_operator.model.kinds import COMPATIBILITY, GATES, INPUTS_HASH, ROLE_LABEL, SHARED_MEMORY
+from mmrouter_operator.render.child import ChildKind, RenderInputs, labels, object_metadata, pool_name, pool_pods
+from mmrouter_operator.render.pod import parts, shared_memory
+from mmrouter_operator.render.pod.engine import (
+    deliver_plugin,
+    engine,
+    engine_image,
+    plugin_volume,
+    sidecar,
+    startup_seconds,
+)
+from mmrouter_operator.render.pod.kv_compatibility import layout_label
+from mmrouter_operator.render.pod.spec_hashes import compatibility, kv_layout, partners, pool_inputs
 from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
 from mmrouter_operator.render.serviceaccount import engine_account
 
@@ -42,13 +47,9 @@ def _deployment(inputs: RenderInputs, number: int) -> dict[str, Any]:
     dep = inputs.dep
     pool = dep.spec.pools[number]
     selector = pool_pods(dep, pool)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": object_metadata(
-            dep, pool_name(dep, pool), "engine", selector["matchLabels"] | {ROLE_LABEL: pool.role}
-        ),
-        "spec": {
+    return KIND.manifest(
+        object_metadata(dep, pool_name(dep, pool), "engine", selector["matchLabels"] | {ROLE_LABEL: pool.role}),
+        spec={
             "replicas": pool.replicas,
             "selector": selector,
             "strategy": {
@@ -59,7 +60,7 @@ def _deployment(inputs: RenderInputs, number: int) -> dict[str, Any]:
             "progressDeadlineSeconds": startup_seconds(pool) + dep.spec.verification.timeout_seconds + SLACK_SECONDS,
             "template": pool_template(dep, number, inputs.keys, inputs.config).template,
         },
-    }
+    )
 
 
 def pool_template(dep: MMRouterDeployment, number: int, keys: str, config: OperatorConfig) -> FinishedTemplate:
@@ -103,31 +104,36 @@ def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config:
     has_sidecar, shared, plugged = pool.role != "renderer", shared_memory.is_shared(pool), uses_plugin(dep)
     init = [
         *([shared_memory.prepare(config)] if shared else []),
-        *([handover_plugin.deliver(config)] if plugged else []),
+        *([deliver_plugin(config)] if plugged else []),
         *([sidecar(dep, pool, config)] if has_sidecar else []),
     ]
-    affinity = placement.affinity(dep, pool)
+    affinity = parts.affinity(dep, pool)
+    template = parts.template_sources(dep)  # the engine's own volume has no secret
     pod: dict[str, Any] = {
         "serviceAccountName": engine_account(dep),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": parts.pod_security() | (shared_memory.groups() if shared else {}),
         # Running requests may finish within drainSeconds.
-        "terminationGracePeriodSeconds": probes.NOTICE_SECONDS + pool.updates.drain_seconds + probes.STOP_SECONDS,
+        "terminationGracePeriodSeconds": parts.NOTICE_SECONDS + pool.updates.drain_seconds + parts.STOP_SECONDS,
         "readinessGates": [{"conditionType": gate} for gate in GATES],
         "nodeSelector": dict(pool.node_selector),
-        "tolerations": placement.tolerations(pool),
+        "tolerations": parts.tolerations(pool),
         **({"affinity": affinity} if affinity else {}),
-        "topologySpreadConstraints": placement.spread(pool_pods(dep, pool), together=shared),
+        "topologySpreadConstraints": parts.spread(pool_pods(dep, pool), together=shared),
         **({"initContainers": init} if init else {}),
         "containers": [container],
         "volumes": [
             *([parts.config_volume(dep, SIDECAR_ITEMS)] if has_sidecar else []),
-            *_engine_config_volume(dep),
+            *(
+                [{"name": "engine-config", "projected": {"defaultMode": 0o440, "sources": template}}]
+                if template
+                else []
+            ),
             *(parts.model_volume(dep) or [{"name": "hub", "emptyDir": {}}]),
             shared_memory.own_volume(pool),
             *([shared_memory.shared_volume(dep, config)] if shared else []),
-            *([handover_plugin.volume()] if plugged else []),
+            *([plugin_volume()] if plugged else []),
             *([{"name": "state", "emptyDir": {}}] if has_sidecar else []),
             {"name": "tmp", "emptyDir": {}},
         ],
@@ -137,9 +143,3 @@ def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config:
             claim.model_dump(mode="json", by_alias=True, exclude_none=True) for claim in pool.accelerator.claims
         ]
     return pod
-
-
-def _engine_config_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the engine's own configuration volume: the chat template, without any secret."""
-    sources = parts.template_sources(dep)
-    return [{"name": "engine-config", "projected": {"defaultMode": 0o440, "sources": sources}}] if sources else []

@@ -2,9 +2,7 @@
 
 from typing import Any, Final
 
-from mmrouter_operator.render.child import ChildKind, RenderInputs
-from mmrouter_operator.render.metadata import object_metadata
-from mmrouter_operator.render.role import frontend_role
+from mmrouter_operator.render.child import ChildKind, RenderInputs, frontend_name, object_metadata
 from mmrouter_operator.render.serviceaccount import frontend_account
 
 KIND: Final = ChildKind("RoleBinding", "rbac.authorization.k8s.io/v1", wave=2, guard="removal", lifecycle="permanent")
@@ -14,12 +12,5 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return the one RoleBinding. Its ``roleRef`` can never change, so the Role's name is fixed."""
     dep = inputs.dep
     subject = {"kind": "ServiceAccount", "name": frontend_account(dep), "namespace": dep.metadata.namespace}
-    return [
-        {
-            "apiVersion": "rbac.authorization.k8s.io/v1",
-            "kind": "RoleBinding",
-            "metadata": object_metadata(dep, frontend_role(dep), "frontend"),
-            "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": frontend_role(dep)},
-            "subjects": [subject],
-        }
-    ]
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": frontend_name(dep)}
+    return [KIND.manifest(object_metadata(dep, frontend_name(dep), "frontend"), roleRef=role, subjects=[subject])]

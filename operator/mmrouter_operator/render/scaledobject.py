@@ -5,9 +5,8 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.kinds import KEDA_API
-from mmrouter_operator.render.autoscaler_choice import METRICS, scale_down, scaled_pools
-from mmrouter_operator.render.child import ChildKind, RenderInputs
-from mmrouter_operator.render.metadata import object_metadata, pool_labels, pool_name
+from mmrouter_operator.render.child import ChildKind, RenderInputs, object_metadata, pool_labels, pool_name
+from mmrouter_operator.render.hpa import METRICS, scale_down, scaled_pools
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL
 
 KIND: Final = ChildKind("ScaledObject", KEDA_API, optional=True)
@@ -39,11 +38,9 @@ def _scaled_object(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) 
             "ignoreNullValues": "false",
         },
     }
-    return {
-        "apiVersion": KEDA_API,
-        "kind": "ScaledObject",
-        "metadata": object_metadata(dep, name, "engine", pool_labels(pool)),
-        "spec": {
+    return KIND.manifest(
+        object_metadata(dep, name, "engine", pool_labels(pool)),
+        spec={
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
             "pollingInterval": POLLING_SECONDS,
             "minReplicaCount": scaling.min_replicas,
@@ -57,7 +54,7 @@ def _scaled_object(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) 
             "advanced": {"horizontalPodAutoscalerConfig": {"behavior": {"scaleDown": scale_down()}}},
             "triggers": [trigger],
         },
-    }
+    )
 
 
 def _query(dep: MMRouterDeployment, pool: Pool, metric: str) -> str:

@@ -2,8 +2,7 @@
 
 from typing import Any, Final
 
-from mmrouter_operator.render.child import ChildKind, RenderInputs
-from mmrouter_operator.render.metadata import frontend_labels, object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs, frontend_labels, object_metadata
 
 KIND: Final = ChildKind("Service", "v1", wave=1, guard="removal", local=True, lifecycle="permanent")
 
@@ -12,15 +11,6 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return the one Service. It has the deployment's name: the endpoint is ``http://<name>.<namespace>.svc``."""
     dep = inputs.dep
     service = dep.spec.frontend.service
-    return [
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": object_metadata(dep, dep.metadata.name, "frontend"),
-            "spec": {
-                "type": service.type,
-                "selector": frontend_labels(dep),
-                "ports": [{"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}],
-            },
-        }
-    ]
+    ports = [{"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}]
+    spec = {"type": service.type, "selector": frontend_labels(dep), "ports": ports}
+    return [KIND.manifest(object_metadata(dep, dep.metadata.name, "frontend"), spec=spec)]

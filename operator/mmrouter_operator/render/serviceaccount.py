@@ -3,8 +3,7 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.render.child import ChildKind, RenderInputs
-from mmrouter_operator.render.metadata import object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs, object_metadata
 
 KIND: Final = ChildKind("ServiceAccount", "v1", wave=1, guard="creation", lifecycle="permanent")
 
@@ -26,13 +25,8 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     gets none. ``imagePullSecrets`` are left to other managers.
     """
     dep = inputs.dep
-    return [_account(dep, frontend_account(dep), "frontend"), _account(dep, engine_account(dep), "engine")]
-
-
-def _account(dep: MMRouterDeployment, name: str, component: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": object_metadata(dep, name, component),
-        "automountServiceAccountToken": False,
-    }
+    accounts = ((frontend_account(dep), "frontend"), (engine_account(dep), "engine"))
+    return [
+        KIND.manifest(object_metadata(dep, name, component), automountServiceAccountToken=False)
+        for name, component in accounts
+    ]

@@ -16,12 +16,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import mmrouter_lib as mmrouter
 from mmrouter_operator.cluster.cache import WatchCache
-from mmrouter_operator.cluster.child_kinds import CORE_CHILDREN, KINDS, OPTIONAL_CHILDREN
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
 from mmrouter_operator.cluster.connection import kopf_credentials
+from mmrouter_operator.cluster.custom_resource_watch import Comparison, ResourceWatch
 from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
+from mmrouter_operator.cluster.kinds_and_rights import CORE_CHILDREN, KINDS, OPTIONAL_CHILDREN
 from mmrouter_operator.cluster.lease import LeaderElection, LeaseTiming
-from mmrouter_operator.cluster.resource_watch import Comparison, ResourceWatch
 from mmrouter_operator.cluster.watches import ChildWatches
 from mmrouter_operator.cluster.work_queue import Workers
 from mmrouter_operator.metrics import Metrics
@@ -93,7 +93,8 @@ class Operator:
         """Run until a signal or a failure that retrying cannot cure. Returns the exit status."""
         loop = asyncio.get_running_loop()
         server = await self._serve()
-        tasks: list[asyncio.Task[Any]] = [self._watch_signals(loop)]
+        self._handle_signals(loop)
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
         try:
             capabilities = await self._until_served(tasks[0])
             if capabilities is None:
@@ -192,7 +193,7 @@ class Operator:
         log.info("the caches are filled: %d deployments", len(self._cache.deployments()))
         while True:
             await self._leading.wait()
-            self._metrics.leading(True)
+            self._metrics.leader.set(1)
             working = asyncio.create_task(self._workers.run())
             self._enqueue_all()
             lease_lost = asyncio.create_task(self._lease_lost.wait())
@@ -205,7 +206,7 @@ class Operator:
                     task.cancel()
                 await asyncio.gather(working, lease_lost, return_exceptions=True)
                 self._reconciler.retire()
-                self._metrics.leading(False)
+                self._metrics.leader.set(0)
 
     def _gained(self) -> None:
         self._lease_lost.clear()
@@ -226,10 +227,6 @@ class Operator:
     def _changed(self, key: Key) -> None:
         if self._leading.is_set():
             self._workers.add(key)
-
-    def _watch_signals(self, loop: asyncio.AbstractEventLoop) -> asyncio.Task[Any]:
-        self._handle_signals(loop)
-        return asyncio.create_task(self._stop.wait())
 
     def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -267,7 +264,6 @@ class Operator:
 
 
 def optional_kinds(capabilities: Capabilities) -> list[str]:
-    """Return the optional children that a cluster serves."""
     return [name for name, kind in OPTIONAL_CHILDREN.items() if capabilities.serves(kind.api)]
 
 

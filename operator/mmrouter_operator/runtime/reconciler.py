@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,24 +24,25 @@ from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.work_queue import ObjectDeleted, Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.crd_skew import schema_in, without_defaults
 from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
 from mmrouter_operator.model.external_refs import references
-from mmrouter_operator.model.kinds import Capabilities, Ref
-from mmrouter_operator.model.labels import FRONTEND_ROLE
-from mmrouter_operator.model.problems import (
+from mmrouter_operator.model.kinds import FRONTEND_ROLE, Capabilities, Ref
+from mmrouter_operator.model.newer_crd_fields import schema_in, without_defaults
+from mmrouter_operator.model.snapshot import (
     CHILD_NAME_TAKEN,
     CHILD_REFUSED,
     SECRET_MALFORMED,
     SECRET_RECREATED,
+    Key,
+    Missing,
     Problem,
+    Snapshot,
 )
-from mmrouter_operator.model.snapshot import Key, Missing, Snapshot
 from mmrouter_operator.planning.planner import RolloutPlan, plan
 from mmrouter_operator.planning.pod_readiness_gates import counted_reports, gate_changes, is_verified
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates
 from mmrouter_operator.render import CHILD_KINDS, render
-from mmrouter_operator.render.metadata import secret_name
+from mmrouter_operator.render.child import secret_name
 from mmrouter_operator.render.secret import render_secret
 from mmrouter_operator.status.writer import StatusWriter
 
@@ -75,26 +77,29 @@ class Reconciler:
         self._statuses = StatusWriter(cluster, cache, metrics)
         self._followed: dict[Key, float] = {}  # key -> since when, seconds since the epoch
         self._recreated: dict[Key, Problem] = {}
-        self._failures: dict[Key, int] = {}
-        self._unpublished: dict[Key, int] = {}
+        self._failures: Counter[Key] = Counter()
+        self._unpublished: Counter[Key] = Counter()
         self._metrics = metrics
         self.capabilities = Capabilities()
 
     async def reconcile(self, key: Key) -> float | None:
         """Bring one deployment nearer to its spec. Returns the seconds until its next reconcile, if one is due.
 
-        Raises :class:`Gone` and :class:`Retry`, which are outcomes; anything else is a bug.
+        Raises :class:`ObjectDeleted` and :class:`Retry`, which are outcomes; anything else is a bug.
         """
         resource = self._cache.resource(key)
         if resource is None or "deletionTimestamp" in resource["metadata"]:
             self._forget(key)
             raise ObjectDeleted
+        written = WriteResult()
         try:
-            return await self._reconcile(key, resource)
+            return await self._reconcile(key, resource, written)
         except LeaseLost as error:
             raise Retry(str(error), reset=True) from error
         except ApiError as error:
-            raise _retry(error) from error
+            # NotFound: the resource or its namespace was deleted meanwhile, and its event is on the way.
+            what = "deleted meanwhile" if isinstance(error, NotFound) else type(error).__name__
+            raise Retry(f"{what}: {error}", error.retry_after or 0.0, reset=written.progressed) from error
 
     def retire(self) -> None:
         """Stop after another replica took over: close the streams, show no conditions."""
@@ -103,7 +108,7 @@ class Reconciler:
         self._followed.clear()
         self._statuses.retire()
 
-    async def _reconcile(self, key: Key, resource: Object) -> float | None:
+    async def _reconcile(self, key: Key, resource: Object, written: WriteResult) -> float | None:
         # The status is no input: one written by a later release must not make the resource invalid.
         spec_only = {name: value for name, value in resource.items() if name != "status"}
         try:
@@ -111,7 +116,7 @@ class Reconciler:
         except SpecError as error:
             return await self._invalid(key, resource, error)
         try:
-            return await self._valid(key, resource, dep)
+            return await self._carry_out(key, resource, dep, written)
         except (ApiError, LeaseLost, Retry):
             raise
         except Exception as error:
@@ -120,11 +125,8 @@ class Reconciler:
             try:
                 await self._statuses.failed(key, resource, message, time.time())
             except (ApiError, LeaseLost) as other:
-                log.warning(
-                    "the failure could not be written to the status: %s",
-                    other,
-                    extra={"namespace": key[0], "object": key[1]},
-                )
+                about = {"namespace": key[0], "object": key[1]}
+                log.warning("the failure could not be written to the status: %s", other, extra=about)
             raise
 
     async def _parsed(self, key: Key, resource: Object) -> MMRouterDeployment:
@@ -134,9 +136,15 @@ class Reconciler:
         except SpecError as error:
             if not any(sentence == NO_SUCH_FIELD for _, sentence in error.errors):
                 raise
-            known, dropped, complete = without_defaults(resource, schema_in(await self._published()))
-            if not complete and self._wait_for_schema(key):
-                raise Retry(f"{error}; the CRD is newer, and its schema is not published yet") from error
+            try:
+                published = await self._cluster.published()
+            except NotFound:
+                published = {}
+            known, dropped, complete = without_defaults(resource, schema_in(published))
+            if not complete:
+                self._unpublished[key] += 1
+                if self._unpublished[key] <= SCHEMA_RETRIES:
+                    raise Retry(f"{error}; the CRD is newer, and its schema is not published yet") from error
             dep = parse_deployment(known)
             for path in self._metrics.ignored(key, dropped):
                 log.warning("%s/%s: %s is unknown to this release and has its default value: ignored", *key, path)
@@ -145,28 +153,10 @@ class Reconciler:
         self._unpublished.pop(key, None)
         return dep
 
-    async def _published(self) -> Object:
-        try:
-            return await self._cluster.published()
-        except NotFound:
-            return {}
-
-    def _wait_for_schema(self, key: Key) -> bool:
-        """Whether to wait once more for the schema of a new CRD."""
-        self._unpublished[key] = self._unpublished.get(key, 0) + 1
-        return self._unpublished[key] <= SCHEMA_RETRIES
-
     async def _invalid(self, key: Key, resource: Object, error: SpecError) -> float | None:
         """Report an invalid resource. Its children stay unchanged until the resource changes."""
         snapshot = self._snapshot(key, resource, None, ())
         return await self._statuses.write(key, resource, error, snapshot, None, WriteResult())
-
-    async def _valid(self, key: Key, resource: Object, dep: MMRouterDeployment) -> float | None:
-        written = WriteResult()
-        try:
-            return await self._carry_out(key, resource, dep, written)
-        except ApiError as error:
-            raise _retry(error, reset=written.progressed) from error
 
     async def _carry_out(
         self, key: Key, resource: Object, dep: MMRouterDeployment, written: WriteResult
@@ -207,7 +197,7 @@ class Reconciler:
         if not written.failures:
             self._failures.pop(key, None)
             return
-        self._failures[key] = self._failures.get(key, 0) + 1
+        self._failures[key] += 1
         if self._failures[key] >= REPORTED_FAILURES:
             for ref, error in written.failures:
                 written.problems.append(Problem(CHILD_REFUSED, ref.kind, ref.name, f"{ref.kind} {ref.name}: {error}"))
@@ -331,16 +321,8 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._streams.forget(key)
-        self._followed.pop(key, None)
-        self._recreated.pop(key, None)
-        self._failures.pop(key, None)
-        self._unpublished.pop(key, None)
+        for known in (self._followed, self._recreated, self._failures, self._unpublished):
+            known.pop(key, None)
         self._metrics.ignored(key, ())
         self._children.forget(key)
         self._statuses.forget(key)
-
-
-def _retry(error: ApiError, *, reset: bool = False) -> Retry:
-    # NotFound: the resource or its namespace was deleted meanwhile, and its event is on the way.
-    what = "deleted meanwhile" if isinstance(error, NotFound) else type(error).__name__
-    return Retry(f"{what}: {error}", error.retry_after or 0.0, reset=reset)

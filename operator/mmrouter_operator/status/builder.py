@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
-from mmrouter_operator.model.labels import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL, ROUTABLE, VERIFIED
-from mmrouter_operator.model.problems import Problem
-from mmrouter_operator.model.snapshot import PodView, Snapshot
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL, ROUTABLE, VERIFIED
+from mmrouter_operator.model.snapshot import PodView, Problem, Snapshot
 from mmrouter_operator.planning.plan_draft import is_foreign
 from mmrouter_operator.planning.planner import RolloutPlan
 from mmrouter_operator.planning.pod_readiness_gates import (
@@ -21,10 +20,10 @@ from mmrouter_operator.planning.pod_readiness_gates import (
     is_verified,
     ready_frontends,
 )
-from mmrouter_operator.planning.rollout import Blocked, Rollout, pods_of
+from mmrouter_operator.planning.rollout_progress import Blocked, Rollout, pods_of
 from mmrouter_operator.status import condition_rules as rules
 from mmrouter_operator.status.conditions import Condition
-from mmrouter_operator.status.frontend_conditions import Before
+from mmrouter_operator.status.conditions_from_reports import Before
 
 Status = dict[str, Any]
 

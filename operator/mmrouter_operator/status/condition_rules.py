@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.problems import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
-from mmrouter_operator.model.snapshot import Snapshot
+from mmrouter_operator.model.kinds import POD_MONITOR_API
+from mmrouter_operator.model.snapshot import CHILD_NAME_TAKEN, CHILD_REFUSED, Problem, Snapshot
 from mmrouter_operator.planning.planner import SCALERS, RolloutPlan
-from mmrouter_operator.planning.rollout import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
+from mmrouter_operator.planning.rollout_progress import Blocked, Complete, Progress, Rollout, pod_problem, pool_of
 from mmrouter_operator.render import overridden
-from mmrouter_operator.render.kv_layouts import mismatches
-from mmrouter_operator.render.pod.pod_security import violations
-from mmrouter_operator.render.pod.template_hashes import SET_ROLES
-from mmrouter_operator.render.podmonitor import podmonitor_unavailable
+from mmrouter_operator.render.pod.kv_compatibility import mismatches
+from mmrouter_operator.render.pod.pod_security_violations import violations
+from mmrouter_operator.render.pod.spec_hashes import SET_ROLES
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition
-from mmrouter_operator.status.frontend_conditions import Before, exact_routing, pipeline, shared_memory
+from mmrouter_operator.status.conditions_from_reports import Before, exact_routing, pipeline, shared_memory
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 GROUPS: Mapping[str, frozenset[str]] = {
@@ -28,39 +27,26 @@ GROUPS: Mapping[str, frozenset[str]] = {
 }
 """Condition -> the roles that it covers. A condition without pools is left out."""
 
-_NOT_READY = {
-    c.FRONTEND_READY: "FrontendNotReady",
-    c.WORKERS_READY: "WorkersNotReady",
-    c.ENCODERS_READY: "EncodersNotReady",
-    c.RENDERERS_READY: "RenderersNotReady",
-}
 _REQUIRED_KINDS = frozenset({"Service", "Deployment"})
 _BLOCKING_REASONS = frozenset({CHILD_NAME_TAKEN, CHILD_REFUSED})
-_MAX_MESSAGE = 4000
-"""Characters of a message."""
 
 
 def of_rendered(
     dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, advice: Sequence[Problem], before: Before
 ) -> list[Condition]:
-    """Return the conditions of a resource that could be rendered."""
     groups = [_group(type_, [r for r in plan.rollouts if r.role in roles]) for type_, roles in GROUPS.items()]
     present = [group for group in groups if group is not None]
-    degraded = _degraded(_problems(snapshot, plan, advice), plan, before)
-    exact = exact_routing(dep, snapshot, plan, before)
-    chain = pipeline(dep, snapshot, plan, before)
-    pressure = shared_memory(dep, snapshot, before)
-    shown = [
+    staged = (pipeline(dep, snapshot, plan, before), shared_memory(dep, snapshot, before))
+    return [
         _ready(plan, present),
         condition(c.SPEC_VALID, "Valid", "the resource is valid"),
         _progressing(plan),
-        degraded,
+        _degraded(_problems(snapshot, plan, advice), plan, before),
         *present,
-        exact,
-        *(item for item in (chain, pressure) if item is not None),
+        exact_routing(dep, snapshot, plan, before),
+        *(item for item in staged if item is not None),
         *_warnings(dep, snapshot, plan, before),
     ]
-    return [_bounded(item) for item in shown]
 
 
 def with_missing_children(plan: RolloutPlan, snapshot: Snapshot, advice: Sequence[Problem]) -> RolloutPlan:
@@ -73,27 +59,16 @@ def with_missing_children(plan: RolloutPlan, snapshot: Snapshot, advice: Sequenc
 
 
 def of_invalid(message: str) -> list[Condition]:
-    """Return the conditions of a resource that cannot be read or rendered."""
     message = f"the resource is not valid, so its children stay as they are: {message}"
-    return [
-        _bounded(item)
-        for item in (
-            condition(c.READY, "SpecInvalid", message),
-            condition(c.SPEC_VALID, "Invalid", message),
-            condition(c.PROGRESSING, "SpecInvalid", message),
-            condition(c.DEGRADED, "SpecInvalid", message),
-        )
-    ]
+    reasons = {c.READY: "SpecInvalid", c.SPEC_VALID: "Invalid", c.PROGRESSING: "SpecInvalid", c.DEGRADED: "SpecInvalid"}
+    return [condition(type_, reason, message) for type_, reason in reasons.items()]
 
 
 def of_failure(message: str) -> list[Condition]:
-    """Return the conditions after a bug of the operator: whether the deployment serves is unknown."""
-    conditions = (condition(c.READY, "ReconcileFailed", message), condition(c.DEGRADED, "ReconcileFailed", message))
-    return [_bounded(item) for item in conditions]
+    return [condition(type_, "ReconcileFailed", message) for type_ in (c.READY, c.DEGRADED)]
 
 
 def of_not_begun() -> list[Condition]:
-    """Return the conditions of a deployment that was paused before any child was created."""
     message = "spec.paused is true, and nothing was created before it was"
     return [
         condition(c.READY, "FrontendNotReady", message),
@@ -108,13 +83,10 @@ def of_unusable(advice: Sequence[Problem]) -> list[Condition]:
     worst = advice[0].reason if advice else ""
     degraded = worst if worst in c.REASONS[c.DEGRADED] else "SecretMalformed"
     return [
-        _bounded(item)
-        for item in (
-            condition(c.READY, "SecretUnusable", message),
-            condition(c.SPEC_VALID, "Valid", "the resource is valid"),
-            condition(c.PROGRESSING, "SecretUnusable", message),
-            *([condition(c.DEGRADED, degraded, message)] if advice else []),
-        )
+        condition(c.READY, "SecretUnusable", message),
+        condition(c.SPEC_VALID, "Valid", "the resource is valid"),
+        condition(c.PROGRESSING, "SecretUnusable", message),
+        *([condition(c.DEGRADED, degraded, message)] if advice else []),
     ]
 
 
@@ -128,7 +100,7 @@ def _ready(plan: RolloutPlan, groups: Sequence[Condition]) -> Condition:
     if all(group.reason == "RollingOut" for group in bad):
         return condition(c.READY, "RollingOut", message)
     worst = next(group for group in bad if group.reason != "RollingOut")
-    return condition(c.READY, _NOT_READY[worst.type], message)
+    return condition(c.READY, worst.type.replace("Ready", "NotReady"), message)
 
 
 def _progressing(plan: RolloutPlan) -> Condition:
@@ -215,10 +187,8 @@ def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, be
     else:
         yield condition(c.AUTHENTICATED, "ApiKeys", "clients need a key")
     if dep.spec.observability.pod_monitor == "Enabled":
-        if podmonitor_unavailable(dep, snapshot.capabilities):
-            message = (
-                "spec.observability.podMonitor is Enabled, and the cluster does not serve monitoring.coreos.com/v1"
-            )
+        if not snapshot.capabilities.serves(POD_MONITOR_API):
+            message = f"spec.observability.podMonitor is Enabled, and the cluster does not serve {POD_MONITOR_API}"
             yield condition(c.MONITORING, "PodMonitorUnavailable", message)
         else:
             yield condition(c.MONITORING, "Available", "PodMonitors exist")
@@ -276,9 +246,3 @@ def _unchanged(last: Mapping[str, Any] | None) -> Iterator[Condition]:
             "message": str(message),
         }:
             yield Condition(type_, status, reason, message)
-
-
-def _bounded(item: Condition) -> Condition:
-    if len(item.message) <= _MAX_MESSAGE:
-        return item
-    return Condition(item.type, item.status, item.reason, item.message[:_MAX_MESSAGE] + "...")

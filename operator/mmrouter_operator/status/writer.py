@@ -5,16 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
-from mmrouter_operator.cluster.boot_clock import boot_time
 from mmrouter_operator.cluster.cache import WatchCache
 from mmrouter_operator.cluster.child_writer import WriteResult
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster, Object, Refused
+from mmrouter_operator.cluster.lease import boot_time
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.model.snapshot import Key, Snapshot
 from mmrouter_operator.planning.planner import RolloutPlan
 from mmrouter_operator.status.builder import Status, status_of, status_of_failure, urgent
-from mmrouter_operator.status.condition_events import transitions
+from mmrouter_operator.status.conditions import transitions
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,10 @@ class StatusWriter:
         if refused is not None and refused[0] == generation and boot_time() < refused[1] + REFUSED_FOR:
             return
         try:
-            live = await self._cluster.apply_status(_manifest(resource, status))
+            # The uid excludes a new resource of the same name.
+            identity = {field: resource["metadata"][field] for field in ("name", "namespace", "uid")}
+            manifest = {"apiVersion": resource["apiVersion"], "kind": resource["kind"], "metadata": identity}
+            live = await self._cluster.apply_status({**manifest, "status": status})
         except Refused as error:
             # For example, its spec is invalid for the current CRD: no status can be written until the spec is
             # corrected, and that triggers a reconcile.
@@ -102,10 +105,9 @@ class StatusWriter:
             # The spec changed meanwhile. The response is in the cache already, so the watch event will change nothing.
             written.retry_in(0.0)
         for event in transitions(before, status):
-            await self._event(resource, event.type, event.reason, event.action, event.note)
+            await self._event(resource, event.type, event.reason, "Reconcile", event.note)
 
     def forget(self, key: Key) -> None:
-        """Forget a deleted deployment."""
         self._written.pop(key, None)
         self._refused.pop(key, None)
         self._metrics.conditions(key, ())
@@ -132,10 +134,3 @@ def _shows(live: Status, wanted: Status) -> bool:
         return {**status, **ordered}
 
     return by_name(live) == by_name(wanted)
-
-
-def _manifest(resource: Object, status: dict[str, Any]) -> Object:
-    metadata = resource["metadata"]
-    # The uid excludes a new resource of the same name.
-    identity = {"name": metadata["name"], "namespace": metadata["namespace"], "uid": metadata["uid"]}
-    return {"apiVersion": resource["apiVersion"], "kind": resource["kind"], "metadata": identity, "status": status}

@@ -5,10 +5,11 @@ disconnects aborts the request in the engine.
 """
 
 import asyncio
+import collections
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast, get_args
 
 from blake3 import blake3
@@ -20,18 +21,26 @@ from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import RequestIds
 from mmrouter_router.core.settings import Settings
-from mmrouter_router.dispatch.engine_client import ERROR_LIMIT, EngineReply
+from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.dispatch.forwarder import Forwarder
-from mmrouter_router.explain.decisions import DecisionCounts, DecisionLog, DecisionTrace, predicted_afterwards
-from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
-from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
+from mmrouter_router.dispatch.stages import ForwardCall
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, predicted_afterwards
+from mmrouter_router.http.client_channel import (
+    AsgiClient,
+    BodyBudget,
+    BodyReservation,
+    Client,
+    ClientGoneError,
+    Receive,
+    Scope,
+    Send,
+)
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake.api_key_auth import Tenant, Tenants
 from mmrouter_router.intake.json_body import Raw
-from mmrouter_router.intake.tenant_keys import Tenant, Tenants
-from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.request.prepare import Preparer
-from mmrouter_router.request.prepared import Prepared
+from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage, Prepared
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failure_of, outcome, trace_context
@@ -70,7 +79,8 @@ class Chat:
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
         self.needs_prompt, self._answered = needs_prompt, answered
-        self.decisions, self.counts = DecisionLog(), DecisionCounts()
+        self.decisions = DecisionLog()
+        self.counts: collections.Counter[str] = collections.Counter()  # since the process started
         self.body_budget = BodyBudget(quantity_bytes(spec.frontend.max_held_bytes))
         self._ids = RequestIds(f"{settings.router_id}-")
         self._intake_seconds, self._prepare_seconds = (metrics.stage.labels(name) for name in ("intake", "prepare"))
@@ -178,15 +188,17 @@ class Chat:
         shown = trusted or self.debug_headers
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
         outgoing = self._outgoing(path, prepared)
-        fingerprint = _fingerprint(prepared)
-        reply = await self._forwarder.send(request_id, prepared, outgoing, fingerprint, trace_context(headers), policy)
+        call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy)
+        reply = await self._forwarder.send(call, _fingerprint(prepared))
         try:
             self.decisions.add(request_id, reply.trace)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
             extra = self._headers(request_id, reply, debug=shown)
             if reply.answer.status >= 400:
-                await _pass_error(client, reply, extra, self._adapter.prompt_error_field)
+                raw = await reply.error_text()
+                field_of = self._adapter.prompt_error_field
+                await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of), extra)
             else:
                 passed = [(n, v) for n, v in reply.answer.headers if n not in _HOP_BY_HOP]
                 await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
@@ -221,13 +233,13 @@ class Chat:
                 self._metrics.unresolved.labels(image.unresolved.split(":")[0]).inc()
         if prepared.unseen:
             return  # shares are of predicted prompts only
-        self._metrics.prompt_blocks.inc(decision.choice.winner.blocks)
-        self._metrics.overlap_blocks.inc(decision.choice.winner.overlap)
-        self.counts.add(
-            exact=decision.exactness == "exact",
-            prompt_blocks=decision.choice.winner.blocks,
-            hit_blocks=decision.choice.winner.overlap,
-        )
+        blocks, hits = decision.choice.winner.blocks, decision.choice.winner.overlap
+        self._metrics.prompt_blocks.inc(blocks)
+        self._metrics.overlap_blocks.inc(hits)
+        self.counts["decisions"] += 1
+        self.counts["exact_decisions"] += decision.exactness == "exact"
+        self.counts["prompt_blocks"] += blocks
+        self.counts["hit_blocks"] += hits
 
     def _trusted(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Return whether the request has the control token, with which it may see overlap and choose its policy.
@@ -283,21 +295,6 @@ def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:
     if wanted not in get_args(Policy):
         raise RequestError.invalid(f"{wanted!r} is no policy: {', '.join(get_args(Policy))}", param=POLICY.decode())
     return cast(Policy, wanted)
-
-
-async def _pass_error(
-    client: Client,
-    reply: EngineReply,
-    extra: list[tuple[bytes, bytes]],
-    field_of: Callable[[int, Mapping[str, Any]], str | None],
-) -> None:
-    """Send an engine's error in OpenAI's shape, with its field where known."""
-    raw = reply.first
-    while piece := await reply.answer.piece():
-        raw += piece
-        if len(raw) > ERROR_LIMIT:
-            break
-    await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of), extra)
 
 
 async def _refuse(client: Client, error: RequestError, extra: list[tuple[bytes, bytes]]) -> None:

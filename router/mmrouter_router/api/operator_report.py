@@ -1,19 +1,36 @@
 """Reports to the operator: whether each pod is routable and verified (docs/architecture.md), and monotonic counts.
 
-A report holds no clock, sequence number or load, so two reports are equal unless something relevant changed.
+A report holds no clock, sequence number or load, so two reports are equal unless something relevant changed. The
+stream sends whole reports as server-sent events, only after changes. They are compared after every change of the fleet
+and twice a second, because some states change with time alone (a silent sidecar, a probe). Changes of counts alone are
+sent at most every :data:`COUNTS_SECONDS`, so a busy router sends a bounded number of events.
 """
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mmrouter_router.encoding.encoder_probes import EncoderProbes, ProbeState
-from mmrouter_router.explain.decisions import DecisionCounts
+import orjson
+
+from mmrouter_router.encoding.encoder_pods import EncoderProbes, ProbeState
 from mmrouter_router.fleet.feed_client import STALE_SECONDS
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer
-from mmrouter_router.scheduling.pipeline_form import canary_applies
+from mmrouter_router.scheduling.pipeline_stages import canary_applies
+
+BATCH_SECONDS = 0.2
+"""Changes within this time are one event."""
+CHECK_SECONDS = 0.5
+COUNTS_SECONDS = 5.0
+KEEPALIVE_SECONDS = 15.0
+"""Interval of comments, by which the operator tells a quiet router from a dead one."""
+COUNTS = ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")
+KEEPALIVE = b": still here\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +45,12 @@ class Reporter:
     fleet: Fleet
     renderer: Renderer
     probes: EncoderProbes
-    counts: DecisionCounts
+    counts: Counter[str]  # named as in COUNTS, since the process started
     ready: Callable[[], bool]
     possible: Callable[[], bool]
     degraded: Callable[[], tuple[str, ...]]
 
     def report(self) -> dict[str, Any]:
-        """Return the report as plain values."""
         workers: dict[str, dict[str, Any]] = {}
         for worker in self.fleet:
             member = worker.member
@@ -52,23 +68,16 @@ class Reporter:
             "ready": self.ready(),
             "workers": workers,
             "degraded": list(self.degraded()),
-            "decisions": self.counts.decisions,
-            "exact_decisions": self.counts.exact,
-            "prompt_blocks": self.counts.prompt_blocks,
-            "hit_blocks": self.counts.hit_blocks,
+            **{name: self.counts[name] for name in COUNTS},
         }
 
     def standing(self, worker: Worker) -> ProbeState:
         """Return the state of a pod with a sidecar, by its role."""
         if worker.member.role == "encoder":
             return self.probes.encoder(worker)
-        unroutable = self._unroutable(worker)
-        if not unroutable and not worker.sync.synced:
-            unroutable = "no_snapshot", "the snapshot of its cache has not come yet"
-        verified = worker.canary
-        if unroutable:
-            return ProbeState(False, verified, *unroutable)
-        return ProbeState(True, verified, *self._unverified(worker))
+        if unroutable := self._unroutable(worker):
+            return ProbeState(False, worker.canary, *unroutable)
+        return ProbeState(True, worker.canary, *self._unverified(worker))
 
     def _unroutable(self, worker: Worker) -> tuple[str, str] | tuple[()]:
         """Return why the worker is unroutable, as cause and message; empty where it is routable."""
@@ -79,7 +88,7 @@ class Reporter:
             return "draining", "it lets its last requests finish"
         if beat.engine_state != "up":
             return f"engine_{beat.engine_state}", f"its engine is {beat.engine_state}"
-        return ()
+        return () if worker.sync.synced else ("no_snapshot", "the snapshot of its cache has not come yet")
 
     def _unverified(self, worker: Worker) -> tuple[str, str]:
         canary = worker.heartbeat.canary if worker.heartbeat is not None else None
@@ -104,3 +113,37 @@ def _renderer_state(row: dict[str, Any]) -> ProbeState:
 
 def _row(uid: str, pool: str, role: str, standing: ProbeState, *, draining: bool) -> dict[str, Any]:
     return {"uid": uid, "pool": pool, "role": role, **standing._asdict(), "draining": draining}
+
+
+async def events(
+    report: Callable[[], dict[str, Any]],
+    fleet: Fleet,
+    stopping: asyncio.Event,
+    *,
+    counts_seconds: float = COUNTS_SECONDS,
+    keepalive_seconds: float = KEEPALIVE_SECONDS,
+) -> AsyncIterator[bytes]:
+    """Yield the report now and after changes, with comments in between; end after ``stopping`` is set."""
+    changed = asyncio.Event()
+    fleet.change_listeners.append(changed.set)
+    last: dict[str, Any] = {}
+    sent_at = counted_at = -float("inf")
+    try:
+        while True:
+            changed.clear()
+            ending, now, current = stopping.is_set(), time.monotonic(), report()
+            differing = [name for name, value in current.items() if last.get(name) != value]
+            if any(name not in COUNTS for name in differing) or (differing and now - counted_at >= counts_seconds):
+                last, sent_at, counted_at = current, now, now
+                yield b"data: " + orjson.dumps(current) + b"\n\n"
+            elif now - sent_at >= keepalive_seconds:
+                sent_at = now
+                yield KEEPALIVE
+            if ending:
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_SECONDS):
+                    await changed.wait()
+                await asyncio.sleep(BATCH_SECONDS)
+    finally:
+        fleet.change_listeners.remove(changed.set)

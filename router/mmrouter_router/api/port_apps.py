@@ -1,23 +1,43 @@
-"""The apps of the ports for clients (8000) and for metrics and health (9090). Module ``control`` has the third."""
+"""The apps of the ports: for clients (8000), control with a token (8001; docs/architecture.md), and metrics (9090)."""
 
+import asyncio
+import hmac
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+import aiohttp
+import msgspec
+from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 
+from mmrouter_lib.prompt import Prompter
 from mmrouter_router.api.chat import FORWARDED, Chat
+from mmrouter_router.api.operator_report import events
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.dispatch.engine_client import choose_pair
+from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.explain.decisions import trace_of
+from mmrouter_router.explain.differences import rendering_json
+from mmrouter_router.explain.parity_check import verdict_json
+from mmrouter_router.fleet.membership import Peer
+from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.client_channel import Message, Receive, Scope, Send
 from mmrouter_router.http.hot_request import HotRequest
 from mmrouter_router.http.server import Shutdown
-from mmrouter_router.intake.tenant_keys import Tenants
-from mmrouter_router.request.engine_request import CHAT
+from mmrouter_router.intake.api_key_auth import DEFAULT, Tenants
+from mmrouter_router.request.prepared import CHAT
+from mmrouter_router.request.renderer_client import Renderer
+from mmrouter_router.scheduling.placer import NoWorkerError, Placer
 from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.verify.sampling import ParitySampler
 
 CLIENT_PORT, METRICS_PORT = 8000, 9090
 MODELS, HEALTH = "/v1/models", "/health"
+CONTROL_PORT = 8001
+PEER_SECONDS = 2.0
+PARITY_SECONDS = 0.5
+"""How long a requested comparison waits for missing blocks."""
 
 
 def client_app(
@@ -48,7 +68,6 @@ def client_app(
 
 
 def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
-    """Return the app for the kubelet and for Prometheus."""
     app = FastAPI(title="mmrouter metrics", openapi_url=None)
 
     @app.get("/healthz")
@@ -70,17 +89,14 @@ def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
 def _public_app(tenants: Tenants, ready: Callable[[], bool], model: dict[str, Any]) -> FastAPI:
     app = FastAPI(title="mmrouter", openapi_url=None)
 
-    @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> Response:
-        return Response(error.to_body(), error.status, headers=error.headers, media_type="application/json")
+    app.add_exception_handler(RequestError, error_response)
 
     @app.exception_handler(404)
-    async def unknown_path(request: Request, _: Exception) -> Response:
-        return await refused(request, RequestError.not_found(request.method, request.url.path))
-
     @app.exception_handler(405)
-    async def wrong_method(request: Request, _: Exception) -> Response:
-        return await refused(request, RequestError.method_not_allowed(request.method, request.url.path))
+    async def no_route(request: Request, error: Exception) -> Response:
+        is_known = getattr(error, "status_code", 404) == 405
+        make = RequestError.method_not_allowed if is_known else RequestError.not_found
+        return await error_response(request, make(request.method, request.url.path))
 
     @app.get(MODELS)
     async def models(request: Request) -> dict[str, Any]:
@@ -92,6 +108,12 @@ def _public_app(tenants: Tenants, ready: Callable[[], bool], model: dict[str, An
         return Response(status_code=200 if ready() else 503)
 
     return app
+
+
+async def error_response(_: Request, error: Exception) -> Response:
+    """Return a :class:`RequestError` in OpenAI's shape."""
+    assert isinstance(error, RequestError)
+    return Response(error.to_body(), error.status, headers=error.headers, media_type="application/json")
 
 
 def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
@@ -107,3 +129,167 @@ def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
         await send(message)
 
     return send_counted
+
+
+def control_app(
+    *,
+    token: str,
+    router_id: str,
+    fleet: Fleet,
+    placer: Placer,
+    stages: Stages,
+    chat: Chat,
+    sampler: ParitySampler,
+    renderer: Renderer,
+    prompter: Prompter | None,
+    peers: Callable[[], tuple[Peer, ...]],
+    report: Callable[[], dict[str, Any]],
+    stopping: asyncio.Event,
+    refusals: Counter,
+) -> FastAPI:
+    """Build the control application. ``report``: the content of the stream, which ends with ``stopping``.
+
+    ``refusals``: counts requests without the token, by reason.
+    """
+
+    def authorized(authorization: Annotated[str, Header()] = "") -> None:
+        if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+            refusals.labels("wrong" if authorization else "missing").inc()
+            raise HTTPException(401, "the control token is missing or wrong")
+
+    app = FastAPI(title="mmrouter control", openapi_url=None, dependencies=[Depends(authorized)])
+
+    app.add_exception_handler(RequestError, error_response)
+
+    @app.get("/control/state")
+    async def state() -> dict[str, Any]:
+        return {**state_of(report(), fleet, placer), "renderers": renderer.state()}
+
+    @app.get("/control/stream")
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(events(report, fleet, stopping), media_type="text/event-stream")
+
+    @app.get("/control/workers/{uid}/keys")
+    async def keys(uid: str) -> dict[str, Any]:
+        worker = fleet.workers.get(uid)
+        if worker is None:
+            raise HTTPException(404, f"no worker {uid}")
+        return {
+            "worker": worker.id,
+            "epoch": worker.sync.epoch,
+            "seq": worker.sync.seq,
+            "synced": worker.sync.synced,
+            "keys": {rank: sorted(f"{k:016x}" for k in fleet.index.keys(slot)) for rank, slot in worker.slots.items()},
+        }
+
+    @app.get("/control/decisions")
+    async def latest(count: int = 50) -> list[dict[str, Any]]:
+        return [trace.as_json() for trace in chat.decisions.latest(min(max(count, 1), 1000))]
+
+    @app.get("/control/decisions/{request_id}")
+    async def decision(request_id: str, ask: bool = True, parity: bool = False) -> JSONResponse:
+        """Return a logged decision; with ``parity`` after comparing it with its worker's blocks."""
+        trace = chat.decisions.get(request_id)
+        if trace is not None:
+            if parity:
+                trace.parity = await sampler.check(trace, seconds=PARITY_SECONDS) or trace.parity
+            evidence: dict[str, Any] = {"parity": None, "rendering": None}
+            if trace.parity is not None and trace.expected is not None:
+                evidence["parity"] = verdict_json(trace.parity, trace.expected, prompter)
+            if trace.rendering is not None:
+                evidence["rendering"] = rendering_json(trace.rendering, prompter)
+            return JSONResponse({**_with_holders(await chat.describe(trace), fleet), **evidence})
+        if ask and not request_id.startswith(f"{router_id}-"):
+            answer = await _ask_peers(peers(), request_id, token, parity=parity)
+            if answer is not None:
+                return JSONResponse(answer)
+        raise HTTPException(404, f"no decision {request_id} is kept")
+
+    @app.post("/control/explain")
+    async def explain(request: Request, x_mmrouter_api_key: Annotated[str, Header()] = "") -> dict[str, Any]:
+        """Run everything but the dispatch of a request, for the tenant of the API key, if any."""
+        tenant = chat.tenant(x_mmrouter_api_key) if x_mmrouter_api_key else DEFAULT
+        prepared = await chat.prepare(CHAT, await request.body(), tenant)
+        try:
+            form = stages.form()
+            if form.paired:
+                answers, computes = choose_pair(placer, prepared, form.answers, dry_run=True)
+                chosen = computes or answers
+            else:
+                chosen = placer.place(prepared, dry_run=True, roles=form.answers)
+        except NoWorkerError as error:
+            raise RequestError.no_worker(str(error)) from error
+        trace = trace_of("dry-run", prepared, chosen)
+        trace.form, trace.degraded = form.name, form.degraded
+        return _with_holders(trace.as_json(), fleet)
+
+    return app
+
+
+def state_of(report: dict[str, Any], fleet: Fleet, placer: Placer) -> dict[str, Any]:
+    """Return the report with the full state of every worker, as plain values."""
+    rows = report["workers"]
+    return {
+        **report,
+        "index_keys": len(fleet.index),
+        "workers": [
+            {**worker_of(worker, fleet, placer), **_verdict(worker, rows.get(worker.member.uid, {}))}
+            for worker in fleet
+        ],
+    }
+
+
+def _verdict(worker: Worker, row: dict[str, Any]) -> dict[str, Any]:
+    verdict: dict[str, Any] = {name: row[name] for name in ("routable", "verified", "cause", "message") if name in row}
+    if worker.member.role == "encoder" and verdict:  # encoders have no canary and no blocks
+        proved = {"True": "verified", "False": "degraded"}.get(verdict["verified"], "pending")
+        verdict["standing"] = proved if verdict["routable"] else "unsynced"
+    return verdict
+
+
+def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
+    beat, member = worker.heartbeat, worker.member
+    return {
+        **{name: getattr(member, name) for name in ("uid", "name", "ip", "pool", "role", "admitted")},
+        "id": worker.id,
+        "standing": placer.eligibility(worker),
+        "routable": worker.routable,
+        "synced": worker.sync.synced,
+        "epoch": worker.sync.epoch,
+        "seq": worker.sync.seq,
+        **{name: getattr(beat, name, "") for name in ("engine", "engine_state", "engine_version")},
+        "block_size": placer.block_size(worker),
+        "draining": bool(beat and beat.draining) or worker.member.draining,
+        "digests": beat.digests if beat else {},
+        "canary": worker.canary,
+        "canary_cause": beat.canary.cause if beat and beat.canary else "",
+        "canary_message": beat.canary.message if beat and beat.canary else "",
+        "shared": msgspec.structs.asdict(beat.shared) if beat and beat.shared else None,
+        "held": {rank: fleet.index.held(slot) for rank, slot in worker.slots.items()},
+        "heard_seconds_ago": round(fleet.now() - worker.heartbeat_at, 3) if worker.heartbeat_at else None,
+        "waiting": sum(usage.others for usage in worker.usage.values()),
+        "in_flight": sum(usage.requests for usage in worker.usage.values()),
+        "in_flight_elsewhere": sum(usage.peer_requests for usage in worker.usage.values()),
+    }
+
+
+def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
+    """Add the workers that hold each block now."""
+    names = {slot: worker.member.name for worker in fleet for slot in worker.slots.values()}
+    held = [[name for slot, name in names.items() if fleet.index.holds(slot, int(key, 16))] for key in trace["keys"]]
+    return {**trace, "holders_now": [sorted(holders) for holders in held]}
+
+
+async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, parity: bool) -> Any | None:
+    headers, timeout = {"authorization": f"Bearer {token}"}, aiohttp.ClientTimeout(total=PEER_SECONDS)
+    query = "ask=false&parity=true" if parity else "ask=false"
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        for peer in peers:
+            url = f"http://{peer.ip}:{CONTROL_PORT}/control/decisions/{request_id}?{query}"
+            try:
+                async with session.get(url, headers=headers) as answer:
+                    if answer.status == 200:
+                        return await answer.json()
+            except (aiohttp.ClientError, TimeoutError):
+                continue  # the peer is down, and its decisions are lost
+    return None

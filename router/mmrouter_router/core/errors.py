@@ -1,8 +1,4 @@
-"""Errors for clients in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``.
-
-A fault of the request is a :class:`RequestError` with a 4xx status whose ``param`` names the field as the client would
-write it: ``messages[2].content[0].image_url.url``.
-"""
+"""Errors for clients in OpenAI's shape; ``param`` names a field as clients write it (``messages[2].content``)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Self
@@ -10,8 +6,7 @@ from typing import Any, Final, Self
 import orjson
 
 SHOWN_CHARACTERS = 80
-OVERLOADED: Final = frozenset({"queue_full", "router_full"})
-"""Codes of refusals under overload."""
+OVERLOADED: Final = frozenset({"queue_full", "router_full"})  # codes of refusals under overload
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
 """Status and decoded error body of an engine -> the request field that the error is about."""
@@ -31,11 +26,8 @@ class RequestError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.param = param
-        self.code = code
+        self.status, self.message, self.type = status, message, type
+        self.param, self.code = param, code
         self.headers: dict[str, str] = dict(headers or {})
 
     def to_body(self) -> bytes:
@@ -58,13 +50,11 @@ class RequestError(Exception):
 
     @classmethod
     def wrong_type(cls, param: str, expected: str, value: Any) -> Self:
-        """400: a field is not of the JSON type ``expected`` ("a string")."""
         message = f"Invalid type for '{param}': expected {expected}, but got {kind_of(value)}."
         return cls.invalid(message, param=param, code="invalid_type")
 
     @classmethod
     def unknown_value(cls, param: str, value: Any, known: Sequence[str]) -> Self:
-        """400: a field is none of its allowed values."""
         message = f"Invalid value for '{param}': {shown(value)}. Known values: {', '.join(known)}."
         return cls.invalid(message, param=param, code="invalid_value")
 
@@ -85,7 +75,6 @@ class RequestError(Exception):
 
     @classmethod
     def head_too_large(cls, limit: int) -> Self:
-        """431: the head, or trailers, are larger than ``limit`` bytes."""
         message = f"The request's head is larger than the limit of {limit} bytes."
         return cls(431, message, code="head_too_large")
 
@@ -134,11 +123,9 @@ class RequestError(Exception):
 
     @classmethod
     def from_engine(cls, status: int, body: bytes, field_of: FieldOf | None = None) -> Self:
-        """Convert an engine's error answer (status 400 or above) to OpenAI's shape.
+        """Convert an engine's error (OpenAI's shape, its older flat form, FastAPI's ``detail``, text) to OpenAI's.
 
-        Accepts OpenAI's shape, its older flat form, FastAPI's ``detail`` and plain text. ``field_of`` names the field
-        where the engine does not. A 401 or 403 of an engine concerns the router's credentials and becomes a 502.
-        Raises ``ValueError`` for a status below 400.
+        ``field_of`` names the field where the engine does not. Raises ``ValueError`` for a status below 400.
         """
         if status < 400:
             raise ValueError(f"status {status} is no error")
@@ -167,7 +154,6 @@ def shown(value: Any) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return the JSON kind of a value, with its article."""
     kinds = ((bool, "a boolean"), (str, "a string"), (int | float, "a number"), (list, "an array"), (dict, "an object"))
     return next((name for kind, name in kinds if isinstance(value, kind)), "null")
 

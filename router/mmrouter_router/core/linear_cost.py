@@ -1,32 +1,25 @@
 """Learned linear cost model of an encoder: seconds = overhead + tokens / rate.
 
 The line is fitted to recent images by the Theil-Sen estimator (the median of the slopes of all pairs), which tolerates
-a quarter of outliers. Images of one size do not separate slope from overhead: then the current line is scaled by the
-median ratio instead.
+a quarter of outliers. Images of one size cannot separate slope from overhead: the line is scaled by the median ratio.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
-from mmrouter_lib.engines.base.accelerator_settings import DEVICES
+from mmrouter_lib.engines.base.launch import DEVICES
 
-WINDOW: Final = 32
-"""Images of one fit: a change of rate shows after half of them."""
-EAGER: Final = 8
-"""Images up to which each one triggers a fit; then every fourth does, because a fit compares all pairs."""
+WINDOW: Final = 32  # images of one fit: a change of rate shows after half of them
+EAGER: Final = 8  # images up to which each one triggers a fit; then every fourth does, because a fit compares all pairs
 GUESSED_TOKENS_PER_SECOND: Final = 1000.0
-GUESSED_OVERHEAD: Final = 0.005
-"""A first guess for the slowest kind of accelerator; it affects the first images only."""
-_SPREAD: Final = 0.2
-"""A pair contributes a slope where its sizes differ by this share of the largest size."""
+GUESSED_OVERHEAD: Final = 0.005  # a first guess for the slowest kind of accelerator; it affects the first images only
+_SPREAD: Final = 0.2  # a pair contributes a slope where its sizes differ by this share of the largest size
 _PAIRS: Final = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """Seconds for an image by its visual tokens."""
 
     overhead: float  # seconds per image
@@ -37,7 +30,6 @@ class Line:
         return images * self.overhead + tokens * self.per_token
 
     def scaled(self, factor: float) -> "Line":
-        """Return the line of an encoder ``factor`` times as slow."""
         return Line(self.overhead * factor, self.per_token * factor)
 
 
@@ -58,10 +50,9 @@ class Rate:
         self._batch = (0, 0, 0.0)  # images, tokens, seconds of the newest entry
 
     def observe(self, tokens: int, seconds: float, at_once: int = 1) -> None:
-        """Add a measurement: an image took ``seconds`` of the encoder.
+        """Add a measurement: an image took ``seconds`` of the encoder, whose batch limit is ``at_once``.
 
-        ``at_once``: the encoder's batch limit. The images of one batch return together, the first with all the seconds
-        and the others with almost none, so they count as one measurement.
+        The images of a batch return together, the first with all the seconds, so they count as one measurement.
         """
         if seconds < 0:
             raise ValueError(f"an image took {seconds} s")

@@ -5,17 +5,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from mmrouter_lib.api import MMRouterDeployment, load_deployment
 
 Discovery = Literal["file", "kubernetes"]
 DRAIN_SECONDS = 30.0
+CURVE_FILES = ("router.curve.public", "router.curve.secret", "sidecar.curve.public")
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
-@dataclass(frozen=True, slots=True)
-class CurveKeys:
+class CurveKeys(NamedTuple):
     """CURVE keys in Z85: the router's pair and the public key of all sidecars."""
 
     public: bytes
@@ -46,32 +46,23 @@ class Settings:
     control_token: str
     curve: CurveKeys
     pod_uid: str = ""
-    discovery: Discovery = "file"
-    """Source of the pods: the cluster's API, or a file."""
-    drain_seconds: float = DRAIN_SECONDS
-    """How long answers may take after SIGTERM."""
+    discovery: Discovery = "file"  # source of the pods: the cluster's API, or a file
+    drain_seconds: float = DRAIN_SECONDS  # how long answers may take after SIGTERM
     api_server: ApiServer = ApiServer("", "443", Path(SERVICE_ACCOUNT_DIR))
-    node: str = ""
-    """Name of the pod's node."""
-    shared_dir: Path | None = None
-    """Folder shared by the pods of the node."""
-    shared_limit_bytes: int = 0
-    """Bytes that this process may use there."""
-    always_hand_over: bool = False
-    """Use every possible hand-over regardless of its cost, for tests."""
-    bind_all: bool = False
-    """Listen on all addresses of the pod; a port-forward uses its loopback."""
+    node: str = ""  # name of the pod's node
+    shared_dir: Path | None = None  # folder shared by the pods of the node
+    shared_limit_bytes: int = 0  # bytes that this process may use there
+    always_hand_over: bool = False  # use every possible hand-over regardless of its cost, for tests
+    bind_all: bool = False  # listen on all addresses of the pod; a port-forward uses its loopback
 
     @property
     def host(self) -> str:
-        """The address to listen on."""
         if not self.bind_all:
             return self.pod_ip
         return "::" if ":" in self.pod_ip else "0.0.0.0"  # noqa: S104 - network policies guard the pod
 
     @property
     def served_model(self) -> str:
-        """The model's name in requests."""
         return self.deployment.spec.model.served_name or self.deployment.metadata.name
 
     @property
@@ -105,11 +96,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         identity_key=_read(secrets / "identity.key"),
         engine_key=_text(secrets / "engine.key"),
         control_token=_text(secrets / "control.token"),
-        curve=CurveKeys(
-            public=_text(secrets / "router.curve.public").encode(),
-            secret=_text(secrets / "router.curve.secret").encode(),
-            server=_text(secrets / "sidecar.curve.public").encode(),
-        ),
+        curve=CurveKeys(*(_text(secrets / name).encode() for name in CURVE_FILES)),
         pod_uid=uid,
         discovery=cast(Discovery, discovery),
         drain_seconds=_seconds(env, "MMROUTER_DRAIN_SECONDS", DRAIN_SECONDS),

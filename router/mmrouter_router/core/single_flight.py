@@ -1,12 +1,9 @@
-"""Single flight: concurrent calls with one key share one execution.
-
-The execution is cancelled when its last caller is, so there are never more executions than callers. Its result or
-exception goes to all callers and is not cached.
-"""
+"""Single flight: concurrent calls with one key share one execution, cancelled with its last caller, never cached."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -30,7 +27,10 @@ class SingleFlight(Generic[K, V]):
 
     async def run(self, key: K, execute: Callable[[], Coroutine[Any, Any, V]]) -> V:
         """Return the result of this key's execution; start ``execute`` where there is none. Raises what it raises."""
-        execution = self._executions.get(key) or self._start(key, execute)
+        execution = self._executions.get(key)
+        if execution is None:
+            execution = self._executions[key] = _Execution(asyncio.create_task(execute()))
+            execution.task.add_done_callback(partial(self._finish, key, execution))
         execution.callers += 1
         try:
             return await asyncio.shield(execution.task)
@@ -42,22 +42,15 @@ class SingleFlight(Generic[K, V]):
                 execution.task.cancel()
 
     async def close(self) -> None:
-        """Cancel all executions."""
         tasks = [execution.task for execution in self._executions.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, key: K, execute: Callable[[], Coroutine[Any, Any, V]]) -> _Execution[V]:
-        execution = self._executions[key] = _Execution(asyncio.create_task(execute()))
-
-        def finish(task: asyncio.Task[V]) -> None:
-            self._forget(key, execution)
-            if not task.cancelled():
-                task.exception()  # mark it as retrieved, since all callers may have been cancelled
-
-        execution.task.add_done_callback(finish)
-        return execution
+    def _finish(self, key: K, execution: _Execution[V], task: asyncio.Task[V]) -> None:
+        self._forget(key, execution)
+        if not task.cancelled():
+            task.exception()  # mark it as retrieved, since all callers may have been cancelled
 
     def _forget(self, key: K, execution: _Execution[V]) -> None:
         if self._executions.get(key) is execution:

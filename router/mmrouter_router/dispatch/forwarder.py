@@ -6,20 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from mmrouter_lib.engines.sglang.pair_headers import failure_of as failure_of_sglang
+from mmrouter_lib.engines.sglang.stage_requests import failure_of as failure_of_sglang
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply
-from mmrouter_router.dispatch.sglang_pair import PrefillError, PrefillHalf, choose_pair
-from mmrouter_router.dispatch.stages import PREFILL_SECONDS, StageReport, StageResult, Stages
+from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply, PrefillError, PrefillHalf, choose_pair
+from mmrouter_router.dispatch.stages import PREFILL_SECONDS, ForwardCall, StageReport, StageResult, Stages
 from mmrouter_router.explain.decisions import DecisionTrace, trace_of
 from mmrouter_router.fleet.workers import Target
-from mmrouter_router.handover import AddressedRequest, BytesDelivery, Delivery
+from mmrouter_router.handover.request_delivery import AddressedRequest, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Answer, Body, UpstreamError
-from mmrouter_router.request.engine_request import CHAT, Outgoing
-from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.pipeline_form import WHOLE, PipelineForm
+from mmrouter_router.request.prepared import CHAT, Prepared
+from mmrouter_router.scheduling.pipeline_stages import WHOLE, PipelineForm
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer, QueueFullError
-from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, child_span, failure_of
 
@@ -39,21 +36,9 @@ class Quarantine:
         return fingerprint in self._fingerprints
 
     def add(self, fingerprint: bytes) -> None:
-        """Refuse this request from now on."""
         self._fingerprints[fingerprint] = None
         if len(self._fingerprints) > self._size:
             self._fingerprints.popitem(last=False)
-
-
-@dataclass(slots=True)
-class ForwardCall:
-    """One request to forward."""
-
-    request_id: str
-    prepared: Prepared
-    outgoing: Outgoing
-    headers: Mapping[str, str]
-    policy: Policy | None = None
 
 
 @dataclass(slots=True)
@@ -65,8 +50,11 @@ class PlacedAttempt:
     computes: Decision | None = None
 
     @property
+    def answering(self) -> str:
+        return self.decision.target.worker.member.uid
+
+    @property
     def answers(self) -> str:
-        """Name of the pod that answers."""
         return self.decision.target.worker.member.name
 
 
@@ -88,10 +76,6 @@ class AttemptHistory:
     stages: list[dict[str, Any]] = field(default_factory=list)
     transfers: list[dict[str, Any]] = field(default_factory=list)
 
-    def allow(self, decision: Decision) -> None:
-        """Make an engine eligible again, because the failure was not its own."""
-        self.tried.discard(decision.target.worker.member.uid)
-
 
 class Forwarder:
     """Places and sends requests until an engine answers."""
@@ -107,33 +91,22 @@ class Forwarder:
         prefill_seconds: float = PREFILL_SECONDS,
         on_send: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
     ) -> None:
-        """``on_send`` is called with every request right before it goes to an engine.
-
-        ``stages``: run before an engine answers, if any. ``prefill_seconds``: timeout for a first result of a pair.
-        """
+        """``on_send``: called right before each request. ``prefill_seconds``: timeout for a first result of a pair."""
         self._placer, self._engines, self._metrics, self._on_send = placer, engines, metrics, on_send
         self._stages, self._prefill_seconds = stages, prefill_seconds
         self._delivery = delivery or BytesDelivery()
         self.quarantine = Quarantine()
 
-    async def send(
-        self,
-        request_id: str,
-        prepared: Prepared,
-        outgoing: Outgoing,
-        fingerprint: bytes,
-        headers: Mapping[str, str],
-        policy: Policy | None = None,
-    ) -> EngineReply:
+    async def send(self, call: ForwardCall, fingerprint: bytes) -> EngineReply:
         """Return the first answer that is not a retryable refusal.
 
         Raises :class:`RequestError`: 503 with ``Retry-After`` without a worker for the request, and 400 when
         :data:`DEATHS` engines ended under it.
         """
-        call, past = ForwardCall(request_id, prepared, outgoing, headers, policy), AttemptHistory()
+        past = AttemptHistory()
         while past.deaths < DEATHS and fingerprint not in self.quarantine:
             placed = self._place(call, past)
-            past.tried.add(placed.decision.target.worker.member.uid)
+            past.tried.add(placed.answering)
             if placed.computes is not None:
                 result = await self._by_pair(call, past, placed, placed.computes)
             else:
@@ -145,8 +118,6 @@ class Forwarder:
         self.quarantine.add(fingerprint)
         self._metrics.quarantined.inc()
         raise RequestError.quarantined()
-
-    # -- one attempt: returns a reply, or the reason for another attempt
 
     def _place(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
         form = self._stages.form(past.tried) if self._stages is not None else WHOLE
@@ -170,15 +141,12 @@ class Forwarder:
         return PlacedAttempt(form, decision, computes)
 
     async def _by_one(self, call: ForwardCall, past: AttemptHistory, placed: PlacedAttempt) -> EngineReply | str:
-        """Run the stages, then ask one engine for the answer."""
         decision, outgoing = placed.decision, call.outgoing
         booking = self._placer.begin(decision)
         result: StageResult | None = None
         if self._stages is not None and placed.form.staged and outgoing.path == CHAT:
             try:
-                result = await self._stages.before(
-                    call.request_id, call.prepared, outgoing, placed.form, decision, call.headers, alone=past.alone
-                )
+                result = await self._stages.before(call, placed.form, decision, alone=past.alone)
             except BaseException:  # cancelled by a client that disconnects, too
                 booking.end()
                 raise
@@ -207,7 +175,7 @@ class Forwarder:
         if retry is None and result is not None and result.prefilled is not None and reply.status >= 500:
             # The prefilled blocks may be gone: the same engine computes the prompt, or another one does.
             retry, past.alone = "transfer", True
-            past.allow(decision)
+            past.tried.discard(placed.answering)
         if retry is not None:
             return _give_up(retry, reply, decision)
         trace.add_attempt(decision, f"answered {reply.status}")
@@ -218,13 +186,16 @@ class Forwarder:
     async def _by_pair(
         self, call: ForwardCall, past: AttemptHistory, placed: PlacedAttempt, computes: Decision
     ) -> EngineReply | str:
-        """Ask two engines at once: one computes the prompt, the other one answers."""
         decision, outgoing = placed.decision, call.outgoing
         booking = self._placer.begin(decision)
         booking.answered()
         trace = self._trace(call, past, placed, computes, staged=True)
         span = _span(decision, past)
-        half = self._prefill_half(computes, call)
+
+        async def post(target: Target, headers: Mapping[str, str]) -> Answer:
+            return await self._engines.post(target, call.request_id, outgoing.path, outgoing.plain, headers)
+
+        half = PrefillHalf(computes, self._placer.begin(computes), post, call.headers, self._prefill_seconds)
         sent = time.monotonic()
         try:
             reply = await half.beside(
@@ -243,7 +214,7 @@ class Forwarder:
             past.deaths += error.died
             past.failed.add(computes.target.worker.member.uid)
             if error.cause != "timeout" or not past.moved:
-                past.allow(decision)
+                past.tried.discard(placed.answering)
             past.moved |= error.cause == "timeout"  # either engine may hang: a second timeout excludes both
             return error.cause
         except BaseException as error:
@@ -254,7 +225,7 @@ class Forwarder:
             if retry is None and failure.status >= 500 and not past.moved:
                 # The prefill engine may have caused it, and its end becomes visible a moment later.
                 retry, past.moved = "transfer", True
-                past.allow(decision)
+                past.tried.discard(placed.answering)
         if retry is not None:
             return _give_up(retry, reply, decision)
         trace.add_attempt(decision, f"answered {reply.status}")
@@ -276,12 +247,6 @@ class Forwarder:
         self._on_send(computed, call.prepared)
         return trace
 
-    def _prefill_half(self, computes: Decision, call: ForwardCall) -> PrefillHalf:
-        async def send(target: Target, headers: Mapping[str, str]) -> Answer:
-            return await self._engines.post(target, call.request_id, call.outgoing.path, call.outgoing.plain, headers)
-
-        return PrefillHalf(computes, self._placer.begin(computes), send, call.headers, self._prefill_seconds)
-
     def _count_degraded(self, form: PipelineForm) -> None:
         """Count the pools that a request is served without; called once per request."""
         for missing in form.degraded:
@@ -294,11 +259,9 @@ class Forwarder:
 
 
 def _span(decision: Decision, past: AttemptHistory) -> Span:
-    span = child_span("engine", client=True)
+    span, worker = child_span("engine", client=True), decision.target.worker.member.name
     if span:
-        span.set_attributes(
-            {"mmrouter.worker": decision.target.worker.member.name, "mmrouter.attempt": len(past.tried)}
-        )
+        span.set_attributes({"mmrouter.worker": worker, "mmrouter.attempt": len(past.tried)})
     return span
 
 

@@ -12,23 +12,16 @@ from typing import Any, Literal
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.vllm.stage_requests import (
-    StageError,
-    decode_request,
-    prefill_request,
-    read_prefilled,
-    why_whole,
-    with_embeddings,
-)
+from mmrouter_lib.engines.vllm import stage_requests
+from mmrouter_router.encoding.encoder_queue import Image
 from mmrouter_router.encoding.image_sender import EncodeError, ImageSender, ImageToEncode
-from mmrouter_router.encoding.types import Image
 from mmrouter_router.fleet.workers import Fleet, Target
-from mmrouter_router.handover import AddressedRequest, BufferedAnswer, BytesDelivery, Delivery
+from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Body, UpstreamError
-from mmrouter_router.request.engine_request import CHAT, Outgoing
-from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.pipeline_form import OffloadPolicy, PipelineForm, choose_form
+from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
+from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
+from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span, failure_of
 
@@ -51,14 +44,8 @@ class StageReport:
     detail: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {
-            "stage": self.stage,
-            "outcome": self.outcome,
-            "workers": list(self.workers),
-            "seconds": round(self.seconds, 6),
-            **self.detail,
-        }
+        shown = {"stage": self.stage, "outcome": self.outcome, "workers": list(self.workers)}
+        return {**shown, "seconds": round(self.seconds, 6), **self.detail}
 
 
 @dataclass(slots=True)
@@ -78,15 +65,13 @@ class StageResult:
     transfers: list[dict[str, Any]] = field(default_factory=list)  # of images to the engines of the stages
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """A request for the stages, with what they add to it."""
-
-    id: str
+@dataclass(slots=True)
+class ForwardCall:
+    request_id: str
     prepared: Prepared
     outgoing: Outgoing
     headers: Mapping[str, str]
-    result: StageResult
+    policy: Policy | None = None
 
 
 class Stages:
@@ -139,25 +124,18 @@ class Stages:
         return form if form.answers else replace(form, answers=self._answering)
 
     async def before(
-        self,
-        request_id: str,
-        prepared: Prepared,
-        outgoing: Outgoing,
-        form: PipelineForm,
-        decision: Decision,
-        headers: Mapping[str, str],
-        *,
-        alone: bool = False,
+        self, call: ForwardCall, form: PipelineForm, decision: Decision, *, alone: bool = False
     ) -> StageResult:
         """Run the stages before the engine of ``decision`` answers. Fails only by cancellation.
 
         ``alone``: that engine computes the prompt itself, because it could not fetch it.
         """
-        result = StageResult(outgoing.fields, [], began=time.monotonic(), remaining=_remaining(prepared, decision))
-        request = _Request(request_id, prepared, outgoing, headers, result)
-        computes = decision
+        prepared, fields, computes = call.prepared, call.outgoing.fields, decision
+        result = StageResult(fields, [], began=time.monotonic(), remaining=_remaining(prepared, decision))
         if form.prefills and decision.target.worker.member.role == "decode":
-            why = "transfer" if alone else why_whole(outgoing.fields) or self.offload.reason_local(result.remaining)
+            why = (
+                "transfer" if alone else stage_requests.why_whole(fields) or self.offload.reason_local(result.remaining)
+            )
             if not why:
                 try:
                     computes = self._placer.place(
@@ -168,9 +146,9 @@ class Stages:
             if why:
                 self._report(result, StageReport("prefill", why, detail={"remaining_tokens": result.remaining}))
         if form.encodes and computes.target.worker.member.role != "decode":
-            result.fields = await self._encode(request, computes)
+            result.fields = await self._encode(call, result, computes)
         if computes is not decision:
-            result.fields = await self._prefill(request, computes)
+            result.fields = await self._prefill(call, result, computes)
         result.sent = time.monotonic()
         return result
 
@@ -181,11 +159,11 @@ class Stages:
             self.offload.observe(result.remaining, now - result.began, remote=result.prefilled is not None)
         return StageReport("answer", "first_byte", (worker,), now - result.sent)
 
-    async def _encode(self, request: _Request, computes: Decision) -> Mapping[str, Any]:
+    async def _encode(self, call: ForwardCall, result: StageResult, computes: Decision) -> Mapping[str, Any]:
         """Encode the images that the computing engine's blocks do not hold; returns the fields to continue with."""
         assert self._encoding is not None
-        outgoing, result = request.outgoing, request.result
-        images = _uncovered(request.prepared, outgoing, computes)
+        outgoing = call.outgoing
+        images = _uncovered(call.prepared, outgoing, computes)
         if not images:
             if outgoing.images:
                 self._report(result, StageReport("encode", "held"))
@@ -194,7 +172,7 @@ class Stages:
         with child_span("encode") as span:
             try:
                 async with asyncio.timeout(ENCODE_SECONDS):
-                    encoded = await self._encoding.encode(request.id, images, span.propagate(request.headers))
+                    encoded = await self._encoding.encode(call.request_id, images, span.propagate(call.headers))
             except (EncodeError, TimeoutError) as error:
                 reason = error.reason if isinstance(error, EncodeError) else "timeout"
                 span.fail(failure_of(error))
@@ -209,29 +187,32 @@ class Stages:
         workers = tuple(sorted({at.encoder for at in encoded.placed}))
         detail = {"images": len(images), "tokens": tokens, "placed": placed}
         self._report(result, StageReport("encode", "done", workers, encoded.seconds, detail))
-        return with_embeddings(outgoing.fields, encoded.params, [image.uuid for image in outgoing.images])
+        return stage_requests.with_embeddings(
+            outgoing.fields, encoded.params, [image.uuid for image in outgoing.images]
+        )
 
-    async def _prefill(self, request: _Request, computes: Decision) -> Mapping[str, Any]:
+    async def _prefill(self, call: ForwardCall, result: StageResult, computes: Decision) -> Mapping[str, Any]:
         """Compute a prompt at another engine than the answering one; returns the fields for the answering one."""
-        target, winner, result = computes.target, computes.choice.winner, request.result
+        target, winner, outgoing = computes.target, computes.choice.winner, call.outgoing
         began = time.monotonic()
         outcome, params = "done", None
         booking = self._placer.begin(computes)
-        addressed = AddressedRequest(target.worker, request.outgoing, prefill_request(result.fields))
+        addressed = AddressedRequest(target.worker, outgoing, stage_requests.prefill_request(result.fields))
         with child_span("prefill", client=True) as span:
 
             async def post(body: Body) -> BufferedAnswer:
-                return BufferedAnswer(*await self._ask(target, request.id, CHAT, body, span.propagate(request.headers)))
+                headers = span.propagate(call.headers)
+                return BufferedAnswer(*await self._ask(target, call.request_id, CHAT, body, headers))
 
             span.set_attributes({"mmrouter.worker": target.worker.member.name})
             try:
                 async with asyncio.timeout(PREFILL_SECONDS):
                     answer = await self._delivery.send(addressed, post, result.transfers)
                 if answer.status == 200:
-                    params = read_prefilled(answer.raw)
+                    params = stage_requests.read_prefilled(answer.raw)
                 else:
                     outcome = f"answered_{answer.status}"
-            except StageError:
+            except stage_requests.StageError:
                 outcome = "unusable"
             except TimeoutError:
                 outcome = "timeout"
@@ -241,25 +222,20 @@ class Stages:
                 booking.end()
             if outcome != "done":
                 span.fail(outcome)
-        detail = {
-            "overlap": winner.overlap,
-            "blocks": winner.blocks,
-            "remaining_tokens": result.remaining,
-            "why": computes.choice.reason,
-        }
+        detail = {"overlap": winner.overlap, "blocks": winner.blocks, "why": computes.choice.reason}
+        detail["remaining_tokens"] = result.remaining
         self._report(result, StageReport("prefill", outcome, (winner.name,), time.monotonic() - began, detail))
         if params is None:
             # The request has the bytes: the decoder computes what the prefill did not.
-            return request.outgoing.fields
+            return outgoing.fields
         result.prefilled = computes
-        return decode_request(request.outgoing.fields, params)
+        return stage_requests.decode_request(outgoing.fields, params)
 
     def _report(self, result: StageResult, report: StageReport) -> None:
         result.reports.append(report)
         self.count(report)
 
     def count(self, report: StageReport) -> None:
-        """Count a stage's outcome."""
         outcome = "answered" if report.outcome.startswith("answered_") else report.outcome
         self._metrics.chain.labels(report.stage, outcome).inc()
         if report.outcome == "done":

@@ -3,8 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from mmrouter_router.encoding.encoder_queue import EncoderQueue, Job
-from mmrouter_router.encoding.types import Image, Mode, QueuesFull
+from mmrouter_router.encoding.encoder_queue import EncoderQueue, Image, Job, Mode
 
 WORTH_MOVING: Final = 0.5
 """An image moves if that gains this share of the time it takes: estimates are no better than that."""
@@ -26,14 +25,10 @@ def eligible(queues: Iterable[EncoderQueue], mode: Mode, now: float) -> list[Enc
     return [queue for queue in candidates if queue.encoder.weight] or candidates
 
 
-def full(queues: Sequence[EncoderQueue], mode: Mode, images: int, now: float) -> QueuesFull | None:
-    """Return the refusal where the queues lack space for the images; ``perRequest`` needs the space in one queue."""
+def has_room(queues: Sequence[EncoderQueue], mode: Mode, images: int) -> bool:
+    """Whether the queues have space for the images; ``perRequest`` needs the space in one queue."""
     fold = max if mode == "perRequest" else sum
-    if fold([max(0, queue.free) for queue in queues] or [0]) >= images:
-        return None
-    if fold([queue.encoder.slots + queue.encoder.queue for queue in queues] or [0]) < images:
-        return QueuesFull(None)
-    return QueuesFull(min(queue.remaining(now) for queue in queues if queue.running or queue.waiting))
+    return fold([max(0, queue.free) for queue in queues] or [0]) >= images
 
 
 def shared_seconds(queues: Sequence[EncoderQueue], images: Iterable[Image], now: float) -> float:
@@ -111,5 +106,4 @@ class WeightedRoundRobin:
         return chosen
 
     def forget(self, encoder: str) -> None:
-        """Remove an encoder that left."""
         self._credit.pop(encoder, None)

@@ -1,21 +1,160 @@
-"""The encoder pods of a deployment: which of them take images, and how an image is posted to one."""
+"""The encoder pods of a deployment: probes of them, which of them take images, and how an image is posted to one.
 
-from collections.abc import Mapping
+Every router probes for itself, because the result is whether *this* frontend reaches the pod. SGLang's engines send
+images to encoders themselves: their sidecars get the list from the router, so no engine pod needs the API server.
+"""
+
+import asyncio
+import base64
+import logging
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from mmrouter_lib.api import MMRouterDeployment
+import orjson
+
+from mmrouter_lib import feed
+from mmrouter_lib.api import EngineType, MMRouterDeployment
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.vllm.connectors import embedding_cache_bytes
-from mmrouter_lib.engines.vllm.stage_requests import encode_request
-from mmrouter_router.encoding.encoder_probes import EncoderProbes
-from mmrouter_router.encoding.types import Encoder
+from mmrouter_lib.engines.sglang.launch import ASKS_ENCODERS
+from mmrouter_lib.engines.vllm.launch import embedding_cache_bytes
+from mmrouter_lib.engines.vllm.stage_requests import StageError, encode_request, read_encoded
+from mmrouter_router.encoding.encoder_queue import Encoder
+from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker, prefer_admitted
-from mmrouter_router.handover import AddressedRequest, BufferedAnswer, Delivery
+from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, Delivery
 from mmrouter_router.http.upstream import Body, Upstream, UpstreamError
-from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.request.renderer_client import new_nonce, small_pictures
+
+log = logging.getLogger("mmrouter.encoders")
 
 MAX_ANSWER = 1 << 20
+PROBE_SECONDS = 1.0
+"""Interval of the loop, and of probes of an encoder that failed."""
+PROBE_AGAIN_SECONDS = 10.0
+"""Interval of probes of an encoder that succeeded."""
+HEALTH_SECONDS, ENCODE_SECONDS = 5.0, 30.0
+ANNOUNCE_SECONDS = 0.5
+"""Interval at which changes are announced."""
+ANNOUNCE_AGAIN_SECONDS = 5.0
+"""Interval at which an unchanged list is repeated, for sidecars that restarted."""
+
+Listed = tuple[tuple[str, str], ...]
+
+
+class ProbeState(NamedTuple):
+    """State of one pod for the table of docs/architecture.md. ``verified``: True, False or Unknown.
+
+    ``cause`` is a condition reason, empty where both are true; ``message`` is a sentence for people.
+    """
+
+    routable: bool
+    verified: str
+    cause: str = ""
+    message: str = ""
+
+
+class _Result(NamedTuple):
+    """Result of probing one start of an encoder. ``encoded``: the error of encoding, ``None`` where not probed."""
+
+    boot: str
+    at: float
+    error: str
+    encoded: str | None = None
+
+
+class EncoderProbes:
+    """Probes the encoders of a fleet in the background and keeps the results."""
+
+    def __init__(
+        self, fleet: Fleet, upstream: Upstream, engine: EngineType, engine_key: str, served_model: str
+    ) -> None:
+        self._fleet, self._upstream, self._engine = fleet, upstream, adapter(engine)
+        self._key, self._model = engine_key, served_model
+        self._results: dict[str, _Result] = {}
+        self._running: set[str] = set()
+
+    def encoder(self, worker: Worker) -> ProbeState:
+        """Return an encoder's state: routable once its health answers, verified once it encoded a probe image."""
+        result = self._results.get(worker.member.uid)
+        if worker.member.draining:
+            return ProbeState(False, "Unknown", "draining", "the pod is draining")
+        if result is None or result.error or result.boot != worker.id:
+            return ProbeState(False, "Unknown", "not_answered", result.error if result else "no answer yet")
+        if self._engine.asks_encoders_itself:
+            message = f"an encoder of {self._engine.type} answers no plain request"
+            return ProbeState(True, "Unknown", "not_probed", message)
+        if result.encoded is None:
+            return ProbeState(True, "Unknown", "pending", "no image has been encoded yet")
+        return ProbeState(True, "False", "encoding", result.encoded) if result.encoded else ProbeState(True, "True")
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for worker in self._fleet:
+                    if worker.member.uid not in self._running and self._due(worker):
+                        self._running.add(worker.member.uid)
+                        tasks.create_task(self._probe(worker), name=f"probe {worker.member.name}")
+                for uid in self._results.keys() - self._fleet.workers.keys():
+                    del self._results[uid]
+                await asyncio.sleep(PROBE_SECONDS)
+
+    def _due(self, worker: Worker) -> bool:
+        if worker.member.role != "encoder":
+            return False
+        result = self._results.get(worker.member.uid)
+        if result is None or result.boot != worker.id:
+            return True
+        failed = result.error or result.encoded
+        return self._fleet.now() - result.at >= (PROBE_SECONDS if failed else PROBE_AGAIN_SECONDS)
+
+    async def _probe(self, worker: Worker) -> None:
+        boot, before = worker.id, self._results.get(worker.member.uid)
+        encoded = before.encoded if before is not None and before.boot == boot else None
+        try:
+            error, _ = await self._ask(worker, "GET", "/health", HEALTH_SECONDS)
+            if not error and not self._engine.asks_encoders_itself and encoded != "":
+                encoded = await self._encode(worker)
+        finally:
+            self._running.discard(worker.member.uid)
+        now = _Result(boot, self._fleet.now(), error, encoded)
+        self._results[worker.member.uid] = now
+        if before is None or before[2:] != now[2:] or before.boot != boot:
+            log.info("%s: %s", worker.member.name, error or encoded or "encodes")
+            self._fleet.changed()
+
+    async def _encode(self, worker: Worker) -> str:
+        """Return the error of encoding a small image under a unique name, empty for success."""
+        uri = f"data:image/png;base64,{base64.b64encode(small_pictures()[0]).decode()}"
+        image = ImageRewrite(0, 0, uri, new_nonce())
+        body = orjson.dumps(encode_request([image], model=self._model))
+        error, raw = await self._ask(worker, "POST", "/v1/chat/completions", ENCODE_SECONDS, body)
+        if error:
+            return error
+        try:
+            read_encoded(raw, [image.uuid])
+        except StageError as unusable:
+            return str(unusable)
+        return ""
+
+    async def _ask(
+        self, worker: Worker, method: str, path: str, seconds: float, body: bytes = b""
+    ) -> tuple[str, bytes]:
+        """Return the error, empty for a complete 200, and the answer."""
+        headers = {"authorization": f"Bearer {self._key}", "content-type": "application/json"}
+        try:
+            async with asyncio.timeout(seconds):
+                address = (worker.member.ip, HTTP_PORT)
+                status, raw = await self._upstream.ask(address, method, path, headers, body, limit=MAX_ANSWER)
+        except TimeoutError:
+            return f"no answer within {seconds:g} s", b""
+        except UpstreamError as error:
+            return str(error), b""
+        return "" if status == 200 else f"answered {status}: {raw[:200].decode(errors='replace')}", raw
 
 
 class EncoderPods:
@@ -31,14 +170,11 @@ class EncoderPods:
         model: str,
         delivery: Delivery,
     ) -> None:
-        self._pools = {pool.name: pool for pool in deployment.spec.pools}
-        self._cache_bytes = {
-            pool.name: embedding_cache_bytes(deployment, pool)
-            for pool in deployment.spec.pools
-            if pool.role == "encoder"
-        }
-        self._admission_seconds = deployment.spec.verification.timeout_seconds
-        self._refuses = deployment.spec.verification.on_failure == "Refuse"
+        spec = deployment.spec
+        self._pools = {pool.name: pool for pool in spec.pools if pool.role == "encoder"}
+        self._cache_bytes = {name: embedding_cache_bytes(deployment, pool) for name, pool in self._pools.items()}
+        self._admission_seconds = spec.verification.timeout_seconds
+        self._refuses = spec.verification.on_failure == "Refuse"
         self._fleet, self._probes, self._upstream = fleet, probes, upstream
         self._model, self._delivery = model, delivery
         self._headers = {
@@ -48,12 +184,8 @@ class EncoderPods:
         }
 
     def encoders(self) -> list[Encoder]:
-        """Return the encoders that take images now (docs/architecture.md)."""
-        taking = (
-            worker
-            for worker in self._fleet
-            if worker.member.role == "encoder" and worker.member.pool in self._pools and self._takes_images(worker)
-        )
+        encoders = (w for w in self._fleet if w.member.role == "encoder" and w.member.pool in self._pools)
+        taking = (worker for worker in encoders if self._takes_images(worker))
         admitted = prefer_admitted(taking, self._fleet.now(), self._admission_seconds)
         return [self._encoder(worker) for worker in admitted]
 
@@ -75,13 +207,8 @@ class EncoderPods:
             raise UpstreamError(f"encoder {encoder} has left", sent=False)
 
         async def post(body: Body) -> BufferedAnswer:
-            answer = await self._upstream.request(
-                worker.member.ip, HTTP_PORT, "POST", CHAT, {**headers, **self._headers}, body
-            )
-            try:
-                return BufferedAnswer(answer.status, await answer.read(MAX_ANSWER))
-            finally:
-                answer.close()
+            address, sent = (worker.member.ip, HTTP_PORT), {**headers, **self._headers}
+            return BufferedAnswer(*await self._upstream.ask(address, "POST", CHAT, sent, body, limit=MAX_ANSWER))
 
         alone = replace(image, message=0, part=0)
         outgoing = Outgoing(CHAT, encode_request([alone.rewrite()], model=self._model), (alone,))
@@ -97,3 +224,52 @@ class EncoderPods:
 def _id(worker: Worker) -> str:
     """Return ``<pod name>/<boot id>``, which decisions show to people."""
     return f"{worker.member.name}/{worker.id.rpartition('/')[2]}"
+
+
+class EncoderAnnouncer:
+    """Sends the list of encoders to every engine that needs it."""
+
+    def __init__(
+        self,
+        router_id: str,
+        fleet: Fleet,
+        feeder_of: Callable[[str], FeedClient | None],
+        admission_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``admission_seconds``: how long closed readiness gates keep an encoder off the list."""
+        self._router_id, self._fleet, self._feeder_of = router_id, fleet, feeder_of
+        self._admission_seconds, self._clock = admission_seconds, clock
+        self._announced: dict[str, tuple[float, Listed]] = {}
+
+    @property
+    def listed(self) -> Listed:
+        """Name and address of every admitted encoder whose engine is up and not draining."""
+        up = (worker for worker in self._fleet if worker.member.role == "encoder" and worker.serving)
+        encoders = prefer_admitted(up, self._fleet.now(), self._admission_seconds)
+        return tuple(sorted((worker.member.name, worker.member.ip) for worker in encoders))
+
+    async def run(self) -> None:
+        while True:
+            await self.announce()
+            await asyncio.sleep(ANNOUNCE_SECONDS)
+
+    async def announce(self) -> None:
+        """Send the list to every engine that has another one, or got it :data:`ANNOUNCE_AGAIN_SECONDS` ago."""
+        listed, now = self.listed, self._clock()
+        engines = {w.member.uid: w for w in self._fleet if w.member.role in ASKS_ENCODERS}
+        self._announced = {uid: sent for uid, sent in self._announced.items() if uid in engines}
+        sent = self._announced.items()
+        current = {uid for uid, (at, got) in sent if got == listed and now - at < ANNOUNCE_AGAIN_SECONDS}
+        await asyncio.gather(*(self._announce(engines[uid], listed, now) for uid in engines.keys() - current))
+
+    async def _announce(self, worker: Worker, listed: Listed, now: float) -> None:
+        feeder = self._feeder_of(worker.member.uid)
+        if feeder is None:
+            return
+        try:
+            await feeder.request(lambda number: feed.EncoderAddresses(number, self._router_id, listed))
+        except FeedRequestError as error:
+            log.debug("%s: announcing the encoders failed: %s", worker.member.name, error)
+        else:
+            self._announced[worker.member.uid] = (now, listed)

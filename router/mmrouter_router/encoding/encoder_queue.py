@@ -1,14 +1,18 @@
-"""Queue of one encoder: waiting and running images, their estimated finish, and the embeddings that it holds."""
+"""Inputs and outputs of the encoder scheduler, and the queue of one encoder with the embeddings that it holds."""
 
 import math
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Final
+from operator import attrgetter
+from typing import Any, Final, Literal
 
 from mmrouter_router.core.linear_cost import Line, Rate
-from mmrouter_router.encoding.types import Encoder, EncoderStatus, Image
 
+Mode = Literal["auto", "perImage", "perRequest"]
+How = Literal["held", "joined", "queued"]
+Failure = Literal["no_encoder", "image_refused", "attempts"]
+"""Why the encoders cannot encode the images of a request."""
 OVERRUN: Final = 0.25
 """A job that runs longer than estimated is assumed to need this share of its elapsed time again."""
 STALL_FACTOR: Final = 8.0
@@ -19,6 +23,76 @@ STALL_COLD: Final = 120.0
 BACKOFF: Final = 1.0
 BACKOFF_MOST: Final = 60.0
 """Seconds without new work after a stall or failure; doubled each time until the encoder encodes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """One image of a request. ``key``: equal exactly where one embedding serves (identity, tenant's salt included)."""
+
+    key: bytes
+    tokens: int  # visual tokens, the cost of encoding
+    size: int = 0  # bytes of its embedding, the cost of holding it
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """One encoder of the fleet. ``id`` changes when it restarts, because its cache is empty then."""
+
+    id: str
+    kind: str  # accelerator kind, for the first guess at its rate
+    weight: int = 100  # share of the work in the weighted modes
+    queue: int = 64  # images that may wait for it in this router
+    slots: int = 1  # images that it is sent at once
+    cache_entries: int = 4096
+    cache_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.weight < 0 or self.queue < 0 or self.slots < 1 or self.cache_entries < 0 or self.cache_bytes < 0:
+            raise ValueError(f"encoder {self.id}: a bound or a weight is negative, or it has no slot")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlacement:
+    """Decision for one image of a request, in the request's order. Times are on the caller's clock.
+
+    ``weighed``: (encoder, estimated finish) of all candidates, empty where nothing was compared.
+    """
+
+    how: How
+    encoder: str
+    finish: float
+    weighed: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Send this image to this encoder now; report ``finished`` or ``failed`` for this ``run``.
+
+    An image that is sent again, elsewhere, is another run.
+    """
+
+    run: int
+    encoder: str
+    image: Image
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Actions to carry out after a call, in this order. ``placed`` and ``full`` are set by ``place`` only.
+
+    ``aborts``: started runs that no request needs there, late results of which are ignored. ``failed``: request -> why.
+    ``ready``: request -> the encoders' answers, which are opaque here, in the order of its images.
+    ``moved``: images that wait or run elsewhere than before. ``full``: the queues lack space for all images of the
+    request, or there is no encoder, and nothing was queued.
+    """
+
+    aborts: list[int] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+    ready: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    failed: dict[str, Failure] = field(default_factory=dict)
+    placed: list[ImagePlacement] = field(default_factory=list)
+    moved: int = 0
+    full: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -34,11 +108,14 @@ class Job:
     attempts: int = 0
 
 
+KEY = attrgetter("key")
+
+
 class HeldEmbeddings:
     """Model of one encoder's cache, bounded in number and bytes, least recently used out first.
 
     Engines publish nothing about it (docs/engine-facts/vllm.md#encoder-disaggregation), so it can be wrong both ways:
-    embeddings that the encoder evicted are removed when a request finds out, and other routers' are unknown.
+    the encoder may have evicted an embedding, and other routers' embeddings are unknown.
     """
 
     def __init__(self, entries: int, size: int) -> None:
@@ -64,22 +141,18 @@ class HeldEmbeddings:
             return
         self.entries[key] = (size, value)
         self.bytes += size
-        self._evict()
+        self.resize(self._max_entries, self._limit)
 
     def resize(self, entries: int, size: int) -> None:
-        """Set new bounds."""
+        """Set the bounds, and evict what exceeds them."""
         self._max_entries, self._limit = entries, size
-        self._evict()
+        while self.bytes > size or len(self.entries) > entries:
+            _, (freed, _) = self.entries.popitem(last=False)
+            self.bytes -= freed
 
     def forget(self, key: bytes) -> None:
-        """Remove an embedding, if held."""
         if key in self.entries:
             self.bytes -= self.entries.pop(key)[0]
-
-    def _evict(self) -> None:
-        while self.bytes > self._limit or len(self.entries) > self._max_entries:
-            _, (size, _) = self.entries.popitem(last=False)
-            self.bytes -= size
 
 
 class EncoderQueue:
@@ -104,7 +177,6 @@ class EncoderQueue:
 
     @property
     def has_slot(self) -> bool:
-        """Whether another image can be sent now."""
         return len(self.running) < self.encoder.slots
 
     @property
@@ -116,8 +188,6 @@ class EncoderQueue:
         """Whether it gets no work: it backs off, or is on probation after that and has its one image already."""
         return now < self.backoff_until or (self.failures > 0 and bool(self.running or self.waiting))
 
-    # -- times
-
     def slowdown(self, now: float) -> float:
         """Return the factor on its estimates: doubled by each failure, halved by each ``BACKOFF`` seconds since.
 
@@ -128,11 +198,9 @@ class EncoderQueue:
         return math.exp2(min(6.0, max(0.0, self.failures - (now - self.backoff_until) / BACKOFF)))
 
     def seconds(self, tokens: int, now: float, images: int = 1) -> float:
-        """Return the estimated seconds for images here."""
         return self.rate.line.seconds(tokens, images) * self.slowdown(now)
 
     def remaining(self, now: float) -> float:
-        """Return the estimated seconds until the running jobs are done."""
         if not self.running:
             return 0.0
         elapsed = now - self._since
@@ -140,17 +208,15 @@ class EncoderQueue:
         return left if left > 0 else elapsed * OVERRUN
 
     def free_at(self, now: float) -> float:
-        """Return the estimated time when all its jobs are done."""
         return now + self.remaining(now) + self.seconds(self.tokens_waiting, now, len(self.waiting))
 
     def finish(self, tokens: int, key: tuple[float, int], now: float) -> float:
         """Return the estimated finish of an image that would be queued here with ``key``."""
-        behind = self.waiting[bisect_right(self.waiting, key, key=_key) :]
+        behind = self.waiting[bisect_right(self.waiting, key, key=KEY) :]
         after = self.seconds(sum(job.image.tokens for job in behind), now, len(behind)) if behind else 0.0
         return self.free_at(now) - after + self.seconds(tokens, now)
 
     def expected(self, job: Job, now: float) -> float:
-        """Return the estimated finish of a job that is here."""
         if job.run is not None:
             return now + self.remaining(now)
         return self.finish(0, job.key, now) - self.seconds(0, now)
@@ -163,12 +229,9 @@ class EncoderQueue:
         bound = max(STALL_LEAST, STALL_FACTOR * estimate)
         return self._since + (bound if self.rate.measured else max(STALL_COLD, bound))
 
-    # -- work
-
     def put(self, job: Job) -> None:
-        """Queue a job."""
         job.queue, job.run = self, None
-        insort(self.waiting, job, key=_key)
+        insort(self.waiting, job, key=KEY)
         self.tokens_waiting += job.image.tokens
 
     def take(self, job: Job) -> None:
@@ -210,26 +273,5 @@ class EncoderQueue:
         self.failures += 1
 
     def update(self, encoder: Encoder) -> None:
-        """Set new bounds and weight; the jobs stay."""
         self.encoder = encoder
         self.held.resize(encoder.cache_entries, encoder.cache_bytes)
-
-    def status(self, now: float) -> EncoderStatus:
-        """Return its state."""
-        line = self.rate.line
-        return EncoderStatus(
-            id=self.id,
-            waiting=len(self.waiting),
-            running=len(self.running),
-            backlog=self.free_at(now) - now,
-            rate=1.0 / line.per_token if line.per_token > 0 else math.inf,
-            overhead=line.overhead,
-            measured=self.rate.measured,
-            held=len(self.held),
-            held_bytes=self.held.bytes,
-            backoff_until=self.backoff_until if now < self.backoff_until else None,
-        )
-
-
-def _key(job: Job) -> tuple[float, int]:
-    return job.key

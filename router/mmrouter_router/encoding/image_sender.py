@@ -1,8 +1,7 @@
-"""Send images to encoders as the scheduler decides, and return the encoders' answers.
+"""Send images to encoders as the scheduler decides (docs/engine-facts/vllm.md#encoder-disaggregation).
 
-See docs/engine-facts/vllm.md#encoder-disaggregation. Each image is sent alone, so an image that many requests show is
-encoded once for all of them. The encoder's answer is opaque: it is passed unchanged to the engine that needs the
-embedding.
+Each image is sent alone, so an image of many requests is encoded once for all of them. The encoder's answer is opaque:
+it is passed unchanged to the engine that needs the embedding.
 """
 
 import asyncio
@@ -14,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mmrouter_lib.engines.vllm.stage_requests import StageError, embedding_bytes, read_encoded
+from mmrouter_router.encoding.encoder_queue import Encoder, Image, ImagePlacement, Outcome
 from mmrouter_router.encoding.scheduler import EncoderScheduler
-from mmrouter_router.encoding.types import Answer, Encoder, Image, ImagePlacement, Outcome
 from mmrouter_router.http.upstream import UpstreamError
-from mmrouter_router.request.engine_request import OutgoingImage
+from mmrouter_router.request.prepared import OutgoingImage
 
 log = logging.getLogger("mmrouter.encoding")
 
@@ -54,18 +53,16 @@ class EncodedImages:
     """Encoders' answers by image identity, placements in the order of the images, and the transfers to encoders."""
 
     params: dict[str, dict[str, Any]]
-    placed: tuple[ImagePlacement, ...]
+    placed: Sequence[ImagePlacement]
     seconds: float
     transfers: list[dict[str, Any]]
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """A request whose images are being encoded."""
-
     images: tuple[ImageToEncode, ...]
     headers: Mapping[str, str]
-    done: "asyncio.Future[tuple[Answer, ...]]" = field(default_factory=asyncio.Future)
+    done: "asyncio.Future[tuple[Any, ...]]" = field(default_factory=asyncio.Future)
 
 
 class ImageSender:
@@ -82,7 +79,6 @@ class ImageSender:
 
     @property
     def able(self) -> bool:
-        """Whether there is an encoder."""
         return bool(self._joined)
 
     def update(self, encoders: Collection[Encoder]) -> None:
@@ -112,20 +108,19 @@ class ImageSender:
         waiting = self._waiting[request_id] = _Waiting(tuple(images), headers or {})
         try:
             outcome = self.scheduler.place(request_id, [each.image for each in images], began)
-            if outcome.full is not None:
+            if outcome.full:
                 raise EncodeError("encoders_full")
             self._carry_out(outcome)
             answers = await waiting.done
         finally:
             del self._waiting[request_id]
             self._carry_out(self.scheduler.cancel(request_id, self._clock()))
-        params = {each.sent.uuid: answer.value[0] for each, answer in zip(images, answers, strict=True)}
+        params = {each.sent.uuid: answer[0] for each, answer in zip(images, answers, strict=True)}
         # A held or joined image was transferred for another request.
-        fresh = [a.value[1] for a, placed in zip(answers, outcome.placed, strict=True) if placed.how == "queued"]
+        fresh = [answer[1] for answer, placed in zip(answers, outcome.placed, strict=True) if placed.how == "queued"]
         return EncodedImages(params, outcome.placed, self._clock() - began, [entry for one in fresh for entry in one])
 
     async def run(self) -> None:
-        """Take work away from stalled encoders until cancelled; cancels all sending then."""
         try:
             while True:
                 now = self._clock()
@@ -141,18 +136,18 @@ class ImageSender:
                 task.cancel()
 
     def _carry_out(self, outcome: Outcome) -> None:
-        for abort in outcome.aborts:
-            if task := self._sending.pop(abort.run, None):
+        for run in outcome.aborts:
+            if task := self._sending.pop(run, None):
                 task.cancel()
         for start in outcome.starts:
             task = asyncio.create_task(self._send(start.run, start.encoder, start.image), name=f"encode {start.run}")
             self._sending[start.run] = task
-        for ready in outcome.ready:
-            if (waiting := self._waiting.get(ready.request)) and not waiting.done.done():
-                waiting.done.set_result(ready.answers)
-        for failed in outcome.failed:
-            if (waiting := self._waiting.get(failed.request)) and not waiting.done.done():
-                waiting.done.set_exception(EncodeError(failed.reason))
+        for request, answers in outcome.ready.items():
+            if (waiting := self._waiting.get(request)) and not waiting.done.done():
+                waiting.done.set_result(answers)
+        for request, reason in outcome.failed.items():
+            if (waiting := self._waiting.get(request)) and not waiting.done.done():
+                waiting.done.set_exception(EncodeError(reason))
         self._changed.set()
 
     async def _send(self, run: int, encoder: str, image: Image) -> None:

@@ -14,23 +14,20 @@ encoder that left, failed or stalled goes to the others. Every tie is broken by 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Literal
+from dataclasses import dataclass
+from typing import Any, Final
 
 from mmrouter_router.core.linear_cost import Line, guess
 from mmrouter_router.encoding import encoder_choice
-from mmrouter_router.encoding.encoder_queue import EncoderQueue, Job
-from mmrouter_router.encoding.types import (
-    Abort,
-    Answer,
+from mmrouter_router.encoding.encoder_queue import (
     Encoder,
-    EncoderStatus,
-    EncodingFailed,
+    EncoderQueue,
+    Failure,
     Image,
     ImagePlacement,
+    Job,
     Mode,
     Outcome,
-    Ready,
     Start,
 )
 
@@ -46,26 +43,8 @@ LOOK_AGAIN: Final = 1.0
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A waiting request and its answers so far, by key."""
-
     images: tuple[Image, ...]
-    answers: dict[bytes, Answer]
-
-
-@dataclass(slots=True)
-class _Actions:
-    """An outcome under construction."""
-
-    aborts: list[Abort] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
-    ready: list[Ready] = field(default_factory=list)
-    failed: list[EncodingFailed] = field(default_factory=list)
-    moved: int = 0
-
-    def outcome(self, placed: Iterable[ImagePlacement] = ()) -> Outcome:
-        return Outcome(
-            tuple(self.aborts), tuple(self.starts), tuple(self.ready), tuple(self.failed), tuple(placed), self.moved
-        )
+    answers: dict[bytes, Any]
 
 
 class EncoderScheduler:
@@ -81,17 +60,19 @@ class EncoderScheduler:
         self.runs: dict[int, Job] = {}
         self._count = 0
 
-    # -- encoders come and go
-
     def join(self, encoder: Encoder, now: float) -> Outcome:
         """Add an encoder, or update its bounds. Its first estimate is that of measured encoders of its kind.
 
         Raises ``ValueError`` for one that is leaving: it needs another id, because its cache will be empty.
         """
-        actions = _Actions()
+        actions = Outcome()
         queue = self.queues.get(encoder.id)
         if queue is None:
-            queue = EncoderQueue(encoder, self._line_of(encoder.kind))
+            like = [
+                other for other in self.queues.values() if other.encoder.kind == encoder.kind and other.rate.measured
+            ]
+            best = max(like, key=lambda other: (other.rate.measured, other.id), default=None)
+            queue = EncoderQueue(encoder, self._first(encoder.kind) if best is None else best.rate.line)
             self.queues = dict(sorted([*self.queues.items(), (encoder.id, queue)]))
         elif queue.leaving:
             raise ValueError(f"encoder {encoder.id} is leaving: one that comes back needs another id")
@@ -104,15 +85,13 @@ class EncoderScheduler:
 
         Its embeddings are no longer used.
         """
-        actions = _Actions()
+        actions = Outcome()
         queue = self.queues.get(encoder)
         if queue is not None and not queue.leaving:
             queue.leaving = True
             self._round_robin.forget(encoder)
             self._rehome(list(queue.waiting), now, actions)
         return self._settle([], now, actions)
-
-    # -- requests
 
     def place(self, request: str, images: Sequence[Image], now: float) -> Outcome:
         """Queue a request's images. ``ready`` may hold it already; ``full`` says that nothing was queued.
@@ -127,9 +106,9 @@ class EncoderScheduler:
         holders = {key: queue for key in wanted if (queue := self._holder(key)) is not None}
         fresh = [image for key, image in wanted.items() if key not in holders and key not in self.jobs]
         queues = encoder_choice.eligible(self.queues.values(), self.mode, now)
-        if fresh and (full := encoder_choice.full(queues, self.mode, len(fresh), now)) is not None:
-            return Outcome(full=full)
-        answers = {key: Answer(queue.id, queue.held.use(key)) for key, queue in holders.items()}
+        if fresh and not encoder_choice.has_room(queues, self.mode, len(fresh)):
+            return Outcome(full=True)
+        answers = {key: queue.held.use(key) for key, queue in holders.items()}
         self.requests[request] = _Request(tuple(images), answers)
         weighed = self._book(fresh, queues, now)
         placed: dict[bytes, ImagePlacement] = {}
@@ -143,30 +122,27 @@ class EncoderScheduler:
             placed[key] = ImagePlacement(
                 "queued" if key in weighed else "joined", job.queue.id, finish, weighed.get(key, ())
             )
-        actions = _Actions()
+        actions = Outcome(placed=[placed[image.key] for image in images])
         self._complete(request, actions)
-        return self._settle([], now, actions, [placed[image.key] for image in images])
+        return self._settle([], now, actions)
 
     def cancel(self, request: str, now: float) -> Outcome:
         """Cancel a request and the images that no other request needs. Unknown ids are ignored."""
-        actions = _Actions()
+        actions = Outcome()
         return self._settle(self._withdraw(request, now, actions), now, actions)
-
-    # -- results of encoders
 
     def finished(self, run: int, now: float, value: object = None, size: int = 0) -> Outcome:
         """Complete a run. ``value`` is returned in answers, now and while the embedding is held.
 
         ``size``: bytes of the embedding, 0 where the encoder does not report it.
         """
-        actions = _Actions()
-        job = self.runs.pop(run, None)
-        if job is None:
-            return Outcome()
+        actions = Outcome()
+        if (job := self.runs.pop(run, None)) is None:
+            return actions
         job.queue.encoded(job, now, value, size)
         del self.jobs[job.image.key]
         for request in job.waiters:
-            self.requests[request].answers[job.image.key] = Answer(job.queue.id, value)
+            self.requests[request].answers[job.image.key] = value
             self._complete(request, actions)
         return self._settle([job.queue], now, actions)
 
@@ -175,10 +151,9 @@ class EncoderScheduler:
 
         ``refused``: the image is at fault, so every request with it fails and the encoder does not back off.
         """
-        actions = _Actions()
-        job = self.runs.pop(run, None)
-        if job is None:
-            return Outcome()
+        actions = Outcome()
+        if (job := self.runs.pop(run, None)) is None:
+            return actions
         queue = job.queue
         queue.end(job, now)
         if refused:
@@ -194,14 +169,9 @@ class EncoderScheduler:
         self._rehome([other for other in queue.waiting if other is not job], now, actions)
         return self._settle(freed, now, actions)
 
-    def forget(self, encoder: str, key: bytes) -> None:
-        """Record that the encoder does not hold this embedding."""
-        if encoder in self.queues:
-            self.queues[encoder].held.forget(key)
-
     def tick(self, now: float) -> Outcome:
         """Move work away from stalled encoders; call it at ``next_tick``. The last encoder keeps its work."""
-        actions = _Actions()
+        actions = Outcome()
         for queue in list(self.queues.values()):
             others = [other for other in self.queues.values() if other is not queue and not other.leaving]
             if queue.stalls_at() > now or all(other.backing_off(now) for other in others):
@@ -218,10 +188,6 @@ class EncoderScheduler:
         """Return when to call ``tick``, later than ``now``; infinity while nothing runs."""
         at = min((queue.stalls_at() for queue in self.queues.values()), default=math.inf)
         return at if at > now else now + LOOK_AGAIN
-
-    def statuses(self, now: float) -> tuple[EncoderStatus, ...]:
-        """Return every encoder's state, by id."""
-        return tuple(queue.status(now) for queue in self.queues.values())
 
     def _book(
         self, fresh: Sequence[Image], queues: Sequence[EncoderQueue], now: float
@@ -256,19 +222,13 @@ class EncoderScheduler:
     def _holder(self, key: bytes) -> EncoderQueue | None:
         return next((queue for queue in self.queues.values() if key in queue.held and not queue.leaving), None)
 
-    def _line_of(self, kind: str) -> Line:
-        like = [queue for queue in self.queues.values() if queue.encoder.kind == kind and queue.rate.measured]
-        if not like:
-            return self._first(kind)
-        return max(like, key=lambda queue: (queue.rate.measured, queue.id)).rate.line
-
-    def _complete(self, request: str, actions: _Actions) -> None:
+    def _complete(self, request: str, actions: Outcome) -> None:
         waiting = self.requests[request]
         if all(image.key in waiting.answers for image in waiting.images):
             del self.requests[request]
-            actions.ready.append(Ready(request, tuple(waiting.answers[image.key] for image in waiting.images)))
+            actions.ready[request] = tuple(waiting.answers[image.key] for image in waiting.images)
 
-    def _withdraw(self, request: str, now: float, actions: _Actions) -> list[EncoderQueue]:
+    def _withdraw(self, request: str, now: float, actions: Outcome) -> list[EncoderQueue]:
         """Remove a request and the images that only it needs. Returns the queues that got shorter."""
         removed = self.requests.pop(request, None)
         freed: list[EncoderQueue] = []
@@ -287,24 +247,22 @@ class EncoderScheduler:
             freed.append(job.queue)
         return freed
 
-    def _abort(self, job: Job, now: float, actions: _Actions) -> None:
+    def _abort(self, job: Job, now: float, actions: Outcome) -> None:
         assert job.run is not None
-        actions.aborts.append(Abort(job.run, job.queue.id))
+        actions.aborts.append(job.run)
         del self.runs[job.run]
         job.queue.end(job, now)
 
-    def _give_up(
-        self, job: Job, reason: Literal["no_encoder", "image_refused", "attempts"], now: float, actions: _Actions
-    ) -> list[EncoderQueue]:
+    def _give_up(self, job: Job, reason: Failure, now: float, actions: Outcome) -> list[EncoderQueue]:
         """Fail an image that is in no queue any more, and all requests with it."""
         del self.jobs[job.image.key]
         freed: list[EncoderQueue] = []
         for request in job.waiters:
-            actions.failed.append(EncodingFailed(request, reason))
+            actions.failed[request] = reason
             freed += self._withdraw(request, now, actions)
         return freed
 
-    def _rehome(self, jobs: Sequence[Job], now: float, actions: _Actions) -> None:
+    def _rehome(self, jobs: Sequence[Job], now: float, actions: Outcome) -> None:
         """Queue jobs at another encoder: theirs left, failed or stalled."""
         for job in sorted(jobs, key=lambda job: job.key):
             if self.jobs.get(job.image.key) is not job:
@@ -319,9 +277,7 @@ class EncoderScheduler:
             target.put(job)
             actions.moved += target is not before
 
-    def _settle(
-        self, queues: Iterable[EncoderQueue], now: float, actions: _Actions, placed: Iterable[ImagePlacement] = ()
-    ) -> Outcome:
+    def _settle(self, queues: Iterable[EncoderQueue], now: float, actions: Outcome) -> Outcome:
         """Start waiting images and move work to or from the queues whose load changed."""
         self._start(now, actions)
         for queue in queues if self.mode == "auto" else ():
@@ -336,9 +292,9 @@ class EncoderScheduler:
                 self._start(now, actions)
         for queue in [queue for queue in self.queues.values() if queue.leaving and not queue.running]:
             del self.queues[queue.id]
-        return actions.outcome(placed)
+        return actions
 
-    def _start(self, now: float, actions: _Actions) -> None:
+    def _start(self, now: float, actions: Outcome) -> None:
         for queue in self.queues.values():
             while queue.waiting and queue.has_slot and not queue.leaving:
                 self._count += 1

@@ -8,9 +8,9 @@ from itertools import repeat
 from typing import Any
 
 from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.explain.differences import RenderVerdict
 from mmrouter_router.explain.parity_check import ExpectedBlocks, Verdict, expected_blocks
-from mmrouter_router.explain.render_diff import RenderVerdict
-from mmrouter_router.media import Media
+from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import Prepared, ResolvedImage
 from mmrouter_router.scheduling.placer import Decision
 
@@ -37,9 +37,8 @@ class DecisionTrace:
     """One decision and the outcome of its request. Rendered on demand, because few traces are read.
 
     ``identity``: provider of the images' identities for the chosen worker, and the reason. ``stages``: one entry per
-    stage and attempt before the answer. ``transfers``: one entry per handed over image, engine and attempt.
-    ``answers``: the engine that answers, where stages came before it. ``form``: the pipeline form, ``degraded``: the
-    pools that it omits. ``unpredicted``: set where the decision was made without a predicted prompt.
+    stage and attempt before the answer. ``transfers``: one per handed over image, engine and attempt. ``answers``: the
+    engine that answers, where stages came before it. ``degraded``: the pools that the pipeline form omits.
     """
 
     request_id: str
@@ -65,11 +64,9 @@ class DecisionTrace:
         return self.prompt_tokens + (len(self.unpredicted.raw) // TOKEN_BYTES if self.unpredicted is not None else 0)
 
     def add_attempt(self, decision: Decision, outcome: str) -> None:
-        """Add where the request was sent, and the outcome."""
         self.attempts.append({"worker": decision.target.worker.member.name, "outcome": outcome, "at": time.time()})
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
         decision = self.decision
         target, winner = decision.target, decision.choice.winner
         return {
@@ -91,11 +88,7 @@ class DecisionTrace:
             "candidates": [
                 {
                     "worker": score.candidate.name,
-                    "id": score.candidate.id,
-                    "overlap": score.candidate.overlap,
-                    "coming": score.candidate.coming,
-                    "held": score.candidate.held,
-                    "scored": score.candidate.scored,
+                    **{name: getattr(score.candidate, name) for name in ("id", "overlap", "coming", "held", "scored")},
                     "terms": score.terms,
                     "cost": score.cost,
                 }
@@ -113,23 +106,6 @@ class DecisionTrace:
         }
 
 
-@dataclass(slots=True)
-class DecisionCounts:
-    """Counts of this process's decisions since its start."""
-
-    decisions: int = 0
-    exact: int = 0
-    prompt_blocks: int = 0
-    hit_blocks: int = 0
-
-    def add(self, *, exact: bool, prompt_blocks: int, hit_blocks: int) -> None:
-        """Count one decision with its prompt's complete blocks, and those that the worker held."""
-        self.decisions += 1
-        self.exact += exact
-        self.prompt_blocks += prompt_blocks
-        self.hit_blocks += hit_blocks
-
-
 class DecisionLog:
     """The last :data:`MAX_TRACES` traces, fewer where their prompts exceed :data:`MAX_TOKENS` together."""
 
@@ -138,7 +114,6 @@ class DecisionLog:
         self._traces: OrderedDict[str, DecisionTrace] = OrderedDict()
 
     def add(self, request_id: str, trace: DecisionTrace) -> None:
-        """Add a trace and evict the oldest ones."""
         self._traces[request_id] = trace
         self._free_tokens -= trace.weight
         while len(self._traces) > self._size or (self._free_tokens < 0 and len(self._traces) > 1):
@@ -146,40 +121,32 @@ class DecisionLog:
             self._free_tokens += evicted.weight
 
     def get(self, request_id: str) -> DecisionTrace | None:
-        """Return the trace of a request, while it is kept."""
         return self._traces.get(request_id)
 
     def latest(self, count: int) -> list[DecisionTrace]:
-        """Return the newest traces, newest first."""
         return [trace for _, trace in zip(range(count), reversed(self._traces.values()), strict=False)]
 
 
 def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> DecisionTrace:
-    """Build the trace of a decision."""
     spans = repeat(None, len(prepared.images)) if prepared.unseen else prepared.spans
     images = [
         {
-            "param": image.param,
+            **{name: getattr(image, name) for name in ("param", "width", "height", "tokens", "unresolved")},
             "identity": to_wire(image.identity),
-            "width": image.width,
-            "height": image.height,
-            "tokens": image.tokens,
             "bytes": len(image.media.data),
             "offset": span.offset if span is not None else None,
-            "unresolved": image.unresolved,
         }
         for image, span in zip(prepared.images, spans, strict=False)
     ]
-    keys = prepared.keys(decision.target.block_size, decision.target.worker.scope)
-    expected = expected_blocks(prepared, decision.target.worker, decision.target.rank, decision.target.block_size)
+    target, scope = decision.target, decision.target.worker.scope
+    keys = prepared.keys(target.block_size, scope)
+    expected = expected_blocks(prepared, target.worker, target.rank, target.block_size)
     trace = DecisionTrace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
-    scope = decision.target.worker.scope
     if prepared.unseen:
         source = prepared.request.source
         raw = bytes(source) if len(source) <= BODY_BYTES else b""
-        trace.unpredicted = UnpredictedRequest(
-            raw, tuple(_without_bytes(image) for image in prepared.images), prepared.salt
-        )
+        bare = [replace(i, media=Media(b"", i.media.mime, i.media.source)) for i in prepared.images]
+        trace.unpredicted = UnpredictedRequest(raw, tuple(bare), prepared.salt)
     if scope is not None and prepared.sentinels is not None:
         trace.identity = prepared.sentinels.provider(scope)
     return trace
@@ -198,7 +165,3 @@ def predicted_afterwards(trace: DecisionTrace, prepared: Prepared) -> dict[str, 
         "keys": [f"{key:016x}" for key in keys[:KEYS_SHOWN]],
         "images": [{**image, "offset": at} for image, at in zip(trace.images, offsets, strict=True)],
     }
-
-
-def _without_bytes(image: ResolvedImage) -> ResolvedImage:
-    return replace(image, media=Media(b"", image.media.mime, image.media.source))

@@ -5,24 +5,19 @@ Only the worker's sidecar is queried: client requests, their streams and the eng
 
 import asyncio
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from mmrouter_lib import feed
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
-from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE
-from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.prompt import Prompter
-from mmrouter_router.explain.block_diff import BlockView, Difference, Prediction, first_difference
+from mmrouter_router.explain.differences import Difference, Prediction, Result, first_difference, side_json
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.index import window_blocks
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.prepared import Prepared
 
-Result = Literal["True", "False", "Unknown"]
 CHECK_SECONDS = 0.02
 """Shortest interval between checks: a busy engine publishes hundreds of deltas."""
 MAX_DETAIL = 4096
@@ -54,7 +49,6 @@ class Verdict:
 
     @property
     def cause(self) -> str:
-        """The cause as a metric label."""
         cause = self.difference.cause if self.difference is not None else ""
         return "unknown" if cause == "no_events" else cause
 
@@ -83,20 +77,11 @@ def expected_blocks(prepared: Prepared, worker: Worker, rank: int, block_size: i
         keys = keys[max(0, hit - window_blocks(worker.group.window, block_size)) : hit]
     if not keys:
         return None
-    return ExpectedBlocks(
-        worker=worker.member.uid,
-        rank=rank,
-        epoch=worker.sync.epoch,
-        seq=worker.sync.seq,
-        keys=keys,
-        prediction=Prediction(
-            ids[: blocks * block_size],
-            tuple(span for span in spans if span.offset < blocks * block_size),
-            block_size,
-            prepared.salt,
-            prepared.ids[prepared.spans[0].offset] if prepared.spans else -1,
-        ),
-    )
+    end = blocks * block_size
+    shown = tuple(span for span in spans if span.offset < end)
+    placeholder = prepared.ids[prepared.spans[0].offset] if prepared.spans else -1
+    prediction = Prediction(ids[:end], shown, block_size, prepared.salt, placeholder)
+    return ExpectedBlocks(worker.member.uid, rank, worker.sync.epoch, worker.sync.seq, keys, prediction)
 
 
 async def check_parity(expected: ExpectedBlocks, fleet: Fleet, feeder: FeedClient | None, *, seconds: float) -> Verdict:
@@ -160,32 +145,14 @@ def verdict_json(verdict: Verdict, expected: ExpectedBlocks, prompter: Prompter 
         return shown
     shown["message"] = difference.message
     if difference.block is not None and difference.predicted is not None and difference.published is not None:
-        size = expected.prediction.block_size
+        size, placeholder = expected.prediction.block_size, expected.prediction.placeholder_id
         shown["block"] = {
             "number": difference.block,
             "first_token": difference.block * size,
-            "predicted": side_json(difference.predicted, expected.prediction.placeholder_id, prompter),
-            "published": side_json(difference.published, expected.prediction.placeholder_id, prompter),
+            "predicted": side_json(difference.predicted, placeholder, prompter),
+            "published": side_json(difference.published, placeholder, prompter),
         }
     return shown
-
-
-def side_json(side: BlockView, placeholder_id: int, prompter: Prompter | None) -> dict[str, Any]:
-    """Return one side's piece of a prompt as JSON values, decoded."""
-    images = [{"identity": to_wire(identity), "starts_at": start} for start, identity in side.images]
-    return {"text": _text(side.ids, placeholder_id, prompter), "tokens": list(side.ids), "images": images}
-
-
-def _text(ids: Sequence[int], placeholder: int, prompter: Prompter | None) -> str:
-    """Decode token ids; a run of image tokens becomes one note."""
-    pieces: list[str] = []
-    for is_image, group in groupby(ids, lambda token: token == placeholder or token >= SENTINEL_BASE):
-        run = list(group)
-        if is_image:
-            pieces.append(f"[{len(run)} image tokens]")
-        else:
-            pieces.append(str(run) if prompter is None else prompter.tokenizer.decode(run, skip_special_tokens=False))
-    return "".join(pieces)
 
 
 async def _held(expected: ExpectedBlocks, worker: Worker, fleet: Fleet, seconds: float) -> bool:

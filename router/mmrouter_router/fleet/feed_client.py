@@ -1,8 +1,4 @@
-"""Client of one sidecar's feed: a SUB socket for the stream and a DEALER socket for requests, both CURVE.
-
-:mod:`mmrouter_router.fleet.feed_sync` decides about order, gaps and epochs. This module receives frames, sends requests
-and repeats those without an answer.
-"""
+"""Client of one sidecar's feed: receives frames, sends requests (``feed_sync`` decides) and repeats unanswered ones."""
 
 import asyncio
 import itertools
@@ -11,25 +7,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from mmrouter_lib import feed
 from mmrouter_router.core.settings import CurveKeys
-from mmrouter_router.fleet import feed_sync
-from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.fleet.workers import Fleet, SyncRequest, Worker
 from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.feeds")
 
 PUB_PORT, ROUTER_PORT = 7557, 7558
-ANSWER_SECONDS = 2.0
-"""How long a snapshot or replay may take before it is requested again."""
-STALE_SECONDS = 2.0
-"""The index is stale after four missing heartbeats of 0.5 s each."""
-DRAIN = 64
-"""Frames of one worker that are taken before other tasks run."""
+ANSWER_SECONDS = 2.0  # how long a snapshot or replay may take before it is requested again
+STALE_SECONDS = 2.0  # the index is stale after four missing heartbeats of 0.5 s each
+DRAIN = 64  # frames of one worker that are taken before other tasks run
 
 
 class FeedRequestError(ConnectionError):
@@ -41,14 +32,12 @@ class FeedClient:
 
     def __init__(self, worker: Worker, fleet: Fleet, keys: CurveKeys, context: zmq.asyncio.Context, metrics: Metrics):
         self._worker, self._fleet, self._keys, self._context, self._metrics = worker, fleet, keys, context, metrics
-        # Requests of callers have even ids on the wire, those of the sync odd ones, so they never collide.
-        self._ids = itertools.count(1)
+        self._ids = itertools.count(2, 2)  # those of the sync are odd, so they never collide
         self._answers: dict[int, asyncio.Queue[feed.Reply]] = {}
         self._dealer: zmq.asyncio.Socket | None = None
         self._requested_at: float | None = None
 
     async def run(self) -> None:
-        """Keep the worker's index in sync for as long as the task lives."""
         sub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.SUB)
         dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         self._configure(sub)
@@ -70,13 +59,10 @@ class FeedClient:
             dealer.close(0)
 
     async def request(self, build: Callable[[int], feed.Request], timeout: float = ANSWER_SECONDS) -> list[feed.Reply]:
-        """Send a request outside of the stream (claim, result, detail) and return all parts of its answer.
-
-        Raises :class:`FeedRequestError` when no answer comes in time or the sidecar refuses.
-        """
+        """Send a request outside of the stream; return all parts of its answer. Raises :class:`FeedRequestError`."""
         if self._dealer is None:
             raise FeedRequestError("the feed is not connected")
-        request_id = next(self._ids) * 2
+        request_id = next(self._ids)
         inbox: asyncio.Queue[feed.Reply] = asyncio.Queue()
         self._answers[request_id] = inbox
         try:
@@ -100,10 +86,7 @@ class FeedClient:
                 await self._dealer.send_multipart([b"", feed.encode(work)], zmq.NOBLOCK)
 
     async def _subscribe(self, sub: "zmq.Socket[bytes]", tasks: asyncio.TaskGroup) -> None:
-        """Receive the stream; ends only by cancellation or an error.
-
-        The event loop watches the socket's descriptor, because a future per message would cost more than the message.
-        """
+        """Receive the stream by the socket's descriptor: a future per message would cost more than the message."""
         loop = asyncio.get_running_loop()
         broken: asyncio.Future[None] = loop.create_future()
 
@@ -135,9 +118,8 @@ class FeedClient:
             self._metrics.feed_ignored.labels("undecodable").inc()
             log.warning("%s: feed frame refused: %s", self._worker.member.name, error)
             return
-        steps = self._fleet.on_published(self._worker, frame)
-        if steps:
-            tasks.create_task(self._send(steps))
+        if requests := self._fleet.on_published(self._worker, frame):
+            tasks.create_task(self._send(requests))
 
     async def _receive_replies(self, dealer: zmq.asyncio.Socket) -> None:
         while True:
@@ -155,8 +137,6 @@ class FeedClient:
                 continue
             if frame.last:
                 self._requested_at = None
-            # Give the answer back the id that the sync used.
-            frame = msgspec.structs.replace(frame, id=frame.id // 2)
             await self._send(self._fleet.on_reply(self._worker, frame))
 
     async def _watch_silence(self) -> None:
@@ -171,17 +151,8 @@ class FeedClient:
             elif self._worker.heartbeat_at and not self._worker.sync.synced and self._requested_at is None:
                 await self._send(self._fleet.feed_connected(self._worker))
 
-    async def _send(self, steps: list[feed_sync.Step]) -> None:
-        """Send the requests among these steps."""
-        for step in steps:
-            request: feed.Request
-            match step:
-                case feed_sync.AskSnapshot(number):
-                    request = feed.SnapshotRequest(number * 2 + 1)
-                case feed_sync.AskReplay(number, epoch, first):
-                    request = feed.ReplayRequest(number * 2 + 1, epoch, first)
-                case _:
-                    continue
+    async def _send(self, requests: list[SyncRequest]) -> None:
+        for request in requests:
             self._requested_at = asyncio.get_running_loop().time()
             if self._dealer is not None:
                 with suppress(zmq.Again):

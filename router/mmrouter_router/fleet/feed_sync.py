@@ -1,62 +1,19 @@
 """Order one sidecar's feed: which deltas to apply, what to request, when the index equals the engine's cache. Pure.
 
 Frames of two sockets arrive in any order. Deltas before the snapshot wait; a snapshot at (epoch, seq) absorbs those up
-to ``seq``; a gap requests a replay, and a replay that is gone requests a snapshot; a new epoch or worker id empties
-everything. Methods return :data:`Step` values for the caller to carry out.
+to ``seq``; a gap requests a replay, a replay that is gone a snapshot; a new epoch or worker id empties everything.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
-from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
+from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, ReplayRequest, SnapshotPart, SnapshotRequest
 
+Step = Literal["reset", "synced"] | Delta | SnapshotPart | SnapshotRequest | ReplayRequest
+"""Drop the index slots of every rank; the index now holds what the sidecar holds; apply a delta; add the keys of a part
+of a snapshot; send a request, to which the answer to any older one is stale."""
 
-@dataclass(frozen=True, slots=True)
-class ResetWorker:
-    """Drop the index slots of every rank of this worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class ApplyDelta:
-    """Apply one delta to the index."""
-
-    delta: Delta
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPart:
-    """Add the keys of one snapshot part to the index."""
-
-    part: SnapshotPart
-
-
-@dataclass(frozen=True, slots=True)
-class AskSnapshot:
-    """Send a ``Snapshot`` request with this id; every answer to an older one is stale."""
-
-    id: int
-
-
-@dataclass(frozen=True, slots=True)
-class AskReplay:
-    """Send a ``Replay`` request for this epoch, beginning at sequence number ``first``."""
-
-    id: int
-    epoch: int
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """The index now holds what the sidecar held at ``seq``."""
-
-    epoch: int
-    seq: int
-
-
-Step = ResetWorker | ApplyDelta | LoadPart | AskSnapshot | AskReplay | Synced
-
-MAX_WAITING = 10_000
-"""Deltas kept while a snapshot or replay is under way; beyond it a fresh snapshot is cheaper than the backlog."""
+MAX_WAITING = 10_000  # deltas kept during a snapshot or replay; beyond it a fresh snapshot is cheaper
 
 
 @dataclass
@@ -68,7 +25,7 @@ class FeedSync:
     seq: int = 0
     synced: bool = False
     request_id: int = 0  # of the request under way, 0 for none
-    _next_id: int = 1
+    _next_id: int = 1  # odd numbers: requests of other callers have even ones
     _waiting: dict[int, Delta] = field(default_factory=dict)
     _parts: list[SnapshotPart] = field(default_factory=list)
 
@@ -79,10 +36,7 @@ class FeedSync:
         return [self._ask_snapshot()]
 
     def on_heartbeat(self, beat: Heartbeat) -> list[Step]:
-        """Detect a new worker or epoch, and by a newer ``seq`` that the latest delta was lost.
-
-        A feed that went stale requests a snapshot with its first heartbeat.
-        """
+        """Detect a new worker or epoch, and by a newer ``seq`` that the latest delta was lost; resync a stale feed."""
         if (beat.worker, beat.epoch) != (self.worker, self.epoch):
             if beat.epoch < self.epoch:
                 return []  # a late frame of an epoch that has ended
@@ -94,10 +48,7 @@ class FeedSync:
         return [self._ask_replay()] if beat.seq > self.seq else []
 
     def advance(self, delta: Delta) -> bool:
-        """Take the next delta of a synced stream, the common case: the caller only has to apply it.
-
-        False leaves the state unchanged, and the delta goes to :meth:`on_delta`.
-        """
+        """Take the next delta of a synced stream, the common case; false: unchanged, it goes to :meth:`on_delta`."""
         if self.synced and delta.seq == self.seq + 1 and delta.epoch == self.epoch and not self.request_id:
             self.seq = delta.seq
             return True
@@ -115,7 +66,7 @@ class FeedSync:
         if delta.seq <= self.seq and self.synced:
             return []
         if self.advance(delta):
-            return [ApplyDelta(delta)]
+            return [delta]
         if len(self._waiting) >= MAX_WAITING:
             self._waiting.clear()
             return [self._ask_snapshot()]
@@ -136,10 +87,9 @@ class FeedSync:
             return [self._ask_snapshot()]
         self.worker, self.epoch, self.seq, self.synced = part.worker, part.epoch, part.seq, True
         self._waiting = {seq: delta for seq, delta in self._waiting.items() if delta.epoch == part.epoch}
-        return [ResetWorker(), *(LoadPart(p) for p in parts if p.keys), *self._drain(), Synced(self.epoch, self.seq)]
+        return ["reset", *(p for p in parts if p.keys), *self._drain(), "synced"]
 
     def on_replay(self, part: ReplayPart) -> list[Step]:
-        """Apply the replayed deltas; request a snapshot where the sidecar's ring no longer has them."""
         if part.id != self.request_id:
             return []
         if part.gone:
@@ -151,7 +101,10 @@ class FeedSync:
         if not part.last:
             return []
         self.request_id = 0
-        return [*self._drain(), *([] if self.request_id else [Synced(self.epoch, self.seq)])]
+        steps = self._drain()
+        if not self.request_id:
+            steps.append("synced")
+        return steps
 
     def on_refused(self, answered_id: int) -> list[Step]:
         """Replace a request that the sidecar cannot answer any more (its epoch ended) by a snapshot."""
@@ -161,13 +114,12 @@ class FeedSync:
         return [self._ask_snapshot()]
 
     def on_silence(self) -> list[Step]:
-        """Repeat a request without an answer, under a new id."""
         return [self._ask_snapshot()] if self.request_id else []
 
     def _begin(self, worker: str, epoch: int) -> list[Step]:
         self.worker, self.epoch, self.seq, self.synced = worker, epoch, 0, False
         self._waiting = {}
-        return [ResetWorker(), self._ask_snapshot()]
+        return ["reset", self._ask_snapshot()]
 
     def _drain(self) -> list[Step]:
         """Apply waiting deltas that continue the stream; a remaining gap requests a replay."""
@@ -177,19 +129,19 @@ class FeedSync:
                 del self._waiting[seq]
             elif seq == self.seq + 1:
                 self.seq = seq
-                steps.append(ApplyDelta(self._waiting.pop(seq)))
+                steps.append(self._waiting.pop(seq))
             else:
                 steps.append(self._ask_replay())
                 break
         return steps
 
-    def _ask_snapshot(self) -> AskSnapshot:
+    def _ask_snapshot(self) -> SnapshotRequest:
         self._parts = []
-        return AskSnapshot(self._new_request())
+        return SnapshotRequest(self._new_request())
 
-    def _ask_replay(self) -> AskReplay:
-        return AskReplay(self._new_request(), self.epoch, self.seq + 1)
+    def _ask_replay(self) -> ReplayRequest:
+        return ReplayRequest(self._new_request(), self.epoch, self.seq + 1)
 
     def _new_request(self) -> int:
-        self.request_id, self._next_id = self._next_id, self._next_id + 1
+        self.request_id, self._next_id = self._next_id, self._next_id + 2
         return self.request_id

@@ -3,14 +3,10 @@
 A candidate is one rank of one worker in one epoch and owns one bit (its *slot*). A prompt lookup costs one dictionary
 access per block, whatever the number of candidates, and stops at the first block without a holder. A key stands for its
 block and all before it, but an engine may evict a block in the middle: a candidate's overlap ends at the first block
-that it does not hold.
-
-A cache whose only group has a sliding window hits otherwise (:meth:`Index.match_windows`): it needs the blocks of one
-window before the end of the hit, and evicts the ones before.
+that it does not hold. A cache with a sliding window hits otherwise (:meth:`Index.match_windows`).
 
 Equal sets are one object (:meth:`Index._shared`). Neighbouring blocks of a prompt mostly have the same holders, so
-every loop here computes a set once per run of blocks and skips the rest of the run by identity. Identity is only a
-shortcut: distinct objects with equal bits give the same results, slower.
+every loop here computes a set once per run of blocks and skips the rest of the run by identity, a mere shortcut.
 
 A removed candidate is *retired*: its bit stops matching at once, and is wiped from the table in small steps
 (:meth:`Index.sweep`), because wiping a million entries at once would stall every request in flight.
@@ -20,15 +16,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, count, islice
 
-Slot = int
-"""Number of a candidate's bit."""
-NOWHERE: Slot = -1
-"""The slot of a rank that is not in the index."""
+Slot = int  # number of a candidate's bit
+NOWHERE: Slot = -1  # the slot of a rank that is not in the index
 
-MAX_SETS = 65_536
-"""Distinct holder sets that are shared; beyond it gossip starts anew, which costs memory and time but no answer."""
-SPARSE = 16
-"""With at most one of this many bits set, bits are extracted one by one."""
+MAX_SETS = 65_536  # distinct holder sets that are shared; beyond it sharing starts anew, at a cost in memory only
+SPARSE = 16  # with at most one of this many bits set, bits are extracted one by one
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
 
 
@@ -49,7 +41,6 @@ class Index:
         return len(self._holders)
 
     def join(self) -> Slot:
-        """Add an empty candidate and return its slot."""
         used = self._live | self._retired
         slot = (~used & (used + 1)).bit_length() - 1  # lowest zero bit
         self._live |= 1 << slot
@@ -105,7 +96,6 @@ class Index:
         self._held[slot] -= removed
 
     def held(self, slot: Slot) -> int:
-        """Number of keys that a candidate holds."""
         return self._held[slot]
 
     def held_by(self, take: Callable[["array[int]"], Sequence[int]]) -> Sequence[int]:
@@ -113,7 +103,6 @@ class Index:
         return take(self._held)
 
     def holds(self, slot: Slot, key: int) -> bool:
-        """Whether a live candidate holds a key."""
         return bool(self._holders.get(key, 0) & self._live & (1 << slot))
 
     def keys(self, slot: Slot) -> set[int]:
@@ -122,11 +111,7 @@ class Index:
         return {key for key, have in self._holders.items() if have & bit} if self._live & bit else set()
 
     def match(self, keys: Sequence[int], slots: Iterable[Slot], mask: int | None = None) -> dict[Slot, int]:
-        """Return slot -> number of leading blocks of ``keys`` that the candidate holds, for the given live slots.
-
-        The result is in the order of the slots if all of them are live. Repeated calls can pass ``slots`` as a
-        dictionary of zeros, and ``mask``, the :func:`mask_of` them.
-        """
+        """Return slot -> leading blocks held, for live ``slots``: any, or a dictionary of zeros with its ``mask``."""
         zeros = slots.copy() if isinstance(slots, dict) else dict.fromkeys(slots, 0)
         wanted = mask_of(zeros) if mask is None else mask
         alive = wanted & self._live
@@ -154,9 +139,8 @@ class Index:
     def match_windows(self, keys: Sequence[int], needs: Mapping[Slot, int]) -> dict[Slot, int]:
         """Return slot -> longest hit, for live slots whose cache has a sliding window.
 
-        ``needs``: blocks that a hit needs before its end (:func:`window_blocks`). A hit of n blocks requires the last
-        ``min(n, need)`` of them. ``keys`` exclude a block that ends with the prompt's last token, which an engine
-        computes anew.
+        A hit of n blocks requires the last ``min(n, need)`` of them (:func:`window_blocks`). ``keys`` exclude a block
+        that ends with the prompt's last token, which an engine computes anew.
         """
         get, length = self._holders.get, len(keys)
         if any(need < length for need in needs.values()):
@@ -195,17 +179,13 @@ class Index:
         return bool(self._retired)
 
     def _shared(self, mask: int) -> int:
-        """Return the shared object of this set of candidates."""
         if len(self._sets) >= MAX_SETS:
             self._sets.clear()
         return self._sets.setdefault(mask, mask)
 
 
 def window_blocks(window: int, block_size: int) -> int:
-    """Return the blocks that a hit needs before its end with a window of this many tokens.
-
-    See docs/engine-facts/vllm.md#sliding-windows.
-    """
+    """Return the blocks that a hit needs before its end (docs/engine-facts/vllm.md#sliding-windows)."""
     return max(1, -(-(window - 1) // block_size))
 
 
@@ -223,7 +203,6 @@ def _last_run(holders: Sequence[int], bit: int, need: int) -> int:
 
 
 def mask_of(slots: Iterable[Slot]) -> int:
-    """Return the set of these slots."""
     mask = 0
     for slot in slots:
         mask |= 1 << slot

@@ -1,34 +1,21 @@
-"""Exchange of in-flight load between the routers of a deployment, through the engines' sidecars.
+"""Exchange of in-flight load between the routers of a deployment, through the engines' sidecars (docs/feed.md).
 
-A router knows its own requests exactly, and without gossip it would take an engine that another router has just filled
-for idle. Each change goes to the engine's sidecar, batched over a few milliseconds, and the sidecar publishes it to all
-routers (docs/feed.md). A router without peers sends nothing.
+Without it a router would take an engine that another has just filled for idle. A router without peers sends nothing.
 """
 
 import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from mmrouter_lib import feed
+from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.rank_load import PeerUsage
 from mmrouter_router.fleet.workers import Fleet, Worker
 
-BATCH_SECONDS = 0.01
-"""Changes within this time are sent together."""
-REPEAT_SECONDS = 1.0
-"""Interval at which unchanged load is repeated, for routers and sidecars that restarted."""
-EXPIRY_SECONDS = 3.0
-"""After this time without a frame a router's load is dropped."""
-
-
-class WorkSender(Protocol):
-    """The part of a feed client that gossip uses."""
-
-    async def send_work(self, work: feed.Work) -> None:
-        """Send a frame to the sidecar, or drop it if the socket is full."""
-        ...
+BATCH_SECONDS = 0.01  # changes within this time are sent together
+REPEAT_SECONDS = 1.0  # interval at which unchanged load is repeated, for routers and sidecars that restarted
+EXPIRY_SECONDS = 3.0  # after this time without a frame a router's load is dropped
 
 
 class LoadGossip:
@@ -38,7 +25,7 @@ class LoadGossip:
         self,
         router_id: str,
         fleet: Fleet,
-        feeder_of: Callable[[str], WorkSender | None],
+        feeder_of: Callable[[str], FeedClient | None],
         has_peers: Callable[[], bool],
         on_sent: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
@@ -50,7 +37,6 @@ class LoadGossip:
         self.wake = asyncio.Event()
 
     def changed(self, worker: Worker, rank: int) -> None:
-        """Schedule a frame for a rank whose load by this router changed."""
         if not self._has_peers():  # a router that joins later gets the next repetition
             return
         self._changed.add((worker.member.uid, rank))
@@ -68,7 +54,6 @@ class LoadGossip:
         usage.sum_peers()
 
     async def run(self) -> None:
-        """Publish changes and repetitions until cancelled."""
         due = self._clock()
         while True:
             with suppress(TimeoutError):
@@ -78,16 +63,12 @@ class LoadGossip:
             if self._clock() >= due:
                 due = self._clock() + REPEAT_SECONDS
                 self.expire()
-                self._changed.update(
-                    (worker.member.uid, rank)
-                    for worker in self._fleet
-                    for rank, usage in worker.usage.items()
-                    if usage.requests
-                )
+                for worker in self._fleet:
+                    busy = [rank for rank, usage in worker.usage.items() if usage.requests]
+                    self._changed.update((worker.member.uid, rank) for rank in busy)
             await self.publish()
 
     async def publish(self) -> None:
-        """Send the load of every rank that changed since the last call."""
         self.wake.clear()
         changed, self._changed = self._changed, set()
         if not self._has_peers():
@@ -100,12 +81,9 @@ class LoadGossip:
                 self._on_sent()
 
     def expire(self) -> None:
-        """Drop the load of routers without a frame for :data:`EXPIRY_SECONDS`."""
         since = self._clock() - EXPIRY_SECONDS
         for worker in self._fleet:
             for usage in worker.usage.values():
-                expired = [router for router, peer in usage.peers.items() if peer.at < since]
-                for router in expired:
-                    del usage.peers[router]
-                if expired:
+                if any(peer.at < since for peer in usage.peers.values()):
+                    usage.peers = {router: peer for router, peer in usage.peers.items() if peer.at >= since}
                     usage.sum_peers()

@@ -1,36 +1,36 @@
-"""Membership of a deployment (engine pods and other frontends), read from the file ``workers.json``.
+"""Membership of a deployment (engine pods and other frontends), from ``workers.json`` or the cluster's API.
 
-Any source calls back with a :class:`Membership`. The file (docs/architecture.md) serves a router outside of a cluster
-and is re-read on change; in a cluster :mod:`mmrouter_router.fleet.pod_watch` is the source.
+Either source calls back with a :class:`Membership`. A router outside of a cluster reads the file (docs/architecture.md)
+again on change. In a cluster this deployment's pods are watched; while the API server is away the last membership stays
+in effect and requests are served: the feed of a removed pod detects its end.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
+from mmrouter_router.core.settings import ApiServer
 from mmrouter_router.fleet.workers import Member
+from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.discovery")
 
-POLL_SECONDS = 0.1
-"""Interval of the file's ``stat``; it bounds how long a dead worker is still a candidate."""
+POLL_SECONDS = 0.1  # interval of the file's ``stat``; it bounds how long a dead worker is still a candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another frontend of the same deployment."""
-
     uid: str
     name: str
     ip: str
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
+class Membership(NamedTuple):
     """All engine pods and other frontends at one moment. ``leaving``: this router's own pod is being deleted."""
 
     members: tuple[Member, ...]
@@ -53,10 +53,7 @@ def parse(raw: bytes) -> Membership:
 
 
 async def watch_file(path: Path, update: Callable[[Membership], None]) -> None:
-    """Call ``update`` with the file's content now and after every change; ends only by cancellation.
-
-    A missing or malformed file keeps the last good membership, so a half-written file drops no worker.
-    """
+    """Call ``update`` with the file's content now and after every change; a missing or malformed one is ignored."""
     last: tuple[int, int] | None = None
     while True:
         try:
@@ -71,3 +68,152 @@ async def watch_file(path: Path, update: Callable[[Membership], None]) -> None:
         except ValueError as error:
             log.warning("%s", error)
         await asyncio.sleep(POLL_SECONDS)
+
+
+DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL = "mmrouter.io/deployment", "mmrouter.io/pool", "mmrouter.io/role"
+COMPATIBILITY_LABEL, LAYOUT_LABEL = "mmrouter.io/compatibility", "mmrouter.io/kv-layout"
+FRONTEND, RENDERER = "frontend", "renderer"
+ENGINE_ROLES = frozenset({"worker", "prefill", "decode", "encoder", RENDERER})
+GATES = frozenset({"mmrouter.io/routable", "mmrouter.io/verified"})
+"""Readiness gates that the operator opens once (docs/architecture.md, "Readiness gates")."""
+SIDECAR = "sidecar"  # name of the init container that relays an engine's events
+
+OVER = frozenset({"Failed", "Succeeded"})
+
+
+def parse_pod(pod: Mapping[str, Any]) -> Member | Peer | None:
+    """Return the engine pod or frontend that an object describes; ``None``: neither, without an address, or ended.
+
+    ``ready`` ignores the condition Ready, whose gates wait for this router. A pod that is being deleted is draining.
+    """
+    metadata, status = pod.get("metadata") or {}, pod.get("status") or {}
+    labels = metadata.get("labels") or {}
+    uid, name, ip = metadata.get("uid"), metadata.get("name"), status.get("podIP")
+    if not uid or not name or not ip or status.get("phase") in OVER:
+        return None
+    role = labels.get(ROLE_LABEL)
+    if role == FRONTEND:
+        return Peer(uid, name, ip)
+    pool = labels.get(POOL_LABEL)
+    if role not in ENGINE_ROLES or not pool:
+        return None
+    return Member(
+        uid=uid,
+        name=name,
+        ip=ip,
+        pool=pool,
+        role=role,
+        node=(pod.get("spec") or {}).get("nodeName") or "",
+        ready=_is_true(status, "ContainersReady") if role == RENDERER else _sidecar_started(status),
+        draining=is_leaving(pod),
+        # Joined, so that engines which differ in either label are incompatible.
+        compatibility="-".join(filter(None, (labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL)))),
+        admitted=_gates_open(pod),
+    )
+
+
+def is_leaving(pod: Mapping[str, Any]) -> bool:
+    return bool((pod.get("metadata") or {}).get("deletionTimestamp"))
+
+
+def membership_of(pods: Iterable[Member | Peer], own_uid: str, *, leaving: bool) -> Membership:
+    ordered = sorted(pods, key=lambda pod: (pod.name, pod.uid))
+    peers = tuple(pod for pod in ordered if isinstance(pod, Peer) and pod.uid != own_uid)
+    return Membership(tuple(pod for pod in ordered if isinstance(pod, Member)), peers, leaving)
+
+
+def _sidecar_started(status: Mapping[str, Any]) -> bool:
+    """A native sidecar is started once its startup probe has passed: its sockets are bound."""
+    statuses = status.get("initContainerStatuses") or ()
+    return any(container.get("name") == SIDECAR and container.get("started") for container in statuses)
+
+
+def _gates_open(pod: Mapping[str, Any]) -> bool:
+    gates = {gate.get("conditionType") for gate in (pod.get("spec") or {}).get("readinessGates") or ()}
+    return all(_is_true(pod["status"], gate) for gate in gates & GATES)
+
+
+def _is_true(status: Mapping[str, Any], kind: str) -> bool:
+    conditions = status.get("conditions") or ()
+    return any(condition.get("type") == kind and condition.get("status") == "True" for condition in conditions)
+
+
+async def watch_pods(
+    server: ApiServer, deployment: str, own_uid: str, update: Callable[[Membership], None], metrics: Metrics
+) -> None:
+    """Call ``update`` with a deployment's membership now and after every change; ``own_uid``: of this router's pod."""
+    # Imported here so that only a router in a cluster loads the cluster client.
+    from kubernetes.aio.client.api_client import ApiClient  # noqa: PLC0415
+
+    from mmrouter_kube.in_cluster_config import in_cluster  # noqa: PLC0415
+    from mmrouter_kube.list_watch import ListWatch  # noqa: PLC0415
+
+    def path() -> str:
+        return f"/api/v1/namespaces/{(server.folder / 'namespace').read_text().strip()}/pods"
+
+    def connect() -> ApiClient:
+        return ApiClient(in_cluster(server.host, server.port, server.folder))
+
+    pods = _PodListener(own_uid, update, metrics)
+    await ListWatch(connect, path, f"{DEPLOYMENT_LABEL}={deployment}", pods).run()
+
+
+class _PodListener:
+    """Keeps the members and peers among the watched pods; see ``mmrouter_kube.list_watch.Listener``."""
+
+    def __init__(self, own_uid: str, update: Callable[[Membership], None], metrics: Metrics) -> None:
+        self._own_uid, self._update, self._metrics = own_uid, update, metrics
+        self._by_uid: dict[str, Member | Peer] = {}
+        self._leaving = False
+        self._published: Membership | None = None
+        self._disconnected = False
+
+    def list_started(self) -> None:
+        """Nothing to note: only the watch adds pods."""
+
+    def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
+        for pod in objects:
+            self._take(pod)
+
+    def list_complete(self, uids: frozenset[str]) -> None:
+        for uid in self._by_uid.keys() - uids:
+            del self._by_uid[uid]
+        self._publish()
+
+    def event(self, type: str, obj: Mapping[str, Any]) -> None:
+        if type == "DELETED":
+            uid = obj["metadata"]["uid"]
+            self._by_uid.pop(uid, None)
+            self._leaving = self._leaving or uid == self._own_uid
+        else:
+            self._take(obj)
+        self._publish()
+
+    def connected(self) -> None:
+        self._metrics.discovery_synced.set(1)
+        if self._disconnected:
+            self._disconnected = False
+            log.info("connected to the API server again")
+
+    def failed(self, reason: str, error: Exception) -> None:
+        self._metrics.discovery_errors.labels(reason).inc()
+        self._metrics.discovery_synced.set(0)
+        if not self._disconnected and reason != "expired":
+            self._disconnected = True
+            log.warning("the API server cannot be watched, the last membership stays in effect: %r", error)
+
+    def _take(self, pod: Mapping[str, Any]) -> None:
+        uid = pod["metadata"]["uid"]
+        member = parse_pod(pod)
+        if member is None:
+            self._by_uid.pop(uid, None)
+        else:
+            self._by_uid[uid] = member
+        if uid == self._own_uid:
+            self._leaving = self._leaving or is_leaving(pod)
+
+    def _publish(self) -> None:
+        now = membership_of(self._by_uid.values(), self._own_uid, leaving=self._leaving)
+        if now != self._published:
+            self._published = now
+            self._update(now)

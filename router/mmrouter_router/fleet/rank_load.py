@@ -15,10 +15,7 @@ class PeerUsage(NamedTuple):
 
 
 class LoadColumns:
-    """Loads of all ranks as columns with one row each, kept up to date by the ranks' :class:`RankUsage`.
-
-    A decision reads every rank while a request changes one, so sums are made on change.
-    """
+    """Loads of all ranks as columns, summed on change: a decision reads every rank, a request changes one."""
 
     def __init__(self) -> None:
         # Arrays keep the values contiguous, so a slice is one copy of bytes.
@@ -29,7 +26,6 @@ class LoadColumns:
         self._free: list[int] = []
 
     def join(self) -> int:
-        """Allocate a row of zeros and return its number."""
         if self._free:
             return self._free.pop()
         for column in (self.unanswered, self.prefill, self.active, self.others):
@@ -37,7 +33,6 @@ class LoadColumns:
         return len(self.unanswered) - 1
 
     def leave(self, row: int) -> None:
-        """Free a row."""
         for column in (self.unanswered, self.prefill, self.active, self.others):
             column[row] = 0
         self._free.append(row)
@@ -47,40 +42,20 @@ class RankUsage:
     """Load of one rank, in blocks. Change it only by its methods: they keep the columns in step.
 
     A key is ``promised`` by the first request that was sent there with it, until the engine reports the block stored
-    or the request has its first byte or ends. The set object stays the same for the life of the usage.
-
-    ``peers``: router id -> load of that router, summed in the ``peer_`` attributes.
+    or the request has its first byte or ends. ``peers``: router id -> its load, summed in the ``peer_`` attributes.
     """
 
-    __slots__ = (
-        "_loads",
-        "active",
-        "encode",
-        "others",
-        "peer_active",
-        "peer_prefill",
-        "peer_requests",
-        "peers",
-        "promised",
-        "requests",
-        "row",
-        "unanswered",
-    )
-
     def __init__(self, loads: LoadColumns) -> None:
-        """Allocate a row of the columns, until :meth:`leave`."""
         self._loads = loads
         self.row = loads.join()
         self.requests = 0
         self.unanswered = 0  # of them, those without a first byte
         self.promised: set[int] = set()  # keys that requests have yet to compute
         self.encode = 0.0  # of images that are not encoded yet
-        self.active = 0.0
+        self.active = self.peer_prefill = self.peer_active = 0.0
         self.others = 0.0  # requests in the engine's queue that no router accounts for
         self.peers: dict[str, PeerUsage] = {}
         self.peer_requests = 0
-        self.peer_prefill = 0.0
-        self.peer_active = 0.0
 
     @property
     def prefill(self) -> float:
@@ -97,31 +72,23 @@ class RankUsage:
         self._update_row()
 
     def answered(self) -> None:
-        """Count the first byte of a request."""
         self.unanswered -= 1
         self._update_row()
 
-    def computed(self, fresh: Iterable[int], encode: float) -> None:
-        """Remove the blocks and image cost that a request began with."""
+    def computed(self, fresh: Iterable[int], encode: float = 0.0) -> None:
+        """Remove blocks that are no longer promised, and the image cost that a request began with."""
         self.promised.difference_update(fresh)
         self.encode -= encode
         self._update_row()
 
     def end(self, active: float) -> None:
-        """Remove a request that was answered and computed."""
         self.requests -= 1
         self.active -= active
         if not self.requests:
             self.encode = 0.0  # sums of fractions do not return to 0 exactly
         self._update_row()
 
-    def stored(self, keys: Iterable[int]) -> None:
-        """Remove blocks that the engine reported as stored."""
-        self.promised.difference_update(keys)
-        self._update_row()
-
     def clear_pending(self) -> None:
-        """Drop all promised blocks: the engine restarted."""
         self.promised.clear()
         self._update_row()
 
@@ -131,13 +98,11 @@ class RankUsage:
         self._update_row()
 
     def sum_peers(self) -> None:
-        """Recompute the sums over ``peers``."""
         rows = self.peers.values()
         self.peer_requests = sum(row.requests for row in rows)
         self.set_peers(sum(row.prefill for row in rows), sum(row.active for row in rows))
 
     def set_peers(self, prefill: float, active: float) -> None:
-        """Set the load of all other routers."""
         self.peer_prefill, self.peer_active = prefill, active
         self._update_row()
 

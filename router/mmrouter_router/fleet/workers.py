@@ -8,33 +8,18 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
+from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
 from mmrouter_lib.engines import ADAPTERS
-from mmrouter_lib.feed import (
-    CacheGroup,
-    Delta,
-    Heartbeat,
-    ImageObservation,
-    LoadReport,
-    Published,
-    ReplayPart,
-    Reply,
-    SharedDirectory,
-    SnapshotPart,
-    Work,
-    deciding,
-)
-from mmrouter_router.core.types import Scope
-from mmrouter_router.fleet import feed_sync
+from mmrouter_lib.feed import Delta, Heartbeat
+from mmrouter_router.fleet.feed_sync import FeedSync, Step
 from mmrouter_router.fleet.index import Index, Slot, mask_of, window_blocks
 from mmrouter_router.fleet.rank_load import LoadColumns, RankUsage
+from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.metrics import Metrics
 
-INDEXED_MEDIUM = "GPU"
-"""Only blocks in the engine's device memory count as overlap; vLLM says GPU on every device.
-
-See docs/engine-facts/vllm.md#devices.
-"""
+SyncRequest = feed.SnapshotRequest | feed.ReplayRequest
+INDEXED_MEDIUM = "GPU"  # device memory; vLLM says GPU on every device (docs/engine-facts/vllm.md#devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +49,14 @@ class Worker:
 
     member: Member
     since: float
-    sync: feed_sync.FeedSync = field(default_factory=feed_sync.FeedSync)
+    sync: FeedSync = field(default_factory=FeedSync)
     heartbeat: Heartbeat | None = None
     heartbeat_at: float = 0.0
     slots: dict[int, Slot] = field(default_factory=dict)
     usage: dict[int, RankUsage] = field(default_factory=dict)
-    group: CacheGroup = field(default_factory=lambda: deciding(()))  # the KV cache group in the index
+    group: feed.CacheGroup = field(default_factory=lambda: feed.deciding(()))  # the KV cache group in the index
     delta_event: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; waiters clear it
-    scope: Scope | None = None
-    """Engines with equal scopes assign equal sentinels: SGLang's release with flags, and the pool; else ``None``."""
+    scope: Scope | None = None  # of SGLang: engines with equal scopes assign equal sentinels
 
     @property
     def id(self) -> str:
@@ -91,34 +75,26 @@ class Worker:
 
     @property
     def routable(self) -> bool:
-        """Whether the engine is up and the index equals its cache."""
         return self.serving and self.sync.synced
 
     @property
     def canary(self) -> str:
-        """Canary result of the current epoch: True, False or Unknown."""
         beat = self.heartbeat
         if beat is None or beat.canary is None or beat.canary.epoch != self.sync.epoch:
             return "Unknown"
         return beat.canary.result
 
     def is_admitted(self, now: float, timeout: float) -> bool:
-        """Whether the readiness gates are open (docs/architecture.md), or ``timeout`` seconds have passed without.
-
-        An operator that is away does not keep a new pod out for longer than ``verification.timeoutSeconds``.
-        """
+        """Whether the gates are open, or were closed for ``timeout`` seconds, as by an operator that is away."""
         return self.member.admitted or now - self.since >= timeout
 
 
 def prefer_admitted(workers: Iterable[Worker], now: float, timeout: float) -> list[Worker]:
-    """Return the admitted workers; all of them where none is admitted."""
     workers = list(workers)
     return [worker for worker in workers if worker.is_admitted(now, timeout)] or workers
 
 
 class Target(NamedTuple):
-    """A rank that a request can be sent to."""
-
     worker: Worker
     rank: int
     block_size: int
@@ -156,14 +132,11 @@ class Fleet:
         self.index = Index()
         self.loads = LoadColumns()
         self.workers: dict[str, Worker] = {}
-        self.version = 0
-        """Increases with every change of the candidates, so that values derived from them can be cached per version.
-        Cache contents and loads change without it."""
-        self._metrics = metrics
-        self._clock = clock
-        self.change_listeners: list[Callable[[], None]] = []
-        self._on_sighting: list[Callable[[Worker, ImageObservation], None]] = []
-        self._on_work: list[Callable[[Worker, Work], None]] = []
+        self.version = 0  # increases with every change of the candidates, for caches of derived values
+        self._metrics, self._clock = metrics, clock
+        self.change_listeners: list[Callable[[], None]] = []  # of membership, sync, verification and engine state
+        self.sighting_listeners: list[Callable[[Worker, feed.ImageObservation], None]] = []
+        self.work_listeners: list[Callable[[Worker, feed.Work], None]] = []  # of load frames, this router's included
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
@@ -172,27 +145,8 @@ class Fleet:
         """Seconds on the clock of ``since`` and ``heartbeat_at``."""
         return self._clock()
 
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after every change of membership, sync, verification or engine state."""
-        self.change_listeners.append(listener)
-
-    def off_change(self, listener: Callable[[], None]) -> None:
-        """Stop calling ``listener``."""
-        self.change_listeners.remove(listener)
-
-    def on_sighting(self, listener: Callable[[Worker, ImageObservation], None]) -> None:
-        """Call ``listener`` with every sighting."""
-        self._on_sighting.append(listener)
-
-    def on_work(self, listener: Callable[[Worker, Work], None]) -> None:
-        """Call ``listener`` with every load frame of any router, this one included."""
-        self._on_work.append(listener)
-
     def lookup(self, keys: Sequence[int], tokens: int, query: CacheQuery) -> dict[Slot, int]:
-        """Return slot -> blocks of a prompt of ``tokens`` that its cache would hit, for targets with a slot.
-
-        ``keys`` are the prompt's at the query's block size.
-        """
+        """Return slot -> blocks of a prompt that its cache would hit. ``keys``: at the query's block size."""
         hits = self.index.match(keys, query.slots, query.mask) if query.slots else {}
         if query.windows:
             # The engine computes a prompt's last token anew, so its block cannot be hit.
@@ -201,13 +155,11 @@ class Fleet:
         return hits
 
     def changed(self) -> None:
-        """Invalidate values derived from the fleet and call the listeners."""
         self.version += 1
         for listener in tuple(self.change_listeners):
             listener()
 
     def join(self, member: Member) -> Worker:
-        """Add a pod, or update its membership data."""
         worker = self.workers.get(member.uid)
         if worker is None:
             worker = self.workers[member.uid] = Worker(member, self._clock())
@@ -218,7 +170,6 @@ class Fleet:
         return worker
 
     def leave(self, uid: str) -> None:
-        """Remove a pod with its index slots and loads."""
         worker = self.workers.pop(uid, None)
         if worker is not None:
             self._reset(worker)
@@ -227,14 +178,12 @@ class Fleet:
             self.changed()
 
     def usage(self, worker: Worker, rank: int) -> RankUsage:
-        """Return the load of a rank of a worker of this fleet."""
         usage = worker.usage.get(rank)
         if usage is None:
             usage = worker.usage[rank] = RankUsage(self.loads)
         return usage
 
-    def on_published(self, worker: Worker, frame: Published) -> list[feed_sync.Step]:
-        """Take a frame of a worker's stream; returns the requests to send to the sidecar."""
+    def on_published(self, worker: Worker, frame: feed.Published) -> list[SyncRequest]:
         if worker.heartbeat_at:
             worker.heartbeat_at = self._clock()  # any frame shows that the sidecar lives
         if type(frame) is Delta and worker.sync.advance(frame):  # the common case
@@ -245,43 +194,39 @@ class Fleet:
                 return self._carry_out(worker, worker.sync.on_delta(frame))
             case Heartbeat():
                 return self._heartbeat(worker, frame)
-            case LoadReport():
+            case feed.LoadReport():
                 self.usage(worker, frame.rank).queue(frame.waiting)
-            case ImageObservation():
+            case feed.ImageObservation():
                 self._metrics.sightings.inc()
-                for on_sighting in self._on_sighting:
+                for on_sighting in self.sighting_listeners:
                     on_sighting(worker, frame)
-            case Work():
-                for on_work in self._on_work:
+            case feed.Work():
+                for on_work in self.work_listeners:
                     on_work(worker, frame)
         return []
 
-    def on_reply(self, worker: Worker, frame: Reply) -> list[feed_sync.Step]:
-        """Take an answer that belongs to the stream (snapshot or replay)."""
+    def on_reply(self, worker: Worker, frame: feed.Reply) -> list[SyncRequest]:
         match frame:
-            case SnapshotPart():
+            case feed.SnapshotPart():
                 return self._carry_out(worker, worker.sync.on_snapshot(frame))
-            case ReplayPart():
+            case feed.ReplayPart():
                 return self._carry_out(worker, worker.sync.on_replay(frame))
             case _:
                 return self._carry_out(worker, worker.sync.on_refused(frame.id))
 
-    def request_timed_out(self, worker: Worker) -> list[feed_sync.Step]:
-        """Repeat a request that stayed unanswered."""
+    def request_timed_out(self, worker: Worker) -> list[SyncRequest]:
         return self._carry_out(worker, worker.sync.on_silence())
 
-    def feed_connected(self, worker: Worker) -> list[feed_sync.Step]:
-        """Start to sync after the feed's sockets were opened."""
+    def feed_connected(self, worker: Worker) -> list[SyncRequest]:
         return self._carry_out(worker, worker.sync.start())
 
     def mark_stale(self, worker: Worker) -> None:
-        """Stop trusting the worker's index content after the feed fell silent."""
         if worker.sync.synced:
             worker.sync.synced = False
             self._metrics.feed_events.labels("stale").inc()
             self.changed()
 
-    def _heartbeat(self, worker: Worker, beat: Heartbeat) -> list[feed_sync.Step]:
+    def _heartbeat(self, worker: Worker, beat: Heartbeat) -> list[SyncRequest]:
         before, worker.heartbeat, worker.heartbeat_at = worker.heartbeat, beat, self._clock()
         if before is None or (before.engine_version, before.facts) != (beat.engine_version, beat.facts):
             worker.scope = _scope(beat, worker.member.pool)
@@ -289,7 +234,7 @@ class Fleet:
             worker.since = self._clock()  # the verification timeout restarts: this cache has proved nothing yet
         steps = self._carry_out(worker, worker.sync.on_heartbeat(beat))
         if beat.epoch == worker.sync.epoch:
-            steps += self._regroup(worker, deciding(beat.groups))
+            steps += self._regroup(worker, feed.deciding(beat.groups))
         quiet = ("seq", "shared")
         if (
             before is None
@@ -299,7 +244,7 @@ class Fleet:
             self.changed()
         return steps
 
-    def _regroup(self, worker: Worker, group: CacheGroup) -> list[feed_sync.Step]:
+    def _regroup(self, worker: Worker, group: feed.CacheGroup) -> list[SyncRequest]:
         """Resync when another cache group decides what a hit is: the index holds the keys of the previous one."""
         before, worker.group = worker.group, group
         if group.group == before.group or not worker.sync.synced:
@@ -307,27 +252,28 @@ class Fleet:
         self._metrics.feed_events.labels("regroup").inc()
         return self._carry_out(worker, worker.sync.start())
 
-    def _carry_out(self, worker: Worker, steps: list[feed_sync.Step]) -> list[feed_sync.Step]:
+    def _carry_out(self, worker: Worker, steps: list[Step]) -> list[SyncRequest]:
         """Apply steps to the index; return those that send a request."""
-        requests: list[feed_sync.Step] = []
+        requests: list[SyncRequest] = []
         for step in steps:
             match step:
-                case feed_sync.ResetWorker():
+                case "reset":
                     self._reset(worker)
-                case feed_sync.ApplyDelta(delta):
-                    self._apply(worker, delta)
-                case feed_sync.LoadPart(part):
-                    if self._indexed(worker, part.group, part.medium):
-                        self.index.store(self._slot(worker, part.rank), unpack_keys(part.keys))
-                case feed_sync.Synced():
+                case Delta():
+                    self._apply(worker, step)
+                case feed.SnapshotPart():
+                    if self._indexed(worker, step.group, step.medium):
+                        self.index.store(self._slot(worker, step.rank), unpack_keys(step.keys))
+                case "synced":
                     for rank in range(worker.ranks):
                         self._slot(worker, rank)
                     worker.delta_event.set()
                     self._metrics.feed_events.labels("synced").inc()
                     self.changed()
-                case feed_sync.AskSnapshot() | feed_sync.AskReplay():
+                case feed.SnapshotRequest() | feed.ReplayRequest():
                     self.version += 1  # the worker may be synced no more
-                    self._metrics.feed_events.labels(type(step).__name__).inc()
+                    kind = "AskSnapshot" if isinstance(step, feed.SnapshotRequest) else "AskReplay"
+                    self._metrics.feed_events.labels(kind).inc()
                     requests.append(step)
         return requests
 
@@ -349,16 +295,13 @@ class Fleet:
             self.index.store(slot, keys)
             usage = worker.usage.get(delta.rank)
             if usage is not None and usage.promised:
-                usage.stored(keys)
+                usage.computed(keys)
 
     def _indexed(self, worker: Worker, group: int, medium: str) -> bool:
-        if medium != INDEXED_MEDIUM:
-            self._metrics.feed_ignored.labels("medium").inc()
-            return False
-        if group != worker.group.group:
-            self._metrics.feed_ignored.labels("group").inc()
-            return False
-        return True
+        reason = "medium" if medium != INDEXED_MEDIUM else "group" if group != worker.group.group else ""
+        if reason:
+            self._metrics.feed_ignored.labels(reason).inc()
+        return not reason
 
     def _slot(self, worker: Worker, rank: int) -> Slot:
         slot = worker.slots.get(rank)
@@ -376,7 +319,7 @@ class Fleet:
             usage.clear_pending()
 
 
-def _shared_state(shared: SharedDirectory | None) -> tuple[bool, int] | None:
+def _shared_state(shared: feed.SharedDirectory | None) -> tuple[bool, int] | None:
     """The part of a shared directory's state whose change listeners need, without its fill level."""
     return None if shared is None else (shared.above, shared.limit)
 

@@ -8,11 +8,11 @@ from statistics import median
 from typing import Final
 
 from mmrouter_handover.shm import HandOverError, PlainFile, PlainFiles
-from mmrouter_lib.engines.vllm.media_files import MIME_SUFFIXES
+from mmrouter_lib.engines.vllm.adapter import MIME_SUFFIXES
 from mmrouter_router.core.linear_cost import Line
-from mmrouter_router.handover.cost import Raw
-from mmrouter_router.media import Media
-from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
+from mmrouter_router.handover.ways import Raw
+from mmrouter_router.media.content import Media
+from mmrouter_router.request.prepared import Outgoing, OutgoingImage
 
 IN_THREAD: Final = 256 * 1024
 """Bytes from which a file is written by a thread: allocating the pages of a tmpfs takes time."""
@@ -62,7 +62,6 @@ class SharedFolder:
         return self._plains.put(media.data, suffix, key=name, seconds=ORPHAN_SECONDS)
 
     def _measure(self, data: bytes) -> tuple[float, float]:
-        """Return the median seconds of a file and of a body."""
         media = Media(data, "image/png", "data")
         files, bodies = [], []
         for _ in range(ROUNDS):

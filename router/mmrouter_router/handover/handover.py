@@ -9,19 +9,16 @@ from typing import Any, Final
 
 from mmrouter_handover.shm import HandOverError, PlainFile
 from mmrouter_lib.api import MMRouterDeployment, quantity_bytes
-from mmrouter_lib.engines.vllm.handover import is_cache_miss
-from mmrouter_lib.engines.vllm.media_files import file_url, is_file_refused
+from mmrouter_lib.engines.vllm.adapter import file_url, is_file_refused
+from mmrouter_lib.engines.vllm.plugin_api import is_cache_miss
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
-from mmrouter_router.handover.cost import FIRST, WayCosts
-from mmrouter_router.handover.delivery import AddressedRequest, Post, T
+from mmrouter_router.handover import ways
 from mmrouter_router.handover.files import SharedFolder
-from mmrouter_router.handover.plugin_registry import PluginRegistry, PluginServer
-from mmrouter_router.handover.processed_images import ProcessedImages
-from mmrouter_router.handover.way_selection import Endpoint, WayBackoff, plan_handover, why_no_file, why_not_processed
-from mmrouter_router.handover.ways import Fallback, HandoverPlan, ImageLoad, ImageTransfer, Way, WayEligibility
+from mmrouter_router.handover.plugin_client import PluginRegistry, PluginServer, ProcessedImages
+from mmrouter_router.handover.request_delivery import AddressedRequest, Post, T
 from mmrouter_router.http.upstream import Body, Upstream
-from mmrouter_router.request.engine_request import OutgoingImage, Place
+from mmrouter_router.request.prepared import OutgoingImage, Place
 from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.handover")
@@ -40,16 +37,11 @@ class _Attempt:
     """
 
     engine: str
-    costs: WayCosts
+    costs: ways.WayCosts
     images: Mapping[str, OutgoingImage]
-    transfers: Mapping[str, ImageTransfer]
+    transfers: Mapping[str, ways.ImageTransfer]
     files: dict[str, PlainFile] = field(default_factory=dict)
     weighed: bool = False
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether any image goes outside of the body."""
-        return any(transfer.how != "bytes" for transfer in self.transfers.values())
 
 
 class Handover:
@@ -75,53 +67,56 @@ class Handover:
         spec = deployment.spec
         self._mode = spec.routing.transfer
         self._shares = {pool.name: pool.shared_memory.scope == "node" for pool in spec.pools}
-        first = {**FIRST, **(folder.measured() if folder is not None else {})}
-        self._costs = {pool.name: WayCosts(first, always=always) for pool in spec.pools}
+        first = {**ways.FIRST, **(folder.measured() if folder is not None else {})}
+        self._costs = {pool.name: ways.WayCosts(first, always=always) for pool in spec.pools}
         self._renders = any(pool.role == "renderer" for pool in spec.pools)
         self._fleet, self._metrics, self._renderers = fleet, metrics, renderers
-        self._here, self._folder, self._clock = Endpoint(node, shares=folder is not None), folder, clock
+        self._here, self._folder, self._clock = ways.Endpoint(node, shares=folder is not None), folder, clock
         self._turn = itertools.count()
-        self.backoff = WayBackoff(clock)
+        self.backoff = ways.WayBackoff(clock)
         self._processed = ProcessedImages(upstream, engine_key)
         self.plugins = PluginRegistry(upstream, engine_key, self._servers, clock)
-        fleet.on_change(self._forget)
+        fleet.change_listeners.append(self._forget)
 
     async def run(self) -> None:
-        """Poll the plugins where the deployment has renderers; ends by cancellation."""
         if self._renders:
             await self.plugins.run()
 
     def close(self) -> None:
-        """Stop writing files."""
         if self._folder is not None:
             self._folder.close()
 
     async def send(self, request: AddressedRequest, post: Post[T], transfers: list[dict[str, Any]]) -> T:
-        """Send a request to an engine and return its answer once the first byte is there; then all files are released.
-
-        Raises what ``post`` raises.
-        """
+        """Send a request; return the answer once its first byte is there, and release all files. Raises as ``post``."""
         images = {image.uuid: image for image in request.outgoing.images}
         if not images:
             return await post(request.plain)
         worker = request.worker.member
-        each = {name: ImageTransfer(name, worker.name, len(image.media.data)) for name, image in images.items()}
+        each = {
+            name: ways.ImageTransfer(name, len(image.media.data), image.tokens, worker.name)
+            for name, image in images.items()
+        }
         attempt = _Attempt(request.worker.id, self._costs[worker.pool], images, each)
         began = self._clock()
         try:
             answer = await post(await self._prepare(attempt, request))
             status = answer.status
-            error = await answer.error_text() if attempt.hands_over and status >= 400 else b""
-            if error and (refusal := _refusal(status, error)) is not None:
+            hands_over = any(transfer.how != "bytes" for transfer in each.values())
+            error = await answer.error_text() if hands_over and status >= 400 else b""
+            missed = bool(error) and is_cache_miss(status, error)
+            if missed or (error and is_file_refused(status, error)):
                 answer.drop()
-                failed = _fall_back(attempt, *refusal)
+                failed = _fall_back(each.values(), MISSED if missed else REFUSED, files=not missed)
                 answer = await post(request.plain)
                 if answer.status < 400:
                     for way in failed:
                         self.backoff.failed(attempt.engine, way)
             elif status < 400:
                 self._succeeded(attempt, self._clock() - began)
-            self._count_transfers(each.values())
+            for transfer in each.values():
+                self._metrics.handovers.labels(transfer.how, "").inc()
+                self._metrics.handover_bytes.labels(transfer.how).inc(transfer.size)
+                self._metrics.handover_seconds.labels(transfer.how).observe(transfer.seconds)
             return answer
         finally:
             for file in attempt.files.values():
@@ -129,14 +124,11 @@ class Handover:
             transfers += [transfer.as_json() for transfer in each.values()]
             self._count_fallbacks(fallback for transfer in each.values() for fallback in transfer.fallbacks)
 
-    # -- before the request is sent
-
     async def _prepare(self, attempt: _Attempt, request: AddressedRequest) -> Body:
         """Put every image where the engine finds it, and return the body that refers to it."""
-        loads = [ImageLoad(name, len(image.media.data), image.tokens) for name, image in attempt.images.items()]
         renderer = self._renderer(request.worker.member.node) if self._renders else None
         eligibility = self._eligibility(request.worker, renderer)
-        plan = plan_handover(loads, eligibility, attempt.costs)
+        plan = ways.plan_handover(list(attempt.transfers.values()), eligibility, attempt.costs)
         for name, fallbacks in plan.fallbacks.items():
             attempt.transfers[name].fallbacks += fallbacks
         attempt.weighed = not all(eligibility.processed.values())
@@ -160,18 +152,17 @@ class Handover:
         return body
 
     async def _process(
-        self, attempt: _Attempt, request: AddressedRequest, renderer: Member, plan: HandoverPlan
+        self, attempt: _Attempt, request: AddressedRequest, renderer: Member, plan: ways.HandoverPlan
     ) -> None:
         """Let a renderer process the images and the engine take them."""
         began = self._clock()
         outgoing, transfers, costs = request.outgoing, attempt.transfers, attempt.costs
-        if not why_no_file(self._here, self._endpoint(renderer, renderer.uid)):
+        if not ways.why_no_file(self._here, self._endpoint(renderer, renderer.uid)):
             await self._write(attempt, [name for name, one in transfers.items() if not costs.why_no_file(one.size)])
         urls = {i.place: file_url(attempt.files[i.uuid].path) for i in outgoing.images if i.uuid in attempt.files}
         chat = outgoing.with_images(outgoing.fields, urls)
-        outcome = await self._processed.hand_over(
-            renderer.ip, request.worker.member.ip, chat, plan.processed, list(attempt.images)
-        )
+        engine, names = request.worker.member.ip, list(attempt.images)
+        outcome = await self._processed.hand_over(renderer.ip, engine, chat, plan.processed, names)
         seconds = self._clock() - began
         self._count_fallbacks(outcome.others)
         failed = renderer.uid if outcome.failed == "renderer" else attempt.engine
@@ -183,7 +174,6 @@ class Handover:
             transfers[name].how, transfers[name].seconds = way, seconds
 
     async def _write(self, attempt: _Attempt, names: Collection[str]) -> None:
-        """Write images into files that have none yet."""
         for name in names:
             if name in attempt.files or self._folder is None:
                 continue
@@ -192,53 +182,41 @@ class Handover:
             try:
                 attempt.files[name] = await self._folder.put(name, attempt.images[name].media)
             except HandOverError as error:
-                transfer.fallbacks.append(Fallback("file", error.reason))
+                transfer.fallbacks.append(ways.Fallback("file", error.reason))
                 continue
             transfer.seconds = self._clock() - began
             attempt.costs.observe("file", transfer.size, transfer.seconds)
 
-    # -- after the answer
-
     def _succeeded(self, attempt: _Attempt, seconds: float) -> None:
         """Measure an answer, ``seconds`` to its first byte."""
-        ways = {transfer.how for transfer in attempt.transfers.values()}
-        for way in ways - {"bytes"}:
+        taken = {transfer.how for transfer in attempt.transfers.values()}
+        for way in taken - {"bytes"}:
             self.backoff.succeeded(attempt.engine, way)
-        processed = ways.isdisjoint({"bytes", "file"})
-        if attempt.weighed and (processed or ways <= {"bytes", "file"}):
-            tokens = sum(image.tokens for image in attempt.images.values())
+        processed = taken.isdisjoint({"bytes", "file"})
+        if attempt.weighed and (processed or taken <= {"bytes", "file"}):
+            tokens = sum(transfer.tokens for transfer in attempt.transfers.values())
             attempt.costs.observe_answer(tokens, seconds, processed=processed)
 
-    def _count_transfers(self, transfers: Iterable[ImageTransfer]) -> None:
-        for transfer in transfers:
-            self._metrics.handovers.labels(transfer.how, "").inc()
-            self._metrics.handover_bytes.labels(transfer.how).inc(transfer.size)
-            self._metrics.handover_seconds.labels(transfer.how).observe(transfer.seconds)
-
-    def _count_fallbacks(self, fallbacks: Iterable[Fallback]) -> None:
+    def _count_fallbacks(self, fallbacks: Iterable[ways.Fallback]) -> None:
         for fallback in fallbacks:
             self._metrics.handovers.labels(fallback.how, fallback.reason).inc()
 
-    # -- eligible ways
-
-    def _eligibility(self, worker: Worker, renderer: Member | None) -> WayEligibility:
+    def _eligibility(self, worker: Worker, renderer: Member | None) -> ways.WayEligibility:
         shared = worker.heartbeat.shared if worker.heartbeat is not None else None
         engine = replace(self._endpoint(worker.member, worker.id), above=shared is not None and shared.above)
-        file = why_no_file(self._here, engine) or (BACKOFF if self.backoff.skips(worker.id, "file") else "")
+        file = ways.why_no_file(self._here, engine) or (BACKOFF if self.backoff.skips(worker.id, "file") else "")
         if not self._renders:
-            return WayEligibility(file)
+            return ways.WayEligibility(file)
         other = self._endpoint(renderer, renderer.uid) if renderer is not None else None
         servers = [worker.id, *([renderer.uid] if renderer is not None else [])]
-        return WayEligibility(
-            file,
-            {
-                way: why or (BACKOFF if any(self.backoff.skips(server, way) for server in servers) else "")
-                for way, why in why_not_processed(self._mode, other, engine).items()
-            },
-        )
+        processed = {
+            way: why or (BACKOFF if any(self.backoff.skips(server, way) for server in servers) else "")
+            for way, why in ways.why_not_processed(self._mode, other, engine).items()
+        }
+        return ways.WayEligibility(file, processed)
 
-    def _endpoint(self, member: Member, server: str) -> Endpoint:
-        return Endpoint(member.node, self._shares.get(member.pool, False), self.plugins.status(server))
+    def _endpoint(self, member: Member, server: str) -> ways.Endpoint:
+        return ways.Endpoint(member.node, self._shares.get(member.pool, False), self.plugins.status(server))
 
     def _renderer(self, node: str) -> Member | None:
         """Return a renderer for an engine on this node, preferably on the same node, round robin."""
@@ -254,21 +232,14 @@ class Handover:
         self.backoff.retain({*(worker.id for worker in self._fleet), *(r.uid for r in self._renderers())})
 
 
-def _refusal(status: int, raw: bytes) -> tuple[str, bool] | None:
-    """Return the reason of an engine's error that a hand-over caused, and whether a file did; else ``None``."""
-    if is_cache_miss(status, raw):
-        return MISSED, False
-    return (REFUSED, True) if is_file_refused(status, raw) else None
-
-
-def _fall_back(attempt: _Attempt, reason: str, files: bool) -> set[Way]:
-    """Send every image as bytes; return the ways that failed."""
-    failed: set[Way] = set()
-    for transfer in attempt.transfers.values():
+def _fall_back(transfers: Iterable[ways.ImageTransfer], reason: str, *, files: bool) -> set[ways.Way]:
+    """Send every image as bytes; return the ways that failed. ``files``: whether a file or a processed image did."""
+    failed: set[ways.Way] = set()
+    for transfer in transfers:
         if transfer.how == "bytes":
             continue
         at_fault = (transfer.how == "file") is files
-        transfer.fallbacks.append(Fallback(transfer.how, reason if at_fault else TOGETHER))
+        transfer.fallbacks.append(ways.Fallback(transfer.how, reason if at_fault else TOGETHER))
         if at_fault:
             failed.add(transfer.how)
         transfer.how = "bytes"
@@ -282,6 +253,14 @@ def build_handover(
     spec = settings.deployment.spec
     if spec.routing.transfer == "none":
         return None
+    folder = None
+    if settings.shared_dir is not None:
+        pools = (pool for pool in spec.pools if pool.shared_memory.scope == "node")
+        total = max((quantity_bytes(pool.shared_memory.size) for pool in pools), default=0)
+        try:
+            folder = SharedFolder(settings.shared_dir, settings.router_id, settings.shared_limit_bytes or total, total)
+        except OSError as error:
+            log.warning("images are not handed over as files: %s: %s", settings.shared_dir, error.strerror)
     return Handover(
         settings.deployment,
         fleet,
@@ -290,18 +269,6 @@ def build_handover(
         metrics,
         renderers,
         node=settings.node,
-        folder=_shared_folder(settings),
+        folder=folder,
         always=settings.always_hand_over,
     )
-
-
-def _shared_folder(settings: Settings) -> SharedFolder | None:
-    if settings.shared_dir is None:
-        return None
-    pools = (pool for pool in settings.deployment.spec.pools if pool.shared_memory.scope == "node")
-    total = max((quantity_bytes(pool.shared_memory.size) for pool in pools), default=0)
-    try:
-        return SharedFolder(settings.shared_dir, settings.router_id, settings.shared_limit_bytes or total, total)
-    except OSError as error:
-        log.warning("images are not handed over as files: %s: %s", settings.shared_dir, error.strerror)
-        return None

@@ -1,11 +1,18 @@
-"""The interface through which a request is read and answered, and its implementation for ASGI servers.
+"""The interface through which a request is read and answered, its implementation for ASGI servers, and clients' limits.
 
-:class:`.hot_request.HotRequest` implements it for the router's own connections.
+:class:`.hot_request.HotRequest` implements the interface for the router's own connections. The limits: a budget in
+bytes for the bodies that a router holds, and timeouts: a slow client holds memory, a share of the budget or an engine.
+The server checks every connection about once a second, so requests pay nothing for it.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Protocol
+import fcntl
+import sys
+import termios
+from asyncio import Transport
+from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.upstream import Sink
@@ -14,8 +21,7 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = Sequence[tuple[bytes, bytes]]
-"""Names in lower case."""
+Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
 
 
 class ClientGoneError(Exception):
@@ -27,50 +33,33 @@ class Source(Protocol):
 
     def remaining(self) -> bytes | None:
         """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
-        ...
 
     async def piece(self) -> bytes:
         """Return the next bytes, empty at the end."""
-        ...
 
     async def pour(self, sink: Sink) -> None:
         """Write the unread bytes into a sink as they arrive; return at the end of the body."""
-        ...
 
 
 class Client(Protocol):
     """A client's request and the means to answer it. The task that answers is cancelled when the client disconnects."""
 
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def path(self) -> str:
-        """Without the query."""
-        ...
-
-    @property
-    def headers(self) -> Headers: ...
+    method: str
+    path: str  # without the query
+    headers: Headers
 
     @property
     def gone(self) -> bool:
         """Whether the client disconnected before the end of its answer."""
-        ...
 
     async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
-        """Return the request's body; ``grow`` gets its size, in advance where the head declares it.
-
-        Raises :class:`RequestError` (413) above ``limit`` bytes and what ``grow`` raises; :class:`ClientGoneError`.
-        """
-        ...
+        """Return the body; ``grow`` gets its size as early as it is known. Raises 413, ``grow``'s, ClientGoneError."""
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer; ``headers`` hold the body's length."""
-        ...
 
     async def stream(self, status: int, headers: Headers, first: bytes, source: Source) -> None:
         """Send an answer that begins with ``first`` and continues with ``source``. Raises what the source raises."""
-        ...
 
 
 def declared_length(headers: Headers, limit: int, grow: Callable[[int], None]) -> int | None:
@@ -97,7 +86,6 @@ class AsgiClient:
         self._disconnect_watch: asyncio.Task[None] | None = None
 
     async def body(self, limit: int, grow: Callable[[int], None]) -> bytes:
-        """Return the request's body and begin to watch for a disconnect."""
         declared_length(self.headers, limit, grow)
         pieces: list[bytes] = []
         size = 0
@@ -114,9 +102,7 @@ class AsgiClient:
             pieces.append(piece)
             if not message.get("more_body"):
                 break
-        task = asyncio.current_task()
-        assert task is not None
-        self._disconnect_watch = asyncio.create_task(self._cancel_on_disconnect(task))
+        self._disconnect_watch = asyncio.create_task(self._cancel_on_disconnect(asyncio.current_task()))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
@@ -136,8 +122,93 @@ class AsgiClient:
             self._disconnect_watch.cancel()
             await asyncio.gather(self._disconnect_watch, return_exceptions=True)
 
-    async def _cancel_on_disconnect(self, task: asyncio.Task[Any]) -> None:
+    async def _cancel_on_disconnect(self, task: asyncio.Task[Any] | None) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.gone = True
+        assert task is not None
         task.cancel()
+
+
+@dataclass
+class BodyBudget:
+    """``limit`` bytes for the bodies of all requests together."""
+
+    limit: int
+    used: int = 0
+
+
+class BodyReservation:
+    """One request's share of the budget. Call ``release`` in every case."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.size = 0
+
+    def grow(self, size: int) -> None:
+        """Reserve ``size`` bytes in all, always for the only request. Raises 429 where others leave too little."""
+        budget, more = self._budget, size - self.size
+        if more <= 0:
+            return
+        if budget.used > self.size and budget.used + more > budget.limit:
+            raise RequestError.router_full(budget.used, budget.limit)
+        budget.used += more
+        self.size = size
+
+    def release(self) -> None:
+        """Return the bytes to the budget; idempotent."""
+        self._budget.used -= self.size
+        self.size = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTimeouts:
+    """Limits for one connection, in seconds; a body may stall, but must average ``body_rate`` bytes per second."""
+
+    head_seconds: float = 75.0  # as long as an idle connection is kept
+    body_stall_seconds: float = 30.0
+    body_rate: int = 16 * 1024
+    answer_stall_seconds: float = 60.0
+
+    def body_seconds(self, received: int) -> float:
+        return self.body_stall_seconds + received / self.body_rate
+
+
+CLIENT_TIMEOUTS: Final = ClientTimeouts()
+MAX_STEP_SECONDS: Final = 2.0  # the most that :class:`ProcessClock` advances between two checks
+
+
+class ProcessClock:
+    """A clock that stands still while the process does, so that a stalled router does not time out its clients."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._at: float | None = None
+
+    def advance(self, now: float) -> float:
+        """Return the clock's seconds at ``now``, a time of a clock that never stops."""
+        if self._at is not None:
+            self._seconds += min(now - self._at, MAX_STEP_SECONDS)
+        self._at = now
+        return self._seconds
+
+
+class StallTimer:
+    """Measures for how long a connection has waited for the same thing."""
+
+    def __init__(self) -> None:
+        self._awaited: Hashable = None
+        self._since = 0.0
+
+    def expired(self, awaited: Hashable, seconds: float, now: float) -> bool:
+        """Return whether ``awaited`` has been the same for more than ``seconds``; ``None``: nothing is awaited."""
+        if awaited != self._awaited:
+            self._awaited, self._since = awaited, now
+        return awaited is not None and now - self._since > seconds
+
+
+def unread_bytes(transport: Transport) -> int:
+    """Return how many written bytes the peer has not acknowledged, in our buffer and in the kernel's."""
+    number = transport.get_extra_info("socket").fileno()
+    queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4))
+    return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)

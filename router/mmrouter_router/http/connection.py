@@ -3,9 +3,7 @@
 uvicorn parses (httptools), keeps connections alive, times idle ones out and drains them. A POST to a hot path becomes a
 :class:`.hot_request.HotRequest`: no scope and no message queue stand between the parser and the task that answers. A
 request with anything unusual (a query, ``Expect``, pipelining behind an unanswered request) takes uvicorn's ASGI path.
-
-For requests of both kinds this class bounds what uvicorn does not: the bytes of a head, and the time that a client may
-take (:mod:`.client_timeouts`).
+This class bounds what uvicorn does not: the bytes of a head, and the time that a client may take.
 """
 
 import asyncio
@@ -17,20 +15,14 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.http.client_channel import Headers
-from mmrouter_router.http.client_timeouts import ClientTimeouts, StallTimer, unread_bytes
+from mmrouter_router.http.client_channel import ClientTimeouts, Headers, StallTimer, unread_bytes
 from mmrouter_router.http.hot_request import Handler, HotRequest
 
 log = logging.getLogger("mmrouter.http")
 
-_SMALL_LENGTH_DIGITS: Final = 5
-"""Digits of a content-length up to which a body is read without pausing."""
-HEAD_LIMIT: Final = 64 * 1024
-"""Bytes of a request's head, and of trailers and chunk framing between two pieces of a body."""
-LINGER_SECONDS: Final = 2.0
-"""For how long unwanted input is read before the connection is closed. Closing at once would make the client's kernel
-discard the answer that states the error.
-"""
+_SMALL_LENGTH_DIGITS: Final = 5  # digits of a content-length up to which a body is read without pausing
+HEAD_LIMIT: Final = 64 * 1024  # bytes of a head, and of trailers and chunk framing between two pieces of a body
+LINGER_SECONDS: Final = 2.0  # input is read until the close, which at once would make the client discard the answer
 
 
 class _DiscardedBody:
@@ -47,8 +39,7 @@ class _HeadTooLargeError(Exception):
 class ClientConnection(HttpToolsProtocol):
     """One connection of a client. The application's attribute ``hot`` maps raw paths to their handlers."""
 
-    on_writable: Callable[[], None] | None = None
-    """Called when the write buffer has drained, or the connection is lost."""
+    on_writable: Callable[[], None] | None = None  # called when the write buffer has drained, or the connection is lost
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -130,10 +121,7 @@ class ClientConnection(HttpToolsProtocol):
         self.headers = []
 
     def _parse_without_upgrade(self) -> None:
-        """Parse a head again without its upgrade offer, because the parser reads no body after an offer.
-
-        Clients may offer an upgrade with any request (RFC 9110 7.8), and some do with the first of each connection.
-        """
+        """Parse a head again without its upgrade offer (RFC 9110 7.8), behind which the parser reads no body."""
         parser = self.parser
         lines = [b"%b %b HTTP/%b" % (parser.get_method(), self.url, parser.get_http_version().encode())]
         lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
@@ -163,7 +151,6 @@ class ClientConnection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def resume_parsing(self) -> None:
-        """Parse the input that follows a body read by :meth:`read_body`."""
         self._reset_parser()
         self._body_reader = self._body_receiver = None
         if self._request is not None:
@@ -247,7 +234,6 @@ class ClientConnection(HttpToolsProtocol):
 
     @property
     def body_received(self) -> int:
-        """Bytes that have arrived of the current request's body."""
         if self._body_reader is not None:
             return self._body_reader.received
         return self.cycle.size if isinstance(self.cycle, HotRequest) else self._asgi_body_size
@@ -268,15 +254,11 @@ class ClientConnection(HttpToolsProtocol):
 
 
 def _head_size(url: bytes, headers: Headers) -> int:
-    """Return the bytes of a head's lines, without the method."""
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 class _BodyReader(asyncio.BufferedProtocol):
-    """Replaces the connection's protocol while a large body of known length arrives: reads it in place, uncopied.
-
-    It reads no byte behind the body, so the connection gets everything that follows.
-    """
+    """Replaces the connection's protocol to read a large body of known length in place, and no byte behind it."""
 
     def __init__(
         self, connection: ClientConnection, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]

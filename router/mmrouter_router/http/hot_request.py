@@ -14,8 +14,7 @@ from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source
 
 log = logging.getLogger("mmrouter.http")
 
-LARGE_BODY: Final = 64 * 1024
-"""Missing bytes of a body from which they are read into one buffer without the parser."""
+LARGE_BODY: Final = 64 * 1024  # missing bytes of a body from which they are read into one buffer without the parser
 _FAILED: Final = b"Internal Server Error"
 
 
@@ -38,36 +37,25 @@ class Connection(Protocol):
 Handler = Callable[["HotRequest"], Awaitable[None]]
 
 
-class _UnusedEvent:
-    """The event that uvicorn sets on its own cycles; a hot request gets its input through :meth:`HotRequest.feed`."""
-
-    def set(self) -> None:
-        pass
-
-
 class HotRequest:
     """A :class:`~mmrouter_router.http.client_channel.Client`, and the sink of its answer."""
 
-    message_event: Final = _UnusedEvent()
+    message_event: Final = asyncio.Event()  # uvicorn sets it on its own cycles; the input comes through :meth:`feed`
     scope: Final[MutableMapping[str, Any]] = {}
 
-    def __init__(
-        self, connection: Connection, path: str, headers: list[tuple[bytes, bytes]], keep_alive: bool, chunked: bool
-    ) -> None:
+    def __init__(self, connection: Connection, path: str, headers: Headers, keep_alive: bool, chunked: bool) -> None:
         """``chunked``: the client understands chunks; else the connection's end delimits an answer without a length."""
         self.method, self.path, self.keep_alive = "POST", path, keep_alive
-        self.headers: Headers = headers
+        self.headers, self._chunked = headers, chunked
         self.task: asyncio.Task[None] | None = None
-        self.response_complete = self.disconnected = False
+        self.response_started = self.response_complete = self.disconnected = False
         self._connection, self._transport = connection, connection.transport
         self._pieces: list[bytes] = []
         self.size = 0  # bytes of the body that the parser has delivered
         self.more_body = True
         self._wake_per_piece = False  # the length is unknown, so the reader checks the limit at every piece
         self._wake: asyncio.Future[Any] | None = None
-        self.response_started = False
         self._left: int | None = None  # bytes of the answer's body to be written, None where its length is unknown
-        self._chunked = chunked
 
     async def run(self, handler: Handler) -> None:
         """Run the handler; close the connection of an incomplete answer, so that the client sees the truncation."""
@@ -90,18 +78,15 @@ class HotRequest:
         return self.disconnected
 
     def disconnect(self) -> None:
-        """Cancel the task after the client disconnected."""
         if not self.response_complete and self.task is not None and not self.task.cancelling():
             self.disconnected = True
             self.task.cancel()
 
     @property
     def waiting(self) -> bool:
-        """Whether the task waits for more of the body."""
         return self._wake is not None and not self._wake.done()
 
     def fail_body(self, error: RequestError) -> None:
-        """Raise ``error`` in a task that waits for the body."""
         if self._wake is not None and not self._wake.done():
             self.keep_alive = False
             self._wake.set_exception(error)
@@ -127,17 +112,16 @@ class HotRequest:
             self._connection.read_body(self._pieces, length, done)
             return await done
         self._connection.flow.resume_reading()
-        while self.more_body:
+        while True:
             if self.size > limit:
                 raise RequestError.too_large(limit)
             grow(self.size)
+            if not self.more_body:
+                break
             if self.disconnected:
                 raise ClientGoneError
             self._wake = self._connection.loop.create_future()
             await self._wake
-        if self.size > limit:
-            raise RequestError.too_large(limit)
-        grow(self.size)
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -176,18 +160,13 @@ class HotRequest:
 
     @property
     def full(self) -> bool:
-        """Whether the write buffer is above its high-water mark."""
         return self._connection.flow.write_paused
 
     def when_writable(self, callback: Callable[[], None] | None) -> None:
-        """Set the function that is called when the buffer has drained or the client disconnected; ``None``: none."""
         self._connection.on_writable = callback
 
     def write(self, piece: bytes) -> None:
-        """Write a piece, which is not empty; does nothing after a disconnect.
-
-        Raises ``ValueError`` for bytes beyond the answer's content-length.
-        """
+        """Write a piece; nothing after a disconnect. Raises ``ValueError`` for bytes beyond the content-length."""
         if self.disconnected or self.response_complete:
             return
         if self._left is None:

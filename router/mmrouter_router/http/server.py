@@ -1,59 +1,53 @@
-"""The HTTP servers of one process, and their shutdown without losing a request.
+"""The HTTP servers of one process, and their shutdown without losing a request, in two steps.
 
-A frontend shuts down in two steps. *Draining* begins when its pod is deleted, or with the signal at the latest: it is
-no longer Ready, still serves what arrives, and sends ``connection: close`` with every answer so that clients reconnect
-elsewhere. *Stopping* begins with SIGTERM or SIGINT: no connection is accepted any more, idle ones have a moment for a
-request that is already on its way, and answers in progress have the drain time. Control and metrics are served until
-the clients' server has ended.
+*Draining* begins when the pod is deleted, or with the signal at the latest: the frontend is no longer Ready and sends
+``connection: close`` with every answer so that clients go elsewhere. *Stopping* begins with SIGTERM or SIGINT: no
+connection is accepted, idle ones have a moment for a request on its way, answers in progress have the drain time.
 """
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 
-from mmrouter_router.http.client_channel import Message, Send
-from mmrouter_router.http.client_timeouts import CLIENT_TIMEOUTS, ProcessClock
+from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, Message, ProcessClock, Send
 from mmrouter_router.http.connection import ClientConnection
-from mmrouter_router.http.listener import Listener
 
 log = logging.getLogger("mmrouter.http")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LINGER_SECONDS = 1.0
-"""How long an idle connection may still send a request once the listener is closed."""
+LINGER_SECONDS = 1.0  # how long an idle connection may still send a request once the listener is closed
 STEP_SECONDS = 0.02
-TIMEOUT_CHECK_TICKS = 10
-"""Ticks of uvicorn's clock, ten a second, between two checks of client timeouts."""
-ADMIN_DRAIN_SECONDS = 1.0
-"""Drain time of the servers for control and metrics."""
+TIMEOUT_CHECK_TICKS = 10  # ticks of uvicorn's clock, ten a second, between two checks of client timeouts
+ADMIN_DRAIN_SECONDS = 1.0  # drain time of the servers for control and metrics
+BATCH: Final = 8  # connections accepted per turn; a whole burst at once would leave engines idle, then flood them
+RETRY_SECONDS: Final = 1.0  # pause without file descriptors; connections wait in the kernel's queue meanwhile
+_EXHAUSTED: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 class Shutdown:
-    """State of the process's end. ``draining``: not Ready, connections close after each answer; ``stopping``: set once
-    nothing new is accepted.
-    """
+    """State of the process's end. ``draining``: not Ready, connections close; ``stopping``: nothing new is accepted."""
 
     def __init__(self) -> None:
         self.draining = False
         self.stopping = asyncio.Event()
 
     def drain(self, why: str) -> None:
-        """Send clients elsewhere from now on."""
         if not self.draining:
             self.draining = True
             log.info("draining: %s", why)
 
     def stop(self, why: str) -> None:
-        """Drain, and accept no new connection."""
         self.drain(why)
         self.stopping.set()
 
@@ -160,3 +154,76 @@ async def serve(clients: Server, others: list[Server], shutdown: Shutdown) -> No
         for number in SIGNALS:
             with contextlib.suppress(ValueError, RuntimeError):
                 loop.remove_signal_handler(number)
+
+
+class Listener:
+    """Replaces ``asyncio.Server`` in a uvicorn server, for one address; accepts connections in small batches.
+
+    asyncio accepts one connection per turn of the event loop: the last of a burst would wait for all others' requests.
+    """
+
+    def __init__(self, protocol_factory: Callable[[], asyncio.Protocol], host: str, port: int, backlog: int) -> None:
+        """Raises ``OSError`` where the address cannot be bound."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=backlog)
+        self._socket.setblocking(False)
+        self._protocol_factory = protocol_factory
+        self._max_batches = backlog // BATCH + 1  # until the kernel's queue is empty
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[object]] = set()  # accepted, not yet handed to their protocol
+        self._retry: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._loop.add_reader(self._socket, self._accept_batch)
+        log.info("listening on %s, port %d", host, port)
+
+    def close(self) -> None:
+        """Stop listening, after accepting what the kernel has already accepted: closing would reset those."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        else:
+            self._loop.remove_reader(self._socket)
+        for _ in range(self._max_batches):
+            if not self._accept_batch():
+                break
+        self._socket.close()
+
+    async def wait_closed(self) -> None:
+        """Return once every accepted connection has its protocol."""
+        await asyncio.gather(*self._opening, return_exceptions=True)
+
+    def _accept_batch(self) -> bool:
+        """Accept up to ``BATCH`` connections. Returns whether there may be more."""
+        for _ in range(BATCH):
+            try:
+                connection, _ = self._socket.accept()
+            except BlockingIOError:
+                return False
+            except ConnectionAbortedError:  # the client left before it was accepted
+                continue
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    self._pause(error)
+                    return False
+                raise
+            opening = self._loop.create_task(self._loop.connect_accepted_socket(self._protocol_factory, connection))
+            self._opening.add(opening)
+            opening.add_done_callback(self._opened)
+        return True
+
+    def _opened(self, opening: asyncio.Task[object]) -> None:
+        self._opening.discard(opening)
+        if not opening.cancelled() and (error := opening.exception()) is not None:
+            log.warning("an accepted connection was lost: %s", error)
+
+    def _pause(self, error: OSError) -> None:
+        log.error("cannot accept connections, will retry: %s", error)
+        if not self._closed:
+            self._loop.remove_reader(self._socket)
+            self._retry = self._loop.call_later(RETRY_SECONDS, self._resume)
+
+    def _resume(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._socket, self._accept_batch)

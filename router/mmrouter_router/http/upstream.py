@@ -1,9 +1,7 @@
 """HTTP/1.1 client for engines: pooled connections, httptools parser, answers passed on as they arrive.
 
-A general client costs several times the CPU of a routing decision. This one speaks only what engines speak: one request
-at a time per connection, no redirects, no cookies, no proxies. It stops reading while the consumer is behind, so a slow
-client holds at most ``HIGH_WATER`` bytes. A consumer pulls pieces, or has them poured into a client's connection by the
-callback that receives them.
+It speaks only what engines speak, because a general client costs several times the CPU of a routing decision. It stops
+reading while the consumer is behind, so a slow client holds at most ``HIGH_WATER`` bytes.
 """
 
 import asyncio
@@ -15,11 +13,10 @@ from typing import Protocol, cast
 
 import httptools
 
+Address = tuple[str, int]
 HIGH_WATER = 256 * 1024
-Body = bytes | tuple[bytes | memoryview, ...]
-"""A request's body: one buffer, or several that are too large to be joined."""
-IDLE_SECONDS = 4.0
-"""Idle connections are dropped before uvicorn closes them after 5 s, so that a reuse rarely meets a close."""
+Body = bytes | tuple[bytes | memoryview, ...]  # of a request: one buffer, or several that are too large to be joined
+IDLE_SECONDS = 4.0  # uvicorn closes idle connections after 5 s, so a reuse rarely meets a close
 
 
 class Sink(Protocol):
@@ -28,11 +25,9 @@ class Sink(Protocol):
     @property
     def full(self) -> bool:
         """Whether the source should pause."""
-        ...
 
     def when_writable(self, callback: Callable[[], None] | None) -> None:
         """Set the function that is called when the sink is no longer full; ``None``: none."""
-        ...
 
     def write(self, piece: bytes) -> None: ...
 
@@ -42,8 +37,7 @@ class UpstreamError(ConnectionError):
 
     def __init__(self, message: str, *, sent: bool, began: bool = False) -> None:
         super().__init__(message)
-        self.sent = sent
-        self.began = began
+        self.sent, self.began = sent, began
 
 
 class EngineConnection(asyncio.Protocol):
@@ -51,20 +45,16 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self.transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport  # from connection_made on
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since = 0.0
-        self.closed = False
         self.complete = True
+        self.closed = self._paused = self._began = self._headers_done = self._keep_alive = False
         self._parser: httptools.HttpResponseParser | None = None
         self._chunks: deque[bytes] = deque()
         self.buffered = 0
-        self._paused = False
         self._wake: asyncio.Future[None] | None = None
-        self._began = False
-        self._headers_done = False
-        self._keep_alive = False
         self._sink: Sink | None = None
         self.on_lost: Callable[[], None] | None = None
 
@@ -90,8 +80,10 @@ class EngineConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        if exc is None and not self.complete and self._headers_done and self._ends_with_close():
-            self.complete = True
+        if exc is None and self._headers_done:
+            names = {name for name, _ in self.headers}
+            if b"content-length" not in names and b"transfer-encoding" not in names:
+                self.complete = True  # the close ends the body
         self._parser = None  # break the reference cycle so that both are freed without the garbage collector
         if self.on_lost is not None:
             self.on_lost()
@@ -132,7 +124,6 @@ class EngineConnection(asyncio.Protocol):
 
     async def send(self, head: bytes, body: Body) -> None:
         """Send one request and wait for the answer's headers, which may precede the end of the request."""
-        assert self.transport is not None
         self.status, self.headers, self.complete = 0, [], False
         self._began = self._headers_done = False
         self._parser = httptools.HttpResponseParser(self)
@@ -143,10 +134,7 @@ class EngineConnection(asyncio.Protocol):
             await self._wait()
 
     async def piece(self) -> bytes:
-        """Return the body's next bytes, de-chunked, as they arrived; empty at its end.
-
-        Raises :class:`UpstreamError` when the engine breaks off its answer.
-        """
+        """Return the body's next bytes, de-chunked; empty at its end. Raises :class:`UpstreamError`."""
         while not self._chunks:
             if self.complete:
                 return b""
@@ -158,7 +146,6 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     def remaining(self) -> bytes | None:
-        """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
         if not self.complete:
             return None
         data = self._take_buffered() if self._chunks else b""
@@ -195,30 +182,25 @@ class EngineConnection(asyncio.Protocol):
         return data
 
     def _pause(self) -> None:
-        if not self._paused and self.transport is not None and not self.closed:
+        if not self._paused and not self.closed:
             self._paused = True
             self.transport.pause_reading()
 
     def _resume(self) -> None:
-        if self._paused and self.transport is not None and not self.closed:
+        if self._paused and not self.closed:
             self._paused = False
             self.transport.resume_reading()
 
     @property
     def reusable(self) -> bool:
-        if not self.complete or not self._keep_alive or self.closed or self._chunks or self.transport is None:
+        if not self.complete or not self._keep_alive or self.closed or self._chunks:
             return False
         return not self.transport.get_write_buffer_size()  # an engine may answer before it has read the request
 
     def close(self) -> None:
         """Abort the connection; the engine sees a disconnect and aborts the request."""
         self.closed = True
-        if self.transport is not None:
-            self.transport.abort()
-
-    def _ends_with_close(self) -> bool:
-        names = {name for name, _ in self.headers}
-        return b"content-length" not in names and b"transfer-encoding" not in names
+        self.transport.abort()
 
     async def _wait(self) -> None:
         self._wake = self._loop.create_future()
@@ -235,15 +217,13 @@ class EngineConnection(asyncio.Protocol):
 class Answer:
     """An engine's answer: status and headers, and its body as it arrives. Call ``close`` in every case."""
 
-    def __init__(self, pool: "Upstream", address: tuple[str, int], connection: EngineConnection) -> None:
+    def __init__(self, pool: "Upstream", address: Address, connection: EngineConnection) -> None:
         self._pool, self._address, self.connection = pool, address, connection
-        self.status = connection.status
-        self.headers = connection.headers
+        self.status, self.headers = connection.status, connection.headers
         self.piece, self.remaining, self.pour = connection.piece, connection.remaining, connection.pour
 
     @property
     def complete(self) -> bool:
-        """Whether the whole body has arrived."""
         return self.connection.complete
 
     async def body(self) -> AsyncIterator[bytes]:
@@ -252,12 +232,9 @@ class Answer:
             yield piece
 
     async def read(self, limit: int) -> bytes:
-        """Return the whole body, at most ``limit`` bytes of it."""
         data = bytearray()
-        async for piece in self.body():
+        while len(data) < limit and (piece := await self.piece()):
             data += piece
-            if len(data) >= limit:
-                break
         return bytes(data[:limit])
 
     def close(self) -> None:
@@ -269,36 +246,38 @@ class Upstream:
     """A pool of connections to engines, keyed by address."""
 
     def __init__(self, *, connect_seconds: float = 2.0) -> None:
-        self._idle: dict[tuple[str, int], list[EngineConnection]] = {}
+        self._idle: dict[Address, list[EngineConnection]] = {}
         self._connect_seconds = connect_seconds
 
     async def request(
         self, host: str, port: int, method: str, path: str, headers: Mapping[str, str], body: Body = b""
     ) -> Answer:
-        """Send a request and return once the answer's headers are there. Raises :class:`UpstreamError`.
-
-        Retries once on a fresh connection where an idle one turns out to be closed before the engine answered.
-        """
+        """Send a request; return at the answer's headers. Retries a closed idle connection. Raises UpstreamError."""
         address = (host, port)
         length = len(body) if isinstance(body, bytes) else sum(map(len, body))
         head = _head(method, path, host, port, headers.items(), length)
-        connection = self._take(address)
-        if connection is not None:
+        idle = self._take(address)
+        if idle is not None:
             try:
-                return await self._exchange(address, connection, head, body)
+                return await self._exchange(address, idle, head, body)
             except UpstreamError as error:
                 if error.began:
                     raise
-            try:
-                fresh = await self._connect(address)
-            except UpstreamError as error:
-                # Not an idle close: the engine is down, possibly because of this request.
-                raise UpstreamError(str(error), sent=True) from error
-            return await self._exchange(address, fresh, head, body)
-        return await self._exchange(address, await self._connect(address), head, body)
+        # Where a fresh connection fails, too, the engine is down, possibly because of this request.
+        connection = await self._connect(address, sent=idle is not None)
+        return await self._exchange(address, connection, head, body)
 
-    def release(self, address: tuple[str, int], connection: EngineConnection) -> None:
-        """Pool a connection whose answer was read completely, abort any other."""
+    async def ask(
+        self, address: Address, method: str, path: str, headers: Mapping[str, str], body: Body = b"", *, limit: int
+    ) -> tuple[int, bytes]:
+        """Send a request; return status and complete answer. Raises :class:`UpstreamError`, also above the limit."""
+        answer = await self.request(*address, method, path, headers, body)
+        try:
+            return answer.status, await answer.read(limit)
+        finally:
+            answer.close()
+
+    def release(self, address: Address, connection: EngineConnection) -> None:
         if connection.reusable:
             connection.idle_since = time.monotonic()
             self._idle.setdefault(address, []).append(connection)
@@ -306,19 +285,15 @@ class Upstream:
             connection.close()
 
     def idle_connections(self, host: str, port: int) -> int:
-        """Return the number of idle connections to an engine."""
         return len(self._idle.get((host, port), ()))
 
     def close(self) -> None:
-        """Close all idle connections."""
         for connections in self._idle.values():
             for connection in connections:
                 connection.close()
         self._idle.clear()
 
-    async def _exchange(
-        self, address: tuple[str, int], connection: EngineConnection, head: bytes, body: Body
-    ) -> Answer:
+    async def _exchange(self, address: Address, connection: EngineConnection, head: bytes, body: Body) -> Answer:
         try:
             await connection.send(head, body)
         except BaseException:
@@ -326,7 +301,7 @@ class Upstream:
             raise
         return Answer(self, address, connection)
 
-    def _take(self, address: tuple[str, int]) -> EngineConnection | None:
+    def _take(self, address: Address) -> EngineConnection | None:
         oldest = time.monotonic() - IDLE_SECONDS
         idle = self._idle.get(address, [])
         while idle:
@@ -336,24 +311,23 @@ class Upstream:
             connection.close()
         return None
 
-    async def _connect(self, address: tuple[str, int]) -> EngineConnection:
+    async def _connect(self, address: Address, *, sent: bool) -> EngineConnection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
                 _, connection = await loop.create_connection(partial(EngineConnection, loop), *address)
         except (OSError, TimeoutError) as error:
-            raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=False) from error
+            raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=sent) from error
         connection.on_lost = lambda: self._forget(address, connection)
         return connection
 
-    def _forget(self, address: tuple[str, int], connection: EngineConnection) -> None:
+    def _forget(self, address: Address, connection: EngineConnection) -> None:
         """Remove a closed connection, which no request would take once its engine is gone."""
-        idle = self._idle.get(address)
-        if idle is not None:
-            if connection in idle:
-                idle.remove(connection)
-            if not idle:
-                del self._idle[address]
+        idle = self._idle.get(address, [])
+        if connection in idle:
+            idle.remove(connection)
+        if not idle:
+            self._idle.pop(address, None)
 
 
 def _head(method: str, path: str, host: str, port: int, headers: Iterable[tuple[str, str]], length: int) -> bytes:

@@ -1,7 +1,4 @@
-"""Parsing and validation of request bodies into a :class:`ChatRequest`. Pure.
-
-Checks only what routing, fetching or the prompt depends on; the engine checks the rest, and its errors are passed on.
-"""
+"""Parsing and validation of request bodies; checks only what routing, fetching or the prompt depends on. Pure."""
 
 from mmrouter_router.intake.chat import parse_chat
 from mmrouter_router.intake.forwarded_routes import parse_forwarded

@@ -1,16 +1,20 @@
-"""Parser for the body of ``POST /v1/chat/completions``."""
+"""Parser for the body of ``POST /v1/chat/completions``: its fields, messages and content parts.
 
+Parts are allow-listed by type *and* by key: engines infer a missing type from keys, and templates read keys, so a text
+part with an image key would be a text to the router and an image to the engine.
+"""
+
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from mmrouter_lib.api import EngineType
-from mmrouter_lib.prompt.render_arguments import REPLACING, render_arguments
+from mmrouter_lib.prompt.prompter import REPLACING, render_arguments
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake.inline_images import MIN_URI, Extracted, extract_images
-from mmrouter_router.intake.json_body import Raw, parse_object
-from mmrouter_router.intake.json_fields import flag, mapping, max_tokens, model_of, objects, text
-from mmrouter_router.intake.messages import MAX_REASONS, MessageParts, tools_of
-from mmrouter_router.intake.prompt_fields import inexact_fields, inexact_messages
-from mmrouter_router.intake.request import ChatRequest, Limits
+from mmrouter_router.intake import json_body
+from mmrouter_router.intake.json_body import MAX_DEPTH, Object, Raw
+from mmrouter_router.intake.prompt_fields import Reason, inexact_fields, inexact_messages, words
+from mmrouter_router.intake.request import MIN_URI, ChatRequest, ImagePart, Limits, MediaPart, Modality, extract_images
 
 
 def parse_chat(raw: Raw, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
@@ -18,45 +22,38 @@ def parse_chat(raw: Raw, limits: Limits, served_model: str, engine: EngineType =
     if len(raw) > limits.max_request_bytes:
         raise RequestError.too_large(limits.max_request_bytes)
     if len(raw) > MIN_URI and (extracted := extract_images(raw)) is not None:
-        request = _parse_extracted(extracted, limits, served_model, engine)
-        if request is not None:
-            return request
+        # Where this fails the original body is parsed, whose error quotes the client.
+        with suppress(RequestError):
+            request = parse_unextracted(extracted.raw, limits, served_model, engine)
+            images = tuple(replace(image, inline=extracted.images.get(image.url)) for image in request.images)
+            if sorted(image.url for image in images if image.inline is not None) == sorted(extracted.images):
+                return replace(request, images=images)
     return parse_unextracted(raw, limits, served_model, engine)
 
 
-def _parse_extracted(extracted: Extracted, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest | None:
-    """Return the request of a body without its images, ``None`` where the original body must be parsed."""
-    try:
-        request = parse_unextracted(extracted.raw, limits, served_model, engine)
-    except RequestError:
-        return None  # the original body gives an error that quotes the client
-    images = tuple(replace(image, inline=extracted.images.get(image.url)) for image in request.images)
-    placed = [image.url for image in images if image.inline is not None]
-    return replace(request, images=images) if sorted(placed) == sorted(extracted.images) else None
-
-
 def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
-    """Parse a body whose large images are not extracted, or are placeholders already."""
-    body = parse_object(raw, limits.max_request_bytes)
-    model = model_of(body, served_model)
-    messages = objects(body, "messages")
+    body = json_body.parse_object(raw, limits.max_request_bytes)
+    model = json_body.model_of(body, served_model)
+    messages = json_body.objects(body, "messages")
     if messages is None:
         raise RequestError.missing("messages")
     if not messages:
         raise RequestError.invalid("'messages' must hold at least one message.", param="messages", code="empty_array")
     parts = MessageParts(limits)
-    parts.read(messages)
-    add, proceed = flag(body, "add_generation_prompt", default=True), flag(body, "continue_final_message")
+    for number, message in enumerate(messages):
+        parts.read(number, message)
+    add = json_body.flag(body, "add_generation_prompt", default=True)
+    proceed = json_body.flag(body, "continue_final_message")
     if add and proceed:
-        message = "A final message is either continued or followed by a new one: set 'add_generation_prompt' to false."
-        raise RequestError.invalid(message, param="continue_final_message", code="invalid_value")
-    variables = mapping(body, "chat_template_kwargs") or {}
+        problem = "A final message is either continued or followed by a new one: set 'add_generation_prompt' to false."
+        raise RequestError.invalid(problem, param="continue_final_message", code="invalid_value")
+    variables = json_body.optional(body, "chat_template_kwargs", dict) or {}
     for name in REPLACING if variables else ():
         if variables.get(name) not in (None, "auto"):
             place = f"chat_template_kwargs.{name}"
             raise RequestError.invalid(f"'{place}' is not accepted.", param=place, code="invalid_value")
-    mapping(body, "vllm_xargs")
-    text(body, "reasoning_effort")
+    json_body.optional(body, "vllm_xargs", dict)
+    json_body.optional(body, "reasoning_effort", str)
     has_kwargs = variables or "reasoning_effort" in body
     kwargs = render_arguments(body)["chat_template_kwargs"] if has_kwargs else None
     inexact = (*parts.inexact, *inexact_messages(messages, engine), *inexact_fields(body, engine))
@@ -65,15 +62,157 @@ def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: Engin
         messages=messages,
         images=tuple(parts.images),
         media=tuple(parts.media),
-        stream=flag(body, "stream", nullable=True),
-        max_tokens=max_tokens(body, "max_completion_tokens", "max_tokens"),
+        stream=json_body.flag(body, "stream", nullable=True),
+        max_tokens=json_body.max_tokens(body, "max_completion_tokens", "max_tokens"),
         tools=tools_of(body),
-        documents=objects(body, "documents"),
+        documents=json_body.objects(body, "documents"),
         add_generation_prompt=add,
         continue_final_message=proceed,
-        add_special_tokens=flag(body, "add_special_tokens"),
+        add_special_tokens=json_body.flag(body, "add_special_tokens"),
         chat_template_kwargs=kwargs or None,
         body=body,
         inexact=inexact[:MAX_REASONS],
         source=raw,
     )
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+TEXT_TYPES = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+"""Part types that engines read as text -> the key of the text."""
+IMAGE_TYPES = {"image_url": "image_url", "input_image": "image_url"}
+MEDIA_TYPES: dict[str, Modality] = {"video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+PART_TYPES = (*TEXT_TYPES, *IMAGE_TYPES, *MEDIA_TYPES)
+
+MEDIA_KEYS = words(
+    "image image_url image_pil image_embeds input_image video video_url video_embeds audio audio_url audio_embeds",
+    "input_audio prompt_embeds",
+)
+"""Keys that make an engine or a template read a part as media, whatever its type."""
+
+_PART_HARMLESS = words("type uuid detail closed cache_control prompt_cache_breakpoint")  # no template reads them
+
+_MESSAGE_TEXTS = words("name tool_call_id reasoning reasoning_content")
+_MESSAGE_OTHERS = words("role content tool_calls") | words("refusal audio annotations function_call")
+"""Fields checked elsewhere, and OpenAI's fields of an assistant message that the engine drops."""
+
+MAX_REASONS = 32  # reasons kept per request, so that a client cannot choose how many
+
+
+class MessageParts:
+    """The media of one request's messages in prompt order, and reasons why the messages are not modelled."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.images: list[ImagePart] = []
+        self.media: list[MediaPart] = []
+        self.inexact: list[Reason] = []
+
+    def read(self, number: int, message: Object) -> None:
+        """Check a message; make each part canonical, for the same prompt. Raises :class:`RequestError`."""
+        # Field paths are formatted only for errors: a conversation has many messages.
+        role = message.get("role")
+        if role not in ROLES:
+            json_body.required(message, "role", str, f"messages[{number}].role")
+            raise RequestError.unknown_value(f"messages[{number}].role", role, ROLES)
+        for name, value in message.items():
+            if name in _MESSAGE_TEXTS:
+                if value is not None and not isinstance(value, str):
+                    raise RequestError.wrong_type(f"messages[{number}].{name}", "a string", value)
+            elif name not in _MESSAGE_OTHERS:
+                self._unknown(f"messages[{number}].{name}")
+        if message.get("tool_calls") is not None:
+            _tool_calls(message, f"messages[{number}].tool_calls")
+        content = message.get("content")
+        if isinstance(content, list):
+            for place, part in enumerate(content):
+                if not _is_plain_text(part):
+                    content[place] = self._part(number, place, part, f"messages[{number}].content[{place}]")
+        elif content is None and role != "assistant":
+            raise RequestError.missing(f"messages[{number}].content")
+        elif content is not None and not isinstance(content, str):
+            field, expected = f"messages[{number}].content", "a string or an array of content parts"
+            raise RequestError.wrong_type(field, expected, content)
+
+    def _part(self, message: int, place: int, part: Any, path: str) -> Object:
+        if not isinstance(part, dict):
+            raise RequestError.wrong_type(path, "an object", part)
+        kind = json_body.required(part, "type", str, f"{path}.type")
+        own = TEXT_TYPES.get(kind) or IMAGE_TYPES.get(kind) or kind
+        if kind not in PART_TYPES:
+            raise RequestError.unknown_part(f"{path}.type", kind, PART_TYPES)
+        for name in part:
+            if name in MEDIA_KEYS and name != own:
+                message_text = f"A content part of type '{kind}' cannot hold '{name}' as well."
+                raise RequestError.invalid(message_text, param=f"{path}.{name}", code="ambiguous_content_part")
+            if name != own and name not in _PART_HARMLESS:
+                self._unknown(f"{path}.{name}")
+        if kind in TEXT_TYPES:
+            return _plain(part, own, "text", json_body.required(part, own, str, f"{path}.{own}"))
+        if kind == "input_audio":
+            url, param = _inline_audio(part, f"{path}.{own}")
+        else:
+            _, _, url, param = json_body.media_url(part, own, f"{path}.{own}")
+        if kind in IMAGE_TYPES:
+            self.images.append(ImagePart(message, place, url, param))
+            plain = _plain(part, own, "image_url", {"url": url})
+        else:
+            holder: Object = {"url": ""}
+            self.media.append(MediaPart(holder, "url", url, param, MEDIA_TYPES[kind]))
+            self.inexact.append(Reason(param, "media"))
+            plain = _plain(part, own, f"{MEDIA_TYPES[kind]}_url", holder)
+        json_body.count_media(len(self.images) + len(self.media), self._limits.max_images, param)
+        return plain
+
+    def _unknown(self, field: str) -> None:
+        if len(self.inexact) < MAX_REASONS:
+            self.inexact.append(Reason(field, "unknown_field"))
+
+
+def _is_plain_text(part: Any) -> bool:
+    return type(part) is dict and len(part) == 2 and part.get("type") == "text" and type(part.get("text")) is str
+
+
+def _plain(part: Object, own: str, kind: str, value: Any) -> Object:
+    return {**{name: item for name, item in part.items() if name != own}, "type": kind, kind: value}
+
+
+def _inline_audio(part: Object, path: str) -> tuple[str, str]:
+    audio = json_body.required(part, "input_audio", dict, path)
+    data = json_body.required(audio, "data", str, f"{path}.data")
+    form = json_body.required(audio, "format", str, f"{path}.format")
+    if not (form.isascii() and form.isalnum()):
+        message = "An audio format is a word like 'wav'."
+        raise RequestError.invalid(message, param=f"{path}.format", code="invalid_value")
+    return f"data:audio/{form};base64,{data}", f"{path}.data"
+
+
+def _tool_calls(message: Object, path: str) -> None:
+    for number, call in enumerate(json_body.objects(message, "tool_calls", path) or ()):
+        place = f"{path}[{number}].function"
+        function = json_body.required(call, "function", dict, place)
+        json_body.required(function, "name", str, f"{place}.name")
+        if isinstance(function.get("arguments"), dict):
+            continue
+        arguments = json_body.optional(function, "arguments", str, f"{place}.arguments") or ""
+        # Engine and template parse this text with a recursive parser.
+        if arguments.count("[") + arguments.count("{") > MAX_DEPTH and json_body.text_depth(arguments) > MAX_DEPTH:
+            message_text = f"The arguments are nested more than {MAX_DEPTH} levels deep."
+            raise RequestError.invalid(message_text, param=f"{place}.arguments", code="invalid_value")
+
+
+def tools_of(body: Object) -> list[Object] | None:
+    tools = json_body.objects(body, "tools")
+    if tools is not None and not tools:
+        message = "'tools' must hold at least one tool, or be left out."
+        raise RequestError.invalid(message, param="tools", code="empty_array")
+    for number, tool in enumerate(tools or ()):
+        kind = tool.get("type", "function")
+        if kind != "function":
+            raise RequestError.unknown_value(f"tools[{number}].type", kind, ("function",))
+        place = f"tools[{number}].function"
+        function = json_body.required(tool, "function", dict, place)
+        json_body.required(function, "name", str, f"{place}.name")
+        json_body.optional(function, "description", str, f"{place}.description")
+        json_body.optional(function, "parameters", dict, f"{place}.parameters")
+    return tools

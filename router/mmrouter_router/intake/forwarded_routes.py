@@ -1,8 +1,7 @@
 """Parser for the forwarded routes ``POST /v1/completions`` and ``/v1/responses``, which are placed by affinity.
 
-Media may occur anywhere in a prompt of ``/v1/responses`` (``input_image`` parts, screenshots in tool outputs). The
-router fetches all of it as for a chat and puts the bytes into the body. References that the engine would have to
-resolve (``file_url``, ``file_id``) and embeddings are refused.
+Media anywhere in a prompt (``input_image`` parts, screenshots in tool outputs) is fetched as for a chat and put into
+the body. References that the engine would have to resolve (``file_url``, ``file_id``) and embeddings are refused.
 """
 
 from collections.abc import Iterator
@@ -11,36 +10,26 @@ from typing import Any
 from blake3 import blake3
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake.json_body import Raw, parse_object
-from mmrouter_router.intake.json_fields import (
-    Object,
-    count_media,
-    flag,
-    max_tokens,
-    media_url,
-    model_of,
-    text,
-    unsupported,
-)
+from mmrouter_router.intake import json_body
+from mmrouter_router.intake.json_body import Object, Raw
 from mmrouter_router.intake.prompt_fields import Reason
 from mmrouter_router.intake.request import ChatRequest, Limits, MediaPart, Modality
 
-HEAD_CHARACTERS = 2048
-"""Characters of a prompt's JSON form that identify its beginning."""
+HEAD_CHARACTERS = 2048  # characters of a prompt's JSON form that identify its beginning
 
-_PROMPTS = ("input", "prompt", "previous_input_messages", "messages")
-"""Top-level fields that engines read messages or prompts from."""
+_PROMPTS = ("input", "prompt", "previous_input_messages", "messages")  # top-level fields of messages or prompts
 _MEDIA: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 _FILE_REFERENCES = frozenset({"file_url", "file_id"})
+NO_EMBEDDINGS = "send media, not embeddings"
 _EMBEDDINGS = frozenset({"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"})
 
 
 def parse_forwarded(raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
     """Parse and check the body of a forwarded route. Raises :class:`RequestError` only."""
-    body = parse_object(raw, limits.max_request_bytes)
-    model = model_of(body, served_model)
+    body = json_body.parse_object(raw, limits.max_request_bytes)
+    model = json_body.model_of(body, served_model)
     if body.get("prompt_embeds") is not None:
-        raise _embeddings("prompt_embeds")
+        raise json_body.unsupported("prompt_embeds", NO_EMBEDDINGS)
     prompt = next((name for name in ("input", "prompt") if body.get(name) is not None), None)
     if prompt is None:
         raise RequestError.missing("input" if "input" in body else "prompt")
@@ -49,20 +38,13 @@ def parse_forwarded(raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
     for name in _PROMPTS:
         for part in _media_in(body.get(name), name, removed):
             media.append(part)
-            count_media(len(media), limits.max_images, part.param)
+            json_body.count_media(len(media), limits.max_images, part.param)
     return ChatRequest(
         model=model,
         messages=[{"role": "user", "content": _head(body, prompt, media)}],
-        images=(),
         media=tuple(media),
-        stream=flag(body, "stream", nullable=True),
-        max_tokens=max_tokens(body, "max_output_tokens", "max_tokens"),
-        tools=None,
-        documents=None,
-        add_generation_prompt=False,
-        continue_final_message=False,
-        add_special_tokens=False,
-        chat_template_kwargs=None,
+        stream=json_body.flag(body, "stream", nullable=True),
+        max_tokens=json_body.max_tokens(body, "max_output_tokens", "max_tokens"),
         body=body,
         inexact=(Reason(prompt, "not_modelled"),),
         removed=tuple(sorted(removed)),
@@ -82,27 +64,23 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
             if item is None:
                 continue
             if name in _EMBEDDINGS:
-                raise _embeddings(place)
+                raise json_body.unsupported(place, NO_EMBEDDINGS)
             if name in _FILE_REFERENCES:
-                raise unsupported(place, "engines fetch and keep nothing; put the media into the request")
+                raise json_body.unsupported(place, "engines fetch and keep nothing; put the media into the request")
             if name in _MEDIA:
-                yield _take_url(value, name, place, removed)
+                # A client's uuid would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid).
+                if value.pop("uuid", None) is not None:
+                    removed.add("uuid")
+                holder, key, url, param = json_body.media_url(value, name, place)
+                holder[key] = ""
+                yield MediaPart(holder, key, url, param, _MEDIA[name])
             elif isinstance(item, dict | list):
                 yield from _media_in(item, place, removed)
 
 
-def _take_url(part: Object, name: str, path: str, removed: set[str]) -> MediaPart:
-    # A client's uuid would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid).
-    if part.pop("uuid", None) is not None:
-        removed.add("uuid")
-    holder, key, url, param = media_url(part, name, path)
-    holder[key] = ""
-    return MediaPart(holder, key, url, param, _MEDIA[name])
-
-
 def _head(body: Object, prompt: str, media: list[MediaPart]) -> str:
     """Return a text that is stable as a conversation grows: the client's cache key, or the prompt's beginning."""
-    own = text(body, "prompt_cache_key")
+    own = json_body.optional(body, "prompt_cache_key", str)
     if own:
         return own[:HEAD_CHARACTERS]
     value = body[prompt]
@@ -112,9 +90,5 @@ def _head(body: Object, prompt: str, media: list[MediaPart]) -> str:
     if isinstance(start, str | list):
         start = start[:HEAD_CHARACTERS]
     first = blake3(media[0].url.encode()).hexdigest() if media and media[0].param.startswith(f"{prompt}[0]") else ""
-    instructions = text(body, "instructions") or ""
+    instructions = json_body.optional(body, "instructions", str) or ""
     return f"{instructions[:HEAD_CHARACTERS]}\0{str(start)[:HEAD_CHARACTERS]}\0{first}"
-
-
-def _embeddings(path: str) -> RequestError:
-    return unsupported(path, "send media, not embeddings")

@@ -1,29 +1,24 @@
-"""Safe parsing of a JSON body: bounded in bytes, in values and in depth.
+"""Safe parsing of a JSON body, bounded in bytes, values and depth, and typed access to its fields.
 
 The depth limit also protects the engine's parser. The router forwards the parsed object serialised again, so engine
 and router cannot read one body in two ways (duplicate keys, odd numbers, invalid UTF-8).
 """
 
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.errors import RequestError, kind_of
 
-Raw = bytes | bytearray
-"""A body as received."""
-MAX_DEPTH = 100
-"""Nested arrays and objects; Python's json module in the engines fails near 1000."""
-MAX_VALUES = 1_000_000
-"""Strings, separators and containers: about 100 MB as Python objects in the worst case."""
-SMALL_BODY = 2 * 1024**2
-"""Bytes of a body that cannot exceed that, whatever its content."""
+Raw = bytes | bytearray  # a body as received
+MAX_DEPTH = 100  # nested arrays and objects; Python's json module in the engines fails near 1000
+MAX_VALUES = 1_000_000  # strings, separators and containers: about 100 MB as Python objects in the worst case
+SMALL_BODY = 2 * 1024**2  # bytes of a body that cannot exceed that, whatever its content
 _FEW_QUOTES = 8192
 _LONGEST_RUN = 64
 
-_SHORT = 64 * 1024
-"""Bytes of a body up to which counting brackets is cheaper than walking its objects."""
+_SHORT = 64 * 1024  # bytes of a body up to which counting brackets is cheaper than walking its objects
 
 _CONTAINERS = frozenset({dict, list})
 
@@ -32,10 +27,7 @@ _BRACKETS = re.compile(r'"[^"]*+"?|[\[{\]}]')
 
 
 def parse_object(raw: Raw, max_bytes: int) -> dict[str, Any]:
-    """Return the body's object. Raises :class:`RequestError`: 413 for too many bytes, 400 for anything but an object.
-
-    Rejects NaN, infinities, lone surrogates and invalid UTF-8. Integers beyond 64 bits become floats.
-    """
+    """Return the body's object. Raises :class:`RequestError` (413, 400). Integers beyond 64 bits become floats."""
     if len(raw) > max_bytes:
         raise RequestError.too_large(max_bytes)
     _bound_values(raw)
@@ -52,7 +44,6 @@ def parse_object(raw: Raw, max_bytes: int) -> dict[str, Any]:
 
 
 def depth(value: Any) -> int:
-    """Return the nesting depth of containers."""
     levels = 0
     layer = [value] if type(value) in _CONTAINERS else []
     while layer:
@@ -91,10 +82,7 @@ def _bound_values(raw: Raw) -> None:
 
 
 def bytes_outside_strings(raw: Raw) -> int:
-    """Return an upper bound of the bytes outside strings: small for a body that is large because of its images.
-
-    Gives up, and returns the body's length, at more quotes or backslashes than a request with images has.
-    """
+    """Return an upper bound of the bytes outside strings; the body's length at unusually many quotes or backslashes."""
     outside = start = 0
     inside = False
     place = -1
@@ -114,3 +102,78 @@ def bytes_outside_strings(raw: Raw) -> int:
                 start = place + 1
                 inside = False
     return len(raw)
+
+
+Object = dict[str, Any]
+T = TypeVar("T")
+
+
+def optional(holder: Object, name: str, kind: type[T], path: str = "", expected: str = "") -> T | None:
+    """Return a field of a JSON type, ``None`` where it is absent or null. ``path``: the field's name in errors."""
+    value = holder.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise RequestError.wrong_type(path or name, expected or kind_of(kind()), value)
+    return value
+
+
+def required(holder: Object, name: str, kind: type[T], path: str = "", expected: str = "") -> T:
+    """Return a field of a JSON type. Raises 400 where it is missing."""
+    value = optional(holder, name, kind, path, expected)
+    if value is None:
+        raise RequestError.missing(path or name)
+    return value
+
+
+def objects(holder: Object, name: str, path: str = "") -> list[Object] | None:
+    value: list[Object] | None = optional(holder, name, list, path)
+    for number, item in enumerate(value or ()):
+        if not isinstance(item, dict):
+            raise RequestError.wrong_type(f"{path or name}[{number}]", "an object", item)
+    return value
+
+
+def flag(body: Object, name: str, *, default: bool = False, nullable: bool = False) -> bool:
+    """Return a boolean. Strings and numbers are refused, because engines read some of them as true."""
+    value = body.get(name, default)
+    if value is None and nullable:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError.wrong_type(name, "a boolean", value)
+    return value
+
+
+def model_of(body: Object, served_model: str) -> str:
+    """Return the model's name. Raises 400 where it is missing, 404 where it is not ``served_model``."""
+    model = required(body, "model", str)
+    if model != served_model:
+        raise RequestError.unknown_model(model)
+    return model
+
+
+def max_tokens(body: Object, *names: str) -> int | None:
+    """Return the first field that is set of several spellings of a token limit; checks that all are integers."""
+    limit: int | None = None
+    for name in names:
+        value = body.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise RequestError.wrong_type(name, "an integer", value)
+        limit = value if limit is None else limit
+    return limit
+
+
+def media_url(holder: Object, name: str, path: str) -> tuple[Object, str, str, str]:
+    """Return (holder, key, URL, field) of media in either spelling: an object with ``url``, or the URL itself."""
+    if isinstance(holder.get(name), dict):
+        holder, name, path = holder[name], "url", f"{path}.url"
+    return holder, name, required(holder, name, str, path, "a URL string"), path
+
+
+def count_media(count: int, limit: int, param: str) -> None:
+    """Raise 400 for more than ``limit`` images and other media; ``param``: the first one beyond."""
+    if count > limit:
+        message = f"The request holds more than {limit} images."
+        raise RequestError.invalid(message, param=param, code="too_many_images")
+
+
+def unsupported(path: str, why: str) -> RequestError:
+    return RequestError.invalid(f"'{path}' is not supported: {why}.", param=path, code="unsupported_content_part")

@@ -6,12 +6,13 @@ field is proved against it by tests/conformance/vllm/test_fields.py.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.vllm.request import REFUSED_FIELDS, REFUSED_XARGS
+from mmrouter_lib.engines.vllm.adapter import REFUSED_FIELDS, REFUSED_XARGS
+
+Exactness = Literal["exact", "partial", "affinity"]  # how much is predicted: all, up to the first image, nothing
 
 Cause = Literal[
     "unknown_field",
@@ -28,16 +29,18 @@ Cause = Literal[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
+class Reason(NamedTuple):
     """Why a request cannot be exact: the field as the client wrote it, and a cause that is fit for a metric's label."""
 
     field: str
     reason: Cause
 
+    @property
+    def label(self) -> str:
+        return f"{self.reason}:{self.field}"
+
 
 def words(*lines: str) -> frozenset[str]:
-    """Return the set of the words in all lines."""
     return frozenset(" ".join(lines).split())
 
 

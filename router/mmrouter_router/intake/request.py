@@ -1,13 +1,77 @@
-"""A parsed and checked request, and the limits that it is held to."""
+"""A parsed and checked request, its limits, and the extraction of large inline images before a body is parsed.
 
+Extracting saves the JSON parser megabytes of base64. It takes one form only: a string ``"data:<type>;base64,<data>"``
+without escapes, whose data is strict base64. An unguessable placeholder replaces it. The rest keeps its meaning:
+
+- Where the quote before ``data:`` opens a string, all characters up to the next quote belong to it, because none is a
+  quote, a backslash or a control character. The parser's state behind the placeholder is that behind the image.
+- Where that quote closes a string, ``data:`` is outside of strings, and neither body is JSON.
+- A quote behind a backslash is skipped.
+
+So a body that parses with placeholders parses to the same values without them. The caller must find each placeholder
+once, as the URL of an image; otherwise, or where parsing fails, it must parse the original body.
+"""
+
+import re
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, NamedTuple, Self
+
+import pybase64
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
-from mmrouter_router.intake.inline_images import InlineImage
 from mmrouter_router.intake.json_body import Raw
 from mmrouter_router.intake.prompt_fields import Reason
+
+MIN_URI: Final = 16 * 1024  # characters of a URI from which extracting it pays
+_HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,(?!")')
+_OPENS: Final = b'"data:'
+MAX_SKIPPED: Final = 4096  # short or unusual URIs before the search ends, to bound the time in the event loop
+_SECRET: Final = secrets.token_hex(16)
+
+
+class InlineImage(NamedTuple):
+    """An image of a body: its bytes, and its base64 as a view of the body."""
+
+    data: bytes
+    text: memoryview  # empty where it is not canonical base64
+
+
+class Extracted(NamedTuple):
+    """A body with placeholders, and placeholder -> image."""
+
+    raw: bytes
+    images: Mapping[str, InlineImage]
+
+
+def extract_images(raw: Raw) -> Extracted | None:
+    """Return the body without its large images, ``None`` where it has none."""
+    view, pieces, images, done = memoryview(raw), list[bytes | memoryview](), dict[str, InlineImage](), 0
+    skipped = 0
+    at = raw.find(_OPENS)
+    while at >= 0 and (end := raw.find(b'"', at + 1)) >= 0:
+        if end - at > MIN_URI and (head := _HEAD.match(raw, at)) is not None and (at == 0 or raw[at - 1] != ord("\\")):
+            text = view[head.end() : end]
+            try:
+                data = pybase64.b64decode(text, validate=True)
+            except ValueError:
+                return None
+            placeholder = f"data:,{_SECRET}.{len(images)}"
+            images[placeholder] = InlineImage(data, text if _canonical(data, text) else text[:0])
+            pieces += (view[done : at + 1], placeholder.encode())
+            done = end
+        elif (skipped := skipped + 1) > MAX_SKIPPED:
+            return None
+        at = raw.find(_OPENS, end + 1)
+    return Extracted(b"".join((*pieces, view[done:])), images) if images else None
+
+
+def _canonical(data: bytes, text: memoryview) -> bool:
+    """Return whether encoding reproduces the text: unused bits of its last character may be set."""
+    return pybase64.b64encode(data[-(len(data) % 3 or 3) :]) == text[-4:]
+
 
 Modality = Literal["image", "video", "audio"]
 
@@ -32,16 +96,13 @@ class ImagePart:
     part: int
     url: str
     param: str
-    inline: InlineImage | None = None
-    """The image's bytes, where they were extracted from the body; the URL is then their placeholder."""
+    inline: InlineImage | None = None  # extracted from the body; the URL is then its placeholder
 
 
-@dataclass(frozen=True, slots=True)
-class MediaPart:
+class MediaPart(NamedTuple):
     """Media that the prompt does not model: video, audio, anything in a forwarded request.
 
-    ``holder[key]`` is the field of its URL in the body. It is empty until :meth:`embed` puts the bytes there, so that
-    no engine can see a client's URL.
+    ``holder[key]``, the field of its URL, is empty until :meth:`embed`: no engine can see a client's URL.
     """
 
     holder: dict[str, Any]
@@ -51,34 +112,30 @@ class MediaPart:
     kind: Modality
 
     def embed(self, data_uri: str) -> None:
-        """Put the resolved bytes into the body."""
         self.holder[self.key] = data_uri
 
 
 @dataclass(slots=True)  # not frozen: creation would take ten times as long
 class ChatRequest:
-    """A checked request; treat it as immutable. ``body`` is the parsed object, normalised; ``inexact`` is empty where
-    the prompt is modelled.
+    """A checked request; treat it as immutable. ``inexact`` is empty where the prompt is modelled.
 
-    ``removed`` names the fields that intake removed because clients may not set them. A forwarded request (completions,
-    responses) has no ``images`` and always a reason; its ``messages`` hold the beginning of its prompt as one user
-    message, for affinity only.
+    ``removed``: fields that clients may not set. A forwarded request has no ``images`` and always a reason; its
+    ``messages`` hold the beginning of its prompt as one user message, for affinity only.
     """
 
     model: str
     messages: list[dict[str, Any]]
-    images: tuple[ImagePart, ...]
     media: tuple[MediaPart, ...]
     stream: bool
     max_tokens: int | None
-    tools: list[dict[str, Any]] | None
-    documents: list[dict[str, Any]] | None
-    add_generation_prompt: bool
-    continue_final_message: bool
-    add_special_tokens: bool
-    chat_template_kwargs: dict[str, Any] | None
     body: dict[str, Any]
     inexact: tuple[Reason, ...]
+    images: tuple[ImagePart, ...] = ()
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
     removed: tuple[str, ...] = ()
-    source: Raw = b""
-    """The body as parsed: as received, or with placeholders for large images."""
+    source: Raw = b""  # the body as parsed: as received, or with placeholders for large images

@@ -7,21 +7,16 @@ from email.utils import parsedate_to_datetime
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
-MAX_FRESH_S = 24 * 3600.0
-"""Upper bound on freshness, whatever the origin says."""
+MAX_FRESH_S = 24 * 3600.0  # upper bound on freshness, whatever the origin says
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
-Key = tuple[str, str]
-"""Tenant and URL: a shared entry would let tenants see what others fetched, and when."""
+Key = tuple[str, str]  # tenant and URL: a shared entry would let tenants see what others fetched, and when
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A cached answer, with the URL after all redirects and its validators.
-
-    ``fresh_until`` is a time of the caller's monotonic clock, in seconds.
-    """
+    """A cached answer: URL behind redirects, validators; ``fresh_until``: seconds of the caller's monotonic clock."""
 
     data: bytes
     mime: str
@@ -31,7 +26,6 @@ class Stored:
     fresh_until: float
 
     def conditions(self) -> dict[str, str]:
-        """Return the headers of a conditional request."""
         headers = {"If-None-Match": self.etag, "If-Modified-Since": self.modified}
         return {name: value for name, value in headers.items() if value}
 
@@ -48,14 +42,12 @@ class MediaCache:
         return len(self._entries)
 
     def get(self, key: Key) -> Stored | None:
-        """Return an entry, fresh or not, and mark it as used."""
         stored = self._entries.get(key)
         if stored is not None:
             self._entries.move_to_end(key)
         return stored
 
     def put(self, key: Key, stored: Stored) -> None:
-        """Store or replace an entry; evict the least recently used ones that no longer fit."""
         self.drop(key)
         if len(stored.data) > self._max_bytes:
             return
@@ -87,20 +79,30 @@ def freshness(headers: Headers, now: datetime | None = None) -> float | None:
     for part in ",".join(headers.getall("Cache-Control", ())).split(","):
         name, _, value = part.strip().lower().partition("=")
         directives.setdefault(name, value.strip('"'))
-    if (
-        "no-store" in directives
-        or "private" in directives
-        or "*" in (vary.strip() for vary in headers.getall("Vary", ()))
-    ):
+    vary = [name.strip() for name in headers.getall("Vary", ())]
+    if "no-store" in directives or "private" in directives or "*" in vary:
         return None
     if "no-cache" in directives:
         return 0.0
     lifetime = directives.get("s-maxage", directives.get("max-age"))
-    if lifetime is None:
-        seconds = _until(headers, now or datetime.now(UTC))
-    else:
+    if lifetime is not None:
         seconds = _seconds(lifetime) - _seconds(headers.get("Age", "0"))
+    elif (expires := _date(headers.get("Expires"))) is not None:
+        seconds = (expires - (_date(headers.get("Date")) or now or datetime.now(UTC))).total_seconds()
+    else:
+        return 0.0
     return min(max(seconds, 0.0), MAX_FRESH_S)
+
+
+def modification(headers: Headers) -> str | None:
+    """Return ``Last-Modified`` where it tells one content from the next, else ``None``.
+
+    It has a resolution of a second: content that was answered within that second may have changed later in it (RFC 9110
+    section 8.8.2.2). The next fetch would then be answered by 304, and the router would predict the old content.
+    """
+    modified, answered = _date(headers.get("Last-Modified")), _date(headers.get("Date"))
+    settled = modified is not None and answered is not None and (answered - modified).total_seconds() >= 1
+    return headers["Last-Modified"] if settled else None
 
 
 def _seconds(text: str) -> float:
@@ -108,18 +110,9 @@ def _seconds(text: str) -> float:
     return float(text) if text.isascii() and text.isdigit() and len(text) <= 10 else 0.0
 
 
-def _until(headers: Headers, now: datetime) -> float:
-    expires = _date(headers.get("Expires"))
-    if expires is None:
-        return 0.0
-    return (expires - (_date(headers.get("Date")) or now)).total_seconds()
-
-
 def _date(text: str | None) -> datetime | None:
-    if text is None:
-        return None
     try:
-        moment = parsedate_to_datetime(text)
+        moment = parsedate_to_datetime(text or "")
     except ValueError:
         return None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

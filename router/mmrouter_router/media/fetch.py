@@ -1,8 +1,7 @@
 """Guarded GET with redirects: resolve the host, check its addresses, connect to those only, read within limits.
 
-Every hop starts afresh: parsed, checked, resolved and connected anew, without cookies, credentials, proxies or reused
-connections. The fetcher opens the socket itself, so no unchecked address can be reached even if DNS or the client
-library returns another one in between.
+Every hop starts afresh, without cookies, credentials, proxies or reused connections. The fetcher opens the socket
+itself, so no unchecked address can be reached even if DNS or the client library returns another one in between.
 """
 
 import asyncio
@@ -12,25 +11,23 @@ import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from mmrouter_router.media.address import Address
-from mmrouter_router.media.cache import Stored, freshness
-from mmrouter_router.media.guard import Guard, Target, redirected
-from mmrouter_router.media.types import MediaError
+from mmrouter_router.media.cache import Stored, freshness, modification
+from mmrouter_router.media.content import MediaError
+from mmrouter_router.media.guard import Address, Guard, Target, redirected
 
-Lookup = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Host and port -> all its addresses as text. Raises ``OSError`` where there is none."""
+Lookup = Callable[[str, int], Awaitable[Sequence[str]]]  # addresses of host and port as text; raises ``OSError``
 
 _HEADERS = {"User-Agent": "mmrouter-media/1", "Accept": "*/*", "Accept-Encoding": "identity"}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
+class FetchLimits(NamedTuple):
     """Limits of one fetch, times in seconds. ``max_bytes``: of one answer; ``total_s``: with all redirects."""
 
     max_bytes: int
@@ -87,7 +84,6 @@ class Fetcher:
             self._slots.release()
 
     def close(self) -> None:
-        """Release the resolver's threads; a lookup in progress ends by itself."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _follow(self, text: str, stored: Stored | None) -> Fetched | NotModified:
@@ -113,10 +109,8 @@ class Fetcher:
 
     async def _system_lookup(self, host: str, port: int) -> list[str]:
         # A thread pool of its own, so that slow name servers delay only fetches.
-        loop = asyncio.get_running_loop()
-        records = await loop.run_in_executor(
-            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        )
+        lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        records = await asyncio.get_running_loop().run_in_executor(self._threads, lookup)
         return list(dict.fromkeys(str(where[0]) for *_, where in records))
 
     async def _addresses(self, target: Target) -> list[Address]:
@@ -132,7 +126,6 @@ class Fetcher:
     async def _get(
         self, target: Target, addresses: Sequence[Address], stored: Stored | None
     ) -> Fetched | NotModified | str:
-        """Return the answer of one hop, or the location that it redirects to."""
         # The validators are those of the last URL behind all redirects.
         conditions = stored.conditions() if stored is not None and stored.url == str(target.url) else {}
         connector = aiohttp.TCPConnector(
@@ -175,14 +168,10 @@ class Fetcher:
                     break
         if (answer.content_length or 0) > limit or len(data) > limit:
             raise MediaError("too_large", f"The media is larger than the limit of {limit} bytes.")
-        return Fetched(
-            bytes(data), str(target.url), headers.get("ETag"), headers.get("Last-Modified"), freshness(headers)
-        )
+        return Fetched(bytes(data), str(target.url), headers.get("ETag"), modification(headers), freshness(headers))
 
 
 class _Pinned(AbstractResolver):
-    """A resolver that returns the checked addresses for every name."""
-
     def __init__(self, addresses: Iterable[Address]) -> None:
         self._addresses = tuple(addresses)
 
@@ -206,10 +195,7 @@ class _Pinned(AbstractResolver):
 
 
 def socket_factory(addresses: Iterable[Address]) -> Callable[[Any], socket.socket]:
-    """Return a factory of sockets that raises ``PermissionError`` for any other address.
-
-    It runs before ``connect``, so not even a handshake reaches an unchecked address.
-    """
+    """Return a factory of sockets that raises ``PermissionError`` for other addresses, before any handshake."""
     checked = frozenset(addresses)
 
     def create(info: tuple[Any, Any, int, str, tuple[Any, ...]]) -> socket.socket:

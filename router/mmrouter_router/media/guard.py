@@ -2,24 +2,119 @@
 
 The fetcher connects to the same parsed URL that is checked here. ``allowedHosts`` admits host names (fetch: allowList)
 and further ports of them; it does not unlock private addresses. ``allowedCIDRs`` unlocks addresses on any port, and
-admits no host.
+admits no host. An IPv4-mapped or NAT64 address is judged as its IPv4 address. A tunnel address (6to4, Teredo, ISATAP,
+...) is refused; configuration can unlock it unless its inner address is always refused. Ranges: IANA's special-purpose
+registries.
 """
 
 import ipaddress
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Self
+from collections.abc import Iterable, Sequence
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
+from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit
 
 from yarl import URL
 
 from mmrouter_lib.api import Media as MediaSettings
-from mmrouter_router.media.address import Address, Network, covered, networks, refusal
-from mmrouter_router.media.types import MediaError
+from mmrouter_router.media.content import MediaError
 
-MAX_URL = 8192
-"""Characters of an http(s) URL."""
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+
+def _networks(**reasons: str) -> tuple[tuple[Network, str], ...]:
+    return tuple((ipaddress.ip_network(text), why) for why, texts in reasons.items() for text in texts.split())
+
+
+_NEVER = _networks(  # regardless of the configuration
+    link_local="169.254.0.0/16 fe80::/10",
+    # Metadata services that are not link-local: AWS, Google (IPv6), Azure, Alibaba, Oracle.
+    metadata=("fd00:ec2::254/128 fd00:ec2::23/128 fd20:ce::254/128 168.63.129.16/32 100.100.100.200/32 192.0.0.192/32"),
+    unspecified="0.0.0.0/8 ::/128",
+    multicast="224.0.0.0/4 ff00::/8",
+    broadcast="255.255.255.255/32",
+)
+
+_UNLESS_ALLOWED = _networks(
+    loopback="127.0.0.0/8 ::1/128",
+    private="10.0.0.0/8 172.16.0.0/12 192.168.0.0/16 fc00::/7 fec0::/10",
+    shared="100.64.0.0/10",
+    documentation="192.0.2.0/24 198.51.100.0/24 203.0.113.0/24 2001:db8::/32 3fff::/20",
+    benchmark="198.18.0.0/15 2001:2::/48",
+    reserved="192.0.0.0/24 192.88.99.0/24 240.0.0.0/4 2001::/23",
+)
+_TUNNELS = _networks(tunnel="2002::/16 2001::/32 ::/96 ::ffff:0:0:0/96 64:ff9b:1::/48")
+_MAPPED = IPv6Network("::ffff:0:0/96")
+_NAT64 = IPv6Network("64:ff9b::/96")
+_GLOBAL_V6 = IPv6Network("2000::/3")
+_ISATAP = (0x0000_5EFE, 0x0200_5EFE)
+
+
+def refusal(address: Address, allowed: Sequence[Network]) -> str | None:
+    """Return why an address is refused, ``None`` where it may be connected to.
+
+    ``allowed`` unlocks addresses that are not public, except those of ``_NEVER`` and tunnels to them.
+    """
+    carried, tunnel = _carried(address)
+    for inner in carried:
+        if why := _within(inner, _NEVER):
+            return why
+    if covered(address, allowed):
+        return None
+    plain = address if tunnel else carried[-1]
+    if tunnel:
+        return "tunnel"
+    if why := _within(plain, _UNLESS_ALLOWED):
+        return why
+    if isinstance(plain, IPv6Address) and plain not in _GLOBAL_V6:
+        return "reserved"
+    # ipaddress may know reserved ranges that are newer than the tables above.
+    return None if plain.is_global else "reserved"
+
+
+def covered(address: Address, ranges: Sequence[Network]) -> bool:
+    """Return whether an address is in one of the ranges; an IPv4-mapped or NAT64 address counts as its inner one."""
+    carried, tunnel = _carried(address)
+    plain = address if tunnel else carried[-1]
+    return any(plain in network for network in ranges if network.version == plain.version)
+
+
+def networks(texts: Iterable[str]) -> tuple[Network, ...]:
+    """Parse ranges in CIDR notation; an IPv4-mapped range becomes its IPv4 range. Raises ``ValueError``."""
+    ranges: list[Network] = []
+    for text in texts:
+        network = ipaddress.ip_network(text, strict=False)
+        if isinstance(network, IPv6Network) and network.subnet_of(_MAPPED):
+            inner = IPv4Address(int(network.network_address) & 0xFFFF_FFFF)
+            network = IPv4Network((inner, network.prefixlen - 96))
+        ranges.append(network)
+    return tuple(ranges)
+
+
+def _carried(address: Address) -> tuple[list[Address], bool]:
+    """Return the address and those embedded in it, innermost last, and whether it is a tunnel address."""
+    if isinstance(address, IPv4Address):
+        return [address], False
+    low = IPv4Address(int(address) & 0xFFFF_FFFF)
+    if address in _MAPPED or address in _NAT64:
+        return [address, low], False
+    if address.sixtofour is not None:
+        return [address, address.sixtofour], True
+    if address.teredo is not None:
+        return [address, *address.teredo], True
+    if int(address) >> 32 & 0xFFFF_FFFF in _ISATAP:
+        return [address, low], True
+    if address not in (IPv6Address(0), IPv6Address(1)) and _within(address, _TUNNELS):
+        return [address, low], True
+    return [address], False
+
+
+def _within(address: Address, table: Sequence[tuple[Network, str]]) -> str | None:
+    return next((why for network, why in table if network.version == address.version and address in network), None)
+
+
+MAX_URL = 8192  # characters of an http(s) URL
 
 _INSTEAD = " here; send the media as a data: URI."
 _DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -29,8 +124,7 @@ _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*):")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(NamedTuple):
     """A well-formed http(s) URL. ``host`` is lower-case ASCII without a trailing dot, or an address."""
 
     url: URL
@@ -38,29 +132,16 @@ class Target:
     port: int
     literal: Address | None
 
-    @property
-    def secure(self) -> bool:
-        return self.url.scheme == "https"
 
-
-@dataclass(frozen=True, slots=True)
 class Guard:
     """The rules of ``routing.media`` for fetching."""
 
-    fetch: Literal["dataOnly", "allowList", "public"]
-    hosts: frozenset[str]
-    suffixes: tuple[str, ...]
-    cidrs: tuple[Network, ...]
-
-    @classmethod
-    def of(cls, media: MediaSettings) -> Self:
+    def __init__(self, media: MediaSettings) -> None:
         names = [name.lower().rstrip(".") for name in media.allowed_hosts]
-        return cls(
-            fetch=media.fetch,
-            hosts=frozenset(_canonical(name) for name in names if not name.startswith("*.")),
-            suffixes=tuple(name[1:] for name in names if name.startswith("*.")),
-            cidrs=networks(media.allowed_cidrs),
-        )
+        self.fetch = media.fetch
+        self.hosts = frozenset(_canonical(name) for name in names if not name.startswith("*."))
+        self.suffixes = tuple(name[1:] for name in names if name.startswith("*."))
+        self.cidrs = networks(media.allowed_cidrs)
 
     def target(self, text: str) -> Target:
         """Parse a URL and check all but its addresses. Raises ``MediaError``."""
@@ -72,10 +153,7 @@ class Guard:
         return target
 
     def check(self, target: Target, addresses: Sequence[Address]) -> None:
-        """Check all addresses of a target's host. Raises ``MediaError`` where one of them is refused.
-
-        A name that is public and private at once is an attack or a mistake.
-        """
+        """Check all addresses of a host: refused ones among them are an attack or a mistake. Raises ``MediaError``."""
         if not addresses:
             raise MediaError("unreachable", f"The host '{target.host}' has no address.")
         if any(refusal(address, self.cidrs) for address in addresses):
@@ -90,10 +168,8 @@ class Guard:
 
 
 def parse(text: str) -> Target:
-    """Parse an http(s) URL. Raises ``MediaError``.
-
-    Refused: other schemes, white space and control characters, backslashes, credentials, and numbers that only some
-    parsers read as an IPv4 address (``0x7f.1``, ``2130706433``).
+    """Parse an http(s) URL. Raises ``MediaError``, also for credentials, white space, control characters, backslashes,
+    and numbers that only some parsers read as an IPv4 address (``0x7f.1``, ``2130706433``).
     """
     scheme = scheme_of(text)
     if scheme not in _DEFAULT_PORTS:
@@ -129,13 +205,12 @@ def redirected(target: Target, location: str) -> str:
         text = urljoin(str(target.url), location)
     except ValueError as error:
         raise MediaError("redirect", "The media's host redirects to a malformed URL.") from error
-    if target.secure and scheme_of(text) == "http":
+    if target.url.scheme == "https" and scheme_of(text) == "http":
         raise MediaError("redirect", "The media's host redirects from https to http.")
     return text
 
 
 def scheme_of(text: str) -> str:
-    """Return the lower-case scheme of a URL, empty for none."""
     match = _SCHEME.match(text)
     return match[1].lower() if match else ""
 

@@ -1,40 +1,25 @@
-"""Resolves the media URLs of a request to bytes: ``data:`` URIs, guarded fetches, a cache.
-
-Concurrent requests for one URL share one fetch, whose time limits are its own, and so get the same bytes.
-"""
+"""Resolves media URLs to bytes: ``data:`` URIs, guarded fetches (shared by concurrent requests), a cache."""
 
 import asyncio
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_router.core.single_flight import SingleFlight
-from mmrouter_router.intake.inline_images import InlineImage
-from mmrouter_router.intake.request import ImagePart
-from mmrouter_router.media import data_uri, mime_type
+from mmrouter_router.intake.request import ImagePart, InlineImage, MediaPart
+from mmrouter_router.media import content
 from mmrouter_router.media.cache import Key, MediaCache, Stored
+from mmrouter_router.media.content import Media, MediaError
 from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModified
 from mmrouter_router.media.guard import Guard
-from mmrouter_router.media.types import Media, MediaError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span
 
 CACHE_BYTES = 256 * 1024**2
-PARALLEL = 4
-"""Concurrent fetches of one request, so that it cannot occupy all slots."""
-
-
-class Part(Protocol):
-    """A medium of a request: its URL as the client wrote it, and the field that errors name."""
-
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def param(self) -> str: ...
+PARALLEL = 4  # concurrent fetches of one request, so that it cannot occupy all slots
+Part = ImagePart | MediaPart
 
 
 class MediaResolver:
@@ -53,28 +38,16 @@ class MediaResolver:
     ) -> None:
         self._max_bytes = quantity_bytes(media.max_bytes)
         self._max_request_bytes = quantity_bytes(media.max_request_bytes)
-        self._guard = Guard.of(media)
+        self._guard = Guard(media)
         self._fetcher = Fetcher(self._guard, limits or FetchLimits(self._max_bytes), lookup=lookup, tls=tls)
         self._cache = MediaCache(cache_bytes)
         self._fetches = SingleFlight[Key, Media]()
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics, self._clock = metrics, clock
 
-    async def resolve(
-        self,
-        url: str,
-        *,
-        param: str,
-        tenant: str = "",
-        deadline: float | None = None,
-        inline: InlineImage | None = None,
-    ) -> Media:
-        """Return the bytes of one URL. ``deadline``: a time of the event loop; ``inline``: the bytes from the body.
-
-        Raises ``RequestError`` (400 with code ``media_...`` naming ``param``; 429 where all fetch slots are busy).
-        """
+    async def resolve(self, url: str, *, param: str, tenant: str = "", inline: InlineImage | None = None) -> Media:
+        """Return the bytes of one URL. Raises ``RequestError`` (400; 429 where all fetch slots are busy)."""
         try:
-            media = self._from_inline(inline) if inline is not None else await self._resolve(url, tenant, deadline)
+            media = await self._resolve(url, tenant, inline)
         except MediaError as error:
             self._metrics.media_refused.labels(error.reason).inc()
             raise error.for_field(param) from error
@@ -82,13 +55,8 @@ class MediaResolver:
         self._metrics.media_bytes.labels(media.source).inc(len(media.data))
         return media
 
-    async def resolve_all(
-        self, parts: Sequence[Part], *, tenant: str = "", deadline: float | None = None
-    ) -> list[Media]:
-        """Return the bytes of all parts, in order, within the request's limit. Raises what :meth:`resolve` raises.
-
-        The first error cancels all fetches of the request. A URL that occurs twice is fetched once.
-        """
+    async def resolve_all(self, parts: Sequence[Part], *, tenant: str = "") -> list[Media]:
+        """Return the bytes of all parts, in order; fetch each URL once. The first error cancels all, and is raised."""
         left = self._max_request_bytes
         resolved: dict[int, Media] = {}
         places: dict[str, list[int]] = {}
@@ -115,11 +83,10 @@ class MediaResolver:
             first = parts[same[0]]
             async with slots:
                 with child_span("fetch image") as span:
-                    media = await self.resolve(first.url, param=first.param, tenant=tenant, deadline=deadline)
+                    media = await self.resolve(first.url, param=first.param, tenant=tenant)
                     if span:
-                        span.set_attributes(
-                            {"mmrouter.media.source": media.source, "mmrouter.media.bytes": len(media.data)}
-                        )
+                        size = len(media.data)
+                        span.set_attributes({"mmrouter.media.source": media.source, "mmrouter.media.bytes": size})
             for place in same:
                 charge(parts[place], media)
                 resolved[place] = media
@@ -133,18 +100,16 @@ class MediaResolver:
         return [resolved[place] for place in range(len(parts))]
 
     async def close(self) -> None:
-        """Cancel all fetches."""
         await self._fetches.close()
         self._fetcher.close()
 
-    def _from_inline(self, inline: InlineImage) -> Media:
-        data_uri.bound(len(inline.data), self._max_bytes)
-        return Media(inline.data, mime_type.detect(inline.data), "data", inline.text)
-
-    async def _resolve(self, url: str, tenant: str, deadline: float | None) -> Media:
+    async def _resolve(self, url: str, tenant: str, inline: InlineImage | None) -> Media:
+        if inline is not None:
+            content.bound(len(inline.data), self._max_bytes)
+            return Media(inline.data, content.detect(inline.data), "data", inline.text)
         if _is_data(url):
-            data = data_uri.decode(url, self._max_bytes)
-            return Media(data, mime_type.detect(data), "data")
+            data = content.decode(url, self._max_bytes)
+            return Media(data, content.detect(data), "data")
         self._guard.target(url)  # refuse before any network access
         key = (tenant, url)
         stored = self._cache.get(key)
@@ -152,11 +117,7 @@ class MediaResolver:
             return Media(stored.data, stored.mime, "cache")
         if key in self._fetches:
             self._metrics.media_joined.inc()
-        try:
-            async with asyncio.timeout_at(deadline):
-                return await self._fetches.run(key, lambda: self._fetch(key))
-        except TimeoutError as error:
-            raise MediaError("timeout", "The media's host did not deliver in time.") from error
+        return await self._fetches.run(key, lambda: self._fetch(key))
 
     async def _fetch(self, key: Key) -> Media:
         stored = self._cache.get(key)
@@ -168,13 +129,12 @@ class MediaResolver:
             return Media(stored.data, stored.mime, "revalidated")
         if not answer.data:
             raise MediaError("empty", "The media's host answered with an empty body.")
-        if mime_type.is_page(answer.data):
+        if content.is_page(answer.data):
             raise MediaError("web_page", "The media's host answered with a web page.")
-        mime = mime_type.detect(answer.data)
+        mime = content.detect(answer.data)
         if answer.fresh_s is not None and (answer.fresh_s or answer.etag or answer.modified):
-            fresh_until = self._clock() + answer.fresh_s
-            entry = Stored(answer.data, mime, answer.url, answer.etag, answer.modified, fresh_until)
-            self._cache.put(key, entry)
+            until = self._clock() + answer.fresh_s
+            self._cache.put(key, Stored(answer.data, mime, answer.url, answer.etag, answer.modified, until))
         else:
             self._cache.drop(key)
         self._metrics.media_cache_bytes.set(self._cache.size)

@@ -4,15 +4,15 @@ import asyncio
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 import orjson
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.block_keys import Span, namespace_seed
-from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
-from mmrouter_lib.engines.vllm.request import rewrite_chat
+from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family, ImageSizeError, is_proved, load_family
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe
 from mmrouter_lib.media_identity import media_identity, to_wire
@@ -20,25 +20,23 @@ from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import PlaceholderError, Prompter, TemplateError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
-from mmrouter_router.core.types import Exactness
-from mmrouter_router.intake import ChatRequest, Reason
-from mmrouter_router.media import Media, MediaResolver
+from mmrouter_router.intake import ChatRequest, ImagePart
+from mmrouter_router.intake.prompt_fields import Exactness
+from mmrouter_router.media.content import Media
+from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepared import Prepared, ResolvedImage
-from mmrouter_router.request.renderer_client import Renderer, RendererError
-from mmrouter_router.sentinels import SentinelStore, sha256_of
+from mmrouter_router.request.renderer_client import Rendered, Renderer, RendererError
+from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
 from mmrouter_router.telemetry.tracing import child_span
 
+Images = tuple[ResolvedImage, ...]
 PROBE_CACHE = 4096
-SEEDS = 4096
-"""Tenants whose namespace seeds are cached."""
-THREAD_BYTES = 256 * 1024
-"""Bytes from which SHA-256 (0.6 ms per MiB) runs in a thread."""
-_IMAGE_CAUSES = frozenset({"processor_options"})
-"""Causes that affect images only: they make every image of the request unresolved."""
+SEEDS = 4096  # tenants whose namespace seeds are cached
+THREAD_BYTES = 256 * 1024  # bytes from which SHA-256 (0.6 ms per MiB) runs in a thread
+_IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images only: every image becomes unresolved
 
 
-@dataclass(frozen=True, slots=True)
-class PromptModel:
+class PromptModel(NamedTuple):
     """The model's family and its prompter, ``None`` for a family that is not modelled for the engine."""
 
     family: Family | None
@@ -58,11 +56,7 @@ class PromptModel:
 
 
 class Preparer:
-    """Prepares requests for one deployment.
-
-    ``renderer``: predicts prompts of a family that is not modelled. ``sentinels``: for engines that put image
-    identities into the ids.
-    """
+    """Prepares requests. ``renderer``: for families that are not modelled; ``sentinels``: for engines with them."""
 
     def __init__(
         self,
@@ -85,7 +79,6 @@ class Preparer:
         self._probed: OrderedDict[bytes, tuple[int, int, int, bool]] = OrderedDict()
 
     def seed(self, salt: str | None) -> int:
-        """Return the namespace seed of a tenant's blocks."""
         seed = self._seeds.get(salt)
         if seed is None:
             model = self._deployment.spec.model
@@ -97,20 +90,17 @@ class Preparer:
     async def prepare(
         self, request: ChatRequest, salt: str | None, tenant: str = "", *, predict: bool = True
     ) -> Prepared:
-        """Resolve images and predict the prompt. Raises :class:`RequestError` that names the field.
-
-        ``predict``: false skips the prediction; exactness is then ``affinity``, with the cause ``policy``.
-        """
+        """Resolve images and, with ``predict``, predict the prompt. Raises RequestError that names the field."""
         images = _mark_unresolved(request, await self._resolve(request, tenant))
         await self._digest(images)
         return await self.predict(request, images, salt, predict=predict)
 
     async def predict(
-        self, request: ChatRequest, images: tuple[ResolvedImage, ...], salt: str | None, *, predict: bool = True
+        self, request: ChatRequest, images: Images, salt: str | None, *, predict: bool = True
     ) -> Prepared:
         """Predict the prompt of a request with resolved images. Raises what :meth:`prepare` raises."""
         unresolved = tuple(image.unresolved for image in images if not image.resolved)
-        labels = [_label(r) for r in request.inexact if images or r.reason not in _IMAGE_CAUSES]
+        labels = [r.label for r in request.inexact if images or r.reason not in _IMAGE_CAUSES]
         reasons = list(dict.fromkeys((*labels, *unresolved)))
         exactness: Exactness = "partial" if unresolved else "exact"
         if any(reason.reason not in _IMAGE_CAUSES for reason in request.inexact):
@@ -137,22 +127,16 @@ class Preparer:
                 self._refuse_harmful(request, images)
             if span:
                 span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
-        fingerprint = self._fingerprint(request, images)
-        reason = tuple(reasons)
-        seed = self.seed(salt)
+        prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), self._fingerprint(request, images))
         by_renderer = self.prompter is None and exactness != "affinity"
-        return Prepared(
-            request, salt, images, ids, spans, exactness, reason, seed, fingerprint, self.sentinels, by_renderer, unseen
-        )
+        return Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, unseen)
 
-    async def _render(
-        self, request: ChatRequest, images: tuple[ResolvedImage, ...], reasons: list[str]
-    ) -> tuple["array[int]", tuple[Span, ...]] | None:
+    async def _render(self, request: ChatRequest, images: Images, reasons: list[str]) -> Rendered | None:
         """Return ids and spans from a renderer, ``None`` where it fails; adds the reason to ``reasons``."""
         if self.renderer is None:
             return None
         rewrites = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in images]
-        body = rewrite_chat(request.body, rewrites, model=self._served_model, cache_salt=None).body
+        body = VLLM.rewrite_chat(request.body, rewrites, model=self._served_model, cache_salt=None).body
         try:
             ids, spans = await self.renderer.render(body)
         except RendererError as error:
@@ -164,7 +148,7 @@ class Preparer:
         reasons.append(f"renderer:{self.unknown_family}")
         return ids, spans
 
-    def _refuse_harmful(self, request: ChatRequest, images: tuple[ResolvedImage, ...]) -> None:
+    def _refuse_harmful(self, request: ChatRequest, images: Images) -> None:
         """Refuse images out of order, which crash engines of some families, even without a prediction."""
         images_of_body = [part for part in request.media if part.kind == "image"]
         if len(images_of_body) > 1:  # a forwarded route renders prompts by its own rules
@@ -176,8 +160,7 @@ class Preparer:
             if isinstance(error.__cause__, PlaceholderError):
                 raise
 
-    def _expand(self, request: ChatRequest, images: tuple[ResolvedImage, ...]) -> tuple["array[int]", tuple[Span, ...]]:
-        """Return token ids and spans of the expanded prompt."""
+    def _expand(self, request: ChatRequest, images: Images) -> Rendered:
         assert self.prompter is not None
         try:
             text = self.prompter.render(
@@ -188,47 +171,41 @@ class Preparer:
                 continue_final_message=request.continue_final_message,
                 chat_template_kwargs=request.chat_template_kwargs,
             )
-            expanded = self.prompter.expand(
-                text, [image.in_prompt() for image in images], add_special_tokens=request.add_special_tokens
-            )
+            in_prompt = [image.in_prompt() for image in images]
+            expanded = self.prompter.expand(text, in_prompt, add_special_tokens=request.add_special_tokens)
         except (TemplateError, PlaceholderError) as error:
-            message = str(error)
-            raise RequestError.invalid(
-                f"{message[0].upper()}{message[1:]}.", param="messages", code="invalid_value"
-            ) from error
+            message = f"{str(error)[0].upper()}{str(error)[1:]}."
+            raise RequestError.invalid(message, param="messages", code="invalid_value") from error
         return expanded.ids, expanded.spans
 
-    async def _resolve(self, request: ChatRequest, tenant: str) -> tuple[ResolvedImage, ...]:
+    async def _resolve(self, request: ChatRequest, tenant: str) -> Images:
         if not request.images and not request.media:
             return ()
         media = await self._media.resolve_all([*request.images, *request.media], tenant=tenant)
-        for part, item in zip(request.media, media[len(request.images) :], strict=True):
+        images, others = media[: len(request.images)], media[len(request.images) :]
+        for part, item in zip(request.media, others, strict=True):
             part.embed(item.data_uri())
-        return tuple(
-            self._image(part.message, part.part, part.param, item)
-            for part, item in zip(request.images, media[: len(request.images)], strict=True)
-        )
+        return tuple(self._image(part, item) for part, item in zip(request.images, images, strict=True))
 
-    async def _digest(self, images: tuple[ResolvedImage, ...]) -> None:
-        """Hash the images whose sentinels may derive from the hash; large ones in a thread."""
+    async def _digest(self, images: Images) -> None:
         for image in images:
             if self.sentinels is not None and self.sentinels.wants_digest(image.identity):
                 data = image.media.data
                 hashed = sha256_of(data) if len(data) < THREAD_BYTES else await asyncio.to_thread(sha256_of, data)
                 self.sentinels.set_digest(image.identity, hashed)
 
-    def _image(self, message: int, part: int, param: str, media: Media) -> ResolvedImage:
-        family = self.family
-        options: Mapping[str, Any] = family.pixel_options if family is not None else {}
+    def _image(self, part: ImagePart, media: Media) -> ResolvedImage:
+        options: Mapping[str, Any] = self.family.pixel_options if self.family is not None else {}
         identity = media_identity(media.data, options, key=self._identity_key)
         probed = self._probed.get(identity)
         if probed is None:
-            probed = self._probed[identity] = self._size(media.data, param)
+            probed = self._probed[identity] = self._size(media.data, part.param)
             if len(self._probed) > PROBE_CACHE:
                 self._probed.popitem(last=False)
         width, height, tokens, certain = probed
-        unresolved = "" if certain else f"image_format:{param}"
-        return ResolvedImage(message, part, param, media, identity, width, height, tokens, unresolved)
+        unresolved = "" if certain else f"image_format:{part.param}"
+        where = part.message, part.part, part.param
+        return ResolvedImage(*where, media, identity, width, height, tokens, unresolved)
 
     def _size(self, data: bytes, param: str) -> tuple[int, int, int, bool]:
         """Return width, height, tokens, and whether the engine is certain to see the same."""
@@ -241,12 +218,11 @@ class Preparer:
                 size = probe(data, max_pixels=self._max_pixels, exif=exif)
             return size.width, size.height, family.count(size.width, size.height) if family is not None else 0, certain
         except (ImageHeaderError, TooManyPixels, ImageSizeError) as error:
-            raise RequestError.invalid(
-                f"The image cannot be used: {error}.", param=param, code="invalid_image"
-            ) from error
+            message = f"The image cannot be used: {error}."
+            raise RequestError.invalid(message, param=param, code="invalid_image") from error
 
     @staticmethod
-    def _fingerprint(request: ChatRequest, images: tuple[ResolvedImage, ...]) -> int:
+    def _fingerprint(request: ChatRequest, images: Images) -> int:
         """Return a hash of the first two messages and their images, which all turns of a conversation share."""
         head = []
         for message in request.messages[:2]:
@@ -260,17 +236,11 @@ class Preparer:
         return xxh3_64_intdigest(raw)
 
 
-def _mark_unresolved(request: ChatRequest, images: tuple[ResolvedImage, ...]) -> tuple[ResolvedImage, ...]:
-    """Return the images, all marked as unresolved where a field of the request affects them."""
-    cause = next((_label(reason) for reason in request.inexact if reason.reason in _IMAGE_CAUSES), "")
+def _mark_unresolved(request: ChatRequest, images: Images) -> Images:
+    cause = next((reason.label for reason in request.inexact if reason.reason in _IMAGE_CAUSES), "")
     return tuple(replace(image, unresolved=image.unresolved or cause) for image in images) if cause else images
 
 
-def _counted(images: tuple[ResolvedImage, ...], spans: tuple[Span, ...]) -> tuple[ResolvedImage, ...]:
-    """Return the images with the token counts of a renderer."""
+def _counted(images: Images, spans: tuple[Span, ...]) -> Images:
     tokens = {span.identity: span.length for span in spans}
     return tuple(replace(image, tokens=tokens[image.identity]) for image in images)
-
-
-def _label(reason: Reason) -> str:
-    return f"{reason.reason}:{reason.field}"

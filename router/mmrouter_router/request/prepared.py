@@ -1,23 +1,30 @@
-"""A prepared request: its images, token ids and spans, and the block keys derived from them."""
+"""A prepared request: its images, token ids, spans and block keys; and its body as an engine receives it."""
 
 import secrets
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import orjson
 
 from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.prompt import PromptImage
-from mmrouter_router.core.types import Exactness, Scope
+from mmrouter_router.http.upstream import Body
 from mmrouter_router.intake import ChatRequest
-from mmrouter_router.media import Media
-from mmrouter_router.sentinels import FilledPrompt, SentinelStore, Values, fill_sentinels
+from mmrouter_router.intake.prompt_fields import Exactness
+from mmrouter_router.media.content import Media
+from mmrouter_router.sentinels.evidence import SentinelStore
+from mmrouter_router.sentinels.table import FilledPrompt, Scope, Values, fill_sentinels
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
     """One image of a request: its position, its bytes, and its identity and tokens for the engine.
 
-    ``unresolved``: the reason (``cause:field``) why its tokens in the engine are unknown, empty for a predicted image.
-    Size and token count of an unresolved image are estimates.
+    ``unresolved``: why its tokens (``cause:field``) are unknown; its size and token count are then estimates.
     """
 
     message: int
@@ -35,11 +42,7 @@ class ResolvedImage:
         return not self.unresolved
 
     def in_prompt(self) -> PromptImage:
-        """Return the image for the expansion of the prompt.
-
-        An unresolved image gets a random identity. Keys are chained, so all blocks from its first one on match nothing,
-        not even a repetition of the request; the blocks before it still match.
-        """
+        """Return the image for the prompt; an unresolved one is random, because no block from it on may match."""
         return PromptImage(self.identity if self.resolved else secrets.token_bytes(32), self.tokens)
 
 
@@ -63,10 +66,7 @@ class Prepared:
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 
     def keys(self, block_size: int, scope: Scope | None = None) -> "array[int]":
-        """Return the keys of the complete blocks for a block size and a scope of engines; cached.
-
-        ``scope``: ``None`` where ids and spans are the same for all engines.
-        """
+        """Return the keys of the complete blocks for engines of a scope (``None``: the same for all); cached."""
         keys = self._keys.get((block_size, scope))
         if keys is None:
             if not self.ids:
@@ -93,10 +93,88 @@ class Prepared:
 
     def exactness_for(self, scope: Scope | None) -> tuple[Exactness, tuple[str, ...]]:
         """Return how exactly the prompt is predicted for engines of a scope, and the reasons against exactness."""
-        if scope is None or self.exactness == "affinity" or (unknown := self.filled(scope).unknown) is None:
-            return self.exactness, self.reasons
-        identity = self.spans[unknown].identity
-        param = next((image.param for image in self.images if image.identity == identity), None)
-        if param is None:  # an unresolved image, which is a reason already
-            return self.exactness, self.reasons
-        return "partial", (*self.reasons, f"learning:{param}")
+        if scope is not None and self.exactness != "affinity" and (unknown := self.filled(scope).unknown) is not None:
+            for image in self.images:  # without the unresolved ones, which are reasons already
+                if image.identity == self.spans[unknown].identity:
+                    return "partial", (*self.reasons, f"learning:{image.param}")
+        return self.exactness, self.reasons
+
+
+CHAT = "/v1/chat/completions"
+_SECRET: Final = secrets.token_hex(16)  # makes placeholders unguessable, so that none occurs in a client's text
+NO_URL: Final = ""  # an image's URL until its way to the engine is chosen, because encoding megabytes as base64 is slow
+
+Place = tuple[int, int]  # indices of message and part
+
+
+@dataclass(frozen=True)
+class OutgoingImage:
+    """One image part of a chat."""
+
+    message: int
+    part: int
+    uuid: str
+    media: Media
+    tokens: int = 0  # visual tokens, 0 where unknown
+
+    @property
+    def place(self) -> Place:
+        return self.message, self.part
+
+    @property
+    def placeholder(self) -> str:
+        """Stands for the URL in a body that is sent in pieces."""
+        return f"{_SECRET}.{self.message}.{self.part}"
+
+    @cached_property
+    def url(self) -> str:
+        return self.media.data_uri()
+
+    def rewrite(self, url: str = NO_URL) -> ImageRewrite:
+        return ImageRewrite(self.message, self.part, url, self.uuid)
+
+
+@dataclass
+class Outgoing:
+    """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order."""
+
+    path: str
+    fields: Mapping[str, Any]
+    images: tuple[OutgoingImage, ...] = ()
+
+    @cached_property
+    def plain(self) -> bytes:
+        """The body for an engine that encodes and prefills itself: all images by their bytes."""
+        return self.body(self.fields)
+
+    def body(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None] | None = None) -> bytes:
+        """Return ``fields`` as JSON. ``urls``: place -> URL, ``None``: known by its uuid; other images as bytes."""
+        return orjson.dumps(self.with_images(fields, urls or {}))
+
+    def pieces(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None] | None = None) -> Body:
+        """Return what :meth:`body` returns, in pieces; the client's own base64 is a piece that is not copied."""
+        urls = urls or {}
+        uncopied = [image for image in self.images if image.place not in urls and image.media.text]
+        if not uncopied:
+            return self.body(fields, urls)
+        placeholders = {image.place: image.placeholder for image in uncopied}
+        tail = orjson.dumps(self.with_images(fields, {**urls, **placeholders}))
+        pieces: list[bytes | memoryview] = []
+        for image in uncopied:  # in prompt order, which is the order in the body
+            before, _, tail = tail.partition(image.placeholder.encode())
+            pieces += (before, f"data:{image.media.mime};base64,".encode(), image.media.text)
+        return (*pieces, tail)
+
+    def with_images(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None]) -> Mapping[str, Any]:
+        """Return a copy of a chat with all URLs; it shares unchanged parts with ``fields``, which is not modified."""
+        if not self.images:
+            return fields
+        messages = list(fields["messages"])
+        for place, url in {**urls, **{i.place: i.url for i in self.images if i.place not in urls}}.items():
+            message, part = place
+            content = messages[message]["content"]
+            if content is fields["messages"][message]["content"]:
+                messages[message] = {**messages[message], "content": (content := list(content))}
+            options = content[part].get("image_url") or {}
+            content[part] = {**content[part], "image_url": None if url is None else {**options, "url": url}}
+        return {**fields, "messages": messages}

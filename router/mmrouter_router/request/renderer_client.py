@@ -1,14 +1,15 @@
-"""Client of renderers, which predict prompts exactly for model families that the library does not model.
+"""Client of renderers (an engine's preprocessing without its model), which predict prompts of families not modelled.
 
-A renderer is the engine's own preprocessing without its model; it has no cache and no sidecar. Given the router's image
-identities it returns the tokens of a request and the positions of its images. Equal content is rendered once at a time,
-and results are cached by content, bounded by tokens. Where rendering fails, the request is served by affinity.
+Given the router's image identities a renderer returns the tokens of a request and the positions of its images. Results
+are cached by content, bounded by tokens. Where rendering fails, the request is served by affinity.
 """
 
 import asyncio
 import base64
+import io
 import itertools
 import logging
+import secrets
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +17,12 @@ from typing import Any
 
 import orjson
 from blake3 import blake3
+from PIL import Image
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.vllm.renderer import RENDER_PATH, RenderError, read_rendered, render_request
+from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH, RenderError, read_rendered, render_request
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.core.probe_images import small_pictures
 from mmrouter_router.core.single_flight import SingleFlight
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream, UpstreamError
@@ -30,15 +31,12 @@ from mmrouter_router.telemetry.metrics import Metrics
 log = logging.getLogger("mmrouter.renderer")
 
 ROLE = "renderer"
-CACHED_TOKENS = 4_000_000
-"""Capacity of the cache in tokens, 4 bytes each."""
+CACHED_TOKENS = 4_000_000  # capacity of the cache in tokens, 4 bytes each
 MAX_ANSWER = 64 << 20
 RENDER_SECONDS = 20.0
 PROBE_SECONDS = 1.0
-RETRY_TURNS = 10
-"""Turns of probing after which a renderer that failed to render the probe image is probed again."""
-PROBE_IDENTITY = bytes(32)
-"""Identity of the probe image, which no other image has."""
+RETRY_TURNS = 10  # turns of probing after which a renderer that failed to render the probe image is probed again
+PROBE_IDENTITY = bytes(32)  # identity of the probe image, which no other image has
 
 Rendered = tuple["array[int]", tuple[Span, ...]]
 
@@ -59,17 +57,14 @@ class Renderer:
     ) -> None:
         self._upstream, self._key, self._model, self._metrics = upstream, engine_key, served_model, metrics
         self._members: dict[str, Member] = {}
-        self._answered: set[str] = set()
-        self._verified: set[str] = set()
+        self._answered, self._verified = set[str](), set[str]()
         self._problems: dict[str, str] = {}  # uid -> problem of its last answer to a probe
-        self._image_probe = _image_probe(served_model)
         self._turn = itertools.count()
         self._cache: OrderedDict[bytes, Rendered] = OrderedDict()
         self._free_tokens = tokens
         self._renderings = SingleFlight[bytes, Rendered]()
 
     def roster(self, members: Iterable[Member]) -> None:
-        """Set the renderers of the deployment."""
         self._members = {member.uid: member for member in members}
         self._answered &= self._members.keys()
         self._verified &= self._members.keys()
@@ -82,25 +77,20 @@ class Renderer:
         return [member for member in ready if member.admitted] or ready
 
     def state(self) -> list[dict[str, Any]]:
-        """Return every renderer for the control API: whether it answers, and whether it rendered the probe image."""
         return [
-            {
-                "uid": m.uid,
-                "name": m.name,
-                "ip": m.ip,
-                "pool": m.pool,
-                "ready": m.ready,
-                "draining": m.draining,
-                "answered": m.ready and not m.draining and m.uid in self._answered,
-                "verified": m.uid in self._verified,
-                "message": self._problems.get(m.uid, ""),
-            }
+            {name: getattr(m, name) for name in ("uid", "name", "ip", "pool", "ready", "draining")}
+            | {"answered": m.ready and not m.draining and m.uid in self._answered}
+            | {"verified": m.uid in self._verified, "message": self._problems.get(m.uid, "")}
             for m in self._members.values()
         ]
 
     async def run(self) -> None:
         """Probe every renderer with a text until it answers, then with an image; ends only by cancellation."""
-        text = orjson.dumps(render_request(_chat(self._model, "Are you there?")))
+        url = "data:image/png;base64," + base64.b64encode(small_pictures()[0]).decode()
+        image = {"type": "image_url", "image_url": {"url": url}, "uuid": to_wire(PROBE_IDENTITY)}
+        contents = "Are you there?", [{"type": "text", "text": "Are you there, and what is this?"}, image]
+        chats = [{"model": self._model, "messages": [{"role": "user", "content": content}]} for content in contents]
+        text, picture = (orjson.dumps(render_request(chat)) for chat in chats)
         for turn in itertools.count():
             for member in list(self._members.values()):
                 if not member.ready:
@@ -109,7 +99,7 @@ class Renderer:
                     if await self._probe(member, text) is not None:
                         self._answered.add(member.uid)
                 elif member.uid not in self._verified and (member.uid not in self._problems or turn % RETRY_TURNS == 0):
-                    await self._verify(member)
+                    await self._verify(member, picture)
             await asyncio.sleep(PROBE_SECONDS)
 
     async def _probe(self, member: Member, body: bytes) -> Rendered | None:
@@ -122,8 +112,8 @@ class Renderer:
         self._problems.pop(member.uid, None)
         return rendered
 
-    async def _verify(self, member: Member) -> None:
-        rendered = await self._probe(member, self._image_probe)
+    async def _verify(self, member: Member, picture: bytes) -> None:
+        rendered = await self._probe(member, picture)
         if rendered is None:
             return
         if [span.identity for span in rendered[1]] == [PROBE_IDENTITY]:
@@ -132,12 +122,11 @@ class Renderer:
             self._problems[member.uid] = f"one image became {len(rendered[1])} in the prompt"
 
     async def render(self, body: Mapping[str, Any]) -> Rendered:
-        """Return ids and spans of an engine's chat body, in which every image has its identity as uuid.
-
-        Raises :class:`RendererError`.
-        """
+        """Return ids and spans of a chat body whose images have identities as uuids. Raises RendererError."""
         request = render_request(body)
-        key = _content_key(request)
+        # The identity of an image replaces its bytes.
+        content = {**request, "messages": [_with_identities(message) for message in request["messages"]]}
+        key = blake3(orjson.dumps(content)).digest()
         cached = self._cache.get(key)
         if cached is not None:
             self._cache.move_to_end(key)
@@ -157,55 +146,31 @@ class Renderer:
         if not usable:
             raise RendererError("nobody", "no renderer is ready")
         rendered = await self._ask(usable[next(self._turn) % len(usable)], orjson.dumps(request))
-        self._store(key, rendered)
+        self._cache[key] = rendered
+        self._free_tokens -= len(rendered[0])
+        while self._free_tokens < 0:
+            _, (ids, _) = self._cache.popitem(last=False)
+            self._free_tokens += len(ids)
         return rendered
 
     async def _ask(self, member: Member, body: bytes) -> Rendered:
         headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
         try:
             async with asyncio.timeout(RENDER_SECONDS):
-                answer = await self._upstream.request(member.ip, HTTP_PORT, "POST", RENDER_PATH, headers, body)
-                try:
-                    raw = await answer.read(MAX_ANSWER)
-                finally:
-                    answer.close()
-        except TimeoutError as error:
+                address = (member.ip, HTTP_PORT)
+                status, raw = await self._upstream.ask(address, "POST", RENDER_PATH, headers, body, limit=MAX_ANSWER)
+        except (TimeoutError, UpstreamError) as error:
             self._answered.discard(member.uid)
+            if isinstance(error, UpstreamError):
+                raise RendererError("lost", str(error)) from error
             raise RendererError("timeout", f"{member.name} did not answer in {RENDER_SECONDS:g} s") from error
-        except UpstreamError as error:
-            self._answered.discard(member.uid)
-            raise RendererError("lost", str(error)) from error
-        if answer.status != 200:
+        if status != 200:
             text = raw[:200].decode(errors="replace")
-            raise RendererError("refused", f"{member.name} answered {answer.status}: {text}")
+            raise RendererError("refused", f"{member.name} answered {status}: {text}")
         try:
             return read_rendered(raw)
         except RenderError as error:
             raise RendererError("unusable", str(error)) from error
-
-    def _store(self, key: bytes, rendered: Rendered) -> None:
-        self._cache[key] = rendered
-        self._free_tokens -= len(rendered[0])
-        while self._free_tokens < 0:
-            _, (ids, _) = self._cache.popitem(last=False)
-            self._free_tokens += len(ids)
-
-
-def _chat(model: str, content: object) -> dict[str, Any]:
-    return {"model": model, "messages": [{"role": "user", "content": content}]}
-
-
-def _image_probe(model: str) -> bytes:
-    """Return a request with one small image, as a worker would get it."""
-    url = "data:image/png;base64," + base64.b64encode(small_pictures()[0]).decode()
-    image = {"type": "image_url", "image_url": {"url": url}, "uuid": to_wire(PROBE_IDENTITY)}
-    content = [{"type": "text", "text": "Are you there, and what is this?"}, image]
-    return orjson.dumps(render_request(_chat(model, content)))
-
-
-def _content_key(request: Mapping[str, Any]) -> bytes:
-    """Return a hash of a request in which the identity of an image replaces its bytes."""
-    return blake3(orjson.dumps({**request, "messages": [_with_identities(m) for m in request["messages"]]})).digest()
 
 
 def _with_identities(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,3 +184,21 @@ def _with_identities(message: Mapping[str, Any]) -> dict[str, Any]:
         for part in content
     ]
     return {**message, "content": parts}
+
+
+SIDE = 64  # width and height in pixels: a handful of tokens in every family
+COLOURS = ("#c02030", "#2030c0")
+
+
+def small_pictures() -> tuple[bytes, ...]:
+    """Return the images as PNG files: the same on every router."""
+    pictures = []
+    for colour in COLOURS:
+        file = io.BytesIO()
+        Image.new("RGB", (SIDE, SIDE), colour).save(file, "PNG")
+        pictures.append(file.getvalue())
+    return tuple(pictures)
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(8)

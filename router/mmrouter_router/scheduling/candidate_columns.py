@@ -6,71 +6,46 @@ others. That runs over the whole fleet in every decision, so each column is buil
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from operator import contains, indexOf, itemgetter
-from typing import Any, Self
+from typing import Any
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_router.core.types import Scope
-from mmrouter_router.fleet.index import NOWHERE, Slot
-from mmrouter_router.fleet.workers import CacheQuery, Fleet, Target, cache_query
+from mmrouter_router.fleet.index import NOWHERE
+from mmrouter_router.fleet.workers import Fleet, Target, cache_query
 from mmrouter_router.scheduling.scoring import CandidateTable
+from mmrouter_router.sentinels.table import Scope
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class CandidateGroup:
-    """Ranks with one block size and one scope. Valid until :attr:`.Fleet.version` increases.
+    """Ranks with one block size and one scope, each with whether its overlap counts. Valid until the fleet changes.
 
-    ``scored``: whether a rank's overlap counts. ``slots``: ``NOWHERE`` for a rank without an index slot. ``held`` and
-    ``loads`` take these ranks' entries out of the index's counts by slot and out of a column of the fleet's loads.
+    ``slots``: ``NOWHERE`` for a rank without an index slot. ``held`` and ``loads`` take these ranks' entries out of the
+    index's counts by slot and out of a column of the fleet's loads.
     """
 
-    fleet: Fleet
-    size: int
-    scope: Scope | None
-    targets: tuple[Target, ...]
-    scored: tuple[bool, ...]
-    ids: tuple[str, ...]
-    names: tuple[str, ...]
-    pools: tuple[str, ...]
-    slots: tuple[Slot, ...]
-    held: "itemgetter[Any]"
-    loads: "itemgetter[Any]"
-    promised: tuple[set[int], ...]
-    caches: CacheQuery
+    def __init__(self, fleet: Fleet, size: int, scope: Scope | None, rows: Sequence[tuple[Target, bool]]) -> None:
+        self.fleet, self.size, self.scope = fleet, size, scope
+        self.targets = tuple([target for target, _ in rows])
+        self.scored = tuple([scored for _, scored in rows])
+        workers = [target.worker for target in self.targets]
+        usages = [fleet.usage(target.worker, target.rank) for target in self.targets]
+        self.ids = tuple([f"{target.worker.id}#{target.rank}" for target in self.targets])
+        self.names = tuple([worker.member.name for worker in workers])
+        self.pools = tuple([worker.member.pool for worker in workers])
+        self.slots = tuple([target.worker.slots.get(target.rank, NOWHERE) for target in self.targets])
+        self.held, self.loads = column_getter(self.slots), column_getter([usage.row for usage in usages])
+        self.promised = tuple([usage.promised for usage in usages])
+        self.caches = cache_query(self.targets)
 
-    @classmethod
-    def of(cls, fleet: Fleet, size: int, scope: Scope | None, rows: Sequence[tuple[Target, bool]]) -> Self:
-        """Build the group of targets, each with whether its overlap counts."""
-        targets = tuple([target for target, _ in rows])
-        workers = [target.worker for target in targets]
-        slots = tuple([target.worker.slots.get(target.rank, NOWHERE) for target in targets])
-        usages = [fleet.usage(target.worker, target.rank) for target in targets]
-        return cls(
-            fleet,
-            size,
-            scope,
-            targets,
-            tuple([scored for _, scored in rows]),
-            tuple([f"{target.worker.id}#{target.rank}" for target in targets]),
-            tuple([worker.member.name for worker in workers]),
-            tuple([worker.member.pool for worker in workers]),
-            slots,
-            column_getter(slots),
-            column_getter([usage.row for usage in usages]),
-            tuple([usage.promised for usage in usages]),
-            cache_query(targets),
-        )
-
-    def with_free_queue(self, queued: int) -> Self | None:
+    def with_free_queue(self, queued: int) -> "CandidateGroup | None":
         """Return the ranks where fewer than ``queued`` requests wait for a first byte; ``None`` where all are full."""
         unanswered = self.loads(self.fleet.loads.unanswered)
         if max(unanswered) < queued:
             return self
         free = [number < queued for number in unanswered]
         rows = list(compress(zip(self.targets, self.scored, strict=True), free))
-        return self.of(self.fleet, self.size, self.scope, rows) if rows else None
+        return CandidateGroup(self.fleet, self.size, self.scope, rows) if rows else None
 
     def table(self, keys: "array[int]", tokens: int, spans: Sequence[Span], visual: float) -> CandidateTable:
         """Return the candidates for a prompt of ``tokens`` with these keys and images.
@@ -78,9 +53,7 @@ class CandidateGroup:
         ``visual``: cost of encoding one visual token, in prompt tokens.
         """
         count, blocks, loads, now = len(self.targets), len(keys), self.loads, self.fleet.loads
-        overlap = self._overlap(keys, tokens)
-        prefill = loads(now.prefill)
-        others = loads(now.others)
+        overlap, prefill, others = self._overlap(keys, tokens), loads(now.prefill), loads(now.others)
         coming = self._coming(keys, overlap) if any(prefill) else ()
         return CandidateTable(
             self.ids,
@@ -98,7 +71,6 @@ class CandidateGroup:
         )
 
     def _overlap(self, keys: "array[int]", tokens: int) -> list[int]:
-        """Return the leading blocks that each rank holds."""
         hits = self.fleet.lookup(keys, tokens, self.caches)
         if len(hits) == len(self.slots) == len(self.caches.slots):
             return list(hits.values())  # the query has all slots in this order

@@ -11,13 +11,14 @@ from functools import partial
 from typing import Final, Literal
 
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
-from mmrouter_router.core.types import Exactness, Scope
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
+from mmrouter_router.intake.prompt_fields import Exactness
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidate_columns import CandidateGroup
-from mmrouter_router.scheduling.pipeline_form import canary_applies
+from mmrouter_router.scheduling.pipeline_stages import canary_applies
 from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose
+from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.tracing import Value
 
 Eligibility = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
@@ -78,9 +79,7 @@ class Placer:
         changed: Callable[[Worker, int], None] = lambda worker, rank: None,
     ) -> None:
         """``changed`` is called for every rank on which a request of this router begins, is answered or ends."""
-        self._changed = changed
-        self._fleet = fleet
-        self._weights = weights
+        self._fleet, self._weights, self._changed = fleet, weights, changed
         encoders = any(pool.role == "encoder" for pool in deployment.spec.pools)
         self._visual = 0.0 if encoders else weights.visual  # with encoders, engines encode nothing
         self._policy: Policy = deployment.spec.routing.policy
@@ -165,7 +164,6 @@ class Placer:
         return Decision(chosen, choice, policy, exactness, reasons, keys=keys[number])
 
     def begin(self, decision: Decision) -> "Booking":
-        """Book a request on the chosen worker until the booking ends."""
         target, winner = decision.target, decision.choice.winner
         usage = self._fleet.usage(target.worker, target.rank)
         hit = winner.overlap + winner.coming if winner.scored else 0
@@ -174,8 +172,7 @@ class Placer:
 
     def able(self, worker: Worker) -> bool:
         """Whether a worker may get requests, if only as a last resort."""
-        eligibility = self.eligibility(worker)
-        return eligibility != "refused" and (eligibility != "unsynced" or worker.serving)
+        return _able(worker, self.eligibility(worker))
 
     def partner(self, worker: Worker) -> Target | None:
         """Return an engine that can answer in a pair with this prefill or decode engine, or ``None``.
@@ -213,36 +210,34 @@ class Placer:
         self, exclude: Collection[str], roles: Collection[str], partner: Worker | None
     ) -> tuple[Sequence[CandidateGroup], float | None]:
         """Return the groups of candidates, and the time at which an eligibility changes by timeout, if any."""
-        usable: list[tuple[Worker, Eligibility]] = []
-        last_resort: list[tuple[Worker, Eligibility]] = []
-        others: list[tuple[Worker, Eligibility]] = []
+        found: list[tuple[Worker, Eligibility]] = []
         until = math.inf
         for worker in self._fleet:
             if partner is not None and worker.member.compatibility != partner.member.compatibility:
                 continue
             if worker.member.role in roles and worker.member.uid not in exclude:
                 eligibility = self.eligibility(worker)
-                if eligibility in ("verified", "degraded"):
-                    usable.append((worker, eligibility))
-                elif eligibility in ("waiting", "pending") or (eligibility == "unsynced" and worker.serving):
-                    # An engine whose sidecar is away still answers, without overlap.
-                    last_resort.append((worker, eligibility))
-                else:
-                    others.append((worker, eligibility))
+                found.append((worker, eligibility))
                 if eligibility in ("waiting", "pending"):
                     until = min(until, worker.since + self._verification.timeout_seconds)
         rows: dict[tuple[int, Scope | None], list[tuple[Target, bool]]] = {}
-        for worker, eligibility in usable or last_resort:
+        usable = [pair for pair in found if pair[1] in ("verified", "degraded")]
+        # The last resort: an engine whose sidecar is away still answers, without overlap.
+        for worker, eligibility in usable or [pair for pair in found if _able(*pair)]:
             size = self.block_size(worker)
             if size > 0:
                 group = rows.setdefault((size, worker.scope), [])
                 scored = eligibility != "unsynced" and worker.canary == "True"
                 group += [(Target(worker, rank, size), scored) for rank in range(worker.ranks)]
         if not rows:
-            states = ", ".join(f"{w.member.name} {state}" for w, state in (*usable, *last_resort, *others))
+            states = ", ".join(f"{worker.member.name} {state}" for worker, state in found)
             raise NoWorkerError(f"no worker can take the request ({states or 'no worker is known'})")
-        groups = [CandidateGroup.of(self._fleet, *shared, group) for shared, group in rows.items()]
+        groups = [CandidateGroup(self._fleet, *shared, group) for shared, group in rows.items()]
         return groups, None if math.isinf(until) else until
+
+
+def _able(worker: Worker, eligibility: Eligibility) -> bool:
+    return eligibility != "refused" and (eligibility != "unsynced" or worker.serving)
 
 
 class Booking:
@@ -251,12 +246,11 @@ class Booking:
     def __init__(
         self, usage: RankUsage, fresh: "array[int]", encode: float, active: float, changed: Callable[[], None]
     ) -> None:
-        """``fresh``: keys of the blocks that the worker has to compute; ``encode`` and ``active`` are in blocks.
+        """``fresh``: keys of the blocks to compute there; ``encode`` and ``active`` are in blocks.
 
         ``changed`` is called after every change of the usage.
         """
-        self._usage, self._fresh, self._encode, self._active = usage, fresh, encode, active
-        self._changed = changed
+        self._usage, self._fresh, self._encode, self._active, self._changed = usage, fresh, encode, active, changed
         usage.begin(fresh, encode, active)
         self._open = self._waits = True
         changed()
@@ -272,7 +266,6 @@ class Booking:
             self._changed()
 
     def end(self) -> None:
-        """Release everything."""
         if self._open:
             self._open = False
             self.answered()

@@ -33,9 +33,9 @@ PROMPT_BLIND_POLICIES: Final[frozenset[Policy]] = frozenset({"roundRobin", "cons
 class Weights(msgspec.Struct, frozen=True):
     """Weights of policy ``kv``'s terms, relative to one queued block of another prompt.
 
-    Found by ``python -m bench cluster --sweep``. ``compute`` is above 1 because a block that is computed again delays
-    all later requests, too. ``decode`` is above the optimum for the first token alone: with less, one engine decodes a
-    hundred answers while the others, which lack a shared system prompt, are idle.
+    Found by a sweep (docs/performance.md#weights-of-the-scorer). ``compute`` is above 1 because a block that is
+    computed again delays all later requests, too. ``decode`` is above the optimum for the first token alone: with less,
+    one engine decodes a hundred answers while the others, which lack a shared system prompt, are idle.
     """
 
     compute: float = 6.0  # per block of the prompt that the engine would have to compute
@@ -89,12 +89,10 @@ class CandidateTable(Sequence[Candidate]):
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Self:
-        """Build a table from rows."""
         return cls(*[list(map(attrgetter(column.name), candidates)) for column in fields(cls)])
 
     @classmethod
     def joined(cls, tables: Sequence["CandidateTable"]) -> "CandidateTable":
-        """Concatenate tables."""
         if len(tables) == 1:
             return tables[0]
         names = [column.name for column in fields(cls)]
@@ -123,7 +121,6 @@ class CandidateTable(Sequence[Candidate]):
         return column or (COLUMN_DEFAULTS[name],) * len(self)
 
     def cheapest(self, policy: Policy, weight: float, weights: Weights) -> list[int]:
-        """Return the rows with the least cost."""
         if policy == "kv" and (rows := self._cheapest_of_longest(weight, weights)):
             return rows
         costs = self.costs(policy, weight, weights)
@@ -210,7 +207,6 @@ class Choice:
 
     @cached_property
     def scores(self) -> tuple[Score, ...]:
-        """Every candidate's score, best first."""
         costs = self.candidates.costs(self.policy, self.overlap_weight, self.weights)
         scores = [
             Score(c, _terms(c, self.policy, self.overlap_weight, self.weights), cost, _tie(c.id, self.fingerprint))
@@ -226,7 +222,6 @@ class Choice:
 
     @property
     def reason(self) -> str:
-        """Explain the choice in words."""
         if self.policy == "roundRobin":
             return f"turn {self.turn % len(self.candidates)} of {len(self.candidates)} candidates"
         if self.policy == "consistentHash":
@@ -260,7 +255,6 @@ def choose(
 
 
 def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dict[str, float]:
-    """Return the terms of a candidate's cost."""
     if policy == "kv":
         compute = weight * weights.compute
         return {

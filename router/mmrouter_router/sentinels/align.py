@@ -3,9 +3,8 @@
 A *place* is where an image's run starts: the key of the block before, and the offset in its own block. The places of a
 request's images are known before the engine answers, up to the first block that holds an unknown image; once that one
 is learned, the next ones follow. A sighting names a place and the sentinels there. An image is learned only where it is
-the only candidate for a place; every other possibility makes the place ambiguous. This requires that the router
-sent every request with images that the engine got; the caller says when that does not hold (``trusted`` in
-:meth:`Aligner.add_sighting`).
+the only candidate for a place. This requires that the router sent every request with images that the engine got; the
+caller says when that does not hold (``trusted``).
 """
 
 from array import array
@@ -15,14 +14,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mmrouter_lib.block_keys import Key, Span, block_keys
-from mmrouter_router.sentinels.table import SentinelTable, Values
-from mmrouter_router.sentinels.token_ids import fill_sentinels
+from mmrouter_router.sentinels.table import SentinelTable, Values, fill_sentinels
 
 MAX_PLACES = 8_192
-MAX_OPEN = 256
-"""Requests kept because one of their images has no place yet."""
-ENOUGH = 4
-"""Tokens of a run that show its whole cycle."""
+MAX_OPEN = 256  # requests kept because one of their images has no place yet
+ENOUGH = 4  # tokens of a run that show its whole cycle
 
 Place = tuple[Key | None, int]
 """Where a run starts: key of the block before its own (``None``: its own is the first), and the offset in its own."""
@@ -87,7 +83,6 @@ class Aligner:
         return [image for record in self._reopen() for image in self._settle(record)]
 
     def ambiguous(self, place: Place) -> bool:
-        """Whether several unproven images were requested at a place."""
         record = self._records.get(place)
         return record is not None and len(self._unproven(record)) > 1
 

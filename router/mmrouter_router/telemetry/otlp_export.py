@@ -1,31 +1,104 @@
-"""Spans by OpenTelemetry's SDK, exported to a collector by OTLP over HTTP (``observability.otlpEndpoint``).
+"""Spans by OpenTelemetry's SDK, sent to a collector by OTLP over HTTP; the SDK's environment variables apply.
 
-The SDK's environment variables apply: ``OTEL_TRACES_SAMPLER`` (by default parent-based, all requests),
-``OTEL_RESOURCE_ATTRIBUTES``, ``OTEL_EXPORTER_OTLP_*``.
+A thread exports spans from a bounded queue, so that no request waits for the collector. Spans that find it full, or
+that the collector does not accept, are lost and counted.
 """
 
 import logging
 import threading
-from collections.abc import Mapping
-from types import TracebackType
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span as OtelSpan
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import mmrouter_lib as mmrouter
-from mmrouter_router.telemetry.span_queue import QUEUE, Count, SpanQueue
 from mmrouter_router.telemetry.tracing import Headers, Span, Tracing, Value, failure_of, trace_context
 
 log = logging.getLogger("mmrouter.tracing")
 
-CLOSE_SECONDS = 2.0
-"""How long the process waits for the collector at its end."""
+QUEUE = 2048  # maximum of queued spans, about 2 KiB each
+BATCH = 128  # spans per export. Encoding takes 20 to 30 µs each in Python, during which the event loop stalls.
+EXPORTER_LOG = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+
+Count = Callable[[str, int], None]  # counts spans by result: ``exported``, ``failed`` or ``queue_full``
+
+
+class SpanQueue(BatchSpanProcessor):
+    """Hands ended spans to an exporting thread, at most ``queue`` at a time."""
+
+    def __init__(self, exporter: SpanExporter, count: Count, queue: int) -> None:
+        self._exporter, self._count, self._limit = CountingExporter(exporter, count), count, queue
+        super().__init__(self._exporter, max_queue_size=queue, max_export_batch_size=min(BATCH, queue))
+        self._queued = 0
+        self._closed = False
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queue a span, or count it as lost. Called by the event loop only."""
+        # The SDK's own queue would drop the oldest spans and only log it.
+        if self._closed or self._queued - self._exporter.processed >= self._limit:
+            self._count("queue_full", 1)
+            return
+        self._queued += 1
+        super().on_end(span)
+
+    def shutdown(self) -> None:
+        """Export the queue; blocks while the collector does."""
+        self._closed = True
+        super().shutdown()  # type: ignore[no-untyped-call]
+
+
+class CountingExporter(SpanExporter):
+    """Wraps an exporter: counts spans by result, and logs when exports begin to fail or to succeed again."""
+
+    def __init__(self, exporter: SpanExporter, count: Count) -> None:
+        self._exporter, self._count = exporter, count
+        self.processed = 0  # spans that have left the queue
+        self._lost = 0
+        self._errors = LastErrorFilter()
+        logging.getLogger(EXPORTER_LOG).addFilter(self._errors)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export spans within the exporter's own time limit. Called by the exporting thread only."""
+        began = time.monotonic()
+        result = self._exporter.export(spans)
+        self.processed += len(spans)
+        if result is SpanExportResult.SUCCESS:
+            self._count("exported", len(spans))
+            if self._lost:
+                log.info("spans are exported again; %d were lost", self._lost)
+            self._lost = 0
+        else:
+            self._count("failed", len(spans))
+            if not self._lost:
+                seconds = time.monotonic() - began
+                log.warning("spans are lost, export failed after %.1f s: %s", seconds, self._errors.last or "no reason")
+            self._lost += len(spans)
+        return result
+
+    def shutdown(self) -> None:
+        """Shut the exporter down, even in the middle of an export."""
+        self._exporter.shutdown()
+        logging.getLogger(EXPORTER_LOG).removeFilter(self._errors)
+
+
+class LastErrorFilter(logging.Filter):
+    """Keeps the exporter's message per failed batch out of the log, and remembers the latest."""
+
+    last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.last = record.getMessage()
+        return False
+
+
+CLOSE_SECONDS = 2.0  # how long the process waits for the collector at its end
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -99,9 +172,7 @@ class RecordedSpan(Span):
     def __bool__(self) -> bool:
         return True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.fail(failure_of(error))
         self.end()

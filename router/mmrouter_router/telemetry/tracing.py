@@ -1,20 +1,17 @@
-"""The tracing interface, which does nothing unless the resource names an OTLP endpoint.
+"""The tracing interface, which does nothing unless the resource names an OTLP endpoint (:mod:`.otlp_export`).
 
-The stages of a request begin and end spans here; :mod:`mmrouter_router.telemetry.otlp_export`, imported only with an
-endpoint, implements them. Spans hold nothing of a request's content: numbers, names of this deployment and kinds of
-errors, but no text, URL or header value.
+Spans hold nothing of a request's content: numbers, names of this deployment and kinds of errors, but no text, URL or
+header value.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from types import TracebackType
 from typing import Final, Self
 
 Value = str | int | float | bool | Sequence[str]
 Headers = Iterable[tuple[bytes, bytes]]
 
-PASSED_ON: Final = (b"traceparent", b"tracestate")
-"""Headers of W3C Trace Context, which engines get even if the router does not trace."""
+PASSED_ON: Final = (b"traceparent", b"tracestate")  # headers that engines get even if the router does not trace
 
 
 class Span:
@@ -28,16 +25,11 @@ class Span:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None: ...
 
-    def set_attributes(self, attributes: Mapping[str, Value]) -> None:
-        """Set attributes."""
+    def set_attributes(self, attributes: Mapping[str, Value]) -> None: ...
 
-    def event(self, name: str) -> None:
-        """Add an event with the current time."""
+    def event(self, name: str) -> None: ...
 
     def fail(self, kind: str) -> None:
         """Mark the span as failed; ``kind`` is one of few values."""
@@ -77,7 +69,6 @@ def enter(span: Span) -> None:
 
 
 def child_span(name: str, *, client: bool = False) -> Span:
-    """Begin a child of the current task's span."""
     span = _current.get()
     return span if span is NO_SPAN else span.child(name, client=client)
 
@@ -99,10 +90,7 @@ def failure_of(error: BaseException) -> str:
 
 
 def outcome(code: str) -> tuple[dict[str, Value], str]:
-    """Return the attributes of a request's end and the kind of its failure, empty for none.
-
-    ``code`` is the label of ``mmrouter_requests_total``. A 4xx is the client's fault and no failure of the span.
-    """
+    """Return the attributes and failure (none of a 4xx) of a request's end; ``code``: ``mmrouter_requests_total``'s."""
     if code == "499":
         return {}, "client_gone"
     if not code.isdigit():

@@ -15,16 +15,16 @@ import orjson
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
-from mmrouter_lib.engines.sglang.pair_headers import decode_headers, new_meeting, prefill_headers
+from mmrouter_lib.engines.sglang.stage_requests import decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
-from mmrouter_router.core.probe_images import SIDE
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.http.upstream import Upstream, UpstreamError
 from mmrouter_router.request.prepare import Preparer
-from mmrouter_router.request.renderer_client import RendererError
+from mmrouter_router.request.prepared import CHAT
+from mmrouter_router.request.renderer_client import SIDE, RendererError
 from mmrouter_router.scheduling.placer import PARTNERS
 
 PAIR_SECONDS = 25.0
@@ -77,16 +77,13 @@ class ProbeRequests:
         pair_seconds: float = PAIR_SECONDS,
     ) -> None:
         """``partner`` finds the other engine of a pair for a prefill or decode engine that does not answer alone."""
-        self._adapter, self._engine, self._partner = adapter(engine), engine, partner
-        self._pair_seconds = pair_seconds
+        self._adapter = adapter(engine)
+        self.publishing_roles = self._adapter.publishing_roles  # others, as SGLang's decode engines, keep no cache
+        self._partner, self._pair_seconds = partner, pair_seconds
         # The place of an image's run is identified by the block before it, so the nonce has to fill a whole block.
         self._fills_a_block = self._adapter.learns_image_identity
         self._preparer, self._upstream = preparer, upstream
         self._engine_key, self._model, self._key = engine_key, served_model, key
-
-    @property
-    def engine(self) -> str:
-        return self._engine
 
     @property
     def possible(self) -> bool:
@@ -96,10 +93,8 @@ class ProbeRequests:
     def image(self, data: bytes) -> ProbeImage:
         """Return one of :func:`small_pictures` for this deployment's family; 0 tokens where a renderer counts them."""
         family = self._preparer.family
-        if family is None:
-            return ProbeImage(media_identity(data, {}, key=self._key), data, "image/png", 0)
-        identity = media_identity(data, family.pixel_options, key=self._key)
-        return ProbeImage(identity, data, "image/png", family.count(SIDE, SIDE))
+        options, tokens = (family.pixel_options, family.count(SIDE, SIDE)) if family is not None else ({}, 0)
+        return ProbeImage(media_identity(data, options, key=self._key), data, "image/png", tokens)
 
     async def build(self, nonce: str, image: ProbeImage, block_size: int) -> ProbeRequest:
         """Build a request for an image, its prompt predicted by the library or, for an unknown family, by a renderer.
@@ -131,26 +126,25 @@ class ProbeRequests:
     ) -> tuple["array[int]", tuple[Span, ...]]:
         prompter, renderer = self._preparer.prompter, self._preparer.renderer
         if prompter is not None:
-            text = prompter.render(messages)
-            expanded = prompter.expand(text, [PromptImage(image.identity, image.tokens)])
+            expanded = prompter.expand(prompter.render(messages), [PromptImage(image.identity, image.tokens)])
             return expanded.ids, expanded.spans
         if renderer is None:
             raise ProbeRequestError(f"family {self._preparer.unknown_family} is not modelled")
         return await renderer.render(rewritten)
 
-    async def send(self, worker: Worker, rank: int, request: ProbeRequest) -> bytes:
+    async def send(self, target: Target, request: ProbeRequest) -> bytes:
         """Send a request to the engine or its pair; returns the answer's body. Raises :class:`ProbeRequestError`."""
-        if not self._adapter.pairs_prefill_and_decode or worker.member.role not in PARTNERS:
-            return await self._send(worker, rank, request, {})
-        other = self._partner(worker)
+        role = target.worker.member.role
+        if not self._adapter.pairs_prefill_and_decode or role not in PARTNERS:
+            return await self._send(target, request, {})
+        other = self._partner(target.worker)
         if other is None:
-            raise ProbeRequestError(f"no {PARTNERS[worker.member.role]} engine is available for a pair")
-        own = Target(worker, rank, other.block_size)
-        computes, answers = (own, other) if worker.member.role == "prefill" else (other, own)
+            raise ProbeRequestError(f"no {PARTNERS[role]} engine is available for a pair")
+        computes, answers = (target, other) if role == "prefill" else (other, target)
         meeting = new_meeting(computes.worker.member.ip, computes.rank, computes.worker.ranks)
         both = (prefill_headers(meeting), decode_headers(meeting, answers.rank, answers.worker.ranks))
         halves = [
-            asyncio.create_task(self._send(half.worker, half.rank, request, headers))
+            asyncio.create_task(self._send(half, request, headers))
             for half, headers in zip((computes, answers), both, strict=True)
         ]
         try:
@@ -165,22 +159,17 @@ class ProbeRequests:
                 half.cancel()
             await asyncio.gather(*halves, return_exceptions=True)
 
-    async def _send(self, worker: Worker, rank: int, request: ProbeRequest, more: Mapping[str, str]) -> bytes:
+    async def _send(self, target: Target, request: ProbeRequest, more: Mapping[str, str]) -> bytes:
         headers = {"content-type": "application/json", "authorization": f"Bearer {self._engine_key}", **more}
-        if worker.ranks > 1:
-            headers["x-data-parallel-rank"] = str(rank)
+        if target.worker.ranks > 1:
+            headers["x-data-parallel-rank"] = str(target.rank)
         try:
-            answer = await self._upstream.request(
-                worker.member.ip, HTTP_PORT, "POST", "/v1/chat/completions", headers, request.body
-            )
-            try:
-                body = await answer.read(64 * 1024)
-            finally:
-                answer.close()
+            address = (target.worker.member.ip, HTTP_PORT)
+            status, body = await self._upstream.ask(address, "POST", CHAT, headers, request.body, limit=64 * 1024)
         except UpstreamError as error:
             raise ProbeRequestError(str(error)) from error
-        if answer.status != 200:
-            raise ProbeRequestError(f"the engine answered {answer.status}: {body[:200].decode(errors='replace')}")
+        if status != 200:
+            raise ProbeRequestError(f"the engine answered {status}: {body[:200].decode(errors='replace')}")
         return body
 
 

@@ -1,10 +1,8 @@
 """Sample live parity: predicted blocks of a share of requests against those that the engine holds (docs/exactness.md).
 
-With a renderer, a sample is also compared with the renderer's prompt.
-
-A sample is checked after the answer went out, so no client waits. A hash of the request id decides which requests are
-sampled, so the result is the same on every router. Work and held bytes are bounded; excess samples are dropped and
-counted.
+With a renderer, a sample is also compared with the renderer's prompt. A sample is checked after the answer went out, so
+no client waits. A hash of the request id decides which requests are sampled, so every router decides alike. Work and
+held bytes are bounded; excess samples are dropped and counted.
 """
 
 import asyncio
@@ -16,8 +14,8 @@ import orjson
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_router.explain.decisions import DecisionTrace
+from mmrouter_router.explain.differences import PredictedPrompt, RenderVerdict, compare_rendering, predicted_prompt
 from mmrouter_router.explain.parity_check import Verdict, check_parity
-from mmrouter_router.explain.render_diff import PredictedPrompt, RenderVerdict, compare_rendering, predicted_prompt
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.workers import Fleet
 from mmrouter_router.request.prepared import Prepared
@@ -33,10 +31,7 @@ RENDERERS_ASKED = 2
 HELD_BYTES = 64 << 20
 """Bound of the bodies and prompts that wait for renderers."""
 EVENTS_SECONDS = 10.0
-"""Time for a request's blocks to arrive after its answer: a busy SGLang publishes only every 40 decode steps.
-
-See docs/engine-facts/sglang.md#block-size-and-timing.
-"""
+"""Time for a request's blocks to arrive after its answer (docs/engine-facts/sglang.md#block-size-and-timing)."""
 
 
 class ParitySampler:
@@ -58,7 +53,6 @@ class ParitySampler:
         self.queue: asyncio.Queue[DecisionTrace] = asyncio.Queue(queue)
 
     def wants(self, request_id: str) -> bool:
-        """Whether this request is sampled."""
         return xxh3_64_intdigest(request_id.encode()) < self._threshold
 
     def offer(self, trace: DecisionTrace) -> None:
@@ -71,7 +65,6 @@ class ParitySampler:
             self._metrics.parity_dropped.inc()
 
     async def run(self) -> None:
-        """Check samples until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(COMPARERS):
                 tasks.create_task(self._compare_all())
@@ -83,8 +76,7 @@ class ParitySampler:
 
     async def check(self, trace: DecisionTrace, *, seconds: float) -> Verdict | None:
         """Check one request without counting it; ``None`` where nothing was predicted."""
-        expected = trace.expected
-        if expected is None:
+        if (expected := trace.expected) is None:
             return None
         return await check_parity(expected, self._fleet, self._feed_of(expected.worker), seconds=seconds)
 
@@ -110,7 +102,6 @@ class _RenderSample:
 
     @property
     def size(self) -> int:
-        """Bytes held."""
         return len(self.body) + self.prompt.ids.itemsize * len(self.prompt.ids)
 
 
@@ -142,7 +133,6 @@ class RenderSampler:
         self.queue.put_nowait(sample)
 
     async def run(self) -> None:
-        """Compare samples until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for _ in range(RENDERERS_ASKED):
                 tasks.create_task(self._compare_all())

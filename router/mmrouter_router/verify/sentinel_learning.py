@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mmrouter_lib import feed
-from mmrouter_router.core.types import Scope
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
-from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Decision
-from mmrouter_router.sentinels import RankEpoch, SentinelStore, SentRequest
+from mmrouter_router.sentinels.align import SentRequest
+from mmrouter_router.sentinels.evidence import RankEpoch, SentinelStore
+from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.canary import Canary
 from mmrouter_router.verify.probe_requests import ProbeImage, ProbeRequestError
@@ -57,11 +58,10 @@ class SentinelLearning:
         self.probes: asyncio.Queue[_Probe] = asyncio.Queue(MAX_PROBES)
         self._waiting_bytes = 0
         self._recalled: dict[str, tuple[int, Scope]] = {}  # pod uid -> epoch and scope of recalled sightings
-        fleet.on_change(self._describe)
-        fleet.on_sighting(lambda worker, sighting: self._sighted(worker, sighting, live=True))
+        fleet.change_listeners.append(self._describe)
+        fleet.sighting_listeners.append(lambda worker, sighting: self._sighted(worker, sighting, live=True))
 
     def on_send(self, decision: Decision, prepared: Prepared) -> None:
-        """Record a request that is about to be sent."""
         target = decision.target
         worker, scope = target.worker, target.worker.scope
         if scope is None:
@@ -78,7 +78,6 @@ class SentinelLearning:
                 self._count(_Probe(worker.member.uid, target.rank, target.block_size, scope, shown))
 
     async def run(self) -> None:
-        """Send probes until cancelled."""
         while True:
             probe = await self.probes.get()
             self._waiting_bytes -= len(probe.image.data)
@@ -88,7 +87,7 @@ class SentinelLearning:
             if self._sentinels.values(probe.scope, probe.image.identity, probe.image.data) is not None:
                 continue
             try:
-                learned = await self._canary.learn(worker, probe.rank, feeder, probe.block_size, probe.image)
+                learned = await self._canary.learn(Target(worker, probe.rank, probe.block_size), feeder, probe.image)
                 self._metrics.sentinels.labels("asked" if learned else "unanswered").inc()
             except (ProbeRequestError, FeedRequestError) as error:
                 self._metrics.sentinels.labels("unanswered").inc()
@@ -134,8 +133,7 @@ class SentinelLearning:
 
     def _sighted(self, worker: Worker, sighting: feed.ImageObservation, *, live: bool) -> None:
         if worker.scope is not None and sighting.sentinels:
-            place = (sighting.parent, sighting.offset)
-            source = _source(worker, sighting.rank)
+            place, source = (sighting.parent, sighting.offset), _source(worker, sighting.rank)
             self._sentinels.on_sighting(worker.scope, source, place, sighting.sentinels, sighting.length, live=live)
 
 

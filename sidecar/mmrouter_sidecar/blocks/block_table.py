@@ -33,19 +33,14 @@ class BlockTable:
 
     @property
     def held(self) -> int:
-        """Number of distinct keys held."""
         return len(self.blocks) - sum(self.owners.values()) + len(self.owners)
 
     def keys(self) -> Collection[Key]:
-        """Return the distinct keys held."""
         keys = self.blocks.values()
         return dict.fromkeys(keys) if self.owners else keys
 
     def add(self, hashes: Sequence[int], keys: "array[int]", *, shareable: bool = False) -> int:
-        """Add one copy of each block. Returns how many known hashes came with another key (the first key stays).
-
-        ``shareable``: several hashes may have the same key.
-        """
+        """Add one copy of each block. Returns how many known hashes came with another key (the first key stays)."""
         blocks = self.blocks
         if len(hashes) == 1:  # the usual event during decoding
             number, key = hashes[0], keys[0]
@@ -104,40 +99,23 @@ class BlockTable:
     def drop(self, hashes: Sequence[int]) -> int:
         """Remove one copy of each block. Returns how many hashes were unknown."""
         copies = self.copies
-        single = hashes if not copies or copies.keys().isdisjoint(hashes) else [n for n in hashes if self._last_copy(n)]
+        single = (
+            hashes
+            if not copies or copies.keys().isdisjoint(hashes)
+            else [n for n in hashes if not _drop_one(copies, n, 2)]
+        )
         pop, owners, gone = self.blocks.pop, self.owners, self.removed.append
         unknown = 0
         for number in single:
             key = pop(number, None)
             if key is None:
-                unknown += self._drop_aside(number)
+                unknown += not _drop_one(self.aside, number, 1)
                 continue
             if owners and (sharing := owners.pop(key, 1)) > 1:
                 owners[key] = sharing - 1
                 continue
             gone(key)
         return unknown
-
-    def _last_copy(self, number: int) -> bool:
-        """Return whether this is the last copy; otherwise remove one."""
-        copies = self.copies.get(number)
-        if copies is None:
-            return True
-        if copies == 2:
-            del self.copies[number]
-        else:
-            self.copies[number] = copies - 1
-        return False
-
-    def _drop_aside(self, number: int) -> bool:
-        waiting = self.aside.get(number)
-        if waiting is None:
-            return True
-        if waiting == 1:
-            del self.aside[number]
-        else:
-            self.aside[number] = waiting - 1
-        return False
 
     def net(self) -> tuple["array[int]", "array[int]"]:
         """Return and reset the net changes: stored and removed keys.
@@ -159,3 +137,15 @@ class BlockTable:
                 stored = array("Q", [key for key, times in balance.items() if times > 0])
                 removed = array("Q", [key for key, times in balance.items() if times < 0])
         return stored, removed
+
+
+def _drop_one(counts: dict[int, int], number: int, least: int) -> bool:
+    """Take one off a count, of which ``least`` is the lowest that is written down; return whether there was a count."""
+    count = counts.get(number)
+    if count is None:
+        return False
+    if count == least:
+        del counts[number]
+    else:
+        counts[number] = count - 1
+    return True

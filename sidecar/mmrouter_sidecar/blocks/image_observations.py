@@ -19,8 +19,7 @@ from mmrouter_lib.feed import ImageObservation
 
 MAX_SEEN = 16_384
 MAX_OPEN = 32_768
-CHUNK = 16
-"""Number of cycles that are compared at once."""
+CHUNK = 16  # number of cycles that are compared at once
 
 
 class _Run(NamedTuple):
@@ -33,7 +32,6 @@ class _Run(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """Whether all values of the cycle are known, however the run continues."""
         return len(self.values) == WIDE_SENTINELS or self.length > len(self.values)
 
 
@@ -53,11 +51,9 @@ class ImageObservations:
 
     @property
     def fresh(self) -> bool:
-        """Whether there are new observations to :meth:`take`."""
         return bool(self._new)
 
     def take(self) -> list[ImageObservation]:
-        """Return the observations since the last call."""
         new, self._new = self._new, []
         return new
 
@@ -66,7 +62,6 @@ class ImageObservations:
         self._complete = False
 
     def recall(self, sightings: Iterable[ImageObservation]) -> None:
-        """Restore observations from the journal."""
         for sighting in sightings:
             self._remember(_name(sighting), sighting)
 
@@ -117,7 +112,6 @@ class ImageObservations:
                     self._add(_name(sighting), sighting)
 
     def _keep_open(self, event: Stored, run: _Run, start: int, end: int) -> None:
-        """Remember the blocks that end within a run."""
         size = event.block_size
         for number in range(start // size, end // size):
             length = run.length - (end - (number + 1) * size)

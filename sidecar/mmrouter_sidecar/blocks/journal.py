@@ -20,8 +20,7 @@ from mmrouter_sidecar.blocks.ledger import LedgerOp
 MAGIC = b"mmrouter journal 1\n"
 _FRAME = struct.Struct("<IQ")
 MIN_COMPACT_BYTES = 16 << 20
-COMPACT_FACTOR = 4
-"""The file is rewritten when it is this many times larger than after the last rewrite."""
+COMPACT_FACTOR = 4  # the file is rewritten when it is this many times larger than after the last rewrite
 
 
 class Epoch(msgspec.Struct, frozen=True, array_like=True, tag="epoch"):
@@ -72,8 +71,7 @@ class Journal:
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         self.size = 0
         self._compacted = 0
-        self.torn_bytes = 0
-        """Bytes of an incomplete record at the end of the file when it was opened."""
+        self.torn_bytes = 0  # bytes of an incomplete record at the end of the file when it was opened
 
     def recover(self) -> Iterator[Record]:
         """Yield every complete record in order, then cut off a torn one. Must be exhausted before the first append."""
@@ -103,7 +101,6 @@ class Journal:
 
     @property
     def bloated(self) -> bool:
-        """Whether the file should be rewritten."""
         return self.size > max(MIN_COMPACT_BYTES, COMPACT_FACTOR * self._compacted)
 
     def append(self, record: Record) -> None:
@@ -131,7 +128,6 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

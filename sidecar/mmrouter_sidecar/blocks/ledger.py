@@ -104,7 +104,6 @@ class Ledger:
 
     @property
     def held(self) -> int:
-        """Number of distinct block keys held, over all places."""
         return sum(table.held for table in self.tables.values())
 
     @property
@@ -125,11 +124,9 @@ class Ledger:
 
     @property
     def dirty(self) -> bool:
-        """Whether there are changes to :meth:`take`."""
         return bool(self._ops or self._adding or self.observations.fresh or self._cleared)
 
     def apply(self, batch: Batch, rank: int) -> None:
-        """Apply the next batch of the stream of ``rank``."""
         if batch.rank != rank:
             self.counts["rank_mismatch"] += 1
         for event in batch.events:
@@ -158,7 +155,10 @@ class Ledger:
             self._cleared.add(rank)
         if mine:
             self._append_op(LedgerOp("clear", rank))
-        for place in mine:
+        self._renew(rank)
+
+    def _renew(self, rank: int) -> None:
+        for place in [place for place in self.tables if place.rank == rank]:
             self.tables[place] = BlockTable(block_size=self.tables[place].block_size)
 
     def reset(self) -> None:
@@ -174,7 +174,6 @@ class Ledger:
         self._apart.clear()
 
     def take(self) -> LedgerChanges:
-        """Return the changes since the last call."""
         changes: list[Change] = []
         for place, table in self.tables.items():
             stored, removed = table.net()
@@ -193,8 +192,7 @@ class Ledger:
     def redo(self, op: LedgerOp) -> None:
         """Apply an operation from the journal without reporting it as a change."""
         if op.kind == "clear":
-            for place in [place for place in self.tables if place.rank == op.rank]:
-                self.tables[place] = BlockTable(block_size=self.tables[place].block_size)
+            self._renew(op.rank)
             return
         if op.kind == "group":
             self._groups[op.group] = CacheGroup(op.group, op.spec, op.window)
@@ -287,31 +285,23 @@ class Ledger:
     def _add(
         self, place: Place, table: BlockTable, hashes: Sequence[int], keys: "array[int]", *, shareable: bool
     ) -> None:
-        conflicts = table.add(hashes, keys, shareable=shareable)
-        if conflicts:
+        if conflicts := table.add(hashes, keys, shareable=shareable):
             self.counts["hash_conflict"] += conflicts
         self.counts["stored"] += len(keys)
         adding = self._adding
-        if (
-            adding is None
-            or adding.place != place
-            or adding.block_size != table.block_size
-            or adding.shareable is not shareable
-        ):
+        if adding is None or adding[:3] != (place, table.block_size, shareable):
             self._flush_adding()
             adding = self._adding = PendingAdd(place, table.block_size, shareable, array("Q"), array("Q"))
         adding.hashes.extend(hashes)
         adding.keys.extend(keys)
 
     def _flush_adding(self) -> None:
-        """Append the pending add as an operation."""
         if self._adding is not None:
             place, size, shareable, hashes, keys = self._adding
             self._adding = None
             self._ops.append(LedgerOp("add", *place, pack_keys(hashes), pack_keys(keys), size, shareable))
 
     def _append_op(self, op: LedgerOp) -> None:
-        """Append an operation after the pending add."""
         self._flush_adding()
         self._ops.append(op)
 
@@ -322,7 +312,6 @@ class Ledger:
             self._append_op(LedgerOp("aside", *place, pack_keys(hashes), b"", table.block_size))
 
     def _set_group(self, event: Stored | Ragged) -> None:
-        """Record a new or changed group."""
         self._groups[event.group] = CacheGroup(event.group, event.kind, event.window or 0)
         self._regroup()
         self._append_op(LedgerOp("group", 0, event.group, spec=event.kind, window=event.window or 0))
@@ -350,10 +339,9 @@ class Ledger:
             return
         place = Place(rank, event.group, event.medium)
         table = self._table(place, 0)
-        unknown = table.drop(event.hashes)
-        self.counts["removed"] += len(event.hashes) - unknown
-        if unknown:
+        if unknown := table.drop(event.hashes):
             self.counts["unknown_removed"] += unknown
+        self.counts["removed"] += len(event.hashes) - unknown
         self._append_op(LedgerOp("drop", *place, pack_keys(event.hashes)))
 
     def _parent(self, rank: int, table: BlockTable, event: Stored) -> Key | None:
@@ -363,10 +351,7 @@ class Ledger:
         return self._parent_elsewhere(rank, event.block_size, event.parent) if parent is None else parent
 
     def _parent_elsewhere(self, rank: int, block_size: int, parent: int) -> Key | None:
-        """Find the parent in the rank's other groups and media, of which a block's key is independent.
-
-        If a window decides, the parent may have been dropped, or never stored.
-        """
+        """Find a parent elsewhere on the rank; under a deciding window it may have been dropped, or never stored."""
         for place, table in self.tables.items():
             if place.rank == rank and table.block_size == block_size and parent in table.blocks:
                 return table.blocks[parent]

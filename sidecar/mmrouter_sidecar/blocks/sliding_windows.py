@@ -5,9 +5,8 @@ of a named block depends on all blocks before it, kept or not. Its position is f
 which needs the whole digest of the block before (:mod:`mmrouter_lib.engines.vllm.block_hashes`). Events contain 64-bit
 hashes, too short to continue from, so keys and digests of all followed blocks are remembered.
 
-Engines that publish whole digests would halve this memory but not replace it, because the keys of blocks that were
-never stored have no other source. Each hash of *every* engine would take 34 bytes instead of 9 on the wire. So only
-groups that decide by a window pay, about 6 us of hashing per block. Pure; no I/O.
+Whole digests in the events would not replace this memory, because the keys of blocks that were never stored have no
+other source. Only groups that decide by a window pay, about 6 us of hashing per block. Pure; no I/O.
 """
 
 from array import array
@@ -19,19 +18,10 @@ from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
 from mmrouter_lib.engines.vllm.block_hashes import align, root, short
 from mmrouter_lib.engines.vllm.events import published_extras
 
-MAX_KNOWN = 131_072
-"""Number of remembered blocks, about 250 bytes each; the oldest are dropped."""
+MAX_KNOWN = 131_072  # number of remembered blocks, about 250 bytes each; the oldest are dropped
 DIGEST_BYTES = 32
 
-Seed = Callable[[str | None, str | None], Key]
-"""(LoRA, salt) -> seed of a chain of keys."""
-
-
-class FollowedBlock(NamedTuple):
-    """A block whose chain is known from the start of its prompt."""
-
-    key: Key
-    digest: bytes
+Seed = Callable[[str | None, str | None], Key]  # (LoRA, salt) -> seed of a chain of keys
 
 
 class LocatedBlocks(NamedTuple):
@@ -46,7 +36,7 @@ class WindowBlocks:
     """Keys and digests of followed blocks, by engine hash."""
 
     def __init__(self) -> None:
-        self._known: dict[int, FollowedBlock] = {}
+        self._known: dict[int, tuple[Key, bytes]] = {}  # key and digest: the chain is known from the prompt's start
         self._root = root()
         self._keys = array("Q")
         self._digests: list[bytes] = []
@@ -55,9 +45,8 @@ class WindowBlocks:
         return len(self._known)
 
     def key(self, number: int) -> Key | None:
-        """Return the key of a followed block."""
         known = self._known.get(number)
-        return known.key if known else None
+        return known[0] if known else None
 
     def clear(self) -> None:
         """Drop everything, including what was not taken."""
@@ -71,29 +60,22 @@ class WindowBlocks:
         return keys, digests
 
     def recall(self, keys: Sequence[Key], digests: bytes) -> None:
-        """Restore blocks from the journal."""
         for number, key in enumerate(keys):
             self._remember(key, digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES])
 
     def dump(self) -> tuple["array[int]", bytes]:
         """Return the keys and concatenated digests of all remembered blocks, oldest first."""
-        held = self._known.values()
-        return array("Q", [known.key for known in held]), b"".join([known.digest for known in held])
+        known = self._known.values()
+        return array("Q", [key for key, _ in known]), b"".join([digest for _, digest in known])
 
     def follow(self, event: Stored, keys: Sequence[Key]) -> None:
         """Follow the blocks of an event that names all of them, as far as their recomputed hashes match."""
         parent = self._parent(event)
         if parent is None or event.lora is not None:
             return
+        hashes, first = event.hashes[: len(keys)], event.parent is None
         try:
-            aligned = align(
-                event.hashes[: len(keys)],
-                event.ids,
-                event.block_size,
-                event.published,
-                parent,
-                first=event.parent is None,
-            )
+            aligned = align(hashes, event.ids, event.block_size, event.published, parent, first=first)
         except ValueError:
             return
         for number, digest in zip(aligned.blocks, aligned.digests, strict=False):
@@ -124,7 +106,7 @@ class WindowBlocks:
         if event.parent is None:
             return self._root
         known = self._known.get(event.parent)
-        return known.digest if known else None
+        return known[1] if known else None
 
     def _follow(self, key: Key, digest: bytes) -> None:
         if self._remember(key, digest):
@@ -134,7 +116,7 @@ class WindowBlocks:
     def _remember(self, key: Key, digest: bytes) -> bool:
         number = short(digest)
         fresh = self._known.pop(number, None) is None
-        self._known[number] = FollowedBlock(key, digest)
+        self._known[number] = (key, digest)
         if len(self._known) > MAX_KNOWN:
             del self._known[next(iter(self._known))]
         return fresh

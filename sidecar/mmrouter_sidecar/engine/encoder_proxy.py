@@ -1,7 +1,7 @@
 """Proxy the engine's encode requests to encoders: the same image goes to the same one, and failing ones are skipped.
 
 The engine posts to the sidecar's loopback address as to an encoder
-(:mod:`mmrouter_lib.engines.sglang.encoder_requests`); routers tell the sidecar which encoders are up. A request and its
+(:mod:`mmrouter_lib.engines.sglang.stage_requests`); routers tell the sidecar which encoders are up. A request and its
 answer, which contains no embedding, are forwarded unchanged.
 """
 
@@ -11,32 +11,24 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.sglang.encoder_requests import ENCODE, Encoder, PartError, image_key, order, ranked
+from mmrouter_lib.engines.sglang.stage_requests import ENCODE, Encoder, PartError, image_key, order, ranked
 from mmrouter_sidecar.metrics import Metrics
 
 log = logging.getLogger("mmrouter.sidecar")
 
-ENCODE_SECONDS = 120.0
-"""Timeout after which an encoder counts as hanging. The engine itself gives up 60 s later."""
+ENCODE_SECONDS = 120.0  # timeout after which an encoder counts as hanging. The engine itself gives up 60 s later.
 CONNECT_SECONDS = 2.0
-FIRST_SECONDS = 10.0
-"""How long an image waits for the first list of encoders."""
-REPORT_SECONDS = 30.0
-"""A router's list of encoders expires after this time, once there is a newer one."""
-BACK_SECONDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Pause of an encoder after each failure in a row."""
-MAX_DEATHS = 2
-"""Encoders that one image may kill: it is not sent to a third."""
-BUDGET_BYTES = 64 << 20
-"""Bytes of request bodies held at once; a larger one is accepted when there is no other."""
+FIRST_SECONDS = 10.0  # how long an image waits for the first list of encoders
+REPORT_SECONDS = 30.0  # a router's list of encoders expires after this time, once there is a newer one
+BACK_SECONDS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # pause of an encoder after each failure in a row
+MAX_DEATHS = 2  # encoders that one image may kill: it is not sent to a third
+BUDGET_BYTES = 64 << 20  # bytes of request bodies held at once; a larger one is accepted when there is no other
 MAX_REQUEST_BYTES = 1 << 30
 
 
@@ -47,17 +39,6 @@ class _Failed(NamedTuple):
     died: bool
 
 
-class _Answer(NamedTuple):
-    status: int
-    body: bytes
-
-
-@dataclass(slots=True)
-class _Down:
-    failures: int
-    until: float
-
-
 class EncoderProxy:
     """The known encoders, their failures, and the images in progress. Call ``open`` before the first request."""
 
@@ -66,14 +47,13 @@ class EncoderProxy:
         self._reports: dict[str, tuple[float, tuple[Encoder, ...]]] = {}
         self._reported = asyncio.Event()
         self._busy: dict[str, Counter[bytes]] = {}
-        self._down: dict[str, _Down] = {}
+        self._down: dict[str, tuple[int, float]] = {}  # name -> failures in a row, end of its pause
         self.held_bytes = 0
         self._freed = asyncio.Condition()
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Open the HTTP session to encoders for the duration of the context."""
         # Connections are not reused, because one closed by the encoder looks like an encoder that died with an image.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=ENCODE_SECONDS, sock_connect=CONNECT_SECONDS)
@@ -82,7 +62,6 @@ class EncoderProxy:
             yield
 
     def update(self, router: str, encoders: Iterable[Encoder]) -> None:
-        """Store the list of encoders that a router reports as up."""
         now = self._clock()
         self._reports[router] = (now, tuple(encoders))
         self._reports = {name: report for name, report in self._reports.items() if now - report[0] <= REPORT_SECONDS}
@@ -93,7 +72,6 @@ class EncoderProxy:
 
     @property
     def idle(self) -> bool:
-        """Whether no image is at an encoder."""
         return not self._busy
 
     @property
@@ -114,14 +92,13 @@ class EncoderProxy:
             except PartError as error:
                 self._metrics.encodes.labels("refused").inc()
                 return _error(400, f"not an encode request: {error}")
-            answer = await self._encoded(key, body)
+            return await self._encoded(key, body)
         finally:
             async with self._freed:
                 self.held_bytes -= size
                 self._freed.notify_all()
-        return web.Response(status=answer.status, body=answer.body, content_type="application/json")
 
-    async def _encoded(self, key: bytes, body: bytes) -> _Answer:
+    async def _encoded(self, key: bytes, body: bytes) -> web.Response:
         if not self._reported.is_set():
             try:
                 async with asyncio.timeout(FIRST_SECONDS):
@@ -133,7 +110,7 @@ class EncoderProxy:
         while deaths < MAX_DEATHS and (encoder := self._next(key, tried)) is not None:
             assignment = self._assignment(key, encoder)
             answer = await self._post(encoder, key, body)
-            if isinstance(answer, _Answer):
+            if isinstance(answer, web.Response):
                 succeeded = answer.status < 400
                 outcome = assignment if succeeded else "refused" if answer.status < 500 else "failed"
                 self._metrics.encodes.labels(outcome).inc()
@@ -142,22 +119,20 @@ class EncoderProxy:
             deaths += answer.died
             log.warning("encoder %s failed: %s", encoder.name, answer.cause)
         self._metrics.encodes.labels("unserved").inc()
-        return _Answer(503, _error_body(f"no encoder could encode it ({len(tried)} tried)"))
+        return _error(503, f"no encoder could encode it ({len(tried)} tried)")
 
     def _next(self, key: bytes, tried: set[str]) -> Encoder | None:
-        candidates = [encoder for encoder in self.encoders if encoder.name not in tried]
-        return next(iter(order(key, candidates, self._busy, self._paused())), None)
-
-    def _paused(self) -> set[str]:
         now = self._clock()
-        return {name for name, down in self._down.items() if now < down.until}
+        candidates = [encoder for encoder in self.encoders if encoder.name not in tried]
+        paused = {name for name, (_, until) in self._down.items() if now < until}
+        return next(iter(order(key, candidates, self._busy, paused)), None)
 
     def _assignment(self, key: bytes, encoder: Encoder) -> str:
         """Return why an encoder was chosen: ``own``, ``moved`` (its own is down) or ``spilled`` (its own is busy)."""
         own = ranked(key, self.encoders)[0]
         return "own" if own.name == encoder.name else "moved" if own.name in self._down else "spilled"
 
-    async def _post(self, encoder: Encoder, key: bytes, body: bytes) -> _Answer | _Failed:
+    async def _post(self, encoder: Encoder, key: bytes, body: bytes) -> web.Response | _Failed:
         assert self._session is not None, "open() was not called"
         busy = self._busy.setdefault(encoder.name, Counter())
         busy[key] += 1
@@ -181,13 +156,12 @@ class EncoderProxy:
             return self._failed(encoder, _Failed("busy", died=False))
         if self._down.pop(encoder.name, None) is not None:
             self._count()
-        return _Answer(answer.status, content)
+        return web.Response(status=answer.status, body=content, content_type="application/json")
 
     def _failed(self, encoder: Encoder, why: _Failed) -> _Failed:
-        before = self._down.get(encoder.name)
-        failures = before.failures + 1 if before is not None else 1
+        failures = self._down.get(encoder.name, (0, 0.0))[0] + 1
         wait = BACK_SECONDS[min(failures, len(BACK_SECONDS)) - 1]
-        self._down[encoder.name] = _Down(failures, self._clock() + wait)
+        self._down[encoder.name] = (failures, self._clock() + wait)
         self._metrics.encode_failures.labels(why.cause).inc()
         self._count()
         return why
@@ -198,9 +172,5 @@ class EncoderProxy:
         self._metrics.encoders.labels("down").set(down)
 
 
-def _error_body(message: str) -> bytes:
-    return msgspec.json.encode({"status": "error", "message": message})
-
-
 def _error(status: int, message: str) -> web.Response:
-    return web.Response(status=status, body=_error_body(message), content_type="application/json")
+    return web.json_response({"status": "error", "message": message}, status=status)

@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from mmrouter_lib import metadata_digests as metadata
+from mmrouter_lib import model_folder as metadata
 from mmrouter_lib.engines import adapter
 from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import Metrics
@@ -16,23 +16,18 @@ from mmrouter_sidecar.settings import Settings
 
 log = logging.getLogger("mmrouter.sidecar")
 
-PERIOD = 0.5
-"""Seconds between health checks of an engine that is not up."""
+PERIOD = 0.5  # seconds between health checks of an engine that is not up
 LOAD_PERIOD = 1.0
 TIMEOUT = aiohttp.ClientTimeout(total=2.0)
-SLOW = aiohttp.ClientTimeout(total=10.0)
-"""Timeout of requests that are sent once per engine start."""
+SLOW = aiohttp.ClientTimeout(total=10.0)  # timeout of requests that are sent once per engine start
 HEAVY_SECONDS = 5.0
 """A health check with a longer timeout is work for the engine: an SGLang encoder encodes an image for it.
 
 See docs/engine-facts/sglang.md#encoder-disaggregation.
 """
-HEAVY_PERIOD = 10.0
-"""Seconds between such health checks while the engine is up."""
-UNSEEN = "down"
-"""Reason of the epoch that begins when an engine without events goes down."""
-MAX_FAILURES = 3
-"""Unanswered health checks in a row before an engine counts as down: a busy one may miss one."""
+HEAVY_PERIOD = 10.0  # seconds between such health checks while the engine is up
+UNSEEN = "down"  # reason of the epoch that begins when an engine without events goes down
+MAX_FAILURES = 3  # unanswered health checks in a row before an engine counts as down: a busy one may miss one
 RECONNECT_SECONDS = 0.5
 CONNECT_SECONDS = 2.0
 
@@ -51,7 +46,6 @@ class EngineProbe:
         self._timeout = aiohttp.ClientTimeout(total=settings.health_seconds) if heavy else TIMEOUT
 
     async def run(self) -> None:
-        """Poll until cancelled."""
         loop, checked = asyncio.get_running_loop(), 0.0
         key = self._settings.engine_key
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -91,22 +85,16 @@ class EngineProbe:
 
     async def _healthy(self, session: aiohttp.ClientSession) -> bool | None:
         """Return true: it serves; false: it reports that it does not; ``None``: no answer."""
-        path = self._path
-        try:
-            async with session.get(path, timeout=self._timeout) as answer:
-                if answer.status == 200:
-                    return True
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            self._metrics.probes.labels(path).inc()
-            return None
-        self._metrics.probes.labels(path).inc()
-        return False
+        healthy = None
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+            async with session.get(self._path, timeout=self._timeout) as answer:
+                healthy = answer.status == 200
+        if not healthy:
+            self._metrics.probes.labels(self._path).inc()
+        return healthy
 
     async def _get_info(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """Return version, facts and block size of an engine that came up. The requests may be heavy.
-
-        See docs/engine-facts/sglang.md#http-endpoints.
-        """
+        """Return what an engine that came up says; may be heavy (docs/engine-facts/sglang.md#http-endpoints)."""
         paths = self._adapter.info_paths
         info = self._adapter.parse_info([await self._json(session, path) for path in paths])
         if info is None:
@@ -138,8 +126,7 @@ class EngineProbe:
         self._metrics.load.update(text, ranks)
         for rank, load in ranks.items():
             self._relay.load(rank, load.running, load.waiting, load.kv_usage)
-        size = self._adapter.parse_block_size(text)
-        if size is not None:
+        if (size := self._adapter.parse_block_size(text)) is not None:
             self._relay.update_facts(block_size=size)
 
     async def _learn_model(self) -> None:
@@ -187,7 +174,6 @@ async def watch_listener(ip: str, port: int, ended: Callable[[], None]) -> None:
 
 
 async def _connect(ip: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """Return a connection, or ``None`` if it is refused."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(CONNECT_SECONDS):
             return await asyncio.open_connection(ip, port)

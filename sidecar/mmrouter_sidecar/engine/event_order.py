@@ -10,19 +10,15 @@ last batch of its journal as proof.
 """
 
 from array import array
-from dataclasses import dataclass
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
-RECENT = 16_384
-"""Number of remembered digests: more than an engine replays, to recognise late duplicates."""
+RECENT = 16_384  # number of remembered digests: more than an engine replays, to recognise late duplicates
 MAX_HELD = 20_000
-MAX_HELD_BYTES = 64 << 20
-"""Bounds of the batches that wait behind a gap; beyond either the gap is given up."""
+MAX_HELD_BYTES = 64 << 20  # both bound the batches that wait behind a gap; beyond either it is given up
 GIVEN_UP = 0
-MAX_FAILURES = 3
-"""Replays without an answer before a gap is given up."""
+MAX_FAILURES = 3  # replays without an answer before a gap is given up
 
 
 class NextBatch(msgspec.Struct, frozen=True, gc=False):
@@ -33,30 +29,26 @@ class NextBatch(msgspec.Struct, frozen=True, gc=False):
     digest: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayRequest:
+class ReplayRequest(msgspec.Struct, frozen=True):
     """A replay from number ``first`` on is needed; a replay in progress is abandoned."""
 
     first: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """Earlier batches are no longer proved; the next steps belong to a new stream."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
+class Skipped(msgspec.Struct, frozen=True):
     """Batches ``first`` .. ``end`` (both included) are lost."""
 
     first: int
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
+class Duplicate(msgspec.Struct, frozen=True):
     """A batch was received again, or after it was given up."""
 
 
@@ -64,7 +56,6 @@ Step = NextBatch | ReplayRequest | Lost | Skipped | Duplicate
 
 
 def digest_of(payload: bytes) -> int:
-    """Return the 64-bit digest by which a batch is recognised."""
     return xxh3_64_intdigest(payload)
 
 
@@ -72,16 +63,15 @@ class EventStream:
     """The stream of one rank. ``proof``: (number, digest) of the last batch in the journal."""
 
     def __init__(self, proof: tuple[int, int] | None = None) -> None:
-        self.next = 0
         self._digests = array("Q", bytes(8 * RECENT))
-        self._base = 0  # first known number; a digest of 0 marks a number that was given up
-        self._fresh = True  # no batch was applied yet
-        self._held: dict[int, bytes] = {}
-        self._held_bytes = 0
-        self._requested: int | None = None
+        self._base: int  # first known number; a digest of 0 marks a number that was given up
+        self._fresh: bool  # no batch was applied yet
+        self._held: dict[int, bytes]
+        self._requested: int | None
+        self._proof: tuple[int, int] | None
         self._answered = False
         self._gap_known = False  # batches waited behind a gap when the replay was requested
-        self._failures = 0
+        self.ended()
         self._proof = proof
         if proof is not None:
             seq, digest = proof
@@ -93,14 +83,11 @@ class EventStream:
         """Batches that wait behind a gap or for the end of a replay."""
         return len(self._held)
 
-    @property
-    def replaying(self) -> bool:
-        """Whether a replay is in progress."""
-        return self._requested is not None
-
     def ended(self) -> None:
         """Reset: the engine has ended."""
-        self._reset()
+        self.next, self._base, self._fresh = 0, 0, True
+        self._held, self._held_bytes = {}, 0
+        self._requested, self._proof, self._failures = None, None, 0
 
     def connected(self) -> list[Step]:
         """The publisher connected: request the messages sent before the subscription."""
@@ -108,10 +95,9 @@ class EventStream:
 
     def quiet(self) -> list[Step]:
         """The stream is silent: request a replay, since the newest messages may have been dropped."""
-        return [] if self.replaying else [self._request()]
+        return [] if self._requested is not None else [self._request()]
 
     def live(self, seq: int, payload: bytes) -> list[Step]:
-        """Process a message of the live stream."""
         if seq < self.next and self._proof is None:
             return self._again(seq, payload)
         if seq == self.next and self._proof is None:
@@ -144,7 +130,6 @@ class EventStream:
         return []
 
     def replay_ended(self) -> list[Step]:
-        """The answer is complete."""
         if self._requested is None:
             return []
         if self._proof is not None:
@@ -159,7 +144,6 @@ class EventStream:
         return [*steps, *self._give_up("history")]
 
     def replay_failed(self) -> list[Step]:
-        """The replay timed out."""
         if self._requested is None:
             return []
         self._failures += 1
@@ -192,13 +176,12 @@ class EventStream:
     def _restart(self, reason: str, message: tuple[int, bytes] | None = None) -> list[Step]:
         """Begin the stream of another instance, with the waiting batches, which came from it."""
         held = list(self._held.items()) if reason == "other_instance" else []
-        self._reset()
+        self.ended()
         for seq, payload in [*held, *([message] if message else [])]:
             self._hold(seq, payload)
         return [Lost(reason), self._request()]
 
     def _give_up(self, reason: str) -> list[Step]:
-        """Continue after a gap that cannot be filled."""
         reason = reason if self._proof is None else "other_instance"
         self._requested, self._failures, self._proof = None, 0, None
         return [*self._jump(min(self._held), reason), *self._drain(), *([self._request()] if self._held else [])]
@@ -211,11 +194,6 @@ class EventStream:
         for old in [old for old in self._held if old < seq]:
             self._release(old)
         return [missed] if fresh else [Lost(reason), missed]
-
-    def _reset(self) -> None:
-        self.next, self._base, self._fresh = 0, 0, True
-        self._held, self._held_bytes = {}, 0
-        self._requested, self._proof, self._failures = None, None, 0
 
     def _request(self) -> ReplayRequest:
         self._answered, self._gap_known = False, bool(self._held)

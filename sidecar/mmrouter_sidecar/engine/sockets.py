@@ -23,18 +23,14 @@ from mmrouter_sidecar.settings import Settings
 log = logging.getLogger("mmrouter.sidecar")
 
 END = b"\xff" * 8
-DRAIN = 256
-"""Messages received in a row before other tasks run."""
+DRAIN = 256  # messages received in a row before other tasks run
 GATHER_SECONDS = 0.002
 """Pause after each portion, so that a busy engine's next one has several messages: a wake-up costs as much as the work
 on a dozen blocks."""
 RECEIVE_HWM = 100_000
-REPLAY_SECONDS = 3.0
-"""Longest silence of a replay: engines serve it between publishes, within 0.1 s when idle."""
-QUIET_SECONDS = 1.0
-"""Silence after which a replay is requested once: a full queue drops the newest messages."""
-TAIL_SECONDS = 10.0
-"""Seconds between further such replays while the silence lasts."""
+REPLAY_SECONDS = 3.0  # longest silence of a replay: engines serve it between publishes, within 0.1 s when idle
+QUIET_SECONDS = 1.0  # silence after which a replay is requested once: a full queue drops the newest messages
+TAIL_SECONDS = 10.0  # seconds between further such replays while the silence lasts
 BIND_SECONDS = 0.02
 WATCHED = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -46,23 +42,14 @@ WATCHED = (
 
 
 class RankSockets:
-    """The sockets and the stream of one rank. ``flush_soon`` is called after every portion of messages."""
+    """The sockets and the stream of one rank of ``engine``."""
 
-    def __init__(
-        self,
-        rank: int,
-        settings: Settings,
-        relay: EventRelay,
-        context: zmq.asyncio.Context,
-        metrics: Metrics,
-        flush_soon: Callable[[], None],
-        replaced: Callable[["RankSockets"], None],
-    ) -> None:
-        self._rank, self._relay, self._context, self._metrics = rank, relay, context, metrics
-        self._flush_soon, self._replaced = flush_soon, replaced
-        self._events = f"tcp://{settings.loopback}:{settings.ports.events + rank}"
-        self._replays = f"tcp://{settings.loopback}:{settings.ports.replay + rank}"
-        self.stream = EventStream(relay.proofs.get(rank))
+    def __init__(self, rank: int, engine: "EngineSockets") -> None:
+        self._rank, self._relay, self._context, self._metrics = rank, engine.relay, engine.context, engine.metrics
+        self._flush_soon, self._replaced = engine.flush_soon, engine.replaced
+        host, ports = engine.settings.loopback, engine.settings.ports
+        self._events, self._replays = (f"tcp://{host}:{port + rank}" for port in (ports.events, ports.replay))
+        self.stream = EventStream(self._relay.proofs.get(rank))
         self._replay: asyncio.Task[None] | None = None
         self._connected = False
         self._received = self._checked = 0.0
@@ -114,7 +101,6 @@ class RankSockets:
             return sub, monitor
 
     async def _serve(self, sub: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
-        """Receive until the engine's connection ends."""
         receiving = asyncio.create_task(self._receive(sub))
         checking = asyncio.create_task(self._check_tail())
         watching = asyncio.create_task(self._watch(monitor))
@@ -269,7 +255,7 @@ def _close(socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
 
 
 class EngineSockets:
-    """The sockets of all ranks of one engine."""
+    """The sockets of all ranks of one engine. ``flush_soon`` is called after every portion of messages."""
 
     def __init__(
         self,
@@ -279,10 +265,9 @@ class EngineSockets:
         metrics: Metrics,
         flush_soon: Callable[[], None],
     ) -> None:
-        self._ranks = [
-            RankSockets(rank, settings, relay, context, metrics, flush_soon, self._replaced)
-            for rank in range(settings.ranks)
-        ]
+        self.settings, self.relay, self.context, self.metrics = settings, relay, context, metrics
+        self.flush_soon = flush_soon
+        self._ranks = [RankSockets(rank, self) for rank in range(settings.ranks)]
 
     async def run(self) -> None:
         """Serve all ranks until cancelled."""
@@ -291,11 +276,10 @@ class EngineSockets:
                 tasks.create_task(rank.run())
 
     async def bound(self) -> None:
-        """Wait until the event socket of every rank is bound."""
         for rank in self._ranks:
             await rank.bound.wait()
 
-    def _replaced(self, by: RankSockets) -> None:
+    def replaced(self, by: RankSockets) -> None:
         for rank in self._ranks:
             if rank is not by:
                 rank.restart()

@@ -1,22 +1,11 @@
 """State of the feed's current epoch: recent deltas, recent raw batches, and the canary claim. Pure; no I/O."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from typing import Generic, TypeVar
 
-from mmrouter_lib.feed import (
-    Accepted,
-    CanaryClaim,
-    CanaryReport,
-    CanaryResult,
-    ClaimAnswer,
-    Delta,
-    DetailPart,
-    RawBatch,
-    Refused,
-    ReplayPart,
-)
+from mmrouter_lib.feed import Accepted, CanaryClaim, CanaryReport, CanaryResult, ClaimAnswer, Delta, RawBatch, Refused
 
 MAX_BYTES = 64 << 20
 PART_ITEMS = 256
@@ -24,84 +13,55 @@ PART_BYTES = 4 << 20
 MAX_LEASE_S = 120.0
 
 
-class DeltaHistory:
-    """The last deltas of the epoch, bounded by count and bytes."""
+T = TypeVar("T", Delta, RawBatch)
 
-    def __init__(self, items: int) -> None:
+
+class History(Generic[T]):
+    """The last deltas or raw batches of the epoch, bounded by count and bytes; ``weigh`` returns the bytes of one.
+
+    ``floor``: those of deltas up to this number may be missing.
+    """
+
+    def __init__(self, items: int, weigh: Callable[[T], int]) -> None:
         self._items = items
+        self._weigh: Callable[[T], int] = weigh
         self.clear(0)
 
     def clear(self, seq: int) -> None:
-        """Drop everything; the next delta is number ``seq + 1``."""
-        self._deltas: deque[Delta] = deque()
-        self._bytes = 0
-        self.seq = seq
-
-    def append(self, delta: Delta) -> None:
-        """Append a delta and drop the oldest beyond the bounds."""
-        self._deltas.append(delta)
-        self.seq = delta.seq
-        self._bytes += _weight(delta)
-        while len(self._deltas) > self._items or self._bytes > MAX_BYTES:
-            self._bytes -= _weight(self._deltas.popleft())
-
-    def replay(self, request_id: int, first: int) -> Iterator[ReplayPart]:
-        """Yield the deltas from ``first`` on, or a part marked ``gone``."""
-        oldest = self.seq - len(self._deltas) + 1
-        if first < oldest or first < 1:
-            yield ReplayPart(request_id, (), last=True, gone=True)
-            return
-        part: list[Delta] = []
-        size = 0
-        for delta in islice(self._deltas, first - oldest, None):
-            part.append(delta)
-            size += _weight(delta)
-            if len(part) >= PART_ITEMS or size >= PART_BYTES:
-                yield ReplayPart(request_id, tuple(part), last=False)
-                part, size = [], 0
-        yield ReplayPart(request_id, tuple(part), last=True)
-
-
-class BatchHistory:
-    """The last event batches as the engine sent them. Batches of deltas up to ``floor`` may be missing."""
-
-    def __init__(self, items: int) -> None:
-        self._items = items
-        self.clear(0)
-
-    def clear(self, seq: int) -> None:
-        """Drop everything; the batches of deltas up to number ``seq`` are unknown."""
-        self._batches: deque[RawBatch] = deque()
+        """Drop everything; the items of deltas up to number ``seq`` are unknown."""
+        self._held: deque[T] = deque()
         self._bytes = 0
         self.floor = seq
 
-    def append(self, batch: RawBatch) -> None:
-        """Append a batch and drop the oldest beyond the bounds."""
-        self._batches.append(batch)
-        self._bytes += len(batch.payload)
-        while len(self._batches) > self._items or self._bytes > MAX_BYTES:
-            old = self._batches.popleft()
-            self._bytes -= len(old.payload)
+    def append(self, item: T) -> None:
+        self._held.append(item)
+        self._bytes += self._weigh(item)
+        while len(self._held) > self._items or self._bytes > MAX_BYTES:
+            old = self._held.popleft()
+            self._bytes -= self._weigh(old)
             self.floor = old.seq
 
-    def detail(self, request_id: int, first: int, end: int) -> Iterator[DetailPart]:
-        """Yield the batches behind the deltas ``first`` .. ``end``."""
-        gone = first <= self.floor
-        part: list[RawBatch] = []
+    def parts(self, first: int, end: int | None = None) -> Iterator[tuple[tuple[T, ...], bool]]:
+        """Yield those of the deltas ``first`` .. ``end`` in parts of bounded size, and whether a part is the last."""
+        part: list[T] = []
         size = 0
-        for batch in self._batches:
-            if not first <= batch.seq <= end:
+        for item in self._held:
+            if item.seq < first or (end is not None and item.seq > end):
                 continue
-            part.append(batch)
-            size += len(batch.payload)
+            part.append(item)
+            size += self._weigh(item)
             if len(part) >= PART_ITEMS or size >= PART_BYTES:
-                yield DetailPart(request_id, tuple(part), last=False, gone=gone)
+                yield tuple(part), False
                 part, size = [], 0
-        yield DetailPart(request_id, tuple(part), last=True, gone=gone)
+        yield tuple(part), True
 
 
-def _weight(delta: Delta) -> int:
+def delta_bytes(delta: Delta) -> int:
     return len(delta.stored) + len(delta.removed) + 64
+
+
+def batch_bytes(batch: RawBatch) -> int:
+    return len(batch.payload)
 
 
 @dataclass(slots=True)
@@ -114,7 +74,6 @@ class EpochCanary:
     _until: float = field(default=0.0)
 
     def begin(self, epoch: int) -> None:
-        """Reset for a new epoch."""
         self.epoch, self.result, self._holder, self._until = epoch, None, "", 0.0
 
     def claim(self, request: CanaryClaim, now: float) -> ClaimAnswer | Refused:

@@ -37,7 +37,6 @@ class RouterKeyOnly:
         self._key = key
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether this client key (Z85) is accepted."""
         return domain == DOMAIN and key == self._key
 
 
@@ -61,10 +60,7 @@ class Publisher:
         self._send_pub.send(feed.encode(frame), zmq.NOBLOCK)
 
     async def run(self, answer: Callable[[feed.Request], Iterator[feed.Reply]]) -> None:
-        """Serve until cancelled; ``answer`` yields the replies to a request.
-
-        Raises ``zmq.ZMQError`` if an address cannot be bound.
-        """
+        """Serve until cancelled. Raises ``zmq.ZMQError`` if an address cannot be bound."""
         self._authenticator.start()
         try:
             self._authenticator.configure_curve_callback(DOMAIN, RouterKeyOnly(self._settings.curve.client))

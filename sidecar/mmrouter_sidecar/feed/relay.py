@@ -17,8 +17,8 @@ from mmrouter_lib.block_keys import pack_keys
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import EventError
 from mmrouter_sidecar.blocks.journal import CanaryOutcome, Epoch, Flush, Journal, Record
-from mmrouter_sidecar.blocks.ledger import Change, Ledger, LedgerOp
-from mmrouter_sidecar.feed.epoch_state import BatchHistory, DeltaHistory, EpochCanary
+from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp
+from mmrouter_sidecar.feed.epoch_state import EpochCanary, History, batch_bytes, delta_bytes
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings, SettingsError
 
@@ -26,8 +26,7 @@ log = logging.getLogger("mmrouter.sidecar")
 
 SNAPSHOT_PART_KEYS = 65_536
 OBSERVATIONS_PART = 4_096
-DISCONNECTED = "disconnected"
-"""Reason of an epoch that begins because the engine's event connection ended."""
+DISCONNECTED = "disconnected"  # reason of an epoch that begins because the engine's event connection ended
 SAME_ENGINE = frozenset({"history", "backlog", "unanswered"})
 """Reasons of a loss of history after which the engine is still the same instance."""
 
@@ -67,26 +66,27 @@ class EventRelay:
         self.ledger = Ledger(settings.seed)
         self.canary = EpochCanary(0)
         self.facts = EngineFacts(revision=settings.revision)
-        self.shared: feed.SharedDirectory | None = None
-        """Usage of the node's shared directory, for the next heartbeat."""
+        self.shared: feed.SharedDirectory | None = None  # usage of the node's shared directory, for the next heartbeat
         self.boot, self.epoch, self.seq = "", 0, 0
-        self.proofs: dict[int, tuple[int, int]] = {}
-        """Rank -> (engine number, digest) of the last batch applied."""
-        self._deltas, self._raw = DeltaHistory(settings.buffer_events), BatchHistory(settings.buffer_events)
+        self.proofs: dict[int, tuple[int, int]] = {}  # rank -> (engine number, digest) of the last batch applied
+        self._deltas = History(settings.buffer_events, delta_bytes)
+        self._raw = History(settings.buffer_events, batch_bytes)
         self.batches = 0
-        self.sent = 0.0
-        """Batches applied by this process, and the engine's time of the last one."""
+        self.sent = 0.0  # the engine's time of the last batch
         self._unpublished: list[tuple[int, int, bytes]] = []
         self._applied = False  # batches were applied since the last flush
         self._announced: tuple[feed.CacheGroup, ...] = ()  # groups in the last heartbeat
         self._unreadable = False  # whether the last batch was; only the first in a row is logged
         self._snapshot: list[feed.SnapshotPart] | None = None  # of the present (epoch, seq)
-        self._journal: Journal | None = self._open()
+        self._journal: Journal | None = None
+        try:
+            self._journal = Journal(settings.state_dir, settings.fingerprint)
+        except OSError as error:
+            self._journal_failed(error)
         self._recover()
 
     @property
     def dirty(self) -> bool:
-        """Whether there are changes to :meth:`flush`."""
         return self._applied or self.ledger.dirty
 
     def batch(self, rank: int, seq: int, payload: bytes, digest: int) -> None:
@@ -127,14 +127,12 @@ class EventRelay:
         self.proofs.clear()
         self._unpublished.clear()
         self._applied = False
-        facts = msgspec.structs.replace(self.facts, version="", block_size=0, identity={})
+        self.facts = msgspec.structs.replace(self.facts, version="", block_size=0, identity={})
         if reason == DISCONNECTED:
-            facts = msgspec.structs.replace(facts, state="down", cut_off=True)
-        self.facts = facts
+            self.facts = msgspec.structs.replace(self.facts, state="down", cut_off=True)
         self._begin(secrets.token_hex(4), fresh=True, reason=reason)
 
     def connected(self) -> None:
-        """The engine's publisher has connected."""
         self.update_facts(cut_off=False, state="starting" if self.facts.state == "down" else self.facts.state)
 
     def update_facts(self, **facts: object) -> None:
@@ -151,7 +149,6 @@ class EventRelay:
         return f"{self._settings.pod_uid}/{self.boot}"
 
     def beat(self) -> None:
-        """Publish a heartbeat."""
         facts = self.facts
         state, self._announced = facts.state, self.ledger.groups
         assert state in ("starting", "up", "down")
@@ -177,7 +174,6 @@ class EventRelay:
         )
 
     def load(self, rank: int, running: float, waiting: float, kv_usage: float) -> None:
-        """Publish one rank's load."""
         self._publish(feed.LoadReport(rank, running, waiting, kv_usage))
 
     def flush(self) -> None:
@@ -187,7 +183,10 @@ class EventRelay:
         if self.ledger.groups != self._announced:
             self.beat()  # routers need the groups before the deltas
         taken = self.ledger.take()
-        deltas = [self._delta(change, number) for number, change in enumerate(taken.changes, self.seq + 1)]
+        deltas = []
+        for seq, (place, stored, removed, cleared) in enumerate(taken.changes, self.seq + 1):
+            packed = pack_keys(stored), pack_keys(removed)
+            deltas.append(feed.Delta(self.epoch, seq, self._clock(), *place, *packed, cleared))
         self.seq += len(deltas)
         if self._applied or taken.ops:
             new = [sighting for sighting in taken.sightings if sighting.sentinels]
@@ -211,27 +210,39 @@ class EventRelay:
         """Yield the parts of the answer to a request, in order."""
         match request:
             case feed.SnapshotRequest(number):
-                yield from self._snapshot_parts(number)
-            case feed.ReplayRequest(number, epoch, first):
-                if epoch == self.epoch:
-                    yield from self._deltas.replay(number, first)
-                else:
-                    yield self._old_epoch(number, epoch)
-            case feed.DetailRequest(number, epoch, first, end):
-                if epoch == self.epoch:
-                    self.flush()
-                    yield from self._raw.detail(number, first, end)
-                else:
-                    yield self._old_epoch(number, epoch)
+                self.flush()
+                if self._snapshot is None:
+                    # Many routers may request it at the same time: all get the same snapshot.
+                    self._snapshot = list(self._build_snapshot())
+                for part in self._snapshot:
+                    yield msgspec.structs.replace(part, id=number)
+            case feed.ReplayRequest(number, epoch) | feed.DetailRequest(number, epoch) if epoch != self.epoch:
+                yield feed.Refused(number, f"epoch {epoch} is not the present one, {self.epoch}")
+            case feed.ReplayRequest(number, _, first) if first <= self._deltas.floor:
+                yield feed.ReplayPart(number, (), last=True, gone=True)
+            case feed.ReplayRequest(number, _, first):
+                for deltas, last in self._deltas.parts(first):
+                    yield feed.ReplayPart(number, deltas, last)
+            case feed.DetailRequest(number, _, first, end):
+                self.flush()
+                gone = first <= self._raw.floor
+                for batches, last in self._raw.parts(first, end):
+                    yield feed.DetailPart(number, batches, last, gone)
             case feed.ObservationsRequest(number):
                 self.flush()
-                yield from self._observation_parts(number)
+                held = self.ledger.observations.remembered
+                for start in range(0, max(1, len(held)), OBSERVATIONS_PART):
+                    end = start + OBSERVATIONS_PART
+                    yield feed.ObservationsPart(number, held[start:end], last=end >= len(held))
             case feed.CanaryClaim():
                 yield self.canary.claim(request, self._monotonic())
             case feed.CanaryResult():
-                reply = self.canary.report(request, self._monotonic())
+                reply, canary = self.canary.report(request, self._monotonic()), request.canary
                 if isinstance(reply, feed.Accepted):
-                    self._canary_decided(request.canary)
+                    difference = f": {canary.cause}, {canary.message}" if canary.cause else ""
+                    log.info("canary of epoch %d: %s%s", canary.epoch, canary.result, difference)
+                    self._write(CanaryOutcome(canary))
+                    self.beat()
                 yield reply
             case feed.Work():  # forwarded to the other routers; it has no answer
                 self._publish(request)
@@ -242,54 +253,14 @@ class EventRelay:
         if self._journal is not None:
             self._journal.close()
 
-    def _delta(self, change: Change, seq: int) -> feed.Delta:
-        rank, group, medium = change.place
-        return feed.Delta(
-            epoch=self.epoch,
-            seq=seq,
-            sent=self._clock(),
-            rank=rank,
-            group=group,
-            medium=medium,
-            stored=pack_keys(change.stored),
-            removed=pack_keys(change.removed),
-            cleared=change.cleared,
-        )
-
-    def _old_epoch(self, request_id: int, epoch: int) -> feed.Refused:
-        return feed.Refused(request_id, f"epoch {epoch} is not the present one, {self.epoch}")
-
-    def _observation_parts(self, request_id: int) -> Iterator[feed.ObservationsPart]:
-        observations = self.ledger.observations.remembered
-        for start in range(0, max(1, len(observations)), OBSERVATIONS_PART):
-            end = start + OBSERVATIONS_PART
-            yield feed.ObservationsPart(request_id, observations[start:end], last=end >= len(observations))
-
-    def _snapshot_parts(self, request_id: int) -> Iterator[feed.SnapshotPart]:
-        self.flush()
-        if self._snapshot is None:
-            # Many routers may request it at the same time: all get the same snapshot.
-            self._snapshot = list(self._build_snapshot())
-        for part in self._snapshot:
-            yield msgspec.structs.replace(part, id=request_id)
-
     def _build_snapshot(self) -> Iterator[feed.SnapshotPart]:
-        held = [(place, pack_keys(table.keys())) for place, table in self.ledger.tables.items() if table.blocks]
-        pieces = [
-            (place, keys[start : start + 8 * SNAPSHOT_PART_KEYS])
-            for place, keys in held
-            for start in range(0, len(keys), 8 * SNAPSHOT_PART_KEYS)
-        ]
+        held, size = self.ledger.tables.items(), 8 * SNAPSHOT_PART_KEYS
+        packed = [(place, pack_keys(table.keys())) for place, table in held if table.blocks]
+        pieces = [(place, keys[at : at + size]) for place, keys in packed for at in range(0, len(keys), size)]
         for number, (place, keys) in enumerate(pieces, 1):
             yield feed.SnapshotPart(0, self.worker, self.epoch, self.seq, *place, keys, last=number == len(pieces))
         if not pieces:
             yield feed.SnapshotPart(0, self.worker, self.epoch, self.seq, 0, 0, "GPU", b"", last=True)
-
-    def _canary_decided(self, canary: feed.CanaryReport) -> None:
-        difference = f": {canary.cause}, {canary.message}" if canary.cause else ""
-        log.info("canary of epoch %d: %s%s", canary.epoch, canary.result, difference)
-        self._write(CanaryOutcome(canary))
-        self.beat()
 
     def _begin(self, boot: str, *, fresh: bool, reason: str) -> None:
         """Start an epoch. Its number follows the clock, so that it rises even without a journal."""
@@ -305,13 +276,6 @@ class EventRelay:
         self._metrics.epochs.labels(reason).inc()
         self._write(Epoch(boot, self.epoch, fresh, dict(self.proofs), taken.ops))
         self.beat()
-
-    def _open(self) -> Journal | None:
-        try:
-            return Journal(self._settings.state_dir, self._settings.fingerprint)
-        except OSError as error:
-            self._journal_failed(error)
-            return None
 
     def _recover(self) -> None:
         if self._journal is not None:
@@ -345,8 +309,7 @@ class EventRelay:
             self.ledger.redo(op)
 
     def _write(self, record: Record) -> None:
-        journal = self._journal
-        if journal is None:
+        if (journal := self._journal) is None:
             return
         try:
             journal.append(record)
@@ -359,8 +322,8 @@ class EventRelay:
                 journal.discard()
             except OSError as discard_error:
                 log.error("the journal cannot be removed: %s", discard_error)
-            return
-        self._metrics.journal_bytes.set(journal.size)
+        else:
+            self._metrics.journal_bytes.set(journal.size)
 
     def _compact(self, journal: Journal) -> None:
         started = self._monotonic()

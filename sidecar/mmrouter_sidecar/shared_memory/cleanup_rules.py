@@ -8,14 +8,11 @@ from mmrouter_lib import feed
 
 HIGH_WATER = 0.8
 """Used share of the limit or the file system above which encoder files are removed. Writers stop at 0.9."""
-LOW_WATER = 0.7
-"""Used share down to which they are removed."""
+LOW_WATER = 0.7  # used share down to which they are removed
 ENCODER_FILE = "encoder_cache.safetensors"
 """File name of an image's embedding in vLLM's ECExampleConnector, which never removes one."""
-UNUSED_SECONDS = 60.0
-"""A file that was used within this time may belong to a request in flight, and is never removed."""
-FORGOTTEN_SECONDS = 3600.0
-"""A file unused for this long is removed even without pressure, to free the node's memory."""
+UNUSED_SECONDS = 60.0  # a file that was used within this time may belong to a request in flight, and is never removed
+FORGOTTEN_SECONDS = 3600.0  # a file unused for this long is removed even without pressure, to free the node's memory
 PRESENT_SECONDS = 360.0
 """How long a pod is present after its last mark: the kubelet restarts a container within five minutes."""
 
@@ -93,15 +90,10 @@ def by_state(book: Ledger) -> dict[str, int]:
     """Return the bytes of each state. Slots that a living writer keeps for reuse are ``idle``."""
     totals: dict[str, int] = {}
     for entry in book.entries:
-        state = "encoder" if is_encoders(entry) else _state(entry)
+        idle = entry.lives and entry.state in ("acknowledged", "released", "expired")
+        state = "encoder" if is_encoders(entry) else "idle" if idle else entry.state
         totals[state] = totals.get(state, 0) + entry.bytes
     return totals
-
-
-def _state(entry: Entry) -> str:
-    if entry.lives and entry.state in ("acknowledged", "released", "expired"):
-        return "idle"
-    return entry.state
 
 
 def by_top_level(book: Ledger) -> dict[str, tuple[int, int]]:

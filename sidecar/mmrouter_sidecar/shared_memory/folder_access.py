@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-MODE = 0o2770
-"""Only the group has access, and new files belong to it too (setgid)."""
+MODE = 0o2770  # only the group has access, and new files belong to it too (setgid)
 
 
 class SharedFolderError(Exception):
@@ -19,10 +18,7 @@ class SharedFolderError(Exception):
 
 
 def open_folder(folder: Path, group: int) -> None:
-    """Set group and :data:`MODE` of ``folder``, unless they are set or the folder is accessible anyway.
-
-    Raises :class:`SharedFolderError`.
-    """
+    """Set a folder's group and mode, unless it is accessible anyway. Raises :class:`SharedFolderError`."""
     try:
         # No links: a process that can write beside the folder must not redirect this one.
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -11,11 +11,11 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from mmrouter_handover.shm import Ledger, Reclaimed, files, ledger, reclaim
+from mmrouter_handover.shm import Ledger, files, ledger, reclaim
 from mmrouter_handover.shm.slot_format import MAX_LEASE_SECONDS
 from mmrouter_lib import feed
 from mmrouter_sidecar.metrics import Metrics
@@ -24,17 +24,12 @@ from mmrouter_sidecar.shared_memory import cleanup_rules
 
 log = logging.getLogger("mmrouter.sidecar")
 
-PERIOD = 1.0
-"""Seconds between searches for dead writers."""
-MAX_PERIOD = 3.0
-"""Their longest interval, so that files of dead writers are gone within five seconds."""
-SCAN_PERIOD = 5.0
-"""Seconds between scans of all files."""
+PERIOD = 1.0  # seconds between searches for dead writers
+MAX_PERIOD = 3.0  # their longest interval, so that files of dead writers are gone within five seconds
+SCAN_PERIOD = 5.0  # seconds between scans of all files
 FOLDER_PERIOD = 60.0
-CPU_SHARE = 0.005
-"""Share of CPU time for scans: after a long scan the next one is later."""
-MARK_PREFIX = "sidecar-"
-"""Prefix of a pod's mark file; its modification time is that of the janitor's last scan."""
+CPU_SHARE = 0.005  # share of CPU time for scans: after a long scan the next one is later
+MARK_PREFIX = "sidecar-"  # prefix of a pod's mark file; its modification time is that of the janitor's last scan
 CONNECT_SECONDS = 0.5
 
 
@@ -54,18 +49,16 @@ class Janitor:
         self._root, self._limit = settings.shared_dir, settings.shared_bytes
         self._settings, self._metrics, self._report, self._now, self._wall = settings, metrics, report, now, wall
         self._mark = MARK_PREFIX + settings.pod_uid
-        self._last_usage: feed.SharedDirectory | None = None
+        self._was_above = False
         self._folders_at = 0.0
         self._broken = False
         self._turn = threading.Lock()
         self._ended = False
 
     async def begin(self) -> None:
-        """Clean up before the engine runs."""
         await asyncio.to_thread(self._safely, self._begin)
 
     async def run(self) -> None:
-        """Clean up and scan until cancelled."""
         scan_at = 0.0
         while True:
             spent = await asyncio.to_thread(self._safely, self._reclaim)
@@ -81,10 +74,7 @@ class Janitor:
     # All methods below block on the file system and run in a thread.
 
     def _safely(self, step: Callable[[], None]) -> float:
-        """Run a step; return its CPU time in seconds.
-
-        An unusable directory is logged once and counted; the engine serves without it.
-        """
+        """Run a step; return its CPU seconds. An unusable directory is logged once: the engine serves without it."""
         began = time.thread_time()
         try:
             with self._turn:  # a cancelled step continues in its thread
@@ -120,12 +110,15 @@ class Janitor:
 
     def _reclaim(self, ahead: float = 0.0) -> None:
         """Remove the files of dead writers; ``ahead``: seconds added to the age of leases."""
-        self._count("dead_writer", reclaim(self._root, self._now() + ahead))
+        done = reclaim(self._root, self._now() + ahead)
+        self._removed("dead_writer", done.slots + done.files, done.bytes)
+        if done.slots + done.files:
+            log.info("shared directory: removed %d bytes of dead writers", done.bytes)
 
     def clear_all(self) -> None:
         """Remove everything: no pod uses the directory, so leases have no reader and other files no owner."""
         self._reclaim(MAX_LEASE_SECONDS)
-        sizes = cleanup_rules.by_top_level(self._book())
+        sizes = cleanup_rules.by_top_level(ledger(self._root, self._now()))
         present = cleanup_rules.present(self._marks(), self._now())  # this pod, and others that start now
         with files.folder(self._root) as root:
             for name in os.listdir(root):
@@ -144,28 +137,22 @@ class Janitor:
     def scan(self) -> None:
         """Scan all files, report the usage, and remove encoder files if necessary."""
         self.touch()
-        book = self._book()
-        usage = self._usage(book)
+        book, usage = self._usage()
         removals = cleanup_rules.removals(book, usage, self._wall())
         for removal in removals:
             self._remove(removal)
         if removals:
-            book = self._book()
-            usage = self._usage(book)
+            book, usage = self._usage()
         self._track_reads(book)
         self._remove_empty_folders()
-        self._last_usage = usage
+        self._was_above = usage.above
         self._metrics.shm = cleanup_rules.by_state(book)
         self._metrics.shm_pressure.set(cleanup_rules.pressure(book, self._limit))
         self._report(usage)
 
-    def _book(self) -> Ledger:
-        return ledger(self._root, self._now())
-
-    def _usage(self, book: Ledger) -> feed.SharedDirectory:
-        return cleanup_rules.shared(
-            book, self._limit, was_above=self._last_usage is not None and self._last_usage.above
-        )
+    def _usage(self) -> tuple[Ledger, feed.SharedDirectory]:
+        book = ledger(self._root, self._now())
+        return book, cleanup_rules.shared(book, self._limit, was_above=self._was_above)
 
     def _remove(self, removal: cleanup_rules.Removal) -> None:
         """Remove a file unless it was used since the scan.
@@ -211,10 +198,16 @@ class Janitor:
                         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
 
     def _marks(self) -> dict[str, float]:
-        return dict(_marks(self._root))
+        """Return each mark and its time, in seconds on the node's CLOCK_BOOTTIME."""
+        marks = {}
+        with os.scandir(self._root) as entries:
+            for entry in entries:
+                if entry.name.startswith(MARK_PREFIX):
+                    with suppress(FileNotFoundError):
+                        marks[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+        return marks
 
     def touch(self) -> None:
-        """Update this pod's mark."""
         path, now = self._root / self._mark, self._now()
         path.touch(0o640)
         os.utime(path, (now, now))
@@ -228,23 +221,9 @@ class Janitor:
             return False
         return True
 
-    def _count(self, reason: cleanup_rules.Reason, done: Reclaimed) -> None:
-        self._removed(reason, done.slots + done.files, done.bytes)
-        if done.slots + done.files:
-            log.info("shared directory: removed %d bytes of dead writers", done.bytes)
-
     def _removed(self, reason: cleanup_rules.Reason, number: int, freed: int) -> None:
         self._metrics.shm_reclaimed.labels(reason).inc(number)
         self._metrics.shm_reclaimed_bytes.labels(reason).inc(freed)
-
-
-def _marks(root: Path) -> Iterator[tuple[str, float]]:
-    """Yield each mark and its time, in seconds on the node's CLOCK_BOOTTIME."""
-    with os.scandir(root) as entries:
-        for entry in entries:
-            if entry.name.startswith(MARK_PREFIX):
-                with suppress(FileNotFoundError):
-                    yield entry.name, entry.stat(follow_symlinks=False).st_mtime
 
 
 def _remove_tree(name: str, root: int) -> None:

@@ -12,13 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mmrouter_sim.core.cache_snapshot import CacheContents
-from mmrouter_sim.core.dialect import Dialect, VllmDialect
-from mmrouter_sim.core.encoder_budget import EncoderCache
-from mmrouter_sim.core.events import Event, PublishedHash
-from mmrouter_sim.core.hashing import Hash, Media, published_int, sha256_cbor
-from mmrouter_sim.core.pool import BlockPool
-from mmrouter_sim.core.request import Finish, Request
+from mmrouter_sim.core.caches import BlockPool, CacheContents, EncoderCache
+from mmrouter_sim.core.events import Dialect, Event, VllmDialect
+from mmrouter_sim.core.requests import Finish, Media, Request
 from mmrouter_sim.core.step_cost import Cost
 
 
@@ -51,7 +47,6 @@ class Step:
 
     tokens: dict[Request, int]
     seconds: float
-    prefill_tokens: int
     visual_tokens: int
 
 
@@ -87,15 +82,10 @@ class Scheduler:
         *,
         cost: Cost | None = None,
         seed: int = 0,
-        hash_: Hash = sha256_cbor,
-        hash_seed: str | None = None,
-        published: Callable[[bytes], PublishedHash] = published_int,
         dialect: Dialect | None = None,
         embedded: Callable[[str], bool] = lambda identifier: False,
     ) -> None:
-        """``hash_``, ``hash_seed`` and ``published`` are vLLM's options; another engine comes as its ``dialect``.
-        ``embedded`` says of an image's identifier that its embedding came from an encoder.
-        """
+        """``dialect``: vLLM's by default. ``embedded``: whether an image's embedding came from an encoder."""
         self.limits = limits
         self.cost = cost or Cost()
         self.counters = Counters()
@@ -106,13 +96,12 @@ class Scheduler:
         self.running: list[Request] = []
         self.held: dict[str, list[int]] = {}  # request -> blocks held until another engine has fetched them
         self._embedded = embedded
-        self._dialect = dialect or VllmDialect(limits.block_size, hash_=hash_, hash_seed=hash_seed, published=published)
+        self._dialect = dialect or VllmDialect(limits.block_size)
         self._rng = random.Random(seed)
         self._events: list[Event] = []
 
     @property
     def idle(self) -> bool:
-        """Whether no request is waiting or running."""
         return not self.waiting and not self.running
 
     def add(self, request: Request) -> None:
@@ -132,7 +121,6 @@ class Scheduler:
             self._end(request, reason)
 
     def give(self, name: str) -> None:
-        """Release the blocks that a request held for another engine."""
         self.pool.release(self.held.pop(name))
 
     def reset(self) -> bool:
@@ -184,10 +172,9 @@ class Scheduler:
         prefill = sum(count for request, count in tokens.items() if request.computed < request.prompt_length)
         decoding = any(request.computed >= request.prompt_length for request in tokens)
         seconds = self.cost.seconds(prefill=prefill, visual=visual, decoding=decoding, rng=self._rng)
-        return Step(tokens, seconds, prefill, visual)
+        return Step(tokens, seconds, visual)
 
     def complete(self, step: Step, now: float) -> tuple[list[Output], list[Event]]:
-        """Return the sampled tokens of a step, and the events since the last one."""
         outputs: list[Output] = []
         for request, count in step.tokens.items():
             if request.finished is not None:  # aborted while it ran
@@ -202,7 +189,6 @@ class Scheduler:
         return outputs, self.news()
 
     def news(self) -> list[Event]:
-        """Return and reset the events since the last step."""
         events, self._events = self._events, []
         return self._dialect.joined(events)
 
@@ -241,13 +227,12 @@ class Scheduler:
         request.blocks = hits
         request.stored = len(hits)
         if hits and request.report_hits:
-            self._announce(request, 0, len(hits))
+            self._events.append(self._dialect.stored(request, 0, len(hits)))
         request.computed = hit
         # Received tokens are in blocks of their own at once, without computation.
-        if not self._allocate(request, received - hit):
-            raise AssertionError("a prompt that fits whole does not fit in part")
+        fits = self._allocate(request, received - hit)
         request.computed = received
-        if not self._allocate(request, wanted):
+        if not (fits and self._allocate(request, wanted)):
             raise AssertionError("a prompt that fits whole does not fit in part")
         if request.cached_tokens is None:
             request.cached_tokens = hit
@@ -305,11 +290,8 @@ class Scheduler:
         if first < full:
             self.pool.fill(request.blocks[first:full], request.digests[first:full])
             self.contents.fill(request, first, full)
-            self._announce(request, first, full)
+            self._events.append(self._dialect.stored(request, first, full))
         request.stored = full
-
-    def _announce(self, request: Request, first: int, last: int) -> None:
-        self._events.append(self._dialect.stored(request, first, last))
 
     def _evicted(self, digest: bytes) -> None:
         if self.pool.find(digest) is None:

@@ -1,45 +1,42 @@
 """HTTP application of the simulated SGLang: its routes, open paths and error responses."""
 
-import asyncio
+import hashlib
+import struct
 from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmrouter_sim import http_app
+from mmrouter_sim import server
+from mmrouter_sim.core.requests import Media
+from mmrouter_sim.encoders import Embedding, EncodeRequest, Part
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
-from mmrouter_sim.sglang import chat, encode, prompts
+from mmrouter_sim.generation import render
+from mmrouter_sim.sglang import chat, requests
 from mmrouter_sim.sglang.pages import VERSION
-from mmrouter_sim.sglang.schema import DetokenizeRequest, TokenizeRequest
-from mmrouter_sim.vllm.schema import parse
+from mmrouter_sim.sglang.requests import DetokenizeRequest, TokenizeRequest
+from mmrouter_sim.vllm.requests import parse
 
 OPEN = ("/health", "/ready", "/metrics")
 """Path prefixes that need no API key (docs/engine-facts/sglang.md#http-endpoints)."""
 
 
 def build(engine: SimulatedEngine) -> Starlette:
-    """Return the application for an engine."""
-    routes: list[http_app.RouteRow] = [
-        ("/health", ["GET"], _ready),
-        ("/health_generate", ["GET"], _ready),
-        ("/ready", ["GET"], _ready),
-        ("/server_info", ["GET"], _server_info),
-        ("/get_server_info", ["GET"], _server_info),
-        ("/model_info", ["GET"], _model_info),
-        ("/get_model_info", ["GET"], _model_info),
-        ("/metrics", ["GET"], http_app.metrics),
-        ("/sim/cache", ["GET"], http_app.cache),
+    routes: list[server.RouteRow] = [
+        *((path, ["GET"], _ready) for path in ("/health", "/health_generate", "/ready")),
+        *((path, ["GET"], _server_info) for path in ("/server_info", "/get_server_info")),
+        *((path, ["GET"], _model_info) for path in ("/model_info", "/get_model_info")),
+        ("/metrics", ["GET"], server.metrics),
+        ("/sim/cache", ["GET"], server.cache),
         ("/v1/models", ["GET"], _models),
-        ("/v1/loads", ["GET"], _loads),
-        ("/v1/tokenize", ["POST"], _tokenize),
-        ("/tokenize", ["POST"], _tokenize),
-        ("/v1/detokenize", ["POST"], _detokenize),
-        ("/detokenize", ["POST"], _detokenize),
+        *((path, ["POST"], _tokenize) for path in ("/v1/tokenize", "/tokenize")),
+        *((path, ["POST"], _detokenize) for path in ("/v1/detokenize", "/detokenize")),
         ("/flush_cache", ["GET", "POST"], _flush),
         ("/v1/chat/completions", ["POST"], chat.chat),
         ("/v1/completions", ["POST"], chat.complete),
@@ -47,8 +44,8 @@ def build(engine: SimulatedEngine) -> Starlette:
     if engine.encoder is not None:
         # An encoder has few routes and no API key.
         routes = [row for row in routes if row[0] in ("/health", "/health_generate", "/metrics")]
-        routes.append(("/encode", ["POST"], encode.encode))
-    return http_app.build_app(
+        routes.append(("/encode", ["POST"], encode))
+    return server.build_app(
         engine,
         routes,
         keys=engine.settings.api_keys if engine.encoder is None else (),
@@ -113,32 +110,15 @@ async def _model_info(engine: SimulatedEngine, _request: Request) -> Response:
 
 async def _models(engine: SimulatedEngine, _request: Request) -> Response:
     name = engine.settings.served_names[0]
-    return http_app.models(engine, "sglang", [name], name)
-
-
-async def _loads(engine: SimulatedEngine, _request: Request) -> Response:
-    size = engine.settings.block_size
-    loads = [
-        {
-            "dp_rank": rank,
-            "num_running_reqs": len(runner.scheduler.running),
-            "num_waiting_reqs": len(runner.scheduler.waiting),
-            "num_used_tokens": runner.scheduler.pool.used * size,
-            "max_total_num_tokens": (runner.scheduler.pool.size - 1) * size,
-            "token_usage": runner.scheduler.pool.usage,
-        }
-        for rank, runner in enumerate(engine.runners)
-    ]
-    return json_response({"version": VERSION, "num_accelerators": len(loads), "loads": loads})
+    return server.models(engine, "sglang", [name], name)
 
 
 async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
     body = parse(await request.body(), TokenizeRequest)
-    loop, tokenizer = asyncio.get_running_loop(), engine.model.tokenizer
     if body.messages is not None:
-        tokens = await loop.run_in_executor(engine.renderer, partial(prompts.plain, engine, body, body.messages))
+        tokens = await render(engine, partial(requests.plain, engine, body, body.messages))
     elif body.prompt is not None:
-        tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
+        tokens = engine.model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
     else:
         raise RequestError("Either prompt or messages is required.", param="prompt")
     return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": engine.context})
@@ -157,3 +137,37 @@ async def _flush(engine: SimulatedEngine, _request: Request) -> Response:
         runner.publish_pending()
     text = "Cache flushed." if done else "Cache not flushed: requests are running."
     return Response(text, HTTPStatus.OK if done else HTTPStatus.BAD_REQUEST, media_type="text/plain")
+
+
+async def encode(engine: SimulatedEngine, request: Request) -> Response:
+    """``POST /encode``: encode the images, send the result to the engine, and answer."""
+    encoder = engine.encoder
+    assert encoder is not None
+    try:
+        part = msgspec.json.decode(await request.body(), type=EncodeRequest)
+    except msgspec.DecodeError as error:
+        return _encode_error(400, str(error), None)
+    if not part.mm_items or part.num_parts < 1 or not 0 <= part.part_idx < part.num_parts:
+        return _encode_error(400, "missing or empty mm_items" if not part.mm_items else "part_idx", part.req_id)
+    sent = Part(part.req_id, part.part_idx, part.num_parts, [])
+    status = 200
+    try:
+        items = [item if isinstance(item, dict) else {"url": item} for item in part.mm_items]
+        made = [await render(engine, partial(_embedding, engine, item)) for item in items]
+        await encoder.encode([Media(str(each.digest), 0, each.tokens) for each in made])
+        sent.embeddings = made
+    except RequestError as error:
+        sent.error, status = str(error), error.status
+    if part.embedding_port is not None:
+        await engine.shares.send(part.prefill_host, part.embedding_port, sent)
+    return _encode_error(status, sent.error, part.req_id) if sent.error else json_response(None)
+
+
+def _embedding(engine: SimulatedEngine, item: dict[str, Any]) -> Embedding:
+    pixels, tokens = requests.picture(engine, item)
+    digest = hashlib.sha256(b"embedding" + struct.pack(">Q", pixels)).digest()
+    return Embedding(int.from_bytes(digest[:8], "big"), tokens)
+
+
+def _encode_error(status: int, message: str, request: str | None) -> Response:
+    return json_response({"status": "error", "message": message, "req_id": request}, status)

@@ -1,35 +1,126 @@
 """``/v1/chat/completions`` and ``/v1/completions`` in SGLang's shapes (captures of 0.5.23)."""
 
-import asyncio
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
-from mmrouter_sim.core.request import Request
+from mmrouter_sim.encoders import Embedding
 from mmrouter_sim.engine import SimulatedEngine
-from mmrouter_sim.errors import RequestError, json_response
-from mmrouter_sim.rank_loop import Aborted
-from mmrouter_sim.sglang import prompts
-from mmrouter_sim.sglang.encoder_shares import Embedding
+from mmrouter_sim.errors import RequestError
+from mmrouter_sim.generation import Job, Piece, render, request_of
+from mmrouter_sim.sglang import requests
 from mmrouter_sim.sglang.pages import padded
 from mmrouter_sim.sglang.pairing import RoomAddress, place
-from mmrouter_sim.sglang.schema import ChatRequest, CompletionRequest, check
-from mmrouter_sim.vllm import completions
-from mmrouter_sim.vllm import prompts as texts
-from mmrouter_sim.vllm.completions import Job, Piece
+from mmrouter_sim.sglang.requests import ChatRequest, CompletionRequest, check
+from mmrouter_sim.vllm import requests as texts
 from mmrouter_sim.vllm.connectors import TransferError
-from mmrouter_sim.vllm.prompts import Prompt
-from mmrouter_sim.vllm.schema import StreamOptions, parse
+from mmrouter_sim.vllm.requests import Prompt, parse
 
 RANK_HEADERS = ("x-override-routed-dp-rank", "x-data-parallel-rank")
 RID_HEADER = "x-override-rid"
 
-ABORTED = RequestError("The request was aborted.", status=503, kind="ServiceUnavailableError")
+
+@dataclass
+class SglangJob(Job):
+    """A generation of SGLang. ``at``: the room in which a prefill or decode engine meets its peer."""
+
+    aborted = RequestError("The request was aborted.", status=503, kind="ServiceUnavailableError")
+    shows_usage = True
+    at: RoomAddress | None = None
+    cached: int | None = None  # prompt tokens in the prefill engine's cache
+
+    def details(self) -> dict[str, Any] | None:
+        if not self.engine.settings.token_details:
+            return None
+        visual = self.prompt.visual_tokens
+        cached = self.cached if self.cached is not None else self.request.cached_tokens
+        return {"cached_tokens": cached or 0} | ({} if visual is None else {"image_tokens": visual})
+
+    def usage(self) -> dict[str, Any]:
+        return super().usage() | {"reasoning_tokens": 0}
+
+    def answer(self, pieces: list[Piece]) -> dict[str, Any]:
+        body, text = self.body, "".join(piece.text for piece in pieces)
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, **_ending(pieces[-1])}
+        if isinstance(body, ChatRequest):
+            kind = "chat.completion"
+            choice["message"] = {"role": "assistant", "content": text, "reasoning_content": None}
+            if body.return_prompt_token_ids:
+                choice["prompt_token_ids"] = self.prompt.ids.tolist()
+        else:
+            kind, choice["text"] = "text_completion", text
+        metadata = {"weight_version": "default"}
+        return self.head(kind) | {"choices": [choice], "usage": self.usage(), "metadata": metadata} | self._input_ids()
+
+    def _input_ids(self) -> dict[str, Any]:
+        asked = isinstance(self.body, ChatRequest) and self.body.return_input_ids_in_sglext
+        return {"sglext": {"input_ids": self.prompt.ids.tolist()}} if asked else {}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        if not self.chat:
+            head = self.head("text_completion")
+            async for piece in self.pieces():
+                yield head | {"choices": [{"index": 0, "text": piece.text, "logprobs": None, **_ending(piece)}]}
+            return
+        head, last = self.head("chat.completion.chunk"), None
+        async for piece in self.pieces():
+            if last is None:
+                yield head | _delta({"role": "assistant", "content": ""})
+            last = piece
+            if piece.text:
+                yield head | _delta({"role": None, "content": piece.text})
+        assert last is not None, "an answer has at least one token"
+        yield head | _delta({"role": None, "content": None}, **_ending(last)) | self._input_ids()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Run, or only this engine's half of it. Raises :class:`RequestError` where the other half fails."""
+        pairing, at = self.engine.pairing, self.at
+        if pairing is None:
+            async for piece in super().pieces():
+                yield piece
+            return
+        if at is None:
+            raise RequestError(
+                f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={self.id!r}"
+            )
+        try:
+            if pairing.config.mode == "decode":
+                self.request.external, self.cached = await pairing.take(at)
+                async for piece in super().pieces():
+                    yield piece
+                return
+            ranks = self.engine.settings.ranks
+            if at.room % ranks != self.rank:
+                raise TransferError(
+                    f"follow_bootstrap_room conflict: dispatched to dp_rank {self.rank} but bootstrap_room {at.room} "
+                    f"implies dp_rank {at.room % ranks}"
+                )
+            self.request.hold = True
+            try:
+                async with pairing.prefilling(at.room) as reader:
+                    done = [piece async for piece in super().pieces()]
+                    await reader.give(self.request.prompt_length, self.request.cached_tokens or 0)
+            finally:
+                if self.request.id in self.runner.scheduler.held:
+                    self.runner.scheduler.give(self.request.id)
+        except TransferError as error:
+            raise RequestError(str(error), status=500) from error
+        for piece in done:
+            yield piece
+
+
+def _ending(piece: Piece) -> dict[str, Any]:
+    matched = piece.token if piece.finished == "stop" and piece.stop_reason is None else piece.stop_reason
+    return {"finish_reason": piece.finished, "matched_stop": matched}
+
+
+def _delta(delta: dict[str, Any], **ending: Any) -> dict[str, Any]:
+    over = {"finish_reason": None, "matched_stop": None} | ending
+    return {"choices": [{"index": 0, "delta": delta | {"reasoning_content": None}, "logprobs": None, **over}]}
 
 
 async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
@@ -38,24 +129,23 @@ async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     check(body)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     encoded = await _encoded(engine, body)
-    prompt = await _render(engine, lambda: prompts.from_messages(engine, body, body.messages, encoded))
-    job, at = _job(engine, http, body, prompt, wanted)
-    return _stream(job, _chat_chunks(job, at)) if body.stream else await _whole(http, job, at, _chat_answer)
+    prompt = await render(engine, lambda: requests.from_messages(engine, body, body.messages, encoded))
+    return await _job(engine, http, body, prompt, wanted).respond(http)
 
 
 async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/completions``."""
     body = parse(await http.body(), CompletionRequest)
     check(body)
-    prompt = await _render(engine, lambda: texts.from_text(engine, body.prompt, special=True))
-    job, at = _job(engine, http, body, prompt, body.max_tokens if body.max_tokens is not None else 16)
-    return _stream(job, _text_chunks(job, at)) if body.stream else await _whole(http, job, at, _text_answer)
+    prompt = await render(engine, lambda: texts.from_text(engine, body.prompt, special=True))
+    wanted = body.max_tokens if body.max_tokens is not None else 16
+    return await _job(engine, http, body, prompt, wanted).respond(http)
 
 
 async def _encoded(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding] | None:
     """Return what encoders made of the images, ``None`` where the engine encodes them itself."""
     settings = engine.settings
-    images = [prompts.image_of(part) for part in prompts.images_of(engine, body.messages)]
+    images = [requests.image_of(part) for part in requests.images_of(engine, body.messages)]
     if not settings.encoder_urls or not images:
         return None
     if body.return_prompt_token_ids or body.return_input_ids_in_sglext:
@@ -64,21 +154,13 @@ async def _encoded(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding
     return await engine.shares.embeddings(settings.host, settings.encoder_urls, images)
 
 
-async def _render(engine: SimulatedEngine, make: Callable[[], Prompt]) -> Prompt:
-    """Make a prompt beside the steps. The engine takes requests while it drains.
-
-    See docs/engine-facts/sglang.md#http-endpoints.
-    """
-    return await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
-
-
 def _job(
     engine: SimulatedEngine,
     http: HttpRequest,
     body: ChatRequest | CompletionRequest,
     prompt: Prompt,
     wanted: int | None,
-) -> tuple[Job, RoomAddress | None]:
+) -> SglangJob:
     length, room = len(prompt.ids), engine.context
     if length == 0:
         raise RequestError("The prompt is empty.", param="messages")
@@ -103,170 +185,10 @@ def _job(
     except ValueError as error:
         raise RequestError(str(error)) from error
     name = http.headers.get(RID_HEADER) or body.rid or uuid.uuid4().hex
-    stop_ids = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else set(engine.model.stop_ids))
     ids = prompt.padded if prompt.padded is not None else padded(prompt.ids, [])
-    request = Request(
-        id=f"{name}-{uuid.uuid4().hex[:8]}",
-        ids=ids,
-        sample=engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
-        max_tokens=1 if pairs is not None and pairs.mode == "prefill" else min(wanted or room, room - length),
-        media=prompt.media,
-        salt=body.cache_salt,
-        stop_ids=stop_ids,
+    prefills = pairs is not None and pairs.mode == "prefill"
+    request = request_of(
+        engine, body, prompt, name, ids=ids, max_tokens=1 if prefills else min(wanted or room, room - length)
     )
     # The engine serves any model name and repeats it.
-    model = body.model or engine.settings.served_names[0]
-    return Job(engine, rank, runner, body, prompt, request, name, int(time.time()), model), at
-
-
-async def _pieces(job: Job, at: RoomAddress | None) -> AsyncIterator[Piece]:
-    """Run a job, or this engine's half of it. Raises :class:`RequestError` where the other half fails."""
-    pairing = job.engine.pairing
-    if pairing is None:
-        async for piece in completions.pieces(job):
-            yield piece
-        return
-    if at is None:
-        raise RequestError(
-            f"Invalid request: Disaggregated request received without bootstrap room id. req.rid={job.id!r}"
-        )
-    try:
-        if pairing.config.mode == "decode":
-            job.request.external, job.cached = await pairing.take(at)
-            async for piece in completions.pieces(job):
-                yield piece
-            return
-        ranks = job.engine.settings.ranks
-        if at.room % ranks != job.rank:
-            raise TransferError(
-                f"follow_bootstrap_room conflict: dispatched to dp_rank {job.rank} but bootstrap_room {at.room} "
-                f"implies dp_rank {at.room % ranks}"
-            )
-        job.request.hold = True
-        try:
-            async with pairing.prefilling(at.room) as reader:
-                done = await completions.collect(job)
-                await reader.give(job.request.prompt_length, job.request.cached_tokens or 0)
-        finally:
-            if job.request.id in job.runner.scheduler.held:
-                job.runner.scheduler.give(job.request.id)
-    except TransferError as error:
-        raise RequestError(str(error), status=500) from error
-    for piece in done:
-        yield piece
-
-
-def _usage(job: Job) -> dict[str, Any]:
-    prompt, answer = job.request.prompt_length, job.request.answer_length
-    details: dict[str, Any] | None = None
-    if job.engine.settings.token_details:
-        visual = job.prompt.visual_tokens
-        cached = job.cached if job.cached is not None else job.request.cached_tokens
-        details = {"cached_tokens": cached or 0} | ({} if visual is None else {"image_tokens": visual})
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + answer,
-        "completion_tokens": answer,
-        "prompt_tokens_details": details,
-        "reasoning_tokens": 0,
-        "completion_tokens_details": None,
-    }
-
-
-async def _whole(
-    http: HttpRequest, job: Job, at: RoomAddress | None, make: Callable[[Job, list[Piece]], dict[str, Any]]
-) -> Response:
-    work = asyncio.create_task(_collect(job, at))
-    gone = asyncio.create_task(completions.disconnected(http))
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        return json_response(make(job, await work)) if work.done() else Response(status_code=499)
-    except Aborted as error:
-        raise ABORTED from error
-    finally:
-        work.cancel()
-        gone.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-
-
-async def _collect(job: Job, at: RoomAddress | None) -> list[Piece]:
-    return [piece async for piece in _pieces(job, at)]
-
-
-def _chat_answer(job: Job, pieces: list[Piece]) -> dict[str, Any]:
-    body = job.body
-    assert isinstance(body, ChatRequest)
-    message = {"role": "assistant", "content": _text(pieces), "reasoning_content": None}
-    choice = {"index": 0, "message": message, "logprobs": None, **_ending(pieces[-1])}
-    if body.return_prompt_token_ids:
-        choice["prompt_token_ids"] = job.prompt.ids.tolist()
-    answer = job.head("chat.completion") | {"choices": [choice], "usage": _usage(job), "metadata": _METADATA}
-    return answer | ({"sglext": {"input_ids": job.prompt.ids.tolist()}} if body.return_input_ids_in_sglext else {})
-
-
-def _text_answer(job: Job, pieces: list[Piece]) -> dict[str, Any]:
-    choice = {"index": 0, "text": _text(pieces), "logprobs": None, **_ending(pieces[-1])}
-    return job.head("text_completion") | {"choices": [choice], "usage": _usage(job), "metadata": _METADATA}
-
-
-_METADATA = {"weight_version": "default"}
-
-
-def _text(pieces: list[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
-
-
-def _ending(piece: Piece) -> dict[str, Any]:
-    matched = piece.stop_reason
-    if piece.finished == "stop" and matched is None:
-        matched = piece.token
-    return {"finish_reason": piece.finished, "matched_stop": matched}
-
-
-def _stream(job: Job, chunks: AsyncIterator[dict[str, Any]]) -> Response:
-    return StreamingResponse(_frames(job, chunks), media_type="text/event-stream")
-
-
-async def _frames(job: Job, chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    options = job.body.stream_options or StreamOptions()
-    kind = "chat.completion.chunk" if isinstance(job.body, ChatRequest) else "text_completion"
-    try:
-        async for chunk in chunks:
-            yield _frame(chunk | {"usage": _usage(job) if options.continuous_usage_stats else None})
-        if options.include_usage:
-            yield _frame(job.head(kind) | {"choices": [], "usage": _usage(job)})
-    except Aborted:
-        yield _frame({"error": ABORTED.body()["error"]})
-    except RequestError as error:  # the answer has begun, so its status stays 200
-        yield _frame({"error": {"object": "error"} | error.body()["error"]})
-    yield b"data: [DONE]\n\n"
-
-
-def _frame(value: object) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-async def _chat_chunks(job: Job, at: RoomAddress | None) -> AsyncIterator[dict[str, Any]]:
-    body, head = job.body, job.head("chat.completion.chunk")
-    assert isinstance(body, ChatRequest)
-    last: Piece | None = None
-    async for piece in _pieces(job, at):
-        if last is None:
-            yield head | _delta({"role": "assistant", "content": ""})
-        last = piece
-        if piece.text:
-            yield head | _delta({"role": None, "content": piece.text})
-    assert last is not None, "an answer has at least one token"
-    end = head | _delta({"role": None, "content": None}, **_ending(last))
-    yield end | ({"sglext": {"input_ids": job.prompt.ids.tolist()}} if body.return_input_ids_in_sglext else {})
-
-
-def _delta(delta: dict[str, Any], **ending: Any) -> dict[str, Any]:
-    over = {"finish_reason": None, "matched_stop": None} | ending
-    return {"choices": [{"index": 0, "delta": delta | {"reasoning_content": None}, "logprobs": None, **over}]}
-
-
-async def _text_chunks(job: Job, at: RoomAddress | None) -> AsyncIterator[dict[str, Any]]:
-    head = job.head("text_completion")
-    async for piece in _pieces(job, at):
-        yield head | {"choices": [{"index": 0, "text": piece.text, "logprobs": None, **_ending(piece)}]}
+    return SglangJob(engine, rank, runner, body, prompt, request, name, at=at)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from mmrouter_sim.publisher import EventsConfig
-from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with, replayed
+from mmrouter_sim.rank_runner import EventsConfig
+from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with
 from mmrouter_sim.sglang.pages import VERSION
 from mmrouter_sim.sglang.pairing import side
 
@@ -66,30 +66,30 @@ def parse(argv: Sequence[str]) -> Settings:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs="?", metavar="MODEL", help="folder with the model's metadata files")
+    add("model_tag", nargs="?", metavar="MODEL", help="folder with the model's metadata files")
     add("--model-path", "--model", dest="model_path")
     add("--revision")
     add("--served-model-name")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)
     add("--api-key")
-    add("--page-size", type=int, default=1)
+    add("--page-size", dest="block_size", type=int, default=1)
     add("--max-total-tokens", type=int)
-    add("--context-length", type=int)
-    add("--max-running-requests", type=int, default=256)
-    add("--chunked-prefill-size", type=int, default=8192)
+    add("--context-length", dest="max_model_len", type=int)
+    add("--max-running-requests", dest="max_seqs", type=int, default=256)
+    add("--chunked-prefill-size", dest="max_batched_tokens", type=int, default=8192)
     add("--tensor-parallel-size", "--tp-size", "--tp", dest="tp_size", type=int, default=1)
-    add("--data-parallel-size", "--dp-size", "--dp", dest="dp_size", type=int, default=1)
+    add("--data-parallel-size", "--dp-size", "--dp", dest="ranks", type=int, default=1)
     add("--disable-radix-cache", action="store_true")
     add("--kv-events-config", default="{}", metavar="JSON")
-    add("--enable-cache-report", action="store_true")
+    add("--enable-cache-report", dest="token_details", action="store_true")
     add("--chat-template", metavar="FILE")
     add("--mm-process-config", default="{}", metavar="JSON")
-    add("--mm-preprocess-cache-size-mb", type=int, default=0)
+    add("--mm-preprocess-cache-size-mb", dest="preprocess_cache_mb", type=int, default=0)
     add("--limit-mm-data-per-request", default="{}", metavar="JSON")
-    add("--encoder-only", action="store_true")
+    add("--encoder-only", dest="encodes_only", action="store_true")
     add("--language-only", action="store_true")
-    add("--encoder-urls", nargs="+", default=[])
+    add("--encoder-urls", dest="urls", nargs="+", default=[])
     # With another backend a failing encoder ends the engine.
     add("--encoder-transfer-backend", choices=("zmq_to_tokenizer",), default="zmq_to_tokenizer", help="no effect here")
     add("--disaggregation-mode", choices=("null", "prefill", "decode"), default="null")
@@ -101,49 +101,28 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    model = args.model or args.model_path
+    model = args.model_tag or args.model_path
     if not model:
         raise ValueError("which model? sglang serve --model-path MODEL")
-    if args.dp_size < 1:
-        raise ValueError("--data-parallel-size must be at least 1")
-    if args.encoder_only and (args.language_only or args.disaggregation_mode != "null"):
+    if args.encodes_only and (args.language_only or args.disaggregation_mode != "null"):
         raise ValueError("Cannot set --encoder-only and --language-only or a disaggregation mode together")
-    if args.language_only and not args.encoder_urls:
+    if args.language_only and not args.urls:
         raise ValueError("--language-only without --encoder-urls is not simulated")
     events = msgspec.json.decode(args.kv_events_config, type=_Events)
+    given = {name: value for name, value in msgspec.structs.asdict(events).items() if name not in ("bind", "format")}
     process = msgspec.json.decode(args.mm_process_config, type=dict[str, dict[str, Any]])
     limits = msgspec.json.decode(args.limit_mm_data_per_request, type=dict[str, int])
-    size = args.page_size
-    blocks = args.max_total_tokens // size + 1 if args.max_total_tokens else args.sim_blocks
+    blocks = args.max_total_tokens // args.block_size + 1 if args.max_total_tokens else args.sim_blocks
     mode = args.disaggregation_mode
     keeps = mode != "decode" or args.disaggregation_decode_enable_radix_cache
     return Settings(
-        **common_settings(args),
+        **common_settings(args, EventsConfig(enable_kv_cache_events=events.publisher == "zmq", **given)),
         model=model,
         served_names=(args.served_model_name or model,),
         api_keys=(args.api_key,) if args.api_key else (),
-        block_size=size,
         blocks=blocks,
-        max_model_len=args.context_length,
-        max_seqs=args.max_running_requests,
-        max_batched_tokens=args.chunked_prefill_size,
-        ranks=args.dp_size,
         prefix_caching=keeps and not args.disable_radix_cache,
         hash_algorithm="",
-        events=replayed(
-            EventsConfig(
-                enable_kv_cache_events=events.publisher == "zmq",
-                publisher=events.publisher,
-                endpoint=events.endpoint,
-                replay_endpoint=events.replay_endpoint,
-                buffer_steps=events.buffer_steps,
-                hwm=events.hwm,
-                max_queue_size=events.max_queue_size,
-                topic=events.topic,
-            ),
-            args,
-        ),
-        token_details=args.enable_cache_report,
         processor=process.get("image", {}),
         image_limit=limits.get("image"),
         media_root=None,
@@ -154,24 +133,22 @@ def _settings(args: argparse.Namespace) -> Settings:
         engine="sglang",
         pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
         bind=events.binds,
-        preprocess_cache_mb=args.mm_preprocess_cache_size_mb,
-        encodes_only=args.encoder_only,
-        encoder_urls=tuple(args.encoder_urls) if args.language_only else (),
+        encoder_urls=tuple(args.urls) if args.language_only else (),
         arguments={
             "model_path": model,
             "served_model_name": args.served_model_name or model,
             "revision": args.revision,
             "device": args.device,
             "dtype": args.dtype or "auto",
-            "page_size": size,
+            "page_size": args.block_size,
             "tp_size": args.tp_size,
-            "dp_size": args.dp_size,
+            "dp_size": args.ranks,
             "disable_radix_cache": args.disable_radix_cache,
-            "enable_cache_report": args.enable_cache_report,
+            "enable_cache_report": args.token_details,
             "chat_template": args.chat_template,
             "kv_events_config": args.kv_events_config,
             "mm_process_config": process or None,
-            "mm_preprocess_cache_size_mb": args.mm_preprocess_cache_size_mb,
+            "mm_preprocess_cache_size_mb": args.preprocess_cache_mb,
             "mm_feature_transport": "cpu",
             "image_processor_backend": "auto",
             "disable_fast_image_processor": False,

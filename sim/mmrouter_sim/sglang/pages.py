@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.events import AllBlocksCleared
+from mmrouter_sim.core.requests import Request
 
 VERSION = "0.5.23"
 """The release whose behaviour is simulated."""
@@ -45,14 +46,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """Evicted pages."""
-
     block_hashes: list[int]
     medium: str | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True, omit_defaults=True):
-    """The cache of the rank was cleared."""
 
 
 class SglangDialect:
@@ -116,12 +111,10 @@ def page(prior: bytes, ids: "array[int]") -> bytes:
 
 
 def published(digest: bytes) -> int:
-    """Return the number that events contain."""
     return struct.unpack(">q", digest[:8])[0]  # type: ignore[no-any-return]
 
 
 def sentinels(item: int) -> tuple[int, int, int, int]:
-    """Return the four ids that an image's tokens cycle through."""
     digest = hashlib.sha256(b"sglang-mm-wide-pad-v1" + struct.pack(">Q", item)).digest()
     a, b, c, d = (1_000_000 + word % 2**62 for word in struct.unpack(">4Q", digest))
     return a, b, c, d

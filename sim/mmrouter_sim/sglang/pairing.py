@@ -35,15 +35,9 @@ def side(mode: str, host: str, port: int) -> PairSide | None:
     """Return the role from flags and environment; ``None``: not disaggregated. Raises ``ValueError``."""
     if mode == "null":
         return None
-    return msgspec.convert(
-        {
-            "mode": mode,
-            "address": (host, port),
-            "bootstrap_seconds": float(os.environ.get("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", WAIT_SECONDS)),
-            "waiting_seconds": float(os.environ.get("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", WAIT_SECONDS)),
-        },
-        type=PairSide,
-    )
+    variables = (f"SGLANG_DISAGGREGATION_{name}_TIMEOUT" for name in ("BOOTSTRAP", "WAITING"))
+    seconds = (float(os.environ.get(variable, WAIT_SECONDS)) for variable in variables)
+    return PairSide("prefill" if mode == "prefill" else "decode", (host, port), *seconds)
 
 
 class RoomAddress(msgspec.Struct, frozen=True):
@@ -62,7 +56,9 @@ def place(headers: Mapping[str, str]) -> RoomAddress | None:
     return RoomAddress(headers.get(HOST_HEADER, ""), int(headers.get(PORT_HEADER, "8998")), int(room))
 
 
-class _RoomRequest(msgspec.Struct):
+class _Room(msgspec.Struct):
+    """A line of a decode engine: its room, and that again once it has copied the blocks."""
+
     room: int
 
 
@@ -71,34 +67,24 @@ class _BlocksReady(msgspec.Struct):
     cached: int
 
 
-class _Copied(msgspec.Struct):
-    room: int
-
-
 class RoomReader:
     """Connection to the decode engine of a room."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+        self.reader, self._writer = reader, writer
 
     async def give(self, tokens: int, cached: int) -> None:
-        """Announce the computed prompt and wait until it is copied. Raises :class:`TransferError`.
-
-        ``cached``: tokens of it that were in the cache, which the decode engine tells as if they had been in its own.
+        """Announce the computed prompt and wait until it is copied. Raises :class:`TransferError`. ``cached``: tokens
+        of it that were in the cache, which the decode engine tells as if they had been in its own.
         """
         try:
             self._writer.write(msgspec.json.encode(_BlocksReady(tokens, cached)) + b"\n")
             await self._writer.drain()
-            msgspec.json.decode(await self._reader.readline(), type=_Copied)
+            msgspec.json.decode(await self.reader.readline(), type=_Room)
         except (OSError, ValueError) as error:
             raise TransferError("the decode engine is gone") from error
 
-    def has_left(self) -> bool:
-        """Whether the decode engine has disconnected."""
-        return self._reader.at_eof()
-
     def close(self) -> None:
-        """Close the connection."""
         self._writer.close()
 
 
@@ -130,19 +116,18 @@ class PairRooms:
                 reader.close()
 
     async def take(self, at: RoomAddress) -> tuple[int, int]:
-        """Fetch a prompt's blocks from a room's prefill engine. Raises :class:`TransferError`.
-
-        Returns its tokens, and how many of them that engine had in its cache.
+        """Fetch a prompt's blocks from a room's prefill engine. Raises :class:`TransferError`. Returns its tokens, and
+        how many of them that engine had in its cache.
         """
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 reader, writer = await asyncio.open_connection(at.host, at.port)
             with contextlib.closing(writer):
-                writer.write(msgspec.json.encode(_RoomRequest(at.room)) + b"\n")
+                writer.write(msgspec.json.encode(_Room(at.room)) + b"\n")
                 async with asyncio.timeout(self.config.waiting_seconds):
                     ready = msgspec.json.decode(await reader.readline(), type=_BlocksReady)
                 await asyncio.sleep(ready.tokens * self._cost.kv / self._cost.speed)
-                writer.write(msgspec.json.encode(_Copied(at.room)) + b"\n")
+                writer.write(msgspec.json.encode(_Room(at.room)) + b"\n")
                 await writer.drain()
                 return ready.tokens, ready.cached
         except (OSError, ValueError, TimeoutError) as error:
@@ -158,7 +143,7 @@ class PairRooms:
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            room = msgspec.json.decode(await reader.readline(), type=_RoomRequest).room
+            room = msgspec.json.decode(await reader.readline(), type=_Room).room
         except (ConnectionError, ValueError):
             writer.close()
             return

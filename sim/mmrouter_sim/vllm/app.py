@@ -1,8 +1,9 @@
-"""HTTP application of the simulated vLLM: its routes, guarded paths and error responses."""
+"""HTTP application of the simulated vLLM: its routes, those of the plugin, guarded paths and error responses."""
 
 import asyncio
 from functools import partial
 from http import HTTPStatus
+from typing import TypeVar
 from uuid import uuid4
 
 from starlette.applications import Starlette
@@ -10,26 +11,28 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mmrouter_sim import http_app
+from mmrouter_handover.plugin import wire
+from mmrouter_sim import server
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, error_response, json_response, validation_error
-from mmrouter_sim.vllm import completions, prompts
+from mmrouter_sim.generation import render
+from mmrouter_sim.vllm import completions, requests
 from mmrouter_sim.vllm.flags import VERSION
-from mmrouter_sim.vllm.schema import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
+from mmrouter_sim.vllm.plugin import Plugin
+from mmrouter_sim.vllm.requests import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference", "/sim")
 """Path prefixes that need the API key (docs/engine-facts/vllm.md#http-endpoints); ``/sim`` is the simulator's own."""
 
 
 def build(engine: SimulatedEngine) -> Starlette:
-    """Return the application for an engine."""
-    routes: list[http_app.RouteRow] = [
+    routes: list[server.RouteRow] = [
         ("/health", ["GET"], _health),
         ("/ping", ["GET", "POST"], _health),
         ("/version", ["GET"], _version),
-        ("/metrics", ["GET"], http_app.metrics),
+        ("/metrics", ["GET"], server.metrics),
         ("/kv_event_sources", ["GET"], _sources),
-        ("/sim/cache", ["GET"], http_app.cache),
+        ("/sim/cache", ["GET"], server.cache),
         ("/tokenize", ["POST"], _tokenize),
         ("/detokenize", ["POST"], _detokenize),
         ("/v1/models", ["GET"], _models),
@@ -45,13 +48,10 @@ def build(engine: SimulatedEngine) -> Starlette:
         routes += [
             ("/reset_prefix_cache", ["POST"], _reset_prefix_cache),
             ("/reset_mm_cache", ["POST"], _reset_mm_cache),
-            ("/reset_encoder_cache", ["POST"], _reset_encoder_cache),
         ]
     if engine.plugin is not None:
-        from mmrouter_sim.vllm.plugin_routes import ROUTES  # noqa: PLC0415 - only what this process serves is loaded
-
-        routes += ROUTES
-    return http_app.build_app(
+        routes += PLUGIN_ROUTES
+    return server.build_app(
         engine,
         routes,
         keys=engine.settings.api_keys,
@@ -76,11 +76,13 @@ async def _version(_engine: SimulatedEngine, _request: Request) -> Response:
 
 
 async def _sources(engine: SimulatedEngine, _request: Request) -> Response:
-    return json_response(engine.sources())
+    """The resolved event configuration of each rank."""
+    publishers = {str(rank): runner.publisher for rank, runner in enumerate(engine.runners)}
+    return json_response({rank: each.config for rank, each in publishers.items() if each is not None})
 
 
 async def _models(engine: SimulatedEngine, _request: Request) -> Response:
-    return http_app.models(engine, "vllm", engine.settings.served_names, engine.model.name)
+    return server.models(engine, "vllm", engine.settings.served_names, engine.model.name)
 
 
 async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
@@ -89,12 +91,12 @@ async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
     check(body)
     special = body.add_special_tokens
     if body.messages is not None:
-        make = partial(prompts.from_messages, engine, body, body.messages, special=bool(special))
+        make = partial(requests.from_messages, engine, body, body.messages, special=bool(special))
     elif body.prompt is not None:
-        make = partial(prompts.from_text, engine, body.prompt, special=special is not False)
+        make = partial(requests.from_text, engine, body.prompt, special=special is not False)
     else:
         raise validation_error("Field required: prompt or messages")
-    prompt = await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
+    prompt = await render(engine, make)
     tokens = prompt.ids.tolist()
     strings = [engine.model.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
     return json_response(
@@ -102,21 +104,22 @@ async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
     )
 
 
-async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
-    """Render a chat to token ids and image positions.
-
-    See docs/engine-facts/vllm.md#renderer.
-    """
-    body = parse(await request.body(), ChatRequest)
+async def _chat_prompt(engine: SimulatedEngine, body: ChatRequest) -> requests.Prompt:
     completions.check_model(engine, body.model)
     check(body)
-    make = partial(prompts.from_messages, engine, body, body.messages, special=body.add_special_tokens)
-    prompt = await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
+    make = partial(requests.from_messages, engine, body, body.messages, special=body.add_special_tokens)
+    return await render(engine, make)
+
+
+async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
+    """Render a chat to token ids and image positions. See docs/engine-facts/vllm.md#renderer."""
+    body = parse(await request.body(), ChatRequest)
+    prompt = await _chat_prompt(engine, body)
     return json_response(
         {
             "request_id": f"chatcmpl-{uuid4().hex[:16]}",
             "token_ids": prompt.ids.tolist(),
-            "features": prompts.features(prompt),
+            "features": requests.features(prompt),
             "model": body.model,
         }
     )
@@ -139,7 +142,58 @@ async def _reset_mm_cache(engine: SimulatedEngine, _request: Request) -> Respons
     return Response()
 
 
-async def _reset_encoder_cache(engine: SimulatedEngine, _request: Request) -> Response:
-    for runner in engine.runners:
-        runner.scheduler.encoder.clear()
-    return Response()
+T = TypeVar("T")
+
+
+async def _status(engine: SimulatedEngine, _request: Request) -> Response:
+    return json_response(_plugin(engine).status())
+
+
+async def _render(engine: SimulatedEngine, request: Request) -> Response:
+    plugin = _plugin(engine, "renderer")
+    asked = await _read(request, wire.RenderRequest)
+    prompt = await _chat_prompt(engine, parse(bytes(asked.chat), ChatRequest))
+    names = list(dict.fromkeys(item.identifier for item in prompt.media))
+    wanted = names if asked.images is None else [name for name in names if name in asked.images]
+    lease, offers, withheld, fell = await asyncio.to_thread(
+        plugin.offer, wanted, asked.ways, asked.seconds, asked.inline_bytes
+    )
+    asyncio.get_running_loop().call_later(asked.seconds, plugin.release, lease)
+    withheld |= dict.fromkeys(set(asked.images or ()) - set(names), "unnamed")
+    features = requests.features(prompt)
+    return json_response(wire.Rendered(prompt.ids.tolist(), features, lease, offers, withheld, fell))
+
+
+async def _items(engine: SimulatedEngine, request: Request) -> Response:
+    plugin = _plugin(engine, "engine")
+    asked = await _read(request, wire.ItemsRequest)
+    held, refused = await asyncio.to_thread(plugin.take, asked.items, asked.seconds)
+    return json_response(wire.Taken(held, refused))
+
+
+async def _release(engine: SimulatedEngine, request: Request) -> Response:
+    plugin = _plugin(engine, "renderer")
+    asked = await _read(request, wire.ReleaseRequest)
+    return json_response(wire.Released(plugin.release(asked.lease)))
+
+
+PLUGIN_ROUTES: list[server.RouteRow] = [
+    (wire.STATUS_PATH, ["GET"], _status),
+    (wire.RENDER_PATH, ["POST"], _render),
+    (wire.ITEMS_PATH, ["POST"], _items),
+    (wire.RELEASE_PATH, ["POST"], _release),
+]
+
+
+def _plugin(engine: SimulatedEngine, role: str = "") -> Plugin:
+    plugin = engine.plugin
+    if plugin is None or (role and plugin.role != role):
+        raise RequestError("Not Found", status=404, kind="Not Found")
+    return plugin
+
+
+async def _read(request: Request, kind: type[T]) -> T:
+    try:
+        return wire.read(await request.body(), kind)
+    except ValueError as error:
+        raise RequestError(str(error)) from error

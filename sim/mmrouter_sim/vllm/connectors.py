@@ -18,8 +18,7 @@ from uuid import uuid4
 
 import msgspec
 
-from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.requests import Media, Request
 from mmrouter_sim.core.scheduler import Scheduler
 from mmrouter_sim.core.step_cost import Cost
 
@@ -45,11 +44,6 @@ class KvTransfer(msgspec.Struct, frozen=True):
     kv_buffer_device: str = "cuda"
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
     kv_connector_extra_config: dict[str, Any] = {}
-
-    @property
-    def lease_seconds(self) -> float:
-        """Lease of the blocks that wait for their reader."""
-        return float(self.kv_connector_extra_config.get("kv_lease_duration", 30))
 
 
 class EcTransfer(msgspec.Struct, frozen=True):
@@ -83,9 +77,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True):
 
     @property
     def encodes(self) -> bool:
-        """Whether the engine only encodes, without a language model.
-
-        See docs/engine-facts/vllm.md#encoder-disaggregation.
+        """Whether the engine only encodes, without a language model. See
+        docs/engine-facts/vllm.md#encoder-disaggregation.
         """
         return self.ec is not None and self.ec.ec_role == "ec_producer"
 
@@ -113,17 +106,11 @@ def connector_config(kv: str, ec: str) -> ConnectorConfig:
 
 
 class TransferRequest(msgspec.Struct, omit_defaults=True):
-    """A line of a reader: a request, or the confirmation of a copy."""
+    """A line of a reader: a request, or the confirmation of a copy. The owner answers with its tokens, or 0."""
 
     kv: str = ""
     ec: str = ""
     copied: str = ""
-
-
-class TransferAnswer(msgspec.Struct):
-    """A line of an owner: the tokens that it holds, or 0."""
-
-    tokens: int
 
 
 class ConnectorTransfers:
@@ -137,11 +124,8 @@ class ConnectorTransfers:
         self._cost = cost
         self._held: dict[str, tuple[Scheduler, Request, asyncio.TimerHandle]] = {}
         self._received: OrderedDict[str, None] = OrderedDict()
-        self._embeddings: Mapping[str, int] = {}
-
-    def keeps(self, embeddings: Mapping[str, int]) -> None:
-        """Serve these embeddings to others: identifier -> visual tokens."""
-        self._embeddings = embeddings
+        self.embeddings: Mapping[str, int] = {}
+        """Visual tokens of the embeddings that this engine serves to others, by identifier."""
 
     def offer(self, scheduler: Scheduler, request: Request) -> dict[str, Any] | None:
         """Return the ``kv_transfer_params`` of a finished prefill, ``None`` if it holds no blocks for a reader."""
@@ -149,7 +133,8 @@ class ConnectorTransfers:
         if config is None or request.id not in scheduler.held:
             return None
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(config.lease_seconds, self._expire, request.id)
+        lease = float(config.kv_connector_extra_config.get("kv_lease_duration", 30))
+        timer = loop.call_later(lease, self._expire, request.id)
         self._held[request.id] = (scheduler, request, timer)
         return {
             "do_remote_prefill": True,
@@ -202,7 +187,6 @@ class ConnectorTransfers:
                 self._received.popitem(last=False)
 
     def arrived(self, identifier: str) -> bool:
-        """Whether an image's embedding was received."""
         config = self.config.ec
         if config is None or config.ec_role == "ec_producer":
             return False
@@ -228,8 +212,8 @@ class ConnectorTransfers:
                         self._give(ask.copied)
                     continue
                 held = self._held.get(ask.kv)
-                tokens = held[1].prompt_length if held is not None else self._embeddings.get(ask.ec, 0)
-                writer.write(msgspec.json.encode(TransferAnswer(tokens)) + b"\n")
+                tokens = held[1].prompt_length if held is not None else self.embeddings.get(ask.ec, 0)
+                writer.write(msgspec.json.encode(tokens) + b"\n")
                 await writer.drain()
 
     async def _fetch(self, host: object, port: object, ask: TransferRequest, seconds_per_token: float) -> int:
@@ -242,13 +226,13 @@ class ConnectorTransfers:
                 reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
             with contextlib.closing(writer):
                 writer.write(msgspec.json.encode(ask) + b"\n")
-                answer = msgspec.json.decode(await reader.readline(), type=TransferAnswer)
-                if not answer.tokens:
+                tokens = msgspec.json.decode(await reader.readline(), type=int)
+                if not tokens:
                     raise TransferError(f"{host}:{port} holds it no more")
-                await asyncio.sleep(answer.tokens * seconds_per_token / self._cost.speed)
+                await asyncio.sleep(tokens * seconds_per_token / self._cost.speed)
                 writer.write(msgspec.json.encode(TransferRequest(copied=ask.kv or ask.ec)) + b"\n")
                 await writer.drain()
-                return answer.tokens
+                return tokens
         except TransferError:
             self.failed += 1
             raise
@@ -258,7 +242,6 @@ class ConnectorTransfers:
 
 
 def embedding_file(folder: Path, identifier: str) -> Path:
-    """Return the path of an image's embedding in ECExampleConnector."""
     return folder / identifier / "encoder_cache.safetensors"
 
 

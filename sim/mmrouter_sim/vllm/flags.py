@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_sim.core.hashing import ALGORITHMS
-from mmrouter_sim.publisher import EventsConfig
-from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with, replayed
+from mmrouter_sim.core.requests import ALGORITHMS
+from mmrouter_sim.rank_runner import EventsConfig
+from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with
 from mmrouter_sim.vllm.connectors import connector_config
 
 VERSION = "0.32.0"
@@ -35,9 +35,8 @@ _NO_EFFECT_SWITCHES = """
 
 
 def parse(argv: Sequence[str]) -> Settings:
-    """Return the settings of ``vllm serve`` or ``vllm launch render`` with ``MODEL [flags]``.
-
-    Exits with status 2 on a usage error, 0 after ``--help``.
+    """Return the settings of ``vllm serve`` or ``vllm launch render`` with ``MODEL [flags]``. Exits with status 2 on a
+    usage error, 0 after ``--help``.
     """
     parser = Parser(prog="vllm", description="Simulated vLLM: the real flags and wire, no GPU.", allow_abbrev=False)
     parser.add_argument("-v", "--version", action="version", version=VERSION)
@@ -54,7 +53,7 @@ def parse(argv: Sequence[str]) -> Settings:
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model_tag", nargs="?", metavar="MODEL", help="folder with the model's metadata files")
-    add("--model")
+    add("--model", dest="model_flag")
     add("--served-model-name", nargs="+", default=[])
     add("--host", default="0.0.0.0")  # noqa: S104 - the engine's default
     add("--port", type=int, default=8000)
@@ -62,54 +61,43 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--block-size", type=int, default=16)
     add("--num-gpu-blocks-override", type=int)
     add("--max-model-len", type=int)
-    add("--max-num-seqs", type=int, default=256)
-    add("--max-num-batched-tokens", type=int, default=2048)
-    add("--data-parallel-size", "-dp", type=int, default=1)
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
-    add("--prefix-caching-hash-algo", choices=sorted(ALGORITHMS), default="sha256")
+    add("--max-num-seqs", dest="max_seqs", type=int, default=256)
+    add("--max-num-batched-tokens", dest="max_batched_tokens", type=int, default=2048)
+    add("--data-parallel-size", "-dp", dest="ranks", type=int, default=1)
+    switch = argparse.BooleanOptionalAction
+    add("--enable-prefix-caching", dest="prefix_caching", action=switch, default=True)
+    add("--prefix-caching-hash-algo", dest="hash_algorithm", choices=sorted(ALGORITHMS), default="sha256")
     add("--kv-events-config", default="{}", metavar="JSON")
     add("--kv-transfer-config", default="", metavar="JSON")
     add("--ec-transfer-config", default="", metavar="JSON")
-    add("--enable-prompt-tokens-details", action=argparse.BooleanOptionalAction, default=False)
+    add("--enable-prompt-tokens-details", dest="token_details", action=switch, default=False)
     add("--chat-template", metavar="FILE|TEMPLATE")
     add("--mm-processor-kwargs", default="{}", metavar="JSON")
     add("--limit-mm-per-prompt", default="{}", metavar="JSON")
     add("--mm-processor-cache-gb", type=float, default=4.0)
     add("--allowed-local-media-path", default="")
-    add("--shutdown-timeout", type=float, default=0.0, metavar="SECONDS")
+    add("--shutdown-timeout", dest="shutdown_seconds", type=float, default=0.0, metavar="SECONDS")
     add("-tp", dest="tensor_parallel_size")
-    add_no_effect(parser, _NO_EFFECT, _NO_EFFECT_SWITCHES, argparse.BooleanOptionalAction)
+    add_no_effect(parser, _NO_EFFECT, _NO_EFFECT_SWITCHES, switch)
     add_sim_flags(parser)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    model = args.model_tag or args.model
+    model = args.model_tag or args.model_flag
     if not model:
         raise ValueError("which model? vllm serve MODEL")
-    if args.data_parallel_size < 1:
-        raise ValueError("--data-parallel-size must be at least 1")
     limits = msgspec.json.decode(args.limit_mm_per_prompt, type=dict[str, int | dict[str, int]])
     images = limits.get("image")
     return Settings(
-        **common_settings(args),
+        **common_settings(args, msgspec.json.decode(args.kv_events_config, type=EventsConfig)),
         model=model,
         served_names=tuple(args.served_model_name) or (model,),
         api_keys=tuple(key for key in args.api_key or [os.environ.get("VLLM_API_KEY", "")] if key),
-        block_size=args.block_size,
         blocks=args.num_gpu_blocks_override or args.sim_blocks,
-        max_model_len=args.max_model_len,
-        max_seqs=args.max_num_seqs,
-        max_batched_tokens=args.max_num_batched_tokens,
-        ranks=args.data_parallel_size,
-        prefix_caching=args.enable_prefix_caching,
-        hash_algorithm=args.prefix_caching_hash_algo,
-        events=replayed(msgspec.json.decode(args.kv_events_config, type=EventsConfig), args),
-        token_details=args.enable_prompt_tokens_details,
         processor=msgspec.json.decode(args.mm_processor_kwargs, type=dict[str, Any]),
         image_limit=images.get("count") if isinstance(images, dict) else images,
         media_root=Path(args.allowed_local_media_path).resolve() if args.allowed_local_media_path else None,
         processor_cache_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
-        shutdown_seconds=args.shutdown_timeout,
         dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1",
         int_hashes=os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") != "0",
         handover=connector_config(args.kv_transfer_config, args.ec_transfer_config),

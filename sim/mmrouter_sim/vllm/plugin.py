@@ -4,7 +4,6 @@ The bytes of a processed image follow from its name, so that a wrong read is det
 items are those of the real plugin (docs/transfer.md).
 """
 
-import os
 import secrets
 import threading
 import time
@@ -12,19 +11,20 @@ from collections.abc import Mapping, Sequence
 
 from blake3 import blake3
 
-from mmrouter_handover.plugin.packed_item import Field, PackedItem, Packer, read_header, unpack_node
+from mmrouter_handover.plugin.item_exchange import Release, Settings, Transports
 from mmrouter_handover.plugin.processor_cache import PendingItems
-from mmrouter_handover.plugin.transports import Release, Settings, Transports
-from mmrouter_handover.plugin.wire import HandOverFailed, Offer, Status, Way
+from mmrouter_handover.plugin.wire import (
+    Field,
+    HandOverFailed,
+    Offer,
+    PackedItem,
+    Packer,
+    Status,
+    Way,
+    read_header,
+    unpack_node,
+)
 from mmrouter_sim.media import BYTES_PER_TOKEN, ProcessorCache
-
-VARIABLE = "VLLM_PLUGINS"
-NAME = "mmrouter"
-
-
-def is_loaded(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment names the plugin, as vLLM requires."""
-    return NAME in environ.get(VARIABLE, "").split(",")
 
 
 class Plugin:
@@ -39,7 +39,6 @@ class Plugin:
         self._mutex = threading.Lock()
 
     def status(self) -> Status:
-        """Return the body of the status route."""
         counts = {"kept": len(self._pending), "leases": len(self._leases)}
         missing = dict(self._transports.missing)
         return Status(self.role, True, "", self._version, self._processing, self._node, missing, counts)
@@ -107,7 +106,6 @@ class Plugin:
         return held, refused
 
     def close(self) -> None:
-        """Close the transports."""
         self._transports.close()
 
     def _unpacked(self, packed: memoryview, name: str) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from conformance.conftest import models_dir
-from conformance.pictures import picture
+from conformance.workload import picture
 
 from hack.build_once import cache_dir
 
@@ -32,8 +32,6 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Drawn:
-    """A picture file and the text that stands beside it in a chat."""
-
     path: Path
     text: str
 
@@ -71,7 +69,6 @@ def sizes() -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Drawn]:
-    """Encoded pictures of every mode and format, many of them turned by their EXIF orientation."""
     draw, folder = random.Random(300), tmp_path_factory.mktemp("pictures")
     drawn = []
     for number in range(PICTURES):
@@ -89,11 +86,9 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Drawn]:
 
 @pytest.fixture(scope="session")
 def ask(vllm_env: Path) -> Ask:
-    """Run one of the scripts here with a request and return its answer."""
-
-    def run(script: str, *arguments: str, **request: Any) -> Any:
+    def run(what: str, *arguments: str, **request: Any) -> Any:
         done = subprocess.run(
-            [str(vllm_env / "bin" / "python"), str(HERE / script), *arguments],
+            [str(vllm_env / "bin" / "python"), str(HERE / "third_party.py"), what, *arguments],
             input=json.dumps(request),
             capture_output=True,
             text=True,
@@ -123,8 +118,6 @@ def mlx_vlm() -> Path:
 
 @pytest.fixture(scope="session")
 def model() -> Callable[[str], Path]:
-    """Give a model folder by its name."""
-
     def find(name: str) -> Path:
         folder = models_dir() / name
         if not (folder / "tokenizer.json").is_file():

@@ -2,34 +2,29 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import yaml
-from conformance.engine_process import START_SECONDS, require_memory
-from conformance.resources import sglang_manifest
-from local.rig import Deployment, running
-from local.staged_deployments import decided
-from scenarios import Chat, open_chat
+from conformance.conftest import Shrunk
+from conformance.engine_process import require_memory
+from conformance.engines import deployed, sglang_manifest
+from local.rig import Deployment
+from scenarios import Chat, decided, open_chat
 from waiting import wait_for
 
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
-IMAGE = "example.invalid/sglang:0.5.23"
 PROVE_SECONDS, LEARN_SECONDS = 120.0, 60.0
 LEAST_IMAGES, MOST_IMAGES = 4, 24
 """Of two encoders, one gets them all once in 8 million times."""
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    sglang_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
+def deployment(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     require_memory()
-    file = tmp_path_factory.mktemp("encoders") / "deployment.yaml"
-    file.write_text(yaml.safe_dump(sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("encoder", 2), ("worker", 1)])))
-    with running(file, "--engines", "path", "--engine-env", str(sglang_env), start_seconds=START_SECONDS) as deployment:
+    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("encoder", 2), ("worker", 1)])
+    with deployed(sglang_env, tmp_path_factory.mktemp("encoders"), made) as deployment:
         wait_for(lambda: proved(deployment), PROVE_SECONDS, "the engine is verified: its images were encoded")
         yield deployment
 
@@ -45,7 +40,6 @@ def chat(deployment: Deployment) -> Iterator[Chat]:
 
 
 def counted(deployment: Deployment, name: str) -> dict[str, float]:
-    """Encoder -> one of its counters."""
     found = {}
     for worker in deployment.state()["workers"]:
         if worker["role"] == "encoder":

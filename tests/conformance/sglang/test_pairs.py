@@ -2,28 +2,41 @@
 
 It takes an environment whose PyTorch has devices: 0.5.23 pins memory and records events of CUDA when it sends blocks by
 Mooncake, and tells NIXL that its cache is a device's, which NIXL refuses where it is a CPU's. Without one the wire is
-compared alone (``test_wire.py``).
+compared alone, without an engine: the headers by which two engines meet, the rooms that name a rank, and the requests
+in which an engine has its images encoded. What an engine makes of them is computed by its own interpreter.
 """
 
+import json
 import subprocess
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from conformance.engine_process import START_SECONDS, require_memory
-from conformance.resources import sglang_manifest
-from local.rig import Deployment, running
-from local.staged_deployments import MEDIA, decided
-from local.test_scenarios import Folder, web
-from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
+from conformance.conftest import Shrunk
+from conformance.engine_process import require_memory
+from conformance.engines import deployed, sglang_manifest
+from local.rig import MEDIA, Deployment
+from scenarios import SCENARIOS, Chat, Folder, Scenario, decided, open_chat, title, web
 from waiting import wait_for
+
+from mmrouter_lib.engines.sglang.stage_requests import (
+    ROOMS,
+    SLOTS,
+    Meeting,
+    decode_headers,
+    image_key,
+    new_meeting,
+    prefill_headers,
+    urls,
+)
+from mmrouter_sim.encoders import EncodeRequest, split_shares
 
 __all__ = ["web"]
 
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
-IMAGE = "example.invalid/sglang:0.5.23"  # there is no default one for CPUs; processes need none
 PROVE_SECONDS = 120.0
 SENDS = """
 import torch
@@ -35,19 +48,16 @@ import mooncake.engine
 
 
 @pytest.fixture(scope="module")
-def pair(
-    sglang_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
+def pair(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     require_memory()
     tried = subprocess.run([str(sglang_env / "bin" / "python"), "-c", SENDS], capture_output=True, text=True)
     if tried.returncode != 0:
         pytest.skip(f"not run: what SGLang does to send blocks fails here: {tried.stderr.strip().splitlines()[-1]}")
-    file = tmp_path_factory.mktemp("pairs") / "deployment.yaml"
     connector = {"transferBackend": "mooncake_tcp"}
     pools = [("prefill", 1), ("decode", 1)]
     made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, kvConnector=connector)
-    file.write_text(yaml.safe_dump(made | {"spec": made["spec"] | {"routing": {"media": MEDIA}}}))
-    with running(file, "--engines", "path", "--engine-env", str(sglang_env), start_seconds=START_SECONDS) as deployment:
+    made["spec"]["routing"] = {"media": MEDIA}
+    with deployed(sglang_env, tmp_path_factory.mktemp("pairs"), made) as deployment:
         wait_for(lambda: proved(deployment), PROVE_SECONDS, "both engines are verified by their half of an answer")
         yield deployment
 
@@ -93,3 +103,107 @@ def test_a_streamed_answer_is_the_whole_one(chat: Chat) -> None:
     whole = chat.client.chat.completions.create(messages=messages, **asked).choices[0].message.content
     stream = chat.client.chat.completions.create(messages=messages, stream=True, **asked)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices) == whole
+
+
+HOST = "10.0.0.7"
+ASKS = """
+import json, random, sys
+import torch
+from sglang.srt.disaggregation.encoder import receiver, runtime
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.request_headers import apply_header_overrides
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import Modality
+
+told = json.load(sys.stdin)
+
+def overridden(headers):
+    request = GenerateReqInput(text="x")
+    apply_header_overrides(request, headers)
+    names = ("host", "port", "room")
+    found = {name: getattr(request, "bootstrap_" + name) for name in names}
+    found["fits"] = torch.tensor([request.bootstrap_room], dtype=torch.int64).tolist() == [request.bootstrap_room]
+    return found | {"routed": request.routed_dp_rank, "prefill": request.disagg_prefill_dp_rank}
+
+def spread(images, urls):
+    # Only what the method reads of itself.
+    items = [{"modality": Modality.IMAGE, "url": url} for url in images]
+    counts = receiver.MMReceiverBase._assign_items_by_modality(None, items, len(urls))[Modality.IMAGE]
+    parts = receiver.calculate_modality_num_parts([Modality.IMAGE], {Modality.IMAGE: counts})[0]
+    return {"counts": sorted(counts, reverse=True), "parts": parts,
+            "items": [receiver._encoder_media_item(item) for item in items]}
+
+def fields(body):
+    ChatCompletionRequest(**body)
+    return True
+
+print(json.dumps({
+    "headers": [overridden(headers) for headers in told["headers"]],
+    "spread": [spread(images, told["urls"]) for images in told["images"]],
+    "refused": [runtime.validate_encode_request(body) for body in told["bodies"]],
+    "names": [receiver.create_part_req_id("r", number) for number in range(3)],
+}))
+"""
+RANKS = [(rank, ranks) for ranks in (1, 2, 5) for rank in range(ranks)]
+MEETINGS = [
+    Meeting(HOST, 0),
+    Meeting(HOST, ROOMS - 1, port=9000),
+    *(new_meeting(HOST, rank, ranks) for rank, ranks in RANKS),
+]
+IMAGES = [[f"data:image/png;base64,QUJD{number:04d}" for number in range(count)] for count in (1, 2, 5, 16, 17, 40)]
+
+
+def shares(images: list[str]) -> list[dict[str, Any]]:
+    return [body for _, body in split_shares("r", HOST, 4711, urls("127.0.0.1"), [{"url": url} for url in images])]
+
+
+@pytest.fixture(scope="module")
+def engine_says(sglang_env: Path) -> dict[str, Any]:
+    headers = [*map(prefill_headers, MEETINGS), *(decode_headers(one, rank=1, ranks=3) for one in MEETINGS)]
+    bodies = [body for images in IMAGES for body in shares(images)]
+    questions = {"headers": headers, "images": IMAGES, "urls": urls("127.0.0.1"), "bodies": bodies}
+    done = subprocess.run(
+        [str(sglang_env / "bin" / "python"), "-c", ASKS], input=json.dumps(questions), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return answers
+
+
+def test_the_engine_reads_where_two_engines_meet(engine_says: dict[str, Any]) -> None:
+    for headers, meeting in zip(engine_says["headers"], MEETINGS * 2, strict=True):
+        expected = asdict(meeting)
+        assert {name: headers[name] for name in ("host", "port", "room")} == {
+            name: expected[name] for name in ("host", "port", "room")
+        }
+        assert headers["fits"]
+
+
+def test_a_room_names_the_prefill_rank_and_the_decode_engine_receives_both_ranks(engine_says: dict[str, Any]) -> None:
+    prefills, decodes = engine_says["headers"][: len(MEETINGS)], engine_says["headers"][len(MEETINGS) :]
+    for prefill, decode, meeting in zip(prefills, decodes, MEETINGS, strict=True):
+        several = meeting.ranks > 1
+        assert prefill["room"] % meeting.ranks == meeting.rank
+        assert prefill["routed"] == (meeting.rank if several else None)
+        assert (decode["routed"], decode["prefill"]) == (1, meeting.rank if several else None)
+
+
+def test_images_are_spread_over_the_sidecars_urls_as_the_engine_spreads_them(engine_says: dict[str, Any]) -> None:
+    """The simulated engine does as the real one: with a URL for each image, each travels alone."""
+    for spread, images in zip(engine_says["spread"], IMAGES, strict=True):
+        bodies = shares(images)
+        counts = sorted((len(body["mm_items"]) for body in bodies), reverse=True)
+        assert counts == [count for count in spread["counts"] if count]
+        assert {body["num_parts"] for body in bodies} == {spread["parts"]} == {len(bodies)}
+        assert Counter(item for body in bodies for item in body["mm_items"]) == Counter(spread["items"])
+        assert (max(counts) == 1) == (len(images) <= SLOTS)
+
+
+def test_the_engine_takes_what_the_simulated_one_posts_and_the_sidecar_finds_its_image(
+    engine_says: dict[str, Any],
+) -> None:
+    assert set(engine_says["refused"]) == {None}
+    assert [body["req_id"] for body in shares(IMAGES[2])][:3] == engine_says["names"]
+    keys = [image_key(json.dumps(body).encode()) for body in shares(IMAGES[2])]
+    assert len(set(keys)) == len(IMAGES[2])
+    assert set(EncodeRequest.__struct_fields__) <= set(shares(IMAGES[0])[0])

@@ -5,29 +5,29 @@ SGLang has no field for an identity of ours on its chat endpoint. It writes sent
 as the product starts it, where that provider holds.
 """
 
+import hashlib
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from conformance.compare import Exchange, compare, repeats
+from artefacts import Record
+from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
-from conformance.predict import Predicted, Predictor, decode, image_places
+from conformance.prediction import Exchange, Predicted, Predictor, decode, image_places
 from conformance.report import Cells
-from conformance.scenarios import Scenario, faults, fetched, scenarios, served_images
+from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
 from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
 
-from mmrouter_lib.engines.base.events import Batch, Cleared
-from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
+from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.base.events import Cleared
+from mmrouter_lib.engines.sglang.adapter import INFO_PATHS, SGLANG, parse_info
 from mmrouter_lib.engines.sglang.events import decode_batch
-from mmrouter_lib.engines.sglang.identity import artifact_hash, sentinels
-from mmrouter_lib.engines.sglang.request import rewrite_chat
-from mmrouter_lib.engines.sglang.server_info import INFO_PATHS, parse_info
-from mmrouter_router.sentinels.processor_fingerprints import plan_fingerprints
-from mmrouter_router.sentinels.token_ids import fill_sentinels
+from mmrouter_lib.engines.sglang.identity import artifact_hash_of, sentinels
+from mmrouter_router.sentinels.evidence import plan_fingerprints
+from mmrouter_router.sentinels.table import fill_sentinels
 
 FAMILIES = {
     "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
@@ -70,7 +70,9 @@ class SglangPredictor(Predictor):
         data = {self._identity(found): found for found in (decode(url) for _, _, url in image_places(case))}
 
         def values_of(identity: bytes) -> tuple[int, ...]:
-            return sentinels(artifact_hash(data[identity], self.fingerprint, {}), legacy=False)
+            return sentinels(
+                artifact_hash_of(hashlib.sha256(data[identity]).hexdigest(), self.fingerprint, {}), legacy=False
+            )
 
         filled = fill_sentinels(plain.ids, plain.spans, values_of)
         assert filled.unknown is None
@@ -78,27 +80,15 @@ class SglangPredictor(Predictor):
 
     def request(self, case: Case) -> dict[str, Any]:
         rewrites = [ImageRewrite(at, number, url, "") for at, number, url in image_places(case)]
-        return rewrite_chat(case.body, rewrites, model=self.model, cache_salt=case.salt).body
-
-
-@dataclass(frozen=True)
-class Run:
-    """One family's recorded run."""
-
-    predictor: SglangPredictor
-    exchanges: Sequence[SglangExchange]
-    scenarios: Sequence[Scenario]
-    batches: Sequence[Batch]
-    live: Sequence[tuple[int, bytes]]
-    replayed: Sequence[tuple[int, bytes]]
+        return SGLANG.rewrite_chat(case.body, rewrites, model=self.model, cache_salt=case.salt).body
 
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
 def run(
     request: pytest.FixtureRequest,
-    shrunk: Callable[[str], Path],
+    shrunk: Shrunk,
     tmp_path_factory: pytest.TempPathFactory,
-    record: Callable[[str, Any], None],
+    record: Record,
     cells: Cells,
 ) -> Run:
     family: str = request.param
@@ -112,24 +102,13 @@ def run(
         with engine(env, folder, log, kind="sglang") as served:
             began = time.monotonic()
             predictor = SglangPredictor.of(folder, fingerprint_of(served))
-            cases = [*(one for scenario in ten for one in scenario.cases), *cases_of_workload(), LAST]
+            workload = (*texts(), *sizes(), *positions(), *several(), *salted())
+            modelled = [one for one in workload if one.name not in OTHER_TEMPLATE]
+            cases = [*(one for scenario in ten for one in scenario.cases), *modelled, LAST]
             exchanges = [ask(served, predictor, one) for one in cases]
-            served.listener.wait_for_prompt(exchanges[-1].prompt_ids)
-            figures = {
-                "start_s": round(served.start_s, 1),
-                "memory_gb": round(served.memory_bytes() / 1e9, 1),
-                "workload_s": round(time.monotonic() - began, 1),
-            }
-            recorded = Run(
-                predictor=predictor,
-                exchanges=exchanges,
-                scenarios=ten,
-                batches=served.listener.batches(),
-                live=list(served.listener.frames),
-                replayed=served.listener.replayed(),
-            )
-    record(f"engine, sglang {family}", figures)
-    return recorded
+            made = recorded("sglang", served, predictor, exchanges, ten)
+            record(f"engine, sglang {family}", figures(served, began))
+    return made
 
 
 def fingerprint_of(served: Engine) -> str:
@@ -141,33 +120,17 @@ def fingerprint_of(served: Engine) -> str:
     return chosen.candidates[0].digest()
 
 
-def cases_of_workload() -> Iterator[Case]:
-    for one in (*texts(), *sizes(), *positions(), *several(), *salted()):
-        if one.name not in OTHER_TEMPLATE:
-            yield one
-
-
 def ask(served: Engine, predictor: SglangPredictor, one: Case) -> SglangExchange:
     body = predictor.request(one) | {"return_prompt_token_ids": True, "max_tokens": 1}
     return SglangExchange(one, served.chat(body))
 
 
-def test_every_published_page_is_the_predicted_one(run: Run, record: Callable[[str, Any], None], cells: Cells) -> None:
-    report = compare(run.exchanges, run.batches, run.predictor)
-    name = run.predictor.family.name
-    record(f"prediction, sglang {name}", report.line)
-    cells.compared("sglang", name, report, repeats(run.exchanges))
-    print(f"\n{name}: {report.line}")
-    assert report.mismatches == []
-    assert report.blocks >= report.predicted > 300
+def test_every_published_page_is_the_predicted_one(run: Run, record: Record, cells: Cells) -> None:
+    run.assert_predicted(record, cells, 300)
 
 
 def test_the_ten_scenarios_hit_what_they_must_and_nothing_else(run: Run, cells: Cells) -> None:
-    cached = {exchange.case.name: exchange.cached_tokens for exchange in run.exchanges}
-    results = {one.name: faults(one, run.predictor, cached) for one in run.scenarios}
-    cells.scenarios("sglang", run.predictor.family.name, results)
-    assert len(results) == 10
-    assert {name: found for name, found in results.items() if found} == {}
+    run.assert_scenarios(cells)
 
 
 def test_sentinels_stand_in_the_published_ids(run: Run) -> None:
@@ -184,17 +147,15 @@ def test_sentinels_stand_in_the_published_ids(run: Run) -> None:
 
 
 def test_another_fingerprint_is_noticed(run: Run) -> None:
-    other = replace(run.predictor, fingerprint="sha256:" + "0" * 64)
-    assert compare(run.exchanges, run.batches, other).mismatches
+    assert run.compared(fingerprint="sha256:" + "0" * 64).mismatches
 
 
 def test_swapped_images_are_noticed(run: Run) -> None:
-    report = compare(run.exchanges, run.batches, replace(run.predictor, swapped=True))
-    assert any(text.startswith("two images: ") for text in report.mismatches)
+    assert any(text.startswith("two images: ") for text in run.compared(swapped=True).mismatches)
 
 
 def test_a_wrong_page_size_is_noticed(run: Run) -> None:
-    assert compare(run.exchanges, run.batches, replace(run.predictor, block_size=64)).mismatches
+    assert run.compared(block_size=64).mismatches
 
 
 def test_the_replay_holds_what_was_published_live(run: Run) -> None:

@@ -7,9 +7,8 @@ SGLang publishes events with a delay (docs/engine-facts/sglang.md#block-size-and
 state, never for a time.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,23 +20,16 @@ from zlib import crc32
 
 import httpx
 import pytest
-import yaml
-import zmq
-from conformance.compare import Report
-from conformance.engine_process import BLOCK_SIZE, REPLAY_END, START_SECONDS, env_version, require_memory
-from conformance.pictures import image_part, picture
-from conformance.predict import image_places
+from artefacts import Record
+from conformance.conftest import Shrunk
+from conformance.engine_process import BLOCK_SIZE, env_version, require_memory
+from conformance.engines import Answer, History, deployed, sglang_manifest
+from conformance.prediction import Report, image_places
 from conformance.report import Cell, Cells
-from conformance.resources import sglang_manifest
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
-from conformance.workload import Case, case, said, user
-from local.rig import Deployment, running
+from conformance.workload import Case, case, image_part, picture, said, user
+from local.rig import Deployment
 from waiting import wait_for
-
-from mmrouter_lib.block_keys import chain, namespace_seed
-from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
-from mmrouter_lib.engines.base.launch import REPLAY_PORT
-from mmrouter_lib.engines.sglang.events import decode_batch
 
 MODELS = {"learned": "Qwen/Qwen2.5-VL-7B-Instruct", "artifact": "Qwen/Qwen3-VL-2B-Instruct"}
 FAMILIES = {"learned": "qwen2_5_vl", "artifact": "qwen3_vl"}
@@ -45,71 +37,32 @@ PROVE_SECONDS = 120.0  # all of these bound a wait; a router trusts sightings a 
 LEARN_SECONDS = 60.0
 PUBLISH_SECONDS = 30.0
 SIGHTING_SECONDS = 5.0
-IMAGE = "example.invalid/sglang:0.5.23"  # there is no default one for CPUs; processes need none
 NO_CACHE = ("--mm-preprocess-cache-size-mb", "0")
 """What an operator writes to have the engine name images by their pixels."""
 OTHER_TEXT = "A text of its own, in which a picture is shown so that a reader learns what it is. " * 2
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One answered request: what the router predicted, and what the engine said."""
-
-    case: Case
-    exactness: str
-    overlap: int
-    blocks: int
-    predicted_tokens: int
-    tokens: int
-    cached: int
-    decision: dict[str, Any]
-
-    @property
-    def keys(self) -> list[str]:
-        return list(self.decision["keys"])
-
-    @property
-    def promised(self) -> int:
-        """The overlap in tokens, up to the engine's rule that the last token is always computed."""
-        return min(self.overlap * BLOCK_SIZE, self.most)
-
-    @property
-    def most(self) -> int:
-        return (self.tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-
-    @property
-    def before_image(self) -> int:
-        return int(self.decision["images"][0]["offset"]) // BLOCK_SIZE
+class CaseAnswer(Answer):
+    def __init__(self, case: Case, headers: Mapping[str, str], usage: Mapping[str, Any], decision: Any) -> None:
+        super().__init__(headers, usage, decision)
+        self.case = case
 
 
 @dataclass
 class Served:
-    """A deployment of one engine and one frontend, and every answered request."""
-
     provider: Literal["learned", "artifact"]
     deployment: Deployment
     repository: str
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[CaseAnswer] = field(default_factory=list)
 
-    def ask(self, one: Case) -> Answer:
+    def ask(self, one: Case) -> CaseAnswer:
         """Send a request; the promised overlap never exceeds the engine's hit."""
         headers = {"x-mmrouter-control": self.deployment.token}
         answer = httpx.post(
             f"{self.deployment.url}/v1/chat/completions", json=self._body(one), headers=headers, timeout=60
         )
         assert answer.status_code == 200, answer.text
-        headers, usage = answer.headers, answer.json()["usage"]
-        decision = self.deployment.decision(answer)
-        made = Answer(
-            one,
-            headers["x-mmrouter-exactness"],
-            int(headers["x-mmrouter-overlap-blocks"]),
-            int(headers["x-mmrouter-prompt-blocks"]),
-            int(headers["x-mmrouter-prompt-tokens"]),
-            usage["prompt_tokens"],
-            (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
-            decision,
-        )
+        made = CaseAnswer(one, answer.headers, answer.json()["usage"], self.deployment.decision(answer))
         self.answers.append(made)
         assert made.predicted_tokens == made.tokens, one.name
         assert made.promised <= made.cached, one.name
@@ -119,24 +72,23 @@ class Served:
             assert made.overlap <= made.before_image, one.name
         return made
 
-    def known(self, one: Case) -> Answer:
+    def known(self, one: Case) -> CaseAnswer:
         """Repeat the request until every image is known; the router probes an image after its second request."""
         answer = wait_for(partial(self._exact, one), LEARN_SECONDS, f"{one.name}: the images are known")
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, CaseAnswer)
         return answer
 
-    def _exact(self, one: Case) -> Answer | None:
+    def _exact(self, one: Case) -> CaseAnswer | None:
         answer = self.ask(one)
         return answer if answer.exactness == "exact" else None
 
     def foreseen(self, one: Case) -> str:
-        """Return how exactly the router knows a request, without sending it."""
         with self.deployment.control() as control:
             response = control.post("/control/explain", json=self._body(one))
         assert response.status_code == 200, response.text
         return str(response.json()["exactness"])
 
-    def published(self, answer: Answer) -> Answer:
+    def published(self, answer: CaseAnswer) -> CaseAnswer:
         """Wait until the router's index has every predicted key: the engine has published each of them."""
         wait_for(lambda: set(answer.keys) <= self.index(), PUBLISH_SECONDS, f"{answer.case.name}: its keys came")
         return answer
@@ -149,7 +101,6 @@ class Served:
         return set(self.deployment.keys(worker["uid"])["keys"].get("0", ()))
 
     def became(self, event: str) -> int:
-        """Return the router's count of a sentinel event."""
         host = httpx.URL(self.deployment.run["frontends"][0]["url"]).host
         text = httpx.get(f"http://{host}:9090/metrics", timeout=10).text
         found = re.search(rf'^mmrouter_sentinels_total\{{[^}}]*"{event}"[^}}]*\}} ([\d.]+)', text, re.MULTILINE)
@@ -158,10 +109,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def served(
-    request: pytest.FixtureRequest,
-    shrunk: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    cells: Cells,
+    request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory, cells: Cells
 ) -> Iterator[Served]:
     provider: Literal["learned", "artifact"] = request.param
     repository = MODELS[provider]
@@ -174,9 +122,7 @@ def served(
         args = NO_CACHE if provider == "learned" else ()
         written = sglang_manifest(shrunk(repository), repository, [("worker", 1)], *args)
         written["metadata"]["name"] = provider
-        file = tmp_path_factory.mktemp(f"sglang-{provider}") / "deployment.yaml"
-        file.write_text(yaml.safe_dump(written))
-    with running(file, "--engines", "path", "--engine-env", str(env), start_seconds=START_SECONDS + 30) as deployment:
+    with deployed(env, tmp_path_factory.mktemp(f"sglang-{provider}"), written) as deployment:
         wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
         yield Served(provider, deployment, repository)
 
@@ -188,9 +134,7 @@ def test_the_canary_proves_the_engine(served: Served) -> None:
     assert served.became("demoted") == 0
 
 
-def test_the_ten_scenarios_once_the_images_are_known(
-    served: Served, cells: Cells, record: Callable[[str, Any], None]
-) -> None:
+def test_the_ten_scenarios_once_the_images_are_known(served: Served, cells: Cells, record: Record) -> None:
     with served_images() as origin:
         ten = scenarios(origin)
         results = {one.name: routed(served, one) for one in ten}
@@ -210,19 +154,19 @@ def routed(served: Served, scenario: Scenario) -> list[str]:
             case(f"an image of a scenario {crc32(url.encode()):x}", said("system", OTHER_TEXT), user(part, OTHER_TEXT))
         )
     found: list[str] = []
-    before: Answer | None = None
+    before: CaseAnswer | None = None
     for one, hit in zip(scenario.cases, ("first", *scenario.hits), strict=True):
         answer = served.published(served.ask(one))
         want = expected(hit, answer, before)
-        told = (answer.exactness, answer.overlap, answer.cached)
-        if told != ("exact", want, min(want * BLOCK_SIZE, answer.most)) or (before is not None and want == 0):
-            found.append(f"{one.name}: exact with {want} blocks of hit expected, {told} told")
+        outcome = (answer.exactness, answer.overlap, answer.cached)
+        if outcome != ("exact", want, min(want * BLOCK_SIZE, answer.most)) or (before is not None and want == 0):
+            found.append(f"{one.name}: exact with {want} blocks of hit expected, {outcome} told")
         before = answer
     provider = before.decision["identity"]["provider"] if before and before.decision["images"] else served.provider
     return found if provider == served.provider else [*found, f"identities are {provider}"]
 
 
-def expected(hit: Hit | Literal["first"], answer: Answer, before: Answer | None) -> int:
+def expected(hit: Hit | Literal["first"], answer: CaseAnswer, before: CaseAnswer | None) -> int:
     """Return the blocks that must be predicted and hit; the first request of a scenario finds what its text shares."""
     match hit:
         case "whole":
@@ -284,9 +228,7 @@ def test_a_single_request_is_enough_to_know_its_image(served: Served) -> None:
         served.published(served.known(one))
 
 
-def test_the_engines_own_history_is_what_was_predicted(
-    served: Served, cells: Cells, record: Callable[[str, Any], None]
-) -> None:
+def test_the_engines_own_history_is_what_was_predicted(served: Served, cells: Cells, record: Record) -> None:
     """The index equals the engine's replayed events, and every block below a text of these tests was predicted.
 
     Other texts are the router's probes."""
@@ -315,7 +257,7 @@ def test_the_engines_own_history_is_what_was_predicted(
     assert 0 < hits == most
 
 
-def repeats(answers: Sequence[Answer]) -> tuple[int, int]:
+def repeats(answers: Sequence[CaseAnswer]) -> tuple[int, int]:
     """Return the blocks that requests which were sent again took from the engine's cache, and could."""
     seen: set[str] = set()
     hits = most = 0
@@ -330,44 +272,5 @@ def repeats(answers: Sequence[Answer]) -> tuple[int, int]:
 
 def history(served: Served) -> dict[str, str]:
     """Return what the engine holds by its own replayed events alone: key -> first key of its chain."""
-    environment = next(iter(served.deployment.processes("router").values())).environ()
-    config = Path(environment["MMROUTER_CONFIG"])
-    spec = json.loads((config / "deployment.json").read_text())["spec"]
-    seed_of = partial(
-        namespace_seed,
-        (config / "secrets" / "identity.key").read_bytes(),
-        model=served.repository,
-        revision=spec["model"].get("revision", "main"),
-    )
     (worker,) = served.deployment.state()["workers"]
-    key_of: dict[int, int] = {}
-    root_of: dict[int, int] = {}
-    for payload in replayed(worker["ip"]):
-        for event in decode_batch(payload).events:
-            match event:
-                case Stored():
-                    parent = seed_of(salt=event.salt) if event.parent is None else key_of[event.parent]
-                    keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-                    root = keys[0] if event.parent is None else root_of[parent]
-                    key_of.update(zip(event.hashes, keys, strict=True))
-                    root_of.update(dict.fromkeys(keys, root))
-                case Removed():
-                    for block in event.hashes:
-                        root_of.pop(key_of[block], None)
-                case Cleared():
-                    root_of.clear()
-    return {f"{key:016x}": f"{root:016x}" for key, root in root_of.items()}
-
-
-def replayed(ip: str) -> list[bytes]:
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.connect(f"tcp://{ip}:{REPLAY_PORT}")
-        dealer.send_multipart([b"", bytes(8)])
-        payloads: list[bytes] = []
-        while dealer.poll(20_000):
-            _, _, number, payload = dealer.recv_multipart()
-            if number == REPLAY_END:
-                return payloads
-            payloads.append(payload)
-    pytest.fail(f"the engine at {ip} did not replay its events")
+    return History(served.deployment, worker["ip"], served.repository, "sglang").roots()

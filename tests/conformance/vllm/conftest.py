@@ -1,13 +1,14 @@
 """One engine per family, started once for all test files, because a start takes longer than most tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, RENDERS, Engine, engine, env_version
-from conformance.predict import Predictor
+from conformance.prediction import Predictor
 from conformance.report import Cells
 
 FAMILIES = {
@@ -24,11 +25,9 @@ ROOM = {"phi3_v": ("--max-num-batched-tokens", "8192")}
 
 @dataclass(frozen=True)
 class Served:
-    """A family's running engine and the library's predictor for its model folder.
-
-    ``test_prediction`` compares everything that the engine publishes with everything that it received, so only its
-    workload may fill the cache. Rendered prompts do not use the cache. The test that ends the engine is the last one
-    of ``test_tokenization``.
+    """A family's running engine and the library's predictor for its model folder. ``test_prediction`` compares
+    everything that the engine publishes with everything that it received, so only its workload may fill the cache.
+    Rendered prompts do not use the cache. The test that ends the engine is the last one of ``test_tokenization``.
     """
 
     family: str
@@ -39,10 +38,7 @@ class Served:
 
 @pytest.fixture(scope="session", params=list(FAMILIES))
 def served(
-    request: pytest.FixtureRequest,
-    shrunk: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
-    cells: Cells,
+    request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory, cells: Cells
 ) -> Iterator[Served]:
     family: str = request.param
     with ExitStack() as running:

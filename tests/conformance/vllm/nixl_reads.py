@@ -27,7 +27,7 @@ def offer() -> None:
     import msgspec
 
     from mmrouter_handover.plugin.nixl_transport import open_nixl
-    from mmrouter_handover.plugin.packed_item import Field, Packer
+    from mmrouter_handover.plugin.wire import Field, Packer
 
     way, why = open_nixl("renderer", POOL)
     assert way, why

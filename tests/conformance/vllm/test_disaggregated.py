@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from artefacts import Record
+from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, require_memory
-from conformance.engines import pods
-from conformance.history import History
-from conformance.resources import REPOSITORY, pool, resource
-from local.rig import Deployment, running
+from conformance.engines import REPOSITORY, History, deployed, pods, pool, resource
+from local.rig import Deployment
 from openai.types.chat import ChatCompletion
 from scenarios import Chat, open_chat
 from waiting import wait_for
@@ -37,15 +36,12 @@ TRIES = 17
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
+def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     require_memory(engines=3)
-    file = tmp_path_factory.mktemp("disaggregated") / "deployment.yaml"
     pools = [pool(role) for role in ("encoder", "prefill", "decode")]
     args = [f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
-    file.write_text(yaml.safe_dump(resource(shrunk(REPOSITORY), pools, args=args, minPrefillTokens=LONG)))
-    with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
+    made = resource(shrunk(REPOSITORY), pools, args=args, minPrefillTokens=LONG)
+    with deployed(vllm_env, tmp_path_factory.mktemp("disaggregated"), made) as deployment:
         yield deployment
 
 
@@ -56,7 +52,6 @@ def chat(deployment: Deployment) -> Iterator[Chat]:
 
 
 def decided(deployment: Deployment, chat: Chat, messages: Messages) -> tuple[dict[str, Any], ChatCompletion]:
-    """Send a chat and return its decision and its answer."""
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=messages, max_tokens=8, temperature=0
     )
@@ -81,7 +76,6 @@ def apart(
 
 
 def fresh(chat: Chat) -> Chat:
-    """Return the same chat with new pictures and texts."""
     return replace(chat, nonce=secrets.token_hex(8))
 
 
@@ -123,9 +117,7 @@ def test_every_token_of_a_prompt_is_computed_once_by_the_prefill_engine_and_fetc
     assert engines["decode"].value(FAILED) == 0
 
 
-def test_what_a_transfer_costs_is_measured(
-    deployment: Deployment, chat: Chat, record: Callable[[str, Any], None]
-) -> None:
+def test_what_a_transfer_costs_is_measured(deployment: Deployment, chat: Chat, record: Record) -> None:
     """Record the best of three times to first token on idle engines, with and without a prefill engine."""
     engines = pods(deployment)
     seconds: dict[str, list[float]] = {"whole": [], "apart": []}
@@ -205,7 +197,7 @@ def test_the_index_equals_the_blocks_of_both_engines_including_fetched_ones(depl
 
 
 def test_a_prefill_engine_that_is_killed_while_it_computes_costs_no_request_and_no_block_of_the_decode_engine(
-    deployment: Deployment, chat: Chat, record: Callable[[str, Any], None]
+    deployment: Deployment, chat: Chat, record: Record
 ) -> None:
     engines = pods(deployment)
     prefill, decode = engines["prefill"], engines["decode"]

@@ -7,7 +7,7 @@ without pixels past the router, to show why the router never sends one (docs/dis
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +15,17 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
+from conformance.conftest import Shrunk
 from conformance.engine_process import RENDERS, require_memory
-from conformance.engines import Pod, pods
-from conformance.history import History
-from conformance.resources import ENVIRONMENT, REPOSITORY, environment, pool, resource
+from conformance.engines import ENVIRONMENT, REPOSITORY, History, Pod, deployed, environment, pods, pool, resource
 from conformance.vllm.test_handover import WEIGHTS, weighted
-from local.rig import Deployment, running
+from local.rig import Deployment
 from scenarios import Chat, assert_only_text, assert_whole, open_chat
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
-from mmrouter_lib.engines.vllm.handover import is_cache_miss, without_bytes
-from mmrouter_lib.engines.vllm.renderer import RENDER_PATH
+from mmrouter_lib.engines.vllm.plugin_api import is_cache_miss, without_bytes
+from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH
 from mmrouter_lib.media_identity import to_wire
 
 GENERATE_PATH, DERENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/derender"
@@ -38,18 +36,14 @@ Body = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
+def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     require_memory(engines=2)
     folder = tmp_path_factory.mktemp("encoders")
     model = weighted(shrunk(REPOSITORY), folder / "models", vllm_env)
     forgets = {"spec": {"containers": [{"name": "engine", "env": environment({**ENVIRONMENT, **FORGETS})}]}}
     pools = [pool("encoder"), pool("worker", args=[RENDERS], podTemplate=forgets), pool("renderer")]
     made = resource(model, pools, args=WEIGHTS, frontend={"MMROUTER_HANDOVER": "always"}, transfer="shm")
-    file = folder / "deployment.yaml"
-    file.write_text(yaml.safe_dump(made))
-    with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
+    with deployed(vllm_env, folder, made) as deployment:
         with open_chat(deployment, max_retries=0) as chat:
             # The router queries the plugins' capabilities periodically.
             wait_for(lambda: set(ways(asked(deployment, chat, chat.image("a"))[0])) == {"shm"}, 60, "images go by shm")
@@ -63,7 +57,6 @@ def chat(deployment: Deployment) -> Iterator[Chat]:
 
 
 def asked(deployment: Deployment, chat: Chat, *content: str) -> tuple[Body, Body]:
-    """Send a chat through the router; return its decision and its answer."""
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=chat.messages(*content), max_tokens=8, temperature=0, logprobs=True, top_logprobs=5
     )
@@ -71,7 +64,6 @@ def asked(deployment: Deployment, chat: Chat, *content: str) -> tuple[Body, Body
 
 
 def ways(decision: Body) -> list[str]:
-    """How each image reached each engine."""
     return [image["how"] for image in decision["travelled"]]
 
 
@@ -82,7 +74,6 @@ def probabilities(answer: Body) -> list[tuple[float, list[float]]]:
 
 
 def body_of(uuid: str, data: bytes, **more: Any) -> Body:
-    """Return a chat with a named image, as the router sends it."""
     image = {"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid}
     content = [
         {"type": "text", "text": "What is to be seen? " * 12},
@@ -99,12 +90,10 @@ def body_of(uuid: str, data: bytes, **more: Any) -> Body:
 
 
 def named(what: str) -> tuple[str, bytes]:
-    """Return an identity and a new picture."""
     return to_wire(hashlib.sha256(what.encode()).digest()), picture(what, 224, 224)
 
 
 def encoded(encoder: Pod, uuid: str, data: bytes) -> Body:
-    """Encode an image; return the transfer parameters of the encoder's answer."""
     image = {"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid}
     asked = {"model": "demo", "messages": [{"role": "user", "content": [image]}], "max_tokens": 1}
     params: Body = encoder.ask(asked).raise_for_status().json()["ec_transfer_params"]
@@ -112,7 +101,6 @@ def encoded(encoder: Pod, uuid: str, data: bytes) -> Body:
 
 
 def embedding(worker: Pod, uuid: str) -> Path:
-    """Return the path of an image's embedding."""
     return Path(worker.processes[0].environ()["MMROUTER_SHARED_DIR"]) / uuid / EMBEDDING
 
 
@@ -122,13 +110,11 @@ def forget(worker: Pod, *caches: str) -> None:
 
 
 def renders(deployment: Deployment, worker: Pod) -> Pod:
-    """Return the renderer, with the API key of the engines."""
     (found,) = deployment.state()["renderers"]
     return replace(worker, name=found["name"], uid=found["uid"], ip=found["ip"])
 
 
 def without_pixels(renderer: Pod, body: Body, params: Mapping[str, Any]) -> Body:
-    """Return a chat as a request for ``GENERATE_PATH`` without the pixels of its images."""
     made: Body = renderer.ask(body, RENDER_PATH).raise_for_status().json()
     return {**made, "features": {**made["features"], "kwargs_data": None}, "ec_transfer_params": dict(params)}
 
@@ -192,7 +178,6 @@ def test_an_image_that_was_handed_over_processed_is_taken_from_the_encoder_too(
 
 
 def overwrite(file: Path) -> None:
-    """Zero an embedding, keeping the length of its header and the header."""
     raw = bytearray(file.read_bytes())
     head = 8 + int.from_bytes(raw[:8], "little")
     file.write_bytes(raw[:head] + bytes(len(raw) - head))

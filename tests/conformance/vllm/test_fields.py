@@ -7,26 +7,25 @@ parsed, prepared and rewritten by it.
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance.engine_process import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine
-from conformance.pictures import image_part, picture, text_part
+from conformance.conftest import Shrunk
+from conformance.engine_process import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine, parsed
 from conformance.rendering import Renderer, renderer
-from conformance.workload import STORY, WEATHER
+from conformance.workload import STORY, WEATHER, image_part, picture, text_part
 
-from mmrouter_lib.api import parse_deployment
-from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
-from mmrouter_lib.engines.vllm.request import prompt_error_field, rewrite_chat
+from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.vllm.adapter import VLLM, prompt_error_field
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.intake.prompt_fields import inexact_fields
-from mmrouter_router.media import MediaResolver
+from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
@@ -108,7 +107,6 @@ EXACT: dict[str, dict[str, Any]] = {
     "detail": {"messages": [{"role": "user", "content": [image_part(picture(64, 64), detail="low"), OTHER]}]},
     "mm_processor_kwargs, empty": {"mm_processor_kwargs": {}},
 }
-"""What the engine makes of these is modelled."""
 
 TRUSTED_EXACT: dict[str, dict[str, Any]] = {
     "custom template": {},
@@ -176,9 +174,8 @@ class Router:
         return asyncio.run(self._prepare(fields, salt))
 
     def body(self, prepared: Prepared) -> dict[str, Any]:
-        """Return the body for the engine."""
         images = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in prepared.images]
-        sent = rewrite_chat(prepared.request.body, images, model=self.folder.name, cache_salt=prepared.salt)
+        sent = VLLM.rewrite_chat(prepared.request.body, images, model=self.folder.name, cache_salt=prepared.salt)
         return sent.body
 
     def client_body(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -201,21 +198,14 @@ class Router:
             (config / "chat-template" / "template.jinja").write_text(self.template)
             made["chatTemplate"] = {"configMap": {"name": "t", "key": "template"}}
         pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
-        deployment = parse_deployment(
-            {
-                "apiVersion": "mmrouter.io/v1alpha1",
-                "kind": "MMRouterDeployment",
-                "metadata": {"name": "fields"},
-                "spec": {"model": {"id": MODEL}, "engine": made, "pools": [pool]},
-            }
-        )
+        deployment = parsed({"model": {"id": MODEL}, "engine": made, "pools": [pool]})
         return Settings(
             deployment, "r", "127.0.0.1", config, self.folder, bytes(32), "k", "t", CurveKeys(b"", b"", b"")
         )
 
 
 @pytest.fixture(scope="module")
-def router(shrunk: Callable[[str], Path]) -> Router:
+def router(shrunk: Shrunk) -> Router:
     return Router(shrunk(MODEL))
 
 
@@ -347,7 +337,6 @@ def test_what_the_engine_refuses_names_its_field(name: str, router: Router, serv
 
 
 def cached(running: Engine, body: dict[str, Any]) -> int:
-    """Return the cached prompt tokens that the engine reports, -1 without a report."""
     details = running.chat(body)["usage"].get("prompt_tokens_details") or {}
     return int(details.get("cached_tokens") or 0)
 

@@ -22,14 +22,15 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from artefacts import ROOT
+from artefacts import ROOT, Record
+from conformance.conftest import Shrunk
 from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine
-from conformance.pictures import data_uri, picture
 from conformance.rendering import Renderer, renderer
+from conformance.workload import data_uri, picture
 
 from mmrouter_handover.shm import ledger, reclaim
 from mmrouter_lib.engines.base.events import Stored
-from mmrouter_lib.engines.vllm import handover as wire
+from mmrouter_lib.engines.vllm import plugin_api as wire
 from mmrouter_lib.media_identity import to_wire
 
 MODEL = "Qwen/Qwen2-VL-2B-Instruct"
@@ -49,7 +50,7 @@ class Sides:
 
 
 @pytest.fixture(scope="module")
-def sides(vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
+def sides(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
     folder = tmp_path_factory.mktemp("handover")
     model = weighted(shrunk(MODEL), folder / "models", vllm_env)
     plugin = folder / "plugin"
@@ -87,7 +88,7 @@ def weighted(model: Path, into: Path, env: Path) -> Path:
     python = str(env / "bin" / "python3")
     environ = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1"}
     subprocess.run(
-        [python, str(ROOT / "hack" / "engines" / "random_weights.py"), str(copy)],
+        [python, str(ROOT / "hack" / "engines" / "shrink_model.py"), "--weights", str(copy)],
         env=environ,
         capture_output=True,
         check=True,
@@ -101,7 +102,6 @@ def name(*what: object) -> str:
 
 
 def chat(sides: Sides, *images: tuple[str, bytes], tokens: int = 8) -> dict[str, Any]:
-    """A chat with named images, as ``rewrite_chat`` makes it."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": "What is to be seen? " + "Look closely. " * 8}]
     for uuid, data in images:
         parts.append({"type": "image_url", "image_url": {"url": data_uri(data)}, "uuid": uuid})
@@ -237,9 +237,9 @@ def test_what_cannot_be_taken_is_refused_with_its_reason_and_the_engine_goes_on(
         "no such slot": ({other: {**offers["shm"], "handle": {"path": "../../etc/passwd"}}}, "refused"),
         "no such memory": ({other: {**offers["nixl"], "address": 4096}}, "failed"),
     }
-    for said, (items, reason) in tries.items():
+    for label, (items, reason) in tries.items():
         raw = ask(sides.engine.client, wire.ITEMS_PATH, {"items": items, "seconds": SECONDS})
-        assert wire.read_items(raw) == wire.Taken(frozenset(), {other: reason}), said
+        assert wire.read_items(raw) == wire.Taken(frozenset(), {other: reason}), label
     for one in made.values():
         release(sides, one)
     for way in ("shm", "nixl"):
@@ -281,7 +281,7 @@ def test_both_sides_report_equal_settings_and_the_engine_keeps_the_plugins_of_it
     assert len(variable) > 1
 
 
-def test_figures_of_processing_and_of_each_way(sides: Sides, record: Callable[..., None]):
+def test_figures_of_processing_and_of_each_way(sides: Sides, record: Record):
     """Record the times on this machine beside its load; no time is asserted."""
     load = psutil.getloadavg()[0]
     for label, size, form in (("224x224", SMALL, "PNG"), ("1008x1008", LARGE, "JPEG")):
@@ -314,13 +314,12 @@ def test_figures_of_processing_and_of_each_way(sides: Sides, record: Callable[..
         record(f"handover {label}: processed bytes", length)
         record(f"handover {label}: engine's own decoding and processing, with the bytes' way, ms", middle(own))
         for way, (renders, renders_again, takes) in ways.items():
-            said = f"render {middle(renders)}, again from its cache {middle(renders_again)}, take {middle(takes)}"
-            record(f"handover {label}: {way}, ms", said)
+            times = f"render {middle(renders)}, again from its cache {middle(renders_again)}, take {middle(takes)}"
+            record(f"handover {label}: {way}, ms", times)
     record("handover: load average at its begin", round(load, 1))
 
 
 def clock() -> float:
-    """Return seconds since boot, the clock of leases."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

@@ -6,21 +6,20 @@ the remote code of its folder (``hack/engines/phi3v``).
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
-from conformance.compare import Exchange, compare, repeats
+from artefacts import Record
+from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, Engine, context_length
-from conformance.predict import Predictor, image_places
+from conformance.prediction import Exchange, Predictor, compare, image_places
 from conformance.report import Cells
-from conformance.scenarios import Scenario, faults, fetched, scenarios, served_images
+from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
 from conformance.vllm.conftest import FAMILIES, Served
 from conformance.workload import Case, case, user, workload
 
-from mmrouter_lib.engines.base.events import Batch, Stored
+from mmrouter_lib.engines.base.events import Stored
 
 OTHER = {name: "llava_next" if name == "phi3_v" else "phi3_v" for name in FAMILIES} | {
     "qwen2_vl": "qwen3_vl",
@@ -34,53 +33,29 @@ SLOW = {"phi3_v": 8}
 """Families whose vision tower vLLM builds at its real width: how many of the requests with images are sent."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """One family's recorded run: nothing in it depends on the engine being alive."""
-
-    predictor: Predictor
-    wrong_family: Predictor
-    exchanges: Sequence[Exchange]
-    refused: dict[str, int]
-    scenarios: Sequence[Scenario]
-    batches: Sequence[Batch]
-    live: Sequence[tuple[int, bytes]]
-    replayed: Sequence[tuple[int, bytes]]
+@pytest.fixture(scope="session")
+def refused() -> dict[str, dict[str, int]]:
+    """Family -> requests that the library refuses, with the engine's status."""
+    return {}
 
 
 @pytest.fixture(scope="session")
-def run(served: Served, shrunk: Callable[[str], Path], record: Callable[[str, Any], None]) -> Run:
+def run(served: Served, record: Record, refused: dict[str, dict[str, int]]) -> Run:
     family, engine, predictor = served.family, served.engine, served.predictor
-    wrong_family = predictor.of_family(shrunk(FAMILIES[OTHER[family]]))
     with served_images() as origin:
         ten = fetched(scenarios(origin))
     began = time.monotonic()
-    refused: dict[str, int] = {}
     context = min(context_length(served.folder), MOST_TOKENS)
     cases = [one for scenario in ten for one in scenario.cases]
     cases += [*affordable(workload(), SLOW.get(family)), *whole_blocks(predictor), LAST]
-    exchanges = [exchange for one in cases for exchange in ask(engine, predictor, one, refused, context)]
-    engine.listener.wait_for_prompt(exchanges[-1].prompt_ids)
-    figures = {
-        "start_s": round(engine.start_s, 1),
-        "memory_gb": round(engine.memory_bytes() / 1e9, 1),
-        "workload_s": round(time.monotonic() - began, 1),
-    }
-    record(f"engine, {family}", figures)
-    return Run(
-        predictor=predictor,
-        wrong_family=wrong_family,
-        exchanges=exchanges,
-        refused=refused,
-        scenarios=ten,
-        batches=engine.listener.batches(),
-        live=list(engine.listener.frames),
-        replayed=engine.listener.replayed(),
-    )
+    refusals = refused.setdefault(family, {})
+    exchanges = [exchange for one in cases for exchange in ask(engine, predictor, one, refusals, context)]
+    made = recorded("vllm", engine, predictor, exchanges, ten)
+    record(f"engine, {family}", figures(engine, began))
+    return made
 
 
 def affordable(cases: Sequence[Case], most: int | None) -> Iterator[Case]:
-    """Yield all cases without images, and every so many of those with images that ``most`` are left of them."""
     pictured = [one for one in cases if image_places(one)]
     step = 1 if most is None else -(-len(pictured) // most)
     kept = {one.name for one in pictured[::step]} | {"aspect above 200", "no picture", *NEEDED}
@@ -91,7 +66,6 @@ NEEDED = (
     *("size 640x480", "size 640x480 again", "size 640x480, other picture"),
     *("two images", "two images swapped", "two images again", "two tiny images in a block", "two tiny images swapped"),
 )
-"""What the tests below name."""
 
 
 def ask(served: Engine, predictor: Predictor, one: Case, refused: dict[str, int], context: int) -> Iterator[Exchange]:
@@ -120,31 +94,24 @@ def whole_blocks(predictor: Predictor) -> Iterator[Case]:
     yield replace(exact, name="whole blocks again")
 
 
-def test_every_published_block_is_the_predicted_one(run: Run, record: Callable[[str, Any], None], cells: Cells) -> None:
-    report = compare(run.exchanges, run.batches, run.predictor)
-    name = run.predictor.family.name
-    record(f"prediction, {name}", report.line)
-    cells.compared("vllm", name, report, repeats(run.exchanges))
-    print(f"\n{name}: {report.line}")
-    assert report.mismatches == []
-    assert report.blocks >= report.predicted > 500
-    assert (report.ragged > 0) == (name == "phi3_v"), "Phi-3 as published has a sliding window"
+def test_every_published_block_is_the_predicted_one(run: Run, record: Record, cells: Cells) -> None:
+    report = run.assert_predicted(record, cells, 500)
+    assert (report.ragged > 0) == (run.predictor.family.name == "phi3_v"), "Phi-3 as published has a sliding window"
 
 
 def test_the_ten_scenarios_hit_what_they_must_and_nothing_else(run: Run, cells: Cells) -> None:
-    cached = {exchange.case.name: exchange.cached_tokens for exchange in run.exchanges}
-    results = {one.name: faults(one, run.predictor, cached) for one in run.scenarios}
-    cells.scenarios("vllm", run.predictor.family.name, results)
-    assert len(results) == 10
-    assert {name: found for name, found in results.items() if found} == {}
+    run.assert_scenarios(cells)
 
 
-def test_what_the_library_refuses_the_engine_refuses(run: Run, record: Callable[[str, Any], None]) -> None:
+def test_what_the_library_refuses_the_engine_refuses(
+    run: Run, refused: dict[str, dict[str, int]], record: Record
+) -> None:
     """With 400, or with a 500 where the engine does not expect it: a template that drops an image, for one."""
-    record(f"refused, {run.predictor.family.name}", run.refused)
-    refused = {"no picture"} | ({"aspect above 200"} if run.predictor.family.name.startswith("qwen") else set())
-    assert refused <= set(run.refused)
-    assert [name for name, status in run.refused.items() if status < 400] == []
+    family = run.predictor.family.name
+    record(f"refused, {family}", refused[family])
+    expected = {"no picture"} | ({"aspect above 200"} if family.startswith("qwen") else set())
+    assert expected <= set(refused[family])
+    assert [name for name, status in refused[family].items() if status < 400] == []
 
 
 def test_the_workload_holds_every_kind_of_hit(run: Run) -> None:
@@ -169,23 +136,24 @@ def test_the_replay_holds_what_was_published_live(run: Run) -> None:
     assert [number for number, _ in run.live] == list(range(len(run.live)))
 
 
-def test_a_wrong_family_is_noticed(run: Run) -> None:
-    assert compare(run.exchanges, run.batches, run.wrong_family).mismatches
+def test_a_wrong_family_is_noticed(run: Run, shrunk: Shrunk) -> None:
+    other = run.predictor.of_family(shrunk(FAMILIES[OTHER[run.predictor.family.name]]))
+    assert run.compared(family=other.family).mismatches
 
 
 @pytest.mark.parametrize("size", [16, 64])
 def test_a_wrong_block_size_is_noticed(run: Run, size: int) -> None:
-    assert compare(run.exchanges, run.batches, replace(run.predictor, block_size=size)).mismatches
+    assert run.compared(block_size=size).mismatches
 
 
 def test_swapped_identities_are_noticed(run: Run) -> None:
     """Also where the swapped request was sent as well, so that every key exists: only its place in the run is wrong."""
-    report = compare(run.exchanges, run.batches, replace(run.predictor, swapped=True))
+    report = run.compared(swapped=True)
     assert any(text.startswith("two images: ") for text in report.mismatches)
 
 
 def test_another_identity_key_is_noticed(run: Run) -> None:
-    assert compare(run.exchanges, run.batches, replace(run.predictor, key=bytes(32))).mismatches
+    assert run.compared(key=bytes(32)).mismatches
 
 
 def test_a_lost_event_is_noticed(run: Run) -> None:

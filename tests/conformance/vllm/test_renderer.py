@@ -5,16 +5,16 @@ The families here are ones that the library knows, so its own prediction says wh
 
 import asyncio
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conformance.engine_process import BLOCK_SIZE, context_length
-from conformance.predict import Predictor, image_places
+from artefacts import Record
+from conformance.conftest import Shrunk
+from conformance.engine_process import BLOCK_SIZE, context_length, parsed
+from conformance.prediction import Predictor, image_places
 from conformance.rendering import renderer
 from conformance.workload import workload
 
-from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.engines.vllm.launch import launch
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
@@ -36,8 +36,7 @@ def flags(model_dir: Path) -> list[str]:
         "engine": {"type": "vllm", "blockSize": BLOCK_SIZE},
         "pools": [worker, pool],
     }
-    resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-    dep = parse_deployment({**resource, "spec": spec})
+    dep = parsed(spec)
     made = launch(dep, dep.spec.pools[1])
     assert made.command == ["vllm", "launch", "render"]
     rest = made.args[1:]
@@ -49,12 +48,7 @@ def flags(model_dir: Path) -> list[str]:
 
 @pytest.mark.parametrize("repository", FAMILIES)
 def test_rendered_prompts_are_the_librarys_token_for_token_and_image_for_image(
-    vllm_env: Path,
-    shrunk: Callable[[str], Path],
-    repository: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    record: Callable[..., None],
+    vllm_env: Path, shrunk: Shrunk, repository: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record
 ):
     model_dir = shrunk(repository)
     monkeypatch.setenv("VLLM_API_KEY", KEY)

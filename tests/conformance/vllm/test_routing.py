@@ -14,18 +14,15 @@ import httpx
 import msgspec
 import openai
 import pytest
-import yaml
 from conformance.engine_process import BLOCK_SIZE as BLOCK
 from conformance.engine_process import engine_args, require_memory
-from conformance.history import History
-from conformance.pictures import image_part, picture
-from conformance.resources import manifest, pool
+from conformance.engines import Answer, History, deployed, manifest, pool
 from conformance.scenarios import scenarios, served_images, shared
-from conformance.workload import Case, user, workload
-from local.rig import Deployment, running
+from conformance.workload import Case, image_part, picture, user, workload
+from local.rig import Deployment
 from waiting import wait_for
 
-from mmrouter_cli.bench import endpoint_probe
+from mmrouter_cli.bench.endpoint_probe import Target, examine
 from mmrouter_cli.bench.types import Result
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 
@@ -40,14 +37,11 @@ def deployment(request, vllm_env, shrunk, tmp_path_factory):
     require_memory()
     repository = request.param
     name = repository.split("/")[1].split("-2B")[0].lower()
-    file = tmp_path_factory.mktemp("routing") / "deployment.yaml"
     flags = [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
     pools = [pool("worker", replicas=REPOSITORIES[repository])]
     engine = {"type": "vllm", "args": flags}
     made = manifest(shrunk(repository), engine, pools, name=name, repository=repository, frontends=2)
-    file.write_text(yaml.safe_dump(made))
-    options = ("--engines", "path", "--engine-env", str(vllm_env))
-    with running(file, *options, start_seconds=650) as deployment:
+    with deployed(vllm_env, tmp_path_factory.mktemp("routing"), made) as deployment:
         deployment.name, deployment.repository = name, repository
         yield deployment
 
@@ -62,7 +56,6 @@ MIX = (
 
 
 def counted(deployment: Deployment) -> Counter[str]:
-    """Return ``queries`` and ``hits`` of all engines until now."""
     found = Counter[str]()
     for worker in deployment.state()["workers"]:
         text = httpx.get(f"http://{worker['ip']}:{HTTP_PORT}/metrics", timeout=10, trust_env=False).text
@@ -73,12 +66,9 @@ def counted(deployment: Deployment) -> Counter[str]:
 def questions(deployment: Deployment, salt: str) -> Counter[str]:
     """Return what engines count of the two questions that bench asks before it sends its load, once they are cached."""
 
-    async def ask() -> None:
-        await endpoint_probe.examine(deployment.url, {}, model=None, salt=salt, timeout=60, control=None, token=None)
-
     def again() -> Counter[str]:
         before = counted(deployment)
-        asyncio.run(ask())
+        asyncio.run(examine(Target(deployment.url, salt, 60)))
         return counted(deployment) - before
 
     def warm() -> Counter[str]:
@@ -90,45 +80,21 @@ def questions(deployment: Deployment, salt: str) -> Counter[str]:
     return found
 
 
-class Seen:
-    """One answered request: what the router predicted and where it went, what the engine said."""
-
-    def __init__(self, deployment: Deployment, raw) -> None:
-        headers, usage = raw.headers, raw.parse().usage
-        self.request_id = headers["x-mmrouter-request-id"]
-        self.worker = headers["x-mmrouter-worker"]
-        self.exactness = headers["x-mmrouter-exactness"]
-        self.overlap = int(headers["x-mmrouter-overlap-blocks"])
-        self.blocks = int(headers["x-mmrouter-prompt-blocks"])
-        self.predicted_tokens = int(headers["x-mmrouter-prompt-tokens"])
-        self.tokens = usage.prompt_tokens
-        self.cached = usage.prompt_tokens_details.cached_tokens
-        with deployment.control() as control:
-            trace = control.get(f"/control/decisions/{self.request_id}").json()
-        self.keys = trace["keys"]
-        self.images = trace["images"]
-
-    @property
-    def expected_cached(self) -> int:
-        """The overlap in tokens, up to the engine's rule that the last token is always computed."""
-        return min(self.overlap * BLOCK, (self.tokens - 1) // BLOCK * BLOCK)
-
-
-def send(deployment: Deployment, case: Case, max_tokens: int = 2) -> Seen:
+def send(deployment: Deployment, case: Case, max_tokens: int = 2) -> Answer:
     client = deployment.client(max_retries=0)
     body = dict(case.body)
     messages = body.pop("messages")
     raw = client.chat.completions.with_raw_response.create(
         model=deployment.name, messages=messages, max_tokens=max_tokens, temperature=0, extra_body=body
     )
-    return Seen(deployment, raw)
+    return Answer(raw.headers, raw.parse().usage.model_dump(), deployment.decision(raw))
 
 
 def uids(deployment: Deployment) -> dict[str, str]:
     return {worker["name"]: worker["uid"] for worker in deployment.state()["workers"]}
 
 
-def wait_until_published(deployment: Deployment, seen: Seen) -> None:
+def wait_until_published(deployment: Deployment, seen: Answer) -> None:
     """Both frontends' index holds every predicted key for the worker: the engine has published each of them."""
     uid = uids(deployment)[seen.worker]
     for number in range(2):
@@ -157,7 +123,7 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
         wait_until_published(deployment, first)
         again = send(deployment, case)
         for seen in (first, again):
-            if seen.predicted_tokens != seen.tokens or seen.cached != seen.expected_cached:
+            if seen.predicted_tokens != seen.tokens or seen.cached != seen.promised:
                 mismatches.append((case.name, vars(seen)))
         # A prompt shorter than a block is in no cache, so load and cache size decide.
         if again.overlap != again.blocks or (again.blocks and again.worker != first.worker):
@@ -181,11 +147,11 @@ def test_the_ten_scenarios_are_exact_through_router_and_sidecars(deployment, rec
                 want = {
                     "first": seen.overlap,
                     "whole": seen.blocks,
-                    "before image": seen.images[0]["offset"] // BLOCK if seen.images else 0,
+                    "before image": seen.before_image if seen.decision["images"] else 0,
                     "common": shared(before.keys, seen.keys) if before else 0,
                 }[hit]
-                told = (seen.exactness, seen.predicted_tokens, seen.cached, seen.overlap)
-                if told != ("exact", seen.tokens, seen.expected_cached, want) or (hit != "first" and want == 0):
+                outcome = (seen.exactness, seen.predicted_tokens, seen.cached, seen.overlap)
+                if outcome != ("exact", seen.tokens, seen.promised, want) or (hit != "first" and want == 0):
                     faults.append((case.name, hit, want, vars(seen)))
                 before = seen
     record(f"routing {deployment.name}: scenarios", faults or "10 of 10")
@@ -201,7 +167,7 @@ def test_a_different_image_never_hits_past_the_text_before_it(deployment):
         )
         wait_until_published(deployment, send(deployment, first))
         seen = send(deployment, other)
-        before = seen.images[0]["offset"] // BLOCK
+        before = seen.before_image
         assert seen.overlap == before > 0
         assert seen.cached == before * BLOCK
 

@@ -4,26 +4,22 @@ The engine's side is the rendered prompt that a serving vLLM returns.
 """
 
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import pytest
+from artefacts import Record
 from conformance.corpus import corpus
 from conformance.engine_process import Engine
-from conformance.pictures import image_part, picture
-from conformance.predict import Predictor, decode
+from conformance.prediction import Predictor
 from conformance.rendering import Rendered, Renderer
 from conformance.vllm.conftest import Served
-from conformance.workload import Case, case, user
+from conformance.workload import Case, case, image_part, picture, user
 
-from mmrouter_lib.engines.base.request_rewriting import ImageRewrite
-from mmrouter_lib.engines.vllm.request import rewrite_chat
-from mmrouter_lib.image_size import probe
-from mmrouter_lib.media_identity import media_identity, to_wire
-from mmrouter_lib.prompt import PlaceholderError, PromptImage, render_arguments
+from mmrouter_lib.media_identity import to_wire
+from mmrouter_lib.prompt import PlaceholderError
 
 LEAST = 300
 OUT_OF_ORDER = " before <|image_"
@@ -46,14 +42,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Run:
-    """One family's corpus with both sides' answers."""
-
     predictor: Predictor
     answers: list[tuple[Case, Outcome, Outcome]]
 
     @property
     def both(self) -> list[tuple[Case, Outcome, Outcome]]:
-        """The conversations that neither side refuses."""
         return [(one, mine, theirs) for one, mine, theirs in self.answers if not (mine.refused or theirs.refused)]
 
 
@@ -62,14 +55,11 @@ def run(served: Served) -> Run:
     predictor, server = served.predictor, Renderer(served.engine.client)
     return Run(
         predictor,
-        [
-            (one, ours(predictor, one), engines(server.render(with_identities(predictor, one))))
-            for one in corpus(served.family)
-        ],
+        [(one, ours(predictor, one), engines(server.render(predictor.request(one)))) for one in corpus(served.family)],
     )
 
 
-def test_the_expanded_prompt_is_the_engines_own(run: Run, record: Callable[[str, Any], None]) -> None:
+def test_the_expanded_prompt_is_the_engines_own(run: Run, record: Record) -> None:
     different = [f"{one.name}: {difference(mine, theirs)}" for one, mine, theirs in run.both if mine != theirs]
     refused = len(run.answers) - len(run.both)
     figures = f"conversations {len(run.both)}, mismatches {len(different)}, refused {refused}"
@@ -90,7 +80,7 @@ def test_an_image_of_one_token_more_is_noticed(run: Run) -> None:
     shown = [(one, theirs) for one, _, theirs in run.both if theirs.images]
     assert len(shown) >= LEAST // 3
     for one, theirs in shown:
-        assert ours(run.predictor, one, more=1) != theirs
+        assert ours(replace(run.predictor, more=1), one) != theirs
 
 
 TAGS = case(
@@ -123,17 +113,13 @@ def outlives(served: Engine, body: dict[str, Any], seconds: float = 60) -> bool:
     return False
 
 
-def ours(predictor: Predictor, one: Case, *, more: int = 0) -> Outcome:
-    """Return what the library predicts, as the router asks for it; ``more`` is added to the tokens of each image."""
+def ours(predictor: Predictor, one: Case) -> Outcome:
     try:
-        images = [prompt_image(predictor, url, more) for _, _, url in places(one)]
-        text = predictor.prompter.render(one.body["messages"], **render_arguments(one.body))
-        special = bool(one.body.get("add_special_tokens", False))
-        expanded = predictor.prompter.expand(text, images, add_special_tokens=special)
+        predicted = predictor.predict(one)
     except ValueError as error:
         return Outcome([], [], f"{type(error).__name__}: {error}")
-    spans = [(to_wire(span.identity), span.offset, span.length) for span in expanded.spans]
-    return Outcome(expanded.ids.tolist(), spans)
+    spans = [(to_wire(span.identity), span.offset, span.length) for span in predicted.spans]
+    return Outcome(predicted.ids.tolist(), spans)
 
 
 def engines(answer: Rendered) -> Outcome:
@@ -144,34 +130,7 @@ def engines(answer: Rendered) -> Outcome:
     return Outcome(answer.ids, answer.images)
 
 
-def with_identities(predictor: Predictor, one: Case) -> dict[str, Any]:
-    """Return the body with our identity beside every image, which the engine then gives back."""
-    rewrites = [ImageRewrite(at, number, url, identity(predictor, url)) for at, number, url in places(one)]
-    return rewrite_chat(one.body, rewrites, model=predictor.model, cache_salt=None).body
-
-
-def places(one: Case) -> Iterator[tuple[int, int, str]]:
-    """Yield message number, part number and URL of every image, in prompt order."""
-    for at, message in enumerate(one.body["messages"]):
-        parts = message["content"]
-        for number, part in enumerate(parts if isinstance(parts, list) else ()):
-            if part["type"] == "image_url":
-                yield at, number, part["image_url"]["url"]
-
-
-def identity(predictor: Predictor, url: str) -> str:
-    return to_wire(media_identity(decode(url), predictor.family.pixel_options, key=predictor.key))
-
-
-def prompt_image(predictor: Predictor, url: str, more: int) -> PromptImage:
-    data = decode(url)
-    size = probe(data, max_pixels=64_000_000, exif=predictor.family.rotates_exif)
-    count = predictor.family.count(size.width, size.height)
-    return PromptImage(media_identity(data, predictor.family.pixel_options, key=predictor.key), count + more)
-
-
 def difference(mine: Outcome, theirs: Outcome) -> str:
-    """Return the first difference in words."""
     pairs = enumerate(zip(mine.ids, theirs.ids, strict=False))
     at = next((at for at, (a, b) in pairs if a != b), min(len(mine.ids), len(theirs.ids)))
     if mine.ids == theirs.ids:

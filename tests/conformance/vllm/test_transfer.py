@@ -4,24 +4,27 @@ With ``none`` the engine receives the bytes and processes the image. With ``shm`
 render`` processes it, and the engine, stock but for the plugin, reads the result from shared memory or over NIXL.
 
 Only the frontend has the mode, so one engine and one renderer serve all three. ``test_routing`` covers an engine
-without the plugin.
+without the plugin. NIXL reads that fail drain nothing, and nothing wrong is ever read.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import yaml
+from artefacts import Record
+from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
-from conformance.resources import REPOSITORY, pool, resource
-from local.rig import Deployment, running
-from local.test_scenarios import Folder, web
+from conformance.engines import REPOSITORY, deployed, pool, resource
+from local.rig import Deployment
 from prometheus_client.parser import text_string_to_metric_families
-from scenarios import SCENARIOS, Chat, Scenario, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title, web
 from waiting import wait_for
+
+from mmrouter_handover.plugin.start import install
 
 __all__ = ["web"]
 
@@ -30,16 +33,12 @@ WAYS = {"nixl": "nixl", "shm": "shm", "none": ""}
 
 
 @pytest.fixture(scope="module")
-def deployment(
-    vllm_env: Path, shrunk: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Deployment]:
+def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """One engine and a renderer, with hand-over forced even where it is not cheaper."""
     require_memory()
     pools = [pool("worker"), pool("renderer")]
     made = resource(shrunk(REPOSITORY), pools, frontend={"MMROUTER_HANDOVER": "always"}, transfer=next(iter(WAYS)))
-    file = tmp_path_factory.mktemp("transfer") / "deployment.yaml"
-    file.write_text(yaml.safe_dump(made))
-    with running(file, "--engines", "path", "--engine-env", str(vllm_env), start_seconds=650) as deployment:
+    with deployed(vllm_env, tmp_path_factory.mktemp("transfer"), made) as deployment:
         yield deployment
 
 
@@ -70,7 +69,6 @@ def chat(deployment: Deployment) -> Iterator[Chat]:
 
 
 def way(deployment: Deployment, chat: Chat, image: str) -> str:
-    """Send an image; return how it reached the engine."""
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=chat.messages(image, "what?"), max_tokens=1
     )
@@ -97,11 +95,50 @@ def test_scenario(scenario: Scenario, deployment: Deployment, mode: str, chat: C
     assert {key for key, value in passed.items() if value} <= {(WAYS[mode], "")}
 
 
-def test_modes_with_a_hand_over_hand_images_over(
-    deployment: Deployment, mode: str, record: Callable[[str, Any], None]
-) -> None:
+def test_modes_with_a_hand_over_hand_images_over(deployment: Deployment, mode: str, record: Record) -> None:
     """The scenarios check that no other way was used; this checks that images were handed over at all."""
     found = {f"{how} {reason}".strip(): count for (how, reason), count in counted(deployment).items() if count}
     record(f"transfer {mode}: images by their way, and ways that were not taken before the plugins had answered", found)
     assert not WAYS[mode] or found[WAYS[mode]] > len(SCENARIOS)
     assert WAYS[mode] or not found
+
+
+SCRIPT = Path(__file__).with_name("nixl_reads.py")
+ROUNDS = 20
+
+
+def test_case_64_failed_reads_drain_no_pool_whatever_the_renderer_does(vllm_env: Path, tmp_path: Path):
+    """The pool holds eight of these items: twenty buffers that are not given back would be seen."""
+    if not list(vllm_env.glob("lib/python3*/site-packages/nixl")):
+        pytest.skip("not run: the engine's environment has no NIXL")
+    install(tmp_path / "plugin")
+    done = subprocess.run(
+        [str(vllm_env / "bin" / "python"), str(SCRIPT), str(tmp_path / "plugin"), str(ROUNDS)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "UCX_TLS": "tcp,self"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    steps = json.loads(done.stdout)
+    came = {name: set(step["came"]) for name, step in steps.items() if isinstance(step, dict)}
+    assert came == {
+        "well": {"ok"},
+        "released": {"stale"},
+        "no such memory": {"failed"},
+        "another item": {"corrupt"},
+        "well after these": {"ok"},
+        "standing still": {"failed"},
+        "going on": {"ok"},
+        "standing still again": {"failed"},
+        "killed": {"failed"},
+    }
+    assert [step["wrong"] for step in steps.values() if isinstance(step, dict)] == [0] * len(came)
+    assert (steps["settled after it went on"], steps["settled after its end"]) == (True, True)
+    files = [step["files"] for step in steps.values() if isinstance(step, dict)]
+    assert max(files) <= files[0] + 5, files
+    for name, step in steps.items():
+        if isinstance(step, dict):
+            # A renderer that stands still has one buffer, and gets no other until it has let go of it.
+            assert step["stuck"] == name.startswith("standing still"), name
+            assert bool(step["lent"]) == bool(step["stuck"]), name

@@ -1,123 +1,51 @@
-"""The resource of examples/full.yaml: what is accepted, what it defaults to, how it travels."""
+"""The resource of examples/full.yaml: what is accepted, what it defaults to, how it travels; and quantities."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
+from unit.engines.conftest import document
 
-from mmrouter_lib.api import MMRouterDeployment, SpecError, block_size_of, load_deployment, parse_deployment, to_json
+from mmrouter_lib.api import SpecError, block_size_of, load_deployment, parse_deployment, quantity_bytes, to_json
 
-WHOLE: dict[str, Any] = {
-    "apiVersion": "mmrouter.io/v1alpha1",
-    "kind": "MMRouterDeployment",
-    "metadata": {"name": "qwen-vl", "namespace": "inference", "uid": "1", "managedFields": [{}]},
-    "spec": {
-        "model": {
-            "id": "Qwen/Qwen2.5-VL-7B-Instruct",
-            "revision": "main",
-            "servedName": "qwen",
-            "volume": {"persistentVolumeClaim": {"claimName": "weights"}},
-            "tokenSecret": {"name": "hf", "key": "token"},
-            "trustRemoteCode": False,
-        },
-        "engine": {
-            "type": "vllm",
-            "image": "registry.example/vllm:0.32.0",
-            "blockSize": 32,
-            "chatTemplate": {"configMap": {"name": "t", "key": "template"}},
-            "processor": {"minPixels": 3136, "maxPixels": 1003520},
-            "kvConnector": {},
-            "ecConnector": {},
-            "args": [],
-        },
-        "frontend": {
-            "replicas": 2,
-            "resources": {},
-            "maxHeldBytes": "1Gi",
-            "service": {"type": "ClusterIP", "port": 80},
-            "apiKeys": {"secret": {"name": "keys"}},
-            "podTemplate": {},
-        },
-        "routing": {
-            "policy": "kv",
-            "overlapWeight": "1.0",
-            "minPrefillTokens": 512,
-            "encoderScheduling": "auto",
-            "maxQueuedRequests": 4096,
-            "transfer": "none",
-            "media": {
-                "fetch": "allowList",
-                "allowedHosts": ["images.example", "*.cdn.example", "10.0.0.1", "::1"],
-                "allowedCIDRs": ["10.0.0.0/8", "fd00::/8"],
-                "maxBytes": "20Mi",
-                "maxRequestBytes": "64Mi",
-                "maxPixels": 64000000,
-                "maxImages": 32,
-            },
-        },
-        "pools": [
-            {
-                "name": "enc-xpu",
-                "role": "encoder",
-                "replicas": 2,
-                "weight": 20,
-                "parallelism": {"tensor": 1, "data": 1},
-                "accelerator": {"kind": "intel-xe", "count": 1},
-                "nodeSelector": {"zone": "a"},
-                "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
-                "args": [],
-                "image": "",
-                "sharedMemory": {"size": "8Gi", "scope": "pod"},
-                "resources": {"requests": {"cpu": 4, "memory": "16Gi"}},
-                "autoscaling": {"minReplicas": 1, "maxReplicas": 8, "metric": "kvUsage", "target": "0.7"},
-                "updates": {"maxSurge": 1, "maxUnavailable": 0, "drainSeconds": 60},
-                "podTemplate": {},
-            },
-            {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}},
-        ],
-        "verification": {"onFailure": "Degrade", "sampleRatio": "0.01", "timeoutSeconds": 300},
-        "sidecar": {"resources": {}, "bufferEvents": 10000},
-        "observability": {"podMonitor": "Auto", "otlpEndpoint": "", "debugHeaders": False},
-        "networkPolicy": {"enabled": True},
-        "paused": False,
-    },
-    "status": {
-        "observedGeneration": 3,
-        "phase": "Ready",
-        "endpoint": "http://qwen-vl.inference.svc",
-        "pools": [
-            {"name": "enc-xpu", "role": "encoder", "desired": 2, "ready": 2, "routable": 2, "verified": 2, "updated": 2}
-        ],
-        "routing": {"exactRatio": "0.998", "hitRatio": "0.83"},
-        "conditions": [],
-    },
-}
+WHOLE: dict[str, Any] = yaml.safe_load((Path(__file__).parents[3] / "examples" / "full.yaml").read_text())
+COUNTS = dict.fromkeys(("desired", "ready", "routable", "verified", "updated"), 2)
+STATUS = {"observedGeneration": 3, "phase": "Ready", "endpoint": "http://qwen-vl.inference.svc", "conditions": []}
+STATUS |= {"routing": {"exactRatio": "0.998", "hitRatio": "0.83"}}
+STATUS |= {"pools": [{"name": "enc-xpu", "role": "encoder", **COUNTS}]}
 
 
 def test_every_field_of_the_full_example_is_accepted() -> None:
-    dep = parse_deployment(WHOLE)
+    metadata = {"name": "qwen-vl", "namespace": "inference", "uid": "1", "managedFields": [{}]}
+    dep = parse_deployment({**WHOLE, "metadata": metadata, "status": STATUS})
     assert dep.metadata.namespace == "inference"
-    assert dep.spec.routing.media.allowed_cidrs == ["10.0.0.0/8", "fd00::/8"]
-    assert dep.spec.pools[0].resources.requests == {"cpu": "4", "memory": "16Gi"}
+    assert dep.spec.routing.media.allowed_cidrs == ["10.20.0.0/16"]
+    assert dep.spec.pools[0].accelerator.kind == "intel-xe"
     assert dep.status is not None
     assert dep.status.pools[0].verified == 2
 
 
-def test_the_shortest_resource_gets_the_defaults(document: Any) -> None:
+def test_hosts_and_ranges_may_be_of_either_family_and_quantities_numbers() -> None:
+    media = {"fetch": "allowList", "allowedHosts": ["a.example", "10.0.0.1", "::1"], "allowedCIDRs": ["fd00::/8"]}
+    pool = document()["spec"]["pools"][0] | {"resources": {"requests": {"cpu": 4, "memory": "16Gi"}}}
+    spec = parse_deployment(document(routing={"media": media}, pools=[pool])).spec
+    assert spec.routing.media.allowed_hosts == media["allowedHosts"]
+    assert spec.routing.media.allowed_cidrs == media["allowedCIDRs"]
+    assert spec.pools[0].resources.requests == {"cpu": "4", "memory": "16Gi"}
+
+
+def test_the_shortest_resource_gets_the_defaults() -> None:
     spec = parse_deployment(document()).spec
-    assert spec.model.served_name == "qwen-vl"
+    assert spec.model.served_name == "vl"
     assert spec.model.revision == "main"
     assert (spec.frontend.replicas, spec.frontend.service.port) == (2, 80)
     assert (spec.routing.policy, spec.routing.overlap_weight, spec.routing.media.fetch) == ("kv", "1.0", "dataOnly")
     media = spec.routing.media
-    assert (media.max_bytes, media.max_request_bytes, media.max_pixels, media.max_images) == (
-        "20Mi",
-        "64Mi",
-        64_000_000,
-        32,
-    )
+    assert (media.max_bytes, media.max_request_bytes) == ("20Mi", "64Mi")
+    assert (media.max_pixels, media.max_images) == (64_000_000, 32)
     pool = spec.pools[0]
     assert (pool.accelerator.devices, pool.shared_memory.size, pool.updates.max_surge) == (1, "8Gi", 1)
     assert (spec.sidecar.buffer_events, spec.verification.timeout_seconds) == (10_000, 300)
@@ -132,7 +60,7 @@ def test_a_resource_survives_a_round_trip_through_the_config_file(tmp_path: Path
     assert load_deployment(path).metadata.name == dep.metadata.name
 
 
-def test_the_config_file_has_only_the_users_fields(document: Any) -> None:
+def test_the_config_file_has_only_the_users_fields() -> None:
     """A default written out would stop a pod of the release before from reading the file."""
     doc = document()
     assert to_json(parse_deployment(doc))["spec"] == doc["spec"]
@@ -145,7 +73,7 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
         load_deployment(path)
 
 
-def test_values_cannot_be_changed(document: Any) -> None:
+def test_values_cannot_be_changed() -> None:
     dep = parse_deployment(document())
     with pytest.raises(ValidationError):
         dep.spec.paused = True
@@ -154,70 +82,27 @@ def test_values_cannot_be_changed(document: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "size"), [("nvidia", 16), ("amd", 16), ("intel-i915", 64), ("intel-xe", 64), ("gaudi", 128), ("cpu", 128)]
 )
-def test_block_size_is_the_pools_then_the_engines_then_the_accelerators(document: Any, kind: str, size: int) -> None:
-    pool = {"name": "worker", "role": "worker", "accelerator": {"kind": kind}}
-    dep = parse_deployment(document(pools=[pool]))
-    assert block_size_of(dep, dep.spec.pools[0]) == size
-    dep = parse_deployment(document(engine={"type": "vllm", "blockSize": 32}, pools=[pool]))
-    assert block_size_of(dep, dep.spec.pools[0]) == 32
-    dep = parse_deployment(document(engine={"type": "vllm", "blockSize": 32}, pools=[{**pool, "blockSize": 48}]))
-    assert block_size_of(dep, dep.spec.pools[0]) == 48
+def test_block_size_is_the_pools_then_the_engines_then_the_accelerators(kind: str, size: int) -> None:
+    for engine, pool, wanted in (
+        ({}, {}, size),
+        ({"blockSize": 32}, {}, 32),
+        ({"blockSize": 32}, {"blockSize": 48}, 48),
+    ):
+        dep = parse_deployment(document({"accelerator": {"kind": kind}, **pool}, engine={"type": "vllm", **engine}))
+        assert block_size_of(dep, dep.spec.pools[0]) == wanted
 
 
-def test_a_pool_is_found_by_name(document: Any) -> None:
-    dep = parse_deployment(document())
-    assert dep.pool("worker").replicas == 2
-    with pytest.raises(KeyError):
-        dep.pool("other")
+QUANTITIES = {"0": 0, "1": 1, "20Mi": 20 << 20, "8Gi": 8 << 30, "1.5Ki": 1536, "2k": 2000, "3M": 3_000_000}
+QUANTITIES |= {"1e3": 1000, "1.5E3": 1500, "2E": 2 * 10**18, "1Ei": 2**60, "500m": 1, "1500m": 2}
 
 
-def _walk(schema: dict[str, Any], path: str = "") -> list[tuple[str, dict[str, Any]]]:
-    found = [(path, schema)]
-    for name, child in schema.get("properties", {}).items():
-        found += _walk(child, f"{path}.{name}")
-    for key in ("items", "additionalProperties"):
-        if isinstance(schema.get(key), dict):
-            found += _walk(schema[key], f"{path}[]")
-    for child in schema.get("anyOf", []):
-        found += _walk(child, path)
-    return found
+def test_a_quantity_is_read_as_kubernetes_reads_it() -> None:
+    assert {text: quantity_bytes(text) for text in QUANTITIES} == QUANTITIES
 
 
-def _definitions() -> list[tuple[str, dict[str, Any]]]:
-    definitions = MMRouterDeployment.model_json_schema()["$defs"]
-    del definitions["Metadata"]  # Kubernetes' own
-    return [node for name, schema in definitions.items() for node in _walk(schema, name)]
-
-
-def test_every_field_is_bounded() -> None:
-    """Without bounds the API server cannot estimate the cost of the CRD's rules and refuses it."""
-    unbounded = []
-    for path, schema in _definitions():
-        kind = schema.get("type")
-        if schema.get("x-kubernetes-preserve-unknown-fields") or "enum" in schema or "const" in schema:
-            continue
-        if kind == "string" and "maxLength" not in schema:
-            unbounded.append(path)
-        if kind == "array" and "maxItems" not in schema:
-            unbounded.append(path)
-        if kind == "integer" and "minimum" not in schema:
-            unbounded.append(path)
-        if kind == "object" and "properties" not in schema and "maxProperties" not in schema:
-            unbounded.append(path)
-    assert unbounded == []
-
-
-def test_every_field_is_described_for_kubectl_explain() -> None:
-    silent = [
-        f"{path}.{name}"
-        for path, schema in _definitions()
-        for name, child in schema.get("properties", {}).items()
-        if "description" not in child and "$ref" not in child
-    ]
-    assert silent == []
-
-
-def test_immutable_fields_are_described_as_immutable() -> None:
-    definitions = MMRouterDeployment.model_json_schema()["$defs"]
-    for name, field in (("Model", "id"), ("EngineSpec", "type"), ("Pool", "role")):
-        assert "Immutable" in definitions[name]["properties"][field]["description"]
+@pytest.mark.parametrize(
+    "text", ["", "Mi", "-1", "+1", "1 Mi", "1mi", "1KI", "1.", ".5", "1e", "1e99", "9999999999Ei", "1_0", "٣"]
+)
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="quantity"):
+        quantity_bytes(text)

@@ -1,30 +1,25 @@
 """The simulated cluster: engines match the simulator's scheduler, no request is lost, policies behave as documented."""
 
-import os
 from array import array
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import shared_folder
 
 from bench.cluster import multiple_routers, policy_comparison
-from bench.cluster import weight_sweep as clustersweep
 from bench.cluster.multiple_routers import Routers, spread, summary
 from bench.cluster.policy_comparison import Case, Outcome
 from bench.cluster.routing_policies import Dynamo, LeastLoaded, Ours, RoundRobin, TextPrefix
 from bench.cluster.simulation import simulate
 from bench.cluster.virtual_engine import NEVER, EngineRequest, Machine, VirtualEngine
 from bench.cluster.workloads import TRACE_BLOCK, ClusterRequest, mooncake, servegen
-from mmrouter_router.scheduling.scoring import WEIGHTS
-from mmrouter_sim.core.hashing import Media
-from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.requests import Media, Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.core.step_cost import Cost
 
 SIZE = 8
-FOLDER = Path(os.environ.get("MMROUTER_TRACES", Path(__file__).resolve().parents[4] / "shared" / "traces"))
 TINY = Machine(
     prefill_rate=100.0,
     encode_seconds=0.01,
@@ -121,44 +116,38 @@ def arrivals(draw):
     return [sum(gaps[: n + 1]) + n * 1e-4 * 2**0.5 for n in range(len(gaps))]
 
 
+BLOCKS = st.lists(st.integers(0, 2), max_size=9)
+
+
 @st.composite
-def cached_prompts(draw):
-    """Short answers: no block of an answer gets full, as only prompts' blocks have names."""
+def prompts_of(draw, most_tail, most_output):
     return [
-        Prompt(at, draw(st.lists(st.integers(0, 2), max_size=9)), draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+        Prompt(at, draw(BLOCKS), draw(st.integers(1, most_tail)), draw(st.integers(1, most_output)))
         for at in arrivals(draw)
     ]
 
 
-def same(found, expected):
-    assert len(found) == len(expected)
-    for (first, end, cached), (their_first, their_end, their_cached) in zip(found, expected, strict=True):
+def same(actual, expected):
+    assert len(actual) == len(expected)
+    for (first, end, cached), (their_first, their_end, their_cached) in zip(actual, expected, strict=True):
         assert first == pytest.approx(their_first, abs=1e-6)
         assert end == pytest.approx(their_end, abs=1e-6)
         assert cached == their_cached
 
 
 @settings(max_examples=60, deadline=None)
-@given(cached_prompts())
+@given(prompts_of(4, 4))  # short answers: no block of one gets full, as only prompts' blocks have names
 def test_an_engine_hits_evicts_and_takes_as_long_as_the_simulators_scheduler(prompts):
     expected, _, _ = theirs(prompts)
     same(mine(prompts)[0], expected)
 
 
-@st.composite
-def long_answers(draw):
-    return [
-        Prompt(at, draw(st.lists(st.integers(0, 2), max_size=9)), draw(st.integers(1, 8)), draw(st.integers(1, 60)))
-        for at in arrivals(draw)
-    ]
-
-
 @settings(max_examples=40, deadline=None)
-@given(long_answers())
+@given(prompts_of(8, 60))
 def test_requests_that_outgrow_the_cache_give_way_as_in_the_simulators_scheduler(prompts):
     expected, preemptions, _ = theirs(prompts, caching=False)
-    found, mine_preempted, _ = mine(prompts, named=False)
-    same(found, expected)
+    actual, mine_preempted, _ = mine(prompts, named=False)
+    same(actual, expected)
     assert mine_preempted == preemptions
 
 
@@ -170,9 +159,9 @@ def test_the_drawn_answers_do_outgrow_the_cache():
 def test_an_image_is_encoded_when_its_first_token_is_computed_and_not_when_all_of_it_is_hit():
     image = (Media("i", SIZE, SIZE),)
     prompts = [Prompt(0.1, [0, 1], 3, 2, image), Prompt(9.2, [0, 1], 3, 2, image), Prompt(20.3, [2, 1], 3, 2, image)]
-    found, _, encoded = mine(prompts)
+    actual, _, encoded = mine(prompts)
     expected, _, their_encoded = theirs(prompts)
-    same(found, expected)
+    same(actual, expected)
     assert encoded == their_encoded == SIZE  # the encoder's output is kept for the third
 
 
@@ -276,7 +265,7 @@ def test_the_text_prefix_does_not_see_images_and_smg_s_thresholds_decide():
 @pytest.mark.parametrize("repeats", [True, False])
 def test_a_load_is_work_over_what_all_engines_do_and_sessions_are_what_can_be_reused(repeats):
     load = servegen(repeats, 2, 0.5, 40.0, Machine())
-    assert list(load.requests) == sorted(load.requests, key=lambda one: one.at)
+    assert list(load.requests) == sorted(load.requests, key=lambda request: request.at)
     assert (load.reusable > 0.5) == repeats
     run = simulate(replace(load, counted_from=0.0), 2, Machine(), Ours(2, 16))
     seconds = (run.tokens - run.cached) / Machine().prefill_rate + run.encoded * Machine().encode_seconds
@@ -284,35 +273,25 @@ def test_a_load_is_work_over_what_all_engines_do_and_sessions_are_what_can_be_re
 
 
 def test_parts_of_a_trace_share_only_what_the_whole_service_shares():
-    if not (FOLDER / "mooncake").is_dir():
-        pytest.skip(f"not run: no traces at {FOLDER} (MMROUTER_TRACES)")
-    load = mooncake(FOLDER / "mooncake", "conversation", 8, 0.5, 60.0, policy_comparison.LARGE)
-    copies = {key >> 32 for one in load.requests for key in one.keys}
+    traces = shared_folder("MMROUTER_TRACES", "traces/mooncake")
+    load = mooncake(traces, "conversation", 8, 0.5, 60.0, policy_comparison.LARGE)
+    copies = {key >> 32 for request in load.requests for key in request.keys}
     assert copies == {0, 1, 2, 3, 4}
-    assert {key for one in load.requests for key in one.keys if key >> 32 == 0} == {0}
-    assert all(len(one.keys) == one.tokens // TRACE_BLOCK for one in load.requests)
+    assert {key for request in load.requests for key in request.keys if key >> 32 == 0} == {0}
+    assert all(len(request.keys) == request.tokens // TRACE_BLOCK for request in load.requests)
 
 
 def test_without_traces_their_rows_say_so_and_the_others_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(policy_comparison, "QUICK", (2,))
+    monkeypatch.setattr(policy_comparison, "SIZES", (2,))
     monkeypatch.setattr(policy_comparison, "REUSED", 0.0)
     monkeypatch.setitem(policy_comparison.SECONDS, "servegen", {2: 5.0})
-    rows = policy_comparison.run(quick=True, traces=tmp_path)
+    rows = policy_comparison.run(tmp_path)
     missing = [item for item in rows if item.value is None]
     assert len(missing) == 4
     assert all(item.peer.startswith(f"not run: no traces at {tmp_path}") for item in missing)
     goals = {item.name: item.goal for item in rows if item.goal}
     assert sorted(goals.values()) == ["<= 1.02", ">= 0.97", ">= 1.2"]
     assert sum(item.name.startswith("cluster servegen") for item in rows) == 4
-
-
-def test_the_sweep_begins_with_the_weights_in_use_and_changes_one_at_a_time():
-    (first, weights), *others = clustersweep.variants()
-    assert (first, weights) == ("in use", WEIGHTS)
-    for _, other in others:
-        assert sum(getattr(other, name) != getattr(WEIGHTS, name) for name in WEIGHTS.__struct_fields__) == 1
-    for name, values in clustersweep.TRIED.items():
-        assert min(values) < getattr(WEIGHTS, name) < max(values)
 
 
 CASE = Case("servegen sessions", 2, 0.5)
@@ -323,10 +302,9 @@ def load():
     return servegen(True, 2, 0.6, 6.0, Machine())
 
 
-def run_routers(load, routers, delay=None):
+def run_routers(load, routers, delay=multiple_routers.GOSSIP_DELAY):
     policy = Routers(routers, 2, load.block_size, delay)
-    done = simulate(load, 2, Machine(), policy, watch=policy.watch if delay is not None else None)
-    return policy, done
+    return policy, simulate(load, 2, Machine(), policy, watch=policy.watch)
 
 
 def test_every_router_has_the_same_index_in_the_end(load):
@@ -336,13 +314,13 @@ def test_every_router_has_the_same_index_in_the_end(load):
         assert policy.routers[0].holds(engine) == policy.routers[1].holds(engine) == policy.routers[2].holds(engine)
 
 
-def test_one_router_loses_nothing_whether_it_hears_of_itself_or_not(load):
-    assert run_routers(load, 1)[1].chosen == run_routers(load, 1, 0.01)[1].chosen
+def test_one_router_among_none_chooses_as_one_without_exchange(load):
+    assert run_routers(load, 1)[1].chosen == simulate(load, 2, Machine(), Ours(2, load.block_size)).chosen
 
 
 def test_what_is_heard_of_others_counts_while_one_chooses_and_not_beside_it(load):
     policy, heard = run_routers(load, 2, 0.0)
-    assert heard.chosen != run_routers(load, 2)[1].chosen
+    assert heard.chosen != run_routers(load, 2, float("inf"))[1].chosen
     for router in policy.routers:
         assert all(abs(usage.active) < 1e-6 for worker in router.workers for usage in worker.usage.values())
 
@@ -355,15 +333,7 @@ def test_requests_of_one_time_are_spread_to_the_next_time_in_their_order(load):
 
 
 def test_the_loss_is_over_one_router_in_the_same_case():
-    found = {
-        (CASE, (1, None)): Outcome(100, 200, 0.5),
-        (CASE, (2, None)): Outcome(100, 260, 0.4),
-        (CASE, (2, multiple_routers.GOSSIP_DELAY)): Outcome(100, 202, 0.5),
-    }
-    rows = {item.name: item for item in summary(found)}
-    name = "2 routers before 2 engines"
-    lost = rows[f"{name}, if each knew of its own requests only: TTFT p95 over 1 router, mean"]
-    assert (lost.value, lost.met) == (1.3, None)
-    heard = rows[f"{name}: TTFT p95 over 1 router, mean"]
+    rows = {item.name: item for item in summary({(CASE, 1): Outcome(100, 200, 0.5), (CASE, 2): Outcome(100, 202, 0.4)})}
+    heard = rows["2 routers before 2 engines: TTFT p95 over 1 router, mean"]
     assert (heard.value, heard.met) == (1.01, True)
-    assert rows[f"{name}, if each knew of its own requests only: hits over 1 router's, mean"].value == 0.8
+    assert rows["2 routers before 2 engines: hits over 1 router's, mean"].value == 0.8

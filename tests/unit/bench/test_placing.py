@@ -1,18 +1,21 @@
-"""Benchmarks of prompt, keys and decision: times count only where all implementations give the same answer."""
+"""Keys, decision, ingest, restart and hand-over: times count only where the answers or bytes are the right ones."""
 
 import json
 from array import array
+from dataclasses import replace
 
 import pytest
 
-from bench.placing import decision_time, request_path, tokenization
-from bench.placing.block_workload import BLOCK_SIZE, build, split, steps, vllm_payload
-from bench.placing.request_path import COLD, NAIVE, WARM, AnswersDifferError, Naive, Timed, measure, rows
-from bench.placing.tokenization import TINY
+from bench import shm_transfer
+from bench.feed import router_index, router_ingest
+from bench.feed.fake_sidecars import Curve
+from bench.placing import decision_time, request_path
+from bench.placing.request_path import COLD, NAIVE, TINY, WARM, AnswersDifferError, Naive, Timed, measure, rows
+from bench.placing.workload import BLOCK_SIZE, build, split, steps, vllm_payload
+from bench.report import to_json
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_router.fleet.index import Index
-from mmrouter_router.scheduling.scoring import Candidate, choose
 
 PLACED = build(workers=4, blocks_per_worker=300, queries=6)
 LOAD = build(workers=3, blocks_per_worker=200, queries=2)
@@ -64,8 +67,9 @@ def test_steps_hold_every_event_once_each_of_one_worker_and_each_workers_in_orde
 
 
 @pytest.fixture(autouse=True)
-def no_peers(monkeypatch):
+def short(monkeypatch):
     monkeypatch.setenv("MMROUTER_BENCH_PEERS", "none")
+    monkeypatch.setattr(request_path, "PROMPT_TOKENS", 400)
 
 
 def test_equal_answers_give_rows_and_the_missing_peer_is_named():
@@ -96,51 +100,11 @@ def test_a_peer_that_answers_less_is_found():
         decision_time.require_equal({"ours": [1, 2], "peer": [1]})
 
 
-@pytest.mark.parametrize("policy", ["kv", "leastLoaded", "roundRobin", "consistentHash"])
-def test_the_fast_choice_is_the_first_of_the_ranking(policy):
-    ours = decision_time.Ours(PLACED)
-    for number, depth in enumerate((0, 3, 3, 9)):
-        rows = [
-            Candidate(f"w{n}", f"w{n}", "p", min(n, depth), 10, prefill=number % 2 * n, held=n % 2) for n in range(7)
-        ]
-        choice = choose(rows, policy=policy, overlap_weight=1.0, fingerprint=number, turn=number)
-        assert choice.winner == choice.scores[0].candidate
-    assert ours.decide(PLACED.queries[0]) >= 0
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch):
-    monkeypatch.setattr(tokenization, "PROMPT_TOKENS", 400)
-    monkeypatch.setattr(tokenization, "TURNS", 2)
-
-
-def test_the_rows_of_a_tokenizer_name_the_uncached_call_as_their_peer():
-    p50, p99, ratio = tokenization.measure("tiny", tokenization.TINY)
-    assert p50.value > 0
-    assert p99.value >= p50.value
-    assert ratio.peer.startswith("the whole text: p50 ")
-
-
-def test_a_cache_that_gives_other_ids_is_no_figure(monkeypatch):
-    class Forgetful(tokenization.SegmentCache):
-        def __call__(self, text, *, add_special_tokens):
-            return super().__call__(text[1:], add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(tokenization, "SegmentCache", Forgetful)
-    with pytest.raises(tokenization.AnswersDifferError):
-        tokenization.measure("tiny", tokenization.TINY)
-
-
-def test_a_real_tokenizer_that_is_not_there_is_said_to_be_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(tokenization, "REAL", tmp_path / "Qwen")
-    assert tokenization.run()[-1].peer == "not run: no folder Qwen"
-
-
 async def test_both_ways_have_equal_tokens_and_overlaps_or_nothing_is_said(monkeypatch):
     monkeypatch.setattr(request_path, "NAIVE_EVERY", 1)
     monkeypatch.setattr(request_path, "PROMPT_TOKENS", 1024)
-    found = await measure("tiny tokenizer", TINY, rounds=2)
-    assert all(item.value for item in found)
+    figures = await measure("tiny tokenizer", TINY, rounds=2)
+    assert all(item.value for item in figures)
     answer = Naive.route
     monkeypatch.setattr(Naive, "route", lambda naive, raw: (answer(naive, raw)[0], -1))
     with pytest.raises(AnswersDifferError, match="request 1"):
@@ -163,7 +127,97 @@ async def test_a_cold_image_is_another_one_to_the_router_and_the_conversation_is
 
 def test_figures_are_medians_and_ratios_to_the_naive_way():
     timed = Timed({WARM: [2.0, 2.0, 9.0], COLD: [8.5] * 3, NAIVE: [40.0]})
-    found = {item.name.partition(": ")[2]: item for item in rows("tiny", timed)}
-    assert (found["warm, p50"].value, found["warm, p50"].met) == (2.0, True)
-    assert (found["cold image, p50"].value, found["cold image, p50"].met) == (8.5, False)
-    assert found["warm, below the naive way"].value == 20.0
+    figures = {item.name.partition(": ")[2]: item for item in rows("tiny", timed)}
+    assert (figures["warm, p50"].value, figures["warm, p50"].met) == (2.0, True)
+    assert (figures["cold image, p50"].value, figures["cold image, p50"].met) == (8.5, False)
+    assert figures["warm, below the naive way"].value == 20.0
+
+
+SHARED = build(workers=8, blocks_per_worker=1200, queries=0)
+FED = build(workers=3, blocks_per_worker=120, queries=0)
+CASE = router_ingest.IngestCase("64-block events", FED, FED.events)
+
+
+@pytest.mark.parametrize(("blocks", "step", "deltas"), [(64, 1, len(FED.events)), (1, 1, FED.blocks), (1, 50, 3 * 3)])
+def test_real_sockets_carry_every_block_in_deltas_of_any_size(blocks, step, deltas):
+    case = replace(CASE, events=tuple(split(FED.events, blocks)), step=step)
+    assert len(case.deltas()) == deltas
+    assert case.held == [120] * 3
+    assert router_ingest.receive(case, case.deltas()) > 0
+
+
+def test_a_delta_that_is_lost_makes_the_run_fail():
+    with pytest.raises(RuntimeError, match="instead of 360"):
+        router_ingest.receive(CASE, CASE.deltas()[:-1])
+
+
+def test_rows_name_the_missing_peer_or_the_ratio_to_it():
+    missing = router_ingest.rows(CASE, [0.2], 1.0, [], "no index")
+    assert [item.value is None for item in missing] == [False, True, True]
+    assert missing[1].peer == "not run: no index"
+    rows = router_ingest.rows(CASE, [0.2], 0.0, [1.6], "")
+    assert [item.value for item in rows[1:]] == [8.0, 8.0]
+    assert [item.met for item in rows[1:]] == [True, True]
+
+
+def test_the_feeds_half_grows_by_something_when_all_blocks_are_there():
+    assert router_index.index_growth(SHARED) >= 0  # it raises where blocks are missing
+
+
+def test_a_block_of_many_workers_is_one_unique_block():
+    unique = len({key for event in SHARED.events for key in event.keys})
+    assert unique < SHARED.blocks == 9600
+    rows = router_index.memory_rows(SHARED, 100 * unique, 200 * unique, "")
+    assert [item.value for item in rows] == [100.0, float(f"{100 * unique / 9600:.4g}"), 0.5]
+    assert [item.met for item in rows] == [None, None, True]
+
+
+def test_without_the_peer_there_is_no_ratio_but_a_reason():
+    rows = router_index.memory_rows(SHARED, 1000, None, "no index")
+    assert (rows[-1].value, rows[-1].peer) == (None, "not run: no index")
+
+
+def test_snapshots_hold_as_many_blocks_as_asked_for():
+    held = router_index.snapshots(3, 120)
+    assert [len(set(keys)) for keys in held] == [120] * 3
+
+
+def test_a_router_over_sidecars_with_blocks_becomes_exact():
+    held = [array("Q", range(1, 50)), array("Q", range(20, 40))]
+    assert 0 < router_index.seconds(2, Curve.fresh(), held) < router_index.LIMIT_SECONDS
+
+
+def test_a_router_that_does_not_hold_what_it_should_is_no_figure(monkeypatch):
+    monkeypatch.setattr(router_index, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(router_index, "held_blocks", lambda host: {"uid-0": 1})
+    with pytest.raises(TimeoutError, match="uid-0"):
+        router_index.seconds(1, Curve.fresh(), [])
+
+
+PAYLOAD_BYTES = 1 << 20
+
+
+def test_a_hand_over_brings_what_was_written_and_every_payload_has_its_times():
+    times = shm_transfer.measure(PAYLOAD_BYTES, 3, 4)
+    counts = [len(values) for values in (times.copy, times.write, times.read)]
+    assert counts == [12] * 3
+    assert min(times.ratios) > 0
+    rows = shm_transfer.rows(times, 4 * shm_transfer.MB, shm_transfer.IN_FLIGHT[0])
+    assert rows[0].name == "ratio_to_memcpy, 4 MB"
+    assert rows[0].met is not None
+
+
+def test_a_hand_over_of_something_else_ends_the_run(monkeypatch):
+    honest = shm_transfer.Pool.put
+    monkeypatch.setattr(shm_transfer.Pool, "put", lambda self, payload, name: honest(self, payload[::-1], name))
+    with pytest.raises(shm_transfer.PayloadsDifferError, match="payload 0"):
+        shm_transfer.measure(PAYLOAD_BYTES, 1, 1)
+
+
+def test_rows_of_a_hand_over_are_json():
+    times = shm_transfer.Times([1.0], [1.1], [0.1])
+    rows = {
+        item["name"]: item for item in json.loads(to_json(shm_transfer.rows(times, 16 * shm_transfer.MB, 8)))["rows"]
+    }
+    assert rows["ratio_to_memcpy, 16 MB"]["value"] == 1.2
+    assert rows["ratio_to_memcpy, 16 MB"]["met"] is True

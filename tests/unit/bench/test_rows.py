@@ -1,12 +1,13 @@
 """A figure's shape, its goal, and where it is shown."""
 
 import json
+import pkgutil
 
 import pytest
 
 from bench import __main__ as command
 from bench import report
-from bench.rows import NOT_RUN, markdown, not_run, percentile, row, table, to_json
+from bench.report import NOT_RUN, markdown, not_run, percentile, row, table, to_json
 
 ROWS = [
     row("fast enough", 3.14159, "us", goal="<= 4"),
@@ -76,9 +77,9 @@ def test_a_part_that_fails_loses_no_other_part_of_the_page(monkeypatch, tmp_path
     page = tmp_path / "page.md"
     page.write_text(f"{report.BEGIN}\n{report.END}\n")
     write = report.write
-    monkeypatch.setattr(report, "write", lambda *told: write(*told, page=page))
+    monkeypatch.setattr(report, "write", lambda *arguments: write(*arguments, page=page))
 
-    def part(name, options):
+    def part(name):
         if name == "memory":
             raise RuntimeError("blocks are missing")
         return ROWS[:1]
@@ -96,3 +97,7 @@ def test_an_unknown_benchmark_is_refused_and_the_known_ones_are_named(capsys):
         command.main(["nonesuch"])
     assert ended.value.code == 2
     assert "decision" in capsys.readouterr().err
+
+
+def test_every_name_is_a_benchmark():
+    assert all(callable(pkgutil.resolve_name(f"bench.{place}")) for place in command.BENCHMARKS.values())

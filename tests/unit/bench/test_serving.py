@@ -4,14 +4,12 @@ import asyncio
 
 import pytest
 
-from bench.pictures import padded_png
-from bench.serving import load_generator, many_connections, proxy_overhead, router_replicas
-from bench.serving.large_requests import KV, RequestCosts
-from bench.serving.large_requests import rows as large_request_rows
+from bench.placing.workload import padded_png
+from bench.serving import load_generator, proxy_overhead, resource_usage
 from bench.serving.load_generator import LoadGenerator
-from bench.serving.many_connections import RouterUsage
 from bench.serving.plain_engine import TOKENS, EngineConnection
-from bench.serving.proxy_overhead import DIRECT, OURS, TargetFigures
+from bench.serving.proxy_overhead import DIRECT, KV, OURS, TargetFigures
+from bench.serving.resource_usage import RouterUsage
 from bench.serving.router_processes import CpuCost
 from mmrouter_lib.image_size import probe
 
@@ -62,16 +60,13 @@ def by_name(rows):
 
 
 def target_figures(us: float, cpu: float) -> TargetFigures:
-    return TargetFigures([us] * 100, CpuCost(cpu, 1_000_000), CpuCost(cpu, 1_000_000))
+    counts = {"paced": 1_000_000, "burst": 1_000_000, "short": 1_000_000, "long": 1_000_000, "images": 1000}
+    return TargetFigures([us] * 100, {kind: CpuCost(cpu, count) for kind, count in counts.items()})
 
 
 def test_overhead_ratios_are_to_the_better_of_the_peers():
-    figures = {
-        DIRECT: target_figures(100, 1),
-        OURS: target_figures(200, 10),
-        "a": target_figures(300, 8),
-        "b": target_figures(600, 20),
-    }
+    figures = {DIRECT: target_figures(100, 1), OURS: target_figures(200, 10)}
+    figures |= {"a": target_figures(300, 8), "b": target_figures(600, 20)}
     rows = by_name(proxy_overhead.rows(figures, []))
     assert rows["proxy, plain JSON, 1 connection: added p50"].value == 100
     added = rows["proxy, plain JSON, 1 connection: added p50, over the better Rust router"]
@@ -80,16 +75,12 @@ def test_overhead_ratios_are_to_the_better_of_the_peers():
     assert (token.value, token.met) == (1.25, False)
 
 
-def costs(**peers: RequestCosts) -> dict[str, RequestCosts]:
-    def of(us: float, cpu: float) -> RequestCosts:
-        return RequestCosts([us] * 100, CpuCost(cpu, 1_000_000), CpuCost(cpu, 1_000_000), CpuCost(cpu, 1000))
-
-    return {DIRECT: of(100, 0), OURS: of(300, 20), KV: of(300, 25), **peers}
+def costs(**peers: TargetFigures) -> dict[str, TargetFigures]:
+    return {DIRECT: target_figures(100, 0), OURS: target_figures(300, 20), KV: target_figures(300, 25), **peers}
 
 
 def test_costs_of_kv_are_ratios_to_round_robin_and_to_the_peer():
-    peer = RequestCosts([200.0] * 100, images=CpuCost(5, 1000))
-    rows = by_name(large_request_rows(costs(**{SMG: peer}), []))
+    rows = by_name(proxy_overhead.large_rows(costs(**{SMG: target_figures(200, 5)}), []))
     assert rows["proxy, paced 10 ms, 64 connections: CPU per token, policy kv, 1k-token prompt, over roundRobin"].met
     over = rows["proxy, 1.4 MB image, 4 connections: CPU per request, policy kv, over smg"]
     assert (over.value, over.met) == (5.0, False)
@@ -103,8 +94,8 @@ def test_without_peers_ratios_are_not_run_and_give_the_reason():
     figures = {DIRECT: target_figures(100, 1), OURS: target_figures(200, 10)}
     rows = [
         *proxy_overhead.rows(figures, ["no index"]),
-        *large_request_rows(costs(), ["no index"]),
-        *many_connections.rows({"mmrouter": RouterUsage(mib=15)}, ["no index"]),
+        *proxy_overhead.large_rows(costs(), ["no index"]),
+        *resource_usage.connection_rows({"mmrouter": RouterUsage(mib=15)}, ["no index"]),
     ]
     missing = [(item.value, item.met, item.peer) for item in rows if item.value is None]
     assert missing == [(None, None, "not run: no index")] * (4 + 4 + 1)
@@ -118,21 +109,18 @@ def test_a_padded_picture_has_its_size_and_can_be_read():
 
 
 def test_an_error_of_ours_is_the_only_row():
-    (only,) = many_connections.rows({"mmrouter": RouterUsage(error="closed"), "smg": RouterUsage(mib=10)}, [])
+    (only,) = resource_usage.connection_rows({"mmrouter": RouterUsage(error="closed"), "smg": RouterUsage(mib=10)}, [])
     assert (only.value, only.met, only.peer) == (1.0, False, "closed")
 
 
 def test_a_peer_with_an_error_is_named_and_not_compared():
-    usages = {
-        "mmrouter": RouterUsage(mib=15),
-        "smg": RouterUsage(mib=5, error="reset"),
-        "sglang-router": RouterUsage(mib=10),
-    }
-    ratio = many_connections.rows(usages, [])[-1]
+    smg, sglang = RouterUsage(mib=5, error="reset"), RouterUsage(mib=10)
+    usages = {"mmrouter": RouterUsage(mib=15), "smg": smg, "sglang-router": sglang}
+    ratio = resource_usage.connection_rows(usages, [])[-1]
     assert (ratio.value, ratio.met) == (1.5, True)
     assert ratio.peer == "smg: reset; sglang-router: 10 MiB"
 
 
 def test_cpu_of_two_replicas_is_compared_with_one_process():
-    rows = router_replicas.rows(CpuCost(1.0, 1000), CpuCost(1.2, 1000))
+    rows = resource_usage.replica_rows(CpuCost(1.0, 1000), CpuCost(1.2, 1000))
     assert [(item.value, item.met) for item in rows] == [(1200.0, None), (1.2, False)]

@@ -1,15 +1,15 @@
 """Facts of a cluster in which nothing is wrong; a test changes the one thing that it is about."""
 
 import copy
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from mmrouter_cli.doctor.collect import read_spec
-from mmrouter_cli.doctor.facts import ClusterFacts, DeploymentFacts, FrontendFacts, RoutingFacts
-from mmrouter_cli.doctor.findings import Finding
-from mmrouter_cli.status.frontend_state import State
+from mmrouter_cli.doctor.diagnose import read_spec
+from mmrouter_cli.doctor.findings import ClusterFacts, DeploymentFacts, Finding, FrontendFacts, RoutingFacts
+from mmrouter_cli.status.control_api import State
 from mmrouter_lib.api.crd import definition
 
 NOW = 1_700_000_000.0
@@ -61,18 +61,10 @@ def pod(name: str, pool: str = "worker", on: str = "node-a", *, ready: bool = Tr
     labels = {"mmrouter.io/pool": pool, "mmrouter.io/role": "worker"} if pool else {"mmrouter.io/role": "frontend"}
     truth = "True" if ready else "False"
     conditions = [{"type": kind, "status": truth} for kind in ("Ready", "ContainersReady")]
-    spec: Object = {"containers": [{"name": "engine"}]}
-    if on:
-        spec["nodeName"] = on
+    metadata = {"name": name, "namespace": "home", "uid": name, "labels": labels}
     return {
-        "metadata": {
-            "name": name,
-            "namespace": "home",
-            "uid": name,
-            "labels": labels,
-            "creationTimestamp": timestamp(NOW - 60),
-        },
-        "spec": spec,
+        "metadata": {**metadata, "creationTimestamp": timestamp(NOW - 60)},
+        "spec": {"containers": [{"name": "engine"}], **({"nodeName": on} if on else {})},
         "status": {"phase": "Running", "podIP": "127.0.0.9", "conditions": conditions, **status},
     }
 
@@ -95,15 +87,17 @@ GOOD_CONDITIONS = (
 )
 
 
+def pool(**changes: Any) -> Object:
+    return {"name": "worker", "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}} | changes
+
+
 def resource(*, conditions: Iterable[Object] = GOOD_CONDITIONS, **spec: Any) -> Object:
     """``spec``: sections over the shortest useful one."""
-    pool = {"name": "worker", "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}}
-    whole = {"model": {"id": "org/model"}, "engine": {"type": "vllm"}, "pools": [pool]} | spec
     return {
         "apiVersion": "mmrouter.io/v1alpha1",
         "kind": "MMRouterDeployment",
         "metadata": {"name": "vl", "namespace": "home", "uid": "1", "generation": 3},
-        "spec": whole,
+        "spec": {"model": {"id": "org/model"}, "engine": {"type": "vllm"}, "pools": [pool()]} | spec,
         "status": {"observedGeneration": 3, "phase": "Ready", "conditions": list(conditions)},
     }
 
@@ -123,30 +117,11 @@ def deployed(made: Object | None = None, **changes: Any) -> DeploymentFacts:
 
 def worker(name: str = "vl-worker-0", **changes: Any) -> Object:
     """A worker as a frontend's `/control/state` has it."""
-    return {
-        "uid": name,
-        "name": name,
-        "pool": "worker",
-        "role": "worker",
-        "standing": "verified",
-        "routable": True,
-        "verified": "True",
-        "cause": "",
-        "message": "",
-        "synced": True,
-        "epoch": "e1",
-        "seq": 7,
-        "engine_state": "up",
-        "draining": False,
-        "canary": "True",
-        "canary_cause": "",
-        "canary_message": "",
-        "held": {"0": 12},
-        "heard_seconds_ago": 0.2,
-        "waiting": 0,
-        "in_flight": 0,
-        **changes,
-    }
+    known = {"uid": name, "name": name, "pool": "worker", "role": "worker", "epoch": "e1", "seq": 7}
+    proved = {"standing": "verified", "verified": "True", "canary": "True", "canary_cause": "", "canary_message": ""}
+    live = {"routable": True, "synced": True, "engine_state": "up", "draining": False, "heard_seconds_ago": 0.2}
+    load = {"held": {"0": 12}, "waiting": 0, "in_flight": 0}
+    return {**known, **proved, **live, **load, "cause": "", "message": "", **changes}
 
 
 def state(*workers: Object, **changes: Any) -> State:
@@ -169,3 +144,12 @@ def the(findings: Iterable[Finding], level: str) -> Finding:
     found = [finding for finding in findings if finding.level == level]
     assert len(found) == 1, found
     return found[0]
+
+
+def require(findings: Iterable[Finding], case: str) -> None:
+    """Assert findings as ``LEVEL: part of what is seen -> part of what to do | LEVEL: ...`` names them, in order."""
+    actual, expected = list(findings), re.split(r" \| (?=(?:ok|warning|problem): )", case)
+    assert levels(actual) == [part.partition(": ")[0] for part in expected]
+    for finding, part in zip(actual, expected, strict=True):
+        seen, _, do = part.partition(": ")[2].partition(" -> ")
+        assert (seen in finding.seen, do in finding.do) == (True, True), finding

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_cli.bench import compare, measure, terminal, traces, workload
+from mmrouter_cli.bench import run_statistics, terminal, traces, workload
 from mmrouter_cli.bench.html_report import page
 from mmrouter_cli.bench.types import (
     Answer,
@@ -42,9 +42,6 @@ def plan(load: LoadSpec) -> list[Conversation]:
 def bodies(load: LoadSpec, salt: str) -> list[bytes]:
     writer = BodyWriter(salt, 1.0, "m", ignore_eos=False)
     return [writer.body(each, turn) for each in plan(load) for turn in range(len(each.turns))]
-
-
-# -- what is sent ----------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -112,9 +109,6 @@ def test_requests_that_are_too_long_are_left_out_and_counted() -> None:
         plan(LoadSpec(longest=10, concurrency=1))
 
 
-# -- files that are played -------------------------------------------------------------------------------------------
-
-
 def recorded(folder: Path, lines: list[dict[str, Any]]) -> Path:
     file = folder / "trace.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -132,11 +126,11 @@ def test_equal_blocks_of_a_recorded_trace_are_equal_beginnings(tmp_path: Path) -
     found, _ = workload.select(traces.conversations(trace, load), load)
     assert [each.at for each in found] == [0.0, 0.0, 3.0]
     writer = BodyWriter("s", 1.0, "m", ignore_eos=False)
-    said = [json.loads(writer.body(each, 0))["messages"][0]["content"].split() for each in found]
-    assert [len(words) for words in said] == [600, 500, 600]
-    assert said[0][:500] == said[1]
-    assert said[0][:512] == said[2][:512]
-    assert said[0][512:] != said[2][512:]
+    prompts = [json.loads(writer.body(each, 0))["messages"][0]["content"].split() for each in found]
+    assert [len(words) for words in prompts] == [600, 500, 600]
+    assert prompts[0][:500] == prompts[1]
+    assert prompts[0][:512] == prompts[2][:512]
+    assert prompts[0][512:] != prompts[2][512:]
     slower = msgspec.structs.replace(load, rate=0.1)
     assert [each.at for each in workload.select(traces.conversations(trace, slower), slower)[0]] == [0.0, 0.0, 20.0]
 
@@ -160,7 +154,7 @@ def test_statistics_are_drawn_with_their_shares_and_a_picture_has_one_size() -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (json.dumps(line()) + '\n{"timestamp": 1}\n', r"line 2: .*input_length"),
         (json.dumps(line(input_length=-1)), r"line 1: .*input_length"),
@@ -170,22 +164,19 @@ def test_statistics_are_drawn_with_their_shares_and_a_picture_has_one_size() -> 
         ("", r"trace\.jsonl: "),
     ],
 )
-def test_a_bad_trace_is_refused_with_its_line_and_field(tmp_path: Path, content: str, said: str) -> None:
+def test_a_bad_trace_is_refused_with_its_line_and_field(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text(content)
-    with pytest.raises(BenchError, match=said):
+    with pytest.raises(BenchError, match=message):
         traces.read(file)
-
-
-# -- what is measured ------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=300))
 def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
-    found = measure.quantiles(values)
+    found = run_statistics.quantiles(values)
     np.testing.assert_allclose(found, np.percentile(values, range(101)), rtol=1e-9, atol=1e-6)
-    spread = measure.spread(values)
+    spread = run_statistics.spread(values)
     assert spread is not None
     assert (spread.p50, spread.max, spread.count) == (found[50], max(values), len(values))
     assert spread.mean == pytest.approx(statistics.fmean(values))
@@ -194,7 +185,7 @@ def test_percentiles_are_those_of_numpy(values: list[float]) -> None:
 @pytest.mark.parametrize(("point", "needed"), [("p90", 10), ("p95", 20), ("p99", 100)])
 def test_no_percentile_is_of_fewer_values_than_it_takes_to_have_one_above_it(point: str, needed: int) -> None:
     values = [float(n) for n in range(needed)]
-    enough, few = measure.spread(values), measure.spread(values[1:])
+    enough, few = run_statistics.spread(values), run_statistics.spread(values[1:])
     assert (getattr(few, point), few.p50 if few else None) == (None, statistics.median(values[1:]))
     assert values[-2] <= getattr(enough, point) < values[-1]
 
@@ -202,7 +193,7 @@ def test_no_percentile_is_of_fewer_values_than_it_takes_to_have_one_above_it(poi
 def test_a_sample_is_bounded_and_every_value_has_the_same_chance() -> None:
     kept = Counter[float]()
     for seed in range(200):
-        sample = measure.Sample(size=20, seed=seed)
+        sample = run_statistics.Sample(size=20, seed=seed)
         for value in range(100):
             sample.add(value)
         assert (len(sample.values), sample.seen) == (20, 100)
@@ -218,23 +209,23 @@ def answer(**values: Any) -> Answer:
 
 
 def test_the_hit_ratio_is_one_of_sums_and_unknown_where_any_answer_is_silent() -> None:
-    assert measure.hit_ratio([answer(), answer(prompt=300, cached=0)]) == (50 / 400, "")
-    ratio, why = measure.hit_ratio([answer(), answer(cached=None)])
+    assert run_statistics.hit_ratio([answer(), answer(prompt=300, cached=0)]) == (50 / 400, "")
+    ratio, why = run_statistics.hit_ratio([answer(), answer(cached=None)])
     assert (ratio, why[:18]) == (None, "1 of 2 answers hav")
-    assert measure.hit_ratio([answer(prompt=None)])[0] is None
-    assert measure.hit_ratio([])[0] is None
+    assert run_statistics.hit_ratio([answer(prompt=None)])[0] is None
+    assert run_statistics.hit_ratio([])[0] is None
 
 
 def test_errors_are_counted_by_kind_with_what_the_first_one_said() -> None:
     answers = [answer(), *(answer(error="timeout", message=str(n)) for n in range(3)), answer(error="connect")]
-    assert measure.failures(answers) == {"timeout": Failure(3, "0"), "connect": Failure(1, "")}
-    assert len(measure.successes(answers)) == 1
+    assert run_statistics.failures(answers) == {"timeout": Failure(3, "0"), "connect": Failure(1, "")}
+    assert len(run_statistics.successes(answers)) == 1
 
 
 def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
-    assert measure.per_token([answer(completion=9)]) == [pytest.approx(0.4 / 8)]
-    assert measure.per_token([answer(completion=None)]) == [pytest.approx(0.4 / 4)]
-    assert measure.per_token([answer(completion=1)]) == []
+    assert run_statistics.per_token([answer(completion=9)]) == [pytest.approx(0.4 / 8)]
+    assert run_statistics.per_token([answer(completion=None)]) == [pytest.approx(0.4 / 4)]
+    assert run_statistics.per_token([answer(completion=1)]) == []
 
 
 @pytest.mark.parametrize(
@@ -243,19 +234,16 @@ def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
 )
 def test_a_slow_client_is_reported(lag: float, first: float, token: float | None, doubted: bool) -> None:
     one, other = (value and Spread(200, 9, value, 9, 9, 9, 9) for value in (first, token))
-    said = terminal.doubts(result(lag=lag, first_token=one, per_token=other))
-    assert (said == [f"this client's own timers were {1000 * lag:.1f} ms late (p99): its machine is busy"]) is doubted
+    doubts = terminal.doubts(result(lag=lag, first_token=one, per_token=other))
+    assert (doubts == [f"this client's own timers were {1000 * lag:.1f} ms late (p99): its machine is busy"]) is doubted
 
 
 def test_only_requests_that_were_due_at_a_time_can_be_late() -> None:
     paced = [answer(late=late) for late in (0.0, 0.05, 0.3, None, None, None)]
-    assert measure.lateness(paced) == (pytest.approx(1 / 3), 0.3)
-    assert measure.lateness([answer()]) == (0.0, 0.0)
-    said = terminal.doubts(result(late_share=1 / 3, latest=0.3))
-    assert said == ["33.3% of the scheduled requests went out more than 100 ms after they were due, the latest 0.3 s"]
-
-
-# -- what is refused -------------------------------------------------------------------------------------------------
+    assert run_statistics.lateness(paced) == (pytest.approx(1 / 3), 0.3)
+    assert run_statistics.lateness([answer()]) == (0.0, 0.0)
+    doubts = terminal.doubts(result(late_share=1 / 3, latest=0.3))
+    assert doubts == ["33.3% of the scheduled requests went out more than 100 ms after they were due, the latest 0.3 s"]
 
 
 def result(**values: Any) -> Result:
@@ -278,13 +266,13 @@ ON = Routing("on", "", {"exact": 200}, 0.5, {"w": 200})
 @pytest.mark.parametrize("routing", [None, ON])
 def test_two_whole_runs_of_one_load_are_compared(routing: Routing | None) -> None:
     slower = result(salt="t", routing=routing, first_token=Spread(200, 0.2, 0.2, 0.3, 0.4, 0.6, 0.8), hit_ratio=0.25)
-    assert compare.objections(result(routing=routing), slower) == []
-    changes = {line.name: line.change for line in compare.lines(result(), slower)}
+    assert run_statistics.objections(result(routing=routing), slower) == []
+    changes = {line.name: line.change for line in run_statistics.lines(result(), slower)}
     assert (changes["first token, p50"], changes["hit ratio"], changes["failed"]) == (2.0, 0.5, None)
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "part"),
     [
         ({"routing": msgspec.structs.replace(ON, events="off", why="w is degraded")}, "events were off: w is degraded"),
         ({"routing": msgspec.structs.replace(ON, events="unknown", why="no token")}, "events may have been off"),
@@ -301,13 +289,10 @@ def test_two_whole_runs_of_one_load_are_compared(routing: Routing | None) -> Non
         ({"salt": "s", "seconds": 21.0}, "both sent the same words"),
     ],
 )
-def test_a_comparison_is_refused_with_the_reason(other: dict[str, Any], said: str) -> None:
+def test_a_comparison_is_refused_with_the_reason(other: dict[str, Any], part: str) -> None:
     second = result(**{"salt": "t", **other})
-    assert any(said in objection for objection in compare.objections(result(), second))
-    assert compare.objections(second, result())
-
-
-# -- how it is shown -------------------------------------------------------------------------------------------------
+    assert any(part in objection for objection in run_statistics.objections(result(), second))
+    assert run_statistics.objections(second, result())
 
 
 class Parsed(HTMLParser):
@@ -367,11 +352,11 @@ def test_two_runs_are_named_by_their_policies_and_an_unknown_percentile_is_a_das
     few = Spread(12, 0.1, 0.1, 0.15, None, None, 0.4)
     first, second = result(policy="kv", first_token=few), result(policy="roundRobin", salt="t")
     text = Parsed(page([first, second])).text
-    for said in ("first, kv", "second, roundRobin", "p95 takes 20"):
-        assert said in text
+    for part in ("first, kv", "second, roundRobin", "p95 takes 20"):
+        assert part in text
     assert terminal.figures(first)[0] == ["first token", "100.0", "100.0", "150.0", "-", "-", "400.0", "12"]
     assert terminal.TOO_FEW not in terminal.facts(second)
-    changes = {line.name: line.change for line in compare.lines(first, second)}
+    changes = {line.name: line.change for line in run_statistics.lines(first, second)}
     assert (changes["first token, p50"], changes["first token, p95"]) == (1.0, None)
 
 
@@ -383,10 +368,10 @@ def test_a_run_without_any_answer_is_shown_without_plots() -> None:
     parsed = Parsed(page([none]))
     assert parsed.count["svg"] == 0
     assert "refused" in parsed.text
-    assert any("0 answered and 200 failed" in said for said in terminal.facts(none))
+    assert any("0 answered and 200 failed" in part for part in terminal.facts(none))
 
 
 def test_a_result_file_is_read_as_it_was_written() -> None:
     written = result(routing=ON)
     assert msgspec.json.decode(msgspec.json.encode(written), type=Result) == written
-    assert all(math.isfinite(line.first) for line in compare.lines(written, written) if line.first is not None)
+    assert all(math.isfinite(line.first) for line in run_statistics.lines(written, written) if line.first is not None)

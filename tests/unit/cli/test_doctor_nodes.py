@@ -12,7 +12,7 @@ from unit.cli import healthy_cluster as d
 from mmrouter_cli.doctor.check_capacity import capacity_check
 from mmrouter_cli.doctor.findings import Finding
 from mmrouter_cli.doctor.node_fit import barring, lacking, nodes_of, place, requests, selects
-from mmrouter_cli.status.frontend_state import Unread
+from mmrouter_cli.status.control_api import Unread
 
 TAINT = {"key": "team", "value": "vision", "effect": "NoSchedule"}
 NVIDIA_TAINT = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
@@ -23,139 +23,80 @@ def judged(
     nodes: list[Any], pods: tuple[Any, ...] = FRONTENDS, others: tuple[Any, ...] = (), **pool: Any
 ) -> list[Finding]:
     """Findings of one pool of two replicas; ``others`` are pods of the cluster beside ``pods``."""
-    shape = {"name": "worker", "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}} | pool
-    facts = d.deployed(d.resource(pools=[shape]), pods=pods)
+    facts = d.deployed(d.resource(pools=[d.pool(**pool)]), pods=pods)
     whole = d.cluster(nodes=tuple(nodes), pods=(*pods, *others))
     return [item for item in capacity_check(whole, facts, facts.dep) if "pool worker" in item.seen]
 
 
-def the_problem(nodes: list[Any], **more: Any) -> Finding:
-    return d.the(judged(nodes, **more), "problem")
-
-
-def holding(name: str, on: str, **amounts: str) -> Any:
-    pod = d.pod(name, "other", on)
-    named = {{"gpus": "nvidia.com/gpu"}.get(key, key): value for key, value in amounts.items()}
-    pod["spec"]["containers"][0]["resources"] = {"limits": named}
+def holding(name: str, gpus: str, pool: str = "other", **status: Any) -> Any:
+    """A pod on node a."""
+    pod = d.pod(name, pool, "a", **status)
+    pod["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
     return pod
 
 
-def test_pods_that_have_a_node_are_ok() -> None:
-    (finding,) = judged([d.gpu_node("a"), d.gpu_node("b")], pods=(*FRONTENDS, d.pod("w-0"), d.pod("w-1")))
-    assert finding.level == "ok"
-    assert "2 of 2 pods have a node" in finding.seen
+PLAIN, TAINTED = d.node("plain"), d.gpu_node("a", taints=[TAINT])
+BUSY = (*FRONTENDS, holding("w-0", "1", "worker"), holding("w-1", "1", "worker"))
+TOLERATED = [{"key": "team", "operator": "Exists"}]
+CALM = {"maxSurge": 0, "maxUnavailable": 1}
+CLAIMS = {"kind": "nvidia", "claims": [{"name": "gpu", "resourceClaimTemplateName": "t"}]}
+FOUND: dict[str, list[Finding]] = {
+    "ok: 2 of 2 pods have a node": judged(
+        [d.gpu_node("a"), d.gpu_node("b")], pods=(*FRONTENDS, d.pod("w-0"), d.pod("w-1"))
+    ),
+    "ok: room for the other 2": judged([d.gpu_node("a")]),
+    "problem: no node has the labels nvidia.com/gpu.present=true or -> device plugin": judged([PLAIN]),
+    "problem: unlabelled offers nvidia.com/gpu -> kubectl label node unlabelled nvidia.com/gpu.present=true": judged(
+        [PLAIN, d.node("unlabelled", gpus=4)]
+    ),
+    "problem: 1 nvidia.com/gpu, which a does not offer -> device plugin for nvidia.com/gpu": judged(
+        [d.node("a", {"nvidia.com/gpu.present": "true"})]
+    ),
+    "problem: team=vision:NoSchedule -> Add to spec.pools[worker].tolerations: {key: team, operator: Exists, effect: "
+    "NoSchedule}": judged([TAINTED]),
+    "ok: , there is room for the other 2": judged([TAINTED], tolerations=TOLERATED),
+    "ok: 0 of 2 pods have a node": judged([d.gpu_node("a", taints=[NVIDIA_TAINT])]),
+    "problem: a is cordoned -> kubectl uncordon a": judged([d.gpu_node("a", cordoned=True), PLAIN]),
+    "problem: a is not Ready -> describe node a": judged([d.gpu_node("a", ready=False), PLAIN]),
+    "problem: 0 of 2 pods have a node; 1 find none: a pod requests 1 nvidia.com/gpu, free is a: 0 nvidia": judged(
+        [d.gpu_node("a", gpus=8)], others=(holding("x", "7"),)
+    ),
+    "ok: there is room": judged([d.gpu_node("a")], others=(holding("ended", "8", phase="Succeeded"),)),
+    "problem: a pod requests 24Gi memory, free is a: 16Gi memory": judged(
+        [d.gpu_node("a", memory="16Gi")], resources={"requests": {"memory": "24Gi"}}
+    ),
+    "ok: pods have a node, there is room": judged([PLAIN], accelerator=CLAIMS),
+    "warning: no node has room for the extra pod of a rollout": judged([d.gpu_node("a", gpus=2)], pods=BUSY),
+    "ok: 2 of 2 pods have a node, on a": judged([d.gpu_node("a", gpus=2)], pods=BUSY, updates=CALM),
+    "problem: has no nodes": judged([]),
+}
 
 
-def test_room_for_what_is_missing_is_ok() -> None:
-    assert "room for the other 2" in d.the(judged([d.gpu_node("a")]), "ok").seen
-
-
-def test_a_label_that_no_node_has_is_named_with_every_alternative() -> None:
-    finding = the_problem([d.node("plain")])
-    assert "nvidia.com/gpu.present=true or " in finding.seen
-    assert "device plugin" in finding.do
-
-
-def test_a_node_with_the_devices_and_no_label_is_shown_how_to_get_it() -> None:
-    finding = the_problem([d.node("plain"), d.node("unlabelled", gpus=4)])
-    assert "unlabelled offers nvidia.com/gpu" in finding.seen
-    assert finding.do.endswith("kubectl label node unlabelled nvidia.com/gpu.present=true")
-
-
-def test_a_label_without_devices_means_that_the_device_plugin_does_not_run() -> None:
-    finding = the_problem([d.node("a", {"nvidia.com/gpu.present": "true"})])
-    assert "1 nvidia.com/gpu, which a does not offer" in finding.seen
-    assert "device plugin for nvidia.com/gpu" in finding.do
-
-
-def test_a_taint_is_named_with_the_toleration_that_takes_it() -> None:
-    finding = the_problem([d.gpu_node("a", taints=[TAINT])])
-    assert "team=vision:NoSchedule" in finding.seen
-    assert finding.do == "Add to spec.pools[worker].tolerations: {key: team, operator: Exists, effect: NoSchedule}"
-    allowed = [{"key": "team", "operator": "Exists"}]
-    assert d.levels(judged([d.gpu_node("a", taints=[TAINT])], tolerations=allowed)) == ["ok"]
-
-
-def test_the_taint_that_device_nodes_usually_have_is_tolerated() -> None:
-    assert d.levels(judged([d.gpu_node("a", taints=[NVIDIA_TAINT])])) == ["ok"]
-
-
-@pytest.mark.parametrize(
-    ("how", "says", "do"),
-    [
-        ({"cordoned": True}, "a is cordoned", "kubectl uncordon a"),
-        ({"ready": False}, "a is not Ready", "describe node a"),
-    ],
-)
-def test_a_node_that_takes_nothing_is_named(how: dict[str, bool], says: str, do: str) -> None:
-    finding = the_problem([d.gpu_node("a", **how), d.node("plain")])
-    assert says in finding.seen
-    assert do in finding.do
-
-
-def test_what_other_pods_hold_is_not_free() -> None:
-    finding = the_problem([d.gpu_node("a", gpus=8)], others=(holding("x", "a", gpus="7"),))
-    assert "0 of 2 pods have a node; 1 find none: a pod requests 1 nvidia.com/gpu, free is a: 0 nvidia.com/gpu" in (
-        finding.seen
-    )
-
-
-def test_a_pod_that_ended_holds_nothing() -> None:
-    ended = holding("x", "a", gpus="8")
-    ended["status"]["phase"] = "Succeeded"
-    assert d.levels(judged([d.gpu_node("a")], others=(ended,))) == ["ok"]
-
-
-def test_memory_counts_like_devices() -> None:
-    finding = the_problem([d.gpu_node("a", memory="16Gi")], resources={"requests": {"memory": "24Gi"}})
-    assert "24Gi memory" in finding.seen
-    assert "a: 16Gi memory" in finding.seen
+@pytest.mark.parametrize("case", FOUND)
+def test_the_first_thing_that_keeps_pods_from_every_node_is_named_with_what_to_do(case: str) -> None:
+    d.require(FOUND[case], case)
 
 
 def test_two_pools_do_not_get_the_same_device() -> None:
-    pools = [
-        {"name": name, "role": "worker", "replicas": 2, "accelerator": {"kind": "nvidia"}} for name in ("one", "two")
-    ]
+    pools = [d.pool(name=name) for name in ("one", "two")]
     facts = d.deployed(d.resource(pools=pools), pods=FRONTENDS)
     found = list(capacity_check(d.cluster(nodes=(d.gpu_node("a", gpus=3),)), facts, facts.dep))
     assert "pool one" in d.the(found[:1], "ok").seen
     assert "pool two: 0 of 2 pods have a node; 1 find none" in d.the(found, "problem").seen
 
 
-def test_a_claim_asks_for_no_label_and_no_resource() -> None:
-    claims = {"kind": "nvidia", "claims": [{"name": "gpu", "resourceClaimTemplateName": "t"}]}
-    assert d.levels(judged([d.node("plain")], accelerator=claims)) == ["ok"]
-
-
-def test_no_room_for_the_extra_pod_of_a_rollout_is_a_warning() -> None:
-    pods = (*FRONTENDS, holding("w-0", "a", gpus="1"), holding("w-1", "a", gpus="1"))
-    for pod in pods[2:]:
-        pod["metadata"]["labels"]["mmrouter.io/pool"] = "worker"
-    assert "extra pod of a rollout" in d.the(judged([d.gpu_node("a", gpus=2)], pods=pods), "warning").seen
-    calm = {"updates": {"maxSurge": 0, "maxUnavailable": 1}}
-    assert d.levels(judged([d.gpu_node("a", gpus=2)], pods=pods, **calm)) == ["ok"]
-
-
 def test_an_autoscaled_pool_wants_what_its_autoscaler_wants() -> None:
-    shape = {"name": "worker", "role": "worker", "replicas": 9, "accelerator": {"kind": "nvidia"}}
-    made = d.resource(pools=[{**shape, "autoscaling": {"maxReplicas": 9}}])
+    made = d.resource(pools=[d.pool(replicas=9, autoscaling={"maxReplicas": 9})])
     made["status"]["pools"] = [{"name": "worker", "role": "worker", "desired": 2}]
     facts = d.deployed(made, pods=FRONTENDS)
     found = list(capacity_check(d.cluster(nodes=(d.gpu_node("a", gpus=2),)), facts, facts.dep))
     assert "pool worker: 0 of 2 pods have a node, there is room for the other 2" in [item.seen for item in found]
 
 
-def test_a_cluster_without_nodes_is_a_problem() -> None:
-    assert "has no nodes" in the_problem([]).seen
-
-
 def test_pods_of_others_that_cannot_be_read_are_said_not_to_be_counted() -> None:
     facts = d.deployed()
     found = list(capacity_check(d.cluster(pods=Unread("forbidden")), facts, facts.dep))
     assert "are not counted" in found[0].seen
-
-
-# -- the scheduler's rules -----------------------------------------------------------------------------------------
 
 
 def container(cpu: str, **more: Any) -> dict[str, Any]:
@@ -179,20 +120,14 @@ def test_a_limit_without_a_request_is_the_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operator", "values", "taken"),
+    ("expression", "taken"),
     [
-        ("In", ["4", "5"], True),
-        ("In", ["5"], False),
-        ("NotIn", ["4"], False),
-        ("NotIn", ["5"], True),
-        ("Exists", [], True),
-        ("DoesNotExist", [], False),
-        ("Gt", ["3"], True),
-        ("Gt", ["4"], False),
-        ("Lt", ["5"], True),
+        *((text, True) for text in ("In 4 5", "NotIn 5", "Exists", "Gt 3", "Lt 5")),
+        *((text, False) for text in ("In 5", "NotIn 4", "DoesNotExist", "Gt 4")),
     ],
 )
-def test_node_affinity_is_that_of_kubernetes(operator: str, values: list[str], taken: bool) -> None:
+def test_node_affinity_is_that_of_kubernetes(expression: str, taken: bool) -> None:
+    operator, *values = expression.split()
     terms = [{"matchExpressions": [{"key": "size", "operator": operator, "values": values}]}]
     required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     (node,) = nodes_of([d.node("a", {"size": "4"})], [])

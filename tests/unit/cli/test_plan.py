@@ -1,16 +1,20 @@
-"""`mmrouter plan`: what is printed, and that it is what the planner does."""
+"""`mmrouter plan` and `explain`: what is printed, and that it is what the planner does and where both sides differ."""
 
 import copy
+import io
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner
-from unit.operator.rollout_stories import pair, standing, want, whole
+from unit.operator.simulated_world import pair, standing, want, whole
 
 from mmrouter_cli.app import app
+from mmrouter_cli.explain import error_text, show
 from mmrouter_operator.planning.planner import Blocked, Complete
 from mmrouter_operator.planning.rollout_simulation import simulate
 
@@ -22,15 +26,19 @@ def write(folder: Path, name: str, spec: dict[str, Any], **metadata: Any) -> str
     return str(path)
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, status: int = 0) -> str:
     result = CliRunner().invoke(app, ["plan", *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == status, result.output
     return result.output
 
 
 def report(*arguments: str) -> dict[str, Any]:
     answer: dict[str, Any] = json.loads(run(*arguments, "--json"))
     return answer
+
+
+def changed(folder: Path, old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    return report(write(folder, "b.yaml", new), "--against", write(folder, "a.yaml", old))
 
 
 def actions(shown: dict[str, Any]) -> list[list[tuple[str, str]]]:
@@ -55,8 +63,7 @@ def test_between_equal_files_there_is_nothing_to_do(tmp_path: Path) -> None:
 
 
 def test_a_change_is_shown_with_the_pods_that_restart_because_of_it_in_their_order(tmp_path: Path) -> None:
-    new = whole(seed=1, router="2", replicas=3)
-    shown = report(write(tmp_path, "b.yaml", new), "--against", write(tmp_path, "a.yaml", whole()))
+    shown = changed(tmp_path, whole(), whole(seed=1, router="2", replicas=3))
     restarts = [name for steps in actions(shown) for action, name in steps if action == "restart"]
     assert restarts == ["vl-frontend", "vl-rend", "vl-enc", "vl-work"]
     assert shown["restarts"]["vl-frontend"] == ["frontend.resources.limits.cpu"]
@@ -74,11 +81,11 @@ def test_scaling_restarts_nothing(tmp_path: Path) -> None:
 
 
 def test_a_set_is_shown_switching_replica_by_replica(tmp_path: Path) -> None:
-    shown = report(write(tmp_path, "b.yaml", pair(block=32)), "--against", write(tmp_path, "a.yaml", pair()))
-    told = [action for steps in actions(shown) for action, _ in steps]
-    assert told.count("create") == 2
-    assert told.count("delete") == 2
-    assert told.count("switch") >= 4
+    shown = changed(tmp_path, pair(), pair(block=32))
+    sequence = [action for steps in actions(shown) for action, _ in steps]
+    assert sequence.count("create") == 2
+    assert sequence.count("delete") == 2
+    assert sequence.count("switch") >= 4
     assert shown["outcome"] == {"type": "Complete"}
 
 
@@ -98,7 +105,7 @@ def test_how_much_a_nodes_directory_holds_restarts_those_who_write_there_too(tmp
         spec["pools"] = [{**spec["pools"][0], "sharedMemory": {"scope": "node", "size": size}}]
         return spec
 
-    shown = report(write(tmp_path, "b.yaml", gossip("2Gi")), "--against", write(tmp_path, "a.yaml", gossip("1Gi")))
+    shown = changed(tmp_path, gossip("1Gi"), gossip("2Gi"))
     why = [f"pools[{gossip('1Gi')['pools'][0]['name']}].sharedMemory.size"]
     assert shown["restarts"] == dict.fromkeys(("vl-frontend", f"vl-{whole()['pools'][0]['name']}"), why)
 
@@ -108,9 +115,9 @@ def test_pools_that_will_not_be_paired_are_reported_in_advance(tmp_path: Path) -
     assert report(write(tmp_path, "a.yaml", spec))["warnings"] == []
     spec["pools"][0]["args"] = ["--kv-cache-dtype=fp8"]
     file = write(tmp_path, "b.yaml", spec)
-    (said,) = report(file)["warnings"]
-    assert said == "pools pre and dec cannot exchange KV blocks: --kv-cache-dtype is fp8 and not set"
-    assert f"warning: {said}\n" in run(file)
+    (warning,) = report(file)["warnings"]
+    assert warning == "pools pre and dec cannot exchange KV blocks: --kv-cache-dtype is fp8 and not set"
+    assert f"warning: {warning}\n" in run(file)
 
 
 @pytest.mark.parametrize(
@@ -119,21 +126,15 @@ def test_pools_that_will_not_be_paired_are_reported_in_advance(tmp_path: Path) -
         ({"pools": []}, [], "b.yaml: spec"),
         (whole(), ["--against", "missing.yaml"], "cannot read missing.yaml"),
         (whole(), ["--config", "missing.yaml"], "missing.yaml"),
+        (whole(), ["--against", "a.yaml"], "elsewhere/vl and default/vl are two deployments"),
     ],
 )
-def test_what_cannot_be_read_is_an_error_of_the_caller(
-    tmp_path: Path, spec: dict[str, Any], arguments: list[str], words: str
+def test_what_cannot_be_read_or_compared_is_an_error_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], arguments: list[str], words: str
 ) -> None:
-    result = CliRunner().invoke(app, ["plan", write(tmp_path, "b.yaml", spec), *arguments])
-    assert result.exit_code == 2
-    assert words in result.output
-
-
-def test_two_deployments_are_not_compared(tmp_path: Path) -> None:
-    old = write(tmp_path, "a.yaml", whole(), namespace="elsewhere")
-    result = CliRunner().invoke(app, ["plan", write(tmp_path, "b.yaml", whole()), "--against", old])
-    assert result.exit_code == 2
-    assert "elsewhere/vl and default/vl are two deployments" in result.output
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "a.yaml", whole(), namespace="elsewhere")
+    assert words in run(write(tmp_path, "b.yaml", spec), *arguments, status=2)
 
 
 def test_a_paused_deployment_is_rehearsed_as_blocked() -> None:
@@ -156,8 +157,8 @@ def test_a_rehearsal_takes_the_steps_that_the_rollout_takes() -> None:
         for _ in range(8):
             world.settle()
         planned = world.reconcile()
-    told = [step for steps in rehearsed.rounds for step in steps if step.kind == "Deployment" and step.action != "hold"]
-    assert told == taken
+    done = [step for steps in rehearsed.rounds for step in steps if step.kind == "Deployment" and step.action != "hold"]
+    assert done == taken
 
 
 def test_planning_changes_nothing_it_was_given() -> None:
@@ -180,17 +181,77 @@ def test_planning_changes_nothing_it_was_given() -> None:
 )
 def test_a_file_of_something_else_is_one_sentence(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "x.yaml").write_text(text)
-    result = CliRunner().invoke(app, ["plan", str(tmp_path / "x.yaml")])
-    assert result.exit_code == 2
-    assert says in result.output
-    assert len(result.output.splitlines()) == 1
+    shown = run(str(tmp_path / "x.yaml"), status=2)
+    assert says in shown
+    assert len(shown.splitlines()) == 1
 
 
 def test_a_misspelt_field_is_reported_with_a_suggestion(tmp_path: Path) -> None:
     spec = whole()
     spec["pools"][0]["acelerator"] = spec["pools"][0].pop("accelerator")
     spec["frontend"]["zzz"] = 1
-    result = CliRunner().invoke(app, ["plan", write(tmp_path, "x.yaml", spec)])
-    assert result.exit_code == 2
-    assert "spec.pools[0].acelerator: no such field; did you mean accelerator?" in result.output
-    assert "spec.frontend.zzz: no such field\n" in result.output
+    shown = run(write(tmp_path, "x.yaml", spec), status=2)
+    assert "spec.pools[0].acelerator: no such field; did you mean accelerator?" in shown
+    assert "spec.frontend.zzz: no such field\n" in shown
+
+
+TRACE: dict[str, Any] = {
+    **{"request_id": "r-1", "worker": "w", "rank": 0, "exactness": "exact", "policy": "kv", "why": "the only one"},
+    **{"overlap": 0, "blocks": 0, "block_size": 16, "prompt_tokens": 3},
+    **{name: [] for name in ("reasons", "attempts", "candidates", "images", "keys", "holders_now")},
+}
+
+
+def printed(width: int = 160, **fields) -> str:
+    file = io.StringIO()
+    show(Console(file=file, width=width), TRACE | fields)
+    return file.getvalue()
+
+
+def side(text: str, *tokens: int) -> dict:
+    return {"text": text, "tokens": list(tokens), "images": []}
+
+
+def test_a_rendering_that_differs_is_shown_as_both_sides_have_it():
+    piece = {"first_token": 7, "predicted": side("Hello [x]", 1, 2), "rendered": side("Hi", 3)}
+    rendering = {"result": "False", "cause": "template", "tokens": 9, "message": "token 8: [here]", "piece": piece}
+    out = printed(parity=None, rendering=rendering)
+    assert "renderer: False (template): token 8: [here]" in out
+    assert all(part in out for part in ("from token 7", "rendered", "Hello [x]", "1 2", "Hi"))
+
+
+def test_a_rendering_that_agrees_or_failed_is_one_line():
+    assert "the same prompt, 9 tokens compared" in printed(rendering={"result": "True", "cause": "", "tokens": 9})
+    lost = {"result": "Unknown", "cause": "renderer_lost", "tokens": 0, "message": "gone"}
+    assert "renderer: Unknown (renderer_lost): gone" in printed(rendering=lost)
+    assert "renderer" not in printed(rendering=None)
+
+
+def test_a_block_that_differs_is_shown_as_both_sides_have_it():
+    block = {"number": 2, "first_token": 32, "predicted": side("a", 1), "published": side("b", 2)}
+    parity = {"result": "False", "cause": "count", "blocks": 3, "message": "said", "block": block}
+    out = printed(parity=parity)
+    assert all(part in out for part in ("parity: False (count): said", "block 2, from token 32", "published"))
+
+
+def candidate(worker: str, **terms: float) -> dict:
+    return {"worker": worker, "scored": True, "overlap": 0, "held": 16, "terms": terms, "cost": sum(terms.values())}
+
+
+def test_a_terminal_of_80_columns_shows_a_pods_whole_name_and_no_column_of_nothing_but_zeros():
+    names = [f"demo-worker-7f68747fc5-lh5f{number}" for number in range(2)]
+    terms = [{"compute": 6, "decode": 0, "queue": 0}, {"compute": 6, "decode": 0, "queue": 12}]
+    out = printed(80, candidates=[candidate(name, **one) for name, one in zip(names, terms, strict=True)])
+    assert all(f"│ {name} │" in out for name in names)
+    head = next(line for line in out.splitlines() if "worker" in line and "┃" in line)
+    assert "queue" in head
+    assert "decode" not in head
+    assert "0 for all: decode" in out
+
+
+def test_a_refusal_is_shown_with_its_field():
+    def refusal(param: str | None) -> httpx.Response:
+        return httpx.Response(400, json={"error": {"message": "No.", "param": param}})
+
+    assert error_text(refusal("messages")) == "messages: No."
+    assert error_text(refusal(None)) == "No."

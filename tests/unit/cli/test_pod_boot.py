@@ -24,13 +24,8 @@ def holds(kind: str, seconds: float) -> Object:
 
 
 def event(reason: str, container: str, seconds: float, uid: str = "u") -> Object:
-    field = f"spec.containers{{{container}}}"
-    return {
-        "reason": reason,
-        "firstTimestamp": at(seconds),
-        "eventTime": None,
-        "involvedObject": {"kind": "Pod", "uid": uid, "fieldPath": field},
-    }
+    about = {"kind": "Pod", "uid": uid, "fieldPath": f"spec.containers{{{container}}}"}
+    return {"reason": reason, "firstTimestamp": at(seconds), "eventTime": None, "involvedObject": about}
 
 
 def engine_pod(
@@ -134,8 +129,8 @@ def test_what_a_pod_waits_for_now_is_the_first_thing_that_is_not_there(pod: Obje
 
 def test_what_the_operator_says_of_a_gate_is_repeated() -> None:
     pod = engine_pod(gates=(31,))
-    told = {"type": GATES[1], "status": "False", "message": "no frontend has proved it yet"}
-    pod["status"]["conditions"].append(told)
+    condition = {"type": GATES[1], "status": "False", "message": "no frontend has proved it yet"}
+    pod["status"]["conditions"].append(condition)
     assert waits_for(pod) == "not yet verified: no frontend has proved it yet"
 
 

@@ -1,7 +1,6 @@
 """`mmrouter replay` explains real captures whole, and names the first difference of one that was changed."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from typer.testing import CliRunner
+from unit.conftest import SHARED, shared_folder
 
 from mmrouter_cli.app import app
 from mmrouter_cli.replay import CaptureError, ReplayReport, replay
@@ -21,7 +21,6 @@ from mmrouter_lib.engines.sglang.identity import page_hashes
 REPOSITORY = Path(__file__).parents[3]
 OWN = Path(__file__).parent / "data" / "tiny-qwen2-vl.jsonl"
 MODEL = REPOSITORY / "examples" / "models" / "tiny-qwen2-vl"
-SHARED = REPOSITORY.parent / "shared"
 
 Rows = list[dict[str, Any]]
 
@@ -45,12 +44,12 @@ def row(rows: Rows, label: str) -> dict[str, Any]:
     return next(row for row in rows if row.get("label") == label)
 
 
-def edit(row: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> None:
+def edit(row: dict[str, Any], change: Callable[[dict[str, Any]], None], payload: str = "payload") -> None:
     """Change the first store event of a row on the wire."""
     frame = row["frames"][0]
-    batch = msgspec.msgpack.decode(bytes.fromhex(frame["payload"]))
+    batch = msgspec.msgpack.decode(bytes.fromhex(frame[payload]))
     change(next(event for event in batch[1] if event["type"] == "BlockStored"))
-    frame["payload"] = msgspec.msgpack.encode(batch).hex()
+    frame[payload] = msgspec.msgpack.encode(batch).hex()
 
 
 def test_a_capture_of_a_real_engine_is_explained_whole_with_and_without_the_model():
@@ -71,6 +70,10 @@ def _one_token_later(event: dict[str, Any]) -> None:
             pair[1] += 1
 
 
+def _another_token(event: dict[str, Any]) -> None:
+    event["token_ids"][7] += 1
+
+
 CHANGES: dict[str, tuple[Callable[[Rows], None], str]] = {
     "another text": (lambda rows: _first_part(rows, "text").update(text="Another word"), "template: "),
     "parts in another order": (
@@ -82,10 +85,7 @@ CHANGES: dict[str, tuple[Callable[[Rows], None], str]] = {
         "salt: predicted salt 'tenant-2', the engine used 'tenant-1'",
     ),
     "another LoRA": (lambda rows: row(rows, "text")["request"]["body"].update(model="lora"), "salt: predicted LoRA"),
-    "another token on the wire": (
-        lambda rows: edit(row(rows, "text"), lambda event: event["token_ids"].__setitem__(7, 1)),
-        "template: token 7 (block 0)",
-    ),
+    "another token on the wire": (lambda rows: edit(row(rows, "text"), _another_token), "template: token 7 (block 0)"),
     "an image somewhere else": (
         lambda rows: edit(row(rows, "a larger image first"), _one_token_later),
         "count: image predicted at token",
@@ -113,7 +113,7 @@ def test_a_block_that_was_predicted_and_not_published_is_a_difference(changed):
         event["extra_keys"].pop()
 
     report = changed(lambda rows: edit(row(rows, "cache_salt"), drop_the_last_block))
-    assert any("predicted, never published" in said for said in report.differences)
+    assert any("predicted, never published" in difference for difference in report.differences)
 
 
 def test_an_image_whose_bytes_differ_is_another_identity(changed, tmp_path):
@@ -188,10 +188,10 @@ PAGES = (
 def test_a_capture_of_the_other_engine_is_refused_with_exit_2_and_not_called_a_difference(tmp_path, rows):
     theirs = tmp_path / "sglang.jsonl"
     theirs.write_text("\n".join(rows))
-    for path, said, is_of in ((OWN, "sglang", "vllm"), (theirs, "vllm", "sglang")):
-        with pytest.raises(CaptureError, match=f"is a capture of {is_of}, not of {said}$"):
-            replay(path, engine=said)
-        assert CliRunner().invoke(app, ["replay", str(path), "--engine", said]).exit_code == 2
+    for path, asked, is_of in ((OWN, "sglang", "vllm"), (theirs, "vllm", "sglang")):
+        with pytest.raises(CaptureError, match=f"is a capture of {is_of}, not of {asked}$"):
+            replay(path, engine=asked)
+        assert CliRunner().invoke(app, ["replay", str(path), "--engine", asked]).exit_code == 2
     assert replay(OWN, engine="vllm").unexplained == 0
 
 
@@ -221,64 +221,48 @@ def test_a_vllm_capture_of_which_nothing_is_rendered_says_so(changed):
 
 
 @pytest.fixture(scope="session")
-def shared_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | None]:
-    """The folder that a capture of ../shared was made with, where its prompts can be rendered."""
-    models = Path(os.environ.get("MMROUTER_MODELS", SHARED / "models"))
+def built_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the model that captures of a tiny engine were made with."""
     script = SHARED / "tools" / "vllm" / "build_tiny.py"
-    made: list[Path] = []
-
-    def find(name: str) -> Path | None:
-        if name in REAL:
-            folder = models / REAL[name]
-            return folder if folder.is_dir() else None
-        if not name.startswith("qwen2vl_") or not script.is_file():
-            return None
-        if not made:
-            made.append(tmp_path_factory.mktemp("tiny"))
-            subprocess.run([sys.executable, str(script), str(made[0]), "qwen2vl"], check=True, capture_output=True)
-        return made[0] / "qwen2vl"
-
-    return find
+    if not script.is_file():
+        pytest.skip(f"not run: no {script}")
+    made = tmp_path_factory.mktemp("tiny")
+    subprocess.run([sys.executable, str(script), str(made), "qwen2vl"], check=True, capture_output=True)
+    return made / "qwen2vl"
 
 
-REAL = {
-    "qwen2vl-real": "Qwen--Qwen2-VL-2B-Instruct",
-    "qwen3vl-real": "Qwen--Qwen3-VL-2B-Instruct",
-    "llava15-real": "llava-hf--llava-1.5-7b-hf",
-    "llavanext-real": "llava-hf--llava-v1.6-mistral-7b-hf",
-    "phi3v-nosw": "microsoft--Phi-3-vision-128k-instruct",
-    "phi3v-real_sw131072_edge": "microsoft--Phi-3-vision-128k-instruct",
-    "phi3v-real_sw131072_probes": "microsoft--Phi-3-vision-128k-instruct",
-}
-# capture -> blocks, prompts rendered by the library (0: taken from the answers), blocks of rows that cannot be rebuilt
+LLAVA, LLAVA_NEXT = "llava-hf--llava-1.5-7b-hf", "llava-hf--llava-v1.6-mistral-7b-hf"
+PHI = "microsoft--Phi-3-vision-128k-instruct"
+# capture -> blocks, prompts rendered by the library (0: taken from the answers), blocks of rows that cannot be rebuilt,
+# the model that renders ("" for the tiny one)
 VLLM = {
-    "qwen2vl_core_uuid_clear": (87, 31, 0),
-    "qwen2vl_evict_byteshash": (30, 6, 0),
-    "qwen2vl_kwargs_byteshash": (16, 8, 0),
-    "qwen2vl_kvshare_lora": (16, 5, 0),
-    "qwen2vl_prompt_embeds": (3, 1, 2),
-    "qwen2vl_render_generate": (6, 0, 0),
-    "qwen2vl-real": (23, 0, 0),
-    "qwen3vl-real": (20, 0, 0),
-    "llava15-real": (128, 8, 0),
-    "llavanext-real": (279, 8, 0),
-    "phi3v-nosw": (320, 8, 0),
+    "qwen2vl_core_uuid_clear": (87, 31, 0, ""),
+    "qwen2vl_evict_byteshash": (30, 6, 0, ""),
+    "qwen2vl_kwargs_byteshash": (16, 8, 0, ""),
+    "qwen2vl_kvshare_lora": (16, 5, 0, ""),
+    "qwen2vl_prompt_embeds": (3, 1, 2, ""),
+    "qwen2vl_render_generate": (6, 0, 0, ""),
+    "qwen2vl-real": (23, 0, 0, ""),
+    "qwen3vl-real": (20, 0, 0, ""),
+    "llava15-real": (128, 8, 0, LLAVA),
+    "llavanext-real": (279, 8, 0, LLAVA_NEXT),
+    "phi3v-nosw": (320, 8, 0, PHI),
     # The picture of one row is not there, and one answer is the engine's end.
-    "phi3v-real_sw131072_edge": (155, 4, 60),
-    "phi3v-real_sw131072_probes": (85, 9, 0),  # events that name fewer blocks than they have tokens
+    "phi3v-real_sw131072_edge": (155, 4, 60, PHI),
+    "phi3v-real_sw131072_probes": (85, 9, 0, PHI),  # events that name fewer blocks than they have tokens
 }
 
 
 @pytest.mark.parametrize("name", VLLM)
-def test_every_block_of_the_recorded_engines_is_explained(shared_capture, shared_model, name):
-    blocks, rendered, left_out = VLLM[name]
-    model = shared_model(name) if rendered else None
-    if rendered and model is None:
-        pytest.skip("not run: no model folder (MMROUTER_MODELS) or no tools beside the captures")
+def test_every_block_of_the_recorded_engines_is_explained(shared_capture, request, name):
+    blocks, rendered, left_out, real = VLLM[name]
+    model = shared_folder("MMROUTER_MODELS", f"models/{real}") if real else None
+    if rendered and not real:
+        model = request.getfixturevalue("built_model")
     report = replay(shared_capture(f"vllm/{name}"), model_dir=model)
     assert report.line == f"blocks={blocks} matched={blocks} unexplained=0", report.differences[:3]
     assert report.rendered == rendered
-    assert sum(int(said.rpartition("(")[2].split()[0]) for said in report.skipped) == left_out
+    assert sum(int(reason.rpartition("(")[2].split()[0]) for reason in report.skipped) == left_out
 
 
 @pytest.mark.parametrize("name", ["qwen2vl_encoder_disagg", "qwen2vl_pd_nixl"])
@@ -290,10 +274,9 @@ def test_a_capture_without_requests_is_not_passed_off_as_a_match(shared_capture,
 @pytest.fixture(scope="session")
 def shared_capture() -> Callable[[str], Path]:
     """Path of a capture of ../shared by ``engine/name``."""
-    folder = Path(os.environ.get("MMROUTER_CAPTURES", SHARED / "captures"))
 
     def find(name: str) -> Path:
-        path = folder / f"{name}.jsonl"
+        path = shared_folder("MMROUTER_CAPTURES", "captures") / f"{name}.jsonl"
         if not path.is_file():
             pytest.skip(f"not run: no capture at {path} (MMROUTER_CAPTURES)")
         return path
@@ -324,7 +307,7 @@ def test_every_page_of_the_recorded_sglang_engines_is_explained(shared_capture, 
             "identity: image data a07b455a6b41",
         ),
         ("chat_B", lambda r: r["frames"].pop(0), "1 are missing"),
-        ("chat_A", lambda r: _edit_page(r["frames"][0]), "its ids make"),
+        ("chat_A", lambda r: edit(r, _another_token, "payload_hex"), "its ids make"),
     ],
 )
 def test_a_changed_sglang_capture_is_a_difference_that_is_named(shared_capture, tmp_path, case, change, says):
@@ -335,9 +318,3 @@ def test_a_changed_sglang_capture_is_a_difference_that_is_named(shared_capture, 
     report = replay(path)
     assert report.unexplained > 0
     assert says in report.differences[0]
-
-
-def _edit_page(frame: dict[str, Any]) -> None:
-    batch = msgspec.msgpack.decode(bytes.fromhex(frame["payload_hex"]))
-    next(event for event in batch[1] if event["type"] == "BlockStored")["token_ids"][5] += 1
-    frame["payload_hex"] = msgspec.msgpack.encode(batch).hex()

@@ -1,6 +1,5 @@
 """`mmrouter status`: what a resource or its frontends say becomes one view, and nothing is made up."""
 
-import asyncio
 import io
 import json
 import threading
@@ -15,8 +14,8 @@ from typer.testing import CliRunner
 from unit.cli import healthy_cluster as d
 
 from mmrouter_cli.app import app
-from mmrouter_cli.status import frontend_state
-from mmrouter_cli.status.frontend_state import Frontend, Unread
+from mmrouter_cli.status import control_api
+from mmrouter_cli.status.control_api import Frontend, Unread
 from mmrouter_cli.status.view import UNKNOWN, View, drawn, of_resource, of_states
 
 TOKEN = "t" * 32
@@ -43,9 +42,6 @@ def text(*views: View) -> str:
     return console.export_text()
 
 
-# -- from a resource -----------------------------------------------------------------------------------------------
-
-
 def test_a_resource_is_shown_as_its_status_says() -> None:
     routing = {"exactRatio": "0.998", "hitRatio": "0.83"}
     frontend = {"desired": 2, "ready": 1}
@@ -59,12 +55,8 @@ def test_a_resource_is_shown_as_its_status_says() -> None:
 
 
 def test_an_engine_is_exact_only_where_its_gate_says_so() -> None:
-    pods = [
-        gated("a", "True", "True"),
-        gated("b", "True", "False"),
-        d.pod("c", ready=False, **d.waiting("ImagePullBackOff")),
-        d.pod("f", ""),
-    ]
+    pulling = d.pod("c", ready=False, **d.waiting("ImagePullBackOff"))
+    pods = [gated("a", "True", "True"), gated("b", "True", "False"), pulling, d.pod("f", "")]
     workers = {worker.name: worker for worker in of_resource(d.resource(), pods).workers}
     assert workers.keys() == {"a", "b", "c"}, "frontends are no workers"
     assert (workers["a"].routable, workers["a"].exact) == (True, "True")
@@ -80,77 +72,60 @@ def test_a_resource_without_status_shows_no_made_up_values() -> None:
     assert "no operator has processed it yet" in text(view)
 
 
-def test_an_older_generation_is_said() -> None:
-    made = d.resource()
-    made["metadata"]["generation"] = 9
-    assert "generation 3, the spec of 9" in text(of_resource(made, []))
-
-
-def test_a_message_with_brackets_is_shown_as_it_is() -> None:
+def test_an_older_generation_is_noted_and_a_message_with_brackets_is_shown_as_it_is() -> None:
     made = d.resource(conditions=[d.condition("SpecValid", "False", "Invalid", "spec.pools[0].image: [red] is none")])
-    assert "spec.pools[0].image: [red] is none" in text(of_resource(made, []))
+    made["metadata"]["generation"] = 9
+    shown = text(of_resource(made, []))
+    assert "generation 3, the spec of 9" in shown
+    assert "spec.pools[0].image: [red] is none" in shown
 
 
-# -- from frontends ------------------------------------------------------------------------------------------------
-
-
-def told(**answers: Any) -> View:
+def seen_by(**answers: Any) -> View:
     return of_states("http://127.1.0.1:8000", answers)
 
 
-def test_counts_of_all_frontends_are_added_up() -> None:
+def test_counts_of_all_frontends_are_added_up_and_without_any_there_is_no_ratio() -> None:
     one = d.state(decisions=10, exact_decisions=10, prompt_blocks=100, hit_blocks=50)
     other = d.state(decisions=30, exact_decisions=20, prompt_blocks=100, hit_blocks=25)
-    view = told(a=one, b=other)
+    view = seen_by(a=one, b=other)
     assert (view.exact_ratio, view.hit_ratio, view.frontends) == ("0.750", "0.375", "2/2")
-
-
-def test_nothing_decided_yet_is_no_ratio() -> None:
-    assert told(a=d.state()).exact_ratio == UNKNOWN
+    assert seen_by(a=d.state()).exact_ratio == UNKNOWN, "nothing is decided yet"
 
 
 def test_a_worker_is_as_the_worst_frontend_sees_it() -> None:
     good = d.state(d.worker("w", in_flight=1))
     bad = d.state(d.worker("w", routable=False, canary="Unknown", message="its sidecar is not heard", in_flight=2))
-    (worker,) = told(a=good, b=bad).workers
+    (worker,) = seen_by(a=good, b=bad).workers
     assert (worker.routable, worker.exact) == (False, "Unknown (its sidecar is not heard)")
     assert worker.in_flight == 3
-    assert told(a=good, b=bad).phase == "Degraded"
+    assert seen_by(a=good, b=bad).phase == "Degraded"
 
 
 def test_a_failed_canary_shows_its_cause() -> None:
     failed = d.worker(canary="False", canary_cause="template", canary_message="token 5")
-    assert told(a=d.state(failed)).workers[0].exact == "False (template: token 5)"
+    assert seen_by(a=d.state(failed)).workers[0].exact == "False (template: token 5)"
 
 
-def test_an_unreachable_frontend_is_noted_and_the_others_are_shown() -> None:
-    view = told(a=d.state(), b=Unread("connection refused"))
+def test_an_unreachable_frontend_is_noted_and_without_any_answer_so_is_the_deployment() -> None:
+    view = seen_by(a=d.state(), b=Unread("connection refused"))
     assert (view.frontends, view.phase) == ("1/2", "Starting")
     assert "b cannot be queried: connection refused" in text(view)
-
-
-def test_without_any_answer_the_phase_is_unreachable() -> None:
-    view = told(a=Unread("connection refused"))
+    view = seen_by(a=Unread("connection refused"))
     assert (view.phase, view.workers, view.pools) == ("Unreachable", (), ())
 
 
 def test_renderers_are_shown_with_their_pool() -> None:
     row = {"uid": "r", "name": "r", "ip": "", "pool": "rend", "ready": True, "draining": False}
-    view = told(a=d.state(renderers=[{**row, "answered": True, "verified": True, "message": ""}]))
-    assert [(pool.name, pool.role, pool.verified) for pool in view.pools] == [
-        ("rend", "renderer", 1),
-        ("worker", "worker", 1),
-    ]
+    view = seen_by(a=d.state(renderers=[{**row, "answered": True, "verified": True, "message": ""}]))
+    pools = [(pool.name, pool.role, pool.verified) for pool in view.pools]
+    assert pools == [("rend", "renderer", 1), ("worker", "worker", 1)]
 
 
 def test_every_column_is_drawn() -> None:
-    shown = text(told(a=d.state(d.worker("the-worker", held={"0": 3, "1": 4}, heard_seconds_ago=0.25, in_flight=5))))
+    shown = text(seen_by(a=d.state(d.worker("the-worker", held={"0": 3, "1": 4}, heard_seconds_ago=0.25, in_flight=5))))
     row = next(line for line in shown.splitlines() if "the-worker" in line)
     for part in ("worker", "yes", "True", "7", "5", "0.2 s ago"):
         assert part in row
-
-
-# -- asking --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -182,16 +157,9 @@ def control() -> Iterator[str]:
     server.server_close()
 
 
-def asked(url: str | Unread, token: str = TOKEN) -> Any:
-    async def run() -> Any:
-        async with frontend_state.client(token) as client:
-            return await frontend_state.fetch(client, Frontend("f", url))
-
-    return asyncio.run(run())
-
-
-def test_a_state_is_read(control: str) -> None:
-    assert asked(control) == d.state()
+async def asked(url: str | Unread, token: str = TOKEN) -> Any:
+    async with control_api.client(token) as client:
+        return await control_api.fetch(client, Frontend("f", url))
 
 
 @pytest.mark.parametrize(
@@ -203,51 +171,47 @@ def test_a_state_is_read(control: str) -> None:
         ("/broken", TOKEN, "answered 503"),
     ],
 )
-def test_what_is_no_state_is_said(control: str, path: str, token: str, says: str) -> None:
-    assert says in asked(control + path, token).why
+async def test_a_state_is_read_and_what_is_none_is_said(control: str, path: str, token: str, says: str) -> None:
+    assert await asked(control) == d.state()
+    assert says in (await asked(control + path, token)).why
 
 
-def test_a_connection_failure_is_shown() -> None:
-    assert asked("http://127.0.0.1:9").why
-    assert asked(Unread("its pod does not run")).why == "its pod does not run"
+async def test_a_connection_failure_is_shown() -> None:
+    assert (await asked("http://127.0.0.1:9")).why
+    assert (await asked(Unread("its pod does not run"))).why == "its pod does not run"
 
 
-def ways(*ips: str) -> list[str | Unread]:
-    async def run() -> list[str | Unread]:
-        pods = [d.pod(f"f-{ip}", "", podIP=ip) for ip in ips]
-        async with frontend_state.open_frontends(pods, None) as frontends:
-            return [frontend.url for frontend in frontends]
-
-    return asyncio.run(run())
+async def ways(*ips: str) -> list[str | Unread]:
+    pods = [d.pod(f"f-{ip}", "", podIP=ip) for ip in ips]
+    async with control_api.open_frontends(pods, None) as frontends:
+        return [frontend.url for frontend in frontends]
 
 
-def test_a_token_goes_to_a_pods_address_only_where_that_address_is_the_pods(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_token_goes_to_a_pods_address_only_where_that_address_is_the_pods(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    loopback, elsewhere, nowhere = ways("127.0.0.9", "10.0.0.9", "")
+    loopback, elsewhere, nowhere = await ways("127.0.0.9", "10.0.0.9", "")
     assert loopback == "http://127.0.0.9:8001"
     assert isinstance(elsewhere, Unread)
     assert "no kubectl" in elsewhere.why
     assert nowhere == Unread("its pod does not run")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
-    assert ways("10.0.0.9", "fd00::9") == ["http://10.0.0.9:8001", "http://[fd00::9]:8001"]
+    assert await ways("10.0.0.9", "fd00::9") == ["http://10.0.0.9:8001", "http://[fd00::9]:8001"]
 
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
 
 
-def test_status_of_a_control_api_that_is_named(control: str) -> None:
-    result = run("status", "--url", "http://example.com", "--control", control, "--token", TOKEN, "--json")
-    assert result.exit_code == 0, result.output
-    (view,) = json.loads(result.stdout)
+def test_status_and_doctor_of_a_control_api_that_is_named(control: str) -> None:
+    named = ("--url", "http://example.com", "--control", control, "--token", TOKEN)
+    status, doctor = run("status", *named, "--json"), run("doctor", *named)
+    assert (status.exit_code, doctor.exit_code) == (0, 0), status.output + doctor.output
+    (view,) = json.loads(status.stdout)
     assert view["workers"][0]["exact"] == "True"
-
-
-def test_doctor_of_a_control_api_that_is_named(control: str) -> None:
-    result = run("doctor", "--url", "http://example.com", "--control", control, "--token", TOKEN)
-    assert result.exit_code == 0, result.output
-    assert "0 problems" in result.stdout
+    assert "0 problems" in doctor.stdout
 
 
 @pytest.mark.parametrize("command", ["status", "doctor"])

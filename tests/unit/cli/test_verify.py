@@ -1,12 +1,15 @@
-"""The gate's judgement, on hand-made sightings: it passes only what is exact and fails on any doubt."""
+"""The gate's judgement, on hand-made sightings: it passes only what is exact and fails on any doubt; and the demo's."""
 
+import io
 import json
 from dataclasses import dataclass, field, replace
 
 import httpx
 import pytest
+from rich.console import Console
 
-from mmrouter_cli.status.control_endpoint import ControlEndpoint
+from mmrouter_cli.demo_workload import DemoResult, Step, StepRow, hit_ratio, repeat_failure, show, workload
+from mmrouter_cli.status.control_api import ControlEndpoint
 from mmrouter_cli.verify import Observation, Verifier, as_json, check_cached_tokens, check_repeats, refusal_message
 
 GOOD = Observation(
@@ -22,46 +25,40 @@ def test_an_engine_never_serves_the_last_token_from_its_cache(tokens, blocks, ca
 def test_whole_hits_on_the_same_worker_pass():
     assert check_repeats("x", GOOD, [GOOD, GOOD], strict=True).passed
     assert check_cached_tokens("x", [GOOD, GOOD]).passed
+    assert not as_json([])["passed"], "no check at all is no pass"
+
+
+def repeated(**broken):
+    return check_repeats("x", GOOD, [GOOD, replace(GOOD, **broken)], strict=True)
+
+
+def counted(cached):
+    return check_cached_tokens("x", [GOOD, replace(GOOD, cached=cached)])
+
+
+def first(**broken):
+    return gate()._exact("x", replace(GOOD, **broken))
 
 
 @pytest.mark.parametrize(
-    ("broken", "says"),
+    ("check", "value", "says"),
     [
-        ({"overlap": 5}, "5 of 6 blocks"),
-        ({"worker": "b"}, "went to b"),
-        ({"exactness": "partial"}, "partial, not exact"),
-        ({"exactness": "affinity"}, "affinity, not exact"),
+        (repeated, {"overlap": 5}, "5 of 6 blocks"),
+        (repeated, {"worker": "b"}, "went to b"),
+        (repeated, {"exactness": "partial"}, "partial, not exact"),
+        (counted, {"cached": None}, "absent"),
+        (counted, {"cached": 80}, "says 80"),
+        (counted, {"cached": 0}, "says 0"),
+        (counted, {"cached": 100}, "says 100"),
+        (first, {"engine_tokens": 101}, "the engine counted 101"),
+        (first, {"blocks": 0}, "no complete block"),
+        (first, {"exactness": "affinity"}, "not exact"),
     ],
 )
-def test_one_bad_repeat_fails_and_is_named(broken, says):
-    check = check_repeats("x", GOOD, [GOOD, replace(GOOD, **broken)], strict=True)
-    assert not check.passed
-    assert says in check.message
-
-
-@pytest.mark.parametrize(("cached", "says"), [(None, "absent"), (80, "says 80"), (0, "says 0"), (100, "says 100")])
-def test_cached_tokens_must_be_there_and_agree(cached, says):
-    check = check_cached_tokens("x", [GOOD, replace(GOOD, cached=cached)])
-    assert not check.passed
-    assert says in check.message
-
-
-@pytest.mark.parametrize(
-    ("broken", "says"),
-    [
-        ({"engine_tokens": 101}, "the engine counted 101"),
-        ({"blocks": 0}, "no complete block"),
-        ({"exactness": "affinity"}, "not exact"),
-    ],
-)
-def test_a_first_request_that_proves_nothing_fails(broken, says):
-    check = gate()._exact("x", replace(GOOD, **broken))
-    assert not check.passed
-    assert says in check.message
-
-
-def test_no_check_at_all_is_no_pass():
-    assert not as_json([])["passed"]
+def test_a_bad_repeat_a_wrong_count_and_a_first_request_that_proves_nothing_fail_and_are_named(check, value, says):
+    result = check(**value)
+    assert not result.passed
+    assert says in result.message
 
 
 PARTIAL = replace(GOOD, exactness="partial", overlap=2, before=2, cached=96)
@@ -83,10 +80,10 @@ def test_a_partial_decision_may_underestimate_the_engine_and_never_overestimate_
     assert not check_cached_tokens("x", [replace(PARTIAL, cached=16)]).passed
 
 
-def test_affinity_fails_with_and_without_strict():
-    for strict in (True, False):
-        check = check_repeats("x", GOOD, [replace(GOOD, exactness="affinity")], strict=strict)
-        assert "affinity, not exact" in check.message
+@pytest.mark.parametrize("strict", [True, False])
+def test_affinity_fails_with_and_without_strict(strict):
+    check = check_repeats("x", GOOD, [replace(GOOD, exactness="affinity")], strict=strict)
+    assert "affinity, not exact" in check.message
 
 
 @dataclass
@@ -136,17 +133,14 @@ class Deployment:
         request_id = f"r-{self.sent}"
         self.decisions[request_id] = before * self.block_size
         overlap = min(known, before) if self.exactness == "partial" else known
-        headers = {
-            "x-mmrouter-request-id": request_id,
-            "x-mmrouter-worker": "w",
-            "x-mmrouter-exactness": self.exactness,
-            "x-mmrouter-overlap-blocks": str(overlap),
-            "x-mmrouter-prompt-blocks": str(len(units)),
-            "x-mmrouter-block-size": str(self.block_size),
-            "x-mmrouter-prompt-tokens": str(len(units) * self.block_size + 1),
+        prompt_tokens = len(units) * self.block_size + 1
+        decision = {
+            **{"request-id": request_id, "worker": "w", "exactness": self.exactness, "overlap-blocks": overlap},
+            **{"prompt-blocks": len(units), "block-size": self.block_size, "prompt-tokens": prompt_tokens},
         }
+        headers = {f"x-mmrouter-{name}": str(value) for name, value in decision.items()}
         cached = known * self.block_size + self.pretends
-        usage = {"prompt_tokens": len(units) * self.block_size + 1, "prompt_tokens_details": {"cached_tokens": cached}}
+        usage = {"prompt_tokens": prompt_tokens, "prompt_tokens_details": {"cached_tokens": cached}}
         return httpx.Response(200, headers=headers, json={"usage": usage})
 
 
@@ -160,8 +154,9 @@ def gate(deployment: Deployment | None = None, *, strict: bool = True) -> Verifi
     return Verifier(reach, api_key=None, client=client, strict=strict)
 
 
-def test_a_correct_deployment_passes():
-    checks = gate(Deployment()).run(rounds=2)
+@pytest.mark.parametrize(("exactness", "strict"), [("exact", True), ("partial", False)])
+def test_a_correct_deployment_passes_and_one_that_predicts_up_to_the_image_only_without_strict(exactness, strict):
+    checks = gate(Deployment(exactness=exactness), strict=strict).run(rounds=2)
     assert [check for check in checks if not check.passed] == []
     assert len(checks) == 1 + 2 * 7
 
@@ -183,19 +178,10 @@ def test_a_broken_deployment_fails_at_the_check_that_is_about_it(monkeypatch, br
     assert next(check.name for check in checks if not check.passed) == failing
 
 
-def test_without_strict_a_deployment_that_predicts_up_to_the_image_passes_and_says_so():
-    checks = gate(Deployment(exactness="partial"), strict=False).run(rounds=1)
-    failed = {check.name for check in checks if not check.passed}
-    assert failed == set()
-
-
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (
-            httpx.Response(401, json={"error": {"message": "No API key provided."}}),
-            "provided. (it wants a client's key",
-        ),
+        (httpx.Response(401, json={"error": {"message": "No key."}}), "No key. (it wants a client's key"),
         (httpx.Response(429, json={"error": {"message": "All queues are full."}}), "All queues are full."),
         (httpx.Response(502, text="<html>"), "<html>"),
     ],
@@ -203,3 +189,44 @@ def test_without_strict_a_deployment_that_predicts_up_to_the_image_passes_and_sa
 def test_a_refusal_is_shown_by_its_message(answer, says):
     assert says in refusal_message(answer)
     assert "{" not in refusal_message(answer)
+
+
+def row(**values):
+    base = {"name": "x", "worker": "a", "blocks": 6, "overlap": 6, "prompt_tokens": 100, "cached_tokens": 96}
+    return StepRow(**{**base, "exactness": "exact", "why": "", "milliseconds": 1.0, **values})
+
+
+def test_the_hit_ratio_is_a_ratio_of_sums_and_absent_counts_as_none():
+    assert hit_ratio([row(), row(prompt_tokens=300, cached_tokens=-1)]) == 96 / 400
+    assert hit_ratio([]) == 0
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_is_whole_on_any_terminal_and_names_arepeat_failure(width):
+    file = io.StringIO()
+    rows = [row(worker="demo-worker-0", why="cost 0 against 36", failure="expected a hit"), row(worker="demo-worker-1")]
+    show(Console(file=file, width=width), DemoResult(rows, rows))
+    out = file.getvalue()
+    assert all(len(line) <= width for line in out.splitlines())
+    assert all(part in out for part in ("demo-worker-0", "demo-worker-1", "expected a hit", "96.0%"))
+    assert ("cost 0 against 36" in out) == (width == 140)
+
+
+def test_a_repeat_must_be_an_exact_whole_hit_that_the_engine_confirms():
+    repeat, trace = Step("x", (), repeats="y"), {"block_size": 16, "reasons": ["why"]}
+    assert repeat_failure(repeat, row(), trace) == ""
+    assert "affinity" in repeat_failure(repeat, row(exactness="affinity"), trace)
+    assert "5 of 6" in repeat_failure(repeat, row(overlap=5), trace)
+    assert "says 80" in repeat_failure(repeat, row(cached_tokens=80), trace)
+    assert "says -1" in repeat_failure(repeat, row(cached_tokens=-1), trace)
+    assert repeat_failure(Step("x", ()), row(overlap=0), trace) == ""
+
+
+def test_every_repeat_names_a_step_of_the_same_prompt_before_it():
+    steps = workload("nonce", "http://127.0.0.1:1")
+    seen = {}
+    for step in steps:
+        if step.repeats:
+            assert len(seen[step.repeats].messages) == len(step.messages)
+        seen[step.name] = step
+    assert sum(bool(step.repeats) for step in steps) >= 5

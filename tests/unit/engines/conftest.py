@@ -1,22 +1,62 @@
-"""Recorded frames of real vLLM engines, and the requests that caused them."""
+"""Recorded frames of real engines and the requests that caused them; of SGLang also an excerpt beside this file."""
 
 import json
-import os
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from blake3 import blake3
+from unit.conftest import shared_folder
 
+from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.media_identity import foreign_identity, from_wire
 
-REPOSITORY = Path(__file__).parents[3]
 PLACEHOLDER = {"qwen": 151655, "llava": 32000, "phi3v": 32044}
 TINY_PLACEHOLDER = 364  # of the small vocabulary that the other captures were made with
+
+
+def document(pool: dict[str, Any] | None = None, **spec: Any) -> dict[str, Any]:
+    """The shortest useful resource, as decoded YAML, with spec sections and fields of its pool replaced."""
+    worker = {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}} | (pool or {})
+    spec = {"model": {"id": "org/model"}, "engine": {"type": "vllm"}, "pools": [worker]} | spec
+    kind = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment"}
+    return {**kind, "metadata": {"name": "vl"}, "spec": spec}
+
+
+def deployment(pool: dict[str, Any] | None = None, *, engine: Any, **spec: Any) -> Any:
+    """The shortest resource with an engine's type or fields."""
+    return parse_deployment(document(pool, engine=engine if isinstance(engine, dict) else {"type": engine}, **spec))
+
+
+def value(args: list[str], flag: str) -> str:
+    """The value of a flag that is there once."""
+    assert args.count(flag) == 1
+    return args[args.index(flag) + 1]
+
+
+def values(args: list[str], flags: str) -> list[str]:
+    """The values of flags, separated by blanks, that are there once."""
+    return [value(args, flag) for flag in flags.split()]
+
+
+def stored(**changes: Any) -> dict[str, Any]:
+    """vLLM's event of two blocks."""
+    fields = {"block_hashes": [11, 12], "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 2}
+    return {"type": "BlockStored", **fields, "lora_id": None, "medium": "GPU", "lora_name": None} | changes
+
+
+def batch(*events: Any, rank: int = 0) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), rank])
+
+
+def role(name: str, kind: str = "nvidia", **fields: Any) -> dict[str, Any]:
+    """A pool that is named after its role."""
+    return {"name": name, "role": name, "accelerator": {"kind": kind}} | fields
 
 
 @dataclass(frozen=True)
@@ -31,15 +71,20 @@ class Step:
     payloads: tuple[bytes, ...]
     prompt: int  # tokens before the generated ones
     cached: int | None  # tokens that the engine says it had
-    exact: bool  # false with per-request processor options, which change identifiers in ways that are not modelled
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 class Captures:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    """What was recorded of vLLM."""
+
+    def __init__(self) -> None:
+        self.folder = shared_folder("MMROUTER_CAPTURES", "captures/vllm")
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+        return json_lines(self.folder / name)
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("*.jsonl"))
@@ -66,7 +111,8 @@ class Captures:
             body = line["request"]["body"]
             prompt = reply["prompt_token_ids"]
             images = self.folder / "images"
-            if any(not (images / image).exists() for image in _files(body)):
+            files = [part["image_url"]["url"]["$image"] for part in image_parts(body) if part["image_url"]]
+            if not all((images / file).exists() for file in files):
                 continue
             names = list(_identifiers(body, images, f"models/{lines[0]['model']}"))
             places = _runs(prompt, pad)
@@ -78,19 +124,9 @@ class Captures:
             ids = array("I", prompt + (reply.get("output_token_ids") or []))
             lora = body["model"] if body["model"] != lines[0]["model"] else None
             payloads = tuple(bytes.fromhex(frame["payload"]) for frame in line["frames"])
-            kwargs = {"mm_processor_kwargs", "media_io_kwargs"} & set(body)
             details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
-            yield Step(
-                label=line["label"],
-                ids=ids,
-                spans=spans,
-                lora=lora,
-                salt=body.get("cache_salt"),
-                payloads=payloads,
-                prompt=len(prompt),
-                cached=details.get("cached_tokens"),
-                exact=not kwargs,
-            )
+            label, salt, cached = line["label"], body.get("cache_salt"), details.get("cached_tokens")
+            yield Step(label, ids, spans, lora, salt, payloads, len(prompt), cached)
 
 
 def _placeholder(name: str) -> int:
@@ -99,17 +135,11 @@ def _placeholder(name: str) -> int:
     return next(token for prefix, token in PLACEHOLDER.items() if name.startswith(prefix))
 
 
-def _image_parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def image_parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for message in body["messages"]:
         for part in message["content"] if isinstance(message["content"], list) else []:
             if part["type"] == "image_url":
                 yield part
-
-
-def _files(body: dict[str, Any]) -> Iterator[str]:
-    for part in _image_parts(body):
-        if part["image_url"] is not None:
-            yield part["image_url"]["url"]["$image"]
 
 
 def _identifiers(body: dict[str, Any], images: Path, model: str) -> Iterator[str]:
@@ -117,7 +147,7 @@ def _identifiers(body: dict[str, Any], images: Path, model: str) -> Iterator[str
 
     See docs/engine-facts/vllm.md#default-image-hash.
     """
-    for part in _image_parts(body):
+    for part in image_parts(body):
         yield part.get("uuid") or _default_hash((images / part["image_url"]["url"]["$image"]).read_bytes(), model)
 
 
@@ -146,7 +176,30 @@ def _runs(ids: list[int], pad: int) -> list[tuple[int, int]]:
 
 @pytest.fixture(scope="session")
 def captures() -> Captures:
-    folder = Path(os.environ.get("MMROUTER_CAPTURES", REPOSITORY.parent / "shared" / "captures")) / "vllm"
-    if not folder.is_dir():
-        pytest.skip(f"not run: no captures at {folder} (MMROUTER_CAPTURES)")
-    return Captures(folder)
+    return Captures()
+
+
+EXCERPT = Path(__file__).parent / "data" / "sglang.jsonl"
+SGLANG_PLACEHOLDER = 403  # of the small vocabulary that the captures were made with
+
+
+def rows(family: str | None = None) -> list[dict[str, Any]]:
+    """The excerpt: family, page_size, case, request, and the payloads that it caused."""
+    return [row for row in json_lines(EXCERPT) if family in (None, row["family"])]
+
+
+def row(family: str, case: str) -> dict[str, Any]:
+    return next(row for row in rows(family) if row["case"] == case)
+
+
+def events(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The engine's events of one row as on the wire."""
+    return [event for payload in row["payloads"] for event in msgspec.msgpack.decode(bytes.fromhex(payload))[1]]
+
+
+def sglang_captures() -> Path:
+    return shared_folder("MMROUTER_CAPTURES", "captures/sglang")
+
+
+def capture_rows(name: str) -> list[dict[str, Any]]:
+    return json_lines(sglang_captures() / name)

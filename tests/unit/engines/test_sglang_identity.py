@@ -1,5 +1,6 @@
 """The recomputed SGLang identities and hashes equal those of a real engine."""
 
+import hashlib
 import re
 from array import array
 from collections.abc import Iterable
@@ -8,33 +9,20 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.engines.sglang_rows import PLACEHOLDER, capture_rows, captures, events, row, rows
+from msgspec.structs import replace
+from unit.engines.conftest import SGLANG_PLACEHOLDER, capture_rows, events, row, rows, sglang_captures
 
-from mmrouter_lib.engines.sglang.identity import (
-    SENTINEL_BASE,
-    Fingerprint,
-    artifact_hash,
-    artifact_hash_of,
-    artifact_options,
-    canonical_json,
-    legacy_sentinels,
-    page_digest,
-    page_hashes,
-    run_ids,
-    salt_root,
-    sentinels,
-)
+from mmrouter_lib.engines.sglang import identity
 
-QWEN3 = Fingerprint(
+QWEN3 = identity.Fingerprint(
     transformers="5.19.0",
     processor_class="sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor",
     wrapper_class="transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     model_type="qwen3_vl",
     architectures=("Qwen3VLForConditionalGeneration",),
 )
-QWEN25 = Fingerprint(
-    transformers="5.19.0",
-    processor_class=QWEN3.processor_class,
+QWEN25 = replace(
+    QWEN3,
     wrapper_class="transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
     model_type="qwen2_5_vl",
     architectures=("Qwen2_5_VLForConditionalGeneration",),
@@ -51,9 +39,9 @@ def rebuilt(stored: Iterable[dict[str, Any]]) -> tuple[int, int]:
         parent, size = event["parent_block_hash"], event["block_size"]
         if parent is not None and parent not in digests:
             continue
-        prior = salt_root(event.get("cache_salt")) if parent is None else digests[parent]
+        prior = identity.salt_root(event.get("cache_salt")) if parent is None else digests[parent]
         for number, published in enumerate(event["block_hashes"]):
-            prior = page_digest(event["token_ids"][number * size : (number + 1) * size], prior)
+            prior = identity.page_digest(event["token_ids"][number * size : (number + 1) * size], prior)
             digests[published] = prior
             if int.from_bytes(prior[:8], "big", signed=True) == published:
                 equal += 1
@@ -85,17 +73,19 @@ def test_offline_hashes_items_and_salts_are_rebuilt() -> None:
     checked = 0
     for line in capture_rows("offline.jsonl"):
         match line:
-            case {"kind": "feature_hash", "item_hash_hex": number, "pad_values": values}:
-                assert sentinels(int(number, 16), legacy=False) == tuple(values)
-            case {"kind": "caller_hash", "hex": number, "pad_values": values}:
-                assert sentinels(int(number, 16), legacy=False) == tuple(values)
+            case {"kind": "feature_hash", "item_hash_hex": number, "pad_values": values} | {
+                "kind": "caller_hash",
+                "hex": number,
+                "pad_values": values,
+            }:
+                assert identity.sentinels(int(number, 16), legacy=False) == tuple(values)
             case {"kind": "radix", "format": "default", "step": "first" | "salt", "events": events}:
                 published = [number & (1 << 64) - 1 for event in events for number in event["block_hashes"]]
                 salt = line["kwargs"].get("cache_salt")
-                assert page_hashes(line["tokens"], line["page_size"], cache_salt=salt).tolist() == published
+                assert identity.page_hashes(line["tokens"], line["page_size"], cache_salt=salt).tolist() == published
             case {"kind": "padding", "input_ids": ids, "padded": padded}:
-                assert run_ids(sentinels(0xAA, legacy=False), 6).tolist() == padded[3:9]
-                assert run_ids(sentinels(0xBB, legacy=False), 3).tolist() == padded[12:15]
+                assert identity.run_ids(identity.sentinels(0xAA, legacy=False), 6).tolist() == padded[3:9]
+                assert identity.run_ids(identity.sentinels(0xBB, legacy=False), 3).tolist() == padded[12:15]
                 assert len(ids) == len(padded)
             case _:
                 continue
@@ -107,77 +97,85 @@ def test_the_artifact_path_is_predicted_from_encoded_bytes_alone() -> None:
     for case in ("chat_A", "chat_B"):
         taken = row("qwen3_vl", case)
         ids = [token for event in events(taken) for token in event["token_ids"]]
-        seen = [token for token in ids if token >= SENTINEL_BASE]
-        assert run_ids(sentinels(artifact_hash_of(taken["sha256"], QWEN3, {}), legacy=False), 12).tolist() == seen
+        seen = [token for token in ids if token >= identity.SENTINEL_BASE]
+        assert (
+            identity.run_ids(
+                identity.sentinels(identity.artifact_hash_of(taken["sha256"], QWEN3, {}), legacy=False), 12
+            ).tolist()
+            == seen
+        )
 
 
 def test_the_flag_moves_qwen25_to_the_artifact_path() -> None:
-    text = (captures() / "qwen2_5_vl.preprocess_cache.txt").read_text()
+    text = (sglang_captures() / "qwen2_5_vl.preprocess_cache.txt").read_text()
     found = re.search(r"sentinels of image A: \[(.*)\]", text)
     assert found
     seen = tuple(int(number) for number in found[1].split(","))
     sha = row("qwen3_vl", "chat_A")["sha256"]
-    assert sentinels(artifact_hash_of(sha, QWEN25, {}), legacy=False) == seen
+    assert identity.sentinels(identity.artifact_hash_of(sha, QWEN25, {}), legacy=False) == seen
 
 
 def test_caller_given_hashes_become_the_item_hash() -> None:
     for case in ("gen_A_mm_hash16", "gen_A_mm_hash64"):
         taken = row("qwen2_vl", case)
-        seen = [token for event in events(taken) for token in event.get("token_ids", ()) if token >= SENTINEL_BASE]
+        seen = [
+            token for event in events(taken) for token in event.get("token_ids", ()) if token >= identity.SENTINEL_BASE
+        ]
         assert seen
-        assert set(seen) == set(sentinels(int(taken["mm_hashes"][0], 16), legacy=False))
+        assert set(seen) == set(identity.sentinels(int(taken["mm_hashes"][0], 16), legacy=False))
 
 
 def test_a_prompt_with_sentinels_has_the_published_hashes() -> None:
     """From the engine's returned ids, which have plain placeholders, to the hashes of its events."""
     taken = row("qwen3_vl", "chat_A")
     ids = array("Q", taken["prompt_token_ids"])
-    start, length = ids.index(PLACEHOLDER), ids.count(PLACEHOLDER)
-    ids[start : start + length] = run_ids(sentinels(artifact_hash_of(taken["sha256"], QWEN3, {}), legacy=False), length)
+    start, length = ids.index(SGLANG_PLACEHOLDER), ids.count(SGLANG_PLACEHOLDER)
+    ids[start : start + length] = identity.run_ids(
+        identity.sentinels(identity.artifact_hash_of(taken["sha256"], QWEN3, {}), legacy=False), length
+    )
     published = [number & (1 << 64) - 1 for event in events(taken) for number in event["block_hashes"]]
-    assert page_hashes(ids, 4).tolist()[: len(published)] == published
+    assert identity.page_hashes(ids, 4).tolist()[: len(published)] == published
 
 
 def test_case_16_the_older_form_repeats_one_thirty_bit_value() -> None:
     number = 0x0F0F_1234_5678_9ABC
-    assert sentinels(number, legacy=True) == (1_000_000 + number % 2**30,)
-    assert run_ids(sentinels(number, legacy=True), 5).tolist() == [1_000_000 + number % 2**30] * 5
-    assert legacy_sentinels("0.5.22")
-    assert legacy_sentinels("0.5.15.post1")
-    assert not legacy_sentinels("0.5.23")
-    assert not legacy_sentinels("0.5.23.post1+cu130")
-    assert not legacy_sentinels("0.6.0rc1")
-    assert not legacy_sentinels("")
+    assert identity.sentinels(number, legacy=True) == (1_000_000 + number % 2**30,)
+    assert identity.run_ids(identity.sentinels(number, legacy=True), 5).tolist() == [1_000_000 + number % 2**30] * 5
+    assert all(map(identity.legacy_sentinels, ("0.5.22", "0.5.15.post1")))
+    assert not any(map(identity.legacy_sentinels, ("0.5.23", "0.5.23.post1+cu130", "0.6.0rc1", "")))
 
 
 @given(number=st.integers(0, 2**256 - 1), length=st.integers(0, 40))
 def test_case_16_four_values_cycle_from_the_start_of_a_run(number: int, length: int) -> None:
-    values = sentinels(number, legacy=False)
-    ids = run_ids(values, length)
+    values = identity.sentinels(number, legacy=False)
+    ids = identity.run_ids(values, length)
     assert len(ids) == length
     assert all(token == values[place % 4] for place, token in enumerate(ids))
-    assert all(SENTINEL_BASE <= value < SENTINEL_BASE + 2**62 for value in values)
-    assert values == sentinels(number & (2**64 - 1), legacy=False)
+    assert all(identity.SENTINEL_BASE <= value < identity.SENTINEL_BASE + 2**62 for value in values)
+    assert values == identity.sentinels(number & (2**64 - 1), legacy=False)
 
 
 @given(st.lists(st.integers(0, 2**63), max_size=30), st.integers(1, 9), st.one_of(st.none(), st.text(max_size=5)))
 def test_pages_are_chained_and_salted(ids: list[int], size: int, salt: str | None) -> None:
-    hashes = page_hashes(ids, size, cache_salt=salt)
+    hashes = identity.page_hashes(ids, size, cache_salt=salt)
     assert len(hashes) == len(ids) // size
-    assert page_hashes(ids[: size * 2], size, cache_salt=salt) == hashes[:2]
+    assert identity.page_hashes(ids[: size * 2], size, cache_salt=salt) == hashes[:2]
     if hashes:
-        assert set(hashes).isdisjoint(page_hashes(ids, size, cache_salt=f"{salt}x"))
-        assert set(hashes).isdisjoint(page_hashes([ids[0] + 1, *ids[1:]], size, cache_salt=salt))
+        assert set(hashes).isdisjoint(identity.page_hashes(ids, size, cache_salt=f"{salt}x"))
+        assert set(hashes).isdisjoint(identity.page_hashes([ids[0] + 1, *ids[1:]], size, cache_salt=salt))
+
+
+IMAGE, OTHER = (hashlib.sha256(data).hexdigest() for data in (b"image", b"other"))
 
 
 def test_every_field_of_fingerprint_and_options_changes_the_identity() -> None:
-    base = artifact_hash(b"image", QWEN3, {})
+    base = identity.artifact_hash_of(IMAGE, QWEN3, {})
     others = [
-        artifact_hash(b"other", QWEN3, {}),
-        artifact_hash(b"image", QWEN25, {}),
-        artifact_hash(b"image", QWEN3, {"detail": "high"}),
+        identity.artifact_hash_of(OTHER, QWEN3, {}),
+        identity.artifact_hash_of(IMAGE, QWEN25, {}),
+        identity.artifact_hash_of(IMAGE, QWEN3, {"detail": "high"}),
         *(
-            artifact_hash(b"image", Fingerprint(**{**_fields(QWEN3), name: value}), {})
+            identity.artifact_hash_of(IMAGE, replace(QWEN3, **{name: value}), {})
             for name, value in [
                 ("transformers", "5.20.0"),
                 ("revision", "main"),
@@ -189,17 +187,13 @@ def test_every_field_of_fingerprint_and_options_changes_the_identity() -> None:
         ),
     ]
     assert len({base, *others}) == len(others) + 1
-    assert artifact_hash(b"image", QWEN3.digest(), {}) == base
-    assert artifact_options({"detail": "auto", "max_dynamic_patch": None}) == {}
-    assert artifact_options({"detail": "high"}) == {"detail": "high"}
+    assert identity.artifact_hash_of(IMAGE, QWEN3.digest(), {}) == base
+    assert identity.artifact_options({"detail": "auto", "max_dynamic_patch": None}) == {}
+    assert identity.artifact_options({"detail": "high"}) == {"detail": "high"}
 
 
 def test_values_of_different_types_have_different_canonical_forms() -> None:
     values: list[Any] = [None, False, 0, 0.0, "0", [], {}, [0], {"0": 0}]
-    assert len({canonical_json(value) for value in values}) == len(values)
+    assert len({identity.canonical_json(value) for value in values}) == len(values)
     with pytest.raises(ValueError, match="canonical"):
-        canonical_json({1, 2})
-
-
-def _fields(fingerprint: Fingerprint) -> dict[str, Any]:
-    return {name: getattr(fingerprint, name) for name in fingerprint.__struct_fields__}
+        identity.canonical_json({1, 2})

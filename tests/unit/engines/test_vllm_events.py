@@ -8,6 +8,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.engines.conftest import batch as payload
+from unit.engines.conftest import stored
 
 from mmrouter_lib.block_keys import Span, block_keys, chain, namespace_seed, span_extra
 from mmrouter_lib.engines.base.events import Batch, Cleared, EventError, Ignored, Ragged, Removed, Stored
@@ -29,26 +31,8 @@ BLOCKS = {  # blocks of each capture that the facts rebuilt by the engine's own 
 }
 
 
-def stored(**changes: Any) -> dict[str, Any]:
-    event = {
-        "type": "BlockStored",
-        "block_hashes": [11, 12],
-        "parent_block_hash": None,
-        "token_ids": [1, 2, 3, 4],
-        "block_size": 2,
-        "lora_id": None,
-        "medium": "GPU",
-        "lora_name": None,
-    }
-    return event | changes
-
-
-def payload(*events: Any, rank: int = 0) -> bytes:
-    return msgspec.msgpack.encode([1.5, list(events), rank])
-
-
-def one(*events: Any) -> Any:
-    (event,) = decode_batch(payload(*events)).events
+def decoded(wire_event: Any) -> Any:
+    (event,) = decode_batch(payload(wire_event)).events
     return event
 
 
@@ -57,51 +41,29 @@ def recoded(raw: bytes, change: Any) -> bytes:
     return msgspec.msgpack.encode([ts, [change(event) for event in events], rank])
 
 
-def narrowed(event: dict[str, Any]) -> dict[str, Any]:
+def narrowed(event: dict[str, Any], signed_from: int = 2**64) -> dict[str, Any]:
     def low(value: Any) -> Any:
-        return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value
+        number = int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value
+        return number - 2**64 if number is not None and number >= signed_from else number
 
-    event = dict(event)
-    for name in ("block_hashes", "parent_block_hash"):
-        if name in event:
-            value = event[name]
-            event[name] = [low(item) for item in value] if isinstance(value, list) else low(value)
-    return event
+    hashes = {name: event[name] for name in ("block_hashes", "parent_block_hash") if name in event}
+    return event | {name: [*map(low, h)] if isinstance(h, list) else low(h) for name, h in hashes.items()}
 
 
 def signed(event: dict[str, Any]) -> dict[str, Any]:
-    def wrap(value: int | None) -> int | None:
-        return value - 2**64 if value is not None and value >= 2**63 else value
-
-    event = narrowed(event)
-    if "block_hashes" in event:
-        event["block_hashes"] = [wrap(value) for value in event["block_hashes"]]
-    if "parent_block_hash" in event:
-        event["parent_block_hash"] = wrap(event["parent_block_hash"])
-    return event
+    return narrowed(event, signed_from=2**63)
 
 
 ORDER = {
-    "BlockStored": [
-        "block_hashes",
-        "parent_block_hash",
-        "token_ids",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "extra_keys",
-        "group_idx",
-        "kv_cache_spec_kind",
-        "kv_cache_spec_sliding_window",
-    ],
-    "BlockRemoved": ["block_hashes", "medium", "group_idx"],
-    "AllBlocksCleared": [],
+    "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium lora_name extra_keys group_idx "
+    "kv_cache_spec_kind kv_cache_spec_sliding_window",
+    "BlockRemoved": "block_hashes medium group_idx",
+    "AllBlocksCleared": "",
 }
 
 
 def positional(event: dict[str, Any]) -> list[Any]:
-    return [event["type"], *(event.get(name) for name in ORDER[event["type"]])]
+    return [event["type"], *(event.get(name) for name in ORDER[event["type"]].split())]
 
 
 def test_every_captured_frame_is_decoded(captures: Any) -> None:
@@ -174,32 +136,32 @@ def test_positional_events_of_older_releases_may_end_early() -> None:
 
 def test_a_router_identity_is_recovered_and_a_foreign_one_stays_distinct() -> None:
     identity = bytes(range(32))
-    event = one(stored(extra_keys=[[[to_wire(identity), 1]], [[to_wire(identity), -1], ["u-1", 1]]]))
+    event = decoded(stored(extra_keys=[[[to_wire(identity), 1]], [[to_wire(identity), -1], ["u-1", 1]]]))
     foreign = foreign_identity("u-1")
     assert event.spans == ((0, identity, 1), (1, identity, -1), (1, foreign, 1))
     assert event.extras == {0: span_extra(identity, 1), 1: span_extra(identity, -1) + span_extra(foreign, 1)}
 
 
 def test_lora_name_and_salt_are_distinguished_even_when_equal() -> None:
-    event = one(stored(lora_id=1, lora_name="same", extra_keys=[["same", "same"], ["same"]]))
+    event = decoded(stored(lora_id=1, lora_name="same", extra_keys=[["same", "same"], ["same"]]))
     assert (event.lora, event.salt, event.extras) == ("same", "same", {})
-    plain = one(stored(extra_keys=[["salt"], None]))
+    plain = decoded(stored(extra_keys=[["salt"], None]))
     assert (plain.lora, plain.salt, plain.extras) == (None, "salt", {})
 
 
 def test_an_unnamed_lora_and_an_unexpected_text_equal_no_prediction() -> None:
-    assert one(stored(lora_id=3)).lora not in (None, "3")
-    later = one(stored(parent_block_hash=10, extra_keys=[["salt"], None]))
+    assert decoded(stored(lora_id=3)).lora not in (None, "3")
+    later = decoded(stored(parent_block_hash=10, extra_keys=[["salt"], None]))
     assert later.salt is None
     assert later.extras[0]
 
 
 def test_prompt_embeddings_make_blocks_of_equal_ids_distinct() -> None:
     zeros = {"token_ids": [0, 0, 0, 0]}
-    one_digest = one(stored(**zeros, extra_keys=[[b"\1" * 32], [b"\2" * 32]]))
-    other = one(stored(**zeros, extra_keys=[[b"\3" * 32], [b"\2" * 32]]))
-    plain = one(stored(**zeros))
-    keys = [chain(e.ids, 2, 2, e.extras, 0).tolist() for e in (one_digest, other, plain)]
+    first = decoded(stored(**zeros, extra_keys=[[b"\1" * 32], [b"\2" * 32]]))
+    other = decoded(stored(**zeros, extra_keys=[[b"\3" * 32], [b"\2" * 32]]))
+    plain = decoded(stored(**zeros))
+    keys = [chain(e.ids, 2, 2, e.extras, 0).tolist() for e in (first, other, plain)]
     assert len({key for chained in keys for key in chained}) == 6
 
 
@@ -215,13 +177,13 @@ def test_prompt_embeddings_make_blocks_of_equal_ids_distinct() -> None:
     ],
 )
 def test_events_that_cannot_be_indexed_have_a_listed_reason(event: Any, reason: str) -> None:
-    assert one(event) == Ignored(reason)
+    assert decoded(event) == Ignored(reason)
     assert reason in IGNORED_REASONS
 
 
 @pytest.mark.parametrize("kind", ["mamba", "chunked_local_attention", "encoder_only_attention", "of a later release"])
 def test_case_45_a_group_whose_blocks_are_no_prefix_is_ignored_by_its_number(kind: str) -> None:
-    event = one(stored(kv_cache_spec_kind=kind, group_idx=2))
+    event = decoded(stored(kv_cache_spec_kind=kind, group_idx=2))
     assert event.group == 2
     assert event.reason in IGNORED_REASONS
 
@@ -229,23 +191,14 @@ def test_case_45_a_group_whose_blocks_are_no_prefix_is_ignored_by_its_number(kin
 @pytest.mark.parametrize("hashes", [[], [12]])
 def test_fewer_blocks_than_tokens_are_ragged_and_keep_what_recomputation_needs(hashes: list[int]) -> None:
     published = [[["u-1", -1]]] if hashes else None
-    event = one(
-        stored(
-            block_hashes=hashes,
-            extra_keys=published,
-            kv_cache_spec_kind="sliding_window",
-            kv_cache_spec_sliding_window=9,
-            group_idx=1,
-            parent_block_hash=b"\1" * 32,
-        )
-    )
-    ids = array("I", [1, 2, 3, 4])
-    parent = 0x0101010101010101
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9, "group_idx": 1}
+    event = decoded(stored(block_hashes=hashes, extra_keys=published, parent_block_hash=b"\1" * 32, **window))
+    ids, parent = array("I", [1, 2, 3, 4]), 0x0101010101010101
     assert event == Ragged(tuple(hashes), parent, ids, 2, published, None, 1, "GPU", 9, "sliding_window")
 
 
 def test_case_43_tokens_of_fewer_blocks_than_hashes_are_those_of_the_first_blocks() -> None:
-    event = one(stored(token_ids=[1, 2, 3], extra_keys=[[["u-1", 0]], [["u-1", -2]]]))
+    event = decoded(stored(token_ids=[1, 2, 3], extra_keys=[[["u-1", 0]], [["u-1", -2]]]))
     assert (event.hashes, event.ids) == ((11, 12), array("I", [1, 2, 3]))
     assert set(event.extras) == {0}
 
@@ -253,16 +206,16 @@ def test_case_43_tokens_of_fewer_blocks_than_hashes_are_those_of_the_first_block
 def test_case_41_only_a_pair_names_an_image_whatever_its_text() -> None:
     """A bare text says nothing of a place: it is the salt, the adapter's name, or makes its block equal nothing."""
     for text in ("a" * 63, "a" * 64, "x"):
-        bare = one(stored(parent_block_hash=7, extra_keys=[[text], None]))
+        bare = decoded(stored(parent_block_hash=7, extra_keys=[[text], None]))
         assert (bare.spans, bare.salt) == ((), None)
-        pair = one(stored(parent_block_hash=7, extra_keys=[[[text, 1]], None]))
+        pair = decoded(stored(parent_block_hash=7, extra_keys=[[[text, 1]], None]))
         assert pair.spans == ((0, foreign_identity(text), 1),)
         assert bare.extras[0] != pair.extras[0]
-    assert one(stored(lora_name="b" * 64, lora_id=1, extra_keys=[["b" * 64], ["b" * 64]])).extras == {}
+    assert decoded(stored(lora_name="b" * 64, lora_id=1, extra_keys=[["b" * 64], ["b" * 64]])).extras == {}
 
 
 def test_case_44_two_images_in_one_block_keep_their_own_places() -> None:
-    event = one(stored(token_ids=list(range(32)), block_size=16, extra_keys=[[["a", -3], ["b", 9]], [["b", -7]]]))
+    event = decoded(stored(token_ids=list(range(32)), block_size=16, extra_keys=[[["a", -3], ["b", 9]], [["b", -7]]]))
     a, b = foreign_identity("a"), foreign_identity("b")
     assert event.spans == ((0, a, -3), (0, b, 9), (1, b, -7))
     # The same two images predicted from a prompt whose second block is this event's first one.
@@ -274,9 +227,10 @@ def test_case_44_two_images_in_one_block_keep_their_own_places() -> None:
 
 def test_an_event_with_a_window_keeps_its_published_extra_keys() -> None:
     published = [[["u-1", 0]], [["u-1", -2]]]
-    event = one(stored(kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=1024, extra_keys=published))
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 1024}
+    event = decoded(stored(extra_keys=published, **window))
     assert (event.window, event.kind, event.published) == (1024, "sliding_window", published)
-    assert one(stored(kv_cache_spec_kind="full_attention", extra_keys=published)).published is None
+    assert decoded(stored(kv_cache_spec_kind="full_attention", extra_keys=published)).published is None
 
 
 def test_groups_media_ranks_and_clears_are_kept_apart() -> None:
@@ -302,37 +256,19 @@ def test_removals_in_a_row_are_one_event_per_place_and_stay_in_order() -> None:
         payload(gone(1), gone(2), gone(3, group_idx=1), gone(4, medium="CPU"), stored(), gone(5), gone(6))
     )
     removed = [event for event in batch.events if isinstance(event, Removed)]
-    assert removed == [
-        Removed((1, 2), 0, "GPU"),
-        Removed((3,), 1, "GPU"),
-        Removed((4,), 0, "CPU"),
-        Removed((5, 6), 0, "GPU"),
-    ]
+    assert removed[:2] == [Removed((1, 2), 0, "GPU"), Removed((3,), 1, "GPU")]
+    assert removed[2:] == [Removed((4,), 0, "CPU"), Removed((5, 6), 0, "GPU")]
     assert isinstance(batch.events[3], Stored)
 
 
 @pytest.mark.parametrize(
     "raw",
     [
-        b"",
-        b"\xc1",
-        b"\x00" * 40,
-        msgspec.msgpack.encode({"ts": 1}),
-        msgspec.msgpack.encode([1.0]),
-        payload("BlockStored"),
-        payload([]),
-        payload([5]),
-        payload({"no": "type"}),
-        payload(stored(block_size=0)),
-        payload(stored(token_ids=[1, 2, 3, -4])),
-        payload(stored(token_ids=[1, 2, 3, 2**32])),
-        payload(stored(token_ids=None)),
-        payload(stored(block_hashes=[b"short", 12])),
-        payload(stored(extra_keys=[None])),
-        payload(stored(extra_keys=[[1.5], None])),
-        payload(stored(extra_keys=[[["id", 2**63]], None])),
-        payload(["BlockStored", [1]]),
-        payload({"type": "BlockRemoved"}),
+        *[b"", b"\xc1", b"\x00" * 40, msgspec.msgpack.encode({"ts": 1}), msgspec.msgpack.encode([1.0])],
+        *map(payload, ["BlockStored", [], [5], {"no": "type"}, ["BlockStored", [1]], {"type": "BlockRemoved"}]),
+        *(payload(stored(token_ids=ids)) for ids in (None, [1, 2, 3, -4], [1, 2, 3, 2**32])),
+        *(payload(stored(extra_keys=extra)) for extra in ([None], [[1.5], None], [[["id", 2**63]], None])),
+        *[payload(stored(block_size=0)), payload(stored(block_hashes=[b"short", 12]))],
     ],
 )
 def test_malformed_batches_raise_event_error(raw: bytes) -> None:

@@ -1,16 +1,20 @@
 """Model folders: the real ones where this machine has them, and small ones written for one test."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-REPOSITORY = Path(__file__).parents[3]
+from unit.conftest import shared_folder
 
 FolderMaker = Callable[..., Path]
+
+
+def limits(**options: int) -> SimpleNamespace:
+    """The resource's processor options."""
+    return SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
 
 
 @pytest.fixture
@@ -45,10 +49,7 @@ def write_folder(tmp_path: Path) -> FolderMaker:
 @pytest.fixture(scope="session")
 def models() -> Path:
     """The folder of real models' metadata."""
-    folder = Path(os.environ.get("MMROUTER_MODELS", REPOSITORY.parent / "shared" / "models"))
-    if not folder.is_dir():
-        pytest.skip(f"not run: no model folder at {folder} (MMROUTER_MODELS)")
-    return folder
+    return shared_folder("MMROUTER_MODELS", "models")
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,9 @@
 """LLaVA-1.5 and LLaVA-NeXT: counts, and which of a folder's files and keys decide them."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from unit.families.conftest import limits
 
 from mmrouter_lib import families
 from mmrouter_lib.families import ImageSizeError, ModelFolderError
@@ -21,14 +20,9 @@ def make(write_folder):
 
     def load(model_type="llava", clip=CLIP, processor=None, **config):
         values = {"model_type": model_type, "vision_config": VISION, "image_token_index": 7, **config}
-        return families.load_family(
-            write_folder(
-                config={key: value for key, value in values.items() if value is not None},
-                preprocessor_config=clip,
-                processor_config=processor or {},
-            ),
-            None,
-        )
+        config = {key: value for key, value in values.items() if value is not None}
+        folder = write_folder(config=config, preprocessor_config=clip, processor_config=processor or {})
+        return families.load_family(folder, None)
 
     return load
 
@@ -45,14 +39,6 @@ def test_an_empty_image_is_refused(make):
                 make(model_type).count(*size)
 
 
-def test_case_27_llavanext_1024x768(make):
-    assert make("llava_next").count(1024, 768) == 2340
-
-
-def test_case_28_llavanext_truncates_and_keeps_the_pinpoints_order(make):
-    assert [make("llava_next").count(*size) for size in ((300, 200), (200, 300), (500, 333))] == [1464, 984, 1464]
-
-
 def test_case_29_llavanext_honours_the_folders_pinpoints(make):
     assert make("llava_next").count(672, 672) == 2928
     only = {"image_grid_pinpoints": [[336, 672]]}
@@ -62,9 +48,12 @@ def test_case_29_llavanext_honours_the_folders_pinpoints(make):
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    [((336, 336), 1176), ((1920, 1080), 1948), ((1000, 300), 2182), ((448, 224), 1752), ((224, 224), 1176)],
+    [
+        *[((1024, 768), 2340), ((300, 200), 1464), ((200, 300), 984), ((500, 333), 1464), ((224, 224), 1176)],
+        *[((336, 336), 1176), ((1920, 1080), 1948), ((1000, 300), 2182), ((448, 224), 1752)],
+    ],
 )
-def test_llavanext_counts_are_those_of_the_engine(make, size, count):
+def test_case_27_case_28_llavanext_counts_are_those_of_the_engine(make, size, count):
     assert make("llava_next").count(*size) == count
 
 
@@ -85,11 +74,8 @@ def test_keys_that_are_left_out_have_the_classes_defaults(make):
     assert make(vision_config=None).count(9, 9) == 576
     assert make(vision_config={}, clip={}).count(9, 9) == 49  # 224 pixels in patches of 32
     next_of = make("llava_next", image_token_index=None)
-    assert (next_of.placeholder_id, next_of.placeholder_text, next_of.pinpoints) == (
-        32000,
-        "<image>",
-        DEFAULT_PINPOINTS,
-    )
+    assert (next_of.placeholder_id, next_of.placeholder_text) == (32000, "<image>")
+    assert next_of.pinpoints == DEFAULT_PINPOINTS
 
 
 def test_settings_nested_in_processor_config_win(make):
@@ -140,15 +126,14 @@ def test_pinpoints_that_differ_or_cannot_be_used_are_refused(make, pinpoints):
 @pytest.mark.parametrize("option", ["min_pixels", "max_pixels", "num_crops"])
 def test_an_option_that_the_family_does_not_have_is_refused(make, write_folder, option):
     make()
-    limits = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, option: 4})
     with pytest.raises(ModelFolderError, match=option):
-        families.load_family(write_folder(), limits)
+        families.load_family(write_folder(), limits(**{option: 4}))
 
 
 def test_the_real_folders_load(models):
     first = families.load_family(models / "llava-hf--llava-1.5-7b-hf", None)
     second = families.load_family(models / "llava-hf--llava-v1.6-mistral-7b-hf", None)
-    assert (first.name, first.placeholder_id, first.tokens) == ("llava", 32000, 576)
+    assert (first.name, first.placeholder_id, first.base_tokens) == ("llava", 32000, 576)
     assert (second.name, second.placeholder_id, second.pinpoints) == ("llava_next", 32000, DEFAULT_PINPOINTS)
     for family in (first, second):
         assert (family.pixel_options, family.rotates_exif, family.media_text["image"]) == ({}, True, "<image>")

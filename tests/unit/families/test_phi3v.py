@@ -1,10 +1,9 @@
 """Phi-3-vision: tiles, counts, and which of a folder's files and keys decide them."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.families.conftest import limits
 
 from mmrouter_lib import families
 from mmrouter_lib.families import ImageSizeError, ModelFolderError
@@ -16,10 +15,6 @@ FILES = {
 }
 SIDES = st.integers(1, 6000)
 CROPS = st.integers(1, 40)
-
-
-def limits(**options):
-    return SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
 
 
 def test_case_30_phi3_512x512_with_the_folders_crops_and_the_resources(write_folder):

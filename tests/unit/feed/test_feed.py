@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
+from msgspec.structs import replace
 
 from mmrouter_lib import feed
 
@@ -23,60 +24,24 @@ GOLDEN = {
     for file in [Path(__file__).parent / "golden" / f"v{version}.json"]
 }
 
+BEAT = feed.Heartbeat("pod-1/0a1b2c3d", 7, 3, "vllm", "up", "0.32.0", 16, "org/model", "main", {})
+DOWN = replace(BEAT, engine_state="down", engine_version="", block_size=0, revision="c0ffee", ranks=2, draining=True)
+SGLANG = replace(BEAT, engine="sglang", engine_version="0.5.23", block_size=64, facts={"model_type": "qwen3_vl"})
+SIGHTING = feed.ImageObservation(0, 0, 2**64 - 1, 5, 64, b"\3" * 32)
 FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
     "delta": feed.Delta(7, 3, 1.5, 1, 0, "GPU", b"\1" * 8, b"\2" * 16),
     "delta_cleared": feed.Delta(2**53, 2**40, 1.5e9, 0, 2, "CPU", b"", b"", True),
     "load": feed.LoadReport(1, 3.0, 2.0, 0.25),
     "work": feed.Work("router-a", 1, 3, 40.5, 700.0),
-    "heartbeat": feed.Heartbeat(
-        "pod-1/0a1b2c3d", 7, 3, "vllm", "up", "0.32.0", 16, "org/model", "main", {"config.json": "ab" * 32}
+    "heartbeat": replace(BEAT, digests={"config.json": "ab" * 32}),
+    "heartbeat_canary": replace(
+        DOWN, canary=feed.CanaryReport(7, "False", "identity", "block 2 differs", 6, "router-a")
     ),
-    "heartbeat_canary": feed.Heartbeat(
-        "pod-1/0a1b2c3d",
-        7,
-        3,
-        "vllm",
-        "down",
-        "",
-        0,
-        "org/model",
-        "c0ffee",
-        {},
-        2,
-        True,
-        feed.CanaryReport(7, "False", "identity", "block 2 differs", 6, "router-a"),
+    "heartbeat_groups": replace(
+        SGLANG, groups=(feed.CacheGroup(0, "sliding_window", 1024), feed.CacheGroup(1, "full_attention"))
     ),
-    "heartbeat_groups": feed.Heartbeat(
-        "pod-1/0a1b2c3d",
-        7,
-        3,
-        "sglang",
-        "up",
-        "0.5.23",
-        64,
-        "org/model",
-        "main",
-        {},
-        1,
-        False,
-        None,
-        (feed.CacheGroup(0, "sliding_window", 1024), feed.CacheGroup(1, "full_attention")),
-        {"model_type": "qwen3_vl"},
-    ),
-    "heartbeat_shared": feed.Heartbeat(
-        "pod-1/0a1b2c3d",
-        7,
-        3,
-        "vllm",
-        "up",
-        "0.32.0",
-        16,
-        "org/model",
-        "main",
-        {},
-        shared=feed.SharedDirectory(7 << 30, 8 << 30, 30 << 30, 64 << 30, True),
-    ),
-    "sighting": feed.ImageObservation(0, 0, 2**64 - 1, 5, 64, b"\3" * 32),
+    "heartbeat_shared": replace(BEAT, shared=feed.SharedDirectory(7 << 30, 8 << 30, 30 << 30, 64 << 30, True)),
+    "sighting": SIGHTING,
     "sighting_sentinels": feed.ImageObservation(0, 0, None, 0, 4, b"", (2**62 - 1, 1, 2, 3)),
     "snapshot": feed.SnapshotRequest(1),
     "replay": feed.ReplayRequest(2, 7, 4),
@@ -84,12 +49,7 @@ FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
     "sighted": feed.ObservationsRequest(6),
     "encoders": feed.EncoderAddresses(7, "router-a", (("encoder-0", "10.0.0.7"), ("encoder-1", "10.0.0.8"))),
     "sightings_part": feed.ObservationsPart(
-        6,
-        (
-            feed.ImageObservation(0, 0, 2**64 - 1, 5, 64, b"\3" * 32),
-            feed.ImageObservation(1, 0, None, 0, 4, b"", (1, 2, 3, 4)),
-        ),
-        True,
+        6, (SIGHTING, feed.ImageObservation(1, 0, None, 0, 4, b"", (1, 2, 3, 4))), True
     ),
     "canary_claim": feed.CanaryClaim(4, 7, "router-a", 30.0),
     "canary_result": feed.CanaryResult(5, feed.CanaryReport(7, "True", compared=6, router="router-a")),
@@ -134,10 +94,12 @@ KINDS = {*get_args(feed.Published), *get_args(feed.Request), *get_args(feed.Repl
 frames = st.one_of(*(drawn(inspect.type_info(kind)) for kind in sorted(KINDS, key=lambda kind: kind.__name__)))
 
 
+READERS = (feed.decode_published, feed.decode_request, feed.decode_reply)
+
+
 def decode(frame: Any, payload: bytes) -> Any:
-    if isinstance(frame, get_args(feed.Published)):
-        return feed.decode_published(payload)
-    return feed.decode_request(payload) if isinstance(frame, get_args(feed.Request)) else feed.decode_reply(payload)
+    kinds = (feed.Published, feed.Request, feed.Reply)
+    return next(read(payload) for kind, read in zip(kinds, READERS, strict=True) if isinstance(frame, get_args(kind)))
 
 
 @given(frames)
@@ -178,7 +140,7 @@ def test_a_field_added_at_the_end_by_a_later_release_is_skipped(frame: Any) -> N
 @pytest.mark.parametrize("version", [0, feed.VERSION + 1, 255])
 def test_another_version_is_refused_by_its_number(version: int) -> None:
     payload = bytes((version,)) + feed.encode(feed.SnapshotRequest(1))[1:]
-    for read in (feed.decode_published, feed.decode_request, feed.decode_reply):
+    for read in READERS:
         with pytest.raises(feed.FeedError, match=str(version)):
             read(payload)
 
@@ -195,6 +157,6 @@ def test_a_damaged_frame_raises_nothing_but_feed_errors(frame: Any, data: st.Dat
     payload = bytearray(feed.encode(frame))
     payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     damaged = bytes(payload[: data.draw(st.integers(0, len(payload)))])
-    for read in (feed.decode_published, feed.decode_request, feed.decode_reply):
+    for read in READERS:
         with suppress(feed.FeedError):
             assert read(damaged)

@@ -8,11 +8,11 @@ from pathlib import Path
 import artefacts
 import pytest
 from artefacts import ROOT, build_images, run_tool_or_skip
+from unit.hack.test_programs import command
 
-from hack.cluster.programs import NODE_PACKAGES, SETS
+from hack.cluster.go_programs import NODE_PACKAGES, SETS
 
 GO = """\
-#!/bin/sh
 case "$1" in
   env) echo go1.99;;
   list) echo "dial tcp: no route" >&2; exit $UNREACHED;;
@@ -20,10 +20,9 @@ case "$1" in
 esac
 """
 """A Go that builds nothing, and reaches modules or does not."""
-MMDEBSTRAP = "#!/bin/sh\nprintf 'one\\nE: two\\n' >&2\nexit 25\n"
-APT = "#!/bin/sh\necho 'E: no route' >&2\nexit $UNREACHED\n"
+MMDEBSTRAP = "printf 'one\\nE: two\\n' >&2\nexit 25"
+APT = "echo 'E: no route' >&2\nexit $UNREACHED"
 BUILDAH = """\
-#!/bin/sh
 case "$*" in
   *" images"|images|*inspect*) exit 0;;
   *) echo "STEP 1"; printf "one\\nERROR: two\\n" >&2; exit 125;;
@@ -31,15 +30,12 @@ esac
 """
 """A buildah that works, on a Dockerfile that does not."""
 CARGO = """\
-#!/bin/sh
 [ $UNREACHED -eq 0 ] || why="failed to download "
 printf "one\\nerror: ${why}two\\n" >&2
 exit 101
 """
 """A cargo that reaches its registry, or does not, and fetches nothing."""
-RUSTC = "#!/bin/sh\necho 'rustc 1.99.0'\n"
 PYTHON = """\
-#!/bin/sh
 case "$*" in
   *"-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python";;
   *" download "*) exit $UNREACHED;;
@@ -55,13 +51,13 @@ build_once.require_free = lambda *_: None
 """
 """As root, with enough free space."""
 GO_SET = (
-    "from hack.cluster import programs\nprograms.cni_folder = lambda: '/'\nsys.argv.append({!r})\nmain = programs.main"
+    "from hack.cluster import go_programs as it\nit.cni_folder = lambda: '/'\nsys.argv.append({!r})\nmain = it.main"
 )
 TOOL = "\nmain = lambda: build_once.main('it', it.env_dir(), it.make)"
 ENGINE = "\nmain = lambda: build_once.main('it', it.env_dir(), lambda env: vllm_env.make(env, '', it.build))"
 TOOLS = {
     **{name: GO_SET.format(name) for name in SETS},
-    "native_env": f"from hack import native_env as it{TOOL}",
+    "native_wheel": f"from hack import native_wheel as it{TOOL}",
     "base_image": "from hack.images import base_image as it; it.release = lambda: 'any'; "
     f"it.sources = lambda: [it.Path('/dev/null')]{TOOL}",
     "vllm_env": f"from hack.engines import vllm_env; it = vllm_env; it.require_free = lambda *_: None{ENGINE}",
@@ -75,12 +71,10 @@ TOOLS = {
 def programs(tmp_path: Path) -> Path:
     """A folder with commands that exist and fail."""
     folder = tmp_path / "bin"
-    folder.mkdir()
     texts = {"go": GO, "mmdebstrap": MMDEBSTRAP, "apt-get": APT, "buildah": BUILDAH, "python3.11": PYTHON}
-    texts |= {"cargo": CARGO, "rustc": RUSTC, "cc": "#!/bin/sh\n"}
-    for name, text in {**dict.fromkeys(NODE_PACKAGES, "#!/bin/sh\n"), **texts}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    texts |= {"cargo": CARGO, "rustc": "echo 'rustc 1.99.0'", "cc": ""}
+    for name, text in {**dict.fromkeys(NODE_PACKAGES, ""), **texts}.items():
+        command(folder, name, text)
     return folder
 
 
@@ -152,9 +146,8 @@ def test_without_a_writable_cache_make_cluster_has_status_3_and_preparing_tests_
 ) -> None:
     cache = tmp_path / "file"
     cache.touch()
-    command = [sys.executable, str(ROOT / "tests" / script)]
     env = {**without_settings(), "MMROUTER_CACHE": str(cache)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    done = subprocess.run([sys.executable, str(ROOT / "tests" / script)], capture_output=True, text=True, env=env)
     assert (done.returncode, done.stdout) == (status, "")
     assert done.stderr.splitlines()[-1].startswith(("cannot write ", "a node of a cluster needs "))
 

@@ -10,9 +10,8 @@ from unit.render.objects import container, pod_of, variables
 
 import mmrouter_router
 from hack import generate
-from hack.generators import chart_values, metrics_tables, tables
+from hack.generators import chart_values_table, conditions_page, dashboard, metrics_tables, tables
 from mmrouter_lib.api import parse_deployment
-from mmrouter_operator.model.credentials import new_secret_data
 
 PAGE = (generate.DOCS / "observability.md").read_text()
 
@@ -43,12 +42,12 @@ def test_a_page_without_the_marks_of_a_table_is_refused() -> None:
 
 
 def test_a_chart_value_without_a_comment_is_refused() -> None:
-    with pytest.raises(chart_values.UndescribedError, match=r"^a\.c$"):
-        list(chart_values.rows("a:\n  # One.\n  b: 1\n  c: 2\n"))
+    with pytest.raises(chart_values_table.UndescribedError, match=r"^a\.c$"):
+        list(chart_values_table.rows("a:\n  # One.\n  b: 1\n  c: 2\n"))
 
 
 def test_a_row_of_a_chart_value_has_the_default_and_the_whole_comment() -> None:
-    assert list(chart_values.rows("# Of the file.\n\na:\n  # One\n  # and two.\n  b: {c: 1}\n")) == [
+    assert list(chart_values_table.rows("# Of the file.\n\na:\n  # One\n  # and two.\n  b: {c: 1}\n")) == [
         ("a.b", '{"c": 1}', "One and two.")
     ]
 
@@ -79,7 +78,7 @@ def test_a_metric_without_a_meaning_is_refused() -> None:
 def test_the_example_reaches_the_router() -> None:
     (example,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     dep = parse_deployment(yaml.safe_load(example))
-    env = variables(container(pod_of(dep, new_secret_data(), "frontend"), "router"))
+    env = variables(container(pod_of(dep, "frontend"), "router"))
     assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == dep.spec.observability.otlp_endpoint
     assert env["OTEL_TRACES_SAMPLER"] == "parentbased_traceidratio"
 
@@ -89,3 +88,19 @@ def test_the_page_names_every_stage_of_a_request() -> None:
     begun = {name for file in sources for name in re.findall(r'\bchild_span\("([a-z ]+)"', file.read_text())}
     named = re.findall(r"^\| `([^`]+)` \| (?:internal|client) \|", PAGE, re.MULTILINE)
     assert sorted(named) == sorted(begun)
+
+
+def test_a_reason_without_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions_page, "REASONS", {**conditions_page.REASONS, "Ready": {"Sunny": "True"}})
+    with pytest.raises(ValueError, match=r"differ in Ready: .*Sunny"):
+        conditions_page.current((generate.DOCS / "conditions.md").read_text())
+
+
+def test_a_panel_selects_what_was_chosen_and_takes_description_and_legend_from_its_metric() -> None:
+    described = {"title": "A", "unit": "ops", "query": 'sum by (code) (rate(mmrouter_a_total{code!="x"}))'}
+    panel = dashboard.panel(described, {"mmrouter_a": "Counts a"})
+    assert panel["description"] == "Counts a."
+    (target,) = panel["targets"]
+    assert target["legendFormat"] == "{{code}}"
+    chosen = 'namespace=~"$namespace",mmrouter_deployment=~"$deployment",code!="x"'
+    assert target["expr"] == f"sum by (code) (rate(mmrouter_a_total{{{chosen}}}[$__rate_interval]))"

@@ -10,9 +10,10 @@ from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+from unit.hack.test_programs import command
 
 from hack.images import build_images as images
-from hack.images.archives import write_image
+from hack.images.base_image import write_image
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCK = ROOT / "requirements.lock"
@@ -42,23 +43,23 @@ def needed(name: str, extras: frozenset[str], seen: set[tuple[str, frozenset[str
     if (name, extras) in seen:
         return set()
     seen.add((name, extras))
-    found = set()
+    names = set()
     for text in importlib.metadata.requires(name) or []:
         requirement = Requirement(text)
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             other = re.sub(r"[-_.]+", "-", requirement.name).lower()
-            found |= {other} | needed(other, frozenset(requirement.extras), seen)
-    return found
+            names |= {other} | needed(other, frozenset(requirement.extras), seen)
+    return names
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
 def test_an_image_has_all_that_its_extras_need_and_no_tool_of_development(
     requirements: ModuleType, extras: tuple[str, ...]
 ) -> None:
-    found = part(requirements, *extras)
-    assert needed("mmrouter-k8s", frozenset(extras), set()) <= set(found)
-    assert not {"pytest", "ruff", "mypy", "hypothesis", "openai", "torch", "vllm", "pip", "hatchling"} & set(found)
+    packages = part(requirements, *extras)
+    assert needed("mmrouter-k8s", frozenset(extras), set()) <= set(packages)
+    assert not {"pytest", "ruff", "mypy", "hypothesis", "openai", "torch", "vllm", "pip", "hatchling"} & set(packages)
 
 
 @pytest.mark.parametrize("extras", [*EXTRAS, ("build",)])
@@ -84,19 +85,18 @@ def test_the_machines_index_comes_to_the_build_as_a_secret_that_only_its_user_re
     monkeypatch.setenv("PIP_INDEX_URL", SECRET)
     monkeypatch.setenv("PIP_CERT", str(authority))
     with images.secrets() as files:
-        found = {secret.name: secret.file for secret in files}
-        content = found["pip"].read_text()
-        assert found["ca"].read_text() == "CERTIFICATE"
-        assert found["pip"].parent.stat().st_mode & 0o077 == 0
-    assert not found["pip"].exists()
+        file_of = {secret.name: secret.file for secret in files}
+        content = file_of["pip"].read_text()
+        assert file_of["ca"].read_text() == "CERTIFICATE"
+        assert file_of["pip"].parent.stat().st_mode & 0o077 == 0
+    assert not file_of["pip"].exists()
     assert f"index-url = {SECRET.replace('%', '%%')}\n" in content
     assert "cert = /run/secrets/ca\n" in content
 
 
 def test_a_docker_without_a_daemon_is_not_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, status in (("docker", 1), ("buildah", 0)):
-        (tmp_path / name).write_text(f"#!/bin/sh\necho no daemon >&2\nexit {status}\n")
-        (tmp_path / name).chmod(0o755)
+        command(tmp_path, name, f"echo no daemon >&2\nexit {status}")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("MMROUTER_BUILDER", raising=False)
     assert images.builder(None).program == str(tmp_path / "buildah")
@@ -109,21 +109,15 @@ def test_a_docker_without_a_daemon_is_not_taken(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize("program", ["docker", "podman", "buildah"])
 def test_each_builder_gets_stage_name_time_and_secrets(tmp_path: Path, program: str) -> None:
-    said = tmp_path / "said"
-    (tmp_path / program).write_text(f'#!/bin/sh\nprintf "%s\\n" "$DOCKER_BUILDKIT" "$@" >{said}\n')
-    (tmp_path / program).chmod(0o755)
-    found = images.BUILDERS[program](str(tmp_path / program), tmp_path / "layers")
+    log = tmp_path / "said"
+    command(tmp_path, program, f'printf "%s\\n" "$DOCKER_BUILDKIT" "$@" >{log}')
+    builder = images.BUILDERS[program](str(tmp_path / program), tmp_path / "layers")
     secret = images.Secret("pip", tmp_path / "pip")
-    found.build("sim", "docker.io/mmrouter/sim:1", images.Build({"VERSION": "1"}, (secret,), "1700000000"))
-    buildkit, *argv = said.read_text().splitlines()
+    builder.build("sim", "docker.io/mmrouter/sim:1", images.Build({"VERSION": "1"}, (secret,), "1700000000"))
+    buildkit, *argv = log.read_text().splitlines()
     assert argv[-1] == "."
-    assert {
-        "build",
-        "--target=sim",
-        "--tag=docker.io/mmrouter/sim:1",
-        "--build-arg=VERSION=1",
-        f"--secret=id=pip,src={secret.file}",
-    } <= set(argv)
+    assert {"build", "--target=sim", "--tag=docker.io/mmrouter/sim:1", "--build-arg=VERSION=1"} <= set(argv)
+    assert f"--secret=id=pip,src={secret.file}" in argv
     if program == "docker":  # by BuildKit, which takes the time as an argument and has layers of its own
         assert buildkit == "1"
         assert "--build-arg=SOURCE_DATE_EPOCH=1700000000" in argv
@@ -133,9 +127,9 @@ def test_each_builder_gets_stage_name_time_and_secrets(tmp_path: Path, program: 
 
 
 def test_the_base_is_pinned_by_digest() -> None:
-    found = re.findall(r"^ARG MMROUTER_BASE_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert len(found) == 1
-    assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64}", found[0])
+    bases = re.findall(r"^ARG MMROUTER_BASE_IMAGE=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert len(bases) == 1
+    assert re.fullmatch(r"docker\.io/library/python:3\.\d+-slim-\w+@sha256:[0-9a-f]{64}", bases[0])
 
 
 def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hack import levels
-from hack.levels import Level, Step, run_level
+from hack import run_levels
 from hack.outcomes import SHOWN_LINES, Outcome, shortened_failures, summary
+from hack.run_levels import Level, Step, run_level
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +24,11 @@ def python(code: str) -> Step:
     return Step(code[:20], (sys.executable, "-c", code))
 
 
-def over(folder: Path, code: str) -> Step:
-    folder.mkdir()
-    (folder / "test_it.py").write_text(code)
-    return Step("tests", tests=str(folder))
+def over(folder: Path, code: str) -> Outcome:
+    """The outcome of a level of one file of tests."""
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_it.py").write_text(code)
+    return run_level(Level((Step("tests", tests=str(folder / "tests")),), limit_s=600), folder)
 
 
 MIXED = """
@@ -40,7 +41,7 @@ def test_left_out(): pytest.skip("not run: no engine")
 
 
 def test_tests_are_counted_by_result(tmp_path: Path) -> None:
-    outcome = run_level(Level((over(tmp_path / "mixed", MIXED),), limit_s=600), tmp_path)
+    outcome = over(tmp_path, MIXED)
     assert (outcome.passed, outcome.failed, outcome.skips) == (1, 2, Counter({"not run: no engine": 1}))
     assert [text.rpartition(".")[2] for text in outcome.failures] == ["test_bad", "test_broken"]
     assert outcome.verdict == "failed"
@@ -49,7 +50,7 @@ def test_tests_are_counted_by_result(tmp_path: Path) -> None:
 def test_the_last_lines_of_a_failure_are_repeated(tmp_path: Path) -> None:
     body = "    1 + 1\n" * 3 * SHOWN_LINES
     code = f"def test_long():\n{body}    assert 'this' == 'that'\ndef test_good(): pass\n"
-    outcome = run_level(Level((over(tmp_path / "long", code),), limit_s=600), tmp_path)
+    outcome = over(tmp_path, code)
     lines = shortened_failures({"check": outcome, "local": Outcome(passed=1)}).splitlines()
     assert lines[0].endswith(".test_long")
     assert lines[1].endswith("more lines above")
@@ -60,14 +61,14 @@ def test_the_last_lines_of_a_failure_are_repeated(tmp_path: Path) -> None:
 
 def test_a_level_of_skips_only_did_not_run(tmp_path: Path) -> None:
     code = "import pytest\ndef test_it(): pytest.skip('not run: no engine')\n"
-    outcome = run_level(Level((over(tmp_path / "skips", code),), limit_s=600), tmp_path)
+    outcome = over(tmp_path, code)
     assert outcome.verdict == "not run"
     assert "    not run: no engine (1 test)" in summary({"conformance": outcome}).splitlines()
 
 
 @pytest.mark.parametrize(("code", "why"), [("", "no test was found in "), ("import nothing_of_that_name\n", "test_it")])
 def test_a_folder_without_a_test_result_is_a_failure(tmp_path: Path, code: str, why: str) -> None:
-    outcome = run_level(Level((over(tmp_path / "odd", code),), limit_s=600), tmp_path)
+    outcome = over(tmp_path, code)
     assert (outcome.passed, outcome.failed) == (0, 1)
     assert why in outcome.failures[0]
 
@@ -96,17 +97,17 @@ def test_steps_that_run_alone_begin_before_all_others_or_when_they_have_ended(tm
 
 
 def test_every_test_file_is_in_exactly_one_step() -> None:
-    found = Counter(
+    steps_of = Counter(
         file
-        for level in levels.LEVELS.values()
+        for level in run_levels.LEVELS.values()
         for step in level.steps
         for path in step.paths
-        for file in ([levels.ROOT / path] if path.endswith(".py") else (levels.ROOT / path).rglob("test_*.py"))
-        if not any(file.is_relative_to(levels.ROOT / left_out) for left_out in step.without)
+        for file in ([run_levels.ROOT / path] if path.endswith(".py") else (run_levels.ROOT / path).rglob("test_*.py"))
+        if not any(file.is_relative_to(run_levels.ROOT / left_out) for left_out in step.without)
     )
-    every = {path for top in ("tests", "handover/tests") for path in (levels.ROOT / top).rglob("test_*.py")}
-    assert {file: times for file, times in found.items() if times > 1} == {}
-    assert every - set(found) == set()
+    every = {path for top in ("tests", "handover/tests") for path in (run_levels.ROOT / top).rglob("test_*.py")}
+    assert {file: times for file, times in steps_of.items() if times > 1} == {}
+    assert every - set(steps_of) == set()
 
 
 def test_a_command_that_hangs_is_ended_and_named(tmp_path: Path) -> None:
@@ -123,10 +124,10 @@ def test_a_step_has_its_own_limit_where_it_names_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cluster", "e2e"])
 def test_builds_have_a_time_limit_apart_from_the_tests_that_need_a_cluster(name: str) -> None:
-    first, *then = levels.LEVELS[name].steps
+    first, *then = run_levels.LEVELS[name].steps
     assert first.when == "before"
     assert first.command == (sys.executable, f"tests/{name}/prepare.py")
-    assert (levels.ROOT / first.command[1]).is_file()
+    assert (run_levels.ROOT / first.command[1]).is_file()
     assert first.limit_s is not None
     assert {step.limit_s for step in then} == {None}
 
@@ -144,13 +145,12 @@ def test_real(record_property):
 def test_a_level_is_not_run_when_only_tests_without_its_requirement_passed(
     tmp_path: Path, does: str, verdict: str
 ) -> None:
-    step = over(tmp_path / "needing", NEEDING.format(does))
-    assert run_level(Level((step,), limit_s=600), tmp_path).verdict == verdict
+    assert over(tmp_path, NEEDING.format(does)).verdict == verdict
 
 
 SOME = (
-    *("tests/cluster/test_doctor.py", "tests/chart/test_files.py", "tests/chart/test_rights.py"),
-    *("tests/e2e/test_tour.py", "tests/e2e/test_scaling.py"),
+    *("tests/cluster/test_doctor.py", "tests/chart/test_values.py", "tests/chart/test_rendered.py"),
+    *("tests/e2e/test_tour.py", "tests/e2e/test_rollout.py"),
     *("tests/conformance/test_report.py", "tests/conformance/sglang/test_prediction.py"),
 )
 """From each level with a requirement: tests that need it and tests that do not."""
@@ -187,7 +187,7 @@ def test_where_nothing_can_be_built_no_test_passes_that_needs_its_levels_require
 def test_a_single_level_that_was_not_run_has_its_own_status_and_a_message(
     outcomes: dict[str, Outcome], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert levels.exit_status(outcomes) == status
+    assert run_levels.exit_status(outcomes) == status
     assert ("e2e was requested and was NOT RUN" in capsys.readouterr().err) == (status == 3)
 
 
@@ -204,12 +204,12 @@ def test_a_cancelled_run_ends_its_commands(tmp_path: Path) -> None:
     )
     mark = tmp_path / "mark"
     code = (
-        "import sys\nfrom hack import levels\n"
-        f"step = levels.Step('hang', (sys.executable, '-c', {child!r}, {str(mark)!r}))\n"
-        "levels.LEVELS = {'check': levels.Level((step,), limit_s=600)}\n"
-        "sys.argv = ['levels', 'check']\nsys.exit(levels.main())\n"
+        "import sys\nfrom hack import run_levels\n"
+        f"step = run_levels.Step('hang', (sys.executable, '-c', {child!r}, {str(mark)!r}))\n"
+        "run_levels.LEVELS = {'check': run_levels.Level((step,), limit_s=600)}\n"
+        "sys.argv = ['levels', 'check']\nsys.exit(run_levels.main())\n"
     )
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=levels.ROOT, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=run_levels.ROOT, stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     assert any(line == "started\n" for line in run.stdout)
     run.send_signal(signal.SIGTERM)
@@ -219,9 +219,9 @@ def test_a_cancelled_run_ends_its_commands(tmp_path: Path) -> None:
 
 
 def test_there_are_as_many_lanes_as_memory_allows() -> None:
-    assert levels.lane_count(Level((), limit_s=1, lanes=2)) == 2
-    assert levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e-6)) == 2
-    assert levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e6)) == 1
+    assert run_levels.lane_count(Level((), limit_s=1, lanes=2)) == 2
+    assert run_levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e-6)) == 2
+    assert run_levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e6)) == 1
 
 
 def test_parts_of_a_folder_run_once_each_and_share_the_runs_folder(tmp_path: Path) -> None:

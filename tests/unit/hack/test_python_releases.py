@@ -7,19 +7,20 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from unit.hack.test_programs import command
 
 from hack.build_once import ROOT, CannotMakeError
-from hack.python_releases import RELEASES, find_python, make
+from hack.python_envs import RELEASES, find_python, make
 
 OTHERS = [release for release in RELEASES if release != "{}.{}".format(*sys.version_info[:2])]
 FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
 LIBRARY_TESTS = [f"tests/unit/{name}" for name in ("api", "families", "feed", "imagesize")]
 
 
-def passed(command: list[str]) -> None:
+def passed(argv: list[str]) -> None:
     """Run a command with this checkout's packages. Raises ``AssertionError`` with its output when it fails."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in FOLDERS)}
-    done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
 
 
@@ -34,8 +35,7 @@ def test_a_release_compiles_the_sources_and_passes_the_librarys_tests(release: s
 
 
 def test_an_interpreter_of_another_release_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "python3.12").write_text("#!/bin/sh\necho 3.11\n")
-    (tmp_path / "python3.12").chmod(0o755)
+    command(tmp_path, "python3.12", "echo 3.11")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
     with pytest.raises(CannotMakeError, match=r"^no python3\.12$"):

@@ -42,18 +42,18 @@ def insert(file: Path, before: str, text: str) -> None:
 
 
 def test_an_owned_flag_is_one_entry(copy: Copy, tmp_path: Path) -> None:
-    traits = copy("mmrouter") / "mmrouter_lib" / "api" / "engine_types" / "vllm.py"
+    traits = copy("mmrouter") / "mmrouter_lib" / "api" / "engine_traits.py"
     insert(traits, "    *owned(", '    *owned("it is an example", "model.id", "--example-flag"),\n')
     output = run(
         tmp_path,
         "import yaml\n"
-        "from mmrouter_cli import crd\n"
+        "from mmrouter_cli.resource_commands import crd_text\n"
         "from mmrouter_lib.api import SpecError, parse_deployment\n"
         "body = yaml.safe_load(open('examples/mmrouter.yaml'))\n"
         "body['spec']['engine']['args'] = ['--example-flag=1']\n"
         "try: parse_deployment(body)\n"
         "except SpecError as error: print(error)\n"
-        "print('--example-flag' in crd.text())\n",
+        "print('--example-flag' in crd_text())\n",
     )
     *refusal, in_crd = output.splitlines()
     assert "--example-flag, which cannot be set here; use spec.model.id" in "".join(refusal)
@@ -62,18 +62,17 @@ def test_an_owned_flag_is_one_entry(copy: Copy, tmp_path: Path) -> None:
 
 def test_a_metric_is_one_line_of_the_table(copy: Copy, tmp_path: Path) -> None:
     metrics = copy("router") / "mmrouter_router" / "telemetry" / "metrics.py"
-    insert(
-        metrics, "    requests = _counter(", '    example = _counter("example_total", "Examples by label", "label")\n'
-    )
+    line = '        self.example = counter("example", "Examples by label", "label")\n'
+    insert(metrics, "        self.requests = counter(", line)
     page = run(tmp_path, "from hack import generate; print(generate.metrics_page())")
     assert "| `mmrouter_example_total` | counter | `label` |  | Examples by label |" in page
 
 
 FAMILY = """
-from mmrouter_lib.families.base.registry import register
+from mmrouter_lib.families.base.family import register
 from mmrouter_lib.families.llava import Llava
 
-register("example", lambda folder, config, limits: Llava(7, "<image>", 64, name="example"), proved_on=("vllm",))
+register("example", lambda *_: Llava(7, "<image>", 336, 42, 64, name="example"), proved_on=("vllm",))
 """
 
 
@@ -93,7 +92,7 @@ def test_a_model_family_is_one_module(copy: Copy, tmp_path: Path) -> None:
 
 CHILD = """
 from mmrouter_operator.render.child import ChildKind
-from mmrouter_operator.render.metadata import object_metadata
+from mmrouter_operator.render.child import object_metadata
 
 KIND = ChildKind("LimitRange", "v1", wave=1)
 
@@ -114,9 +113,10 @@ def test_a_child_object_is_one_module_and_its_place_in_the_list(copy: Copy, tmp_
         "from mmrouter_lib.api import parse_deployment\n"
         "from mmrouter_operator.model.credentials import new_secret_data\n"
         "from mmrouter_operator.render import render\n"
-        "from mmrouter_operator.render.cluster_role import text\n"
+        "from mmrouter_operator.cluster.kinds_and_rights import cluster_role\n"
         "dep = parse_deployment(yaml.safe_load(open('examples/mmrouter.yaml')))\n"
         "print([child['kind'] for child in render(dep, secrets=new_secret_data())].count('LimitRange'))\n"
-        "print([rule['verbs'] for rule in yaml.safe_load(text())['rules'] if 'limitranges' in rule['resources']])\n",
+        "rules = yaml.safe_load(cluster_role())['rules']\n"
+        "print([rule['verbs'] for rule in rules if 'limitranges' in rule['resources']])\n",
     )
     assert output.splitlines() == ["1", "[['get', 'list', 'watch', 'create', 'patch', 'delete']]"]

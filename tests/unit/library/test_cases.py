@@ -1,4 +1,4 @@
-"""Identity cases whose constants belong to another scheme, as properties of this one; and the list is complete."""
+"""Media identities, the identity cases whose constants belong to another scheme, and that the list is complete."""
 
 import io
 import re
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.sglang.identity import page_hashes, run_ids, sentinels
-from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.media_identity import foreign_identity, from_wire, media_identity, to_wire
 
 KEY = bytes(32)
 ROOT = Path(__file__).parents[3]
@@ -23,10 +25,7 @@ def test_case_01_the_key_of_sixteen_tokens_is_xxh3_over_their_words_and_never_ch
     (key,) = block_keys(ids, 16, (), 0)
     assert key == xxhash.xxh3_64_intdigest(words, seed=0)
     # A change of this number is a change of the wire between sidecars and routers of two releases.
-    assert f"{key:016x}" == GOLDEN_KEY
-
-
-GOLDEN_KEY = "d2e217905d2bda1d"
+    assert f"{key:016x}" == "d2e217905d2bda1d"
 
 
 def encoded(form: str, size: tuple[int, int] = (3, 2), pixels: bytes = bytes(range(18)), **options: object) -> bytes:
@@ -99,3 +98,54 @@ def test_every_case_of_the_list_is_a_test_or_has_a_reason():
             named = set(re.findall(r"`(tests/[\w/.]+\.py)`", says))
             assert named, f"case {number} names no test file"
             assert named <= tests.get(number, set()), f"case {number}: {named} of {tests.get(number)}"
+
+
+def test_case_09_and_case_10_identity_follows_the_bytes_alone():
+    assert media_identity(b"same", {}, key=KEY) == media_identity(b"same", {}, key=KEY)
+    assert media_identity(b"same", {}, key=KEY) != media_identity(b"other", {}, key=KEY)
+
+
+def test_case_12_processor_options_are_part_of_the_identity():
+    plain = media_identity(b"x", {}, key=KEY)
+    limited = media_identity(b"x", {"max_pixels": 1000}, key=KEY)
+    assert len({plain, limited, media_identity(b"x", {"min_pixels": 1000}, key=KEY)}) == 3
+
+
+def test_deployments_do_not_share_identities():
+    assert media_identity(b"x", {}, key=KEY) != media_identity(b"x", {}, key=bytes([1]) * 32)
+
+
+@given(st.dictionaries(st.sampled_from(["min_pixels", "max_pixels", "num_crops"]), st.integers(), min_size=1))
+def test_the_order_of_options_does_not_matter(options):
+    backward = dict(reversed(options.items()))
+    assert media_identity(b"x", options, key=KEY) == media_identity(b"x", backward, key=KEY)
+
+
+def test_equal_values_of_different_types_are_different_options():
+    values = (True, 1, "1", 1.0)
+    assert len({media_identity(b"x", {"num_crops": v}, key=KEY) for v in values}) == 4
+
+
+@given(st.binary(min_size=32, max_size=32))
+def test_the_wire_form_comes_back_and_is_lower_hex(identity):
+    text = to_wire(identity)
+    assert text.startswith("m1-")
+    assert text == text.lower()
+    assert from_wire(text) == identity
+
+
+@pytest.mark.parametrize("text", ["", "m1-", "m2-" + "0" * 64, "m1-" + "0" * 63, "m1-" + "A" * 64, "0" * 64])
+def test_any_other_text_is_a_distinct_foreign_identity(text):
+    assert from_wire(text) is None
+    assert foreign_identity(text) != foreign_identity(text + "x")
+
+
+def test_empty_media_wrong_keys_and_unknown_options_are_errors():
+    with pytest.raises(ValueError, match="empty"):
+        media_identity(b"", {}, key=KEY)
+    with pytest.raises(ValueError, match="32 bytes"):
+        media_identity(b"x", {}, key=b"short")
+    with pytest.raises(ValueError, match="'sharpen'"):
+        media_identity(b"x", {"sharpen": 1}, key=KEY)
+    with pytest.raises(ValueError, match="32 bytes"):
+        to_wire(b"short")

@@ -88,30 +88,11 @@ def test_keys_equal_those_of_the_python_implementation(
     assert raw == (expected.tobytes() if count else None)
 
 
-@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 90), st.binary(min_size=32, max_size=32)), max_size=5))
-def test_keys_of_prompts_with_images_equal_those_of_the_python_implementation(
-    compiled: None, spans: list[tuple[int, int, bytes]]
-) -> None:
-    ids, at = array("I", range(1, 301)), [blocks.Span(*span) for span in spans]
-    for size in (1, 16, 32):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "chain", None)
-            expected = blocks.block_keys(ids, size, at, 7)
-        assert blocks.block_keys(ids, size, at, 7) == expected
-
-
 @pytest.mark.parametrize(
     ("block_size", "count", "extras"),
     [
-        (2, 3, {}),  # more than there is
-        (0, 3, {}),
-        (-1, 3, {}),
-        (2, -1, {}),
-        (sys.maxsize, 2, {}),
-        (2, 2, {2: b"x"}),
-        (2, 2, {-1: b"x"}),
-        (2, 2, {U64: b"x"}),
-        (2, 2, {"0": b"x"}),
+        *[(size, count, {}) for size, count in ((2, 3), (0, 3), (-1, 3), (2, -1), (sys.maxsize, 2))],  # not in the ids
+        *[(2, 2, {number: b"x"}) for number in (2, -1, U64, "0")],
         (2, 2, {0: "x"}),
     ],
 )

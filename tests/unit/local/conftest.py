@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,40 +59,21 @@ def server(name: str = "web", port: int = 8800, **more: Any) -> dict[str, Any]:
 
 def deployment(name: str, *containers: dict[str, Any], replicas: int = 1, **more: Any) -> dict[str, Any]:
     labels = more.pop("labels", {"app": name})
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": name, "namespace": "here"},
-        "spec": {
-            "replicas": replicas,
-            "selector": {"matchLabels": labels},
-            "template": {"metadata": {"labels": labels}, "spec": {"containers": list(containers), **more}},
-        },
-    }
+    template = {"metadata": {"labels": labels}, "spec": {"containers": list(containers), **more}}
+    spec = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
+    metadata = {"name": name, "namespace": "here"}
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec}
 
 
 def service(name: str, port: int = 8801, target: int | str = "http", **selector: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {"selector": selector or {"app": name}, "ports": [{"port": port, "targetPort": target}]},
-    }
-
-
-@dataclass(frozen=True)
-class Kit:
-    """What the tests build objects with."""
-
-    container: Callable[..., dict[str, Any]] = container
-    server: Callable[..., dict[str, Any]] = server
-    deployment: Callable[..., dict[str, Any]] = deployment
-    service: Callable[..., dict[str, Any]] = service
+    spec = {"selector": selector or {"app": name}, "ports": [{"port": port, "targetPort": target}]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
 
 
 @pytest.fixture
-def kit() -> Kit:
-    return Kit()
+def kit() -> SimpleNamespace:
+    """What the tests build objects with."""
+    return SimpleNamespace(container=container, server=server, deployment=deployment, service=service)
 
 
 Run = Callable[..., AbstractAsyncContextManager[LocalCluster]]

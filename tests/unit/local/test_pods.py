@@ -55,16 +55,10 @@ async def test_a_container_sees_its_pod_and_its_files_at_the_places_of_this_mach
     run: Any, kit: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "models" / "tiny").mkdir(parents=True)
+    template = {"configMap": {"name": "c", "items": [{"key": "t", "path": "deployment.json"}]}}
+    key = {"secret": {"name": "s", "items": [{"key": "k", "path": "secrets/key"}]}}
     volumes = [
-        {
-            "name": "config",
-            "projected": {
-                "sources": [
-                    {"configMap": {"name": "c", "items": [{"key": "t", "path": "deployment.json"}]}},
-                    {"secret": {"name": "s", "items": [{"key": "k", "path": "secrets/key"}]}},
-                ]
-            },
-        },
+        {"name": "config", "projected": {"sources": [template, key]}},
         {"name": "keys", "secret": {"secretName": "s"}},
         {"name": "model", "hostPath": {"path": "models/tiny"}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
@@ -134,9 +128,9 @@ async def test_what_is_killed_comes_back_alone_and_finds_its_files(run: Any, kit
             assert web.pids[name] != before[name]
             assert web.container(name).restarts == 1
         assert (web.volumes["v"] / "journal").read_text() == "kept"
-        said = log.of("web-0")
-        assert said[0] == "Ready"
-        assert said[1].startswith("not Ready (web: ")
+        lines = log.of("web-0")
+        assert lines[0] == "Ready"
+        assert lines[1].startswith("not Ready (web: ")
         assert log.of("web-0/web")[1] == "killed by signal 9, restarts in 0.2 s"
 
 
@@ -149,21 +143,19 @@ async def test_the_pause_before_a_restart_doubles(run: Any, kit: Any, log: Any) 
         ]
 
 
-async def test_what_ends_again_and_again_and_never_came_up_is_not_waited_for(run: Any, kit: Any, log: Any) -> None:
-    web = kit.server()
-    web["args"] = ["exit", "3"]
-    async with run(kit.deployment("web", web), kit.deployment("fine", kit.server()), ready=False) as cluster:
-        said = rf"^web-0/web has ended {VAIN_STARTS} times before it was up, its last output: none$"
-        with pytest.raises(VainError, match=said):
+@pytest.mark.parametrize("failing", ["web", "prepare"])
+async def test_what_ends_again_and_again_and_never_came_up_is_not_waited_for(
+    run: Any, kit: Any, log: Any, failing: str
+) -> None:
+    """A container and an init container."""
+    web = {**kit.server(), **({"args": ["exit", "3"]} if failing == "web" else {})}
+    before = [kit.container("prepare", "exit", "3")] if failing == "prepare" else []
+    objects = kit.deployment("web", web, initContainers=before), kit.deployment("fine", kit.server())
+    async with run(*objects, ready=False) as cluster:
+        message = rf"^web-0/{failing} has ended {VAIN_STARTS} times before it was up, its last output: none$"
+        with pytest.raises(VainError, match=message):
             await cluster.wait_ready(60)
-        assert len(log.of("web-0/web")) == VAIN_STARTS
-
-
-async def test_an_init_container_that_fails_again_and_again_is_not_waited_for(run: Any, kit: Any) -> None:
-    pod = kit.deployment("web", kit.server(), initContainers=[kit.container("prepare", "exit", "3")])
-    async with run(pod, ready=False) as cluster:
-        with pytest.raises(VainError, match=rf"^web-0/prepare has ended {VAIN_STARTS} times"):
-            await cluster.wait_ready(60)
+        assert failing == "prepare" or len(log.of("web-0/web")) == VAIN_STARTS
 
 
 async def test_what_came_up_once_may_end_as_often_as_it_likes(run: Any, kit: Any) -> None:
@@ -276,23 +268,20 @@ async def test_engines_start_one_after_the_other_when_they_are_real(run: Any, ki
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("sources", "message"),
     [
-        (
-            {"volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "x"}}]},
-            "persistentVolumeClaim is not supported",
-        ),
-        ({"volumes": [{"name": "v", "hostPath": {"path": "nowhere"}}]}, "nowhere does not exist"),
-        ({"volumes": [{"name": "v", "secret": {"secretName": "none"}}]}, "there is no secret none here"),
-        ({"volumes": []}, "mounts volume v, which the pod does not have"),
+        ([{"persistentVolumeClaim": {"claimName": "x"}}], "persistentVolumeClaim is not supported"),
+        ([{"hostPath": {"path": "nowhere"}}], "nowhere does not exist"),
+        ([{"secret": {"secretName": "none"}}], "there is no secret none here"),
+        ([], "mounts volume v, which the pod does not have"),
     ],
 )
 async def test_a_volume_that_cannot_be_had_is_said_before_anything_starts(
-    run: Any, kit: Any, root: Path, change: dict[str, Any], message: str
+    run: Any, kit: Any, root: Path, sources: list[dict[str, Any]], message: str
 ) -> None:
     web = kit.server(volumeMounts=[{"name": "v", "mountPath": "/v"}])
     with pytest.raises(LocalError, match=message):
-        async with run(kit.deployment("web", web, **change)):
+        async with run(kit.deployment("web", web, volumes=[{"name": "v", **source} for source in sources])):
             pytest.fail("started")
     assert [path for path in root.rglob("*") if path.is_file()] == []
 

@@ -9,7 +9,6 @@ from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.model.snapshot import Key
 
 Names = list[str]
-Names = list[str]
 KEY: Key = ("n", "d")
 OWNER = "r"
 

@@ -9,24 +9,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from unit.render.objects import SECRETS
+
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.model.credentials import SecretData
 from mmrouter_operator.model.snapshot import FrontendReport, PodView, RevisionView, Snapshot, WorkerReport
 from mmrouter_operator.model.views import child_view, deployment_view, revision_view
-from mmrouter_operator.planning.planner import RolloutPlan, plan
-from mmrouter_operator.planning.rollout import pool_of, role_of, template_hash
+from mmrouter_operator.planning.planner import STAGES, Complete, RolloutPlan, plan
+from mmrouter_operator.planning.rollout_progress import pool_of, role_of, template_hash
 from mmrouter_operator.planning.template_revisions import choose_templates
 from mmrouter_operator.render import render
+from mmrouter_operator.status.builder import status_of
 
-SECRETS = SecretData(
-    identity_key=bytes(32),
-    sidecar_public="a" * 40,
-    sidecar_secret="b" * 40,
-    router_public="c" * 40,
-    router_secret="d" * 40,
-    control_token="control",
-    engine_key="engine",
-)
 UID = "5e2b7c1e-0000-4000-8000-000000000001"
 
 
@@ -112,20 +105,10 @@ class World:
         for child in self.children.values():
             marks = child.manifest["metadata"]["labels"]
             for pod in child.pods:
-                yield PodView(
-                    name=pod.name,
-                    namespace="team",
-                    uid=pod.name,
-                    deployment="vl",
-                    pool=marks.get("mmrouter.io/pool", ""),
-                    role=marks["mmrouter.io/role"],
-                    ip="10.0.0.1",
-                    phase="Running",
-                    ready=pod.ready,
-                    containers_ready=pod.ready,
-                    started=0.0 if pod.ready else None,
-                    template_hash=pod.hash,
-                )
+                state: Any = {"phase": "Running", "ready": pod.ready, "containers_ready": pod.ready}
+                state |= {"started": 0.0 if pod.ready else None, "template_hash": pod.hash, "ip": "10.0.0.1"}
+                pool, role = marks.get("mmrouter.io/pool", ""), marks["mmrouter.io/role"]
+                yield PodView(pod.name, "team", pod.name, "vl", pool, role, **state)
 
     def desired(self) -> list[dict[str, Any]]:
         key = self.dep.model_dump_json()
@@ -191,9 +174,9 @@ class World:
             pod.ready = False
         self._count(child)
 
-    def settle(self) -> None:
-        """Let everything happen that waits to happen, once."""
-        for name in list(self.children):
+    def settle(self, *names: str) -> None:
+        """Let everything happen that waits to happen, once; ``names``: in these Deployments only."""
+        for name in names or list(self.children):
             self.control(name)
             self.start(name)
 
@@ -209,19 +192,14 @@ class World:
         ready = sum(pod.ready for pod in child.pods)
         if updated == ready == len(child.pods) == child.seen[1]:
             child.once = True
+        reason = "NewReplicaSetAvailable" if child.once else "ReplicaSetUpdated"
         child.status = {
             "observedGeneration": child.observed,
             "replicas": len(child.pods),
             "updatedReplicas": updated,
             "readyReplicas": ready,
             "availableReplicas": ready,
-            "conditions": [
-                {
-                    "type": "Progressing",
-                    "status": "True",
-                    "reason": "NewReplicaSetAvailable" if child.once else "ReplicaSetUpdated",
-                }
-            ],
+            "conditions": [{"type": "Progressing", "status": "True", "reason": reason}],
         }
 
     @staticmethod
@@ -251,5 +229,98 @@ class World:
         return {**child.manifest, "metadata": metadata, "status": child.status}
 
 
-def role(child: Child) -> str:
-    return role_of(child.manifest)
+IMAGE = "registry.example/vllm:1"
+
+
+def pool(name: str, role: str = "worker", **fields: Any) -> dict[str, Any]:
+    return {"name": name, "role": role, "replicas": 2, "accelerator": {"kind": "nvidia"}, "image": IMAGE, **fields}
+
+
+def pools(*items: dict[str, Any], router: str = "1") -> dict[str, Any]:
+    """A deployment of these pools. ``router`` changes the frontend's template."""
+    return {
+        "model": {"id": "org/model"},
+        "engine": {"type": "vllm"},
+        "frontend": {"resources": {"limits": {"cpu": router}}},
+        "pools": list(items),
+    }
+
+
+def whole(seed: int = 0, replicas: int = 2, router: str = "1", surge: int = 1, unavailable: int = 0) -> dict[str, Any]:
+    """A deployment with every stage. ``seed`` changes the engines' template, ``router`` the frontend's."""
+    updates = {"maxSurge": surge, "maxUnavailable": unavailable}
+    more = {"args": [f"--seed={seed}"], "updates": updates, "replicas": replicas}
+    renderer = pool("rend", "renderer", **{**more, "accelerator": {"kind": "cpu"}})
+    return pools(pool("work", **more), pool("enc", "encoder", **more), renderer, router=router)
+
+
+def pair(block: int = 16, prefill: int = 3, decode: int = 2, router: str = "1", seed: int = 0) -> dict[str, Any]:
+    """A set. ``block`` changes how KV blocks are laid out; ``seed`` a template and not the layout."""
+    more = {"blockSize": block, "args": [f"--seed={seed}"]}
+    prefiller, decoder = pool("pre", "prefill", **more), pool("dec", "decode", **more)
+    return pools({**prefiller, "replicas": prefill}, {**decoder, "replicas": decode}, router=router)
+
+
+def want(world: World, spec: dict[str, Any], **metadata: Any) -> None:
+    world.dep = deployment(spec, world.dep.metadata.generation + 1, **metadata)
+
+
+def finish(world: World, rounds: int = 200) -> RolloutPlan:
+    """Reconcile and let everything become ready until the plan is complete; fail if it never is."""
+    for _ in range(rounds):
+        planned = checked(world)
+        if isinstance(planned.outcome, Complete):
+            return planned
+        world.settle()
+    raise AssertionError(f"not complete: {planned.outcome}")
+
+
+def standing(spec: dict[str, Any]) -> World:
+    world = World(deployment(spec))
+    finish(world)
+    return world
+
+
+def checked(world: World) -> RolloutPlan:
+    """Reconcile once, and hold what was done to what must always hold."""
+    before = {name: template_hash(child.manifest) for name, child in world.children.items()}
+    pods = {pod.template_hash for pod in world.pods()}
+    planned = world.reconcile()
+    for name, child in world.children.items():
+        wanted = template_hash(child.manifest)
+        if name in before and before[name] != wanted and wanted not in pods:
+            assert_stages_before_are_over(world, STAGES[role_of(child.manifest)])
+    assert_success_is_of_new_pods(world, planned)
+    return planned
+
+
+def goal_hashes(world: World) -> dict[str, str]:
+    return {
+        m["metadata"]["labels"].get("mmrouter.io/pool", ""): template_hash(m)
+        for m in world.choose()[0]
+        if m["kind"] == "Deployment"
+    }
+
+
+def assert_stages_before_are_over(world: World, stage: int) -> None:
+    goals = goal_hashes(world)
+    for pod in world.pods():
+        if STAGES[pod.role] < stage and pod.pool in goals:  # others left the spec, and go last
+            assert pod.template_hash == goals[pod.pool], f"{pod.name} of an earlier stage is old"
+
+
+def assert_success_is_of_new_pods(world: World, planned: RolloutPlan) -> None:
+    status = status_of(world.dep, world.snapshot(), planned, (), world.status)
+    world.status = status
+    statuses = {item["type"]: item["status"] for item in status["conditions"]}
+    goals = goal_hashes(world)
+    wanted = {item.name: item.replicas for item in world.dep.spec.pools} | {"": world.dep.spec.frontend.replicas}
+    true = all(
+        [pod.template_hash for pod in world.pods() if pod.pool == name and pod.ready] == [goals[name]] * count
+        for name, count in wanted.items()
+    )
+    if statuses["Ready"] == "True" or isinstance(planned.outcome, Complete):
+        assert true, "success was reported for old pods"
+        assert {item["observedGeneration"] for item in status["conditions"]} == {world.dep.metadata.generation}
+    if statuses["ExactRoutingVerified"] == "True":
+        assert not {pod.template_hash for pod in world.pods() if pod.pool in goals} - set(goals.values())

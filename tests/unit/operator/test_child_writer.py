@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from unit.operator.fake_cluster import KEY, OWNER, Table, manifest
+from unit.operator.test_lease import Time
 
 from mmrouter_operator.cluster import child_writer as module
 from mmrouter_operator.cluster.cache import WatchCache
@@ -11,36 +12,18 @@ from mmrouter_operator.cluster.child_writer import ChildWriter, WriteResult
 from mmrouter_operator.cluster.client import Refused, Unavailable
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.kinds import Ref
-from mmrouter_operator.model.problems import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from mmrouter_operator.model.snapshot import CHILD_CONTESTED, CHILD_NAME_TAKEN, CHILD_REFUSED, Problem
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    one = Clock()
-    monkeypatch.setattr(module, "boot_time", one)
-    return one
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time(1000.0)
+    monkeypatch.setattr(module, "boot_time", time)
+    return time
 
 
 @pytest.fixture
-def cache() -> WatchCache:
-    return WatchCache()
-
-
-@pytest.fixture
-def table(cache: WatchCache) -> Table:
-    return Table(cache)
-
-
-@pytest.fixture
-def children(table: Table, cache: WatchCache, clock: Clock) -> ChildWriter:
+def children(table: Table, cache: WatchCache, clock: Time) -> ChildWriter:
     cluster: Any = table
     return ChildWriter(cluster, cache, Metrics())
 
@@ -58,14 +41,8 @@ async def test_what_did_not_change_is_not_sent_again(children: ChildWriter, tabl
 
 
 async def test_pods_come_after_what_they_mount_and_bindings_after_roles(children: ChildWriter, table: Table) -> None:
-    names = [
-        ("Deployment", "4"),
-        ("RoleBinding", "3"),
-        ("ConfigMap", "2"),
-        ("ControllerRevision", "1"),
-        ("PodMonitor", "5"),
-    ]
-    manifests = [manifest(kind, name) for kind, name in names]
+    kinds = {"Deployment": "4", "RoleBinding": "3", "ConfigMap": "2", "ControllerRevision": "1", "PodMonitor": "5"}
+    manifests = [manifest(kind, name) for kind, name in kinds.items()]
     manifests[-1]["apiVersion"] = "monitoring.coreos.com/v1"
     await children.write(KEY, OWNER, manifests)
     assert table.applied() == ["1", "2", "3", "4", "5"]
@@ -103,7 +80,7 @@ async def test_drift_is_taken_back_and_counted_and_other_peoples_fields_are_no_d
 
 
 async def test_a_child_that_others_fight_over_is_repaired_with_growing_pauses(
-    children: ChildWriter, table: Table, clock: Clock
+    children: ChildWriter, table: Table, clock: Time
 ) -> None:
     await children.write(KEY, OWNER, [SERVICE])
     pauses = []
@@ -125,30 +102,30 @@ async def test_a_child_that_others_fight_over_is_repaired_with_growing_pauses(
 
 
 async def test_a_contested_child_is_reported_without_a_break_until_it_was_left_alone_for_a_while(
-    children: ChildWriter, table: Table, clock: Clock
+    children: ChildWriter, table: Table, clock: Time
 ) -> None:
     await children.write(KEY, OWNER, [SERVICE])
-    told = []
+    reported = []
     for round_ in range(2 * module.IMMEDIATE_REPAIRS):
         table.edit(manifest("Service", "s", spec={"port": 100 + round_}))
         written = await children.write(KEY, OWNER, [SERVICE])
-        told.append(bool(written.problems))
+        reported.append(bool(written.problems))
         if not written.repaired:
             clock.now += written.again_in or 0.0
             written = await children.write(KEY, OWNER, [SERVICE])
             assert written.repaired
-            told.append(bool(written.problems))
+            reported.append(bool(written.problems))
         in_order = await children.write(KEY, OWNER, [SERVICE])
-        told.append(bool(in_order.problems))
-    assert told == sorted(told), "once told, it stays told"
-    assert told[-1]
+        reported.append(bool(in_order.problems))
+    assert reported == sorted(reported), "once reported, it stays reported"
+    assert reported[-1]
     assert in_order.again_in is not None, "a later reconcile clears it"
     clock.now += in_order.again_in
     assert (await children.write(KEY, OWNER, [SERVICE])).problems == []
 
 
 async def test_a_refused_manifest_is_not_sent_again_until_it_changes_or_a_minute_passed(
-    children: ChildWriter, table: Table, clock: Clock
+    children: ChildWriter, table: Table, clock: Time
 ) -> None:
     table.fail["s"] = Refused("quota", status=403)
     other = manifest("ConfigMap", "c")

@@ -29,6 +29,11 @@ class Operator:
             while not condition():
                 await asyncio.sleep(0.005)
 
+    async def follow(self, ip: str, token: str = "t") -> None:
+        """Follow one frontend, and wait for its report."""
+        self.streams.follow(KEY, {"f1": ip}, token)
+        await self.until(self.report)
+
     def report(self, uid: str = "f1") -> FrontendReport | None:
         return self.streams.reports(KEY)[uid]
 
@@ -52,13 +57,14 @@ async def frontend(**options):
 
 
 @asynccontextmanager
-async def speaking(answer):
-    """A server that answers every connection with what ``answer(writer)`` writes; yields its address and requests."""
+async def speaking(answer: bytes, pause: float = 0.0):
+    """A server that answers every connection and ends it after a pause; yields its address and requests."""
     ip, seen = f"127.82.{os.getpid() % 250}.{next(_hosts)}", []
 
     async def connected(reader, writer) -> None:
         seen.append((await reader.readuntil(b"\r\n\r\n")).decode())
-        await answer(writer)
+        writer.write(answer)
+        await asyncio.sleep(pause)
         writer.close()
 
     server = await asyncio.start_server(connected, ip, PORT)
@@ -82,7 +88,7 @@ async def test_a_routers_report_arrives_whole_and_typed():
         router.worker("a")
         router.worker("b", canary="")
         router.degraded = ("no_prefill",)
-        router.counts.add(exact=True, prompt_blocks=7, hit_blocks=3)
+        router.counts.update(decisions=1, exact_decisions=1, prompt_blocks=7, hit_blocks=3)
         op.streams.follow(KEY, {"f1": router.ip}, "t")
         assert op.streams.reports(KEY) == {"f1": None}
         await op.until(op.report)
@@ -99,8 +105,7 @@ async def test_a_routers_report_arrives_whole_and_typed():
 async def test_a_change_is_reported_once_and_a_heartbeat_never():
     async with frontend() as router, operator() as op:
         worker = router.worker("a", canary="")
-        op.streams.follow(KEY, {"f1": router.ip}, "t")
-        await op.until(op.report)
+        await op.follow(router.ip)
         for _ in range(10):
             router.beat(worker, canary="")
             await asyncio.sleep(0.02)
@@ -120,8 +125,7 @@ async def test_every_frontend_has_its_own_report():
 
 async def test_following_the_same_again_makes_no_new_connection():
     async with frontend() as router, operator() as op:
-        op.streams.follow(KEY, {"f1": router.ip}, "t")
-        await op.until(op.report)
+        await op.follow(router.ip)
         for _ in range(5):
             op.streams.follow(KEY, {"f1": router.ip}, "t")
             await asyncio.sleep(0.01)
@@ -134,15 +138,13 @@ async def test_a_wrong_token_gives_no_report_and_a_new_one_is_used_at_once():
         op.streams.follow(KEY, {"f1": router.ip}, "wrong")
         await asyncio.sleep(0.3)
         assert op.report() is None
-        op.streams.follow(KEY, {"f1": router.ip}, "right")
-        await op.until(op.report)
+        await op.follow(router.ip, "right")
 
 
 async def test_a_frontend_that_restarts_keeps_its_report_and_equal_news_are_no_change():
     async with operator() as op:
         async with frontend() as router:
-            op.streams.follow(KEY, {"f1": router.ip}, "t")
-            await op.until(op.report)
+            await op.follow(router.ip)
         assert op.report() is not None
         async with frontend(ip=router.ip) as successor:
             await op.until(lambda: successor.connections)
@@ -154,16 +156,14 @@ async def test_a_frontend_that_restarts_keeps_its_report_and_equal_news_are_no_c
 async def test_a_frontend_that_stays_away_has_no_report_after_a_while():
     async with operator(hold_seconds=0.3) as op:
         async with frontend() as router:
-            op.streams.follow(KEY, {"f1": router.ip}, "t")
-            await op.until(op.report)
+            await op.follow(router.ip)
         await op.until(lambda: op.report() is None)
         assert op.changes == [KEY, KEY]
 
 
 async def test_what_is_forgotten_is_disconnected_and_heard_no_more():
     async with frontend() as router, operator() as op:
-        op.streams.follow(KEY, {"f1": router.ip}, "t")
-        await op.until(op.report)
+        await op.follow(router.ip)
         op.streams.forget(KEY)
         assert op.streams.reports(KEY) == {}
         await op.until(lambda: router.connections == 0)
@@ -183,11 +183,7 @@ async def test_a_frontend_that_left_the_list_is_disconnected():
 
 
 async def test_a_connection_that_says_nothing_is_made_anew():
-    async def mute(writer) -> None:
-        writer.write(head() + EVENT)
-        await asyncio.sleep(30)
-
-    async with speaking(mute) as (ip, seen), operator(silent_seconds=0.2) as op:
+    async with speaking(head() + EVENT, pause=30) as (ip, seen), operator(silent_seconds=0.2) as op:
         op.streams.follow(KEY, {"f1": ip}, "t")
         await op.until(lambda: len(seen) >= 3)
         assert op.changes == [KEY]
@@ -206,11 +202,7 @@ async def test_a_connection_that_says_nothing_is_made_anew():
     ids=["no json", "another shape", "too long", "an error", "no http", "half a head"],
 )
 async def test_what_is_no_report_is_no_report_and_the_attempts_go_on(sent):
-    async def nonsense(writer) -> None:
-        writer.write(sent)
-        await writer.drain()
-
-    async with speaking(nonsense) as (ip, seen), operator() as op:
+    async with speaking(sent) as (ip, seen), operator() as op:
         op.streams.follow(KEY, {"f1": ip}, "t")
         await op.until(lambda: len(seen) >= 3)
         assert (op.report(), op.changes) == (None, [])
@@ -235,19 +227,15 @@ async def test_a_listener_that_fails_leaves_no_frontend_deaf(caplog):
 
 
 async def test_the_token_does_not_follow_a_redirect():
-    async def nothing(writer) -> None:
-        writer.write(head() + EVENT)
-
-    async with speaking(nothing) as (elsewhere, asked), operator() as op:
-
-        async def redirect(writer) -> None:
-            writer.write(head(307, location=f"http://{elsewhere}:{PORT}/control/stream"))
-
-        async with speaking(redirect) as (ip, seen):
-            op.streams.follow(KEY, {"f1": ip}, "secret")
-            await op.until(lambda: len(seen) >= 2)
-            assert "Bearer secret" in seen[0]
-            assert asked == []
+    async with (
+        speaking(head() + EVENT) as (elsewhere, asked),
+        speaking(head(307, location=f"http://{elsewhere}:{PORT}/control/stream")) as (ip, seen),
+        operator() as op,
+    ):
+        op.streams.follow(KEY, {"f1": ip}, "secret")
+        await op.until(lambda: len(seen) >= 2)
+        assert "Bearer secret" in seen[0]
+        assert asked == []
 
 
 @given(
@@ -270,24 +258,15 @@ def test_an_event_is_bounded_while_it_comes():
 
 
 async def test_a_frontend_of_an_older_release_reports_no_missing_stages():
-    async def answer(writer):
-        writer.write(head() + EVENT)
-
-    async with speaking(answer) as (ip, _), operator() as op:
-        op.streams.follow(KEY, {"f1": ip}, "t")
-        await op.until(op.report)
+    async with speaking(head() + EVENT) as (ip, _), operator() as op:
+        await op.follow(ip)
         assert op.report().degraded is None
 
 
 async def test_what_a_sidecar_says_of_its_nodes_memory_arrives_typed_and_may_be_left_out():
     workers = b'{"a":{"uid":"a","pool":"p","role":"worker","shared":{"above":true,"limit":5}},"b":%s}'
     row = b'{"uid":"b","pool":"p","role":"worker"}'
-
-    async def answer(writer):
-        writer.write(head() + EVENT.replace(b"{}", workers % row))
-
-    async with speaking(answer) as (ip, _), operator() as op:
-        op.streams.follow(KEY, {"f1": ip}, "t")
-        await op.until(op.report)
+    async with speaking(head() + EVENT.replace(b"{}", workers % row)) as (ip, _), operator() as op:
+        await op.follow(ip)
         assert op.report().workers["a"].shared == SharedReport(above=True, limit=5)
         assert op.report().workers["b"].shared is None

@@ -25,9 +25,6 @@ class Server:
         self.down = False
         self.writers: list[str] = []
 
-    def client(self) -> "Client":
-        return Client(self)
-
 
 class Client:
     """What a leader needs of the cluster; ``lag`` runs between a request's arrival and its answer."""
@@ -77,14 +74,29 @@ class Time:
         return self.now
 
 
-def leader(server: Server, identity: str, clock: Time, client: Client | None = None) -> LeaderElection:
-    port: Any = client or server.client()
-    return LeaderElection(port, namespace="n", name="l", identity=identity, timing=TIMING, clock=clock)
+def leader(server: Server, identity: str, clock: Time, client: Client | None = None, **options: Any) -> LeaderElection:
+    port: Any = client or Client(server)
+    return LeaderElection(port, namespace="n", name="l", identity=identity, timing=TIMING, clock=clock, **options)
+
+
+def two(offset: float = 0.0) -> tuple[Server, Time, Time, LeaderElection, LeaderElection]:
+    """Return a server, and the clocks and replicas of two machines; the second clock is ahead."""
+    server, here, there = Server(), Time(), Time(offset)
+    return server, here, there, leader(server, "a", here), leader(server, "b", there)
+
+
+async def deposed() -> tuple[Server, LeaderElection, LeaderElection]:
+    """Return a server and two replicas, of which the second took the lease from the first."""
+    server, _, there, first, second = two()
+    await first.attempt()
+    await second.attempt()
+    there.now += TIMING.duration + 1
+    await second.attempt()
+    return server, first, second
 
 
 async def test_the_first_takes_it_and_the_second_waits_for_the_whole_duration() -> None:
-    server, here, there = Server(), Time(), Time(1_000_000.0)
-    first, second = leader(server, "a", here), leader(server, "b", there)
+    server, _here, there, first, second = two(1_000_000.0)
     await first.attempt()
     await second.attempt()
     assert first.valid()
@@ -100,8 +112,7 @@ async def test_the_first_takes_it_and_the_second_waits_for_the_whole_duration() 
 
 
 async def test_a_lease_that_is_renewed_is_never_taken() -> None:
-    server, here, there = Server(), Time(), Time(500.0)
-    first, second = leader(server, "a", here), leader(server, "b", there)
+    server, here, there, first, second = two(500.0)
     for _ in range(50):
         await first.attempt()
         await second.attempt()
@@ -113,8 +124,7 @@ async def test_a_lease_that_is_renewed_is_never_taken() -> None:
 
 
 async def test_a_holder_that_cannot_renew_stops_writing_before_another_may_take_over() -> None:
-    server, here, there = Server(), Time(), Time()
-    first, second = leader(server, "a", here), leader(server, "b", there)
+    server, here, there, first, second = two()
     await first.attempt()
     await second.attempt()
     server.down = True
@@ -129,7 +139,7 @@ async def test_a_holder_that_cannot_renew_stops_writing_before_another_may_take_
 
 async def test_a_renewal_counts_from_before_it_was_sent() -> None:
     server, here = Server(), Time()
-    client = server.client()
+    client = Client(server)
 
     async def slow() -> None:
         here.now += 4.0
@@ -150,12 +160,7 @@ async def test_a_holder_that_was_suspended_is_deposed_by_its_clock_alone() -> No
 
 
 async def test_a_holder_that_sees_another_holder_is_deposed_at_once() -> None:
-    server, here, there = Server(), Time(), Time()
-    first, second = leader(server, "a", here), leader(server, "b", there)
-    await first.attempt()
-    await second.attempt()
-    there.now += TIMING.duration + 1
-    await second.attempt()
+    _, first, second = await deposed()
     assert second.valid()
     await first.attempt()
     assert not first.valid()
@@ -169,8 +174,7 @@ async def test_of_two_that_take_it_at_the_same_moment_one_gets_it() -> None:
 
 
 async def test_a_released_lease_is_taken_at_once_and_the_one_who_released_it_stays_away() -> None:
-    server, here, there = Server(), Time(), Time()
-    first, second = leader(server, "a", here), leader(server, "b", there)
+    _server, _here, _there, first, second = two()
     await first.attempt()
     await first.release()
     assert not first.valid()
@@ -179,12 +183,7 @@ async def test_a_released_lease_is_taken_at_once_and_the_one_who_released_it_sta
 
 
 async def test_releasing_leaves_the_lease_of_another_holder() -> None:
-    server, here, there = Server(), Time(), Time()
-    first, second = leader(server, "a", here), leader(server, "b", there)
-    await first.attempt()
-    await second.attempt()
-    there.now += TIMING.duration + 1
-    await second.attempt()
+    server, first, _ = await deposed()
     await first.release()
     assert server.lease is not None
     assert server.lease["spec"]["holderIdentity"] == "b"
@@ -192,7 +191,7 @@ async def test_releasing_leaves_the_lease_of_another_holder() -> None:
 
 async def test_gaining_and_losing_is_reported_once_each() -> None:
     server, here = Server(), Time()
-    told: list[str] = []
+    changes: list[str] = []
     steps = 0
 
     async def sleep(_: float) -> None:
@@ -203,11 +202,10 @@ async def test_gaining_and_losing_is_reported_once_each() -> None:
         if steps > 12:
             raise asyncio.CancelledError
 
-    port: Any = server.client()
-    one = LeaderElection(port, namespace="n", name="l", identity="a", timing=TIMING, clock=here, sleep=sleep)
+    one = leader(server, "a", here, sleep=sleep)
     with pytest.raises(asyncio.CancelledError):
-        await one.run(gained=lambda: told.append("gained"), lost=lambda: told.append("lost"))
-    assert told == ["gained", "lost"]
+        await one.run(gained=lambda: changes.append("gained"), lost=lambda: changes.append("lost"))
+    assert changes == ["gained", "lost"]
 
 
 @pytest.mark.parametrize(("duration", "deadline", "retry"), [(10, 10, 2), (15, 10, 10), (15, 0, 2), (15.5, 10, 2)])

@@ -4,15 +4,15 @@ import dataclasses
 from typing import Any
 
 import pytest
-from unit.operator.rollout_stories import finish, pair, standing, want, whole
-from unit.operator.simulated_world import SECRETS, UID, Child, World, deployment, role
+from unit.operator.simulated_world import UID, Child, World, deployment, finish, pair, standing, want, whole
+from unit.operator.test_status import pods, with_view
+from unit.render.objects import rendered
 
 from mmrouter_operator.model.kinds import Capabilities
 from mmrouter_operator.model.snapshot import ChildView
 from mmrouter_operator.planning.planner import Blocked, Complete, Progress, plan
 from mmrouter_operator.planning.pool_set_manifests import compatibility_of, generation_name
-from mmrouter_operator.planning.rollout import asks_of, template_hash
-from mmrouter_operator.render import render
+from mmrouter_operator.planning.rollout_progress import asks_of, role_of, template_hash
 
 
 def test_everything_is_created_at_once() -> None:
@@ -20,7 +20,7 @@ def test_everything_is_created_at_once() -> None:
     planned = world.reconcile()
     kinds = [manifest["kind"] for manifest in planned.apply]
     assert kinds.index("Deployment") == len(kinds) - kinds.count("Deployment"), "Deployments come last"
-    roles = [role(world.children[m["metadata"]["name"]]) for m in planned.apply if m["kind"] == "Deployment"]
+    roles = [role_of(manifest) for manifest in planned.apply if manifest["kind"] == "Deployment"]
     assert roles == ["frontend", "renderer", "encoder", "worker"]
     assert isinstance(planned.outcome, Progress)
     assert "Secret" not in kinds
@@ -112,11 +112,7 @@ def test_an_autoscaled_pool_keeps_the_live_replicas_until_another_manager_owns_t
     }
 
     def replicas(*managers: str) -> Any:
-        snapshot = world.snapshot()
-        view = dataclasses.replace(
-            snapshot.children["Deployment", "vl-work"], replicas_managers=managers, resource_version="7"
-        )
-        snapshot = dataclasses.replace(snapshot, children={**snapshot.children, ("Deployment", "vl-work"): view})
+        snapshot = with_view(world.snapshot(), "vl-work", replicas_managers=managers, resource_version="7")
         planned = plan([*world.choose()[0], scaler], snapshot)
         applied = next(m for m in planned.apply if m["metadata"]["name"] == "vl-work" and m["kind"] == "Deployment")
         # The server refuses replicas that were seen on an older object than the present one.
@@ -131,11 +127,7 @@ def test_an_autoscaled_pool_keeps_the_live_replicas_until_another_manager_owns_t
 @pytest.mark.parametrize(
     ("changes", "reason", "sentence"),
     [
-        (
-            {"failure": "exceeded quota: gpus"},
-            "ReplicaFailure",
-            "pods of pool work cannot be created: exceeded quota: gpus",
-        ),
+        ({"failure": "no quota"}, "ReplicaFailure", "pods of pool work cannot be created: no quota"),
         ({"progressing_reason": "ProgressDeadlineExceeded"}, "ProgressDeadlineExceeded", "pool work made no progress"),
     ],
 )
@@ -146,15 +138,9 @@ def test_a_deployment_that_cannot_go_on_blocks_with_its_reason(
     want(world, whole(seed=1))
     for _ in range(2):
         world.reconcile()
-        for name in ("vl-frontend", "vl-rend", "vl-enc"):
-            for _ in range(8):
-                world.control(name)
-                world.start(name)
+        world.settle(*["vl-frontend", "vl-rend", "vl-enc"] * 8)
     world.reconcile()
-    snapshot = world.snapshot()
-    view = dataclasses.replace(snapshot.children["Deployment", "vl-work"], **changes)
-    snapshot = dataclasses.replace(snapshot, children={**snapshot.children, ("Deployment", "vl-work"): view})
-    outcome = plan(world.choose()[0], snapshot).outcome
+    outcome = plan(world.choose()[0], with_view(world.snapshot(), "vl-work", **changes)).outcome
     assert isinstance(outcome, Blocked)
     assert outcome.reason == reason
     assert outcome.message.startswith(sentence)
@@ -166,17 +152,11 @@ def test_a_surge_replica_without_an_accelerator_blocks_and_says_what_to_do() -> 
         want(world, whole(seed=1, unavailable=unavailable))
         for _ in range(60):
             world.reconcile()
-            for name in ("vl-frontend", "vl-rend", "vl-enc"):
-                world.control(name)
-                world.start(name)
+            world.settle("vl-frontend", "vl-rend", "vl-enc")
         world.control("vl-work")
-        snapshot = world.snapshot()
         stuck = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
-        pods = tuple(
-            dataclasses.replace(pod, unschedulable=stuck) if pod.pool == "work" and not pod.ready else pod
-            for pod in snapshot.pods
-        )
-        outcome = plan(world.choose()[0], dataclasses.replace(snapshot, pods=pods)).outcome
+        waiting = pods(lambda pod: pod.pool == "work" and not pod.ready, unschedulable=stuck)
+        outcome = plan(world.choose()[0], waiting(world.snapshot())).outcome
         if unavailable:
             assert not isinstance(outcome, Blocked), "an old replica makes room"
         else:
@@ -208,9 +188,9 @@ def test_the_autoscaler_of_a_set_rests_while_it_switches() -> None:
 
     world = World(deployment(spec(16)))
     can = Capabilities(frozenset({"custom.metrics.k8s.io/v1beta2"}))
-    world.desired = lambda: render(world.dep, secrets=SECRETS, capabilities=can)  # type: ignore[method-assign]
+    world.desired = lambda: rendered(world.dep, capabilities=can)  # type: ignore[method-assign]
     for _ in range(5):
-        planned = world.reconcile()
+        world.reconcile()
         world.settle()
     (child,) = world.of_pool("pre")
     scaler = world.others["HorizontalPodAutoscaler", "vl-pre"]
@@ -231,10 +211,8 @@ def test_the_autoscaler_of_a_set_rests_while_it_switches() -> None:
     assert gone
     (child,) = world.of_pool("pre")
     assert child.manifest["spec"]["replicas"] == 5
-    assert (
-        world.others["HorizontalPodAutoscaler", "vl-pre"]["spec"]["scaleTargetRef"]["name"]
-        == child.manifest["metadata"]["name"]
-    )
+    scaler = world.others["HorizontalPodAutoscaler", "vl-pre"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == child.manifest["metadata"]["name"]
 
 
 def test_a_serving_revision_of_a_set_keeps_its_template_until_the_switch_is_over() -> None:
@@ -312,17 +290,17 @@ def test_without_its_autoscaler_a_pool_of_a_set_keeps_its_replicas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("terms", "said"),
+    ("terms", "asked"),
     [
         ([{"key": "gpu", "operator": "In", "values": ["true"]}], "label gpu=true"),
         ([{"key": "gpu", "operator": "Exists"}, {"key": "b", "operator": "NotIn", "values": ["x", "y"]}],
          "one of the labels gpu or b NotIn x,y"),
     ],
 )  # fmt: skip
-def test_what_pods_ask_of_a_node_names_the_labels_of_their_affinity(terms: list[dict[str, Any]], said: str) -> None:
+def test_what_pods_ask_of_a_node_names_the_labels_of_their_affinity(terms: list[dict[str, Any]], asked: str) -> None:
     affinity = {"nodeSelectorTerms": [{"matchExpressions": [term]} for term in terms]}
     spec = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": affinity}}}
-    assert asks_of({"spec": {"template": {"spec": spec}}}) == said
+    assert asks_of({"spec": {"template": {"spec": spec}}}) == asked
 
 
 def test_an_accelerators_node_label_is_named() -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmrouter_operator.planning import pool_set_steps as sets
-from mmrouter_operator.planning.pool_set_steps import SetPool, SetStep, Side, step
+from mmrouter_operator.planning import pool_set_rollout as sets
+from mmrouter_operator.planning.pool_set_rollout import SetPool, SetStep, Side, step
 
 ROUNDS = 400
 
@@ -109,16 +109,21 @@ def advance(fleet: Fleet, goal: str) -> SetStep:
     return now
 
 
-def finish(fleet: Fleet, goal: str) -> list[SetStep]:
+def finish(fleet: Fleet, goal: str) -> None:
     """Let everything become ready until the goal is reached; fail if it never is."""
-    taken = []
     for _ in range(ROUNDS):
         for key in list(fleet.wanted):
             fleet.become_ready(key, 1000)
         if fleet.finished(goal):
-            return taken
-        taken.append(advance(fleet, goal))
+            return
+        advance(fleet, goal)
     raise AssertionError(f"not finished after {ROUNDS} steps: {fleet}")
+
+
+def standing(fleet: Fleet, goal: str) -> Fleet:
+    advance(fleet, goal)
+    finish(fleet, goal)
+    return fleet
 
 
 @st.composite
@@ -130,10 +135,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
         surge = draw(st.integers(1 if target == 1 else 0, 3))
         pools.append((f"{role}{number}", role, surge, draw(st.integers(0 if surge else 1, 3))))
         targets.append(target)
-    fleet = Fleet(pools, targets)
-    advance(fleet, "a")
-    finish(fleet, "a")
-    return fleet
+    return standing(Fleet(pools, targets), "a")
 
 
 @given(fleets())
@@ -180,9 +182,7 @@ def test_going_back_is_possible_after_any_number_of_steps(fleet: Fleet, steps: i
 
 
 def test_the_worked_example_of_the_module() -> None:
-    fleet = Fleet([("p", "prefill", 1, 0), ("d", "decode", 1, 0)], [4, 2])
-    advance(fleet, "old")
-    finish(fleet, "old")
+    fleet = standing(Fleet([("p", "prefill", 1, 0), ("d", "decode", 1, 0)], [4, 2]), "old")
     seen = []
     for _ in range(20):
         sides = [[fleet.ready.get((pool, name), 0) for name in ("old", "new")] for pool in "pd"]
@@ -197,9 +197,7 @@ def test_the_worked_example_of_the_module() -> None:
 
 
 def test_a_broken_revision_never_takes_the_serving_one_away() -> None:
-    fleet = Fleet([("p", "prefill", 1, 1), ("d", "decode", 1, 1)], [4, 2])
-    advance(fleet, "good")
-    finish(fleet, "good")
+    fleet = standing(Fleet([("p", "prefill", 1, 1), ("d", "decode", 1, 1)], [4, 2]), "good")
     for _ in range(50):  # no pod of the new revision ever becomes ready
         advance(fleet, "broken")
     assert fleet.serving() == [3, 1]
@@ -222,9 +220,7 @@ def test_a_pool_of_one_without_surge_blocks_a_switch_unless_nothing_serves(servi
 
 
 def test_an_outage_of_both_revisions_does_not_stop_a_third() -> None:
-    fleet = Fleet([("p", "prefill", 0, 2), ("d", "decode", 0, 1)], [3, 2])
-    advance(fleet, "a")
-    finish(fleet, "a")
+    fleet = standing(Fleet([("p", "prefill", 0, 2), ("d", "decode", 0, 1)], [3, 2]), "a")
     for _ in range(5):
         advance(fleet, "b")
     for key in list(fleet.wanted):

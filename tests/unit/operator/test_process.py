@@ -11,17 +11,13 @@ import pytest
 from prometheus_client import generate_latest
 
 from mmrouter_operator import __main__ as entry
-from mmrouter_operator.cluster.child_kinds import CORE_CHILDREN, KINDS
-from mmrouter_operator.cluster.resource_watch import kopf_settings
-from mmrouter_operator.logs import JsonFormatter, TextFormatter
+from mmrouter_operator.__main__ import JsonFormatter, TextFormatter
+from mmrouter_operator.cluster.custom_resource_watch import kopf_settings
+from mmrouter_operator.cluster.kinds_and_rights import CORE_CHILDREN, KINDS
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import ConfigError, OperatorConfig, load_config
 from mmrouter_operator.model.kinds import Capabilities
 from mmrouter_operator.runtime.operator import watched_kinds
-
-
-def test_without_a_file_everything_has_its_default() -> None:
-    assert load_config(None) == OperatorConfig()
 
 
 def test_a_file_is_read_in_camel_case(tmp_path: Path) -> None:
@@ -32,10 +28,10 @@ def test_a_file_is_read_in_camel_case(tmp_path: Path) -> None:
     assert config.pod_cidrs == ("10.244.0.0/16", "fd00::/8")
 
 
-def test_an_empty_file_is_no_file(tmp_path: Path) -> None:
+def test_without_a_file_or_with_an_empty_one_everything_has_its_default(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("")
-    assert load_config(path) == OperatorConfig()
+    assert load_config(path) == load_config(None) == OperatorConfig()
 
 
 @pytest.mark.parametrize(
@@ -107,7 +103,7 @@ def test_the_conditions_that_are_shown_are_those_of_now() -> None:
 
 def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:
     metrics = Metrics()
-    metrics.applied("Service", "applied")
+    metrics.applies.labels("Service", "applied").inc()
     families = {}
     for family in metrics.registry.collect():
         suffix = "_total" if family.type == "counter" else ""

@@ -17,8 +17,7 @@ from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.work_queue import Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.kinds import RESOURCE, Ref
-from mmrouter_operator.model.labels import CHILD_SELECTOR, ROUTABLE, VERIFIED
+from mmrouter_operator.model.kinds import CHILD_SELECTOR, RESOURCE, ROUTABLE, VERIFIED, Ref
 from mmrouter_operator.model.snapshot import Key
 from mmrouter_operator.runtime import reconciler as module
 from mmrouter_operator.runtime.reconciler import GATE_RETRY_SECONDS, Reconciler
@@ -120,7 +119,7 @@ async def test_a_bug_of_the_operator_is_reported_in_the_status_and_raised(
         writes = team.sent("status")
         with pytest.raises(TypeError):
             await team.run()
-        assert team.sent("status") == writes, "told once"
+        assert team.sent("status") == writes, "reported once"
     await team.run()
     assert team.condition("Degraded")["reason"] != "ReconcileFailed"
     assert team.condition("Ready")["reason"] != "ReconcileFailed"

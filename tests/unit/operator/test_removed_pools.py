@@ -1,25 +1,15 @@
 """Pools that leave the spec: what replaces them serves first."""
 
-import dataclasses
 from collections import Counter
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.operator.rollout_stories import checked, finish, pair, pool, standing, want
-from unit.operator.simulated_world import World
+from unit.operator.simulated_world import World, checked, finish, pair, pool, pools, standing, want
+from unit.operator.test_status import pods, with_view
 
 from mmrouter_operator.planning.planner import Blocked, Complete, Progress, plan
-from mmrouter_operator.planning.rollout import pool_of
-
-
-def pools(*items: dict[str, Any], router: str = "1") -> dict[str, Any]:
-    return {
-        "model": {"id": "org/model"},
-        "engine": {"type": "vllm"},
-        "frontend": {"resources": {"limits": {"cpu": router}}},
-        "pools": list(items),
-    }
+from mmrouter_operator.planning.rollout_progress import pool_of
 
 
 def test_a_renamed_pool_serves_until_its_successor_does() -> None:
@@ -45,9 +35,7 @@ def test_workers_serve_until_the_set_that_replaces_them_does() -> None:
     world = standing(pools(pool("a")))
     want(world, pair())
     world.reconcile()
-    for name in [name for name in world.children if "-pre-" in name]:
-        world.control(name)
-        world.start(name)
+    world.settle(*(name for name in world.children if "-pre-" in name))
     world.reconcile()
     assert world.ready("a") == 2, "prefill alone does not serve"
     finish(world)
@@ -75,8 +63,8 @@ def test_a_pool_that_nothing_replaces_goes_at_once() -> None:
 
 def test_a_pool_that_does_not_serve_makes_room_at_once() -> None:
     world = standing(pools(pool("a")))
-    for _ in range(2):
-        world.children["vl-a"].pods[_].ready = False
+    for pod in world.children["vl-a"].pods:
+        pod.ready = False
     world.start("vl-a", 0)
     want(world, pools(pool("b")))
     world.reconcile()
@@ -100,12 +88,8 @@ def test_no_node_for_the_successor_is_reported_with_the_way_out() -> None:
     want(world, pools(pool("b")))
     world.reconcile()
     world.control("vl-b")
-    snapshot = world.snapshot()
-    stuck = tuple(
-        dataclasses.replace(pod, unschedulable="0/1 nodes are available") if pod.pool == "b" else pod
-        for pod in snapshot.pods
-    )
-    outcome = plan(world.choose()[0], dataclasses.replace(snapshot, pods=stuck)).outcome
+    stuck = pods(lambda pod: pod.pool == "b", unschedulable="0/1 nodes are available")(world.snapshot())
+    outcome = plan(world.choose()[0], stuck).outcome
     assert isinstance(outcome, Blocked)
     assert outcome.reason == "NoSurgeRoom"
     assert "setting the replicas of pool b to 0" in outcome.message
@@ -119,22 +103,16 @@ def test_no_node_for_the_successor_is_reported_with_the_way_out() -> None:
 
 def test_a_foreign_deployment_is_neither_held_nor_deleted() -> None:
     world = standing(pools(pool("a")))
-    snapshot = world.snapshot()
-    view = snapshot.children["Deployment", "vl-a"]
-    other = dataclasses.replace(view, name="vl-z", pool="z", owner="another", uid="z")
-    planned = plan(
-        world.choose()[0], dataclasses.replace(snapshot, children={**snapshot.children, ("Deployment", "vl-z"): other})
-    )
+    other = with_view(world.snapshot(), "vl-a", name="vl-z", pool="z", owner="another", uid="z")
+    planned = plan(world.choose()[0], other)
     assert isinstance(planned.outcome, Complete)
     assert not planned.prune
 
 
 def test_an_orphan_of_a_pool_that_is_gone_is_deleted() -> None:
     world = standing(pools(pool("a")))
-    snapshot = world.snapshot()
-    view = dataclasses.replace(snapshot.children["Deployment", "vl-a"], name="vl-z", pool="z", owner="", uid="z")
-    children = {**snapshot.children, ("Deployment", "vl-z"): view}
-    planned = plan(world.choose()[0], dataclasses.replace(snapshot, children=children))
+    orphan = with_view(world.snapshot(), "vl-a", name="vl-z", pool="z", owner="", uid="z")
+    planned = plan(world.choose()[0], orphan)
     assert [(item.kind, item.name) for item in planned.prune] == [("Deployment", "vl-z")]
 
 

@@ -4,18 +4,15 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.operator.rollout_stories import checked, finish, pair, standing, want, whole
-from unit.operator.simulated_world import World
+from unit.operator.simulated_world import World, checked, finish, pair, standing, want, whole
 
-variants = st.one_of(
-    st.builds(
-        whole,
-        seed=st.integers(0, 2),
-        replicas=st.integers(2, 4),
-        router=st.sampled_from("12"),
-        surge=st.just(1),
-        unavailable=st.integers(0, 1),
-    )
+variants = st.builds(
+    whole,
+    seed=st.integers(0, 2),
+    replicas=st.integers(2, 4),
+    router=st.sampled_from("12"),
+    surge=st.just(1),
+    unavailable=st.integers(0, 1),
 )
 sets_of_pools = st.builds(
     pair,
@@ -25,6 +22,7 @@ sets_of_pools = st.builds(
     router=st.sampled_from("12"),
     seed=st.integers(0, 1),
 )
+Story = list[tuple[dict[str, Any], list[tuple[str, int]]]]
 moves = st.lists(st.tuples(st.sampled_from(["plan", "control", "start", "fail"]), st.integers(0, 9)), max_size=25)
 
 
@@ -63,36 +61,20 @@ def assert_within_limits(world: World, had: dict[str, int], ready: dict[str, int
         assert now[name] >= min(ready[name], floor), f"{name!r} fell below its floor"
 
 
-@given(variants, st.lists(st.tuples(variants, moves), max_size=3))
-@settings(max_examples=25, deadline=None)
-def test_stages_follow_each_other_and_every_story_ends_well(
-    first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
-) -> None:
+def story_of(specs: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[tuple[dict[str, Any], Story]]:
+    """Draw the first spec, and those that follow with what happens in the meantime."""
+    return st.tuples(specs, st.lists(st.tuples(specs, moves), max_size=3))
+
+
+@given(st.one_of(story_of(variants), story_of(sets_of_pools)))
+@settings(max_examples=50, deadline=None)
+def test_stages_follow_each_other_sets_switch_whole_and_all_ends_well(drawn: tuple[dict[str, Any], Story]) -> None:
+    first, story = drawn
     world = standing(first)
     for spec, events in story:
         want(world, spec)
         live(world, events)
+        pools = [child.manifest["spec"]["selector"] for name in ("pre", "dec") for child in world.of_pool(name)]
+        assert len({pool["matchLabels"].get("mmrouter.io/compatibility") for pool in pools}) <= 2
     finish(world)
-
-
-@given(sets_of_pools, st.lists(st.tuples(sets_of_pools, moves), max_size=3))
-@settings(max_examples=25, deadline=None)
-def test_a_set_switches_whole_and_every_story_ends_well(
-    first: dict[str, Any], story: list[tuple[dict[str, Any], list[tuple[str, int]]]]
-) -> None:
-    world = standing(first)
-    for spec, events in story:
-        want(world, spec)
-        live(world, events)
-        assert (
-            len(
-                {
-                    child.manifest["spec"]["selector"]["matchLabels"].get("mmrouter.io/compatibility")
-                    for name in ("pre", "dec")
-                    for child in world.of_pool(name)
-                }
-            )
-            <= 2
-        )
-    finish(world)
-    assert sorted(len(world.of_pool(name)) for name in ("pre", "dec")) == [1, 1]
+    assert [len(world.of_pool(pool["name"])) for pool in first["pools"]] == [1] * len(first["pools"])

@@ -6,7 +6,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_operator.model.labels import ROUTABLE, VERIFIED
+from mmrouter_operator.model.kinds import ROUTABLE, VERIFIED
 from mmrouter_operator.model.snapshot import ChildView, DeploymentView
 from mmrouter_operator.model.views import child_view, deployment_view, pod_view, revision_view
 
@@ -19,33 +19,18 @@ metadata:
   generation: 7
   labels: {mmrouter.io/deployment: vl, mmrouter.io/pool: work, mmrouter.io/role: worker}
   managedFields:
-  - apiVersion: apps/v1
-    fieldsType: FieldsV1
-    fieldsV1: {"f:metadata": {"f:labels": {}}, "f:spec": {"f:selector": {}, "f:template": {}}}
-    manager: mmrouter-operator
-    operation: Apply
-  - apiVersion: apps/v1
-    fieldsType: FieldsV1
-    fieldsV1: {"f:spec": {"f:replicas": {}}}
-    manager: kube-controller-manager
-    operation: Update
-    subresource: scale
-  - apiVersion: apps/v1
-    fieldsType: FieldsV1
-    fieldsV1: {"f:status": {"f:replicas": {}}}
-    manager: kube-controller-manager
-    operation: Update
-    subresource: status
+  - {apiVersion: apps/v1, fieldsType: FieldsV1, manager: mmrouter-operator, operation: Apply,
+     fieldsV1: {"f:metadata": {"f:labels": {}}, "f:spec": {"f:selector": {}, "f:template": {}}}}
+  - {apiVersion: apps/v1, fieldsType: FieldsV1, manager: kube-controller-manager, operation: Update,
+     subresource: scale, fieldsV1: {"f:spec": {"f:replicas": {}}}}
+  - {apiVersion: apps/v1, fieldsType: FieldsV1, manager: kube-controller-manager, operation: Update,
+     subresource: status, fieldsV1: {"f:status": {"f:replicas": {}}}}
   name: vl-work
   namespace: team
   ownerReferences:
   - {apiVersion: example.org/v1, kind: Friend, name: f, uid: other}
-  - apiVersion: mmrouter.io/v1alpha1
-    blockOwnerDeletion: true
-    controller: true
-    kind: MMRouterDeployment
-    name: vl
-    uid: the-owner
+  - {apiVersion: mmrouter.io/v1alpha1, blockOwnerDeletion: true, controller: true, kind: MMRouterDeployment, name: vl,
+     uid: the-owner}
   resourceVersion: "4711"
   uid: d-uid
 spec:
@@ -57,16 +42,11 @@ spec:
       labels: {mmrouter.io/compatibility: 0123456789abcdef}
     spec: {containers: [{name: engine, image: x}]}
 status:
-  availableReplicas: 1
-  conditions:
-  - {message: m, reason: MinimumReplicasUnavailable, status: "False", type: Available}
-  - {message: quota, reason: FailedCreate, status: "True", type: ReplicaFailure}
-  - {message: m, reason: ReplicaSetUpdated, status: "True", type: Progressing}
-  observedGeneration: 6
-  readyReplicas: 2
-  replicas: 4
-  unavailableReplicas: 3
-  updatedReplicas: 1
+  {replicas: 4, updatedReplicas: 1, readyReplicas: 2, availableReplicas: 1, unavailableReplicas: 3,
+   observedGeneration: 6, conditions: [
+    {message: m, reason: MinimumReplicasUnavailable, status: "False", type: Available},
+    {message: quota, reason: FailedCreate, status: "True", type: ReplicaFailure},
+    {message: m, reason: ReplicaSetUpdated, status: "True", type: Progressing}]}
 """)
 
 POD = yaml.safe_load("""
@@ -81,9 +61,7 @@ metadata:
   uid: p-uid
 spec:
   nodeName: gpu-1
-  readinessGates:
-  - conditionType: mmrouter.io/routable
-  - conditionType: mmrouter.io/verified
+  readinessGates: [{conditionType: mmrouter.io/routable}, {conditionType: mmrouter.io/verified}]
 status:
   conditions:
   - {lastTransitionTime: "2026-11-21T10:05:00Z", status: "True", type: mmrouter.io/routable}
@@ -104,30 +82,12 @@ def pod(**status: Any) -> dict[str, Any]:
 
 
 def test_a_deployment_is_seen_with_its_counts_and_its_managers() -> None:
-    view = child_view(DEPLOYMENT)
-    assert view == DeploymentView(
-        kind="Deployment",
-        name="vl-work",
-        namespace="team",
-        uid="d-uid",
-        resource_version="4711",
-        owner="the-owner",
-        generation=7,
-        replicas=3,
-        observed_generation=6,
-        updated=1,
-        ready=2,
-        available=1,
-        total=4,
-        progressing_reason="ReplicaSetUpdated",
-        failure="quota",
-        replicas_managers=("kube-controller-manager",),
-        pool="work",
-        role="worker",
-        template_hash="abc",
-        compatibility="0123456789abcdef",
-        set_target=5,
-    )
+    metadata = ("Deployment", "vl-work", "team", "d-uid", "4711", "the-owner", 7)
+    labels: Any = {"pool": "work", "role": "worker", "template_hash": "abc", "compatibility": "0123456789abcdef"}
+    counts: Any = {"replicas": 3, "observed_generation": 6, "updated": 1, "ready": 2, "available": 1, "total": 4}
+    state: Any = {"progressing_reason": "ReplicaSetUpdated", "failure": "quota", "set_target": 5}
+    managers = ("kube-controller-manager",)
+    assert child_view(DEPLOYMENT) == DeploymentView(*metadata, **labels, **counts, **state, replicas_managers=managers)
 
 
 def test_a_deployment_that_was_just_made_has_counts_of_zero() -> None:
@@ -168,9 +128,9 @@ def test_containers_that_stopped_being_ready_have_no_start() -> None:
 
 
 def test_the_scheduler_is_quoted_only_while_it_finds_no_node() -> None:
-    said = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
-    stuck = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": said}]
-    assert pod_view(pod(conditions=stuck)).unschedulable == said
+    sentence = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
+    stuck = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": sentence}]
+    assert pod_view(pod(conditions=stuck)).unschedulable == sentence
     gated = [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "waits"}]
     assert pod_view(pod(conditions=gated)).unschedulable == ""
 
@@ -179,11 +139,8 @@ def test_a_container_that_waits_for_a_bad_reason_is_named_and_one_that_is_being_
     def waits(reason: str) -> dict[str, Any]:
         return {"name": "engine", "state": {"waiting": {"reason": reason, "message": "no such image"}}}
 
-    assert pod_view(pod(containerStatuses=[waits("ImagePullBackOff")])).waiting == (
-        "engine",
-        "ImagePullBackOff",
-        "no such image",
-    )
+    view = pod_view(pod(containerStatuses=[waits("ImagePullBackOff")]))
+    assert view.waiting == ("engine", "ImagePullBackOff", "no such image")
     assert pod_view(pod(containerStatuses=[waits("ContainerCreating")])).waiting is None
     sidecar = {**waits("CrashLoopBackOff"), "name": "sidecar"}
     assert (pod_view(pod(initContainerStatuses=[sidecar])).waiting or ("",))[0] == "sidecar"
@@ -200,26 +157,23 @@ def crashed(state: str, ready: bool = False, restarts: int = 3) -> dict[str, Any
 
 
 def test_a_container_that_keeps_ending_is_reported_alike_between_two_ends() -> None:
-    told = ("engine", "CrashLoopBackOff", "restarted 3 times, last: exit 137 OOMKilled")
-    assert pod_view(pod(containerStatuses=[crashed("waiting")])).waiting == told
-    assert pod_view(pod(containerStatuses=[crashed("running")])).waiting == told
+    last_words = ("engine", "CrashLoopBackOff", "restarted 3 times, last: exit 137 OOMKilled")
+    assert pod_view(pod(containerStatuses=[crashed("waiting")])).waiting == last_words
+    assert pod_view(pod(containerStatuses=[crashed("running")])).waiting == last_words
     assert pod_view(pod(containerStatuses=[crashed("running", ready=True)])).waiting is None
     assert pod_view(pod(containerStatuses=[crashed("running", restarts=1)])).waiting is None
 
 
 def test_the_end_before_the_back_off_is_reported_with_its_own_status() -> None:
     ended = crashed("terminated") | {"state": {"terminated": {"exitCode": 2, "reason": "Error"}}}
-    assert pod_view(pod(initContainerStatuses=[ended])).waiting == (
-        "engine",
-        "CrashLoopBackOff",
-        "restarted 3 times, last: exit 2",
-    )
+    view = pod_view(pod(initContainerStatuses=[ended]))
+    assert view.waiting == ("engine", "CrashLoopBackOff", "restarted 3 times, last: exit 2")
     done = crashed("terminated") | {"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}
     assert pod_view(pod(initContainerStatuses=[done])).waiting is None
 
 
 def test_a_containers_last_message_is_reported_by_its_last_line() -> None:
-    def told(message: str) -> str:
+    def last_words(message: str) -> str:
         ended = crashed("waiting")
         ended["lastState"]["terminated"] = {"exitCode": 1, "reason": "Error", "message": message}
         waiting = pod_view(pod(containerStatuses=[ended])).waiting
@@ -227,9 +181,9 @@ def test_a_containers_last_message_is_reported_by_its_last_line() -> None:
         return waiting[2]
 
     log = "loading weights\n  RuntimeError: CUDA error: out of memory  \n\n"
-    assert told(log) == "restarted 3 times, last: exit 1: RuntimeError: CUDA error: out of memory"
-    assert told(" \n") == told("") == "restarted 3 times, last: exit 1"
-    assert len(told("x" * 10_000)) < 300
+    assert last_words(log) == "restarted 3 times, last: exit 1: RuntimeError: CUDA error: out of memory"
+    assert last_words(" \n") == last_words("") == "restarted 3 times, last: exit 1"
+    assert len(last_words("x" * 10_000)) < 300
 
 
 def test_digits_that_are_no_number_are_no_target() -> None:

@@ -2,16 +2,16 @@
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from unit.operator.rollout_stories import finish, pair, standing, want, whole
-from unit.operator.simulated_world import UID, World, deployment
+from unit.operator.simulated_world import UID, World, deployment, finish, pair, standing, want, whole
 
 from mmrouter_lib import __version__
 from mmrouter_operator.model.snapshot import RevisionView
 from mmrouter_operator.planning.planner import Complete
-from mmrouter_operator.planning.rollout import template_hash
+from mmrouter_operator.planning.rollout_progress import template_hash
 from mmrouter_operator.planning.template_revisions import (
     REVISION_LIMIT,
     adopts,
@@ -21,7 +21,11 @@ from mmrouter_operator.planning.template_revisions import (
 )
 
 
-def upgraded(world: World, image: str = "mmrouter/mmrouter:next") -> None:
+def with_priority(deployment: dict[str, Any]) -> None:
+    deployment["spec"]["template"]["spec"]["priorityClassName"] = "next"
+
+
+def upgraded(world: World, change: Callable[[dict[str, Any]], None] = with_priority) -> None:
     """A new operator version, which renders every template otherwise."""
     render = world.desired
 
@@ -29,7 +33,7 @@ def upgraded(world: World, image: str = "mmrouter/mmrouter:next") -> None:
         objects = copy.deepcopy(render())
         for obj in objects:
             if obj["kind"] == "Deployment":
-                obj["spec"]["template"]["spec"]["priorityClassName"] = image
+                change(obj)
         return objects
 
     world.desired = next_version  # type: ignore[method-assign]
@@ -110,17 +114,13 @@ def test_a_change_taken_back_under_a_new_operator_keeps_the_pods_that_still_run(
 
 def test_a_set_is_adopted_whole() -> None:
     """One pool changes under an operator whose default layout is another: its partner must not stay behind."""
+
+    def other_layout(obj: dict[str, Any]) -> None:
+        if "mmrouter.io/pool" in obj["metadata"]["labels"]:
+            obj["spec"]["template"]["metadata"]["labels"]["mmrouter.io/compatibility"] = "0123456789abcdef"
+
     world = standing(pair())
-    render = world.desired
-
-    def other_layout() -> list[dict[str, Any]]:
-        objects = copy.deepcopy(render())
-        for obj in objects:
-            if obj["kind"] == "Deployment" and "mmrouter.io/pool" in obj["metadata"]["labels"]:
-                obj["spec"]["template"]["metadata"]["labels"]["mmrouter.io/compatibility"] = "0123456789abcdef"
-        return objects
-
-    world.desired = other_layout  # type: ignore[method-assign]
+    upgraded(world, other_layout)
     finish(world)
     assert {child.manifest["metadata"]["name"][-8:] for child in world.of_pool("pre")} != {"01234567"}
     spec = pair()

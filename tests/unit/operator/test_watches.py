@@ -1,32 +1,25 @@
 """The cache is filled by watches of children and by kopf's watch of the resources, which a comparison checks."""
 
 import asyncio
+import base64
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from unit.operator.fake_cluster import KEY, Table, manifest
 
 from mmrouter_kube.list_watch import RefusedError
-from mmrouter_operator.cluster import resource_watch
-from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.cache import WatchCache, content_of
 from mmrouter_operator.cluster.client import ApiError, Refused
-from mmrouter_operator.cluster.resource_watch import TOLERATED, Comparison
+from mmrouter_operator.cluster.custom_resource_watch import TOLERATED, Comparison
 from mmrouter_operator.cluster.watches import ChildWatches, KindListener, WatchError
+from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.model.kinds import RESOURCE, Ref
 from mmrouter_operator.model.snapshot import Key
 
 SERVICE = {**manifest("Service", "s"), "spec": {"ports": []}}
 DEPLOYMENT = {**manifest(RESOURCE, "d"), "apiVersion": "mmrouter.io/v1alpha1"}
-
-
-@pytest.fixture
-def cache() -> WatchCache:
-    return WatchCache()
-
-
-@pytest.fixture
-def table(cache: WatchCache) -> Table:
-    return Table(cache)
 
 
 class Listened:
@@ -164,7 +157,7 @@ async def test_resources_that_may_not_be_listed_are_reported_once_and_tried_agai
         raise Refused("mmrouterdeployments is forbidden", status=403)
 
     monkeypatch.setattr(table, "list", forbidden)
-    monkeypatch.setattr(resource_watch, "FIRST", 0.001)
+    monkeypatch.setattr("mmrouter_operator.cluster.custom_resource_watch.FIRST", 0.001)
     task = asyncio.create_task(made.run())
     async with asyncio.timeout(30):
         while tries < 5:
@@ -177,3 +170,126 @@ async def test_resources_that_may_not_be_listed_are_reported_once_and_tried_agai
     monkeypatch.undo()
     await made.compare()
     assert made.trouble == ""
+
+
+def obj(kind: str, name: str, uid: str, version: int, **more: Any) -> dict[str, Any]:
+    made: dict[str, Any] = manifest(kind, name, **more)
+    made["metadata"] |= {"uid": uid, "resourceVersion": str(version)}
+    return made
+
+
+def resource(version: int = 1, **spec: Any) -> dict[str, Any]:
+    metadata = {"name": "d", "namespace": "n", "uid": "r", "resourceVersion": str(version), "generation": 1}
+    return {"apiVersion": "mmrouter.io/v1alpha1", "kind": RESOURCE, "metadata": metadata, "spec": spec}
+
+
+def test_a_deployment_is_known_by_its_resource_and_gone_with_it(cache: WatchCache) -> None:
+    cache.put("ConfigMap", obj("ConfigMap", "c", "1", 1))
+    assert cache.deployments() == []
+    assert cache.put(RESOURCE, resource()) == (KEY,)
+    assert cache.deployments() == [KEY]
+    assert cache.remove(RESOURCE, "r") == (KEY,)
+    assert cache.deployments() == []
+    assert cache.resource(KEY) is None
+
+
+def test_an_unchanged_object_reports_no_deployment(cache: WatchCache) -> None:
+    service = obj("Service", "s", "1", 1, spec={"ports": []})
+    assert cache.put("Service", service) == (KEY,)
+    again = obj("Service", "s", "1", 2, spec={"ports": []})
+    again["metadata"]["managedFields"] = [{"manager": "x", "fieldsV1": {}}]
+    assert cache.put("Service", again) == ()
+    assert cache.put("Service", obj("Service", "s", "1", 3, spec={"ports": [1]})) == (KEY,)
+
+
+def test_the_deployment_controllers_counting_is_no_change_but_its_status_is(cache: WatchCache) -> None:
+    deployment = obj("Deployment", "w", "1", 1, spec={"replicas": 2}, status={})
+    cache.put("Deployment", deployment)
+    counted = obj("Deployment", "w", "1", 2, spec={"replicas": 2}, status={})
+    counted["metadata"]["annotations"] = {"deployment.kubernetes.io/revision": "1"}
+    assert cache.put("Deployment", counted) == ()
+    ready = obj("Deployment", "w", "1", 3, spec={"replicas": 2}, status={"readyReplicas": 1})
+    content = cache.content(KEY, "Deployment", "w")
+    assert cache.put("Deployment", ready) == (KEY,)
+    assert cache.content(KEY, "Deployment", "w") == content
+
+
+@pytest.mark.parametrize(("version", "is_news"), [(8, False), (10, True)])
+def test_only_something_newer_brings_an_object_back_after_the_news_of_its_end(
+    cache: WatchCache, version: int, is_news: bool
+) -> None:
+    cache.put("ConfigMap", obj("ConfigMap", "c", "1", 5))
+    cache.remove("ConfigMap", "1", "9")
+    assert cache.put("ConfigMap", obj("ConfigMap", "c", "1", version)) == ((KEY,) if is_news else ())
+    assert (("ConfigMap", "c") in cache.children(KEY)) is is_news
+
+
+@pytest.mark.parametrize(("label", "woken"), [({}, {KEY}), ({"mmrouter.io/deployment": "e"}, {KEY, ("n", "e")})])
+def test_a_child_that_lost_its_label_to_none_or_another_deployment_wakes_all_that_had_it(
+    cache: WatchCache, label: dict[str, str], woken: set[Key]
+) -> None:
+    cache.put("ConfigMap", obj("ConfigMap", "c", "1", 5))
+    moved = obj("ConfigMap", "c", "1", 6)
+    del moved["metadata"]["labels"]["mmrouter.io/deployment"]
+    moved["metadata"]["labels"] |= label
+    assert set(cache.put("ConfigMap", moved)) == woken
+    assert cache.children(KEY) == {}
+
+
+def test_a_successor_of_the_same_name_outlives_the_news_of_its_predecessors_end(cache: WatchCache) -> None:
+    cache.put("ConfigMap", obj("ConfigMap", "c", "old", 5))
+    cache.put("ConfigMap", obj("ConfigMap", "c", "new", 7))
+    cache.remove("ConfigMap", "old", "6")
+    assert cache.children(KEY)["ConfigMap", "c"].uid == "new"
+
+
+@given(order=st.permutations(range(1, 8)))
+def test_the_newest_version_stays_in_whatever_order_they_arrive(order: list[int]) -> None:
+    cache = WatchCache()
+    for version in order:
+        cache.put("ConfigMap", obj("ConfigMap", "c", "1", version, data={"v": str(version)}))
+    assert cache.children(KEY)["ConfigMap", "c"].resource_version == "7"
+    assert cache.content(KEY, "ConfigMap", "c") == content_of(obj("ConfigMap", "c", "1", 7, data={"v": "7"}))
+
+
+def test_secrets_are_read_or_their_fault_is_named_and_never_shown(cache: WatchCache) -> None:
+    made = new_secret_data()
+    data = {name: base64.b64encode(value).decode() for name, value in made.entries().items()}
+    cache.put("Secret", obj("Secret", "d-secrets", "1", 1, data=data))
+    assert cache.secret(KEY, "d-secrets") == made
+    assert cache.secret(KEY, "other") is None
+    for entry, value, word in [
+        ("identity.key", base64.b64encode(b"short").decode(), "identity.key"),
+        ("engine.key", None, "engine.key"),
+        ("sidecar.curve.secret", "???", "sidecar.curve.secret"),
+        ("control.token", "", "control.token"),
+    ]:
+        broken = {**data, entry: value} if value is not None else {k: v for k, v in data.items() if k != entry}
+        version = int(cache.children(KEY)["Secret", "d-secrets"].resource_version) + 1
+        cache.put("Secret", obj("Secret", "d-secrets", "1", version, data=broken))
+        fault = cache.secret(KEY, "d-secrets")
+        assert isinstance(fault, str)
+        assert word in fault
+        assert "short" not in fault
+
+
+def test_revisions_are_the_owners_in_order_with_what_they_keep(cache: WatchCache) -> None:
+    for number in (3, 1, 2):
+        kept = obj("ControllerRevision", f"d-{number}", str(number), number, revision=number, data={"n": number})
+        cache.put("ControllerRevision", kept)
+    foreign = obj("ControllerRevision", "d-9", "9", 9, revision=9, data={})
+    foreign["metadata"]["ownerReferences"][0]["uid"] = "other"
+    cache.put("ControllerRevision", foreign)
+    assert [(view.number, view.data) for view in cache.revisions(KEY, "r")] == [(n, {"n": n}) for n in (1, 2, 3)]
+
+
+def test_the_status_of_a_resource_counts_as_a_change_and_its_managed_fields_do_not(cache: WatchCache) -> None:
+    cache.put(RESOURCE, resource(1))
+    touched = resource(2)
+    touched["metadata"]["managedFields"] = [{"manager": "kubectl"}]
+    assert cache.put(RESOURCE, touched) == ()
+    assert cache.put(RESOURCE, resource(3) | {"status": {"phase": "Ready"}}) == (KEY,)
+    found = cache.resource(KEY)
+    assert found is not None
+    assert found["status"] == {"phase": "Ready"}
+    assert "managedFields" not in found["metadata"]

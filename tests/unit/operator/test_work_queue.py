@@ -3,6 +3,8 @@
 import asyncio
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,7 @@ from mmrouter_operator.cluster.work_queue import (
     backoff,
     resync,
 )
+from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.snapshot import Key
 
 A, B, C = ("n", "a"), ("n", "b"), ("n", "c")
@@ -28,6 +31,18 @@ A, B, C = ("n", "a"), ("n", "b"), ("n", "c")
 
 def queue() -> KeyQueue:
     return KeyQueue(random.Random(7))
+
+
+def running(failures: int = 0) -> KeyQueue:
+    """Return a queue whose key A runs, after so many failures in a row."""
+    q = queue()
+    for _ in range(failures):
+        q.add(A, 0.0)
+        q.pop(0.0)
+        q.failed(A, 0.0)
+    q.add(A, 0.0)
+    q.pop(0.0)
+    return q
 
 
 def test_many_adds_before_a_run_are_one_run() -> None:
@@ -39,9 +54,7 @@ def test_many_adds_before_a_run_are_one_run() -> None:
 
 
 def test_a_key_that_runs_is_not_run_beside_itself_and_runs_again_if_it_was_added_meanwhile() -> None:
-    q = queue()
-    q.add(A, 0.0)
-    q.pop(0.0)
+    q = running()
     q.add(A, 1.0)
     assert q.pop(1.0) is None
     q.succeeded(A, 2.0)
@@ -68,9 +81,7 @@ def test_keys_run_in_the_order_in_which_they_were_due() -> None:
 
 
 def test_what_is_added_during_a_run_that_fails_waits_for_the_backoff() -> None:
-    q = queue()
-    q.add(A, 0.0)
-    q.pop(0.0)
+    q = running()
     q.add(A, 0.5)
     delay = q.failed(A, 1.0)
     assert q.pop(1.0) is None
@@ -78,13 +89,7 @@ def test_what_is_added_during_a_run_that_fails_waits_for_the_backoff() -> None:
 
 
 def test_an_edit_during_a_run_that_fails_does_not_wait_for_the_backoff_of_what_it_replaces() -> None:
-    q = queue()
-    for _ in range(12):
-        q.add(A, 0.0)
-        q.pop(0.0)
-        q.failed(A, 0.0)
-    q.add(A, 0.0)
-    q.pop(0.0)
+    q = running(failures=12)
     q.add(A, 0.5)
     assert q.failed(A, 1.0, reset=True) <= 2 * FIRST_BACKOFF
     q.pop(2.0)
@@ -92,43 +97,30 @@ def test_an_edit_during_a_run_that_fails_does_not_wait_for_the_backoff_of_what_i
 
 
 def test_what_is_added_after_a_failure_runs_at_once() -> None:
-    q = queue()
-    for _ in range(8):
-        q.add(A, 0.0)
-        q.pop(0.0)
-        q.failed(A, 0.0)
+    q = running(failures=7)
+    q.failed(A, 0.0)
     q.add(A, 0.1)
     assert q.pop(0.1) == (A, 0.0)
 
 
 def test_a_server_that_asks_for_a_pause_gets_it() -> None:
-    q = queue()
-    q.add(A, 0.0)
-    q.pop(0.0)
+    q = running()
     assert q.failed(A, 0.0, at_least=30.0) >= 30.0
 
 
 def test_success_ends_the_backoff_and_schedules_the_resync() -> None:
-    q = queue()
-    for _ in range(6):
-        q.add(A, 0.0)
-        q.pop(0.0)
-        q.failed(A, 0.0)
-    q.add(A, 0.0)
-    q.pop(0.0)
+    q = running(failures=6)
     q.succeeded(A, 0.0)
-    assert q.failures(A) == 0
+    assert q.failures[A] == 0
     wake = q.wake_at(0.0)
     assert wake is not None
     assert RESYNC * (1 - RESYNC_SPREAD) <= wake <= RESYNC * (1 + RESYNC_SPREAD)
 
 
 def test_a_key_whose_object_is_gone_is_forgotten() -> None:
-    q = queue()
-    q.add(A, 0.0)
-    q.pop(0.0)
+    q = running()
     q.forget(A)
-    assert len(q) == 0
+    assert not q.due
     assert q.wake_at(0.0) is None
 
 
@@ -197,7 +189,7 @@ class Schedule(RuleBasedStateMachine):
             self.due[key] = wake
 
     def _due_of(self, key: Key) -> float:
-        return self.queue._due[key]
+        return self.queue.due[key]
 
     @invariant()
     def the_queue_wakes_up_exactly_when_something_may_run(self) -> None:
@@ -210,21 +202,23 @@ class Schedule(RuleBasedStateMachine):
 TestSchedule = Schedule.TestCase
 
 
-class Seen:
-    """The metrics' callbacks, with their arguments."""
+def results(metrics: Metrics) -> dict[str, float]:
+    """Return by result how many runs have ended."""
+    (family,) = metrics.reconciles.collect()
+    return {s.labels["result"]: s.value for s in family.samples if s.name.endswith("_total")}
 
-    def __init__(self) -> None:
-        self.results: Counter[str] = Counter()
 
-    def depth(self, ready: int) -> None:
-        assert ready >= 0
-
-    def started(self, waited: float) -> None:
-        assert waited >= 0
-
-    def finished(self, result: str, seconds: float) -> None:
-        assert seconds >= 0
-        self.results[result] += 1
+@asynccontextmanager
+async def started(workers: Workers, *keys: Key) -> AsyncIterator[None]:
+    """Run workers after these keys were added, until the end of the block."""
+    for key in keys:
+        workers.add(key)
+    task = asyncio.create_task(workers.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def until(condition, seconds: float = 15.0) -> None:
@@ -247,22 +241,19 @@ async def test_no_more_keys_run_at_a_time_than_allowed_and_none_twice() -> None:
         running[key] -= 1
         done[key] += 1
 
-    workers = Workers(work, Seen(), concurrency=3)
+    workers = Workers(work, Metrics(), concurrency=3)
     keys = [("n", str(number)) for number in range(20)]
-    for key in keys:
-        workers.add(key)
-    task = asyncio.create_task(workers.run())
-    await until(lambda: all(done[key] for key in keys))
-    for key in keys:
-        workers.add(key)
-    await until(lambda: all(done[key] == 2 for key in keys))
-    task.cancel()
+    async with started(workers, *keys):
+        await until(lambda: all(done[key] for key in keys))
+        for key in keys:
+            workers.add(key)
+        await until(lambda: all(done[key] == 2 for key in keys))
     assert most == 3
 
 
 async def test_a_failure_of_one_key_keeps_no_other_from_running_and_is_tried_again() -> None:
     runs: Counter[Key] = Counter()
-    seen = Seen()
+    metrics = Metrics()
 
     async def work(key: Key) -> None:
         runs[key] += 1
@@ -273,27 +264,20 @@ async def test_a_failure_of_one_key_keeps_no_other_from_running_and_is_tried_aga
         if key == C:
             raise ObjectDeleted
 
-    workers = Workers(work, seen)
-    for key in (A, B, C):
-        workers.add(key)
-    task = asyncio.create_task(workers.run())
-    await until(lambda: runs[A] == 2 and runs[B] == 2 and seen.results["success"] == 2)
-    task.cancel()
+    async with started(Workers(work, metrics), A, B, C):
+        await until(lambda: runs[A] == 2 and runs[B] == 2 and results(metrics).get("success") == 2)
     assert runs[C] == 1
-    assert seen.results == {"success": 2, "error": 1, "retry": 1, "gone": 1}
+    assert results(metrics) == {"success": 2, "error": 1, "retry": 1, "gone": 1}
 
 
 async def test_a_run_that_hangs_ends_at_its_deadline() -> None:
-    seen = Seen()
+    metrics = Metrics()
 
     async def work(_: Key) -> None:
         await asyncio.Event().wait()
 
-    workers = Workers(work, seen, deadline=0.05)
-    workers.add(A)
-    task = asyncio.create_task(workers.run())
-    await until(lambda: seen.results["timeout"] >= 2)
-    task.cancel()
+    async with started(Workers(work, metrics, deadline=0.05), A):
+        await until(lambda: results(metrics).get("timeout", 0) >= 2)
 
 
 async def test_a_resource_that_is_edited_while_its_run_fails_is_tried_again_at_once() -> None:
@@ -310,13 +294,10 @@ async def test_a_resource_that_is_edited_while_its_run_fails_is_tried_again_at_o
             workers.add(A)
             raise Retry("what it was before is of no use")
 
-    workers = Workers(work, Seen(), version=lambda _: version)
-    workers.add(A)
-    task = asyncio.create_task(workers.run())
+    workers = Workers(work, Metrics(), version=lambda _: version)
     # Without the edits the pauses would double, to a minute and more in all.
-    async with asyncio.timeout(30.0):
+    async with started(workers, A), asyncio.timeout(30.0):
         await done.wait()
-    task.cancel()
 
 
 async def test_runs_that_fail_and_get_further_each_time_do_not_wait_ever_longer() -> None:
@@ -328,14 +309,11 @@ async def test_runs_that_fail_and_get_further_each_time_do_not_wait_ever_longer(
             raise failures.pop()
         done.set()
 
-    workers = Workers(work, Seen())
-    workers.add(A)
-    task = asyncio.create_task(workers.run())
+    workers = Workers(work, Metrics())
     # With pauses that double, the last of them alone would last minutes.
-    async with asyncio.timeout(30.0):
+    async with started(workers, A), asyncio.timeout(30.0):
         await done.wait()
-    task.cancel()
-    assert workers.failures(A) == 0
+        await until(lambda: workers.queue.failures[A] == 0)
 
 
 async def test_a_run_may_ask_to_be_called_again() -> None:
@@ -346,11 +324,8 @@ async def test_a_run_may_ask_to_be_called_again() -> None:
         runs += 1
         return 0.01
 
-    workers = Workers(work, Seen())
-    workers.add(A)
-    task = asyncio.create_task(workers.run())
-    await until(lambda: runs >= 3)
-    task.cancel()
+    async with started(Workers(work, Metrics()), A):
+        await until(lambda: runs >= 3)
 
 
 async def test_when_the_workers_end_nothing_runs_and_nothing_waits() -> None:
@@ -363,37 +338,30 @@ async def test_when_the_workers_end_nothing_runs_and_nothing_waits() -> None:
         finally:
             left.set()
 
-    workers = Workers(work, Seen(), concurrency=1)
-    workers.add(A)
-    workers.add(B)
-    task = asyncio.create_task(workers.run())
-    await entered.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    workers = Workers(work, Metrics(), concurrency=1)
+    async with started(workers, A, B):
+        await entered.wait()
     assert left.is_set()
-    assert len(workers._queue) == 0
-    assert not workers._queue.running
+    assert not workers.queue.due
+    assert not workers.queue.running
 
 
 async def test_draining_lets_what_runs_finish_and_starts_nothing_more() -> None:
-    started: list[Key] = []
+    began: list[Key] = []
     finished: list[Key] = []
     go = asyncio.Event()
 
     async def work(key: Key) -> None:
-        started.append(key)
+        began.append(key)
         await go.wait()
         finished.append(key)
 
-    workers = Workers(work, Seen(), concurrency=1)
-    workers.add(A)
-    workers.add(B)
-    task = asyncio.create_task(workers.run())
-    await until(lambda: bool(started))
-    drained = asyncio.create_task(workers.drain(5.0))
-    await asyncio.sleep(0)
-    go.set()
-    await drained
-    await asyncio.sleep(0.05)
-    task.cancel()
-    assert started == finished == [A]
+    workers = Workers(work, Metrics(), concurrency=1)
+    async with started(workers, A, B):
+        await until(lambda: bool(began))
+        drained = asyncio.create_task(workers.drain(5.0))
+        await asyncio.sleep(0)
+        go.set()
+        await drained
+        await asyncio.sleep(0.05)
+    assert began == finished == [A]

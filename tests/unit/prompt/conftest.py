@@ -1,48 +1,30 @@
 """Prompters for the tiny model, the real models and the captures of a real vLLM."""
 
-import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from unit.conftest import shared_folder
+from unit.engines.conftest import Captures, image_parts
 
 from mmrouter_lib import families
 from mmrouter_lib.families import Family
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.prompt import Prompter, PromptImage
 
-REPOSITORY = Path(__file__).parents[3]
-TINY = REPOSITORY / "examples" / "models" / "tiny-qwen2-vl"
+TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen2-vl"
 
 
 def load(folder: Path, **options: Any) -> Prompter:
     family = families.load_family(folder, None)
     assert family is not None
     return Prompter.load(folder, family=family, **options)
-
-
-def from_environment(name: str, default: str) -> Path:
-    folder = Path(os.environ.get(name, REPOSITORY.parent / "shared" / default))
-    if not folder.is_dir():
-        pytest.skip(f"not run: no {default} folder at {folder} ({name})")
-    return folder
-
-
-@pytest.fixture(scope="session")
-def load_prompter() -> Callable[..., Prompter]:
-    return load
-
-
-@pytest.fixture(scope="session")
-def tiny_folder() -> Path:
-    return TINY
 
 
 @pytest.fixture(scope="session")
@@ -52,32 +34,31 @@ def tiny() -> Prompter:
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    return from_environment("MMROUTER_MODELS", "models")
+    return shared_folder("MMROUTER_MODELS", "models")
 
 
-@pytest.fixture(scope="session")
-def qwen2(models: Path) -> Prompter:
-    return load(models / "Qwen--Qwen2-VL-2B-Instruct")
+def real(folder: str) -> Any:
+    """Return a fixture: the prompter of a real model's folder."""
+
+    @pytest.fixture(scope="session")
+    def prompter(models: Path) -> Prompter:
+        return load(models / folder)
+
+    return prompter
 
 
-@pytest.fixture(scope="session")
-def qwen3(models: Path) -> Prompter:
-    return load(models / "Qwen--Qwen3-VL-2B-Instruct")
+MODELS = {  # fixture -> folder
+    "qwen2": "Qwen--Qwen2-VL-2B-Instruct",
+    "qwen3": "Qwen--Qwen3-VL-2B-Instruct",
+    "llava": "llava-hf--llava-1.5-7b-hf",
+    "llavanext": "llava-hf--llava-v1.6-mistral-7b-hf",
+    "phi3": "microsoft--Phi-3-vision-128k-instruct",
+}
+qwen2, qwen3, llava, llavanext, phi3 = map(real, MODELS.values())
 
 
-@pytest.fixture(scope="session")
-def llava(models: Path) -> Prompter:
-    return load(models / "llava-hf--llava-1.5-7b-hf")
-
-
-@pytest.fixture(scope="session")
-def llavanext(models: Path) -> Prompter:
-    return load(models / "llava-hf--llava-v1.6-mistral-7b-hf")
-
-
-@pytest.fixture(scope="session")
-def phi3(models: Path) -> Prompter:
-    return load(models / "microsoft--Phi-3-vision-128k-instruct")
+def image(number: int, count: int) -> PromptImage:
+    return PromptImage(number.to_bytes(32, "big"), count)
 
 
 @dataclass(frozen=True)
@@ -107,16 +88,13 @@ _THIN = re.compile(r"thin_(\d+)x(\d+)\.png")
 """Pictures that the captures name and do not hold: very thin ones of one colour."""
 
 
-class Captures:
+class Chats(Captures):
     """The recorded requests of ``../shared/captures/vllm``."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
 
     def steps(self, name: str, model: Path) -> Iterator[Step]:
         """Answered chats of a file; the counts of their images come from ``model``'s family and the image files."""
         by_uuid: dict[str, str] = {}
-        for line in map(json.loads, (self.folder / name).read_text().splitlines()):
+        for line in self.lines(name):
             request, reply = line.get("request", {}), line.get("reply") or {}
             events = tuple(event for frame in line.get("frames", ()) for event in frame["decoded"][1])
             if request.get("path") != "/v1/chat/completions" or "prompt_token_ids" not in reply:
@@ -124,42 +102,40 @@ class Captures:
                 continue
             body = request["body"]
             options = {"min_pixels": None, "max_pixels": None, "num_crops": None, **body.get("mm_processor_kwargs", {})}
-            family = families.load_family(model, SimpleNamespace(**options))
-            files = list(_files(body, by_uuid))
-            yield Step(
-                line["label"],
-                body,
-                tuple(self._image(family, number, file) for number, file in enumerate(files)),
-                reply["prompt_token_ids"],
-                reply.get("output_token_ids") or [],
-                events,
-            )
+            images = self._images(families.load_family(model, SimpleNamespace(**options)), body, by_uuid)
+            output = reply.get("output_token_ids") or []
+            yield Step(line["label"], body, images, reply["prompt_token_ids"], output, events)
 
     def renders(self, name: str, model: Path) -> Iterator[Render]:
         """Rendered chats of a file that the engine placed."""
-        family = families.load_family(model, None)
-        assert family is not None
-        for line in map(json.loads, (self.folder / name).read_text().splitlines()):
+        for line in self.lines(name):
             if line["kind"] == "render":
-                files = _files({"messages": line["messages"]}, {})
-                images = tuple(self._image(family, number, file) for number, file in enumerate(files))
+                images = self._images(families.load_family(model, None), line, {})
                 placed = (line["mm_placeholders"] or {}).get("image", [])
                 places = [(place["offset"], place["length"]) for place in placed]
                 yield Render(line["label"], line["messages"], images, line["token_ids"], places)
 
-    def _image(self, family: Family, number: int, file: str) -> PromptImage:
-        path = self.folder / "images" / file
-        if thin := _THIN.fullmatch(file):
-            width, height = int(thin[1]), int(thin[2])
-        else:
-            size = probe(path.read_bytes(), max_pixels=10**8, exif=family.rotates_exif)
-            width, height = size.width, size.height
-        return PromptImage(number.to_bytes(32, "big"), family.count(width, height))
+    def _images(self, family: Family, body: dict[str, Any], by_uuid: dict[str, str]) -> tuple[PromptImage, ...]:
+        """The images of a body, in order; one given by uuid alone is the one that came with that uuid before."""
+        images = []
+        for part in image_parts(body):
+            uuid = part.get("uuid")
+            file = part["image_url"]["url"]["$image"] if part["image_url"] else by_uuid[uuid]
+            if uuid:
+                by_uuid.setdefault(uuid, file)
+            if thin := _THIN.fullmatch(file):
+                width, height = int(thin[1]), int(thin[2])
+            else:
+                data = (self.folder / "images" / file).read_bytes()
+                size = probe(data, max_pixels=10**8, exif=family.rotates_exif)
+                width, height = size.width, size.height
+            images.append(image(len(images), family.count(width, height)))
+        return tuple(images)
 
 
 @pytest.fixture(scope="session")
-def captures() -> Captures:
-    return Captures(from_environment("MMROUTER_CAPTURES", "captures") / "vllm")
+def captures() -> Chats:
+    return Chats()
 
 
 @pytest.fixture(scope="session")
@@ -171,15 +147,3 @@ def captured_model(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Pa
     out = tmp_path_factory.mktemp("captured")
     subprocess.run([sys.executable, str(script), str(out), "qwen2vl"], check=True, capture_output=True)
     return out / "qwen2vl"
-
-
-def _files(body: dict[str, Any], by_uuid: dict[str, str]) -> Iterator[str]:
-    """The image files of a body, in order; an image given by uuid alone is the one that came with that uuid before."""
-    for message in body["messages"]:
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            if part["type"] == "image_url":
-                uuid = part.get("uuid")
-                file = part["image_url"]["url"]["$image"] if part["image_url"] else by_uuid[uuid]
-                if uuid:
-                    by_uuid.setdefault(uuid, file)
-                yield file

@@ -1,6 +1,7 @@
 """Prompts equal those of a real vLLM 0.32: token ids, and image spans in its block events."""
 
 import pytest
+from unit.prompt.conftest import MODELS, load
 
 from mmrouter_lib.prompt import PromptImage, render_arguments
 
@@ -50,43 +51,59 @@ def _key(block_hash: object) -> object:
         ("qwen2vl_kvshare_lora.jsonl", 5, 16),
     ],
 )
-def test_prompts_and_spans_of_the_small_vocabulary_are_the_engines(
-    load_prompter, captured_model, captures, name, prompts, blocks
-):
-    assert compare(load_prompter(captured_model), captured_model, captures, name) == (prompts, blocks)
+def test_prompts_and_spans_of_the_small_vocabulary_are_the_engines(captured_model, captures, name, prompts, blocks):
+    assert compare(load(captured_model), captured_model, captures, name) == (prompts, blocks)
 
 
-def test_prompts_and_spans_of_the_real_qwen2_tokenizer_are_the_engines(qwen2, models, captures):
-    model = models / "Qwen--Qwen2-VL-2B-Instruct"
-    assert compare(qwen2, model, captures, "qwen2vl-real.jsonl") == (8, 23)
+@pytest.mark.parametrize(
+    ("prompter", "name", "counts"),
+    [
+        ("qwen2", "qwen2vl-real.jsonl", (8, 23)),
+        ("qwen3", "qwen3vl-real.jsonl", (8, 20)),
+        ("llava", "llava15-real.jsonl", (8, 128)),
+        ("llavanext", "llavanext-real.jsonl", (8, 279)),
+        ("phi3", "phi3v-nosw.jsonl", (8, 320)),
+    ],
+)
+def test_prompts_and_spans_of_real_tokenizers_are_the_engines(prompter, name, counts, models, captures, request):
+    assert compare(request.getfixturevalue(prompter), models / MODELS[prompter], captures, name) == counts
 
 
-def test_prompts_and_spans_of_the_real_qwen3_tokenizer_are_the_engines(qwen3, models, captures):
-    model = models / "Qwen--Qwen3-VL-2B-Instruct"
-    assert compare(qwen3, model, captures, "qwen3vl-real.jsonl") == (8, 20)
+BEGIN = 1
+TEXT = [{"role": "user", "content": "hello"}]
+PICTURE = [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is this?"}]}]
 
 
-def test_prompts_and_spans_of_the_real_llava15_tokenizer_are_the_engines(llava, models, captures):
-    assert compare(llava, models / "llava-hf--llava-1.5-7b-hf", captures, "llava15-real.jsonl") == (8, 128)
-
-
-def test_prompts_and_spans_of_the_real_llavanext_tokenizer_are_the_engines(llavanext, models, captures):
-    model = models / "llava-hf--llava-v1.6-mistral-7b-hf"
-    assert compare(llavanext, model, captures, "llavanext-real.jsonl") == (8, 279)
-
-
-def test_prompts_and_spans_of_phi3_are_the_engines(phi3, models, captures):
-    model = models / "microsoft--Phi-3-vision-128k-instruct"
-    assert compare(phi3, model, captures, "phi3v-nosw.jsonl") == (8, 320)
-
-
-def test_an_image_between_texts_has_the_prompt_length_of_the_hugging_face_processor(qwen2, qwen3):
-    # models/README: one user message with a 640x480 image, then "What is this?".
-    messages = [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "What is this?"}]}]
-    for prompter, total in ((qwen2, 416), (qwen3, 314)):
-        count = prompter.family.count(640, 480)
-        expanded = prompter.expand(prompter.render(messages), [PromptImage(bytes(32), count)])
-        assert len(expanded.ids) == total
+@pytest.mark.parametrize(("prompter", "total"), [("qwen2", 416), ("qwen3", 314), ("llava", 592), ("llavanext", 2355)])
+def test_an_image_between_texts_has_the_prompt_length_of_the_hugging_face_processor(prompter, total, request):
+    # models/README: one user message with a 640x480 image, then "What is this?"; LLaVA's with special tokens.
+    loaded, qwen = request.getfixturevalue(prompter), prompter.startswith("qwen")
+    images = [PromptImage(bytes(32), loaded.family.count(640, 480))]
+    expanded = loaded.expand(loaded.render(PICTURE), images, add_special_tokens=not qwen)
+    assert len(expanded.ids) == total
+    if qwen:
         span = expanded.spans[0]
         assert list(expanded.ids[span.offset - 1 : span.offset + 1]) == [151652, 151655]
         assert list(expanded.ids[span.end - 1 : span.end + 1]) == [151655, 151653]
+
+
+@pytest.fixture(params=["llava", "llavanext"])
+def prompter(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("messages", [TEXT, PICTURE])
+def test_case_35_a_beginning_of_text_token_comes_first_exactly_when_special_tokens_are_requested(prompter, messages):
+    images = [PromptImage(bytes(32), 5)] if messages is PICTURE else []
+    text = prompter.render(messages, **render_arguments({}))
+    without, with_it = (prompter.expand(text, images, add_special_tokens=asked) for asked in (False, True))
+    assert BEGIN not in without.ids
+    assert with_it.ids.tolist() == [BEGIN, *without.ids]
+    assert [span.offset for span in with_it.spans] == [span.offset + 1 for span in without.spans]
+
+
+def test_case_35_the_captured_engine_has_none_in_chat(captures, models):
+    for name, model in (("llava15-real.jsonl", "llava"), ("llavanext-real.jsonl", "llavanext")):
+        prompts = [step.prompt for step in captures.steps(name, models / MODELS[model]) if step.prompt]
+        assert len(prompts) == 8
+        assert all(BEGIN not in prompt for prompt in prompts)

@@ -1,19 +1,18 @@
-"""Expansion: the first placeholders become runs, everything else stays as it is."""
+"""Expansion of placeholders into runs; the committed tiny model, which is small and equals the script's output."""
 
+import runpy
 from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.prompt.conftest import TINY, image
 
+from mmrouter_lib import families
 from mmrouter_lib.prompt import PlaceholderError, PromptImage, TemplateError, expand_ids
 
 PAD = 9
 TOKENS = st.lists(st.integers(0, PAD), max_size=60)
-
-
-def image(number: int, count: int) -> PromptImage:
-    return PromptImage(number.to_bytes(32, "big"), count)
 
 
 @given(TOKENS, st.lists(st.integers(1, 70), max_size=5), st.sampled_from(["I", "Q"]))
@@ -37,13 +36,6 @@ def test_collapsing_every_span_gives_the_prompt_back(tokens, counts, typecode):
     rest = [at for at, token in enumerate(expanded.ids) if token == PAD and at not in taken]
     assert expanded.unplaced == (rest[0] if rest else None)
     assert all(span.end <= at for span in expanded.spans for at in rest)
-
-
-def test_the_images_go_to_the_first_placeholders_in_order():
-    expanded = expand_ids(array("I", [1, PAD, 2, PAD, PAD, 3]), PAD, [image(7, 2), image(8, 3)])
-    assert list(expanded.ids) == [1, PAD, PAD, 2, PAD, PAD, PAD, PAD, 3]
-    assert [(span.offset, span.length, span.identity[-1]) for span in expanded.spans] == [(1, 2, 7), (4, 3, 8)]
-    assert expanded.unplaced == 7
 
 
 @pytest.mark.parametrize("count", [0, -1])
@@ -74,17 +66,52 @@ def test_case_38_image_video_image_keeps_its_order_and_the_video_its_own_token(q
     assert expanded.ids.count(video) == 1
 
 
-def test_images_beyond_the_resolved_ones_are_where_exactness_ends(tiny):
-    messages = [
-        {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "and"}, {"type": "image_url"}]}
-    ]
-    text = tiny.render(messages)
-    both, first = tiny.expand(text, [image(1, 4), image(2, 6)]), tiny.expand(text, [image(1, 4)])
-    assert first.unplaced == both.spans[1].offset
-    assert first.ids[: first.unplaced] == both.ids[: first.unplaced]
-    assert first.spans == both.spans[:1]
-
-
 def test_half_a_surrogate_pair_is_the_clients_error(tiny):
     with pytest.raises(TemplateError, match="surrogate"):
         tiny.expand("a\ud800b", [])
+
+
+def test_the_committed_folder_is_what_the_script_makes_and_small(tmp_path):
+    runpy.run_path(str(TINY.parent / "make_tiny.py"))["write"](tmp_path)
+    committed, made = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (TINY, tmp_path))
+    assert committed.keys() == made.keys()
+    for name, data in committed.items():
+        assert data == made[name], f"run examples/models/make_tiny.py: {name}"
+    assert sum(map(len, committed.values())) < 300_000
+
+
+def test_the_tiny_models_counts_are_those_of_qwen2():
+    family = families.load_family(TINY, None)
+    assert [family.count(*size) for size in ((224, 224), (640, 480), (1920, 1080))] == [64, 391, 2691]
+
+
+def test_every_special_token_is_one_token_and_every_text_comes_back(tiny):
+    for text in ("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|endoftext|>"):
+        assert len(tiny.expand(text, []).ids) == 1
+    for text in ("What is in this picture?", "日本語 und Ünïcode 🎉\n\t x", "12,345.678"):
+        assert tiny.tokenizer.decode(list(tiny.expand(text, []).ids)) == text
+
+
+def test_ordinary_text_takes_few_tokens(tiny):
+    text = "Describe the image in one sentence. How many people are in the photo?"
+    assert len(tiny.expand(text, []).ids) < len(text) / 3
+
+
+def test_a_conversation_with_tools_documents_and_images_is_laid_out_as_its_template_says(tiny):
+    call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Where? "}, {"type": "image_url"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "Bergen"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "find"}}]
+    text = tiny.render(messages, tools=tools, documents=[{"title": "T", "text": "x"}])
+    head, tail = text.split("<|im_start|>user\n")
+    assert '{"name": "find", "description": null, "parameters": null}\n' in head
+    assert head.endswith("<|im_start|>system\nT:\nx<|im_end|>\n")
+    assert tail == (
+        "Where? <|vision_start|><|image_pad|><|vision_end|><|im_end|>\n"
+        '<|im_start|>assistant\n\n<call>{"name": "find", "arguments": {"a": 1}}</call><|im_end|>\n'
+        "<|im_start|>tool\nBergen<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert len(tiny.expand(text, [PromptImage(bytes(32), 64)]).spans) == 1

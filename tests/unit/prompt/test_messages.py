@@ -10,6 +10,7 @@ from mmrouter_lib.prompt.messages import conversation, normal_tools, without_dev
 
 MEDIA = {"image": "<pic>", "video": "<film>"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+VIDEO = {"type": "video_url", "video_url": {"url": "x"}}
 
 
 def openai(*messages):
@@ -20,30 +21,24 @@ def string(*messages):
     return conversation(messages, "string", MEDIA)
 
 
+def openai_content(*parts, role="user"):
+    return openai({"role": role, "content": [*parts]})[0]["content"]
+
+
+def string_content(*parts):
+    return string({"role": "user", "content": [*parts]})[0]["content"]
+
+
 def text(value, **more):
     return {"type": "text", "text": value, **more}
 
 
 def test_parts_become_template_parts():
     parts = ["plain", text("a"), IMAGE, {"image_url": "http://x"}, {"type": "input_image", "image_url": "x"}]
-    parts += [
-        {"type": "refusal", "refusal": "no"},
-        {"type": "input_text", "text": "in"},
-        {"type": "thinking", "thinking": "hm"},
-    ]
-    parts += [{"type": "video_url", "video_url": {"url": "x"}}, {"type": "tool_reference", "name": "f"}]
-    assert openai({"role": "user", "content": parts})[0]["content"] == [
-        text("plain"),
-        text("a"),
-        {"type": "image"},
-        {"type": "image"},
-        {"type": "image"},
-        text("no"),
-        text("in"),
-        text("hm"),
-        {"type": "video"},
-        {"type": "tool_reference", "name": "f"},
-    ]
+    parts += [{"type": "refusal", "refusal": "no"}, {"type": "input_text", "text": "in"}]
+    parts += [{"type": "thinking", "thinking": "hm"}, VIDEO, {"type": "tool_reference", "name": "f"}]
+    wanted = [text("plain"), text("a"), *[{"type": "image"}] * 3, text("no"), text("in"), text("hm")]
+    assert openai_content(*parts) == [*wanted, {"type": "video"}, {"type": "tool_reference", "name": "f"}]
 
 
 def test_a_text_becomes_one_part_and_null_none():
@@ -58,17 +53,14 @@ def test_a_text_becomes_one_part_and_null_none():
 def test_null_texts_are_skipped_and_unknown_fields_passed_on():
     parts = [text(None), {"type": "refusal", "refusal": None}, text("a", cache_control={"type": "x"}, uuid="u")]
     parts.append({**IMAGE, "uuid": "m1-00", "detail": "low"})
-    assert openai({"role": "user", "content": parts})[0]["content"] == [
-        text("a", cache_control={"type": "x"}),
-        {"type": "image", "detail": "low"},
-    ]
+    assert openai_content(*parts) == [text("a", cache_control={"type": "x"}), {"type": "image", "detail": "low"}]
 
 
 def test_a_string_template_gets_media_in_front_of_the_texts_of_its_message():
-    parts = [text("one"), IMAGE, text(""), {"type": "video_url", "video_url": {"url": "x"}}, IMAGE, text("two")]
-    assert string({"role": "user", "content": parts})[0]["content"] == "<pic>\n<pic>\n<film>\none\ntwo"
-    assert string({"role": "user", "content": [IMAGE]})[0]["content"] == "<pic>"
-    assert string({"role": "user", "content": [text("here <pic> it is"), IMAGE]})[0]["content"] == "here <pic> it is"
+    parts = [text("one"), IMAGE, text(""), VIDEO, IMAGE, text("two")]
+    assert string_content(*parts) == "<pic>\n<pic>\n<film>\none\ntwo"
+    assert string_content(IMAGE) == "<pic>"
+    assert string_content(text("here <pic> it is"), IMAGE) == "here <pic> it is"
 
 
 def test_more_media_text_than_media_in_a_string_is_refused():
@@ -80,19 +72,15 @@ def test_a_tools_answer_of_texts_becomes_one_string():
     answer = {"role": "tool", "tool_call_id": "c", "content": [text("a"), text("b")]}
     assert openai(answer) == [{"role": "tool", "content": "a\nb", "tool_call_id": "c"}]
     assert openai({"role": "tool", "content": None})[0]["content"] == ""
-    assert openai({"role": "tool", "content": [text("a"), IMAGE]})[0]["content"] == [text("a"), {"type": "image"}]
+    assert openai_content(text("a"), IMAGE, role="tool") == [text("a"), {"type": "image"}]
+
+
+BAD = ["", None, "nope", "[1]"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "seen"),
-    [
-        ('{"b": 1, "a": {"c": [2]}}', {"b": 1, "a": {"c": [2]}}),
-        ("", {}),
-        (None, {}),
-        ("nope", {}),
-        ("[1]", {}),
-        ({"x": 1}, {"x": 1}),
-    ],
+    [('{"b": 1, "a": {"c": [2]}}', {"b": 1, "a": {"c": [2]}}), *[(bad, {}) for bad in BAD], ({"x": 1}, {"x": 1})],
 )
 def test_tool_calls_carry_their_arguments_as_an_object_in_the_engines_order(arguments, seen):
     call = {"type": "function", "id": "c", "function": {"name": "f", "arguments": arguments, "zz": 1}, "index": 0}
@@ -119,17 +107,14 @@ def test_reasoning_is_seen_under_both_names_and_only_of_the_assistant():
 
 
 def test_names_are_passed_on():
-    assert openai({"role": "user", "content": "a", "name": "bob", "other": 1})[0] == {
-        "role": "user",
-        "content": [text("a")],
-        "name": "bob",
-    }
+    named = {"role": "user", "content": "a", "name": "bob"}
+    assert openai(named | {"other": 1}) == [named | {"content": [text("a")]}]
 
 
 def test_a_billing_line_of_a_client_never_reaches_a_system_prompt():
     line = "x-anthropic-billing-header: cch=abc"
     assert openai({"role": "system", "content": line + "\nBe brief."})[0]["content"] == [text("Be brief.")]
-    assert openai({"role": "system", "content": [text(line), line, text("a")]})[0]["content"] == [text("a")]
+    assert openai_content(text(line), line, text("a"), role="system") == [text("a")]
     assert openai({"role": "user", "content": line})[0]["content"] == [text(line)]
 
 
@@ -150,22 +135,13 @@ def test_tools_get_the_fields_that_the_engine_fills_in():
         {"function": {"parameters": {"type": "object"}, "name": "f", "extra": 1}, "other": 2},
         {"type": "function", "function": {"name": "g", "strict": True, "description": "d"}, "defer_loading": False},
     ]
-    assert json.dumps(normal_tools(tools)) == json.dumps(
-        [
-            {"type": "function", "function": {"name": "f", "description": None, "parameters": {"type": "object"}}},
-            {
-                "type": "function",
-                "function": {
-                    "name": "g",
-                    "description": "d",
-                    "parameters": None,
-                    "strict": True,
-                    "defer_loading": False,
-                },
-                "defer_loading": False,
-            },
-        ]
-    )
+    first = {"name": "f", "description": None, "parameters": {"type": "object"}}
+    second = {"name": "g", "description": "d", "parameters": None, "strict": True, "defer_loading": False}
+    wanted = [{"type": "function", "function": function} for function in (first, second)]
+    assert json.dumps(normal_tools(tools)) == json.dumps([wanted[0], wanted[1] | {"defer_loading": False}])
+
+
+DEEP = {"name": "f", "arguments": "[" * 100_000}
 
 
 @pytest.mark.parametrize(
@@ -185,10 +161,7 @@ def test_tools_get_the_fields_that_the_engine_fills_in():
         ({"role": "assistant", "tool_calls": ["f"]}, r"tool_calls\[0\]"),
         ({"role": "assistant", "tool_calls": [{"type": "custom", "function": {}}]}, r"tool_calls\[0\]"),
         ({"role": "assistant", "tool_calls": [{"type": "function"}]}, r"tool_calls\[0\]"),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]},
-            r"tool_calls\[0\]\.function\.arguments",
-        ),
+        ({"role": "assistant", "tool_calls": [{"function": DEEP}]}, r"tool_calls\[0\]\.function\.arguments"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_its_place(message, where):

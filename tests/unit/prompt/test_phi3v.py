@@ -1,27 +1,23 @@
 """Phi-3-vision prompts: numbered tags, pieces tokenised one by one, and what cannot be placed.
 
 The rules were observed on vLLM 0.32 (docs/engine-facts/vllm.md#placeholder-counts,
-docs/engine-facts/vllm.md#requests-that-end-the-engine);
-the captures hold its own ids.
+docs/engine-facts/vllm.md#requests-that-end-the-engine); the captures hold its own ids.
 """
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.prompt.conftest import image
 
 from mmrouter_lib.families import ModelFolderError
 from mmrouter_lib.image_size import probe
-from mmrouter_lib.prompt import PlaceholderError, PromptImage
+from mmrouter_lib.prompt import PlaceholderError
 
 BEGIN, PAD = 1, 32044
 MODEL = "microsoft--Phi-3-vision-128k-instruct"
 IMAGE = {"type": "image_url"}
 EDGE, PROBES = "phi3v-real_sw131072_edge.jsonl", "phi3v-real_sw131072_probes.jsonl"
 REFUSED = {"two literal swapped, same size", "two literal swapped, other size", "literal swapped, different sizes"}
-
-
-def image(number: int, count: int) -> PromptImage:
-    return PromptImage(number.to_bytes(32, "big"), count)
 
 
 def text(value: str) -> dict[str, str]:
@@ -32,20 +28,14 @@ def user(*content):
     return [{"role": "user", "content": list(content)}]
 
 
-def places(expanded):
-    return [(span.offset, span.length, span.identity[-1]) for span in expanded.spans]
-
-
 @pytest.mark.parametrize(("name", "prompts"), [(EDGE, 5), (PROBES, 9)])
 def test_case_34_prompts_of_odd_requests_are_the_engines(phi3, models, captures, name, prompts):
-    compared = 0
-    for step in captures.steps(name, models / MODEL):
-        if step.prompt:
-            rendered = phi3.render(step.body["messages"])
-            expanded = phi3.expand(rendered, step.images, step.body.get("add_special_tokens", False))
-            assert list(expanded.ids) == step.prompt, step.label
-            compared += 1
-    assert compared == prompts
+    steps = [step for step in captures.steps(name, models / MODEL) if step.prompt]
+    for step in steps:
+        rendered = phi3.render(step.body["messages"])
+        expanded = phi3.expand(rendered, step.images, step.body.get("add_special_tokens", False))
+        assert list(expanded.ids) == step.prompt, step.label
+    assert len(steps) == prompts
 
 
 def test_case_34_two_images_begin_every_piece_and_stand_where_the_engine_has_them(phi3, models, captures):
@@ -109,7 +99,7 @@ def test_a_text_without_images_is_not_cut_and_begins_with_nothing(phi3):
 def test_a_surplus_tag_cuts_the_text_keeps_its_tokens_and_is_unplaced(phi3):
     expanded = phi3.expand("a<|image_1|>b<|image_7|>c<|image_1|>", [image(1, 4)])
     tag = phi3.codec.encode("<|image_7|>", add_special_tokens=False).tolist()
-    assert places(expanded) == [(2, 4, 1)]
+    assert [(span.offset, span.length, span.identity[-1]) for span in expanded.spans] == [(2, 4, 1)]
     assert expanded.ids.count(BEGIN) == 4
     assert expanded.unplaced is not None
     assert expanded.ids[expanded.unplaced : expanded.unplaced + len(tag)].tolist() == tag
@@ -155,26 +145,8 @@ def test_an_image_without_tokens_is_refused(phi3):
         phi3.expand("<|image_1|>", [image(1, 0)])
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            "a",
-            " b",
-            "\n",
-            "<|user|>",
-            "<|end|>\n",
-            "<|assistant|>",
-            "<s>",
-            "</s> ",
-            "<|image|>",
-            "\u2581",
-            "<|",
-            "é",
-            "  ",
-        ]
-    ),
-    max_size=5,
-).map("".join)
+SPECIAL = ["<|user|>", "<|end|>\n", "<|assistant|>", "<s>", "</s> ", "<|image|>"]
+PIECES = st.lists(st.sampled_from([*SPECIAL, "a", " b", "\n", "\u2581", "<|", "é", "  "]), max_size=5).map("".join)
 
 
 @given(st.lists(PIECES, min_size=2, max_size=4))

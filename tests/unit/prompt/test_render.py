@@ -1,11 +1,12 @@
 """Rendering: the environment, the arguments of a request, the end of a continued message."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.prompt.conftest import TINY, load
 
 from mmrouter_lib.families import ModelFolderError
 from mmrouter_lib.prompt import PromptImage, TemplateError, render_arguments
@@ -15,8 +16,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"z": 1, "a"
 
 
 @pytest.fixture
-def with_template(load_prompter, tiny_folder):
-    return lambda template: load_prompter(tiny_folder, chat_template=template)
+def with_template():
+    return lambda template: load(TINY, chat_template=template)
 
 
 def test_blocks_leave_no_blank_lines_and_nothing_is_escaped(with_template):
@@ -76,9 +77,8 @@ def test_template_kwargs_reach_the_template_except_unset_ones(with_template):
 def test_tools_in_template_kwargs_replace_and_documents_fill_in(with_template):
     prompter, mine, theirs = with_template("{{ [documents, tools] | tojson }}"), [{"title": "a"}], [{"title": "b"}]
     assert prompter.render(USER, chat_template_kwargs={"documents": theirs}) == '[[{"title": "b"}], null]'
-    assert (
-        prompter.render(USER, documents=mine, chat_template_kwargs={"documents": theirs}) == '[[{"title": "a"}], null]'
-    )
+    shown = prompter.render(USER, documents=mine, chat_template_kwargs={"documents": theirs})
+    assert shown == '[[{"title": "a"}], null]'
     assert prompter.render(USER, tools=[TOOL], chat_template_kwargs={"tools": [{"f": 1}]}) == '[null, [{"f": 1}]]'
 
 
@@ -100,20 +100,11 @@ def test_tools_and_documents_must_be_lists_of_objects(tiny, given):
 
 
 def test_a_chat_body_becomes_render_arguments():
-    body = {
-        "messages": USER,
-        "tools": [TOOL],
-        "reasoning_effort": "low",
-        "chat_template_kwargs": {"flag": 1},
-        "add_generation_prompt": False,
-    }
-    assert render_arguments(body) == {
-        "tools": [TOOL],
-        "documents": None,
-        "add_generation_prompt": False,
-        "continue_final_message": False,
-        "chat_template_kwargs": {"flag": 1, "reasoning_effort": "low", "enable_thinking": True},
-    }
+    same = {"tools": [TOOL], "add_generation_prompt": False}
+    body = {"messages": USER, "reasoning_effort": "low", "chat_template_kwargs": {"flag": 1}, **same}
+    kwargs = {"flag": 1, "reasoning_effort": "low", "enable_thinking": True}
+    filled = {"documents": None, "continue_final_message": False, "chat_template_kwargs": kwargs}
+    assert render_arguments(body) == same | filled
     assert body["chat_template_kwargs"] == {"flag": 1}
     given = {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}
     assert render_arguments(given)["chat_template_kwargs"] == {"reasoning_effort": "none", "enable_thinking": True}
@@ -140,16 +131,16 @@ def test_trailing_space_is_kept_or_stripped_as_the_template_does(tiny, with_temp
     assert stripping.render(ended, add_generation_prompt=False, continue_final_message=True) == "[hi][a"
 
 
+EVERY_PART = "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     ("template", "messages"),
     [
         ("{% for m in messages %}{{ m.role }}{% endfor %}", PREFILL),
         ("{{ messages[0].content }}", PREFILL),
         ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", PREFILL),
-        (
-            "{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}{% endfor %}",
-            [{"role": "assistant"}],
-        ),
+        (EVERY_PART, [{"role": "assistant"}]),
     ],
 )
 def test_a_final_message_that_cannot_be_continued_is_refused(with_template, template, messages):
@@ -175,22 +166,10 @@ def test_a_template_that_does_not_compile_is_refused_at_load(with_template):
             with_template(template)
 
 
-CHATS = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["user", "assistant", "system"]),
-            "content": st.lists(
-                st.one_of(
-                    st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=12)}),
-                    st.just({"type": "image_url", "image_url": {"url": "data:,"}}),
-                ),
-                max_size=4,
-            ),
-        }
-    ),
-    min_size=1,
-    max_size=4,
-)
+TEXT = st.fixed_dictionaries({"type": st.just("text"), "text": st.text(max_size=12)})
+PARTS = st.lists(TEXT | st.just({"type": "image_url", "image_url": {"url": "data:,"}}), max_size=4)
+ROLES = st.sampled_from(["user", "assistant", "system"])
+CHATS = st.lists(st.fixed_dictionaries({"role": ROLES, "content": PARTS}), min_size=1, max_size=4)
 
 
 @given(CHATS)
@@ -207,15 +186,9 @@ def test_every_image_of_a_conversation_gets_its_own_place_in_order(tiny, message
 
 def test_threads_share_one_prompter(tiny):
     texts = [f"message {n} " * (n + 1) for n in range(24)]
-    wanted = [tiny.expand(tiny.render([{"role": "user", "content": text}]), []).ids for text in texts]
-    found: dict[int, object] = {}
 
-    def work(n: int) -> None:
-        found[n] = tiny.expand(tiny.render([{"role": "user", "content": texts[n]}]), []).ids
+    def ids(text: str) -> object:
+        return tiny.expand(tiny.render([{"role": "user", "content": text}]), []).ids
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[n] for n in range(24)] == wanted
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(ids, texts)) == [ids(text) for text in texts]

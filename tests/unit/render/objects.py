@@ -1,18 +1,32 @@
 """What the render tests share: finding objects and containers, and deployments that differ in one thing."""
 
+import copy
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
+import yaml
+from kubernetes_validate import utils
+
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
-from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData, new_secret_data
-from mmrouter_operator.model.kinds import Capabilities
 from mmrouter_operator.render import render
-from mmrouter_operator.render.pod.pod_security import violations
+from mmrouter_operator.render.pod.pod_security_violations import violations
+
+# It reads a megabyte of schemas anew for every object.
+utils.schema_contents = cache(utils.schema_contents)
 
 Object = dict[str, Any]
-DEFAULTS = OperatorConfig()
-NOTHING_SERVED = Capabilities()
+GOLDEN = Path(__file__).parent / "golden"
+GROUPS = {
+    "vllm": ("shortest", "whole", "disaggregated"),
+    "sglang": ("sglang", "sglang-disaggregated"),
+    "transfer": ("node", "handover"),
+}
+"""File of `golden/` -> the resources of `golden/deployments.yaml` whose children it holds."""
+GOLDENS = tuple(name for names in GROUPS.values() for name in names)
 SECRETS = SecretData(
     identity_key=bytes(range(32)),
     sidecar_public="a" * 40,
@@ -22,6 +36,32 @@ SECRETS = SecretData(
     control_token="control-token",
     engine_key="engine-key",
 )
+
+
+@cache
+def _resources() -> dict[str, Object]:
+    found: dict[str, Object] = yaml.safe_load((GOLDEN / "deployments.yaml").read_text())
+    return found
+
+
+def resource(name: str) -> Object:
+    """Return a resource of `golden/deployments.yaml`, as it is written."""
+    return copy.deepcopy(_resources()[name])
+
+
+def load(name: str) -> MMRouterDeployment:
+    return parse_deployment(resource(name))
+
+
+SHORTEST, WHOLE, SGLANG = load("shortest"), load("whole"), load("sglang")
+
+
+def valid(objects: list[Object]) -> None:
+    """Check objects by the API's schemas: the oldest that is supported, that of the test level, the newest."""
+    assert objects
+    for obj in objects:
+        for version in ("1.29", "1.35", "1.37"):
+            kubernetes_validate.validate(obj, version, strict=True)
 
 
 def deployments(objects: list[Object]) -> list[Object]:
@@ -44,9 +84,10 @@ def template_labels(obj: Object) -> dict[str, str]:
 
 
 def change(dep: MMRouterDeployment, **spec: Any) -> MMRouterDeployment:
-    """Return the deployment with other sections of its spec."""
+    """Return the deployment with other sections of its spec: ``change(dep, routing={...})``."""
     obj = to_json(dep)
     obj["spec"].update(spec)
+    obj["metadata"]["uid"] = dep.metadata.uid
     return parse_deployment(obj)
 
 
@@ -55,9 +96,9 @@ def with_pool(dep: MMRouterDeployment, **fields: Any) -> MMRouterDeployment:
     return change(dep, pools=[{**to_json(dep)["spec"]["pools"][0], **fields}])
 
 
-def pod_of(dep: MMRouterDeployment, secrets: SecretData, component: str) -> Object:
+def pod_of(dep: MMRouterDeployment, component: str) -> Object:
     """Return the pod spec of one pool, or of the frontend."""
-    obj = named(render(dep, secrets=secrets), "Deployment", f"{dep.metadata.name}-{component}")
+    obj = named(render(dep, secrets=SECRETS), "Deployment", f"{dep.metadata.name}-{component}")
     pod: Object = obj["spec"]["template"]["spec"]
     return pod
 
@@ -83,13 +124,11 @@ def variables(one: Object) -> dict[str, Any]:
     return {item["name"]: item.get("value", item.get("valueFrom")) for item in one["env"]}
 
 
-def children(
-    dep: MMRouterDeployment,
-    kind: str,
-    *,
-    capabilities: Capabilities = NOTHING_SERVED,
-    config: OperatorConfig = DEFAULTS,
-) -> list[Object]:
+def rendered(dep: MMRouterDeployment, **site: Any) -> list[Object]:
+    """Return all children; ``site``: capabilities and settings."""
+    return render(dep, secrets=SECRETS, **site)
+
+
+def children(dep: MMRouterDeployment, kind: str, **site: Any) -> list[Object]:
     """Return the rendered children of one kind."""
-    objects = render(dep, secrets=SECRETS, capabilities=capabilities, config=config)
-    return [obj for obj in objects if obj["kind"] == kind]
+    return [obj for obj in rendered(dep, **site) if obj["kind"] == kind]

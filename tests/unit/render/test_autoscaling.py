@@ -1,19 +1,17 @@
 """Which kind of autoscaler scales a pool, by which metric, and what is reported without one."""
 
-from collections.abc import Callable
 from decimal import Decimal
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.render.objects import children
+from unit.render.objects import SHORTEST, WHOLE, change, children, valid
 
 from mmrouter_lib.api import MMRouterDeployment, quantity_value, to_json
-from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.base.adapter import RankLoad
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.kinds import KEDA_API, Capabilities
-from mmrouter_operator.render.autoscaler_choice import METRICS, ROLES, quantity
+from mmrouter_operator.render.hpa import METRICS, ROLES, quantity
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL
 from mmrouter_sidecar.metrics import EngineLoad
 
@@ -24,15 +22,13 @@ BOTH = Capabilities(ADAPTER.apis | KEDA.apis)
 BARE = OperatorConfig()
 PROMETHEUS = OperatorConfig(prometheus_address="http://prometheus.monitoring.svc:9090")
 
-Change = Callable[..., MMRouterDeployment]
-
 
 @pytest.fixture
-def scaled(whole: MMRouterDeployment, changed: Change) -> MMRouterDeployment:
-    pools = to_json(whole)["spec"]["pools"]
+def scaled() -> MMRouterDeployment:
+    pools = to_json(WHOLE)["spec"]["pools"]
     pools[0]["autoscaling"] = {"minReplicas": 2, "maxReplicas": 8, "target": "0.75"}
     pools[1]["autoscaling"] = {"maxReplicas": 3, "metric": "queueDepth", "target": "4"}
-    return changed(whole, pools=pools)
+    return change(WHOLE, pools=pools)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +48,12 @@ def test_one_kind_of_autoscaler_is_rendered_or_none(
     assert len(children(scaled, "ScaledObject", capabilities=capabilities, config=config)) == objects
 
 
-def test_a_pool_that_asks_for_no_scaling_gets_none(whole: MMRouterDeployment) -> None:
-    assert children(whole, "HorizontalPodAutoscaler", capabilities=BOTH, config=PROMETHEUS) == []
-    assert children(whole, "ScaledObject", capabilities=KEDA, config=PROMETHEUS) == []
+def test_a_pool_that_asks_for_no_scaling_gets_none() -> None:
+    assert children(WHOLE, "HorizontalPodAutoscaler", capabilities=BOTH, config=PROMETHEUS) == []
+    assert children(WHOLE, "ScaledObject", capabilities=KEDA, config=PROMETHEUS) == []
 
 
-def test_an_hpa_is_valid_for_the_api(scaled: MMRouterDeployment, valid: Callable[[list[dict[str, Any]]], None]) -> None:
+def test_an_hpa_is_valid_for_the_api(scaled: MMRouterDeployment) -> None:
     valid(children(scaled, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE))
 
 
@@ -74,15 +70,8 @@ def test_an_hpa_scales_its_pools_deployment_by_the_mean_of_its_pods(scaled: MMRo
 def test_a_scaled_object_asks_prometheus_for_its_own_pool(scaled: MMRouterDeployment) -> None:
     """Shape: KEDA 2.21's ScaledObject; ``fallback.behavior`` is there since 2.17."""
     spec = children(scaled, "ScaledObject", capabilities=KEDA, config=PROMETHEUS)[0]["spec"]
-    assert set(spec) == {
-        "scaleTargetRef",
-        "pollingInterval",
-        "minReplicaCount",
-        "maxReplicaCount",
-        "fallback",
-        "advanced",
-        "triggers",
-    }
+    fields = "scaleTargetRef pollingInterval minReplicaCount maxReplicaCount fallback advanced triggers"
+    assert " ".join(spec) == fields
     assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "qwen-vl-big"}
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 8)
     (trigger,) = spec["triggers"]
@@ -96,19 +85,18 @@ def test_a_scaled_object_asks_prometheus_for_its_own_pool(scaled: MMRouterDeploy
     assert trigger["metricType"] == "AverageValue"
 
 
-def test_without_an_answer_the_replicas_stay_within_their_bounds(scaled: MMRouterDeployment, changed: Change) -> None:
+def test_without_an_answer_the_replicas_stay_within_their_bounds(scaled: MMRouterDeployment) -> None:
     pools = to_json(scaled)["spec"]["pools"]
     for replicas, expected in ((1, 2), (4, 4), (20, 8)):
         pools[0]["replicas"] = replicas
-        fallback = children(changed(scaled, pools=pools), "ScaledObject", capabilities=KEDA, config=PROMETHEUS)[0][
-            "spec"
-        ]["fallback"]
+        dep = change(scaled, pools=pools)
+        fallback = children(dep, "ScaledObject", capabilities=KEDA, config=PROMETHEUS)[0]["spec"]["fallback"]
         assert fallback["replicas"] == expected
         assert fallback["behavior"] == "currentReplicasIfHigher"
 
 
-def test_the_query_uses_labels_that_the_pod_monitor_gives(whole: MMRouterDeployment) -> None:
-    monitors = children(whole, "PodMonitor", capabilities=Capabilities(frozenset({"monitoring.coreos.com/v1"})))
+def test_the_query_uses_labels_that_the_pod_monitor_gives() -> None:
+    monitors = children(WHOLE, "PodMonitor", capabilities=Capabilities(frozenset({"monitoring.coreos.com/v1"})))
     engine = next(monitor for monitor in monitors if monitor["metadata"]["name"] == "qwen-vl-engine")
     for endpoint in engine["spec"]["podMetricsEndpoints"]:
         given_labels = {rule["targetLabel"] for rule in endpoint["relabelings"]}
@@ -126,13 +114,11 @@ def test_every_metric_is_one_that_a_sidecar_exports() -> None:
     ("role", "metric", "possible"),
     [("encoder", "encoderUtilization", True), ("encoder", "kvUsage", False), ("worker", "encoderUtilization", False)],
 )
-def test_no_pool_is_scaled_by_a_metric_that_its_role_does_not_have(
-    shortest: MMRouterDeployment, changed: Change, role: str, metric: str, possible: bool
-) -> None:
+def test_no_pool_is_scaled_by_a_metric_that_its_role_does_not_have(role: str, metric: str, possible: bool) -> None:
     """An HPA over a metric that no process exports would look like autoscaling and do nothing."""
-    worker = to_json(shortest)["spec"]["pools"][0]
+    worker = to_json(SHORTEST)["spec"]["pools"][0]
     extra = {**worker, "name": "extra", "role": role, "autoscaling": {"maxReplicas": 3, "metric": metric}}
-    dep = changed(shortest, pools=[worker, extra])
+    dep = change(SHORTEST, pools=[worker, extra])
     assert len(children(dep, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE)) == possible
 
 

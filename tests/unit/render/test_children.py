@@ -4,56 +4,70 @@ import base64
 import copy
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
-from unit.render.objects import containers, deployments, named, template_labels
+from unit.render.objects import (
+    GOLDEN,
+    GOLDENS,
+    GROUPS,
+    SHORTEST,
+    WHOLE,
+    change,
+    children,
+    containers,
+    deployments,
+    load,
+    named,
+    rendered,
+)
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
-from mmrouter_operator.model.credentials import SecretData, new_secret_data
-from mmrouter_operator.render import render
+from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.model.credentials import ROUTER_ITEMS, SIDECAR_ITEMS, new_secret_data
+from mmrouter_operator.model.kinds import POD_MONITOR_API, Capabilities
+from mmrouter_operator.render import CHILD_KINDS, render
+from mmrouter_operator.render.hpa import METRICS, ROLES
 
-GOLDEN = Path(__file__).parent / "golden"
-GOLDENS = ("shortest", "whole", "sglang", "disaggregated", "sglang-disaggregated", "node", "handover")
-
-
-def load(name: str) -> MMRouterDeployment:
-    return parse_deployment(yaml.safe_load((GOLDEN / f"{name}.yaml").read_text()))
+SERVED = Capabilities(frozenset({POD_MONITOR_API}))
 
 
-@pytest.mark.parametrize("name", GOLDENS)
-def test_rendering_equals_the_golden_file(name: str, secrets: SecretData) -> None:
+class Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_rendering_equals_the_golden_file(group: str) -> None:
     """A difference restarts engines on upgrade. Where that is meant: MMROUTER_UPDATE_GOLDEN=1, and look at the diff."""
-    objects = render(load(name), secrets=secrets)
-    path = GOLDEN / f"{name}.rendered.yaml"
-    text = yaml.safe_dump_all(objects, sort_keys=False, width=200)
+    found = {name: rendered(load(name), capabilities=SERVED) for name in GROUPS[group]}
+    path = GOLDEN / f"{group}.yaml"
     if os.environ.get("MMROUTER_UPDATE_GOLDEN") == "1":
-        path.write_text(text)
-    assert yaml.safe_load_all(text)
-    assert list(yaml.safe_load_all(path.read_text())) == objects
+        path.write_text(yaml.dump(found, Dumper=Plain, sort_keys=False, width=200))
+    assert yaml.safe_load(path.read_text()) == found
 
 
 @pytest.mark.parametrize("version", ["1.29", "1.35", "1.37"])
 @pytest.mark.parametrize("name", GOLDENS)
-def test_every_object_is_valid_for_the_api(name: str, version: str, secrets: SecretData) -> None:
+def test_every_object_is_valid_for_the_api(name: str, version: str) -> None:
     """The oldest version that is supported, that of the test level, and the newest."""
-    objects = render(load(name), secrets=secrets)
-    for obj in objects:
+    for obj in rendered(load(name)):
         if version == "1.29" and "resourceClaims" in json.dumps(obj):
             continue  # claims have been what they are since 1.34
         kubernetes_validate.validate(obj, version, strict=True)
 
 
-def test_rendering_is_pure(whole: MMRouterDeployment, secrets: SecretData) -> None:
-    before = to_json(whole)
-    expected = copy.deepcopy(render(whole, secrets=secrets))
-    for obj in render(whole, secrets=secrets):
+def test_rendering_is_pure() -> None:
+    before = to_json(WHOLE)
+    expected = copy.deepcopy(rendered(WHOLE))
+    for obj in rendered(WHOLE):
         _empty(obj)
-    assert render(whole, secrets=secrets) == expected
-    assert to_json(whole) == before
+    assert rendered(WHOLE) == expected
+    assert to_json(WHOLE) == before
 
 
 def _empty(value: Any) -> None:
@@ -64,9 +78,9 @@ def _empty(value: Any) -> None:
         value.clear()
 
 
-def test_every_container_mounts_only_its_own_secrets(whole: MMRouterDeployment, secrets: SecretData) -> None:
+def test_every_container_mounts_only_its_own_secrets() -> None:
     """As docs/architecture.md says: the engine gets nothing but its API key."""
-    objects = render(whole, secrets=secrets)
+    objects = rendered(WHOLE)
     seen: dict[str, set[str]] = {}
     for obj in deployments(objects):
         volumes = {volume["name"]: volume for volume in obj["spec"]["template"]["spec"]["volumes"]}
@@ -79,31 +93,14 @@ def test_every_container_mounts_only_its_own_secrets(whole: MMRouterDeployment, 
                 reference = env.get("valueFrom", {}).get("secretKeyRef", {})
                 if reference.get("name") == "qwen-vl-secrets":
                     items.add(reference["key"])
-    assert seen == {
-        "router": {
-            "identity.key",
-            "router.curve.secret",
-            "router.curve.public",
-            "sidecar.curve.public",
-            "control.token",
-            "engine.key",
-        },
-        "sidecar": {
-            "identity.key",
-            "sidecar.curve.secret",
-            "sidecar.curve.public",
-            "router.curve.public",
-            "engine.key",
-        },
-        "engine": {"engine.key"},
-        "exporter": set(),
-    }
+    own = {"router": set(ROUTER_ITEMS), "sidecar": set(SIDECAR_ITEMS), "engine": {"engine.key"}, "exporter": set()}
+    assert seen == own
     assert {key for items in seen.values() for key in items} == set(named(objects, "Secret", "qwen-vl-secrets")["data"])
 
 
-def test_secret_entries_are_what_was_generated(shortest: MMRouterDeployment) -> None:
+def test_secret_entries_are_what_was_generated() -> None:
     secrets = new_secret_data()
-    data = named(render(shortest, secrets=secrets), "Secret", "qwen-vl-secrets")["data"]
+    data = named(render(SHORTEST, secrets=secrets), "Secret", "qwen-vl-secrets")["data"]
     assert len(base64.b64decode(data["identity.key"])) == 32
     assert {len(base64.b64decode(data[key])) for key in data if "curve" in key} == {40}
     assert base64.b64decode(data["control.token"]).decode() == secrets.control_token
@@ -111,14 +108,14 @@ def test_secret_entries_are_what_was_generated(shortest: MMRouterDeployment) -> 
     assert secrets.control_token not in repr(secrets)
 
 
-def test_the_config_map_holds_the_resource(whole: MMRouterDeployment, secrets: SecretData) -> None:
-    text = named(render(whole, secrets=secrets), "ConfigMap", "qwen-vl-config")["data"]["deployment.json"]
-    assert parse_deployment(json.loads(text)).spec == whole.spec
+def test_the_config_map_holds_the_resource() -> None:
+    text = named(rendered(WHOLE), "ConfigMap", "qwen-vl-config")["data"]["deployment.json"]
+    assert parse_deployment(json.loads(text)).spec == WHOLE.spec
 
 
-def test_variables_come_before_their_use(whole: MMRouterDeployment, secrets: SecretData) -> None:
+def test_variables_come_before_their_use() -> None:
     """Kubernetes expands $(VAR) only from variables that stand earlier, also after a podTemplate added some."""
-    for obj in deployments(render(whole, secrets=secrets)):
+    for obj in children(WHOLE, "Deployment"):
         for container in containers(obj):
             defined: list[str] = []
             for env in container.get("env", []):
@@ -128,13 +125,64 @@ def test_variables_come_before_their_use(whole: MMRouterDeployment, secrets: Sec
             assert len(set(defined)) == len(defined)
 
 
-def test_selectors_find_their_pods_and_no_others(whole: MMRouterDeployment, secrets: SecretData) -> None:
-    objects = render(whole, secrets=secrets)
-    selectors = [obj["spec"]["selector"]["matchLabels"] for obj in deployments(objects)]
-    for obj in deployments(objects):
-        labels = obj["spec"]["template"]["metadata"]["labels"]
-        matching = [s for s in selectors if s.items() <= labels.items()]
-        assert matching == [obj["spec"]["selector"]["matchLabels"]]
-    service = named(objects, "Service", "qwen-vl")["spec"]["selector"]
-    found = [obj["metadata"]["name"] for obj in deployments(objects) if service.items() <= template_labels(obj).items()]
-    assert found == ["qwen-vl-frontend"]
+def names(dep: MMRouterDeployment) -> set[str]:
+    return {budget["metadata"]["name"] for budget in children(dep, "PodDisruptionBudget")}
+
+
+@pytest.mark.parametrize(
+    ("pool", "has"),
+    [
+        ({"replicas": 0}, False),
+        ({"replicas": 1}, False),
+        ({"replicas": 2}, True),
+        ({"replicas": 1, "autoscaling": {"minReplicas": 1, "maxReplicas": 8}}, True),
+        ({"replicas": 4, "autoscaling": {"minReplicas": 1, "maxReplicas": 1}}, False),
+    ],
+)
+def test_a_pool_is_judged_by_the_most_replicas_that_it_can_have(pool: dict[str, Any], has: bool) -> None:
+    dep = change(SHORTEST, pools=[{**to_json(SHORTEST)["spec"]["pools"][0], **pool}])
+    assert ("qwen-vl-worker" in names(dep)) is has
+
+
+def test_one_frontend_has_no_budget() -> None:
+    assert "qwen-vl-frontend" not in names(change(SHORTEST, frontend={"replicas": 1}))
+
+
+@pytest.mark.parametrize(("mode", "served"), [("Auto", 2), ("Enabled", 2), ("Disabled", 0)])
+def test_pod_monitors_are_made_where_the_api_is_unless_they_are_disabled(mode: str, served: int) -> None:
+    dep = change(SHORTEST, observability={"podMonitor": mode})
+    assert len(children(dep, "PodMonitor", capabilities=SERVED)) == served
+    assert children(dep, "PodMonitor") == []
+
+
+TEXT = (Path(__file__).resolve().parents[3] / "docs" / "children.md").read_text()
+TABLES = TEXT.split("\n## ")
+
+
+def rows(section: str) -> list[list[str]]:
+    """The cells of a section's tables, without their heads."""
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line.startswith("| ") and not line.startswith(("| kind", "| to ", "| from ", "| `autoscaling.metric"))
+    ]
+
+
+def test_every_kind_of_child_is_documented_and_no_other() -> None:
+    documented = {kind for row in rows(TABLES[0]) for kind in row[0].split(", ")}
+    assert documented == CHILD_KINDS.keys()
+
+
+def test_every_metric_of_an_autoscaler_is_documented_with_its_roles() -> None:
+    (section,) = (part for part in TABLES if part.startswith("Autoscaling"))
+    documented = {
+        row[0].strip("`"): (re.findall(r"`(\w+)`", row[1])[0], set(row[2].split(", "))) for row in rows(section)
+    }
+    assert documented == {metric: (METRICS[metric], set(ROLES[metric])) for metric in METRICS}
+
+
+def test_the_settings_that_it_names_are_the_operators() -> None:
+    known = {field.alias for field in OperatorConfig.model_fields.values()}
+    named = set(re.findall(r"^- `(\w+)`:", TEXT, re.MULTILINE))
+    assert named
+    assert named <= known

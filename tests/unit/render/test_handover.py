@@ -5,16 +5,24 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from unit.render.objects import Object, change, children, container, deployments, named, pod_of, variables
-from unit.render.test_children import load
+from unit.render.objects import (
+    Object,
+    change,
+    children,
+    container,
+    containers,
+    load,
+    named,
+    pod_of,
+    rendered,
+    variables,
+)
 from unit.render.test_networkpolicy import SITE, STRANGER, engine, frontend, passes
-from unit.render.test_pods_inputs import hashes, templates
+from unit.render.test_template_hashes import hashes, templates
 
-from mmrouter_handover.plugin.transports import read_settings
+from mmrouter_handover.plugin.item_exchange import read_settings
 from mmrouter_lib.api import MMRouterDeployment, to_json
-from mmrouter_lib.api.pod_paths import PLUGIN_DIR, SHARED_DIR
-from mmrouter_operator.model.credentials import SecretData
-from mmrouter_operator.render import render
+from mmrouter_lib.pod_paths import PLUGIN_DIR, SHARED_DIR
 from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP
 
 NODE = {"scope": "node"}
@@ -38,8 +46,8 @@ def over() -> MMRouterDeployment:
 
 def transferred(dep: MMRouterDeployment, transfer: str, pools: list[dict[str, Any]]) -> MMRouterDeployment:
     connector = {"ec_connector": "ECExampleConnector", "ec_connector_extra_config": {"shared_storage_path": SHARED_DIR}}
-    said = {**to_json(dep)["spec"]["engine"], "ecConnector": connector}
-    return change(dep, routing={"transfer": transfer}, pools=pools, engine=said)
+    settings = {**to_json(dep)["spec"]["engine"], "ecConnector": connector}
+    return change(dep, routing={"transfer": transfer}, pools=pools, engine=settings)
 
 
 def engine_args(pod: Object) -> list[str]:
@@ -47,70 +55,46 @@ def engine_args(pod: Object) -> list[str]:
     return found
 
 
-def test_engines_and_renderers_read_files_of_the_nodes_memory_and_of_nothing_else(
-    over: MMRouterDeployment, secrets: SecretData
-) -> None:
+def test_engines_and_renderers_read_files_of_the_nodes_memory_and_of_nothing_else(over: MMRouterDeployment) -> None:
     dep = transferred(over, "shm", roles(sharedMemory=NODE))
     for one in dep.spec.pools:
-        args = engine_args(pod_of(dep, secrets, one.name))
+        args = engine_args(pod_of(dep, one.name))
         assert args[args.index("--allowed-local-media-path") + 1] == SHARED_DIR
     apart = transferred(over, "nixl", [*roles(), pool("near", "decode", "cpu", sharedMemory=NODE)])
-    allowed = {one.name for one in apart.spec.pools if _reads_files(pod_of(apart, secrets, one.name))}
+    allowed = {one.name for one in apart.spec.pools if _reads_files(pod_of(apart, one.name))}
     assert allowed == {"near"}
     quiet = transferred(over, "none", roles(sharedMemory=NODE))
-    assert not any(_reads_files(pod_of(quiet, secrets, one.name)) for one in quiet.spec.pools)
+    assert not any(_reads_files(pod_of(quiet, one.name)) for one in quiet.spec.pools)
 
 
 def _reads_files(pod: Object) -> bool:
     return "--allowed-local-media-path" in engine_args(pod)
 
 
-def test_frontends_have_the_nodes_memory_where_they_hand_over_and_some_pool_shares_it(
-    over: MMRouterDeployment, secrets: SecretData
-) -> None:
+def test_frontends_have_the_nodes_memory_where_they_hand_over_and_some_pool_shares_it(over: MMRouterDeployment) -> None:
     near = [*to_json(over)["spec"]["pools"], pool("near", "worker", sharedMemory=NODE)]
-    pod = pod_of(change(over, pools=near), secrets, "frontend")
+    pod = pod_of(change(over, pools=near), "frontend")
     router = container(pod, "router")
     assert {"name": "shared", "mountPath": SHARED_DIR} in router["volumeMounts"]
     assert variables(router)["MMROUTER_SHARED_DIR"] == SHARED_DIR
     assert pod["securityContext"]["supplementalGroups"] == [SHARED_GROUP]
     assert [one["name"] for one in pod["initContainers"]] == ["shared-memory"]
-    worker = pod_of(change(over, pools=near), secrets, "near")
+    worker = pod_of(change(over, pools=near), "near")
     paths = [v["hostPath"] for v in (*pod["volumes"], *worker["volumes"]) if v["name"] == "shared"]
     assert paths[0] == paths[1]
     for dep in (over, change(over, pools=near, routing={})):
-        assert "shared" not in str(pod_of(dep, secrets, "frontend")["volumes"])
-        assert "MMROUTER_SHARED_DIR" not in variables(container(pod_of(dep, secrets, "frontend"), "router"))
+        assert "shared" not in str(pod_of(dep, "frontend")["volumes"])
+        assert "MMROUTER_SHARED_DIR" not in variables(container(pod_of(dep, "frontend"), "router"))
 
 
-def test_frontends_would_rather_be_where_engines_share_memory_and_still_apart_from_each_other(
-    secrets: SecretData,
-) -> None:
-    pod = pod_of(load("node"), secrets, "frontend")
-    assert list(pod["affinity"]) == ["podAffinity"]
-    (term,) = pod["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    wanted = term["podAffinityTerm"]["labelSelector"]["matchLabels"]
-    found = {
-        obj["metadata"]["name"]
-        for obj in deployments(render(load("node"), secrets=secrets))
-        if wanted.items() <= obj["spec"]["template"]["metadata"]["labels"].items()
-    }
-    assert found == {"near-enc", "near-worker"}
-    assert [rule["topologyKey"] for rule in pod["topologySpreadConstraints"]] == [
-        "kubernetes.io/hostname",
-        "topology.kubernetes.io/zone",
-    ]
-
-
-def limits(dep: MMRouterDeployment, secrets: SecretData, component: str) -> dict[str, int]:
-    pod = pod_of(dep, secrets, component)
-    every = [*pod.get("initContainers", []), *pod["containers"]]
-    found = {one["name"]: variables(one).get("MMROUTER_SHARED_LIMIT_BYTES") for one in every}
+def limits(dep: MMRouterDeployment, component: str) -> dict[str, int]:
+    obj = named(rendered(dep), "Deployment", f"{dep.metadata.name}-{component}")
+    found = {one["name"]: variables(one).get("MMROUTER_SHARED_LIMIT_BYTES") for one in containers(obj)}
     return {name: int(value) for name, value in found.items() if value is not None}
 
 
 def test_a_node_holds_the_largest_pools_size_and_each_writer_at_most_half_of_its_own_memory(
-    over: MMRouterDeployment, secrets: SecretData
+    over: MMRouterDeployment,
 ) -> None:
     pools = [
         pool("small", "worker", sharedMemory={**NODE, "size": "1Gi"}),
@@ -119,19 +103,17 @@ def test_a_node_holds_the_largest_pools_size_and_each_writer_at_most_half_of_its
         pool("render", "renderer", "cpu", sharedMemory=NODE | {"size": "2Gi"}, resources={"limits": {"memory": "4Gi"}}),
     ]
     dep = change(over, pools=pools, frontend={"resources": {"limits": {"memory": "1Gi"}}})
-    assert limits(dep, secrets, "small") == {"sidecar": 6 * GIB, "engine": 6 * GIB}
-    assert limits(dep, secrets, "render") == {"engine": 2 * GIB}
-    assert limits(dep, secrets, "frontend") == {"router": GIB // 2}
-    assert limits(dep, secrets, "apart") == {}
+    assert limits(dep, "small") == {"sidecar": 6 * GIB, "engine": 6 * GIB}
+    assert limits(dep, "render") == {"engine": 2 * GIB}
+    assert limits(dep, "frontend") == {"router": GIB // 2}
+    assert limits(dep, "apart") == {}
 
 
-def test_the_plugin_comes_to_engines_and_renderers_whose_images_stay_as_they_are(
-    over: MMRouterDeployment, secrets: SecretData
-) -> None:
+def test_the_plugin_comes_to_engines_and_renderers_whose_images_stay_as_they_are(over: MMRouterDeployment) -> None:
     for transfer in ("shm", "nixl"):
         dep = transferred(over, transfer, roles(sharedMemory=NODE))
         for one in dep.spec.pools:
-            pod = pod_of(dep, secrets, one.name)
+            pod = pod_of(dep, one.name)
             deliver, started = container(pod, "handover-plugin"), container(pod, "engine")
             assert deliver["command"] == ["mmrouter", "plugin", PLUGIN_DIR]
             assert deliver["image"].startswith("mmrouter/mmrouter:")
@@ -143,28 +125,24 @@ def test_the_plugin_comes_to_engines_and_renderers_whose_images_stay_as_they_are
             assert variables(started)["PYTHONPATH"] == PLUGIN_DIR
             ways = {"shm": "shm,inline", "nixl": "nixl,shm,inline"}
             assert variables(started)["MMROUTER_HANDOVER_WAYS"] == ways[transfer]
-        assert "plugin" not in str(pod_of(dep, secrets, "frontend"))
+        assert "plugin" not in str(pod_of(dep, "frontend"))
 
 
-def test_without_a_renderer_or_a_hand_over_engines_start_as_they_always_did(
-    over: MMRouterDeployment, secrets: SecretData
-) -> None:
+def test_without_a_renderer_or_a_hand_over_engines_start_as_they_always_did(over: MMRouterDeployment) -> None:
     plain = [pool("worker", "worker", sharedMemory=NODE)]
     without = change(over, pools=plain, routing={"transfer": "shm"})
     for dep in (without, change(over, routing={})):
-        pod = pod_of(dep, secrets, "worker")
+        pod = pod_of(dep, "worker")
         assert container(pod, "engine")["command"] == ["vllm", "serve"]
         assert PLUGIN_DIR not in str(pod)
         assert "MMROUTER_HANDOVER" not in str(pod)
         assert "PYTHONPATH" not in str(pod)
 
 
-def test_a_renderer_keeps_no_more_for_others_than_its_memory_and_the_nodes_allow(
-    over: MMRouterDeployment, secrets: SecretData
-) -> None:
+def test_a_renderer_keeps_no_more_for_others_than_its_memory_and_the_nodes_allow(over: MMRouterDeployment) -> None:
     def kept(**fields: Any) -> int:
         dep = change(over, pools=[pool("worker", "worker"), pool("render", "renderer", "cpu", **fields)])
-        return int(variables(container(pod_of(dep, secrets, "render"), "engine"))["MMROUTER_HANDOVER_BYTES"])
+        return int(variables(container(pod_of(dep, "render"), "engine"))["MMROUTER_HANDOVER_BYTES"])
 
     assert kept() == GIB
     assert kept(sharedMemory={"size": "64Mi"}) == GIB
@@ -172,15 +150,12 @@ def test_a_renderer_keeps_no_more_for_others_than_its_memory_and_the_nodes_allow
     assert kept(resources={"limits": {"memory": "1Gi"}}) == GIB // 2
 
 
-def test_nixl_on_cpus_gets_the_available_transports(over: MMRouterDeployment, secrets: SecretData) -> None:
+def test_nixl_on_cpus_gets_the_available_transports(over: MMRouterDeployment) -> None:
     def transports(dep: MMRouterDeployment, name: str) -> Any:
-        return variables(container(pod_of(dep, secrets, name), "engine")).get("UCX_TLS")
+        return variables(container(pod_of(dep, name), "engine")).get("UCX_TLS")
 
-    assert {name: transports(over, name) for name in ("worker", "slow", "render")} == {
-        "worker": None,
-        "slow": "tcp,self,sm",
-        "render": "tcp,self,sm",
-    }
+    assert transports(over, "worker") is None
+    assert transports(over, "slow") == transports(over, "render") == "tcp,self,sm"
     near = [{**one, "sharedMemory": NODE} for one in to_json(over)["spec"]["pools"]]
     assert transports(change(over, pools=near, routing={"transfer": "shm"}), "slow") is None
 
@@ -200,10 +175,9 @@ def test_processed_images_cross_the_network_only_where_nixl_carries_them(over: M
     assert passes(apart, frontend("over"), renderer, 8000)
 
 
-def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeployment, secrets: SecretData) -> None:
+def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeployment) -> None:
     """Templates and hashes change together; without hand-overs nothing is hashed that was not before there were any."""
-    said = to_json(over)["spec"]["pools"]
-    near = [{**one, "sharedMemory": NODE} for one in said]
+    near = [{**one, "sharedMemory": NODE} for one in to_json(over)["spec"]["pools"]]
     steps = {
         "none, apart": change(over, routing={}),
         "nixl, apart": over,
@@ -214,7 +188,7 @@ def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeploy
             over, pools=[{**near[0], "sharedMemory": NODE | {"size": "9Gi"}}, near[1]], routing={"transfer": "shm"}
         ),
     }
-    found = {name: templates(dep, secrets) for name, dep in steps.items()}
+    found = {name: templates(dep) for name, dep in steps.items()}
     for (one, these), (other, those) in combinations(found.items(), 2):
         for component in these.keys() & those.keys():
             same = these[component] == those[component]
@@ -223,27 +197,22 @@ def test_who_hands_over_how_restarts_those_whom_it_concerns(over: MMRouterDeploy
     assert changed == {"worker", "slow", "render", "frontend"}
 
 
-def test_the_plugin_reads_the_pods_variables(over: MMRouterDeployment, secrets: SecretData) -> None:
+def test_the_plugin_reads_the_pods_variables(over: MMRouterDeployment) -> None:
     near = [{**one, "sharedMemory": NODE | {"size": "64Mi"}} for one in to_json(over)["spec"]["pools"]]
-    told = variables(container(pod_of(change(over, pools=near), secrets, "render"), "engine"))
-    read = read_settings({name: value for name, value in told.items() if isinstance(value, str)})
+    env = variables(container(pod_of(change(over, pools=near), "render"), "engine"))
+    read = read_settings({name: value for name, value in env.items() if isinstance(value, str)})
     assert (read.shared_dir, set(read.ways), read.limit_bytes) == (SHARED_DIR, {"nixl", "shm", "inline"}, 64 << 20)
-    assert find_spec(container(pod_of(over, secrets, "render"), "engine")["command"][2]) is not None
+    assert find_spec(container(pod_of(over, "render"), "engine")["command"][2]) is not None
 
 
-def test_a_podtemplate_cannot_take_the_plugin_away(over: MMRouterDeployment, secrets: SecretData) -> None:
+def test_a_podtemplate_cannot_take_the_plugin_away(over: MMRouterDeployment) -> None:
     other = {"name": "PYTHONPATH", "value": "/opt/other"}
-    patch = {
-        "spec": {
-            "initContainers": [{"name": "handover-plugin", "command": ["true"]}],
-            "containers": [{"name": "engine", "env": [other]}],
-        }
-    }
-    said = [{**one, "podTemplate": patch} for one in to_json(over)["spec"]["pools"]]
-    obj = named(render(change(over, pools=said), secrets=secrets), "Deployment", "over-worker")
-    pod = obj["spec"]["template"]["spec"]
+    engines = {"containers": [{"name": "engine", "env": [other]}]}
+    patch = {"spec": {"initContainers": [{"name": "handover-plugin", "command": ["true"]}], **engines}}
+    patched = [{**one, "podTemplate": patch} for one in to_json(over)["spec"]["pools"]]
+    pod = pod_of(change(over, pools=patched), "worker")
     assert container(pod, "handover-plugin")["command"] == ["mmrouter", "plugin", PLUGIN_DIR]
     assert variables(container(pod, "engine"))["PYTHONPATH"] == PLUGIN_DIR
-    free = [{**one, "podTemplate": {"spec": {"containers": [{"name": "engine", "env": [other]}]}}} for one in said]
-    without = pod_of(change(over, pools=free, routing={}), secrets, "worker")
+    free = [{**one, "podTemplate": {"spec": engines}} for one in patched]
+    without = pod_of(change(over, pools=free, routing={}), "worker")
     assert variables(container(without, "engine"))["PYTHONPATH"] == "/opt/other"

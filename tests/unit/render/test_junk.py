@@ -7,22 +7,19 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit.render.conftest import load
-from unit.render.objects import change, deployments, with_pool
+from unit.render.objects import change, children, load, rendered, with_pool
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
-from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.model.external_refs import references
-from mmrouter_operator.planning.rollout import asks_of, strategy
-from mmrouter_operator.render import overridden, render
-from mmrouter_operator.render.pod.pod_security import violations
+from mmrouter_operator.planning.rollout_progress import asks_of, strategy
+from mmrouter_operator.render import overridden
+from mmrouter_operator.render.pod.pod_security_violations import violations
 
 Step = str | int
-SECRETS = new_secret_data()
 BASE = load("shortest")
 TEMPLATES = {
     obj["metadata"]["labels"].get("mmrouter.io/pool", ""): obj["spec"]["template"]
-    for obj in deployments(render(BASE, secrets=SECRETS))
+    for obj in children(BASE, "Deployment")
 }
 POOL, FRONTEND = TEMPLATES[BASE.spec.pools[0].name], TEMPLATES[""]
 KEYS = ("name", "conditionType", "mountPath", "containerPort", "topologyKey")
@@ -35,23 +32,13 @@ JUNK = st.recursive(
     ),
     max_leaves=4,
 )
-UNUSED = (
-    "spec.hostAliases",
-    "spec.imagePullSecrets",
-    "spec.resourceClaims",
-    "spec.schedulingGates",
-    "spec.hostNetwork",
-    "spec.affinity",
-    "spec.securityContext.sysctls",
-    "spec.securityContext.seLinuxOptions",
-    "spec.securityContext.appArmorProfile",
-    "spec.securityContext.windowsOptions",
-    "spec.containers.0.securityContext.seccompProfile",
-    "spec.containers.0.securityContext.capabilities.add",
-    "spec.containers.0.securityContext.procMount",
-    "spec.containers.0.envFrom",
-    "metadata.finalizers",
-)
+UNUSED = """
+    spec.hostAliases spec.imagePullSecrets spec.resourceClaims spec.schedulingGates spec.hostNetwork spec.affinity
+    spec.securityContext.sysctls spec.securityContext.seLinuxOptions spec.securityContext.appArmorProfile
+    spec.securityContext.windowsOptions spec.containers.0.securityContext.seccompProfile
+    spec.containers.0.securityContext.capabilities.add spec.containers.0.securityContext.procMount
+    spec.containers.0.envFrom metadata.finalizers
+"""
 """Fields that no pod of ours has and that something after the merge reads."""
 
 
@@ -81,14 +68,14 @@ def patch(path: tuple[Step, ...], leaf: Any, template: Any) -> Any:
 
 
 def patches(template: dict[str, Any]) -> st.SearchStrategy[Any]:
-    places = [*(path for path in paths(template) if path), *map(unused, UNUSED)]
+    places = [*(path for path in paths(template) if path), *map(unused, UNUSED.split())]
     return st.builds(lambda path, leaf: patch(path, leaf, template), st.sampled_from(places), JUNK)
 
 
 def everything(dep: MMRouterDeployment) -> None:
     """Do all that a reconcile does with a rendering, short of the cluster."""
     references(dep)
-    for obj in deployments(render(dep, secrets=SECRETS)):
+    for obj in children(dep, "Deployment"):
         list(violations(obj["spec"]["template"]["spec"]))
         asks_of(obj)
         strategy(obj)
@@ -96,18 +83,14 @@ def everything(dep: MMRouterDeployment) -> None:
     overridden(dep)
 
 
-def refusal(dep: MMRouterDeployment) -> tuple[tuple[str, str], ...]:
-    """Return what is refused; empty where everything renders."""
+def refused_at(dep: MMRouterDeployment, path: str) -> None:
+    """Render; whatever is refused is refused with a field below ``path``."""
+    refused: tuple[tuple[str, str], ...] = ()
     try:
         everything(dep)
     except SpecError as error:
-        return error.errors or (("", ""),)
-    return ()
-
-
-def refused_at(dep: MMRouterDeployment, path: str) -> None:
-    """Render; whatever is refused is refused with a field below ``path``."""
-    assert all(place.startswith(path) and sentence for place, sentence in refusal(dep))
+        refused = error.errors or (("", ""),)
+    assert all(place.startswith(path) and sentence for place, sentence in refused)
 
 
 @settings(max_examples=200, deadline=None)
@@ -129,23 +112,12 @@ def test_any_frontend_template_renders_or_is_refused_with_its_field(junk: dict[s
     refused_at(change(BASE, frontend={"podTemplate": junk}), "spec.frontend.podTemplate.")
 
 
-SOURCES = [
-    "persistentVolumeClaim",
-    "hostPath",
-    "nfs",
-    "csi",
-    "ephemeral",
-    "emptyDir",
-    "image",
-    "iscsi",
-    "projected",
-    "x",
-]
+SOURCES = "persistentVolumeClaim hostPath nfs csi ephemeral emptyDir image iscsi projected x"
 FIELDS = ["claimName", "path", "server", "driver", "readOnly", "volumeAttributes", "sources", "sizeLimit", "reference"]
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(SOURCES), st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=3))
+@given(st.sampled_from(SOURCES.split()), st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=3))
 @example("persistentVolumeClaim", {"claimName": ["weights"]})
 @example("emptyDir", {"sizeLimit": 1})
 def test_any_model_volume_renders_or_is_refused_with_its_field(source: str, junk: dict[str, Any]) -> None:
@@ -175,11 +147,15 @@ def test_any_connector_renders_or_is_refused_with_its_field(
 
 def _arguments(dep: MMRouterDeployment) -> list[str]:
     try:
-        rendered = deployments(render(dep, secrets=SECRETS))
+        rendered = children(dep, "Deployment")
     except SpecError:
         return []
     containers = [one for obj in rendered for one in obj["spec"]["template"]["spec"]["containers"]]
     return [argument for one in containers for argument in one.get("args", [])]
+
+
+def engine(**fields: Any) -> dict[str, Any]:
+    return {"containers": [{"name": "engine", **fields}]}
 
 
 @pytest.mark.parametrize(
@@ -188,34 +164,22 @@ def _arguments(dep: MMRouterDeployment) -> list[str]:
         ({"nodeSelector": {"rack": 7}}, "nodeSelector.rack", "is a text, not 7"),
         ({"hostNetwork": "yes"}, "hostNetwork", "is true or false, not 'yes'"),
         ({"readinessGates": [None]}, "readinessGates[0]", "is an object, not null"),
-        (
-            {"containers": [{"name": "engine", "securityContext": {"capabilities": {"add": "SYS_PTRACE"}}}]},
-            "containers[engine].securityContext.capabilities.add",
-            "is a list, not 'SYS_PTRACE'",
-        ),
-        (
-            {"containers": [{"name": "engine", "livenessProbe": {"httpGet": {"port": []}}}]},
-            "containers[engine].livenessProbe.httpGet.port",
-            "is a whole number or a text, not a list",
-        ),
-        (
-            {"containers": [{"name": "more", "ports": [{"containerPort": 9, "hostPort": "80"}]}]},
-            "containers[more].ports[9].hostPort",
-            "is a whole number, not '80'",
-        ),
+        (engine(securityContext={"capabilities": {"add": "SYS_PTRACE"}}),
+         "containers[engine].securityContext.capabilities.add", "is a list, not 'SYS_PTRACE'"),
+        (engine(livenessProbe={"httpGet": {"port": []}}),
+         "containers[engine].livenessProbe.httpGet.port", "is a whole number or a text, not a list"),
+        ({"containers": [{"name": "more", "ports": [{"containerPort": 9, "hostPort": "80"}]}]},
+         "containers[more].ports[9].hostPort", "is a whole number, not '80'"),
         ({"volumes": [{"name": "w", "hostPath": {}}]}, "volumes[w].hostPath.path", "is required"),
-        (
-            {"tolerations": [{"tolerationSeconds": 1.5}]},
-            "tolerations[0].tolerationSeconds",
-            "is a whole number, not 1.5",
-        ),
+        ({"tolerations": [{"tolerationSeconds": 1.5}]}, "tolerations[0].tolerationSeconds",
+         "is a whole number, not 1.5"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_type_is_reported_with_its_place_and_the_right_type(
     fields: dict[str, Any], place: str, sentence: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        render(with_pool(BASE, podTemplate={"spec": fields}), secrets=SECRETS)
+        rendered(with_pool(BASE, podTemplate={"spec": fields}))
     assert caught.value.errors == ((f"spec.pools[0].podTemplate.spec.{place}", sentence),)
 
 
@@ -223,12 +187,12 @@ def test_a_wrong_type_is_reported_with_its_place_and_the_right_type(
     "fields",
     [
         {"fieldOfANewerKubernetes": {"x": 1}},
-        {"containers": [{"name": "engine", "fieldOfANewerKubernetes": [1]}]},
-        {"containers": [{"name": "engine", "resources": {"limits": {"cpu": 4}, "requests": {"cpu": 0.5}}}]},
+        engine(fieldOfANewerKubernetes=[1]),
+        engine(resources={"limits": {"cpu": 4}, "requests": {"cpu": 0.5}}),
         {"overhead": {"cpu": 1}},
         {"volumes": [{"name": "tmp", "emptyDir": {"sizeLimit": 1073741824}}]},
         {"volumes": [{"name": "w", "iscsi": {"targetPortal": "10.0.0.1", "iqn": "iqn.2001-04.com.example:w"}}]},
-        {"containers": [{"name": "engine", "lifecycle": {"preStop": {"sleep": {}}}}]},
+        engine(lifecycle={"preStop": {"sleep": {}}}),
     ],
 )
 def test_what_the_api_server_takes_passes(fields: dict[str, Any]) -> None:

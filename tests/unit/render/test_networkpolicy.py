@@ -1,18 +1,22 @@
 """Who reaches whom: the rendered policies, read as a network plugin reads them."""
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from label_selectors import selects
-from unit.render.objects import children
+from unit.render.objects import SHORTEST, WHOLE, change, children, valid
 
-from mmrouter_lib.api import MMRouterDeployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, SpecError, to_json
 from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_operator.render.networkpolicy import anywhere, collector, public, ranges
+from mmrouter_router.media.guard import refusal
 
-Change = Callable[..., MMRouterDeployment]
 API_SERVER = "192.0.2.1"
 SITE = OperatorConfig(api_server_cidrs=(f"{API_SERVER}/32",), pod_cidrs=("10.244.0.0/16",))
 
@@ -44,13 +48,12 @@ STRANGER = Pod({"app": "shop"}, "shop")
 INTERNET = Host("8.8.8.8")
 METADATA = Host("169.254.169.254")
 INTRANET = Host("10.9.9.9")
+PORTS = (80, 443, 5557, 5600, 6443, 7557, 7558, 8000, 8001, 9090, 40000)
 
 
 def is_peer(peer: dict[str, Any], whom: Pod | Host) -> bool:
     if "ipBlock" in peer:
-        address = ipaddress.ip_address(whom.address)
-        inside = address in ipaddress.ip_network(peer["ipBlock"]["cidr"])
-        return inside and not any(address in ipaddress.ip_network(c) for c in peer["ipBlock"].get("except", []))
+        return open_to([peer], ipaddress.ip_address(whom.address))
     if isinstance(whom, Host):
         return False
     # No namespaceSelector: the policy's own namespace. An empty one: every namespace.
@@ -81,134 +84,97 @@ def passes(
     return True
 
 
+def policies(dep: MMRouterDeployment, **settings: Any) -> list[dict[str, Any]]:
+    """Return a deployment's policies with the site's settings, some of them changed."""
+    return children(dep, "NetworkPolicy", config=SITE.model_copy(update=settings))
+
+
 @pytest.fixture
-def closed(whole: MMRouterDeployment, changed: Change) -> MMRouterDeployment:
+def closed() -> MMRouterDeployment:
     """Weights on a volume, and no fetching."""
-    return changed(whole, routing={})
+    return change(WHOLE, routing={})
 
 
-def test_policies_are_valid_for_the_api(
-    whole: MMRouterDeployment,
-    shortest: MMRouterDeployment,
-    changed: Change,
-    valid: Callable[[list[dict[str, Any]]], None],
-) -> None:
+def test_policies_are_valid_for_the_api() -> None:
     media = {"fetch": "allowList", "allowedHosts": ["images.example"], "allowedCIDRs": ["10.1.0.0/16"]}
-    rich = changed(shortest, routing={"media": media}, observability={"otlpEndpoint": "http://otel:4318"})
-    for dep in (whole, shortest, rich, disaggregated(shortest, changed)):
-        valid(children(dep, "NetworkPolicy", config=SITE))
+    rich = change(SHORTEST, routing={"media": media}, observability={"otlpEndpoint": "http://otel:4318"})
+    for dep in (WHOLE, SHORTEST, rich, disaggregated()):
+        valid(policies(dep))
         valid(children(dep, "NetworkPolicy", config=OperatorConfig()))
 
 
-def test_there_is_none_where_they_are_off(whole: MMRouterDeployment, changed: Change) -> None:
-    assert children(changed(whole, networkPolicy={"enabled": False}), "NetworkPolicy", config=SITE) == []
-
-
-def test_every_pod_of_the_deployment_is_closed_in_both_directions(whole: MMRouterDeployment) -> None:
-    policies = children(whole, "NetworkPolicy", config=SITE)
-    for pod in (frontend(), engine("big"), engine("host"), engine("r", "renderer")):
-        assert any(selects(policy["spec"]["podSelector"], pod.labels) for policy in policies)
-    assert all(policy["spec"]["policyTypes"] == ["Ingress", "Egress"] for policy in policies)
+def test_there_is_none_where_they_are_off() -> None:
+    assert policies(change(WHOLE, networkPolicy={"enabled": False})) == []
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "port"),
+    ("source", "target", "reached"),
     [
-        (STRANGER, frontend(), 8000),
-        (INTERNET, frontend(), 8000),
-        (STRANGER, frontend(), 9090),
-        (STRANGER, engine(), 9090),
-        (OPERATOR, frontend(), 8001),
-        (frontend(), frontend(), 8001),
-        (frontend(), engine(), 8000),
-        (frontend(), engine(), 7557),
-        (frontend(), engine(), 7558),
-        (frontend(), engine("r", "renderer"), 8000),
-        (frontend(), Host(API_SERVER), 6443),
-        (frontend(), Host(API_SERVER), 443),
+        (STRANGER, frontend(), (8000, 9090)),
+        (INTERNET, frontend(), (8000,)),
+        (STRANGER, engine(), (9090,)),
+        (OPERATOR, frontend(), (8000, 8001, 9090)),
+        (frontend(), frontend(), (8001,)),
+        (frontend(), engine(), (8000, 7557, 7558)),
+        (frontend(), engine("r", "renderer"), (8000, 7557, 7558)),
+        (frontend(), Host(API_SERVER), (6443, 443)),
+        (INTERNET, engine(), ()),
+        (OPERATOR, engine(), (9090,)),
+        (frontend("other"), engine(), (9090,)),
+        (frontend("qwen-vl", "elsewhere"), engine(), (9090,)),
+        (frontend("other"), frontend(), (8000, 9090)),
+        (frontend(), engine(deployment="other"), ()),
+        (engine("big"), engine("mig"), ()),
+        (engine(), frontend(), ()),
+        (engine(), INTERNET, ()),
+        (engine(), INTRANET, ()),
+        (engine(), Host(API_SERVER), ()),
+        (engine(), METADATA, ()),
+        (frontend(), INTERNET, ()),
+        (frontend(), INTRANET, ()),
+        (frontend(), METADATA, ()),
+        (frontend(), STRANGER, ()),
     ],
 )
-def test_what_the_deployment_needs_gets_through(
-    closed: MMRouterDeployment, source: Pod | Host, target: Pod | Host, port: int
+def test_what_the_deployment_needs_gets_through_and_nothing_else(
+    closed: MMRouterDeployment, source: Pod | Host, target: Pod | Host, reached: tuple[int, ...]
 ) -> None:
-    assert passes(children(closed, "NetworkPolicy", config=SITE), source, target, port)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "port"),
-    [
-        (STRANGER, engine(), 8000),
-        (STRANGER, engine(), 7557),
-        (INTERNET, engine(), 8000),
-        (INTERNET, engine(), 9090),
-        (STRANGER, frontend(), 8001),
-        (INTERNET, frontend(), 8001),
-        (INTERNET, frontend(), 9090),
-        (OPERATOR, engine(), 8000),
-        (frontend("other"), engine(), 8000),
-        (frontend("qwen-vl", "elsewhere"), engine(), 8000),
-        (frontend("other"), frontend(), 8001),
-        (frontend(), engine(deployment="other"), 8000),
-        (frontend(), engine(), 5557),
-        (engine("big"), engine("mig"), 8000),
-        (engine("big"), engine("mig"), 7557),
-        (engine("big"), engine("mig"), 5600),
-        (engine("big"), engine("mig"), 40000),
-        (engine(), frontend(), 8001),
-        (engine(), INTERNET, 443),
-        (engine(), INTRANET, 443),
-        (engine(), Host(API_SERVER), 443),
-        (engine(), METADATA, 80),
-        (frontend(), INTERNET, 443),
-        (frontend(), INTERNET, 80),
-        (frontend(), INTRANET, 80),
-        (frontend(), METADATA, 80),
-        (frontend(), STRANGER, 80),
-    ],
-)
-def test_nothing_else_gets_through(
-    closed: MMRouterDeployment, source: Pod | Host, target: Pod | Host, port: int
-) -> None:
-    assert not passes(children(closed, "NetworkPolicy", config=SITE), source, target, port)
+    of_closed = policies(closed)
+    assert {port for port in PORTS if passes(of_closed, source, target, port)} == set(reached)
 
 
 @pytest.mark.parametrize("pod", [frontend(), engine()])
 def test_names_are_resolved_wherever_the_name_server_is(closed: MMRouterDeployment, pod: Pod) -> None:
-    policies = children(closed, "NetworkPolicy", config=SITE)
     for server in (STRANGER, INTERNET, Host("169.254.20.10")):
         for protocol in ("UDP", "TCP"):
-            assert passes(policies, pod, server, 53, protocol)
-    assert passes(policies, pod, STRANGER, 5353, "UDP")  # OpenShift
+            assert passes(policies(closed), pod, server, 53, protocol)
+    assert passes(policies(closed), pod, STRANGER, 5353, "UDP")  # OpenShift
 
 
-def test_weights_come_from_the_hub_only_where_there_is_no_volume(
-    closed: MMRouterDeployment, shortest: MMRouterDeployment
-) -> None:
+def test_weights_come_from_the_hub_only_where_there_is_no_volume(closed: MMRouterDeployment) -> None:
     for pod in (frontend(), engine("worker")):
-        assert passes(children(shortest, "NetworkPolicy", config=SITE), pod, INTERNET, 443)
-        assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, METADATA, 80)
-        assert not passes(children(closed, "NetworkPolicy", config=SITE), pod, INTERNET, 443)
+        assert passes(policies(SHORTEST), pod, INTERNET, 443)
+        assert not passes(policies(SHORTEST), pod, METADATA, 80)
+        assert not passes(policies(closed), pod, INTERNET, 443)
 
 
-def test_nothing_private_is_reached_for_the_hub_unless_the_site_names_a_mirror(shortest: MMRouterDeployment) -> None:
-    mirrored = SITE.model_copy(update={"hub_endpoint": "https://mirror.example"})
-    of_public_numbers = SITE.model_copy(update={"pod_cidrs": ("8.8.8.0/24",)})
+def test_nothing_private_is_reached_for_the_hub_unless_the_site_names_a_mirror() -> None:
     for pod in (frontend(), engine("worker")):
         for private in (INTRANET, STRANGER, Host("fd00::7")):
-            assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, private, 443)
-            assert passes(children(shortest, "NetworkPolicy", config=mirrored), pod, private, 443)
-        assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, INTERNET, 80)
-        assert not passes(children(shortest, "NetworkPolicy", config=of_public_numbers), pod, INTERNET, 443)
+            assert not passes(policies(SHORTEST), pod, private, 443)
+            assert passes(policies(SHORTEST, hub_endpoint="https://mirror.example"), pod, private, 443)
+        assert not passes(policies(SHORTEST), pod, INTERNET, 80)
+        assert not passes(policies(SHORTEST, pod_cidrs=("8.8.8.0/24",)), pod, INTERNET, 443)
 
 
-def test_a_mirror_of_the_hub_may_be_pods_on_any_port(shortest: MMRouterDeployment, closed: MMRouterDeployment) -> None:
-    config = SITE.model_copy(update={"hub_endpoint": "http://mirror.models.svc:8080"})
+def test_a_mirror_of_the_hub_may_be_pods_on_any_port(closed: MMRouterDeployment) -> None:
+    mirrored = policies(SHORTEST, hub_endpoint="http://mirror.models.svc:8080")
     for pod in (frontend(), engine("worker")):
-        assert passes(children(shortest, "NetworkPolicy", config=config), pod, STRANGER, 8080)
-        assert passes(children(shortest, "NetworkPolicy", config=config), pod, INTRANET, 8080)
-        assert not passes(children(shortest, "NetworkPolicy", config=SITE), pod, STRANGER, 8080)
-        assert not passes(children(shortest, "NetworkPolicy", config=config), pod, METADATA, 8080)
-        assert not passes(children(closed, "NetworkPolicy", config=config), pod, STRANGER, 8080)
+        assert passes(mirrored, pod, STRANGER, 8080)
+        assert passes(mirrored, pod, INTRANET, 8080)
+        assert not passes(policies(SHORTEST), pod, STRANGER, 8080)
+        assert not passes(mirrored, pod, METADATA, 8080)
+        assert not passes(policies(closed, hub_endpoint="http://mirror.models.svc:8080"), pod, STRANGER, 8080)
 
 
 @pytest.mark.parametrize(
@@ -229,55 +195,145 @@ def test_a_mirror_of_the_hub_may_be_pods_on_any_port(shortest: MMRouterDeploymen
     ],
 )
 def test_only_frontends_that_fetch_get_out_and_only_as_far_as_their_guard_lets_them(
-    whole: MMRouterDeployment,
-    changed: Change,
-    media: dict[str, Any],
-    reached: list[tuple[Host, int]],
-    refused: list[tuple[Host, int]],
+    media: dict[str, Any], reached: list[tuple[Host, int]], refused: list[tuple[Host, int]]
 ) -> None:
-    policies = children(changed(whole, routing={"media": media}), "NetworkPolicy", config=SITE)
-    assert [passes(policies, frontend(), host, port) for host, port in reached] == [True] * len(reached)
-    assert [passes(policies, frontend(), host, port) for host, port in refused] == [False] * len(refused)
-    assert not any(passes(policies, engine(), host, port) for host, port in reached)
+    fetching = policies(change(WHOLE, routing={"media": media}))
+    assert all(passes(fetching, frontend(), host, port) for host, port in reached)
+    assert not any(passes(fetching, frontend(), host, port) for host, port in refused)
+    assert not any(passes(fetching, engine(), host, port) for host, port in reached)
 
 
-def test_pods_are_no_public_hosts(whole: MMRouterDeployment) -> None:
-    config = SITE.model_copy(update={"pod_cidrs": ("8.8.8.0/24",)})
-    assert not passes(children(whole, "NetworkPolicy", config=config), frontend(), INTERNET, 443)
+def test_pods_are_no_public_hosts() -> None:
+    assert not passes(policies(WHOLE, pod_cidrs=("8.8.8.0/24",)), frontend(), INTERNET, 443)
 
 
 def test_without_the_sites_word_the_api_server_may_be_anywhere(closed: MMRouterDeployment) -> None:
-    policies = children(closed, "NetworkPolicy", config=OperatorConfig())
-    assert passes(policies, frontend(), Host(API_SERVER), 6443)
-    assert passes(policies, frontend(), INTERNET, 443)
-    assert not passes(policies, frontend(), INTERNET, 80)
-    assert not passes(policies, engine(), Host(API_SERVER), 6443)
+    anywhere_closed = children(closed, "NetworkPolicy", config=OperatorConfig())
+    assert passes(anywhere_closed, frontend(), Host(API_SERVER), 6443)
+    assert passes(anywhere_closed, frontend(), INTERNET, 443)
+    assert not passes(anywhere_closed, frontend(), INTERNET, 80)
+    assert not passes(anywhere_closed, engine(), Host(API_SERVER), 6443)
 
 
-def test_traces_reach_their_collector(closed: MMRouterDeployment, changed: Change) -> None:
-    policies = children(
-        changed(closed, observability={"otlpEndpoint": "http://10.9.9.9:4318"}), "NetworkPolicy", config=SITE
-    )
-    assert passes(policies, frontend(), INTRANET, 4318)
-    assert not passes(policies, frontend(), INTERNET, 4318)
-    assert not passes(policies, engine(), INTRANET, 4318)
+def test_traces_reach_their_collector(closed: MMRouterDeployment) -> None:
+    traced = policies(change(closed, observability={"otlpEndpoint": "http://10.9.9.9:4318"}))
+    assert passes(traced, frontend(), INTRANET, 4318)
+    assert not passes(traced, frontend(), INTERNET, 4318)
+    assert not passes(traced, engine(), INTRANET, 4318)
 
 
-def test_only_engines_that_transfer_reach_each_other(shortest: MMRouterDeployment, changed: Change) -> None:
-    policies = children(disaggregated(shortest, changed), "NetworkPolicy", config=SITE)
+def test_only_engines_that_transfer_reach_each_other() -> None:
+    exchanging = policies(disaggregated())
     prefill, decode, render = engine("p", "prefill"), engine("d", "decode"), engine("r", "renderer")
     for port in (5600, 5663, 14579, 40000):
-        assert passes(policies, prefill, decode, port)
-        assert passes(policies, decode, prefill, port)
-        assert not passes(policies, render, decode, port)
-        assert not passes(policies, prefill, render, port)
-        assert not passes(policies, STRANGER, decode, port)
-        assert not passes(policies, prefill, engine("d", "decode", "other"), port)
+        assert passes(exchanging, prefill, decode, port)
+        assert passes(exchanging, decode, prefill, port)
+        assert not passes(exchanging, render, decode, port)
+        assert not passes(exchanging, prefill, render, port)
+        assert not passes(exchanging, STRANGER, decode, port)
+        assert not passes(exchanging, prefill, engine("d", "decode", "other"), port)
     for port in (8000, 7557, 7558, 5557):
-        assert not passes(policies, prefill, decode, port)
+        assert not passes(exchanging, prefill, decode, port)
 
 
-def disaggregated(shortest: MMRouterDeployment, changed: Change) -> MMRouterDeployment:
-    pool = {key: value for key, value in to_json(shortest)["spec"]["pools"][0].items() if key in {"accelerator"}}
+def disaggregated() -> MMRouterDeployment:
+    accelerator = to_json(SHORTEST)["spec"]["pools"][0]["accelerator"]
     roles = {"p": "prefill", "d": "decode", "r": "renderer"}
-    return changed(shortest, pools=[{**pool, "name": name, "role": role} for name, role in roles.items()])
+    pools = [{"name": name, "role": role, "accelerator": accelerator} for name, role in roles.items()]
+    return change(SHORTEST, pools=pools)
+
+
+Address = IPv4Address | IPv6Address
+
+
+def open_to(peers: Iterable[dict[str, Any]], address: Address) -> bool:
+    """Whether ``ipBlock`` peers let a connection through, as NetworkPolicy reads them: an IPv4-mapped one is IPv4."""
+    address = getattr(address, "ipv4_mapped", None) or address
+    return any(
+        address in ipaddress.ip_network(peer["ipBlock"]["cidr"])
+        and not any(address in ipaddress.ip_network(cidr) for cidr in peer["ipBlock"].get("except", []))
+        for peer in peers
+    )
+
+
+BORDERS = """
+    169.254.169.254 168.63.129.16 100.100.100.200 100.128.0.1 223.255.255.255
+    2001:db8::1 2606:4700::1 64:ff9b::a9fe:a9fe 64:ff9b::808:808 fd00:ec2::254 fe80::1
+"""
+
+
+def agrees_with_the_guard(address: Address) -> bool:
+    return open_to(public([]), address) == (refusal(address, ()) is None)
+
+
+@given(st.one_of(st.ip_addresses(v=4), st.ip_addresses(v=6)))
+def test_public_is_what_the_guard_takes_for_public(address: Address) -> None:
+    """But for ISATAP, whose mark is in the middle of an address: no range describes that, the guard looks for it."""
+    assume(address.version == 4 or int(address) >> 32 & 0xFFFF_FFFF not in (0x5EFE, 0x0200_5EFE))
+    assert agrees_with_the_guard(address)
+
+
+@pytest.mark.parametrize("address", BORDERS.split())
+def test_the_guard_agrees_at_the_borders_of_known_ranges(address: str) -> None:
+    assert agrees_with_the_guard(ipaddress.ip_address(address))
+
+
+def test_the_clusters_own_ranges_are_closed_even_where_they_are_public() -> None:
+    peers = public(["10.244.0.0/16", "8.8.8.0/24", "2606:4700::/32", "fd00::/8"])
+    assert not open_to(peers, IPv4Address("8.8.8.8"))
+    assert not open_to(peers, IPv6Address("64:ff9b::808:808"))
+    assert not open_to(peers, IPv6Address("2606:4700::1"))
+    assert open_to(peers, IPv4Address("8.8.4.4"))
+    assert open_to(peers, IPv6Address("2607::1"))
+
+
+def test_a_range_that_covers_everything_leaves_no_peer_of_its_kind() -> None:
+    """``except`` must lie inside its block, so a block that is all excepted is no block."""
+    assert not any(open_to(public(["0.0.0.0/0"]), IPv4Address(address)) for address in ("8.8.8.8", "1.1.1.1"))
+    assert public(["0.0.0.0/0", "::/0"]) == []
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254", "168.63.129.16", "100.100.100.200", "fd00:ec2::254", "fe80::1"])
+def test_metadata_services_are_never_open(address: str) -> None:
+    where = ipaddress.ip_address(address)
+    for peers in (anywhere(), public([]), ranges(["0.0.0.0/0", "::/0"])):
+        assert not open_to(peers, where)
+        assert open_to(peers, IPv4Address("8.8.8.8"))
+
+
+def test_allowed_ranges_are_open_whatever_they_are() -> None:
+    peers = ranges(["10.1.0.0/16", "::ffff:192.168.0.0/112", "fd12::/16", "169.254.169.254/32"])
+    assert [peer["ipBlock"]["cidr"] for peer in peers] == ["10.1.0.0/16", "192.168.0.0/16", "fd12::/16"]
+
+
+@pytest.mark.parametrize(
+    "make", [anywhere, lambda: public(["10.0.0.0/8", "8.8.8.0/24"]), lambda: ranges(["0.0.0.0/0"])]
+)
+def test_exceptions_lie_strictly_inside_their_block(make: Callable[[], list[dict[str, Any]]]) -> None:
+    """The API server refuses any other."""
+    for peer in make():
+        base = ipaddress.ip_network(peer["ipBlock"]["cidr"])
+        for text in peer["ipBlock"]["except"]:
+            inner = ipaddress.ip_network(text)
+            assert inner.version == base.version
+            assert inner.subnet_of(base)  # type: ignore[arg-type]
+            assert inner != base
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "peers", "port"),
+    [
+        ("http://collector.monitoring:4318", None, 4318),
+        ("https://otel.example/v1/traces", None, 443),
+        ("http://10.0.0.7:4317", [{"ipBlock": {"cidr": "10.0.0.7/32"}}], 4317),
+        ("http://[fd00::1]:4317", [{"ipBlock": {"cidr": "fd00::1/128"}}], 4317),
+    ],
+)
+def test_a_collector_is_its_address_or_its_port(endpoint: str, peers: list[Any] | None, port: int) -> None:
+    assert collector(endpoint) == (peers, port)
+
+
+@pytest.mark.parametrize("endpoint", ["http://x:99999", "http://x:0", "http://:4318", "http://[::1:4318", "ftp://x"])
+def test_an_endpoint_without_host_or_port_is_an_error_with_its_field(endpoint: str) -> None:
+    with pytest.raises(SpecError, match=r"^spec\.observability\.otlpEndpoint: "):
+        collector(endpoint)

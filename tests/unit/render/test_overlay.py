@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.render.objects import SHORTEST, container, named, pod_of, rendered, template_labels, with_pool
 
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment, to_json
+from mmrouter_operator.model.kinds import INPUTS_HASH
+from mmrouter_operator.render import overridden
 from mmrouter_operator.render.pod.strategic_merge import MERGE_KEYS, OverlayError, overlay
 
 FILE = Path(__file__).parent / "golden" / "kubectl-overlay.json"
@@ -70,13 +74,9 @@ def test_nulls_and_deletions_in_something_new_have_nothing_to_delete() -> None:
         ({"spec": {"containers": ["engine"]}}, "spec.containers", "holds objects, not 'engine'"),
         ({"spec": {"containers": [{"image": "x"}]}}, "spec.containers", "needs its `name`"),
         ({"spec": {"containers": [{"$patch": "delete"}]}}, "spec.containers", "needs its `name`"),
-        ({"spec": {"containers": [{"name": None}]}}, "spec.containers.name", "as a text or a number, not None"),
+        ({"spec": {"containers": [{"name": None}]}}, "spec.containers.name", "as a text or a number, not null"),
         ({"spec": {"containers": [{"name": ["engine"]}]}}, "spec.containers.name", "as a text or a number, not a list"),
-        (
-            {"spec": {"containers": [{"name": "new", "env": [{"value": "1"}]}]}},
-            "spec.containers.env",
-            "needs its `name`",
-        ),
+        ({"spec": {"containers": [{"name": "n", "env": [{"x": 1}]}]}}, "spec.containers.env", "needs its `name`"),
         ({"spec": {"nodeSelector": {"$patch": "remove"}}}, "spec.nodeSelector.$patch", "`delete` or `replace`"),
         ({"spec": {"$setElementOrder/containers": []}}, "spec.$setElementOrder/containers", "not supported"),
         ({"spec": {"nodeSelector": {"$retainKeys": ["a"], "b": "1"}}}, "spec.nodeSelector.b", "must list every key"),
@@ -144,3 +144,147 @@ def _covers(merged: Any, patch: Any, template: Any, path: tuple[str, ...]) -> No
             _covers(*(side.get(key) for side in sides), path)
     else:
         assert merged == (template if patch is None else patch)
+
+
+PATH = "spec.pools[0].podTemplate"
+
+
+def patched(dep: MMRouterDeployment, patch: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """Return the worker's pod template with a patch, and the places that were put back, within the patch."""
+    dep = with_pool(dep, podTemplate=patch)
+    obj = named(rendered(dep), "Deployment", f"{dep.metadata.name}-worker")
+    places = {place.removeprefix(f"{PATH}.") for place in overridden(dep)}
+    return obj["spec"]["template"], places
+
+
+def in_engine(**fields: Any) -> dict[str, Any]:
+    return {"spec": {"containers": [{"name": "engine", **fields}]}}
+
+
+def in_sidecar(**fields: Any) -> dict[str, Any]:
+    return {"spec": {"initContainers": [{"name": "sidecar", **fields}]}}
+
+
+@pytest.mark.parametrize(
+    ("patch", "message"),
+    [
+        ({"spce": {}}, ".spce: a pod template has"),
+        (in_engine(**{"$patch": "delete"}), ".spec.containers: container `engine` cannot be removed"),
+        ({"spec": None}, ".spec.initContainers: container `sidecar` cannot"),
+        ({"spec": {"containers": [{"$patch": "replace"}, {"name": "engine", "env": [{}]}]}},
+         ".spec.containers.env: every element needs its `name`"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_laid_over_is_an_error_with_its_field(patch: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        rendered(with_pool(SHORTEST, podTemplate=patch))
+    assert str(caught.value).startswith(f"{PATH}{message}")
+
+
+def test_labels_and_hash_of_ours_survive() -> None:
+    patch = {"metadata": {"labels": {"mmrouter.io/pool": "other", "team": "vision"}, "annotations": None}}
+    template, places = patched(SHORTEST, patch)
+    assert template["metadata"]["labels"]["mmrouter.io/pool"] == "worker"
+    assert template["metadata"]["labels"]["team"] == "vision"
+    assert INPUTS_HASH in template["metadata"]["annotations"]
+    assert places == {"metadata.labels.mmrouter.io/pool", f"metadata.annotations.{INPUTS_HASH}"}
+
+
+def test_readiness_gates_stay_and_others_may_join() -> None:
+    theirs = [{"conditionType": "site.example/load-balanced"}]
+    template, places = patched(SHORTEST, {"spec": {"readinessGates": theirs}})
+    gates = [gate["conditionType"] for gate in template["spec"]["readinessGates"]]
+    assert gates == ["mmrouter.io/routable", "mmrouter.io/verified", "site.example/load-balanced"]
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize(
+    ("patch", "place"),
+    [
+        ({"spec": {"volumes": [{"name": "config", "emptyDir": {}, "$retainKeys": ["name", "emptyDir"]}]}},
+         "volumes[config]"),
+        ({"spec": {"volumes": [{"name": "state", "$patch": "delete"}]}}, "volumes[state]"),
+        (in_sidecar(command=["sh"]), "initContainers[sidecar].command"),
+        (in_sidecar(restartPolicy=None), "initContainers[sidecar].restartPolicy"),
+        (in_sidecar(volumeMounts=[{"mountPath": "/etc/mmrouter", "name": "tmp", "readOnly": None}]),
+         "initContainers[sidecar].volumeMounts[/etc/mmrouter]"),
+        (in_sidecar(startupProbe={"httpGet": {"port": 1}}), "initContainers[sidecar].startupProbe.httpGet"),
+        (in_engine(readinessProbe={"httpGet": {"path": "/"}}), "containers[engine].readinessProbe.httpGet"),
+        (in_engine(ports=[{"containerPort": 8000, "$patch": "delete"}]), "containers[engine].ports[http]"),
+        (in_engine(env=[{"name": "POD_IP", "$patch": "delete"}]), "containers[engine].env[POD_IP]"),
+        (in_engine(env=[{"name": "VLLM_API_KEY", "value": "known", "valueFrom": None}]),
+         "containers[engine].env[VLLM_API_KEY]"),
+    ],
+)  # fmt: skip
+def test_what_we_cannot_do_without_is_put_back_and_named(patch: dict[str, Any], place: str) -> None:
+    plain, _ = patched(SHORTEST, {})
+    template, places = patched(SHORTEST, patch)
+    assert places == {f"spec.{place}"}
+    assert _comparable(template) == _comparable(plain)
+
+
+def _comparable(template: dict[str, Any]) -> dict[str, Any]:
+    """Return a template without its hash, which depends on the patch, and without the order of keyed lists."""
+    found = copy.deepcopy(template)
+    del found["metadata"]["annotations"]
+    found["spec"]["volumes"].sort(key=lambda volume: volume["name"])
+    for one in [*found["spec"]["initContainers"], *found["spec"]["containers"]]:
+        for name, key in (("env", "name"), ("ports", "name"), ("volumeMounts", "mountPath")):
+            one.get(name, []).sort(key=lambda item: item[key])
+    return found
+
+
+def test_the_rest_is_the_users() -> None:
+    patch = {
+        "spec": {
+            "serviceAccountName": "mine",
+            "runtimeClassName": "nvidia",
+            "terminationGracePeriodSeconds": 600,
+            "affinity": None,
+            "volumes": [{"name": "hub", "emptyDir": None, "persistentVolumeClaim": {"claimName": "cache"}}],
+            "containers": [
+                {
+                    "name": "engine",
+                    "imagePullPolicy": "Always",
+                    "livenessProbe": None,
+                    "startupProbe": {"failureThreshold": 9},
+                    "env": [{"name": "HOME", "value": "/home"}, {"name": "NCCL_DEBUG", "value": "INFO"}],
+                }
+            ],
+        }
+    }
+    template, places = patched(SHORTEST, patch)
+    assert places == set()
+    pod = template["spec"]
+    assert (pod["serviceAccountName"], pod["runtimeClassName"], "affinity" in pod) == ("mine", "nvidia", False)
+    assert {"name": "hub", "persistentVolumeClaim": {"claimName": "cache"}} in pod["volumes"]
+    engine = container(pod, "engine")
+    assert "livenessProbe" not in engine
+    assert engine["startupProbe"] == {
+        "httpGet": {"path": "/health", "port": "http"},
+        "periodSeconds": 5,
+        "failureThreshold": 9,
+        "timeoutSeconds": 5,
+    }
+    env = {item["name"]: item.get("value") for item in engine["env"]}
+    assert (env["HOME"], env["NCCL_DEBUG"]) == ("/home", "INFO")
+
+
+def test_the_frontends_patch_is_held_to_the_same() -> None:
+    obj = to_json(SHORTEST)
+    obj["spec"]["frontend"] = {
+        "podTemplate": {
+            "metadata": {"labels": {"mmrouter.io/role": "worker"}},
+            "spec": {"containers": [{"name": "router", "command": ["sh"], "args": ["-c", "true"]}]},
+        }
+    }
+    dep = parse_deployment(obj)
+    frontend = named(rendered(dep), "Deployment", "qwen-vl-frontend")
+    assert template_labels(frontend)["mmrouter.io/role"] == "frontend"
+    router = container(pod_of(dep, "frontend"), "router")
+    assert (router["command"], "args" in router) == (["mmrouter", "router"], False)
+    assert set(overridden(dep)) == {
+        "spec.frontend.podTemplate.metadata.labels.mmrouter.io/role",
+        "spec.frontend.podTemplate.spec.containers[router].command",
+        "spec.frontend.podTemplate.spec.containers[router].args",
+    }

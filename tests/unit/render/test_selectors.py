@@ -3,7 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import HealthCheck, assume, given, settings
@@ -17,6 +17,7 @@ from mmrouter_operator.model.kinds import KEDA_API, POD_METRICS_APIS, POD_MONITO
 from mmrouter_operator.render import render
 
 Object = dict[str, Any]
+Rendered = tuple[MMRouterDeployment, list[Object]]
 
 CONFIG = OperatorConfig(prometheus_address="http://prometheus:9090", pod_cidrs=("10.244.0.0/16",))
 SERVED = st.sampled_from([(), (POD_MONITOR_API,), (POD_MONITOR_API, KEDA_API), (POD_MONITOR_API, POD_METRICS_APIS[0])])
@@ -126,13 +127,17 @@ def container_ports(obj: Object) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for container in containers for port in container.get("ports", [])}
 
 
-random = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LIMITS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def random(test: Callable[[Rendered], None]) -> Callable[[], None]:
+    """Run a test with random deployments, and what is rendered for each where some APIs are served."""
+    return LIMITS(given(st.tuples(deployments(), SERVED).map(lambda drawn: (drawn[0], children(*drawn))))(test))
 
 
 @random
-@given(deployments(), SERVED)
-def test_every_child_is_marked_and_owned(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
-    objects = children(dep, served)
+def test_every_child_is_marked_and_owned(drawn: Rendered) -> None:
+    dep, objects = drawn
     for obj in objects:
         metadata = obj["metadata"]
         assert metadata["namespace"] == "inference"
@@ -140,19 +145,15 @@ def test_every_child_is_marked_and_owned(dep: MMRouterDeployment, served: tuple[
         assert metadata["labels"]["mmrouter.io/deployment"] == dep.metadata.name
         assert metadata["labels"]["app.kubernetes.io/managed-by"] == "mmrouter-operator"
         (owner,) = metadata["ownerReferences"]
-        assert (owner["kind"], owner["name"], owner["uid"]) == (
-            "MMRouterDeployment",
-            dep.metadata.name,
-            dep.metadata.uid,
-        )
+        assert (owner["kind"], owner["name"]) == ("MMRouterDeployment", dep.metadata.name)
+        assert owner["uid"] == dep.metadata.uid
         assert owner["controller"] is True
     assert max(Counter((obj["kind"], name(obj)) for obj in objects).values()) == 1
 
 
 @random
-@given(deployments(), SERVED)
-def test_a_selector_takes_the_pods_that_it_is_for(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
-    objects = children(dep, served)
+def test_a_selector_takes_the_pods_that_it_is_for(drawn: Rendered) -> None:
+    dep, objects = drawn
     labels = pods(objects)
     frontend, engines = f"{dep.metadata.name}-frontend", {f"{dep.metadata.name}-{p.name}" for p in dep.spec.pools}
     assert set(labels) == {frontend} | engines
@@ -174,7 +175,7 @@ def test_a_selector_takes_the_pods_that_it_is_for(dep: MMRouterDeployment, serve
         assert taken(obj["spec"]["selector"]) == ({frontend} if name(obj) == frontend else followed)
 
 
-@random
+@LIMITS
 @given(deployments(), deployments(), SERVED)
 def test_no_selector_takes_pods_of_another_deployment(
     dep: MMRouterDeployment, other: MMRouterDeployment, served: tuple[str, ...]
@@ -187,11 +188,8 @@ def test_no_selector_takes_pods_of_another_deployment(
 
 
 @random
-@given(deployments(), SERVED)
-def test_every_pod_is_closed_by_a_policy_where_policies_are_on(
-    dep: MMRouterDeployment, served: tuple[str, ...]
-) -> None:
-    objects = children(dep, served)
+def test_every_pod_is_closed_by_a_policy_where_policies_are_on(drawn: Rendered) -> None:
+    dep, objects = drawn
     policies = list(of(objects, "NetworkPolicy"))
     for labels in pods(objects).values():
         closed = any(selects(policy["spec"]["podSelector"], labels) for policy in policies)
@@ -199,9 +197,8 @@ def test_every_pod_is_closed_by_a_policy_where_policies_are_on(
 
 
 @random
-@given(deployments(), SERVED)
-def test_what_a_child_names_is_there(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
-    objects = children(dep, served)
+def test_what_a_child_names_is_there(drawn: Rendered) -> None:
+    _, objects = drawn
     there = {(obj["kind"], name(obj)) for obj in objects}
     for obj in of(objects, "Deployment"):
         template = obj["spec"]["template"]["spec"]
@@ -222,11 +219,8 @@ def test_what_a_child_names_is_there(dep: MMRouterDeployment, served: tuple[str,
 
 
 @random
-@given(deployments(), SERVED)
-def test_ports_that_are_opened_and_scraped_are_ports_of_the_pods(
-    dep: MMRouterDeployment, served: tuple[str, ...]
-) -> None:
-    objects = children(dep, served)
+def test_ports_that_are_opened_and_scraped_are_ports_of_the_pods(drawn: Rendered) -> None:
+    dep, objects = drawn
     deployed = {name(obj): obj for obj in of(objects, "Deployment")}
     labels = pods(objects)
     for obj in of(objects, "PodMonitor"):
@@ -245,9 +239,8 @@ def test_ports_that_are_opened_and_scraped_are_ports_of_the_pods(
 
 
 @random
-@given(deployments(), SERVED)
-def test_engines_that_transfer_reach_each_others_ports_for_it(dep: MMRouterDeployment, served: tuple[str, ...]) -> None:
-    objects = children(dep, served)
+def test_engines_that_transfer_reach_each_others_ports_for_it(drawn: Rendered) -> None:
+    dep, objects = drawn
     policies = [p for p in of(objects, "NetworkPolicy") if name(p) == f"{dep.metadata.name}-transfer"]
     ours = {"http", "metrics", "feed", "feed-requests"}
     for obj in of(objects, "Deployment"):

@@ -1,17 +1,51 @@
 """A router's control API on a loopback address, with workers made by tests."""
 
 import asyncio
-import itertools
-import os
+from collections import Counter
 
-from unit.router.test_operator_report import Reports
+from unit.router.rig import Rig, loopback, synced, until
 
-from mmrouter_router.api import control
+from mmrouter_router.api import port_apps
+from mmrouter_router.api.operator_report import Reporter
+from mmrouter_router.encoding.encoder_pods import EncoderProbes
+from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.server import Server
+from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics
 
 PORT = 8001
-_hosts = itertools.count(1)
+
+
+class Reports(Rig):
+    """A rig whose router reports."""
+
+    def __init__(self, engine: str = "vllm", **verification) -> None:
+        super().__init__(**verification)
+        self.upstream = Upstream(connect_seconds=10)
+        self.probes = EncoderProbes(self.fleet, self.upstream, engine, "secret", "m")
+        self.renderer = Renderer(self.upstream, "secret", "m", Metrics())
+        self.counts, self.possible, self.ready = Counter(), True, True
+        self.degraded: tuple[str, ...] = ()
+        self.reporter = Reporter(
+            router_id="r",
+            engine=engine,
+            fleet=self.fleet,
+            renderer=self.renderer,
+            probes=self.probes,
+            counts=self.counts,
+            ready=lambda: self.ready,
+            possible=lambda: self.possible,
+            degraded=lambda: self.degraded,
+        )
+
+    def row(self, worker) -> tuple:
+        row = self.reporter.report()["workers"][worker.member.uid]
+        return row["routable"], row["verified"], row["cause"]
+
+    def of_role(self, role: str, name: str = "a", ip: str = "127.0.0.1", **beat):
+        """Add a pod of a role with a heartbeat and a snapshot."""
+        return synced(self.fleet, Member(f"uid-{name}", name, ip, "worker", role), **beat)
 
 
 class Frontend(Reports):
@@ -20,10 +54,10 @@ class Frontend(Reports):
     def __init__(self, token: str = "t", ip: str = "") -> None:
         super().__init__()
         self.token = token
-        self.ip = ip or f"127.81.{os.getpid() % 250}.{next(_hosts)}"
+        self.ip = ip or loopback()
         self.stopping = asyncio.Event()
         self.refusals = Metrics().control_refusals
-        app = control.create(
+        app = port_apps.control_app(
             token=token,
             router_id="r",
             fleet=self.fleet,
@@ -43,8 +77,7 @@ class Frontend(Reports):
 
     async def start(self) -> "Frontend":
         self._task = asyncio.create_task(self.server.serve())
-        while not self.server.started:
-            await asyncio.sleep(0.005)
+        await until(lambda: self.server.started)
         return self
 
     async def stop(self) -> None:

@@ -6,21 +6,81 @@ import itertools
 import json
 import os
 from array import array
+from collections.abc import AsyncIterator
+
+import pytest
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import block_keys, pack_keys
 from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.http.server import Server
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.otlp_export import OtlpTracing
+from mmrouter_router.telemetry.tracing import enter
 
+PORT = 8000
 BLOCK, SEED = 16, 5
 IDS = array("I", range(100))
 KEYS = block_keys(IDS, BLOCK, (), SEED)
 WORKERS = {"name": "worker", "role": "worker", "replicas": 3, "accelerator": {"kind": "cpu"}}
 _hosts = itertools.count(1)
+
+
+def loopback() -> str:
+    """A loopback address that no other server of this process has."""
+    number = next(_hosts)
+    return f"127.{100 + number // 250}.{os.getpid() % 250}.{number % 250 + 1}"
+
+
+async def until(condition, seconds: float = 15.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def refused(asked, kind=RequestError):
+    """Return the error of this kind that something asked for is refused with."""
+    with pytest.raises(kind) as caught:
+        await asked
+    return caught.value
+
+
+@contextlib.asynccontextmanager
+async def running(*works) -> AsyncIterator[list[asyncio.Task]]:
+    """Run these coroutines beside a block, and cancel them at its end."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        yield tasks
+    finally:
+        await cancelled(*tasks)
+
+
+async def cancelled(*tasks: asyncio.Task) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def at_rest(measure) -> None:
+    """Wait until a measure that is not 0 stays as it is for 50 turns of the loop.
+
+    Elapsed time proves nothing on a busy machine.
+    """
+    before, still = 0, 0
+    async with asyncio.timeout(20):
+        while still < 50:
+            await asyncio.sleep(0.002)
+            still = still + 1 if measure() and measure() == before else 0
+            before = measure()
 
 
 class Clock:
@@ -30,11 +90,15 @@ class Clock:
         return self.now
 
 
-def resource(**spec):
-    """A deployment of vLLM with one pool of workers, changed by ``spec``."""
+def manifest(**spec) -> dict:
+    """A resource of vLLM with one pool of workers, changed by ``spec``."""
     base = {"model": {"id": "m"}, "engine": {"type": "vllm", "blockSize": BLOCK}, "pools": [WORKERS]}
     metadata = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-    return parse_deployment({**metadata, "spec": base | spec})
+    return {**metadata, "spec": base | spec}
+
+
+def resource(**spec):
+    return parse_deployment(manifest(**spec))
 
 
 def deployment(*pools, **verification):
@@ -82,6 +146,12 @@ class Rig:
     def sync(self, worker: Worker, keys, **position) -> None:
         sync(self.fleet, worker, keys, **position)
 
+    def delta(self, worker: Worker, keys=(), *, rank=0, group=0, medium="GPU", skipped=0, cleared=False) -> None:
+        """Publish stored keys, after ``skipped`` lost deltas."""
+        seq, stored = worker.sync.seq + 1 + skipped, pack_keys(keys)
+        delta = feed.Delta(worker.sync.epoch, seq, 0.0, rank, group, medium, stored, b"", cleared)
+        self.fleet.on_published(worker, delta)
+
     def beat(self, worker: Worker, canary: str = "True", epoch: int = 1, **values) -> None:
         heartbeat(self.fleet, worker, canary, epoch, **values)
 
@@ -100,11 +170,57 @@ def value(counter) -> float:
     return next(sample.value for metric in counter.collect() for sample in metric.samples if "_total" in sample.name)
 
 
+def counts(counter, *labels: str) -> dict:
+    """The values of a counter by the values of its labels (by the label's value itself if it is one)."""
+    (family,) = counter.collect()
+    found = [(tuple(s.labels[n] for n in labels), s.value) for s in family.samples if s.name.endswith("_total")]
+    return {names if len(labels) > 1 else names[0]: value for names, value in found}
+
+
+def http_answer(status: int, body: bytes = b"{}") -> bytes:
+    return b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (status, len(body), body)
+
+
+async def spans_of(request) -> tuple[ReadableSpan, ...]:
+    """Return the ended spans of what ``request()`` does."""
+    collected = InMemorySpanExporter()
+    tracer = OtlpTracing(collected, Resource({}), lambda what, count: None)
+    span = tracer.request("POST", "/v1/x", [])
+    enter(span)
+    await request()
+    span.end()
+    tracer.close()
+    return collected.get_finished_spans()
+
+
+class LoopbackServer:
+    """A server of ``app`` on a loopback address of its own."""
+
+    def __init__(self, app) -> None:
+        self.ip = loopback()
+        self.server = Server(app, self.ip, PORT, drain_seconds=1)
+
+    async def start(self):
+        self._task = asyncio.create_task(self.server.serve())
+        await until(lambda: self.server.started)
+        return self
+
+    async def stop(self, *_: object) -> None:
+        self._task.cancel()  # faster than a shutdown, which test_server covers
+        for server in self.server.servers:
+            server.close()
+        for connection in tuple(self.server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.gather(self._task, *self.server.server_state.tasks, return_exceptions=True)
+
+    __aenter__, __aexit__ = start, stop
+
+
 class LoopbackEngine:
     """An HTTP server on a loopback address of its own; subclasses answer. ``requests``: path, headers and body."""
 
     def __init__(self) -> None:
-        self.ip = f"127.77.{os.getpid() % 250}.{next(_hosts)}"
+        self.ip = loopback()
         self.requests: list[tuple[str, dict[str, str], dict]] = []
 
     async def serve(self) -> None:
@@ -128,3 +244,35 @@ class LoopbackEngine:
                 if not await self.respond(reader, writer, headers):
                     return
                 await writer.drain()
+
+
+class Engine(LoopbackEngine):
+    """Answers everything with one status; ``seen`` has path, body and authorization of each request.
+
+    ``encodes``: the answer to a chat contains embeddings of its images.
+    """
+
+    def __init__(self, status: int = 200, *, encodes: bool = False) -> None:
+        super().__init__()
+        self.status, self.encodes = status, encodes
+
+    @property
+    def seen(self) -> list[tuple[str, dict, str]]:
+        return [(path, body, headers["authorization"]) for path, headers, body in self.requests]
+
+    async def __aenter__(self) -> "Engine":
+        await self.serve()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def respond(self, reader, writer, headers) -> bool:
+        answer = json.dumps(_embeddings(self.requests[-1][2]) if self.encodes else {}).encode()
+        writer.write(http_answer(self.status, answer))
+        return True
+
+
+def _embeddings(body: dict) -> dict:
+    parts = [part for message in body.get("messages", ()) for part in message["content"]]
+    return {"ec_transfer_params": {part["uuid"]: {"item_indices": [0]} for part in parts}}

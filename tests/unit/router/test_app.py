@@ -7,27 +7,53 @@ from pathlib import Path
 import httpx
 import pytest
 import zmq
-from unit.router.rig import BLOCK, KEYS, Rig, deployment
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.router.rig import BLOCK, IDS, KEYS, Rig, counts, deployment, heartbeat, prepared, resource, sync
+from unit.router.test_prepare import settings
 
 from mmrouter_router import app
 from mmrouter_router.app import Router
-from mmrouter_router.core.settings import CurveKeys, Settings
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.settings import CurveKeys
 from mmrouter_router.fleet.membership import Membership, Peer
 from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.client_channel import BodyBudget, BodyReservation
+from mmrouter_router.request.prepared import CHAT
+from mmrouter_router.scheduling.placer import Booking, Placer, QueueFullError
 
-MODEL = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen2-vl"
 OWN_IP = "127.84.0.1"
 
 
 @asynccontextmanager
-async def router(config: Path = Path("/nowhere")):
-    """A router without its ports."""
+async def router(config: Path = Path("/nowhere"), own=None):
+    """A router without its ports, of this deployment."""
     public, secret = zmq.curve_keypair()
     keys = CurveKeys(public, secret, public)
-    made = Router(Settings(deployment(), "r", OWN_IP, config, MODEL, bytes(32), "k", "t", keys))
+    made = Router(replace(settings(), deployment=own or deployment(), pod_ip=OWN_IP, config_dir=config, curve=keys))
     async with made.lifespan():
         yield made
         made.apply_membership(Membership(()))
+
+
+@pytest.fixture
+async def r():
+    async with router() as made:
+        yield made
+
+
+HELLO = {"model": "t", "messages": [{"role": "user", "content": "x"}]}
+
+
+def client_of(router: Router, **options) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(router.client_app(), **options)
+    return httpx.AsyncClient(transport=transport, base_url="http://router")
+
+
+@pytest.fixture
+async def client(r):
+    async with client_of(r) as client:
+        yield client
 
 
 def value(router: Router, metric: str, **labels: str) -> float | None:
@@ -40,36 +66,26 @@ def member(name: str = "w0", ip: str = "127.84.0.2", role: str = "worker", **mor
 
 def heard(router: Router, uid: str) -> None:
     """The sidecar of a pod sends its snapshot and a heartbeat."""
-    rig = Rig.__new__(Rig)
-    rig.fleet = router.fleet
     worker = router.fleet.workers[uid]
-    rig.fleet.feed_connected(worker)
-    rig.sync(worker, KEYS)
-    rig.beat(worker, block_size=BLOCK)
+    router.fleet.feed_connected(worker)
+    sync(router.fleet, worker, KEYS)
+    heartbeat(router.fleet, worker)
 
 
-async def test_ready_once_all_known_sidecars_sent_their_snapshot():
-    async with router() as r:
-        assert not r.ready
-        r.apply_membership(Membership((member("a"), member("b"))))
-        heard(r, "uid-a")
-        assert not r.ready
-        heard(r, "uid-b")
-        assert r.ready
+async def test_ready_once_all_known_sidecars_sent_their_snapshot(r):
+    assert not r.ready
+    r.apply_membership(Membership((member("a"), member("b"))))
+    heard(r, "uid-a")
+    assert not r.ready
+    heard(r, "uid-b")
+    assert r.ready
 
 
-async def test_pod_with_unready_sidecar_does_not_delay_readiness():
-    async with router() as r:
-        r.apply_membership(Membership((member("a"), member("starting", ready=False))))
-        heard(r, "uid-a")
-        assert r.ready
-
-
-async def test_draining_pod_does_not_delay_readiness():
-    async with router() as r:
-        r.apply_membership(Membership((member("a"), member("gone", draining=True))))
-        heard(r, "uid-a")
-        assert r.ready
+@pytest.mark.parametrize("state", [{"ready": False}, {"draining": True}])
+async def test_starting_or_draining_pod_does_not_delay_readiness(r, state):
+    r.apply_membership(Membership((member("a"), member("other", **state))))
+    heard(r, "uid-a")
+    assert r.ready
 
 
 async def test_ready_at_the_deadline_without_all_snapshots(monkeypatch):
@@ -79,115 +95,197 @@ async def test_ready_at_the_deadline_without_all_snapshots(monkeypatch):
         assert r.ready
 
 
-async def test_readiness_survives_new_and_lost_workers():
-    async with router() as r:
-        r.apply_membership(Membership(()))
-        assert r.ready
-        r.apply_membership(Membership((member("a"), member("b"))))
-        assert r.ready
-        r.apply_membership(Membership(()))
+async def test_readiness_survives_new_and_lost_workers(r):
+    for members in ((), (member("a"), member("b")), ()):
+        r.apply_membership(Membership(members))
         assert r.ready
 
 
-async def test_deletion_of_own_pod_ends_readiness():
-    async with router() as r:
-        r.apply_membership(Membership(()))
-        assert r.ready
-        r.apply_membership(Membership((), leaving=True))
-        assert not r.ready
-        assert not r.shutdown.stopping.is_set()
+async def test_deletion_of_own_pod_ends_readiness(r):
+    r.apply_membership(Membership(()))
+    assert r.ready
+    r.apply_membership(Membership((), leaving=True))
+    assert not r.ready
+    assert not r.shutdown.stopping.is_set()
 
 
-async def test_pod_with_new_address_gets_a_new_feed_and_an_empty_cache():
-    async with router() as r:
-        r.apply_membership(Membership((member("a"),)))
-        heard(r, "uid-a")
-        before, feed = r.fleet.workers["uid-a"], r.feed("uid-a")
-        assert len(r.fleet.index) == len(KEYS)
-        r.apply_membership(Membership((member("a", ip="127.84.0.9"),)))
-        assert r.fleet.workers["uid-a"] is not before
-        assert r.feed("uid-a") is not feed
-        assert r.fleet.workers["uid-a"].slots == {}
-        assert not r.fleet.workers["uid-a"].sync.synced
+async def test_pod_with_new_address_gets_a_new_feed_and_an_empty_cache(r):
+    r.apply_membership(Membership((member("a"),)))
+    heard(r, "uid-a")
+    before, feed = r.fleet.workers["uid-a"], r.feed("uid-a")
+    assert len(r.fleet.index) == len(KEYS)
+    r.apply_membership(Membership((member("a", ip="127.84.0.9"),)))
+    after = r.fleet.workers["uid-a"]
+    assert (after is before, r.feed("uid-a") is feed) == (False, False)
+    assert (after.slots, after.sync.synced) == ({}, False)
 
 
-async def test_pod_that_changes_state_keeps_feed_and_cache():
-    async with router() as r:
-        r.apply_membership(Membership((member("a", ready=False),)))
-        heard(r, "uid-a")
-        before, feed = r.fleet.workers["uid-a"], r.feed("uid-a")
-        r.apply_membership(Membership((member("a", draining=True),)))
-        assert r.fleet.workers["uid-a"] is before
-        assert r.feed("uid-a") is feed
-        assert before.slots
-        assert not before.serving
+async def test_pod_that_changes_state_keeps_feed_and_cache(r):
+    r.apply_membership(Membership((member("a", ready=False),)))
+    heard(r, "uid-a")
+    before, feed = r.fleet.workers["uid-a"], r.feed("uid-a")
+    r.apply_membership(Membership((member("a", draining=True),)))
+    assert r.fleet.workers["uid-a"] is before
+    assert r.feed("uid-a") is feed
+    assert before.slots
+    assert not before.serving
 
 
-async def test_router_is_not_its_own_peer():
-    async with router() as r:
-        r.apply_membership(Membership((), (Peer("x", "x", OWN_IP), Peer("y", "y", "127.84.0.3"))))
-        assert [peer.uid for peer in r.peers] == ["y"]
+async def test_router_is_not_its_own_peer(r):
+    r.apply_membership(Membership((), (Peer("x", "x", OWN_IP), Peer("y", "y", "127.84.0.3"))))
+    assert [peer.uid for peer in r.peers] == ["y"]
 
 
 @pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
-async def test_pods_of_all_roles_are_accepted(role):
-    async with router() as r:
-        r.apply_membership(Membership((member("other", role=role), member("w"))))
-        heard(r, "uid-w")
-        assert {row["role"] for row in r.reporter.report()["workers"].values()} == {role, "worker"}
-        r.apply_membership(Membership((replace(member("other", role=role), draining=True),)))
-        rows = r.reporter.report()["workers"]
-        assert [(row["role"], row["routable"]) for row in rows.values()] == [(role, False)]
+async def test_pods_of_all_roles_are_accepted(r, role):
+    r.apply_membership(Membership((member("other", role=role), member("w"))))
+    heard(r, "uid-w")
+    assert {row["role"] for row in r.reporter.report()["workers"].values()} == {role, "worker"}
+    r.apply_membership(Membership((replace(member("other", role=role), draining=True),)))
+    rows = r.reporter.report()["workers"]
+    assert [(row["role"], row["routable"]) for row in rows.values()] == [(role, False)]
 
 
-async def test_requests_to_cold_routes_are_counted_without_client_paths_as_labels():
-    async with router() as r:
-        transport = httpx.ASGITransport(r.client_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            for path in ("/v1/models", "/health", "/v1/embeddings", "/admin", "/v1/models/../secrets"):
-                await client.get(path)
-            await client.post("/v1/models")
-        (family,) = r.metrics.requests.collect()
-        counts = {
-            (sample.labels["path"], sample.labels["code"]): sample.value
-            for sample in family.samples
-            if sample.name.endswith("_total")
-        }
-        assert counts == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
+async def test_requests_to_cold_routes_are_counted_without_client_paths_as_labels(r, client):
+    for path in ("/v1/models", "/health", "/v1/embeddings", "/admin", "/v1/models/../secrets"):
+        await client.get(path)
+    await client.post("/v1/models")
+    counted = counts(r.metrics.requests, "path", "code")
+    assert counted == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
 
 
 async def test_model_list_without_valid_key_is_a_counted_401(tmp_path):
     (tmp_path / "api-keys").mkdir()
     (tmp_path / "api-keys" / "tenant").write_text("key")
-    async with router(tmp_path) as r:
-        transport = httpx.ASGITransport(r.client_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            answer = await client.get("/v1/models", headers={"authorization": "Bearer other"})
+    async with router(tmp_path) as r, client_of(r) as client:
+        answer = await client.get("/v1/models", headers={"authorization": "Bearer other"})
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"
         assert value(r, "requests_total", path="/v1/models", code="401") == 1
 
 
 @pytest.mark.parametrize(("given", "counted"), [("wrong", 1), ("t", 0), (None, 0)])
-async def test_request_with_wrong_control_token_is_counted(given, counted):
+async def test_request_with_wrong_control_token_is_counted(r, client, given, counted):
     headers = {} if given is None else {"x-mmrouter-control": given}
-    async with router() as r:
-        body = {"model": r.settings.served_model, "messages": [{"role": "user", "content": "hello"}]}
-        transport = httpx.ASGITransport(r.client_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            answer = await client.post("/v1/chat/completions", json=body, headers=headers)
-        assert answer.status_code == 503, "there is no engine, whatever the header says"
-        assert (value(r, "control_refusals_total", reason="header") or 0) == counted
+    answer = await client.post(CHAT, json=HELLO, headers=headers)
+    assert answer.status_code == 503, "there is no engine, whatever the header says"
+    assert (value(r, "control_refusals_total", reason="header") or 0) == counted
 
 
-async def test_internal_error_is_not_counted_as_client_disconnect():
+async def test_internal_error_is_not_counted_as_client_disconnect(r):
     async def fails(*args, **options) -> None:
         raise ZeroDivisionError
 
-    async with router() as r:
-        r.chat.prepare = fails
-        transport = httpx.ASGITransport(r.client_app(), raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            assert (await client.post("/v1/chat/completions", json={})).status_code == 500
-        codes = {sample.labels["code"] for family in r.metrics.requests.collect() for sample in family.samples}
-        assert codes == {"500"}
+    r.chat.prepare = fails
+    async with client_of(r, raise_app_exceptions=False) as client:
+        assert (await client.post(CHAT, json={})).status_code == 500
+    assert set(counts(r.metrics.requests, "code")) == {"500"}
+
+
+class Queued(Rig):
+    """A rig with queues of two requests per engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placer = Placer(resource(routing={"maxQueuedRequests": 2}), self.fleet)
+
+    def send(self) -> Booking:
+        return self.placer.begin(self.placer.place(prepared()))
+
+
+def test_full_queue_is_skipped_and_all_full_queues_refuse():
+    rig = Queued()
+    holder, other = rig.worker("holder", KEYS), rig.worker("other")
+    first = [rig.send() for _ in range(4)]
+    assert (holder.usage[0].requests, other.usage[0].requests) == (2, 2)
+    with pytest.raises(QueueFullError, match="2 requests wait"):
+        rig.send()
+    first[0].answered()
+    first[0].answered()
+    rig.send()
+    with pytest.raises(QueueFullError):
+        rig.send()
+    for booking in first:
+        booking.end()
+    assert holder.usage[0].unanswered + other.usage[0].unanswered == 1
+
+
+def test_queues_are_per_rank():
+    rig = Queued()
+    worker = rig.worker("a", ranks=2)
+    for _ in range(4):
+        rig.send()
+    assert {rank: usage.unanswered for rank, usage in worker.usage.items()} == {0: 2, 1: 2}
+    with pytest.raises(QueueFullError):
+        rig.send()
+
+
+def test_unverified_engines_do_not_take_overflow():
+    rig = Queued()
+    rig.worker("a")
+    rig.worker("pending", canary="")
+    rig.send(), rig.send()
+    with pytest.raises(QueueFullError):
+        rig.send()
+
+
+def test_dry_run_ignores_full_queues():
+    rig = Queued()
+    rig.worker("a", KEYS)
+    rig.send(), rig.send()
+    assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == len(IDS) // BLOCK
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 80)), max_size=60))
+def test_body_budget_is_exceeded_by_a_single_request_only(steps):
+    room, held = BodyBudget(100), {}
+    for who, size in steps:
+        if size == 0:
+            if who in held:
+                held.pop(who).release()
+            continue
+        try:
+            held.setdefault(who, BodyReservation(room)).grow(size * 2)
+        except RequestError:
+            assert room.used + size * 2 > room.limit
+        assert room.used == sum(one.size for one in held.values())
+        assert room.used <= room.limit or sum(one.size > 0 for one in held.values()) == 1
+    for one in held.values():
+        one.release()
+        one.release()
+    assert room.used == 0
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_body_beyond_the_budget_is_a_counted_429_with_retry_after(r, client, declared):
+    other = BodyReservation(r.chat.body_budget)
+    other.grow(r.chat.body_budget.limit)
+
+    async def pieces():
+        yield b'{"model": "t", '
+        if declared:
+            pytest.fail("what is refused is not read")
+        yield b'"messages": []}'
+
+    headers = {"content-length": "30"} if declared else {}
+    answer = await client.post(CHAT, content=pieces(), headers=headers)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["code"] == "router_full"
+    assert value(r, "overload_refusals_total", reason="router_full") == 1
+    assert r.chat.body_budget.used == r.chat.body_budget.limit, "what it had taken is given back"
+    other.release()
+    answer = await client.post(CHAT, json=HELLO)
+    assert answer.status_code == 503, "there is no engine"
+    assert r.chat.body_budget.used == 0
+
+
+async def test_full_queues_are_a_counted_429_with_retry_after(r, client):
+    r.apply_membership(Membership((member("a"),)))
+    heard(r, "uid-a")
+    r.placer._max_queued = 1
+    booking = r.placer.begin(r.placer.place(prepared()))
+    answer = await client.post(CHAT, json=HELLO)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["code"] == "queue_full"
+    assert value(r, "overload_refusals_total", reason="queue_full") == 1
+    booking.end()

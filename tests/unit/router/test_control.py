@@ -1,21 +1,25 @@
-"""The control port: access by token, and the stream of reports."""
+"""The control port: access by token, the stream of reports, and what they say of every pod (docs/architecture.md)."""
 
 import asyncio
 import json
 
 import httpx
 import pytest
-from unit.router.frontend import PORT, Frontend
-from unit.router.test_operator_report import Reports
+from unit.router.frontend import PORT, Frontend, Reports
+from unit.router.rig import Engine, counts, prepared, running, until
 
-from mmrouter_router.api.control_stream import KEEPALIVE, events
+from mmrouter_lib import feed
+from mmrouter_router.api.operator_report import KEEPALIVE, events
+from mmrouter_router.api.port_apps import state_of
+from mmrouter_router.fleet.workers import Member
+from mmrouter_router.scheduling.placer import NoWorkerError
 
 PATHS = ("/control/state", "/control/stream", "/control/decisions", "/control/workers/x/keys")
 
 
-def counted(frontend: Frontend) -> dict[str, float]:
-    (family,) = frontend.refusals.collect()
-    return {sample.labels["reason"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
+@pytest.fixture
+def rig():
+    return Reports()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -27,12 +31,12 @@ async def test_control_port_requires_the_token_and_counts_refusals_by_reason(pat
                 answer = await client.get(path, headers={"authorization": value})
                 assert answer.status_code == 401
                 assert "token" in answer.json()["detail"]
-                assert counted(frontend) == {"wrong": number}
+                assert counts(frontend.refusals, "reason") == {"wrong": number}
             assert (await client.get(path)).status_code == 401
-            assert counted(frontend) == {"wrong": 3, "missing": 1}
+            assert counts(frontend.refusals, "reason") == {"wrong": 3, "missing": 1}
             state = await client.get("/control/state", headers={"authorization": "Bearer right"})
             assert state.status_code == 200
-            assert counted(frontend) == {"wrong": 3, "missing": 1}
+            assert counts(frontend.refusals, "reason") == {"wrong": 3, "missing": 1}
     finally:
         await frontend.stop()
 
@@ -55,30 +59,28 @@ class Listener:
                 assert piece.endswith(b"\n\n")
                 self.reports.append(json.loads(piece[6:]))
 
-    async def until(self, condition, seconds: float = 15.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await asyncio.sleep(0.005)
-
     async def end(self) -> None:
         self.stopping.set()
         await asyncio.wait_for(self.task, 5)
 
 
-async def test_first_event_is_the_whole_report():
-    rig = Reports()
+async def listening(rig: Reports, **options) -> Listener:
+    """Listen, and wait for the first report."""
+    listener = Listener(rig, **options)
+    await until(lambda: listener.reports)
+    return listener
+
+
+async def test_first_event_is_the_whole_report(rig):
     rig.worker("a")
-    listener = Listener(rig)
-    await listener.until(lambda: listener.reports)
+    listener = await listening(rig)
     assert listener.reports == [rig.reporter.report()]
     await listener.end()
 
 
-async def test_unchanged_heartbeats_cause_only_keepalives():
-    rig = Reports()
+async def test_unchanged_heartbeats_cause_only_keepalives(rig):
     worker = rig.worker("a")
-    listener = Listener(rig, keepalive_seconds=0.1)
-    await listener.until(lambda: listener.reports)
+    listener = await listening(rig, keepalive_seconds=0.1)
     while listener.keepalives < 3:
         rig.beat(worker)
         await asyncio.sleep(0.05)
@@ -86,54 +88,183 @@ async def test_unchanged_heartbeats_cause_only_keepalives():
     await listener.end()
 
 
-async def test_simultaneous_changes_are_one_event():
-    rig = Reports()
-    listener = Listener(rig)
-    await listener.until(lambda: listener.reports)
+async def test_simultaneous_changes_are_one_event(rig):
+    listener = await listening(rig)
     for name in "abcdef":
         rig.worker(name)
-    await listener.until(lambda: len(listener.reports) > 1)
+    await until(lambda: len(listener.reports) > 1)
     assert len(listener.reports[1]["workers"]) == 6
     await listener.end()
     assert len(listener.reports) == 2
 
 
-async def test_changes_by_time_alone_are_events():
-    rig = Reports()
+async def test_changes_by_time_alone_are_events(rig):
     rig.worker("a")
-    listener = Listener(rig)
-    await listener.until(lambda: listener.reports)
+    listener = await listening(rig)
     rig.clock.now += 10  # the sidecar falls silent without any call
-    await listener.until(lambda: len(listener.reports) > 1)
+    await until(lambda: len(listener.reports) > 1)
     assert [row["cause"] for row in listener.reports[1]["workers"].values()] == ["not_heard"]
     await listener.end()
 
 
-async def test_counts_are_sent_at_most_once_per_interval():
-    rig = Reports()
-    listener = Listener(rig, counts_seconds=0.8)
-    await listener.until(lambda: listener.reports)
+async def test_counts_are_sent_at_most_once_per_interval(rig):
+    listener = await listening(rig, counts_seconds=0.8)
     began = asyncio.get_running_loop().time()
     while len(listener.reports) < 3:
-        rig.counts.add(exact=True, prompt_blocks=1, hit_blocks=1)
+        rig.counts.update(decisions=1, exact_decisions=1, prompt_blocks=1, hit_blocks=1)
         await asyncio.sleep(0.01)
     assert asyncio.get_running_loop().time() - began >= 1.6
     assert listener.reports[2]["decisions"] > listener.reports[1]["decisions"] > 0
     await listener.end()
 
 
-async def test_stopping_router_sends_a_last_event():
-    rig = Reports()
-    listener = Listener(rig)
-    await listener.until(lambda: listener.reports)
+async def test_stopping_router_sends_a_last_event(rig):
+    listener = await listening(rig)
     rig.ready = False
     await listener.end()
     assert [event["ready"] for event in listener.reports] == [True, False]
 
 
-async def test_closed_stream_unregisters_its_listener():
-    rig = Reports()
+async def test_closed_stream_unregisters_its_listener(rig):
     stream = events(rig.reporter.report, rig.fleet, asyncio.Event())
     await anext(stream)
     await stream.aclose()
     assert rig.fleet.change_listeners == []
+
+
+@pytest.mark.parametrize("role", ["worker", "prefill", "decode"])
+def test_synced_worker_is_routable_and_verified_by_its_canary(rig, role):
+    assert rig.row(rig.of_role(role, "a")) == (True, "True", "")
+    assert rig.row(rig.of_role(role, "b", canary="")) == (True, "Unknown", "pending")
+    failed = rig.of_role(role, "c", canary="False")
+    assert rig.row(failed)[:2] == (True, "False")
+
+
+def test_each_unroutable_state_has_its_cause(rig):
+    workers = {
+        "not_heard": rig.fleet.join(Member("uid-new", "new", "127.0.0.1", "worker", "worker")),
+        "engine_starting": rig.worker("a", engine_state="starting"),
+        "engine_down": rig.worker("b", engine_state="down"),
+        "draining": rig.worker("c", draining=True),
+        "no_snapshot": rig.worker("d"),
+    }
+    rig.fleet.mark_stale(workers["no_snapshot"])
+    assert {cause: rig.row(worker)[::2] for cause, worker in workers.items()} == {c: (False, c) for c in workers}
+
+
+def test_silent_sidecar_is_not_heard(rig):
+    worker = rig.worker("a")
+    rig.clock.now += 1.9
+    assert rig.row(worker)[0]
+    rig.clock.now += 0.2
+    assert rig.row(worker) == (False, "True", "not_heard")
+
+
+def test_unpredictable_model_is_reported_as_not_modelled(rig):
+    rig.possible = False
+    assert rig.row(rig.worker("a", canary="")) == (True, "Unknown", "not_modelled")
+
+
+def test_both_engines_of_a_pair_wait_for_their_canary():
+    rig = Reports("sglang")
+    assert rig.row(rig.of_role("prefill", "p", canary="")) == (True, "Unknown", "pending")
+    assert rig.row(rig.of_role("decode", "d", canary="")) == (True, "Unknown", "pending")
+    assert rig.row(rig.of_role("decode", "e")) == (True, "True", "")
+
+
+async def probing(rig, condition) -> None:
+    """Run the probes until ``condition`` holds."""
+    async with running(rig.probes.run()):
+        await until(condition)
+    rig.upstream.close()
+
+
+async def test_encoder_is_routable_when_healthy_and_verified_when_it_encoded_an_image():
+    async with Engine(encodes=True) as engine:
+        rig = Reports()
+        worker = rig.of_role("encoder", ip=engine.ip)
+        assert rig.row(worker) == (False, "Unknown", "not_answered")
+        await probing(rig, lambda: rig.row(worker) == (True, "True", ""))
+    (health, _, _), (path, body, key) = engine.seen
+    assert (health, path, key) == ("/health", "/v1/chat/completions", "Bearer secret")
+    assert (body["max_tokens"], len(body["messages"][0]["content"])) == (1, 1)
+
+
+async def test_encoder_without_embedding_location_is_not_verified():
+    async with Engine() as engine:
+        rig = Reports()
+        worker = rig.of_role("encoder", ip=engine.ip)
+        await probing(rig, lambda: rig.row(worker) == (True, "False", "encoding"))
+    assert "does not have image" in rig.reporter.report()["workers"][worker.member.uid]["message"]
+
+
+async def test_restarted_encoder_is_unverified():
+    async with Engine(encodes=True) as engine:
+        rig = Reports()
+        worker = rig.of_role("encoder", ip=engine.ip)
+        await probing(rig, lambda: rig.row(worker)[1] == "True")
+        rig.beat(worker, epoch=2)
+        assert rig.row(worker) == (False, "Unknown", "not_answered")
+
+
+async def test_sglang_encoder_is_never_verified():
+    async with Engine() as engine:
+        rig = Reports("sglang")
+        worker = rig.of_role("encoder", ip=engine.ip)
+        await probing(rig, lambda: rig.row(worker) == (True, "Unknown", "not_probed"))
+    assert {path for path, _, _ in engine.seen} == {"/health"}
+
+
+@pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
+def test_client_requests_go_to_workers_only(rig, role):
+    rig.of_role(role)
+    with pytest.raises(NoWorkerError):
+        rig.placer.place(prepared())
+
+
+def test_renderers_are_reported_beside_workers(rig):
+    rig.renderer.roster([Member("uid-r", "r", "127.0.0.1", "render", "renderer", ready=False)])
+    row = rig.reporter.report()["workers"]["uid-r"]
+    assert row == dict(
+        **{"uid": "uid-r", "pool": "render", "role": "renderer", "routable": False, "verified": "Unknown"},
+        **{"cause": "not_answered", "message": "it has not answered yet", "draining": False},
+    )
+
+
+def test_report_ignores_heartbeats_loads_and_the_clock(rig):
+    worker = rig.worker("a")
+    before = rig.reporter.report()
+    for _ in range(3):
+        rig.clock.now += 0.5
+        rig.beat(worker)
+        rig.fleet.usage(worker, 0).queue(rig.clock.now)
+    assert rig.reporter.report() == before
+
+
+def test_shared_directory_is_reported_only_when_it_crosses_its_mark(rig):
+    worker = rig.worker("a")
+    assert "shared" not in rig.reporter.report()["workers"]["uid-a"]
+    assert state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]["shared"] is None
+    changes: list[int] = []
+    told = []
+    rig.fleet.change_listeners.append(lambda: changes.append(1))
+    for taken in (1, 2, 900, 901, 3):
+        rig.beat(worker, shared=feed.SharedDirectory(taken, 1000, 5000, 9000, taken >= 900))
+        row = rig.reporter.report()["workers"]["uid-a"]["shared"]
+        assert row == {"above": taken >= 900, "limit": 1000}
+        told.append(len(changes))
+    assert told == [1, 1, 2, 2, 3]
+    shared = state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]["shared"]
+    assert shared == {"taken": 3, "limit": 1000, "available": 5000, "capacity": 9000, "above": False}
+
+
+def test_counts_only_grow(rig):
+    rig.counts.update(decisions=2, exact_decisions=1, prompt_blocks=15, hit_blocks=9)
+    report = rig.reporter.report()
+    assert [report[n] for n in ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")] == [2, 1, 15, 9]
+
+
+def test_missing_stages_are_in_every_report(rig):
+    assert rig.reporter.report()["degraded"] == []
+    rig.degraded = ("no_encoder", "no_prefill")
+    assert rig.reporter.report()["degraded"] == ["no_encoder", "no_prefill"]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from mmrouter_router.core.linear_cost import Line
+from mmrouter_router.encoding.encoder_queue import Encoder, Image
 from mmrouter_router.encoding.scheduler import EncoderScheduler
-from mmrouter_router.encoding.types import Encoder, Image
 
 KEYS = [bytes([number]) for number in range(12)]
 TOKENS = {key: 4 + 100 * number for number, key in enumerate(KEYS)}
@@ -35,19 +35,17 @@ class Everything(RuleBasedStateMachine):
         self.slots: dict[str, int] = {}
 
     def apply(self, outcome):
-        for abort in outcome.aborts:
-            assert self.runs.pop(abort.run)[0] == abort.encoder
+        for run in outcome.aborts:
+            del self.runs[run]
         for start in outcome.starts:
             assert start.run not in self.seen
             self.seen.add(start.run)
             self.runs[start.run] = (start.encoder, start.image.key)
-        for ready in outcome.ready:
-            images = self.waiting.pop(ready.request)
-            assert len(ready.answers) == len(images)
-            for image, answer in zip(images, ready.answers, strict=True):
-                assert (answer.encoder, image.key, answer.value) in self.encoded
-        for lost in outcome.failed:
-            del self.waiting[lost.request]
+        for request, answers in outcome.ready.items():
+            for image, answer in zip(self.waiting.pop(request), answers, strict=True):
+                assert (image.key, answer) in self.encoded
+        for request in outcome.failed:
+            del self.waiting[request]
 
     @rule(kind=st.sampled_from(["a", "bb", "cccccc"]), slots=st.integers(1, 2), weight=st.integers(0, 3))
     @precondition(lambda self: len(self.present) < 4)
@@ -67,30 +65,33 @@ class Everything(RuleBasedStateMachine):
         self.untroubled = False
         self.apply(self.encoders.leave(name, self.now))
 
+    def backlogs(self):
+        return {queue.id: queue.free_at(self.now) - self.now for queue in self.encoders.queues.values()}
+
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=6))
     def place(self, keys):
         self.asked += 1
         request, images = f"r{self.asked}", [Image(key, TOKENS[key], TOKENS[key] // 2) for key in keys]
-        before = self.encoders.statuses(self.now)
+        before = self.backlogs()
         outcome = self.encoders.place(request, images, self.now)
-        if outcome.full is not None:
-            assert self.encoders.statuses(self.now) == before
+        if outcome.full:
+            assert self.backlogs() == before
             assert keys
             return
         self.waiting[request] = images
         assert len(outcome.placed) == len(images)
         assert all(placed.finish >= self.now for placed in outcome.placed)
         # More work makes no encoder finish earlier.
-        after = {view.id: view.backlog for view in self.encoders.statuses(self.now)}
-        assert all(after[view.id] >= view.backlog - 1e-9 for view in before)
+        after = self.backlogs()
+        assert all(after[name] >= seconds - 1e-9 for name, seconds in before.items())
         self.apply(outcome)
 
     @rule(data=st.data())
     @precondition(lambda self: self.runs)
     def finish(self, data):
         run = data.draw(st.sampled_from(sorted(self.runs)))
-        encoder, key = self.runs.pop(run)
-        self.encoded.add((encoder, key, f"answer {run}"))
+        _, key = self.runs.pop(run)
+        self.encoded.add((key, f"answer {run}"))
         self.apply(self.encoders.finished(run, self.now, f"answer {run}"))
 
     @rule(data=st.data(), refused=st.booleans())
@@ -111,7 +112,7 @@ class Everything(RuleBasedStateMachine):
     @rule(run=st.integers(0, 50))
     def a_late_answer_changes_nothing(self, run):
         if run not in self.runs:
-            assert self.encoders.finished(run, self.now).starts == ()
+            assert self.encoders.finished(run, self.now).starts == []
 
     @rule(step=st.sampled_from([0.0, 0.001, 0.1, 3.0, 200.0]))
     def time_passes(self, step):
@@ -171,7 +172,8 @@ class Everything(RuleBasedStateMachine):
             self.apply(self.encoders.cancel(request, self.now))
         assert self.runs == {}
         assert self.encoders.jobs == self.encoders.requests == {}
-        assert all(view.waiting == view.running == 0 and view.backlog == 0 for view in self.encoders.statuses(self.now))
+        assert not any(queue.waiting or queue.running for queue in self.encoders.queues.values())
+        assert not any(self.backlogs().values())
 
 
 class PerImage(Everything):

@@ -4,42 +4,33 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import re
-import socket
-import struct
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from unit.router.rig import PORT, LoopbackServer, until
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.http.client_channel import AsgiClient, ClientGoneError
-from mmrouter_router.http.client_timeouts import CLIENT_TIMEOUTS, MAX_STEP_SECONDS, ProcessClock, unread_bytes
+from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, AsgiClient, ClientGoneError
 from mmrouter_router.http.connection import HEAD_LIMIT, ClientConnection
-from mmrouter_router.http.server import Server
 
-PORT = 8000
 LIMIT = 80_000
 EXAMPLES = 25
 END = b"POST /other HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 
 
-class Front:
+class Front(LoopbackServer):
     """A server that echoes what it parsed. ``hot``: whether ``/`` is served without ASGI."""
 
-    _hosts = itertools.count(1)
-
     def __init__(self, *, hot: bool = True) -> None:
-        self.ip = f"127.84.{os.getpid() % 250}.{next(self._hosts)}"
+        super().__init__(self._app(hot))
         self.seen: list[bytes] = []
         self.disconnected = asyncio.Event()
         self.held = 0
         self.go = asyncio.Event()
-        self.server = Server(self._app(hot), self.ip, PORT, drain_seconds=1)
-        self._task: asyncio.Task[None] | None = None
 
     def _app(self, hot: bool):
         async def app(scope, receive, send) -> None:
@@ -51,6 +42,12 @@ class Front:
 
         app.hot = {b"/": self.answer} if hot else {}
         return app
+
+    def serve(self, answer) -> None:
+        """Answer by this function, on the path that the server has."""
+        self.answer = answer
+        if hot := self.server.config.app.hot:
+            hot[b"/"] = answer
 
     async def answer(self, client) -> None:
         try:
@@ -75,23 +72,6 @@ class Front:
     def _grow(self, size: int) -> None:
         self.held = size
 
-    async def start(self) -> "Front":
-        self._task = asyncio.create_task(self.server.serve())
-        while not self.server.started:
-            await asyncio.sleep(0.002)
-        return self
-
-    async def stop(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        for server in self.server.servers:
-            server.close()
-        for connection in tuple(self.server.server_state.connections):
-            connection.transport.abort()
-        await asyncio.gather(self._task, *self.server.server_state.tasks, return_exceptions=True)
-
-    __aenter__, __aexit__ = start, stop
-
     def look(self, now: float) -> None:
         for connection in tuple(self.server.server_state.connections):
             connection.check_timeouts(CLIENT_TIMEOUTS, now)
@@ -105,12 +85,6 @@ class Front:
 
     def received(self) -> int:
         return self.connection().body_received
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
@@ -172,21 +146,9 @@ FRAMED = [
     b" folded: x\r\n\r\n",
 ]
 LINES = [
-    b"POST / HTTP/1.1",
-    b"POST / HTTP/1.0",
-    b"POST /?a=b HTTP/1.1",
-    b"POST http://x/ HTTP/1.1",
-    b"POST //x HTTP/1.1",
-    b"POST /%2e HTTP/1.1",
-    b"POST /\xff HTTP/1.1",
-    b"POST * HTTP/1.1",
-    b"CONNECT x:80 HTTP/1.1",
-    b"OPTIONS / HTTP/1.1",
-    b"HEAD / HTTP/1.1",
-    b"FOO / HTTP/1.1",
-    b"POST / HTTP/2.0",
-    b"POST /",
-    b"\r\n\r\nPOST / HTTP/1.1",
+    *(b"POST " + target + b" HTTP/1.1" for target in b"/ /?a=b http://x/ //x /%2e /\xff *".split()),
+    *(method + b" HTTP/1.1" for method in (b"CONNECT x:80", b"OPTIONS /", b"HEAD /", b"FOO /", b"\r\n\r\nPOST /")),
+    *(b"POST / HTTP/1.0", b"POST / HTTP/2.0", b"POST /"),
 ]
 
 
@@ -245,12 +207,17 @@ def test_every_request_line_is_answered_as_by_asgi(pair, line):
 def test_every_framing_is_answered_as_by_asgi(pair, framed):
     answer = pair.same(request(LINES[0], [], framed), [])
     assert re.match(rb"HTTP/1.1 (200|400|413) ", answer)
+    assert b"x-late" not in answer  # a trailer is no header of the request
 
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_every_header_is_answered_as_by_asgi(pair, header):
-    for framed in (FRAMED[0], FRAMED[6]):
-        assert re.search(rb"HTTP/1.1 (200|401) ", pair.same(request(LINES[0], [header], framed), [30, 31]))
+    closes = header == b"connection: close"  # what is sent after it may be answered with a reset
+    framings, fragmented = ((0, 6), ([30, 31],)) if closes else ((0, 3, 6), ([], [30, 31], [60, 150]))
+    for number, cuts in itertools.product(framings, fragmented):
+        answer = pair.same(request(LINES[0], [header], FRAMED[number]), cuts)
+        assert re.search(rb"HTTP/1.1 (200|401) ", answer)
+        assert (b'"/other"' in answer) != closes
 
 
 @given(st.lists(requests(), min_size=1, max_size=3), st.lists(st.integers(1, 700), max_size=3))
@@ -258,24 +225,6 @@ def test_every_header_is_answered_as_by_asgi(pair, header):
 @example([request(LINES[0], [HEADERS[6]], FRAMED[0])] * 3, [])
 def test_pipelined_requests_are_answered_as_by_asgi_for_any_fragmentation(pair, raws, cuts):
     pair.same(b"".join(raws), cuts)
-
-
-@pytest.mark.parametrize("hot", [True, False])
-@pytest.mark.parametrize("cuts", [[], [60, 150]])
-async def test_upgrade_offer_is_answered_in_http_1_1(hot, cuts):
-    async with Front(hot=hot) as front:
-        for framed in (FRAMED[0], FRAMED[3], FRAMED[6]):
-            raw = request(LINES[0], [HEADERS[6]], framed)
-            assert (await answer_to(front, raw + END, cuts)).count(b" 200 OK") == 2
-    assert front.seen == [b"abc", b"", b"z" * LIMIT, b"", b"abc", b""]
-
-
-@pytest.mark.parametrize("hot", [True, False])
-async def test_trailers_are_not_request_headers(hot):
-    async with Front(hot=hot) as front:
-        answer = await answer_to(front, request(LINES[0], [], FRAMED[7]) + END)
-    assert b" 200 OK" in answer
-    assert b"x-late" not in answer
 
 
 # -- endless input -----------------------------------------------------------------------------------------------------
@@ -314,245 +263,3 @@ async def test_head_limit_does_not_depend_on_fragmentation(cuts):
         for size, status in ((HEAD_LIMIT - 1000, b"200"), (HEAD_LIMIT + 1000, b"431")):
             raw = request(LINES[0], [b"x: " + b"a" * size], b"content-length: 80000\r\n\r\n" + b"z" * LIMIT)
             assert (await answer_to(front, raw + END, cuts)).startswith(b"HTTP/1.1 %b " % status)
-
-
-# -- timeouts ----------------------------------------------------------------------------------------------------------
-
-LATER = 1e6
-
-
-@pytest.mark.parametrize("begin", [b"", POST, request(LINES[0], [], FRAMED[0]) + b"POST"])
-async def test_connection_without_a_request_times_out(begin):
-    async with Front() as front, connected(front) as (reader, writer):
-        writer.write(begin)
-        await front.connected(1)
-        if begin.endswith(b"POST"):
-            await reader.readuntil(b"]\n")
-            writer.write(b" ")
-        await until(lambda: not begin or front.connection().unparsed)
-        front.look(LATER)
-        front.look(LATER + CLIENT_TIMEOUTS.head_seconds)
-        await front.connected(1)
-        front.look(LATER + CLIENT_TIMEOUTS.head_seconds + 1)
-        assert await asyncio.wait_for(reader.read(), 5) == b""
-
-
-BODIES = [
-    b"content-length: 100\r\n\r\n12345",
-    b"content-length: 80000\r\n\r\n12345",
-    b"transfer-encoding: chunked\r\n\r\n5\r\n12345\r\n",
-]
-
-
-@pytest.mark.parametrize("hot", [True, False])
-@pytest.mark.parametrize("body", BODIES)
-async def test_stalled_body_times_out_with_408(hot, body):
-    async with Front(hot=hot) as front, connected(front) as (reader, writer):
-        writer.write(POST + body)
-        # An ASGI request always waits for its body; the task of a hot request may not have started yet.
-        await until(lambda: front.received() == 5 and getattr(front.connection().cycle, "waiting", front.held))
-        front.look(LATER)
-        front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds)
-        assert len(front.server.server_state.connections) == 1
-        front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds + 1)
-        answer = await asyncio.wait_for(reader.read(), 5)
-        assert answer.startswith(b"HTTP/1.1 408 ")
-        assert b"connection: close" in answer
-
-
-@pytest.mark.parametrize("hot", [True, False])
-async def test_slow_steady_body_is_read_completely(hot):
-    async with Front(hot=hot) as front, connected(front) as (reader, writer):
-        step = LIMIT // 3
-        writer.write(POST + b"content-length: %d\r\n\r\n" % (step * 3))
-        for number in range(3):
-            front.look(LATER + number)
-            writer.write(bytes(step))
-            await writer.drain()
-            await until(lambda number=number: front.seen or front.received() == step * (number + 1))
-        front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds + 14)
-        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200 ")
-
-
-async def test_remainder_of_a_refused_body_times_out():
-    async with Front() as front, connected(front) as (reader, writer):
-        writer.write(POST + b"content-length: %d\r\n\r\n" % (LIMIT + 1))
-        assert b" 413 " in await reader.readuntil(b"}}")
-        writer.write(b"a few bytes")  # which end uvicorn's keep-alive timer
-        await until(lambda: front.connection().timeout_keep_alive_task is None)
-        front.look(LATER)
-        front.look(LATER + CLIENT_TIMEOUTS.head_seconds + 1)
-        assert await asyncio.wait_for(reader.read(), 5) == b""
-
-
-async def test_client_that_waits_for_the_router_never_times_out():
-    async with Front() as front, connected(front) as (reader, writer):
-        writer.write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]) + POST)  # and a part of the next request
-        await until(lambda: front.seen)
-        for number in range(3):
-            front.look(LATER * (1 + number))
-        front.go.set()
-        assert b" 200 " in await reader.readuntil(b"]\n")
-        writer.write(FRAMED[0])
-        assert b" 200 " in await reader.readuntil(b"]\n")
-
-
-async def test_server_checks_timeouts_on_its_ticks():
-    async with Front() as front, connected(front) as (_reader, _):
-        await front.connected(1)
-        looks: list[float] = []
-        connection = next(iter(front.server.server_state.connections))
-        connection.check_timeouts = lambda patience, now: looks.append(now)
-        for _ in range(2):
-            await front.server.on_tick(10)
-        assert 0 <= looks[0] < looks[1]
-        del connection.check_timeouts
-
-
-@given(st.lists(st.floats(0, 1000)))
-def test_process_clock_stops_while_the_process_is_stalled(pauses):
-    clock, now, shown = ProcessClock(), 5000.0, [0.0]
-    assert clock.advance(now) == 0
-    for pause in pauses:
-        now += pause
-        shown.append(clock.advance(now))
-    steps = [after - before for before, after in itertools.pairwise(shown)]
-    assert steps == pytest.approx([min(pause, MAX_STEP_SECONDS) for pause in pauses], abs=1e-6)
-
-
-# -- end of a connection -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("begin", [POST + b"connection: close\r\n", POST.replace(b"1.1", b"1.0")])
-@pytest.mark.parametrize("refused", [b"authorization: no\r\ncontent-length: 300000", b"content-length: 4000000"])
-async def test_sending_client_gets_the_answer_that_closes_its_connection(begin, refused):
-    body = bytes(int(refused.split()[-1]))
-    async with Front() as front:
-        for _ in range(3):
-            answer = await answer_to(front, begin + refused + b"\r\n\r\n" + body)
-            assert re.match(rb"HTTP/1.1 (401|413) ", answer)
-            assert answer.endswith(b"}}")
-
-
-@pytest.mark.parametrize("hot", [True, False])
-async def test_invalid_input_is_refused_after_the_pending_answer(hot):
-    async def streams(client) -> None:
-        await client.body(LIMIT, lambda size: None)
-        await client.stream(200, [], b"one", Slow())
-
-    class Slow:
-        def remaining(self) -> None:
-            return None
-
-        async def piece(self) -> bytes:
-            await front.go.wait()
-            return b""
-
-        async def pour(self, sink) -> None:
-            await self.piece()
-
-    async with Front(hot=hot) as front:
-        front.answer = streams
-        if hot:
-            front.server.config.app.hot = {b"/": streams}
-        async with connected(front) as (reader, writer):
-            writer.write(request(LINES[0], [], FRAMED[0]))
-            await reader.readuntil(b"one\r\n")
-            writer.write(b"no request\r\n\r\n")
-            await until(lambda: front.connection().input_ended)
-            front.go.set()
-            assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"0\r\n\r\nHTTP/1.1 400 ")
-
-
-async def test_exit_answers_pending_requests_and_reads_pending_bodies():
-    async with Front() as front, contextlib.AsyncExitStack() as stack:
-        waits, sends, idle = [await stack.enter_async_context(connected(front)) for _ in range(3)]
-        waits[1].write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]))
-        sends[1].write(POST + b"content-length: %d\r\n\r\n" % LIMIT + b"z" * 10)
-        await until(lambda: front.seen and front.held == LIMIT)
-        await front.connected(3)
-        front.server.should_exit = True
-        assert await asyncio.wait_for(idle[0].read(), 5) == b""
-        sends[1].write(b"z" * (LIMIT - 10))
-        front.go.set()
-        for reader, _ in (waits, sends):
-            answer = await asyncio.wait_for(reader.read(), 5)
-            assert answer.startswith(b"HTTP/1.1 200 ")
-            assert b"connection: close" in answer
-    assert [len(body) for body in front.seen] == [3, LIMIT]
-
-
-async def test_reset_within_a_body_leaves_no_task_or_connection():
-    async with Front() as front:
-        for body in BODIES:
-            front.held, front.disconnected = 0, asyncio.Event()
-            async with connected(front) as (_, writer):
-                writer.write(POST + body)
-                await until(lambda: front.held)
-                linger = struct.pack("ii", 1, 0)
-                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            await asyncio.wait_for(front.disconnected.wait(), 5)
-            await front.connected(0)
-            assert not front.server.server_state.tasks
-
-
-class Endless:
-    """An endless answer, poured as the router's engine connections do."""
-
-    def __init__(self) -> None:
-        self.cut = asyncio.Event()
-
-    def remaining(self) -> None:
-        return None
-
-    async def piece(self) -> bytes:
-        return bytes(65536)
-
-    async def pour(self, sink) -> None:
-        room = asyncio.Event()
-        sink.when_writable(room.set)
-        try:
-            while True:
-                room.clear()
-                sink.write(bytes(65536))
-                await (room.wait() if sink.full else asyncio.sleep(0))
-        finally:
-            self.cut.set()
-
-
-@pytest.mark.parametrize("hot", [True, False])
-async def test_client_that_reads_nothing_is_aborted_and_slow_reader_is_not(hot):
-    endless = Endless()
-
-    async def streams(client) -> None:
-        try:
-            await client.body(LIMIT, lambda size: None)
-            await client.stream(200, [], b"one", endless)
-        except asyncio.CancelledError:
-            endless.cut.set()
-
-    async with Front(hot=hot) as front:
-        front.answer = streams
-        front.server.config.app.hot = {b"/": streams} if hot else {}
-        with socket.create_connection((front.ip, PORT)) as made:
-            made.sendall(request(LINES[0], [], FRAMED[0]))
-            await front.connected(1)
-            connection = front.connection()
-            now, before, still = LATER, -1, 0
-            async with asyncio.timeout(20):
-                # Count turns of the loop: elapsed time proves nothing on a busy machine.
-                while not connection.flow.write_paused or still < 25:
-                    await asyncio.sleep(0.002)
-                    still = still + 1 if unread_bytes(connection.transport) == before else 0
-                    before = unread_bytes(connection.transport)
-            for _ in range(3):
-                front.look(now)
-                now += CLIENT_TIMEOUTS.answer_stall_seconds - 1
-                made.recv(262_144)  # too little for the buffer to drain
-                await until(lambda before=before: unread_bytes(connection.transport) != before)
-                before = unread_bytes(connection.transport)
-            front.look(now)
-            assert not endless.cut.is_set()
-            front.look(now + CLIENT_TIMEOUTS.answer_stall_seconds + 1)
-            await asyncio.wait_for(endless.cut.wait(), 5)
-            await front.connected(0)

@@ -88,13 +88,6 @@ def test_window_hits_after_evicted_blocks():
     assert index.match_windows(range(78), {slot: window_blocks(1024, 32)}) == {slot: 0}
 
 
-def test_overlap_ends_at_the_first_missing_block():
-    index = Index()
-    slot = index.join()
-    index.store(slot, [1, 2, 4, 5])
-    assert index.match([1, 2, 3, 4, 5], [slot]) == {slot: 2}
-
-
 def test_retired_slot_is_reused_only_after_the_sweep():
     index = Index()
     old = index.join()
@@ -108,15 +101,6 @@ def test_retired_slot_is_reused_only_after_the_sweep():
     assert len(index) == 0
     assert index.join() == old
     assert index.match([1, 2], [old]) == {old: 0}
-
-
-def test_index_has_one_entry_per_key():
-    index = Index()
-    slots = [index.join() for _ in range(200)]
-    for slot in slots:
-        index.store(slot, range(10))
-    assert len(index) == 10
-    assert index.match(list(range(10)), slots) == dict.fromkeys(slots, 10)
 
 
 @given(st.integers(0, 2**200))

@@ -1,6 +1,7 @@
-"""Extraction of inline images before parsing: requests and errors are the same as without it."""
+"""Inline images: extraction before parsing changes nothing; engines get each by its URL, its uuid or its bytes."""
 
 import base64
+import copy
 import json
 import os
 from dataclasses import replace
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import Limits, chat, inline_images, parse_chat
-from mmrouter_router.media import Media, data_uri
-from mmrouter_router.request.engine_request import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.intake import Limits, chat, parse_chat, request
+from mmrouter_router.media import content
+from mmrouter_router.media.content import Media
+from mmrouter_router.request.prepared import CHAT, NO_URL, Outgoing, OutgoingImage
 
 LIMITS = Limits(max_images=3)
 FEW = 12
@@ -25,10 +27,10 @@ EXAMPLES = 60
 @pytest.fixture(autouse=True, scope="module")
 def short():
     """Extract short images, too, as those of the examples are."""
-    before = inline_images.MIN_URI
-    inline_images.MIN_URI = chat.MIN_URI = FEW
+    before = request.MIN_URI
+    request.MIN_URI = chat.MIN_URI = FEW
     yield
-    inline_images.MIN_URI = chat.MIN_URI = before
+    request.MIN_URI = chat.MIN_URI = before
 
 
 def outcome(parse, raw: bytes) -> Any:
@@ -41,7 +43,7 @@ def outcome(parse, raw: bytes) -> Any:
     for image in request.images:
         place = body["messages"][image.message]["content"][image.part]["image_url"]
         try:
-            data = image.inline.data if image.inline is not None else data_uri.decode(image.url, 10_000)
+            data = image.inline.data if image.inline is not None else content.decode(image.url, 10_000)
         except Exception as error:  # both ways must raise the same
             data = f"{type(error)} {error}"
         place["url"] = ""  # rewritten from the bytes
@@ -53,55 +55,38 @@ def outcome(parse, raw: bytes) -> Any:
 def test_body_with_many_small_uris_is_not_searched_further():
     """Searching millions of them would block the event loop for seconds."""
     large = '"data:image/png;base64,' + "A" * 32 + '"'
-    few = '"data:",' * inline_images.MAX_SKIPPED
-    assert inline_images.extract_images(f"[{few}{large}]".encode()) is not None
-    assert inline_images.extract_images(f'[{few}"data:",{large}]'.encode()) is None
+    few = '"data:",' * request.MAX_SKIPPED
+    assert request.extract_images(f"[{few}{large}]".encode()) is not None
+    assert request.extract_images(f'[{few}"data:",{large}]'.encode()) is None
 
 
-WORDS = st.sampled_from(
-    [
-        "",
-        "hello",
-        '"',
-        "\\",
-        '\\"',
-        '"data:',
-        '"data:image/png;base64,AAAABBBBCCCC"',
-        "data:image/png;base64,QUJD",
-        "\u20ac\n",
-    ]
-)
+WHOLE = "data:image/png;base64,AAAABBBBCCCC"
+ODD = ["", "hello", '"', "\\", '\\"', '"data:', f'"{WHOLE}"', "data:image/png;base64,QUJD", "\u20ac\n"]
+WORDS = st.sampled_from(ODD)
 DATA = st.binary(min_size=1, max_size=30).map(lambda data: base64.b64encode(data).decode())
+TYPES = st.sampled_from(["image/png", "", "image/svg+xml", "a b", "text/html"])
+ENDS = st.sampled_from(["QR==", "Q", "=", " ", "%3D", "\u20ac", "\\", '"'])
 URLS = st.one_of(
-    st.builds(
-        "data:{};base64,{}".format, st.sampled_from(["image/png", "", "image/svg+xml", "a b", "text/html"]), DATA
-    ),
-    st.builds(
-        "data:image/png;base64,{}{}".format, DATA, st.sampled_from(["QR==", "Q", "=", " ", "%3D", "\u20ac", "\\", '"'])
-    ),
+    st.builds("data:{};base64,{}".format, TYPES, DATA),
+    st.builds("data:image/png;base64,{}{}".format, DATA, ENDS),
     st.sampled_from(["https://a/b.png", "data:,abc", "data:image/png;base64,", "x" * 40]),
 )
 PARTS = st.one_of(
-    st.builds(lambda words: {"type": "text", "text": words}, WORDS),
-    st.builds(lambda url: {"type": "image_url", "image_url": {"url": url}}, URLS),
+    st.builds(lambda words: {"type": "text", "text": words}, WORDS | URLS),
+    st.builds(lambda kind, url: {"type": kind, kind: {"url": url}}, st.sampled_from(["image_url", "video_url"]), URLS),
     st.builds(lambda url: {"type": "image_url", "image_url": url}, URLS),
-    st.builds(lambda url: {"type": "video_url", "video_url": {"url": url}}, URLS),
     st.builds(lambda url: {"type": "image_url", "image_url": {"url": url}, url: url}, URLS),
-    st.builds(lambda url: {"type": "text", "text": url}, URLS),
 )
 BODIES = st.builds(
     lambda parts, more: {"model": "m", "messages": [{"role": "user", "content": parts}], **more},
     st.lists(PARTS, min_size=1, max_size=4),
-    st.sampled_from(
-        [{}, {"stream": True}, {"user": "data:image/png;base64,AAAABBBBCCCC"}, {"data:image/png;base64,AAAA": 1}]
-    ),
+    st.sampled_from([{}, {"stream": True}, {"user": WHOLE}, {"data:image/png;base64,AAAA": 1}]),
 )
 
 
 def written(body: Any, how: int) -> bytes:
-    raw = [json.dumps(body), json.dumps(body, ensure_ascii=False, separators=(",", ":")), json.dumps(body, indent=1)][
-        how % 3
-    ]
+    options = ({}, {"ensure_ascii": False, "separators": (",", ":")}, {"indent": 1})[how % 3]
+    raw = json.dumps(body, **options)
     return (raw.replace("/", "\\/") if how > 2 else raw).encode()
 
 
@@ -116,19 +101,11 @@ def test_extraction_preserves_the_request(body, how):
     assert outcome(parse_chat, raw) == outcome(chat.parse_unextracted, raw)
 
 
-@given(
-    BODIES,
-    st.integers(0, 5),
-    st.lists(
-        st.tuples(
-            st.integers(0, 2000),
-            st.integers(0, 3),
-            st.sampled_from([b'"', b"\\", b"{", b"}", b",", b"\n", b"\xff", b'"data:']),
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-)
+PUT = st.sampled_from([b'"', b"\\", b"{", b"}", b",", b"\n", b"\xff", b'"data:'])
+BREAKS = st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 3), PUT), min_size=1, max_size=4)
+
+
+@given(BODIES, st.integers(0, 5), BREAKS)
 @settings(max_examples=EXAMPLES, deadline=None)
 def test_extraction_preserves_errors(body, how, breaks):
     raw = written(body, how)
@@ -160,7 +137,7 @@ def test_extracted_image_is_a_view_of_the_body():
 
 def test_replayed_placeholder_refers_to_no_image():
     raw = DOUBLE % (b'{"url": %b}' % A)
-    spliced = inline_images.extract_images(raw)
+    spliced = request.extract_images(raw)
     word = parse_chat(spliced.raw, LIMITS, "m").images[0]
     assert word.inline is None
     both = parse_chat(DOUBLE % (b'{"url": %b}, "x": "%b"' % (A, word.url.encode())), LIMITS, "m")
@@ -191,6 +168,56 @@ def test_pieces_of_an_engine_body_join_to_the_body(datas, encoded, files):
     whole = pieces if isinstance(pieces, bytes) else b"".join(pieces)
     assert whole == outgoing.body(outgoing.fields, shown)
     urls = [part["image_url"]["url"] for part in orjson.loads(whole)["messages"][0]["content"]]
-    assert [url if url.startswith("file") else data_uri.decode(url, 100) for url in urls] == [
+    assert [url if url.startswith("file") else content.decode(url, 100) for url in urls] == [
         "file:///x" if number in files else data for number, data in enumerate(datas)
     ]
+
+
+URI = "data:image/png;base64,YmI="
+
+
+def part(**more):
+    return {"type": "image_url", "image_url": {"url": NO_URL, **more}, "uuid": "m1-a"}
+
+
+def outgoing():
+    messages = [
+        {"role": "system", "content": "text"},
+        {"role": "user", "content": [part(detail="low"), {"type": "text", "text": "and"}, part()]},
+        {"role": "user", "content": [part()]},
+    ]
+    images = [OutgoingImage(1, 0, "m1-a", PICTURE), OutgoingImage(1, 2, "m1-b", PICTURE)]
+    return Outgoing("/v1", {"model": "m", "messages": messages}, (*images, OutgoingImage(2, 0, "m1-c", PICTURE)))
+
+
+PICTURE = Media(b"bb", "image/png", "data")
+
+
+def shown(body: bytes):
+    messages = json.loads(body)["messages"]
+    return [messages[1]["content"][0], messages[1]["content"][2], messages[2]["content"][0]]
+
+
+def test_plain_body_holds_all_image_bytes():
+    request = outgoing()
+    assert [one["image_url"]["url"] for one in shown(request.plain)] == [URI] * 3
+    assert shown(request.plain)[0]["image_url"]["detail"] == "low"
+
+
+def test_each_image_is_sent_by_its_url_or_its_bytes():
+    request = outgoing()
+    before = copy.deepcopy(request.fields)
+    body = request.body({**request.fields, "seed": 1}, {(1, 0): "file:///x.png", (2, 0): None})
+    first, second, third = shown(body)
+    assert first["image_url"] == {"url": "file:///x.png", "detail": "low"}
+    assert second["image_url"] == {"url": URI}
+    assert (third["image_url"], third["uuid"]) == (None, "m1-a")
+    assert json.loads(body)["seed"] == 1
+    assert request.fields == before
+
+
+def test_unused_image_bytes_are_not_encoded():
+    request = outgoing()
+    request.body(request.fields, dict.fromkeys((image.place for image in request.images), "file:///x"))
+    assert not any("url" in vars(image) for image in request.images)
+    assert request.images[0].url == URI

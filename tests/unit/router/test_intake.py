@@ -6,11 +6,12 @@ import pytest
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import ImagePart, Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake import ImagePart, Limits, parse_chat
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=3)
 TEXT = {"type": "text", "text": "what is this?"}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+VIDEO = {"type": "video_url", "video_url": "data:,x"}
 
 
 def chat(*content, **fields):
@@ -27,14 +28,19 @@ def read(body, limits=LIMITS, parse=parse_chat):
     return parse(raw, limits, "demo")
 
 
-def fault(body, parse=parse_chat):
+def fault(body, parse=parse_chat, limits=LIMITS):
     with pytest.raises(RequestError) as caught:
-        read(body, parse=parse)
+        read(body, limits, parse)
     return caught.value.status, caught.value.param, caught.value.code
 
 
 PART = "messages[0].content[0]"
 CALL = "messages[0].tool_calls[0].function"
+FUNCTION, ARGUMENTS = "tools[0].function", "chat_template_kwargs"
+
+
+def audio(**fields):
+    return chat({"type": "input_audio", "input_audio": fields})
 
 
 def calling(function):
@@ -94,37 +100,17 @@ BAD = {
     "text without text": (chat({"type": "text"}), f"{PART}.text", MISSING),
     "text of another type": (chat({"type": "text", "text": 7}), f"{PART}.text", TYPE),
     "image without image": (chat({"type": "image_url"}), f"{PART}.image_url", MISSING),
-    "image by name only": (
-        chat({"type": "image_url", "image_url": None, "uuid": "known"}),
-        f"{PART}.image_url",
-        MISSING,
-    ),
+    "image by name only": (chat({**PICTURE, "image_url": None, "uuid": "known"}), f"{PART}.image_url", MISSING),
     "image without URL": (chat({**PICTURE, "image_url": {}}), f"{PART}.image_url.url", MISSING),
     "URL of another type": (chat({**PICTURE, "image_url": {"url": 7}}), f"{PART}.image_url.url", TYPE),
     "image of another type": (chat({**PICTURE, "image_url": []}), f"{PART}.image_url", TYPE),
-    "text that is an image as well": (
-        chat({**TEXT, "image_url": "http://a.example/", "uuid": "u"}),
-        f"{PART}.image_url",
-        AMBIGUOUS,
-    ),
+    "text and image": (chat({**TEXT, "image_url": "http://a/", "uuid": "u"}), f"{PART}.image_url", AMBIGUOUS),
     "text with a template's word": (chat({**TEXT, "image": "x"}), f"{PART}.image", AMBIGUOUS),
     "image with embeddings": (chat({**PICTURE, "image_embeds": "x"}), f"{PART}.image_embeds", AMBIGUOUS),
-    "audio without data": (
-        chat({"type": "input_audio", "input_audio": {"format": "wav"}}),
-        f"{PART}.input_audio.data",
-        MISSING,
-    ),
-    "audio of an odd format": (
-        chat({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav;base64,AAAA"}}),
-        f"{PART}.input_audio.format",
-        VALUE,
-    ),
+    "audio without data": (audio(format="wav"), f"{PART}.input_audio.data", MISSING),
+    "audio of an odd format": (audio(data="AAAA", format="wav;base64,AAAA"), f"{PART}.input_audio.format", VALUE),
     "too many images": (chat(TEXT, *[PICTURE] * 4), "messages[0].content[4].image_url.url", TOO_MANY),
-    "too many media": (
-        chat(*[PICTURE] * 3, {"type": "video_url", "video_url": "data:,x"}),
-        "messages[0].content[3].video_url",
-        TOO_MANY,
-    ),
+    "too many media": (chat(*[PICTURE] * 3, VIDEO), "messages[0].content[3].video_url", TOO_MANY),
     # Fields.
     "stream of another type": (chat(stream="true"), "stream", TYPE),
     "stream as a number": (chat(stream=1), "stream", TYPE),
@@ -133,16 +119,8 @@ BAD = {
     "max_completion_tokens as a float": (chat(max_completion_tokens=1.5), "max_completion_tokens", TYPE),
     "flag of another type": (chat(add_generation_prompt=None), "add_generation_prompt", TYPE),
     "continued and begun": (chat(continue_final_message=True), "continue_final_message", VALUE),
-    "template argument that replaces the messages": (
-        chat(chat_template_kwargs={"messages": []}),
-        "chat_template_kwargs.messages",
-        VALUE,
-    ),
-    "template argument that replaces the template": (
-        chat(chat_template_kwargs={"chat_template": "x"}),
-        "chat_template_kwargs.chat_template",
-        VALUE,
-    ),
+    "argument replaces messages": (chat(chat_template_kwargs={"messages": []}), f"{ARGUMENTS}.messages", VALUE),
+    "other template": (chat(chat_template_kwargs={"chat_template": "x"}), f"{ARGUMENTS}.chat_template", VALUE),
     "template arguments of another type": (chat(chat_template_kwargs=[]), "chat_template_kwargs", TYPE),
     "engine arguments of another type": (chat(vllm_xargs="x"), "vllm_xargs", TYPE),
     "effort of another type": (chat(reasoning_effort=3), "reasoning_effort", TYPE),
@@ -150,13 +128,9 @@ BAD = {
     "no tool": (chat(tools=[]), "tools", "empty_array"),
     "tool of another type": (chat(tools=["x"]), "tools[0]", TYPE),
     "tool of another kind": (chat(tools=[{"type": "web"}]), "tools[0].type", VALUE),
-    "tool without function": (chat(tools=[{"type": "function"}]), "tools[0].function", MISSING),
-    "tool without name": (chat(tools=[{"function": {}}]), "tools[0].function.name", MISSING),
-    "tool with odd parameters": (
-        chat(tools=[{"function": {"name": "f", "parameters": "x"}}]),
-        "tools[0].function.parameters",
-        TYPE,
-    ),
+    "tool without function": (chat(tools=[{"type": "function"}]), FUNCTION, MISSING),
+    "tool without name": (chat(tools=[{"function": {}}]), f"{FUNCTION}.name", MISSING),
+    "odd parameters": (chat(tools=[{"function": {"name": "f", "parameters": 7}}]), f"{FUNCTION}.parameters", TYPE),
 }
 
 
@@ -169,9 +143,7 @@ def test_invalid_chat_request_is_refused_with_status_field_and_code(case):
 def test_body_with_too_many_values_is_refused_before_parsing(monkeypatch):
     monkeypatch.setattr("mmrouter_router.intake.json_body.MAX_VALUES", 1000)
     monkeypatch.setattr("mmrouter_router.intake.json_body.SMALL_BODY", 1000)
-    with pytest.raises(RequestError) as caught:
-        read(b'{"model":"demo","x":[' + b"[]," * 600 + b"[]]}")
-    assert (caught.value.status, caught.value.code) == (400, "request_too_large")
+    assert fault(b'{"model":"demo","x":[' + b"[]," * 600 + b"[]]}")[::2] == (400, "request_too_large")
     commas = {**chat(), "messages": [{"role": "user", "content": 'a,[{"\\' * 30_000}]}
     assert read(commas).messages == commas["messages"]
 
@@ -186,23 +158,17 @@ def test_unusual_valid_json_is_accepted():
 
 def test_limits_are_those_of_the_resource():
     assert Limits.of(MediaSettings(max_request_bytes="1Mi", max_images=7)) == Limits(1 << 20, 7)
-    with pytest.raises(RequestError) as caught:
-        read(chat(PICTURE), Limits(max_images=0))
-    assert caught.value.code == "too_many_images"
+    assert fault(chat(PICTURE), limits=Limits(max_images=0))[2] == TOO_MANY
 
 
 def test_plain_request_is_exact_and_unchanged():
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    called = {"name": "f", "arguments": "{}"}
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "developer", "content": [TEXT]},
         {"role": "user", "content": [TEXT], "name": "Ann"},
-        {
-            "role": "assistant",
-            "content": None,
-            "refusal": None,
-            "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
-        },
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [{"function": called}]},
         {"role": "tool", "content": "42", "tool_call_id": "a"},
         {"role": "assistant", "content": "x", "reasoning_content": "y", "tool_calls": []},
     ]
@@ -226,21 +192,16 @@ def test_plain_request_is_exact_and_unchanged():
 
 
 def test_images_are_collected_in_prompt_order_in_any_spelling():
-    body = {
-        "model": "demo",
-        "messages": [
-            {"role": "user", "content": [TEXT, {"type": "image_url", "image_url": "http://a.example/"}]},
-            {"role": "assistant", "content": "ok"},
-            {
-                "role": "user",
-                "content": [
-                    {"type": "input_image", "image_url": "data:,b", "detail": "auto"},
-                    {"type": "image_url", "image_url": {"url": "data:,c", "detail": "low"}, "uuid": "mine"},
-                ],
-            },
-        ],
-    }
-    request = read(body)
+    last = [
+        {"type": "input_image", "image_url": "data:,b", "detail": "auto"},
+        {"type": "image_url", "image_url": {"url": "data:,c", "detail": "low"}, "uuid": "mine"},
+    ]
+    messages = [
+        {"role": "user", "content": [TEXT, {"type": "image_url", "image_url": "http://a.example/"}]},
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": last},
+    ]
+    request = read(chat(messages=messages))
     assert request.images == (
         ImagePart(0, 1, "http://a.example/", "messages[0].content[1].image_url"),
         ImagePart(2, 0, "data:,b", "messages[2].content[0].image_url"),
@@ -254,14 +215,9 @@ def test_images_are_collected_in_prompt_order_in_any_spelling():
 
 
 def test_text_like_parts_become_text():
-    parts = [
-        {"type": kind, key: kind}
-        for kind, key in [("input_text", "text"), ("output_text", "text"), ("refusal", "refusal")]
-    ]
-    request = read(message(role="assistant", content=parts))
-    assert [(part["type"], part["text"]) for part in request.messages[0]["content"]] == [
-        ("text", kind) for kind in ("input_text", "output_text", "refusal")
-    ]
+    kinds = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
+    request = read(message(role="assistant", content=[{"type": kind, key: kind} for kind, key in kinds.items()]))
+    assert [(part["type"], part["text"]) for part in request.messages[0]["content"]] == [("text", k) for k in kinds]
     assert request.inexact == ()
 
 
@@ -368,106 +324,3 @@ def test_unknown_keys_are_reasons_of_bounded_number():
     }
     many = read(chat({**TEXT, **{f"k{n}": n for n in range(500)}}, **{f"f{n}": n for n in range(500)}))
     assert len(many.inexact) == 32
-
-
-RESPONSES = {
-    "model": "demo",
-    "instructions": "be brief",
-    "input": [
-        {
-            "role": "user",
-            "content": [
-                {"type": "input_text", "text": "http://not-media.example/"},
-                {"type": "input_image", "image_url": "http://secret.example/1", "uuid": "mine", "file_id": None},
-                {"type": "image_url", "image_url": {"url": "http://secret.example/2"}},
-            ],
-        },
-        {
-            "type": "computer_call_output",
-            "output": {"type": "computer_screenshot", "image_url": "http://secret.example/3"},
-        },
-    ],
-}
-
-
-def test_media_of_a_forwarded_request_are_collected_at_any_depth():
-    request = read(RESPONSES, parse=parse_forwarded)
-    assert [(part.kind, part.url, part.param) for part in request.media] == [
-        ("image", "http://secret.example/1", "input[0].content[1].image_url"),
-        ("image", "http://secret.example/2", "input[0].content[2].image_url.url"),
-        ("image", "http://secret.example/3", "input[1].output.image_url"),
-    ]
-    assert request.removed == ("uuid",)
-    assert "secret" not in json.dumps(request.body)
-    assert "mine" not in json.dumps(request.body)
-    for part in request.media:
-        part.embed("data:,x")
-    expected = json.loads(json.dumps(RESPONSES).replace('"uuid": "mine", ', ""))
-    text = json.dumps(request.body)
-    for number in "123":
-        expected = json.loads(json.dumps(expected).replace(f"http://secret.example/{number}", "data:,x"))
-    assert json.loads(text) == expected
-
-
-def test_forwarded_request_is_never_exact():
-    for body in ({"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}, RESPONSES):
-        request = read(body, parse=parse_forwarded)
-        assert [reason.reason for reason in request.inexact] == ["not_modelled"]
-        assert (request.images, request.tools) == ((), None)
-    assert (
-        read({"model": "demo", "prompt": "x", "max_tokens": 3, "stream": True}, parse=parse_forwarded).max_tokens == 3
-    )
-    assert read({"model": "demo", "input": "x", "max_output_tokens": 4}, parse=parse_forwarded).max_tokens == 4
-
-
-def test_head_of_a_forwarded_prompt_is_stable_as_it_grows():
-    def head(body):
-        return read({"model": "demo", **body}, parse=parse_forwarded).messages
-
-    longer = {**RESPONSES, "input": [*RESPONSES["input"], {"role": "user", "content": "more"}]}
-    assert head(RESPONSES) == head(longer)
-    start = "once upon a time " * 200
-    assert head({"prompt": start + "A"}) == head({"prompt": start + "B"}) != head({"prompt": "B" + start})
-    ids = list(range(3000))
-    assert head({"prompt": ids}) == head({"prompt": [*ids, 7]}) != head({"prompt": [7, *ids]})
-    assert head({"prompt": [ids, ids]})
-    assert head({"input": "a", "prompt_cache_key": "k"}) == head({"input": "b", "prompt_cache_key": "k"})
-    one, other = ([{"content": [{"type": "input_image", "image_url": url}]}] for url in ("data:,a", "data:,b"))
-    assert head({"input": one}) != head({"input": other})
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ({"model": "demo"}, (400, "prompt", MISSING)),
-        ({"model": "demo", "input": None}, (400, "input", MISSING)),
-        ({"model": "other", "prompt": "x"}, (404, "model", "model_not_found")),
-        ({"model": "demo", "prompt": {}}, (400, "prompt", TYPE)),
-        ({"model": "demo", "input": []}, (400, "input", TYPE)),
-        ({"model": "demo", "input": 7}, (400, "input", TYPE)),
-        ({"model": "demo", "prompt": "x", "prompt_embeds": "AAAA"}, (400, "prompt_embeds", PART_TYPE)),
-        (
-            {"model": "demo", "input": [{"content": [{"type": "input_file", "file_url": "http://a.example/"}]}]},
-            (400, "input[0].content[0].file_url", PART_TYPE),
-        ),
-        (
-            {"model": "demo", "input": [{"content": [{"type": "input_image", "file_id": "f"}]}]},
-            (400, "input[0].content[0].file_id", PART_TYPE),
-        ),
-        (
-            {"model": "demo", "input": [{"content": [{"type": "image_embeds", "image_embeds": "x"}]}]},
-            (400, "input[0].content[0].image_embeds", PART_TYPE),
-        ),
-        (
-            {"model": "demo", "input": [{"content": [{"type": "input_image", "image_url": ["http://a.example/"]}]}]},
-            (400, "input[0].content[0].image_url", TYPE),
-        ),
-        (
-            {"model": "demo", "input": [{"content": [{"type": "input_image", "image_url": "data:,x"}] * 4}]},
-            (400, "input[0].content[3].image_url", TOO_MANY),
-        ),
-        ({"model": "demo", "input": "x", "stream": "yes"}, (400, "stream", TYPE)),
-    ],
-)
-def test_invalid_forwarded_request_is_refused_with_status_field_and_code(body, expected):
-    assert fault(body, parse=parse_forwarded) == expected

@@ -16,26 +16,21 @@ from mmrouter_router.intake.json_body import bytes_outside_strings, depth, parse
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 
+CALLED = {"name": "f", "arguments": "{}"}
+CONTENT = [
+    {"type": "text", "text": "look"},
+    {"type": "image_url", "image_url": {"url": "data:,a", "detail": "low"}, "uuid": "u"},
+    {"type": "input_image", "image_url": "data:,b"},
+    {"type": "video_url", "video_url": {"url": "http://a.example/"}},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    {"type": "refusal", "refusal": "no"},
+]
 CHAT = {
     "model": "demo",
     "messages": [
         {"role": "system", "content": "be brief"},
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "look"},
-                {"type": "image_url", "image_url": {"url": "data:,a", "detail": "low"}, "uuid": "u"},
-                {"type": "input_image", "image_url": "data:,b"},
-                {"type": "video_url", "video_url": {"url": "http://a.example/"}},
-                {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
-                {"type": "refusal", "refusal": "no"},
-            ],
-        },
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
-        },
+        {"role": "user", "content": CONTENT},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": CALLED}]},
         {"role": "tool", "tool_call_id": "c", "content": "42"},
     ],
     "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}],
@@ -129,13 +124,8 @@ def test_mutated_requests_are_accepted_or_refused(parse, body):
     assert 50 < read < 450
 
 
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text()
-)
+NUMBERS = st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text()
 JSON = st.recursive(
     SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(NAMES), inner), max_leaves=8
 )

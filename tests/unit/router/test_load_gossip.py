@@ -2,16 +2,17 @@
 
 import asyncio
 from array import array
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.rig import BLOCK, Clock, resource, synced
+from unit.router.rig import BLOCK, Clock, prepared, resource, running, synced
 
 from mmrouter_lib import feed
 from mmrouter_router.fleet.load_gossip import EXPIRY_SECONDS, REPEAT_SECONDS, LoadGossip
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
-from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Booking, Placer
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -24,25 +25,17 @@ class Sidecars:
     def __init__(self) -> None:
         self.routers: list[Router] = []
         self.frames: list[tuple[str, feed.Work]] = []
-        self.told = asyncio.Event()
 
-    def take(self, uid: str, work: feed.Work) -> None:
+    def line(self, uid: str) -> SimpleNamespace:
+        """A router's feed of one engine."""
+        return SimpleNamespace(send_work=partial(self.take, uid))
+
+    async def take(self, uid: str, work: feed.Work) -> None:
         passed = feed.decode_published(feed.encode(feed.decode_request(feed.encode(work))))
         assert isinstance(passed, feed.Work)
         self.frames.append((uid, passed))
-        self.told.set()
         for router in self.routers:
             router.fleet.on_published(router.fleet.workers[uid], passed)
-
-
-class Line:
-    """A router's feed of one engine."""
-
-    def __init__(self, sidecars: Sidecars, uid: str) -> None:
-        self._sidecars, self._uid = sidecars, uid
-
-    async def send_work(self, work: feed.Work) -> None:
-        self._sidecars.take(self._uid, work)
 
 
 class Router:
@@ -52,10 +45,8 @@ class Router:
         self.name = name
         self.fleet = Fleet(Metrics(), clock=clock)
         self.alone = False
-        self.gossip = LoadGossip(
-            name, self.fleet, lambda uid: Line(sidecars, uid), lambda: not self.alone, lambda: None, clock
-        )
-        self.fleet.on_work(self.gossip.on_work)
+        self.gossip = LoadGossip(name, self.fleet, sidecars.line, lambda: not self.alone, lambda: None, clock)
+        self.fleet.work_listeners.append(self.gossip.on_work)
         self.placer = Placer(resource(), self.fleet, changed=self.gossip.changed)
         sidecars.routers.append(self)
         for engine in ENGINES:
@@ -64,37 +55,36 @@ class Router:
     def send(self, seed: int) -> tuple[str, Booking]:
         """Place a new prompt; return the engine's name and the booking."""
         ids = array("I", range(1000 * seed, 1000 * seed + 10 * BLOCK))
-        decision = self.placer.place(Prepared(None, None, (), ids, (), "exact", (), 5, 77))
+        decision = self.placer.place(prepared(ids=ids))
         return decision.target.worker.member.name, self.placer.begin(decision)
 
     def worker(self, engine: str) -> Worker:
         return self.fleet.workers[f"uid-{engine}"]
 
-    def own(self, engine: str) -> tuple[int, float, float]:
+    def own(self, engine: str, prefix: str = "") -> tuple[float, ...]:
         usage = self.worker(engine).usage.get(0)
-        return (usage.requests, usage.prefill, usage.active) if usage else (0, 0.0, 0.0)
+        return tuple(getattr(usage, prefix + name, 0) for name in ("requests", "prefill", "active"))
 
-    def theirs(self, engine: str) -> tuple[int, float, float]:
-        usage = self.worker(engine).usage.get(0)
-        return (usage.peer_requests, usage.peer_prefill, usage.peer_active) if usage else (0, 0.0, 0.0)
+    def theirs(self, engine: str) -> tuple[float, ...]:
+        return self.own(engine, "peer_")
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def sidecars() -> Sidecars:
+def sidecars():
     return Sidecars()
 
 
 @pytest.fixture
-def routers(sidecars: Sidecars, clock: Clock) -> list[Router]:
+def routers(sidecars, clock):
     return [Router(name, sidecars, clock) for name in ("one", "two")]
 
 
-async def test_engine_filled_by_a_peer_is_not_idle(routers: list[Router]) -> None:
+async def test_engine_filled_by_a_peer_is_not_idle(routers):
     one, two = routers
     first, _ = one.send(1)
     assert two.send(1)[0] == first, "it does not know better"
@@ -107,13 +97,11 @@ async def test_engine_filled_by_a_peer_is_not_idle(routers: list[Router]) -> Non
     assert [router.send(9 + n)[0] for n, router in enumerate(routers)] == [third, third]
 
 
-steps = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from(["send", "answered", "end", "tell"]), st.integers(0, 9)), max_size=40
-)
+STEPS = st.tuples(st.integers(0, 2), st.sampled_from(["send", "answered", "end", "tell"]), st.integers(0, 9))
 
 
-@given(steps)
-def test_peers_converge_to_equal_loads(steps: list[tuple[int, str, int]]) -> None:
+@given(st.lists(STEPS, max_size=40))
+def test_peers_converge_to_equal_loads(steps):
     sidecars, clock = Sidecars(), Clock()
     routers = [Router(name, sidecars, clock) for name in ("one", "two", "three")]
     open_: list[list[Booking]] = [[], [], []]
@@ -140,7 +128,7 @@ def test_peers_converge_to_equal_loads(steps: list[tuple[int, str, int]]) -> Non
             assert router.theirs(engine) == pytest.approx(tuple(map(sum, zip(*others, strict=True))))
 
 
-async def test_changes_are_batched_per_engine(routers: list[Router], sidecars: Sidecars) -> None:
+async def test_changes_are_batched_per_engine(routers, sidecars):
     one = routers[0]
     for seed in range(20):
         one.send(seed)[1].end()
@@ -152,7 +140,7 @@ async def test_changes_are_batched_per_engine(routers: list[Router], sidecars: S
     assert sidecars.frames == []
 
 
-async def test_router_without_peers_sends_nothing(routers: list[Router], sidecars: Sidecars) -> None:
+async def test_router_without_peers_sends_nothing(routers, sidecars):
     routers[0].alone = True
     routers[0].send(1)
     assert not routers[0].gossip.wake.is_set(), "nor does it wake up to find that out"
@@ -160,7 +148,7 @@ async def test_router_without_peers_sends_nothing(routers: list[Router], sidecar
     assert sidecars.frames == []
 
 
-async def test_load_of_a_silent_router_expires(routers: list[Router], clock: Clock) -> None:
+async def test_load_of_a_silent_router_expires(routers, clock):
     one, two = routers
     engine, _ = one.send(1)
     await one.gossip.publish()
@@ -173,31 +161,26 @@ async def test_load_of_a_silent_router_expires(routers: list[Router], clock: Clo
     assert REPEAT_SECONDS < EXPIRY_SECONDS / 2, "one frame may be lost"
 
 
-async def test_unchanged_load_is_repeated(routers: list[Router], sidecars: Sidecars, clock: Clock) -> None:
+async def test_unchanged_load_is_repeated(routers, sidecars, clock):
     one, two = routers
     engine, _ = one.send(1)
-    running = asyncio.create_task(one.gossip.run())
-    try:
-        async with asyncio.timeout(15):
-            await sidecars.told.wait()
-            while len(sidecars.frames) < 3:  # nothing changed since the first one
-                clock.now += REPEAT_SECONDS
-                two.worker(engine).usage[0].peers.clear()  # as a router that began anew
-                one.gossip.wake.set()
-                await asyncio.sleep(0)
-    finally:
-        running.cancel()
+    async with running(one.gossip.run()), asyncio.timeout(15):
+        while len(sidecars.frames) < 3:  # nothing changed since the first one
+            clock.now += REPEAT_SECONDS if sidecars.frames else 0
+            two.fleet.usage(two.worker(engine), 0).peers.clear()  # as a router that began anew
+            one.gossip.wake.set()
+            await asyncio.sleep(0)
     assert two.worker(engine).usage[0].peers["one"].requests == 1
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 7])
-async def test_unknown_rank_is_ignored(routers: list[Router], rank: int) -> None:
+async def test_unknown_rank_is_ignored(routers, rank):
     worker = routers[0].worker("a")
     routers[0].fleet.on_published(worker, feed.Work("stranger", rank, 5, 1.0, 1.0))
     assert rank not in worker.usage
 
 
-async def test_engine_queue_excludes_gossiped_requests(routers: list[Router]) -> None:
+async def test_engine_queue_excludes_gossiped_requests(routers):
     one, two = routers
     engine, _ = one.send(1)
     await one.gossip.publish()

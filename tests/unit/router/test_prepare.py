@@ -3,19 +3,18 @@
 import io
 import json
 from array import array
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from PIL import Image
-from unit.router.rig import Rig
+from unit.conftest import shared_folder
+from unit.router.rig import Rig, refused, resource
 
 from mmrouter_cli.sample_images import data_uri, picture
-from mmrouter_lib.api import parse_deployment
-from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import CurveKeys, Settings
-from mmrouter_router.intake import Limits, parse_chat
-from mmrouter_router.media import MediaResolver
+from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
+from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -24,31 +23,30 @@ SIZE = 16
 
 
 def settings(model_dir: Path = MODEL, processor=None, engine="vllm", **media) -> Settings:
-    spec = {
-        "model": {"id": "m"},
-        "engine": {"type": engine, "blockSize": SIZE, "processor": processor or {}},
-        "routing": {"media": media},
-        "pools": [{"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}],
-    }
-    resource = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-    deployment = parse_deployment({**resource, "spec": spec})
+    engine = {"type": engine, "blockSize": SIZE, "processor": processor or {}}
+    deployment = resource(engine=engine, routing={"media": media})
     keys = CurveKeys(b"", b"", b"")
     return Settings(deployment, "r", "127.0.0.1", Path(), model_dir, bytes(32), "k", "t", keys)
 
 
-@pytest_asyncio.fixture
+@asynccontextmanager
+async def preparing(own: Settings, **options):
+    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
+    yield Preparer(own, media, **options)
+    await media.close()
+
+
+def chat(*parts, **fields):
+    """A parsed request of content parts and further fields."""
+    body = {"model": "t", "messages": [{"role": "user", "content": list(parts)}], **fields}
+    return parse_chat(json.dumps(body).encode(), Limits(), "t")
+
+
+@pytest.fixture
 async def prepare():
     """Prepare a request of content parts and further fields."""
-    own = settings()
-    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
-    preparer = Preparer(own, media)
-
-    async def call(*parts, salt=None, **fields):
-        body = {"model": "t", "messages": [{"role": "user", "content": list(parts)}], **fields}
-        return await preparer.prepare(parse_chat(json.dumps(body).encode(), Limits(), "t"), salt)
-
-    yield call
-    await media.close()
+    async with preparing(settings()) as preparer:
+        yield lambda *parts, salt=None, **fields: preparer.prepare(chat(*parts, **fields), salt)
 
 
 def text(words):
@@ -110,9 +108,9 @@ async def test_unmodelled_request_is_affinity_without_keys(prepare, fields, reas
     assert (prepared.exactness, prepared.reasons, prepared.ids) == ("affinity", (reason,), array("I"))
 
 
-def avif(seed, side=112):
+def avif(seed):
     raw = io.BytesIO()
-    Image.open(io.BytesIO(picture(seed, side, side))).convert("RGB").save(raw, "AVIF")
+    Image.open(io.BytesIO(picture(seed, 112, 112))).convert("RGB").save(raw, "AVIF")
     return {"type": "image_url", "image_url": {"url": data_uri(raw.getvalue())}}
 
 
@@ -160,24 +158,17 @@ async def test_processor_options_do_not_affect_text(prepare):
 
 
 async def test_case_12_image_with_other_processor_options_is_another_image():
-    body = json.dumps({"model": "t", "messages": [{"role": "user", "content": [image("a")]}]}).encode()
     found = []
     for processor in ({}, {"maxPixels": 12_544}, {"maxPixels": 12_544 * 2}):
-        own = settings(processor=processor)
-        media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
-        found.append(await Preparer(own, media).prepare(parse_chat(body, Limits(), "t"), None))
-        await media.close()
+        async with preparing(settings(processor=processor)) as preparer:
+            found.append(await preparer.prepare(chat(image("a")), None))
     assert len({prepared.ids.tobytes() for prepared in found}) == 1, "the same number of tokens"
     assert len({prepared.images[0].identity for prepared in found}) == 3
 
 
-async def test_unresolved_image_is_held_to_the_pixel_limit(prepare):
-    own = settings(maxPixels=100 * 100)
-    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
-    body = json.dumps({"model": "t", "messages": [{"role": "user", "content": [avif("a")]}]}).encode()
-    with pytest.raises(RequestError, match="112x112"):
-        await Preparer(own, media).prepare(parse_chat(body, Limits(), "t"), None)
-    await media.close()
+async def test_unresolved_image_is_held_to_the_pixel_limit():
+    async with preparing(settings(maxPixels=100 * 100)) as preparer:
+        assert "112x112" in str(await refused(preparer.prepare(chat(avif("a")), None)))
 
 
 async def test_turns_of_a_conversation_share_a_fingerprint(prepare):
@@ -188,26 +179,21 @@ async def test_turns_of_a_conversation_share_a_fingerprint(prepare):
 
 @pytest.mark.parametrize(("url", "says"), [("data:image/png;base64,AAAA", "image"), ("data:,", "empty")])
 async def test_invalid_image_is_refused_with_its_field(prepare, url, says):
-    with pytest.raises(RequestError) as caught:
-        await prepare(text("x"), {"type": "image_url", "image_url": {"url": url}})
-    assert (caught.value.status, caught.value.param) == (400, "messages[0].content[1].image_url.url")
-    assert says in str(caught.value)
+    error = await refused(prepare(text("x"), {"type": "image_url", "image_url": {"url": url}}))
+    assert (error.status, error.param) == (400, "messages[0].content[1].image_url.url")
+    assert says in str(error)
 
 
 async def test_unsupported_aspect_ratio_is_a_400(prepare):
-    with pytest.raises(RequestError) as caught:
-        await prepare({"type": "image_url", "image_url": {"url": data_uri(picture("x", 4020, 20))}})
-    assert caught.value.status == 400
+    wide = {"type": "image_url", "image_url": {"url": data_uri(picture("x", 4020, 20))}}
+    assert (await refused(prepare(wide))).status == 400
 
 
 @pytest.mark.parametrize(("engine", "family"), [("vllm", "brand_new_vl"), ("sglang", "llava"), ("sglang", "phi3_v")])
 async def test_unmodelled_family_is_served_by_affinity(tmp_path, engine, family):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-    own = settings(tmp_path, engine=engine)
-    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
-    body = {"model": "t", "messages": [{"role": "user", "content": [text("x"), image("a"), avif("b")]}]}
-    prepared = await Preparer(own, media).prepare(parse_chat(json.dumps(body).encode(), Limits(), "t"), None)
-    await media.close()
+    async with preparing(settings(tmp_path, engine=engine)) as preparer:
+        prepared = await preparer.prepare(chat(text("x"), image("a"), avif("b")), None)
     assert prepared.exactness == "affinity"
     assert prepared.reasons == ("image_format:messages[0].content[2].image_url.url", f"family:{family}")
     assert (len(prepared.images), prepared.ids) == (2, array("I"))
@@ -220,3 +206,45 @@ async def test_unmodelled_family_is_served_by_affinity(tmp_path, engine, family)
     assert (first.policy, first.exactness, first.reasons) == ("consistentHash", "affinity", prepared.reasons)
     assert len({decision.target.worker.member.name for decision in (first, again, elsewhere)}) == 1
     assert first.choice.winner.overlap == 0
+
+
+SWAPPED = [text("first <|image_2|> then <|image_1|>"), image("a"), image("b")]
+UNPREDICTED = {"use_beam_search": True}
+
+
+@pytest.fixture
+async def prepare_phi3():
+    """Prepare a parsed request for Phi-3-vision, whose engine crashes on images out of order."""
+    folder = shared_folder("MMROUTER_MODELS", "models/microsoft--Phi-3-vision-128k-instruct")
+    async with preparing(settings(folder)) as preparer:
+        yield lambda request: preparer.prepare(request, None)
+
+
+def responses(*parts):
+    body = {"model": "t", "input": [{"role": "user", "content": list(parts)}]}
+    return parse_forwarded(json.dumps(body).encode(), Limits(), "t")
+
+
+def input_image(seed):
+    return {"type": "input_image", "image_url": image(seed)["image_url"]["url"]}
+
+
+@pytest.mark.parametrize("fields", [{}, UNPREDICTED])
+async def test_images_out_of_order_are_refused_with_and_without_prediction(prepare_phi3, fields):
+    error = await refused(prepare_phi3(chat(*SWAPPED, **fields)))
+    assert (error.status, error.param) == (400, "messages")
+    assert "<|image_2|> before <|image_1|>" in str(error)
+
+
+async def test_images_in_order_are_accepted(prepare_phi3):
+    parts = [image("a"), text("first <|image_1|> and <|image_2|>"), image("b")]
+    assert (await prepare_phi3(chat(*parts))).exactness == "exact"
+    assert (await prepare_phi3(chat(*parts, **UNPREDICTED))).exactness == "affinity"
+
+
+async def test_forwarded_path_accepts_one_image_only(prepare_phi3):
+    one = await prepare_phi3(responses({"type": "input_text", "text": "a"}, input_image("a")))
+    assert one.exactness == "affinity"
+    error = await refused(prepare_phi3(responses(input_image("a"), input_image("b"))))
+    assert (error.status, error.param) == (400, "input[0].content[1].image_url")
+    assert "several images" in str(error)

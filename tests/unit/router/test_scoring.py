@@ -14,35 +14,24 @@ def candidate(name: str, **values) -> Candidate:
     return Candidate(id=f"{name}/boot#0", name=name, pool="worker", **{"overlap": 0, "blocks": 10, **values})
 
 
-CANDIDATES = st.lists(
-    st.builds(
-        Candidate,
-        id=st.text("abcdef", min_size=1, max_size=4),
-        name=st.just("n"),
-        pool=st.just("p"),
-        overlap=st.integers(0, 10),
-        blocks=st.just(10),
-        prefill=st.floats(0, 50),
-        active=st.floats(0, 50),
-        waiting=st.floats(0, 50),
-        held=st.integers(0, 100),
-        scored=st.booleans(),
-        coming=st.integers(0, 5),
-        encode=st.floats(0, 20),
-    ),
-    min_size=1,
-    max_size=8,
-    unique_by=lambda c: c.id,
+LOADS = dict.fromkeys(("prefill", "active", "waiting"), st.floats(0, 50))
+BLOCKS = {"overlap": st.integers(0, 10), "held": st.integers(0, 100), "coming": st.integers(0, 5)}
+CANDIDATE = st.builds(
+    Candidate,
+    id=st.text("abcdef", min_size=1, max_size=4),
+    **{"name": st.just("n"), "pool": st.just("p"), "blocks": st.just(10), "scored": st.booleans()},
+    **{**LOADS, **BLOCKS, "encode": st.floats(0, 20)},
 )
+CANDIDATES = st.lists(CANDIDATE, min_size=1, max_size=8, unique_by=lambda c: c.id)
 
 
 FIELD = Weights(compute=1.0, decode=1.0)
 """Of the field's cost function, whose example is a test here."""
 
 
-def pick(candidates, policy="kv", overlap_weight=1.0, fingerprint=7, turn=0, weights=WEIGHTS):
+def pick(candidates, policy="kv", **options):
     return choose(
-        candidates, policy=policy, overlap_weight=overlap_weight, fingerprint=fingerprint, turn=turn, weights=weights
+        candidates, policy=policy, **{"overlap_weight": 1.0, "fingerprint": 7, "turn": 0, "weights": WEIGHTS, **options}
     )
 
 
@@ -78,18 +67,9 @@ def test_kv_never_prefers_a_dominated_candidate(rows, weights):
 def test_more_overlap_or_less_load_never_ranks_lower(rows, data):
     number = data.draw(st.integers(0, len(rows) - 1))
     row = rows[number]
-    better = data.draw(
-        st.sampled_from(
-            [
-                replace(row, overlap=row.overlap + 3),
-                replace(row, coming=row.coming + 3),
-                replace(row, encode=row.encode / 2),
-                replace(row, prefill=row.prefill / 2),
-                replace(row, active=row.active / 2),
-                replace(row, waiting=row.waiting / 2),
-            ]
-        )
-    )
+    name = data.draw(st.sampled_from(["overlap", "coming", "encode", "prefill", "active", "waiting"]))
+    value = getattr(row, name)
+    better = replace(row, **{name: value + 3 if name in ("overlap", "coming") else value / 2})
     ids = [s.candidate.id for s in pick(rows).scores]
     after = [s.candidate.id for s in pick([*rows[:number], better, *rows[number + 1 :]]).scores]
     assert after.index(row.id) <= ids.index(row.id)

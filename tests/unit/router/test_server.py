@@ -1,27 +1,39 @@
 """The listener accepts bursts of connections; the servers of a process shut down without losing a request."""
 
 import asyncio
-import itertools
+import functools
+import gc
 import os
 import resource
 import signal
 import socket
-from contextlib import closing, contextmanager
+import weakref
+from contextlib import asynccontextmanager, closing, contextmanager
 
 import httpx
 import pytest
 import uvloop
+from unit.router.rig import PORT, Engine, LoopbackServer, loopback, until
 from uvicorn.config import STARTUP_FAILURE
 
-from mmrouter_router.http import listener
-from mmrouter_router.http.listener import BATCH, Listener
-from mmrouter_router.http.server import Server, Shutdown, serve
+from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_router.http import server as http_server
+from mmrouter_router.http.server import BATCH, Listener, Server, Shutdown, serve
+from mmrouter_router.http.upstream import Upstream
 
-PORT = 8000
 OTHER_TURNS = 6
 """Turns of the loop beside those that accept."""
 BURST = 8 * BATCH
-_hosts = itertools.count(1)
+
+
+def in_uvloop(test):
+    """Run a test in uvloop, as in a router."""
+
+    @functools.wraps(test)
+    def run(*arguments, **named) -> None:
+        uvloop.run(test(*arguments, **named))
+
+    return run
 
 
 class Greeter(asyncio.Protocol):
@@ -35,10 +47,10 @@ class Greeter(asyncio.Protocol):
 
 
 class Rig:
-    """A listener in uvloop, as in a router. Clients connect synchronously: the kernel accepts them."""
+    """A listener. Clients connect synchronously: the kernel accepts them."""
 
     def __init__(self, host: str = "", port: int = PORT) -> None:
-        self.host = host or f"127.84.{os.getpid() % 250}.{next(_hosts)}"
+        self.host = host or loopback()
         self.port = port
         self.accepted: list[Greeter] = []
         self.listener = Listener(lambda: Greeter(self.accepted), self.host, port, 2048)
@@ -71,95 +83,71 @@ def no_free_descriptors():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_burst_of_connections_is_accepted_in_few_turns_of_the_loop():
-    async def run() -> None:
-        rig = Rig()
-        clients = [rig.connect() for _ in range(BURST)]
-        assert await rig.turns_until(BURST, most=BURST) <= BURST / BATCH + OTHER_TURNS
-        assert {await rig.received(client) for client in clients} == {b"hello"}
-        for client in clients:
-            client.close()
-        rig.listener.close()
-
-    uvloop.run(run())
-
-
-def test_burst_is_accepted_in_batches():
-    async def run() -> None:
-        rig = Rig()
-        clients = [rig.connect() for _ in range(BURST)]
-        while not rig.accepted:
-            await asyncio.sleep(0)
-        assert len(rig.accepted) <= BATCH
-        assert await rig.turns_until(BURST, most=BURST) <= BURST / BATCH + OTHER_TURNS
-        for client in clients:
-            client.close()
-        rig.listener.close()
-
-    uvloop.run(run())
+@in_uvloop
+async def test_burst_of_connections_is_accepted_in_batches_in_few_turns_of_the_loop():
+    rig = Rig()
+    clients = [rig.connect() for _ in range(BURST)]
+    while not rig.accepted:
+        await asyncio.sleep(0)
+    assert len(rig.accepted) <= BATCH
+    assert await rig.turns_until(BURST, most=BURST) <= BURST / BATCH + OTHER_TURNS
+    assert {await rig.received(client) for client in clients} == {b"hello"}
+    for client in clients:
+        client.close()
+    rig.listener.close()
 
 
-def test_close_accepts_connections_in_the_kernels_queue():
-    async def run() -> None:
-        rig = Rig()
-        clients = [rig.connect() for _ in range(BURST)]
-        rig.listener.close()
-        rig.listener.close()
-        await rig.listener.wait_closed()
-        assert len(rig.accepted) == len(clients)
-        for client in clients:
-            with closing(client):
-                assert await rig.received(client) == b"hello"
-        with pytest.raises(ConnectionRefusedError):
-            rig.connect()
-
-    uvloop.run(run())
-
-
-def test_exhausted_file_descriptors_delay_connections(monkeypatch):
-    monkeypatch.setattr(listener, "RETRY_SECONDS", 0.02)
-
-    async def run() -> None:
-        rig = Rig()
-        with closing(rig.connect()) as client:
-            with no_free_descriptors():
-                assert await rig.turns_until(1, most=20) == 20
+@in_uvloop
+async def test_close_accepts_connections_in_the_kernels_queue():
+    rig = Rig()
+    clients = [rig.connect() for _ in range(BURST)]
+    rig.listener.close()
+    rig.listener.close()
+    await rig.listener.wait_closed()
+    assert len(rig.accepted) == len(clients)
+    for client in clients:
+        with closing(client):
             assert await rig.received(client) == b"hello"
+    with pytest.raises(ConnectionRefusedError):
+        rig.connect()
+
+
+@in_uvloop
+async def test_exhausted_file_descriptors_delay_connections(monkeypatch):
+    monkeypatch.setattr(http_server, "RETRY_SECONDS", 0.02)
+    rig = Rig()
+    with closing(rig.connect()) as client:
+        with no_free_descriptors():
+            assert await rig.turns_until(1, most=20) == 20
+        assert await rig.received(client) == b"hello"
+    rig.listener.close()
+
+
+@in_uvloop
+async def test_listener_can_close_while_file_descriptors_are_exhausted():
+    rig = Rig()
+    with closing(rig.connect()) as client:
+        with no_free_descriptors():
+            await rig.turns_until(1, most=20)
         rig.listener.close()
-
-    uvloop.run(run())
-
-
-def test_listener_can_close_while_file_descriptors_are_exhausted():
-    async def run() -> None:
-        rig = Rig()
-        with closing(rig.connect()) as client:
-            with no_free_descriptors():
-                await rig.turns_until(1, most=20)
-            rig.listener.close()
-            assert await rig.received(client) == b"hello"
-
-    uvloop.run(run())
+        assert await rig.received(client) == b"hello"
 
 
-def test_listens_on_ipv6():
+@in_uvloop
+async def test_listens_on_ipv6():
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
             port = probe.getsockname()[1]
     except OSError as error:  # disabled in many containers
         pytest.skip(f"not run: no loopback of IPv6: {error}")
-
-    async def run() -> None:
-        rig = Rig("::1", port)
-        with closing(rig.connect()) as client:
-            assert await rig.received(client) == b"hello"
-        rig.listener.close()
-
-    uvloop.run(run())
+    rig = Rig("::1", port)
+    with closing(rig.connect()) as client:
+        assert await rig.received(client) == b"hello"
+    rig.listener.close()
 
 
 async def test_server_with_address_in_use_exits_with_uvicorns_status(caplog):
-    with socket.create_server((f"127.84.{os.getpid() % 250}.{next(_hosts)}", PORT)) as taken:
+    with socket.create_server((loopback(), PORT)) as taken:
         server = Server(None, taken.getsockname()[0], PORT, drain_seconds=1)
         with pytest.raises(SystemExit) as ended:
             await server.serve()
@@ -174,7 +162,7 @@ class Process:
     """The servers of one process. ``/held`` answers its first half and then waits for ``go``."""
 
     def __init__(self, drain_seconds: float = 20.0) -> None:
-        self.ip = f"127.83.{os.getpid() % 250}.{next(_hosts)}"
+        self.ip = loopback()
         self.url, self.other = f"http://{self.ip}:{PORT}", f"http://{self.ip}:{OTHER_PORT}"
         self.shutdown, self.go, self.held = Shutdown(), asyncio.Event(), asyncio.Event()
         self._clients = Server(self._app, self.ip, PORT, drain_seconds=drain_seconds)
@@ -193,14 +181,19 @@ class Process:
 
     async def __aenter__(self) -> "Process":
         self.task = asyncio.create_task(serve(self._clients, [self._others], self.shutdown))
-        while not (self._clients.started and self._others.started):
-            await asyncio.sleep(0.005)
+        await until(lambda: self._clients.started and self._others.started)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.go.set()
         self.shutdown.stop("the test is over")
         await asyncio.wait_for(self.task, 20)
+
+    async def pending(self, client: httpx.AsyncClient) -> asyncio.Task:
+        """Return the task of a request whose answer has begun."""
+        answer = asyncio.create_task(client.get(f"{self.url}/held"))
+        await self.held.wait()
+        return answer
 
     async def refuses(self) -> None:
         """Wait until a new connection is refused."""
@@ -235,8 +228,7 @@ async def test_idle_connection_is_served_after_the_listener_closed():
 
 async def test_pending_answer_is_finished_while_other_ports_are_served():
     async with Process() as process, httpx.AsyncClient(timeout=20) as client:
-        answer = asyncio.create_task(client.get(f"{process.url}/held"))
-        await process.held.wait()
+        answer = await process.pending(client)
         process.shutdown.stop("SIGTERM")
         await process.refuses()
         await asyncio.sleep(1.5)  # longer than idle connections linger
@@ -251,8 +243,7 @@ async def test_pending_answer_is_finished_while_other_ports_are_served():
 
 async def test_answer_beyond_the_drain_time_is_truncated():
     async with Process(drain_seconds=1) as process, httpx.AsyncClient(timeout=20) as client:
-        answer = asyncio.create_task(client.get(f"{process.url}/held"))
-        await process.held.wait()
+        answer = await process.pending(client)
         process.shutdown.stop("SIGTERM")
         with pytest.raises(httpx.RemoteProtocolError):
             await answer
@@ -267,8 +258,7 @@ async def test_server_without_connections_exits_immediately():
 
 async def test_first_signal_drains_and_second_exits():
     async with Process(drain_seconds=600) as process, httpx.AsyncClient(timeout=20) as client:
-        answer = asyncio.create_task(client.get(f"{process.url}/held"))
-        await process.held.wait()
+        answer = await process.pending(client)
         os.kill(os.getpid(), signal.SIGTERM)
         await process.refuses()
         assert not process.task.done()
@@ -276,3 +266,65 @@ async def test_first_signal_drains_and_second_exits():
         await asyncio.wait_for(process.task, 10)
         process.go.set()
         await asyncio.gather(answer, return_exceptions=True)
+
+
+@asynccontextmanager
+async def no_collector():
+    """Disable garbage collection, so that only reference counts free objects."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+async def cold(scope, receive, send) -> None:
+    """Answer by ASGI."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"hi"})
+
+
+async def hot(client) -> None:
+    try:
+        await client.body(1024, lambda size: None)
+    except asyncio.CancelledError:  # the client disconnected
+        return
+    await client.respond(200, [(b"content-length", b"2")], b"hi")
+
+
+cold.hot = {b"/hot": hot}
+
+
+@pytest.mark.parametrize("path", [b"/hot", b"/cold"])
+@pytest.mark.parametrize("leaves", ["at its end", "within a body"])
+@in_uvloop
+async def test_client_connection_is_freed_without_garbage_collection(path, leaves):
+    async with LoopbackServer(cold) as front, no_collector():
+        server = front.server
+        reader, writer = await asyncio.open_connection(front.ip, PORT)
+        for _ in range(2):
+            writer.write(b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\nab" % path)
+            await reader.readuntil(b"hi")
+        if leaves == "within a body":
+            writer.write(b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\na" % path)
+            await until(lambda: server.server_state.tasks)
+        (connection,) = (weakref.ref(each) for each in server.server_state.connections)
+        writer.close()
+        await until(lambda: not server.server_state.connections and not server.server_state.tasks)
+        await until(lambda: connection() is None)
+
+
+@in_uvloop
+async def test_engine_connection_is_freed_without_garbage_collection():
+    async with Engine() as engine, no_collector():
+        upstream = Upstream()
+        reply = await upstream.request(engine.ip, HTTP_PORT, "POST", "/", {"authorization": "none"})
+        while await reply.piece():
+            pass
+        connection = weakref.ref(reply.connection)
+        reply.close()
+        del reply
+        upstream.close()
+        await until(lambda: connection() is None)

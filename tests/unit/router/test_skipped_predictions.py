@@ -3,57 +3,41 @@
 import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
-import httpx
 import pytest
-import zmq
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.engine import Engine
-from unit.router.rig import IDS, KEYS, Rig, prepared
-from unit.router.test_app import OWN_IP, heard, member, value
-from unit.router.test_prepare import image, settings, text
+from unit.router.rig import IDS, KEYS, Engine, Rig, prepared, resource
+from unit.router.test_app import client_of, heard, member, router, value
+from unit.router.test_prepare import image, text
 
-from mmrouter_lib.api import parse_deployment
-from mmrouter_router.app import Router
-from mmrouter_router.core.settings import CurveKeys
-from mmrouter_router.explain.decisions import BODY_BYTES, DecisionLog
+from mmrouter_router.explain.decisions import BODY_BYTES, DecisionLog, DecisionTrace
 from mmrouter_router.fleet.membership import Membership
-from mmrouter_router.intake.tenant_keys import DEFAULT
-from mmrouter_router.request.engine_request import CHAT
+from mmrouter_router.intake.api_key_auth import DEFAULT
+from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
 
 ID = "x-mmrouter-request-id"
 SHOW = {"x-mmrouter-control": "t"}
 
 
-def resource(policy: str = "roundRobin", ratio: str = "0", engine: str = "vllm", roles=("worker",), **more):
-    spec = {
-        "model": {"id": "m"},
-        "engine": {"type": engine, "blockSize": 16},
-        "routing": {"policy": policy},
-        "verification": {"sampleRatio": ratio},
-        "pools": [{"name": r, "role": r, "replicas": 1, "accelerator": {"kind": "cpu"}} for r in roles],
+def deployed(policy: str = "roundRobin", ratio: str = "0", engine: str = "vllm", roles=("worker",), **more):
+    return resource(
+        engine={"type": engine, "blockSize": 16},
+        routing={"policy": policy},
+        verification={"sampleRatio": ratio},
+        pools=[{"name": r, "role": r, "replicas": 1, "accelerator": {"kind": "cpu"}} for r in roles],
         **more,
-    }
-    head = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-    return parse_deployment({**head, "spec": spec})
+    )
 
 
 @asynccontextmanager
 async def routed(**spec):
     """Start a router with one engine; yields the router and a client."""
-    public, secret = zmq.curve_keypair()
-    own = replace(settings(), deployment=resource(**spec), pod_ip=OWN_IP, config_dir=Path("/nowhere"))
-    made = Router(replace(own, curve=CurveKeys(public, secret, public)))
-    async with Engine() as engine, made.lifespan():
+    async with Engine() as engine, router(own=deployed(**spec)) as made, client_of(made) as client:
         made.apply_membership(Membership((member("a", engine.ip),)))
         heard(made, "uid-a")
-        transport = httpx.ASGITransport(made.client_app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
-            yield made, client
-        made.apply_membership(Membership(()))
+        yield made, client
 
 
 def body(*parts) -> bytes:
@@ -72,7 +56,7 @@ async def test_unneeded_prompt_is_not_predicted(policy):
         assert (trace.prompt_tokens, len(trace.keys), trace.decision.exactness) == (0, 0, "affinity")
         assert trace.decision.reasons == ("policy:routing.policy",)
         assert value(r, "decisions_total", exactness="affinity", reason="policy") == 1
-        assert (r.chat.counts.decisions, value(r, "prompt_blocks_total")) == (0, 0)
+        assert (r.chat.counts["decisions"], value(r, "prompt_blocks_total")) == (0, 0)
         assert trace.as_json()["predicted"] == "no"
 
 
@@ -96,7 +80,7 @@ async def test_control_token_forces_prediction():
         assert answer.headers["x-mmrouter-exactness"] == "exact"
         assert int(answer.headers["x-mmrouter-prompt-tokens"]) > 0
         assert r.decisions.get(answer.headers[ID]).as_json()["predicted"] == "before"
-        assert r.chat.counts.decisions == r.chat.counts.exact == 1
+        assert r.chat.counts["decisions"] == r.chat.counts["exact_decisions"] == 1
 
 
 @pytest.mark.parametrize(
@@ -148,3 +132,21 @@ async def test_bodies_kept_for_later_prediction_are_bounded():
         for number in range(10):
             few.add(f"{number}", trace)
         assert len(few.latest(1000)) == 3
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kept"),
+    [
+        ([1, 1, 1, 1, 1], [2, 3, 4]),  # three fit
+        ([4, 4, 4], [1, 2]),  # of the tokens only two of these
+        ([1, 1, 99], [2]),  # the newest stays, whatever it takes
+        ([99, 1, 1], [1, 2]),
+        ([99, 4, 4, 4, 1, 1], [3, 4, 5]),
+    ],
+)
+def test_newest_traces_are_kept_within_the_token_bound(prompts, kept):
+    decisions = DecisionLog(size=3, tokens=10)
+    for number, tokens in enumerate(prompts):
+        decisions.add(str(number), DecisionTrace(str(number), None, tokens, None, []))
+    assert [found.request_id for found in reversed(decisions.latest(9))] == [str(number) for number in kept]
+    assert all((decisions.get(str(n)) is not None) is (n in kept) for n in range(len(prompts)))

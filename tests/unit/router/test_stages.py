@@ -1,23 +1,34 @@
-"""Stages before an answer: which run, which are skipped, and that their failures are not fatal."""
+"""Stages before an answer: the fullest form that the pods can serve, what is skipped, and fallbacks."""
 
 import asyncio
 import json
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from unit.router.rig import BLOCK, SEED, Rig
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.router.rig import BLOCK, SEED, Rig, cancelled, synced
 
 from mmrouter_lib.block_keys import Span, block_keys
-from mmrouter_router.dispatch.stages import Stages
+from mmrouter_lib.engines import adapter
+from mmrouter_router.dispatch.stages import ForwardCall, Stages
+from mmrouter_router.encoding.encoder_queue import Encoder
 from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
-from mmrouter_router.encoding.types import Encoder
+from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import UpstreamError
-from mmrouter_router.media import Media
-from mmrouter_router.request.engine_request import Outgoing, OutgoingImage
-from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.pipeline_form import SHORT_TOKENS
+from mmrouter_router.media.content import Media
+from mmrouter_router.request.prepared import Outgoing, OutgoingImage, Prepared
+from mmrouter_router.scheduling.pipeline_stages import (
+    ENOUGH,
+    EXPLORE,
+    SHORT_TOKENS,
+    OffloadPolicy,
+    canary_applies,
+    choose_form,
+)
 from mmrouter_router.telemetry.metrics import Metrics
 
 LENGTH = 2 * SHORT_TOKENS
@@ -28,17 +39,8 @@ MESSAGES = [{"role": "user", "content": [{"type": "image_url", "image_url": {"ur
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
 
 
-@dataclass(frozen=True)
-class Picture:
-    """The part of a resolved image that stages use."""
-
-    identity: bytes
-    tokens: int = 64
-    resolved: bool = True
-
-
 def prepared(spans=SPANS) -> Prepared:
-    images = tuple(Picture(span.identity) for span in SPANS)
+    images = tuple(SimpleNamespace(identity=span.identity, tokens=64, resolved=True) for span in SPANS)
     return Prepared(None, None, images, IDS, spans, "exact", (), SEED, 77)
 
 
@@ -58,9 +60,7 @@ class Staging(Rig):
         self.stages = Stages("vllm", roles, self.fleet, self.placer, self.metrics, self.ask, self.encoding)
 
     def engine(self, role: str, name: str, keys=(), **beat):
-        worker = self.worker(name, keys, **beat)
-        worker.member = replace(worker.member, role=role)
-        return worker
+        return synced(self.fleet, Member(f"uid-{name}", name, "127.0.0.1", "worker", role), keys, **beat)
 
     async def ask(self, target, request_id, path, body, headers):
         self.prefills.append(json.loads(body) | {"at": target.worker.member.name})
@@ -86,15 +86,26 @@ class Staging(Rig):
             for n, span in enumerate(SPANS)
         )
         outgoing = Outgoing("/v1/chat/completions", {"model": "m", "messages": MESSAGES, **dict(fields)}, images)
-        staged = await self.stages.before("r", wanted, outgoing, shape, decision, {}, **options)
+        staged = await self.stages.before(ForwardCall("r", wanted, outgoing, {}), shape, decision, **options)
         return staged, json.loads(outgoing.body(staged.fields)), [(note.stage, note.outcome) for note in staged.reports]
 
 
-async def test_prompt_is_prefilled_at_the_best_holder():
+def beside_encoders(keys=(), **beat) -> Staging:
+    rig = Staging("encoder", "worker")
+    rig.engine("worker", "w1", keys, **beat)
+    return rig
+
+
+@pytest.fixture
+async def rig():
     rig = Staging("prefill", "decode")
     rig.engine("prefill", "p1")
-    rig.engine("prefill", "p2", KEYS[:30])
     rig.engine("decode", "d1")
+    return rig
+
+
+async def test_prompt_is_prefilled_at_the_best_holder(rig):
+    rig.engine("prefill", "p2", KEYS[:30])
     staged, body, notes = await rig.before()
     assert notes == [("prefill", "done")]
     assert body["kv_transfer_params"] == PARAMS
@@ -141,17 +152,14 @@ async def test_stages_pair_compatible_engines_only():
         (TimeoutError(), "timeout", False),
     ],
 )
-async def test_failed_prefill_falls_back_to_the_decoder(answer, outcome, lost):
-    rig = Staging("prefill", "decode")
-    rig.engine("prefill", "p1")
-    rig.engine("decode", "d1")
+async def test_failed_prefill_falls_back_to_the_decoder(rig, answer, outcome, lost):
     rig.prefill_answer = answer
     staged, body, notes = await rig.before()
     assert notes == [("prefill", outcome)]
     assert "kv_transfer_params" not in body
     assert (staged.prefilled, staged.lost) == (None, lost)
-    usage = [usage for worker in rig.fleet if worker.member.role == "prefill" for usage in worker.usage.values()]
-    assert [(each.requests, each.prefill, each.active) for each in usage] == [(0, 0, 0)]
+    (usage,) = rig.fleet.workers["uid-p1"].usage.values()
+    assert (usage.requests, usage.prefill, usage.active) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -162,53 +170,38 @@ async def test_failed_prefill_falls_back_to_the_decoder(answer, outcome, lost):
         ({}, {"alone": True}, "transfer"),
     ],
 )
-async def test_unsplittable_request_stays_at_one_engine(fields, options, outcome):
-    rig = Staging("prefill", "decode")
-    rig.engine("prefill", "p1")
-    rig.engine("decode", "d1")
+async def test_unsplittable_request_stays_at_one_engine(rig, fields, options, outcome):
     _, _, notes = await rig.before(fields=fields.items(), **options)
     assert notes == [("prefill", outcome)]
     assert rig.prefills == []
 
 
 async def test_images_with_missing_blocks_are_encoded():
-    rig = Staging("encoder", "worker")
-    rig.engine("worker", "w1")
+    rig = beside_encoders()
     _, body, notes = await rig.before()
     assert notes == [("encode", "done")]
     assert rig.encoded == ["m1-a", "m1-b"]
-    assert {name: said["item_indices"] for name, said in body["ec_transfer_params"].items()} == {
-        "m1-a": [0],
-        "m1-b": [1],
-    }
+    places = {name: said["item_indices"] for name, said in body["ec_transfer_params"].items()}
+    assert places == {"m1-a": [0], "m1-b": [1]}
 
 
 @pytest.mark.parametrize(("blocks", "encoded"), [(10, ["m1-a", "m1-b"]), (11, ["m1-b"]), (41, ["m1-b"]), (42, [])])
 async def test_image_with_held_blocks_is_not_encoded(blocks, encoded):
-    rig = Staging("encoder", "worker")
-    rig.engine("worker", "w1", KEYS[:blocks])
+    rig = beside_encoders(KEYS[:blocks])
     _, _, notes = await rig.before()
     assert rig.encoded == encoded
     assert notes == [("encode", "done" if encoded else "held")]
 
 
-async def test_unverified_blocks_do_not_skip_encoding():
-    rig = Staging("encoder", "worker")
-    rig.engine("worker", "w1", KEYS, canary="")
-    await rig.before()
-    assert rig.encoded == ["m1-a", "m1-b"]
-
-
-async def test_images_of_an_unpredicted_prompt_are_encoded():
-    rig = Staging("encoder", "worker")
-    rig.engine("worker", "w1")
-    await rig.before(replace(prepared(), spans=(), ids=array("I")))
-    assert rig.encoded == ["m1-a", "m1-b"]
+async def test_unverified_blocks_and_unpredicted_prompts_do_not_skip_encoding():
+    unverified, unpredicted = beside_encoders(KEYS, canary=""), beside_encoders()
+    await unverified.before()
+    await unpredicted.before(replace(prepared(), spans=(), ids=array("I")))
+    assert unverified.encoded == unpredicted.encoded == ["m1-a", "m1-b"]
 
 
 async def test_failed_encoding_falls_back_to_the_worker():
-    rig = Staging("encoder", "worker")
-    rig.engine("worker", "w1")
+    rig = beside_encoders()
     rig.encode_status = 500
     _, body, ((stage, outcome),) = await rig.before()
     assert (stage, outcome) == ("encode", "attempts")
@@ -234,10 +227,8 @@ async def test_form_omits_a_pool_without_pods():
     assert (shape.name, shape.degraded) == ("whole", ("no_prefill", "no_encoder"))
 
 
-async def test_form_omits_pods_that_failed_the_request():
-    rig = Staging("prefill", "decode")
-    rig.engine("prefill", "p1")
-    decode = rig.engine("decode", "d1")
+async def test_form_omits_pods_that_failed_the_request(rig):
+    decode = rig.fleet.workers["uid-d1"]
     assert rig.stages.form().answers == {"decode"}
     again = rig.stages.form({decode.member.uid})
     assert (again.answers, again.prefills, again.degraded) == ({"prefill"}, False, ("no_decode",))
@@ -245,23 +236,17 @@ async def test_form_omits_pods_that_failed_the_request():
     assert rig.stages.form({decode.member.uid}).answers == {"decode"}
 
 
-async def test_cancelled_stages_leave_no_booking():
-    rig = Staging("prefill", "decode")
-    prefill = rig.engine("prefill", "p1")
-    rig.engine("decode", "d1")
+async def test_cancelled_stages_leave_no_booking(rig):
+    prefill = rig.fleet.workers["uid-p1"]
     hangs = rig.prefill_answer = asyncio.Event()
     work = asyncio.create_task(rig.before())
     await hangs.wait()
     assert prefill.usage[0].requests == 1
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
+    await cancelled(work)
     assert (prefill.usage[0].requests, prefill.usage[0].active) == (0, 0)
 
 
-async def test_answer_times_of_both_paths_are_measured():
-    rig = Staging("prefill", "decode")
-    rig.engine("prefill", "p1")
-    rig.engine("decode", "d1")
+async def test_answer_times_of_both_paths_are_measured(rig):
     staged, _, _ = await rig.before()
     note = rig.stages.answered(staged, "d1")
     assert (note.stage, note.workers) == ("answer", ("d1",))
@@ -270,3 +255,117 @@ async def test_answer_times_of_both_paths_are_measured():
     staged, _, _ = await rig.before()
     rig.stages.answered(staged, "d1")
     assert (rig.stages.offload.remote.measured, rig.stages.offload.local.measured) == (1, 1)
+
+
+ROLES = ("encoder", "prefill", "decode", "worker")
+subsets = st.frozensets(st.sampled_from(ROLES))
+PAIR = frozenset({"prefill", "decode"})
+resources = subsets.map(lambda pools: pools | PAIR if pools & PAIR else pools)
+"""Roles of a resource: one of a pair is refused without the other."""
+
+
+@given(st.sampled_from(["vllm", "sglang"]), resources, subsets)
+def test_form_uses_able_pods_and_lists_degraded_pools(engine, pools, up):
+    able = pools & up
+    found = choose_form(engine, pools, able)
+    assert found.answers <= able
+    if found.prefills:
+        assert {"prefill", "decode"} <= able
+    if found.encodes:
+        assert "encoder" in able
+    assert (not found.degraded) == (able >= pools - {"worker"})
+
+
+@given(resources, subsets)
+def test_vllm_answers_while_any_language_model_is_up(pools, up):
+    able = pools & up
+    assert bool(choose_form("vllm", pools, able).answers) == bool(able - {"encoder"})
+
+
+@pytest.mark.parametrize(
+    ("engine", "pools", "able", "name", "degraded"),
+    [
+        ("vllm", "worker", "worker", "whole", ()),
+        ("vllm", "encoder worker", "encoder worker", "encode-whole", ()),
+        ("vllm", "encoder worker", "worker", "whole", ("no_encoder",)),
+        ("vllm", "prefill decode", "prefill decode", "prefill-decode", ()),
+        ("vllm", "prefill decode", "decode", "whole", ("no_prefill",)),
+        ("vllm", "prefill decode", "prefill", "whole", ("no_decode",)),
+        ("vllm", "encoder prefill decode", "encoder prefill decode", "encode-prefill-decode", ()),
+        ("vllm", "encoder prefill decode", "prefill decode", "prefill-decode", ("no_encoder",)),
+        ("vllm", "encoder prefill decode", "encoder decode", "whole", ("no_prefill",)),
+        ("vllm", "encoder prefill decode", "encoder prefill", "encode-whole", ("no_decode",)),
+        ("sglang", "prefill decode", "prefill decode", "prefill-decode", ()),
+        ("sglang", "prefill decode worker", "decode worker", "whole", ("no_pair",)),
+        ("sglang", "encoder worker", "worker", "whole", ("no_encoder",)),
+        ("sglang", "encoder prefill decode", "encoder prefill decode", "prefill-decode", ()),
+    ],
+)
+def test_form_degrades_with_a_pool_down(engine, pools, able, name, degraded):
+    found = choose_form(engine, pools.split(), able.split())
+    assert (found.name, found.degraded) == (name, degraded)
+    assert found.answers
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_only_sglang_is_paired(engine):
+    pair = choose_form(engine, PAIR, PAIR)
+    assert pair.prefills
+    assert pair.paired == (engine == "sglang")
+    assert not choose_form(engine, ("worker",), ("worker",)).paired
+
+
+@pytest.mark.parametrize(("engine", "roles"), [("vllm", "worker prefill decode"), ("sglang", "worker prefill")])
+def test_canary_roles_and_publishing_roles(engine, roles):
+    assert {role for role in (*ROLES, "renderer") if role in adapter(engine).publishing_roles} == set(roles.split())
+    assert {role for role in (*ROLES, "renderer") if canary_applies(role)} == {"worker", "prefill", "decode"}
+
+
+@pytest.mark.parametrize("able", ["prefill", "decode", "encoder", ""])
+def test_half_an_sglang_pair_answers_nothing(able):
+    assert not choose_form("sglang", ("encoder", "prefill", "decode"), able.split()).answers
+
+
+def test_short_remaining_prompt_is_computed_locally():
+    policy = OffloadPolicy()
+    assert policy.reason_local(104) == "short"  # 104 of 1000 tokens remain
+    assert policy.reason_local(2048) == ""
+    assert policy.reason_local(1000) == ""  # all of 1000 remain
+
+
+def learn(policy, *, local, remote):
+    """Ask until both ways are known, each taking ``seconds(tokens)``."""
+    for number in range(4 * ENOUGH):
+        tokens = SHORT_TOKENS + 300 * (number % 7)
+        is_local = bool(policy.reason_local(tokens))
+        policy.observe(tokens, local(tokens) if is_local else remote(tokens), remote=not is_local)
+    return policy
+
+
+def local_share(policy, tokens):
+    return sum(bool(policy.reason_local(tokens)) for _ in range(4 * EXPLORE)) / (4 * EXPLORE)
+
+
+def test_faster_path_is_taken_and_the_other_explored():
+    slow_transfer = learn(OffloadPolicy(), local=lambda n: n * 1e-4, remote=lambda n: 0.5 + n * 1e-4)
+    assert local_share(slow_transfer, 1500) == 1 - 1 / EXPLORE
+    busy_decoder = learn(OffloadPolicy(), local=lambda n: n * 1e-3, remote=lambda n: 0.01 + n * 1e-4)
+    assert local_share(busy_decoder, 1500) == 1 / EXPLORE
+
+
+def test_fixed_transfer_cost_pays_off_for_long_prompts():
+    policy = learn(OffloadPolicy(), local=lambda n: n * 1e-3, remote=lambda n: 1.5 + n * 1e-4)
+    assert local_share(policy, 600) > 0.9
+    assert local_share(policy, 6000) < 0.1
+
+
+def test_bound_of_0_always_offloads():
+    policy = learn(OffloadPolicy(0), local=lambda n: 0.0, remote=lambda n: 9.0)
+    assert local_share(policy, 0) == local_share(policy, 6000) == 0
+
+
+def test_short_prompts_are_not_measured():
+    policy = OffloadPolicy()
+    for _ in range(100):
+        policy.observe(SHORT_TOKENS - 1, 9.0, remote=True)
+    assert policy.remote.measured == 0

@@ -5,7 +5,6 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,9 +14,13 @@ import zmq.asyncio
 from aiohttp import web
 
 from mmrouter_lib import feed
-from mmrouter_lib.block_keys import unpack_keys
+from mmrouter_lib.block_keys import namespace_seed, unpack_keys
+from mmrouter_lib.engines.vllm.events import decode_batch
+from mmrouter_lib.feed import deciding
+from mmrouter_router.fleet.index import Index, window_blocks
 from mmrouter_sidecar import app
 from mmrouter_sidecar.app import Sidecar
+from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp
 from mmrouter_sidecar.engine import engine_probe as probe
 from mmrouter_sidecar.settings import CurveKeys, Settings
 
@@ -59,6 +62,13 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 def batch(*events: Any, rank: int = 0, ts: float = 1.0) -> bytes:
     return msgspec.msgpack.encode([ts, list(events), rank])
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds; the limit ends a hang, no more."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
 
 
 class FakeEngine:
@@ -112,21 +122,29 @@ class FakeEngine:
         self._context.destroy(linger=0)
 
 
+def feed_socket(context: zmq.asyncio.Context, kind: int, host: str, keys: dict[str, bytes], who: str) -> Any:
+    """Connect to a sidecar's feed with the keys of ``who``, or without CURVE if empty."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)
+    if who:
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys[f"{who}_secret"])
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys[f"{who}_public"])
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys["sidecar_public"])
+    if kind == zmq.SUB:
+        socket.subscribe(b"")
+    socket.connect(f"tcp://{host}:{7557 if kind == zmq.SUB else 7558}")
+    return socket
+
+
 class FakeRouter:
     """Keeps every frame, and an index made of nothing but a snapshot and deltas."""
 
     def __init__(self, host: str, keys: dict[str, bytes]) -> None:
         self._context = zmq.asyncio.Context()
-        self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
-        for socket, port in ((self._sub, 7557), (self._dealer, 7558)):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 10)
-            socket.setsockopt(zmq.CURVE_SECRETKEY, keys["router_secret"])
-            socket.setsockopt(zmq.CURVE_PUBLICKEY, keys["router_public"])
-            socket.setsockopt(zmq.CURVE_SERVERKEY, keys["sidecar_public"])
-            if socket is self._sub:
-                socket.subscribe(b"")
-            socket.connect(f"tcp://{host}:{port}")
+        self._sub, self._dealer = (
+            feed_socket(self._context, kind, host, keys, "router") for kind in (zmq.SUB, zmq.DEALER)
+        )
         self.frames: list[feed.Published] = []
         self._news = asyncio.Condition()
         self._ids = itertools.count(1)
@@ -157,8 +175,7 @@ class FakeRouter:
         return [frame for frame in self.frames if isinstance(frame, kind)]
 
     async def ask(self, build: Callable[[int], feed.Request]) -> list[Any]:
-        number = next(self._ids)
-        return await self.ask_raw(feed.encode(build(number)))
+        return await self.ask_raw(feed.encode(build(next(self._ids))))
 
     async def ask_raw(self, payload: bytes) -> list[Any]:
         await self._dealer.send_multipart([b"", payload])
@@ -198,13 +215,43 @@ def follow(index: dict[tuple[int, int, str], set[int]], delta: feed.Delta) -> No
         del index[delta.rank, delta.group, delta.medium]
 
 
+KEY = bytes(range(32))
+
+
+def seed(lora: str | None = None, salt: str | None = None) -> int:
+    return namespace_seed(KEY, model="m", lora=lora, salt=salt)
+
+
+class Routed:
+    """A ledger that reads engine batches, and an index that follows it."""
+
+    def __init__(self) -> None:
+        self.ledger, self.index = Ledger(seed), Index()
+        self.slot = self.index.join()
+        self.ops: list[LedgerOp] = []
+
+    def apply(self, payload: bytes) -> set[int]:
+        """Take a batch; return the keys that became held."""
+        self.ledger.apply(decode_batch(payload), 0)
+        taken = self.ledger.take()
+        self.ops += taken.ops
+        for change in taken.changes:
+            self.index.remove(self.slot, change.removed)
+            self.index.store(self.slot, change.stored)
+        return {key for change in taken.changes for key in change.stored}
+
+    def overlap(self, keys: Any, size: int) -> int:
+        """Return the blocks of ``size`` tokens that a router expects a prompt to hit."""
+        window = deciding(self.ledger.groups).window
+        wanted = {self.slot: window_blocks(window, size) if window else len(keys)}
+        return self.index.match_windows(keys, wanted)[self.slot]
+
+
 @pytest.fixture(scope="session")
 def curve() -> dict[str, bytes]:
-    names = ("sidecar", "router", "stranger")
-    pairs = {name: zmq.curve_keypair() for name in names}
-    return {f"{name}_public": pair[0] for name, pair in pairs.items()} | {
-        f"{name}_secret": pair[1] for name, pair in pairs.items()
-    }
+    pairs = {name: zmq.curve_keypair() for name in ("sidecar", "router", "stranger")}
+    halves = (("public", 0), ("secret", 1))
+    return {f"{name}_{half}": pair[place] for name, pair in pairs.items() for half, place in halves}
 
 
 @pytest.fixture
@@ -256,15 +303,14 @@ async def start(
     running: list[Running] = []
 
     async def begin(changed: Settings | None = None) -> Running:
-        one = Running(changed or settings)
-        running.append(one)
-        await one.ready()
-        return one
+        running.append(Running(changed or settings))
+        await running[-1].ready()
+        return running[-1]
 
     yield begin
-    for one in running:
-        if not one.task.done():
-            await one.stop()
+    for sidecar in running:
+        if not sidecar.task.done():
+            await sidecar.stop()
 
 
 @pytest.fixture
@@ -282,9 +328,9 @@ async def engines(settings: Settings) -> AsyncIterator[Callable[..., FakeEngine]
 
 @pytest.fixture
 async def router(settings: Settings, curve: dict[str, bytes]) -> AsyncIterator[FakeRouter]:
-    one = FakeRouter(settings.pod_ip, curve)
-    yield one
-    one.close()
+    fake = FakeRouter(settings.pod_ip, curve)
+    yield fake
+    fake.close()
 
 
 @pytest.fixture
@@ -293,36 +339,22 @@ async def http_engine(settings: Settings) -> AsyncIterator[dict[str, Any]]:
     says: dict[str, Any] = {"health": 200, "version": "0.32.0", "metrics": "", "server": {}, "model": {}}
     says["asked"] = []
 
-    async def health(request: web.Request) -> web.Response:
-        says["asked"].append(request.path)
-        return web.Response(status=says["health"])
-
-    async def version(_: web.Request) -> web.Response:
-        return web.json_response({"version": says["version"]})
-
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text=says["metrics"])
-
-    async def server_info(_: web.Request) -> web.Response:
-        return web.json_response(says["server"])
-
-    async def model_info(_: web.Request) -> web.Response:
-        return web.json_response(says["model"])
+    async def answer(request: web.Request) -> web.Response:
+        match request.path:
+            case "/health" | "/ready":
+                says["asked"].append(request.path)
+                return web.Response(status=says["health"])
+            case "/version":
+                return web.json_response({"version": says["version"]})
+            case "/metrics":
+                return web.Response(text=says["metrics"])
+            case path:
+                return web.json_response(says[path.strip("/").removesuffix("_info")])
 
     site = web.Application()
-    site.add_routes([web.get("/health", health), web.get("/version", version), web.get("/metrics", metrics)])
-    # SGLang's
-    site.add_routes(
-        [web.get("/ready", health), web.get("/server_info", server_info), web.get("/model_info", model_info)]
-    )
+    site.add_routes([web.get("/{path}", answer)])
     runner = web.AppRunner(site)
     await runner.setup()
     await web.TCPSite(runner, settings.pod_ip, 8000).start()
     yield says
     await runner.cleanup()
-
-
-@pytest.fixture(scope="session")
-def kit() -> SimpleNamespace:
-    """Events in vLLM's form, and a router's bookkeeping."""
-    return SimpleNamespace(stored=stored, removed=removed, CLEARED=CLEARED, batch=batch, keys_of=keys_of, follow=follow)

@@ -3,32 +3,27 @@
 import asyncio
 import itertools
 import json
-import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from unit.sidecar.conftest import loopback, until
 
-from mmrouter_lib.engines.sglang.encoder_requests import Encoder, image_key, ranked
+from mmrouter_lib.engines.sglang.stage_requests import Encoder, image_key, ranked
 from mmrouter_sidecar.engine import encoder_proxy as module
 from mmrouter_sidecar.engine.encoder_proxy import EncoderProxy
 from mmrouter_sidecar.metrics import Metrics
 
-_hosts = itertools.count(1)
 HANGS, DIES = "hangs", "dies"
-
-
-def address() -> str:
-    return f"127.84.{os.getpid() % 250}.{next(_hosts)}"
 
 
 class Site:
     """An encoder that keeps what it got, and answers as ``says`` tells."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.ip = name, address()
+        self.name, self.ip = name, loopback()
         self.says: int | str = 200
         self.got: list[bytes] = []
         self.came, self.left = asyncio.Event(), asyncio.Event()
@@ -69,14 +64,11 @@ class Rig:
     def body(self, text: str, **more: Any) -> bytes:
         return json.dumps({"req_id": "r_local_part_0", "mm_items": [text], "num_parts": 1, **more}).encode()
 
-    def owned_by(self, name: str) -> bytes:
-        """A request for an image that belongs to an encoder."""
+    def owned_by(self, name: str) -> Iterator[bytes]:
+        """Requests for images that belong to an encoder."""
         encoders = [Encoder(one, site.ip) for one, site in self.sites.items()]
-        return next(
-            body
-            for number in itertools.count()
-            if ranked(image_key(body := self.body(f"data:{number}")), encoders)[0].name == name
-        )
+        bodies = (self.body(f"data:{number}") for number in itertools.count())
+        return (body for body in bodies if ranked(image_key(body), encoders)[0].name == name)
 
     async def post(self, body: bytes, slot: int = 0) -> tuple[int, bytes]:
         async with self.client.post(f"{self.url}/encoders/{slot}/encode", data=body) as answer:
@@ -97,7 +89,7 @@ async def rig() -> AsyncIterator[Rig]:
     app.add_routes([web.post("/encoders/{slot}/encode", one.proxy.encode)])
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
     await runner.setup()
-    host = address()
+    host = loopback()
     await web.TCPSite(runner, host, 8002).start()
     one.url = f"http://{host}:8002"
     for site in one.sites.values():
@@ -108,14 +100,9 @@ async def rig() -> AsyncIterator[Rig]:
         await each.cleanup()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
-
-
 async def test_an_image_stays_with_its_encoder_and_requests_are_forwarded_unchanged(rig: Rig) -> None:
     rig.tell("e1", "e2")
-    bodies = [rig.owned_by("e1"), rig.owned_by("e2")]
+    bodies = [next(rig.owned_by("e1")), next(rig.owned_by("e2"))]
     for slot in range(3):
         for body in bodies:
             assert await rig.post(body, slot) == (200, b"null")
@@ -131,7 +118,7 @@ async def test_images_of_a_failed_encoder_move_until_it_is_back(
     monkeypatch.setattr(module, "ENCODE_SECONDS", 0.5 if says == HANGS else 30)
     async with rig.proxy.open():
         rig.tell("e1", "e2")
-        first, second, body = rig.sites["e1"], rig.sites["e2"], rig.owned_by("e1")
+        first, second, body = rig.sites["e1"], rig.sites["e2"], next(rig.owned_by("e1"))
         first.says = says
         assert await rig.post(body) == (200, b"null")
         assert await rig.post(body) == (200, b"null")
@@ -149,7 +136,7 @@ async def test_images_of_a_failed_encoder_move_until_it_is_back(
 async def test_the_pause_of_an_unreachable_encoder_grows(rig: Rig) -> None:
     rig.tell("e1", "e2")
     await rig.sites["e1"].runner.cleanup()
-    body = rig.owned_by("e1")
+    body = next(rig.owned_by("e1"))
     for wait in module.BACK_SECONDS:
         assert (await rig.post(body))[0] == 200
         rig.now += wait * 0.9
@@ -165,8 +152,8 @@ async def test_an_image_that_killed_two_encoders_is_not_sent_to_a_third(rig: Rig
     rig.tell("e1", "e2", "e3")
     for site in rig.sites.values():
         site.says = DIES
-    status, said = await rig.post(rig.body("data:deadly"))
-    assert (status, json.loads(said)["status"]) == (503, "error")
+    status, answer = await rig.post(rig.body("data:deadly"))
+    assert (status, json.loads(answer)["status"]) == (503, "error")
     assert sum(len(site.got) for site in rig.sites.values()) == 2
     assert rig.outcomes() == {"unserved": 1}
     await third.runner.cleanup()
@@ -185,8 +172,8 @@ async def test_an_encoders_error_answer_is_forwarded_without_a_retry(rig: Rig, s
 
 async def test_without_encoders_the_answer_is_503(rig: Rig) -> None:
     rig.tell()
-    status, said = await rig.post(rig.body("data:x"))
-    assert (status, json.loads(said)["status"]) == (503, "error")
+    status, answer = await rig.post(rig.body("data:x"))
+    assert (status, json.loads(answer)["status"]) == (503, "error")
     assert (await rig.post(b"{}"))[0] == 400
     assert rig.outcomes() == {"unserved": 1, "refused": 1}
 
@@ -202,11 +189,7 @@ async def test_an_encoder_above_its_share_spills_images(rig: Rig) -> None:
     rig.tell("e1", "e2")
     first, second = rig.sites.values()
     first.says = second.says = HANGS
-    bodies = {rig.owned_by("e1")}
-    while len(bodies) < 5:
-        body = rig.body(f"data:more {len(bodies)} {next(_hosts)}")
-        if ranked(image_key(body), rig.proxy.encoders)[0].name == "e1":
-            bodies.add(body)
+    bodies = itertools.islice(rig.owned_by("e1"), 5)
     waiting = [asyncio.create_task(rig.post(body)) for body in bodies]
     await until(lambda: len(first.got) + len(second.got) == 5)
     assert (len(first.got), len(second.got)) == (4, 1)  # three of four is the most, and four of five

@@ -1,28 +1,26 @@
 """The end of an engine without events is detected by its connection; load metrics have one value per pod."""
 
 import asyncio
-import itertools
-import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
+from unit.sidecar.conftest import loopback, until
 
-from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.base.adapter import RankLoad
 from mmrouter_sidecar.engine import engine_probe
 from mmrouter_sidecar.metrics import BUSY_SAMPLES, EngineLoad
 
 PORT = 8000
-_hosts = itertools.count(1)
 
 
 class Engine:
     """A server at an address of its own, which may end and start again."""
 
     def __init__(self) -> None:
-        self.ip = f"127.83.{os.getpid() % 250}.{next(_hosts)}"
+        self.ip = loopback()
         self.taken = 0
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
@@ -56,12 +54,6 @@ async def watched(engine: Engine) -> AsyncIterator[list[int]]:
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_each_end_is_reported_once_even_after_a_fast_restart(monkeypatch):
@@ -119,16 +111,6 @@ IDLE, BUSY = {0: RankLoad(), 1: RankLoad()}, {0: RankLoad(), 1: RankLoad(running
 
 def gauges(load: EngineLoad) -> dict[str, float]:
     return {sample.name: sample.value for family in load.collect() for sample in family.samples}
-
-
-def test_the_ranks_of_an_engine_are_one_value() -> None:
-    load = EngineLoad()
-    load.update("", {0: RankLoad(3, 2, 0.25), 1: RankLoad(0, 5, 0.75)})
-    assert gauges(load) == {
-        "mmrouter_sidecar_kv_usage_ratio": 0.5,
-        "mmrouter_sidecar_queue_depth": 7.0,
-        "mmrouter_sidecar_busy_ratio": 1.0,
-    }
 
 
 def test_the_busy_ratio_is_that_of_the_last_minute() -> None:

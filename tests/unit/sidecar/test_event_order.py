@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_sidecar.engine import event_order as module
-from mmrouter_sidecar.engine.event_order import (
-    Duplicate,
-    EventStream,
-    Lost,
-    NextBatch,
-    ReplayRequest,
-    Skipped,
-    digest_of,
-)
+from mmrouter_sidecar.engine.event_order import EventStream, Lost, NextBatch, ReplayRequest, Skipped, digest_of
 
 
 def payload(seq: int, engine: str = "a") -> bytes:
@@ -25,6 +17,14 @@ def payload(seq: int, engine: str = "a") -> bytes:
 
 def seqs(steps: list[module.Step]) -> list[int]:
     return [step.seq for step in steps if isinstance(step, NextBatch)]
+
+
+def fed(count: int = 1) -> EventStream:
+    """A stream that has applied the first numbers."""
+    stream = EventStream()
+    for seq in range(count):
+        assert seqs(stream.live(seq, payload(seq))) == [seq]
+    return stream
 
 
 @dataclass
@@ -62,46 +62,48 @@ class World:
                 self.live.append(self.published - 1)
                 if self.chance.random() < 0.1:
                     self.live.append(self.published - 1)
-        elif choice < 0.7 and self.live:
+        else:
+            self.deliver(live=choice < 0.7)
+
+    def deliver(self, *, live: bool = True) -> bool:
+        """Let the next thing under way arrive; false if there is none."""
+        if self.live and live:
             seq = self.live.pop(0)
             self.take(self.stream.live(seq, payload(seq)))
         elif self.asked is not None:
             self.serve()
-        elif self.serving:
-            self.answered()
-
-    def answered(self) -> None:
-        if self.answer:
+        elif self.serving and self.answer:
             seq = self.answer.pop(0)
             self.take(self.stream.replayed(seq, payload(seq)))
-        else:
+        elif self.serving:
             self.serving = False
             self.take(self.stream.replay_ended())
+        else:
+            return False
+        return True
 
     def finish(self) -> None:
         """Everything under way arrives; then silence is looked into."""
         for _ in range(10_000):
-            if self.live:
-                seq = self.live.pop(0)
-                self.take(self.stream.live(seq, payload(seq)))
-            elif self.asked is not None:
-                self.serve()
-            elif self.serving:
-                self.answered()
-            elif self.stream.next < self.published:
+            if not self.deliver():
+                if self.stream.next >= self.published:
+                    return
                 self.take(self.stream.quiet())
-            else:
-                return
         raise AssertionError("the stream never settled")
 
 
-@given(st.integers(0, 2**32), st.integers(0, 60))
-def test_every_batch_is_emitted_once_in_order_while_the_engine_has_it(seed: int, steps: int) -> None:
-    world = World(random.Random(seed))
+def finished(seed: int, steps: int, **fields: int) -> World:
+    world = World(random.Random(seed), **fields)
     world.take(world.stream.connected())
     for _ in range(steps):
         world.step()
     world.finish()
+    return world
+
+
+@given(st.integers(0, 2**32), st.integers(0, 60))
+def test_every_batch_is_emitted_once_in_order_while_the_engine_has_it(seed: int, steps: int) -> None:
+    world = finished(seed, steps)
     assert seqs(world.out) == list(range(world.published))
     assert not [step for step in world.out if isinstance(step, Lost | Skipped)]
     assert world.stream.waiting == 0
@@ -109,11 +111,7 @@ def test_every_batch_is_emitted_once_in_order_while_the_engine_has_it(seed: int,
 
 @given(st.integers(0, 2**32), st.integers(0, 80), st.integers(1, 4))
 def test_a_short_replay_buffer_reports_losses_and_never_reorders(seed: int, steps: int, buffer: int) -> None:
-    world = World(random.Random(seed), buffer=buffer)
-    world.take(world.stream.connected())
-    for _ in range(steps):
-        world.step()
-    world.finish()
+    world = finished(seed, steps, buffer=buffer)
     before = -1
     for step in world.out:
         if isinstance(step, Skipped):
@@ -125,36 +123,16 @@ def test_a_short_replay_buffer_reports_losses_and_never_reorders(seed: int, step
     assert before == world.published - 1
 
 
-def test_a_late_replay_changes_nothing_that_was_applied_live() -> None:
-    stream = EventStream()
-    stream.connected()
-    for seq in range(5):
-        assert seqs(stream.live(seq, payload(seq))) == [seq]
-    assert all(stream.replayed(seq, payload(seq)) == [Duplicate()] for seq in range(5))
-    assert stream.replay_ended() == []
-
-
 def test_a_gap_is_requested_from_the_first_missing_number() -> None:
-    stream = EventStream()
-    stream.live(0, payload(0))
+    stream = fed()
     assert stream.live(3, payload(3)) == [ReplayRequest(1)]
     assert stream.live(4, payload(4)) == []
     assert seqs(stream.replayed(1, payload(1))) == [1]
     assert seqs(stream.replayed(2, payload(2))) == [2, 3, 4]
 
 
-def test_an_answer_older_than_the_gap_does_not_count_as_a_loss() -> None:
-    stream = EventStream()
-    stream.live(0, payload(0))
-    assert stream.quiet() == [ReplayRequest(1)]
-    assert stream.live(2, payload(2)) == []
-    assert stream.replay_ended() == [ReplayRequest(1)]
-    assert seqs(stream.replayed(1, payload(1))) == [1, 2]
-
-
 def test_history_that_the_engine_no_longer_has_is_reported_as_lost() -> None:
-    stream = EventStream()
-    stream.live(0, payload(0))
+    stream = fed()
     stream.live(9, payload(9))
     assert stream.replayed(7, payload(7)) == [
         Lost("history"),
@@ -174,10 +152,8 @@ def test_a_late_start_has_nothing_to_lose() -> None:
 
 
 def test_a_lower_number_with_other_bytes_is_another_engine() -> None:
-    stream = EventStream()
-    for seq in range(4):
-        stream.live(seq, payload(seq))
-    assert stream.live(2, payload(2)) == [Duplicate()]
+    stream = fed(4)
+    assert stream.live(2, payload(2)) == [module.Duplicate()]
     assert stream.live(0, payload(0, "b")) == [Lost("backwards"), ReplayRequest(0)]
     assert seqs(stream.replayed(0, payload(0, "b"))) == [0]
     assert seqs(stream.live(1, payload(1, "b"))) == [1]
@@ -185,10 +161,8 @@ def test_a_lower_number_with_other_bytes_is_another_engine() -> None:
 
 def test_a_number_older_than_every_memory_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECENT", 8)
-    stream = EventStream()
-    for seq in range(20):
-        stream.live(seq, payload(seq))
-    assert stream.live(13, payload(13)) == [Duplicate()]
+    stream = fed(20)
+    assert stream.live(13, payload(13)) == [module.Duplicate()]
     assert stream.live(3, payload(3))[0] == Lost("backwards")
 
 
@@ -196,7 +170,7 @@ def test_a_restarted_sidecar_resumes_when_the_proof_matches() -> None:
     stream = EventStream((41, digest_of(payload(41))))
     assert stream.connected() == [ReplayRequest(41)]
     assert stream.live(43, payload(43)) == []
-    assert stream.replayed(41, payload(41)) == [Duplicate()]
+    assert stream.replayed(41, payload(41)) == [module.Duplicate()]
     assert seqs(stream.replayed(42, payload(42))) == [42, 43]
     assert stream.replay_ended() == []
 
@@ -212,8 +186,7 @@ def test_a_restarted_sidecar_discards_unproved_batches(answer: list[tuple[int, b
 
 
 def test_a_gap_is_given_up_after_unanswered_replays() -> None:
-    stream = EventStream()
-    stream.live(0, payload(0))
+    stream = fed()
     stream.live(2, payload(2))
     assert stream.replay_failed() == [ReplayRequest(1)]
     assert stream.replay_failed() == [ReplayRequest(1)]
@@ -230,8 +203,7 @@ def test_an_unanswered_replay_without_a_gap_is_requested_again() -> None:
 
 def test_batches_behind_a_gap_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HELD", 10)
-    stream = EventStream()
-    stream.live(0, payload(0))
+    stream = fed()
     steps = [step for seq in range(2, 40) for step in stream.live(seq, payload(seq))]
     assert Lost("backlog") in steps
     assert stream.waiting <= 10
@@ -239,9 +211,7 @@ def test_batches_behind_a_gap_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_numbers_restart_after_the_end_of_the_engine() -> None:
-    stream = EventStream()
-    for seq in range(3):
-        stream.live(seq, payload(seq))
+    stream = fed(3)
     stream.ended()
     assert stream.connected() == [ReplayRequest(0)]
     assert seqs(stream.live(0, payload(0, "b"))) == [0]

@@ -14,11 +14,10 @@ from mmrouter_sidecar.blocks.image_observations import ImageObservations
 
 SIZE = 4
 SEED = 5
+Parts = list[int | tuple[int, int]]
 
 
-def prompt(
-    parts: list[int | tuple[int, int]], *, legacy: bool = False
-) -> tuple["array[int]", list[tuple[int, int, int]]]:
+def prompt(parts: Parts, *, legacy: bool = False) -> tuple["array[int]", list[tuple[int, int, int]]]:
     """Return ids and (image, offset, length) of a prompt of texts (lengths) and images (number, length)."""
     ids, images = array("Q"), []
     for part in parts:
@@ -32,18 +31,8 @@ def prompt(
 
 def event(ids: "array[int]", first: int, end: int) -> Stored:
     """Blocks ``first`` .. ``end`` of a prompt; a block's hash is its number plus one."""
-    return Stored(
-        hashes=tuple(range(first + 1, end + 1)),
-        parent=first or None,
-        ids=ids[first * SIZE : end * SIZE],
-        block_size=SIZE,
-        extras={},
-        spans=(),
-        lora=None,
-        salt=None,
-        group=0,
-        medium="GPU",
-    )
+    hashes, parent = tuple(range(first + 1, end + 1)), first or None
+    return Stored(hashes, parent, ids[first * SIZE : end * SIZE], SIZE, {}, (), None, None, 0, "GPU")
 
 
 def look(seen: ImageObservations, ids: "array[int]", cuts: list[int]) -> list[ImageObservation]:
@@ -61,9 +50,7 @@ parts = st.lists(st.integers(1, 9) | st.tuples(st.integers(0, 3), st.integers(5,
 
 
 @given(parts, st.lists(st.integers(0, 80), max_size=6), st.booleans())
-def test_every_image_is_observed_at_its_place_with_its_cycle(
-    parts: list[int | tuple[int, int]], cuts: list[int], legacy: bool
-) -> None:
+def test_every_image_is_observed_at_its_place_with_its_cycle(parts: Parts, cuts: list[int], legacy: bool) -> None:
     # Equal images back to back are one run where the cycle happens to meet: nothing could tell them apart.
     parts = [part for n, part in enumerate(parts) if not (n and isinstance(part, tuple) and part == parts[n - 1])]
     apart = [item for part in parts for item in ((1, part) if isinstance(part, tuple) else (part,))]
@@ -73,8 +60,8 @@ def test_every_image_is_observed_at_its_place_with_its_cycle(
     found = look(ImageObservations(), ids, sorted({0, blocks, *(cut for cut in cuts if cut < blocks)}))
     expected = {}
     for image, offset, length in images:
-        values, told = sentinels(image, legacy=legacy), min(length, blocks * SIZE - offset)
-        if told > len(values) or told == len(values) == 4:  # else the prompt's last block shows too little of it
+        values, shown = sentinels(image, legacy=legacy), min(length, blocks * SIZE - offset)
+        if shown > len(values) or shown == len(values) == 4:  # else the prompt's last block shows too little of it
             number = offset // SIZE
             expected[keys[number - 1] if number else None, offset % SIZE] = values
     assert {(s.parent, s.offset): s.sentinels for s in found} == expected

@@ -37,17 +37,21 @@ class Node:
         self.folder = folder
         self.settings = replace(settings, shared_dir=folder, shared_bytes=64 * MIB)
         self.ahead = 0.0
-        self.told: list[feed.SharedDirectory] = []
+        self.reports: list[feed.SharedDirectory] = []
         self.metrics = Metrics()
         self.metrics.watch(lambda: HotPathCounts(0, {}, 0, 0))
 
     def janitor(self, uid: str = "pod-1", **changes: Any) -> Janitor:
         settings = replace(self.settings, pod_uid=uid, **changes)
-        return Janitor(settings, self.metrics, self.told.append, now=lambda: clock() + self.ahead)
+        return Janitor(settings, self.metrics, self.reports.append, now=lambda: clock() + self.ahead)
+
+    async def begin(self, uid: str = "pod-1", **changes: Any) -> Janitor:
+        janitor = self.janitor(uid, **changes)
+        await janitor.begin()
+        return janitor
 
     def removed(self, reason: str, what: str = "") -> float:
-        name = f"mmrouter_sidecar_shm_reclaimed{what}_total"
-        return self.metrics.registry.get_sample_value(name, {"reason": reason}) or 0.0
+        return self.metric(f"shm_reclaimed{what}_total", reason=reason)
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics.registry.get_sample_value(f"mmrouter_sidecar_{name}", labels) or 0.0
@@ -81,21 +85,20 @@ async def test_files_of_the_last_pod_are_cleared_before_the_next_engine_runs(nod
     (node.folder / "core.1234").write_bytes(bytes(MIB))
     living = PlainFiles(node.folder, "router", MIB)
     file = living.put(b"mine")
-    await node.janitor().begin()
+    await node.begin()
     assert sorted(os.listdir(node.folder)) == sorted([living.name, "sidecar-pod-1"])
     assert file.path.read_bytes() == b"mine"
     assert (node.removed("dead_writer"), node.removed("left_behind")) == (3, 2)
     assert node.removed("left_behind", "_bytes") == MIB + 2 * 4096
-    assert node.told[-1].taken == bytes_below(node.folder)
+    assert node.reports[-1].taken == bytes_below(node.folder)
     living.close()
 
 
 async def test_with_another_pod_present_leases_and_other_files_stay(node: Node) -> None:
-    await node.janitor("pod-2").begin()
+    await node.begin("pod-2")
     node.crashed()
     node.encoded("m1-aa")
-    one = node.janitor()
-    await one.begin()
+    one = await node.begin()
     assert (node.removed("dead_writer"), node.removed("left_behind")) == (1, 0)  # the half file
     assert (node.folder / ENCODERS).exists()
     node.ahead = 61
@@ -105,13 +108,13 @@ async def test_with_another_pod_present_leases_and_other_files_stay(node: Node) 
 
 
 async def test_a_killed_pod_counts_as_present_for_the_time_of_a_restart(node: Node) -> None:
-    await node.janitor("pod-2").begin()
+    await node.begin("pod-2")
     node.encoded("m1-aa")
     node.ahead = cleanup_rules.PRESENT_SECONDS - 10
-    await node.janitor().begin()
+    await node.begin()
     assert (node.folder / ENCODERS).exists()
     node.ahead = 2 * cleanup_rules.PRESENT_SECONDS
-    await node.janitor("pod-3").begin()
+    await node.begin("pod-3")
     assert os.listdir(node.folder) == ["sidecar-pod-3"]
 
 
@@ -120,20 +123,17 @@ async def test_a_restarted_sidecar_keeps_the_files_of_its_running_engine(node: N
     server = await asyncio.start_server(lambda *_: None, node.settings.pod_ip, 0)
     port = server.sockets[0].getsockname()[1]
     ports = replace(node.settings.ports, engine=port)
-    first = node.janitor(ports=ports)
-    await first.begin()
+    first = await node.begin(ports=ports)
     await first.end()
     assert (node.folder / ENCODERS).exists()
     server.close()
     await server.wait_closed()
-    await node.janitor(ports=ports).begin()
+    await node.begin(ports=ports)
     assert not (node.folder / ENCODERS).exists()
 
 
 async def test_the_last_pod_of_a_node_clears_everything_and_others_do_not(node: Node) -> None:
-    one, two = node.janitor("pod-1"), node.janitor("pod-2")
-    await one.begin()
-    await two.begin()
+    one, two = await node.begin("pod-1"), await node.begin("pod-2")
     node.crashed()
     node.encoded("m1-aa")
     await one.end()
@@ -146,8 +146,7 @@ async def test_the_last_pod_of_a_node_clears_everything_and_others_do_not(node: 
 
 async def test_ascan_in_progress_at_the_end_leaves_no_mark(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is cancelled, the thread is not."""
-    one = node.janitor()
-    await one.begin()
+    one = await node.begin()
     looking, end = threading.Event(), threading.Event()
     real = Janitor.scan
 
@@ -179,9 +178,8 @@ async def test_links_out_of_the_directory_are_not_followed(node: Node, tmp_path:
     (node.folder / "link").symlink_to(outside)
     (node.folder / "folder").mkdir()
     (node.folder / "folder" / "link").symlink_to(outside)
-    await node.janitor("pod-2").begin()
-    one = node.janitor()
-    await one.begin()
+    await node.begin("pod-2")
+    one = await node.begin()
     await node.janitor("pod-2").end()
     await one.end()
     assert os.listdir(node.folder) == []
@@ -189,7 +187,7 @@ async def test_links_out_of_the_directory_are_not_followed(node: Node, tmp_path:
 
 
 async def test_least_recently_read_encoder_files_are_removed_first(node: Node) -> None:
-    await node.janitor("pod-2").begin()
+    await node.begin("pod-2")
     for number in range(6):
         node.encoded(f"m1-{number}", MIB, unused=600 - number)
     young = node.encoded("m1-young", MIB)
@@ -197,15 +195,11 @@ async def test_least_recently_read_encoder_files_are_removed_first(node: Node) -
     one = node.janitor(shared_bytes=8 * MIB)
     assert read.read_bytes()
     await one.begin()
-    assert node.told[-1] == replaced(node.told[-1], above=False, limit=8 * MIB)
+    assert (node.reports[-1].above, node.reports[-1].limit) == (False, 8 * MIB)
     left = sorted(path.name for path in node.folder.glob("m1-*") if any(path.iterdir()))
     assert left == ["m1-0", "m1-3", "m1-4", "m1-5", "m1-young"]
     assert young.exists()
     assert (node.removed("pressure"), node.removed("pressure", "_bytes")) == (2, 2 * MIB)
-
-
-def replaced(figures: feed.SharedDirectory, **values: Any) -> feed.SharedDirectory:
-    return feed.SharedDirectory(**{name: getattr(figures, name) for name in figures.__struct_fields__} | values)
 
 
 def clock_of_files(folder: Path) -> int:
@@ -217,7 +211,7 @@ def clock_of_files(folder: Path) -> int:
 
 async def test_every_read_of_an_encoder_file_is_recorded(node: Node, tmp_path: Path) -> None:
     """relatime notes a reading only where the file was changed since the last one that it noted."""
-    await node.janitor("pod-2").begin()
+    await node.begin("pod-2")
     path = node.encoded("m1-aa", unused=30)
     one = node.janitor()
     seen = []
@@ -232,7 +226,7 @@ async def test_every_read_of_an_encoder_file_is_recorded(node: Node, tmp_path: P
 
 
 async def test_a_file_used_since_thescan_is_not_removed(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    await node.janitor("pod-2").begin()
+    await node.begin("pod-2")
     path = node.encoded("m1-aa", unused=2 * cleanup_rules.FORGOTTEN_SECONDS)
     real = cleanup_rules.removals
 
@@ -243,16 +237,16 @@ async def test_a_file_used_since_thescan_is_not_removed(node: Node, monkeypatch:
         return found
 
     monkeypatch.setattr(cleanup_rules, "removals", used_meanwhile)
-    await node.janitor().begin()
+    await node.begin()
     assert path.exists()
     monkeypatch.setattr(cleanup_rules, "removals", real)
     os.utime(path, (0, 0))
-    await node.janitor().begin()
+    await node.begin()
     assert (path.exists(), node.removed("unused")) == (False, 1)
 
 
 async def test_only_folders_that_were_empty_for_long_are_removed(node: Node) -> None:
-    await node.janitor("pod-2").begin()
+    await node.begin("pod-2")
     for name, age in (("m1-young", 10), ("m1-old", cleanup_rules.FORGOTTEN_SECONDS + 1), ("m1-full", 1e6)):
         folder = node.folder / "deep" / name
         folder.mkdir(parents=True)
@@ -260,20 +254,20 @@ async def test_only_folders_that_were_empty_for_long_are_removed(node: Node) -> 
             (folder / "file").write_bytes(b"x")
         now = folder.stat().st_mtime
         os.utime(folder, (now - age, now - age))
-    await node.janitor().begin()
+    await node.begin()
     assert sorted(path.name for path in (node.folder / "deep").iterdir()) == ["m1-full", "m1-young"]
 
 
 async def test_metrics_have_bytes_by_state_and_the_pressure(node: Node) -> None:
-    await node.janitor("pod-2").begin()
+    await node.begin("pod-2")
     pool = Pool(node.folder, "w", limit_bytes=8 * MIB)
     pool.put(b"x", "r")
     node.encoded("m1-aa")
-    await node.janitor().begin()
+    await node.begin()
     assert node.metric("shm_bytes", state="leased") == 65536 + 4096
     assert node.metric("shm_bytes", state="encoder") == 8192
     assert node.metric("shm_pressure_ratio") >= bytes_below(node.folder) / (64 * MIB) > 0
-    figures = node.told[-1]
+    figures = node.reports[-1]
     assert (figures.taken, figures.limit, figures.above) == (bytes_below(node.folder), 64 * MIB, False)
     assert figures.capacity >= figures.available > 0
     pool.close()
@@ -281,10 +275,9 @@ async def test_metrics_have_bytes_by_state_and_the_pressure(node: Node) -> None:
 
 async def test_an_unusable_directory_is_counted_and_the_sidecar_runs_on(node: Node, start: Any) -> None:
     gone = node.folder / "not there"
-    one = node.janitor(shared_dir=gone)
-    await one.begin()
+    one = await node.begin(shared_dir=gone)
     await one.end()
-    assert (node.metric("shm_errors_total"), node.told) == (2, [])
+    assert (node.metric("shm_errors_total"), node.reports) == (2, [])
     running = await start(replace(node.settings, shared_dir=gone))
     assert running.metric("shm_errors_total") >= 1
 

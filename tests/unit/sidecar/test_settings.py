@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.engines.conftest import deployment, role
 
-from mmrouter_lib import metadata_digests as metadata
+from mmrouter_lib import model_folder as metadata
+from mmrouter_lib.api import to_json as to_json_object
 from mmrouter_lib.block_keys import namespace_seed
 from mmrouter_sidecar.settings import Settings, SettingsError, from_json, to_json
 from mmrouter_sidecar.settings_loader import load
@@ -21,32 +23,14 @@ def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
     """Files and variables as a rendered pod has them."""
     secrets = tmp_path / "config" / "secrets"
     secrets.mkdir(parents=True)
-    resource = {
-        "apiVersion": "mmrouter.io/v1alpha1",
-        "kind": "MMRouterDeployment",
-        "metadata": {"name": "vl"},
-        "spec": {
-            "model": {"id": "org/model", "revision": "v1"},
-            "engine": {"type": "vllm"},
-            "sidecar": {"bufferEvents": 500},
-            "pools": [
-                {
-                    "name": "worker",
-                    "role": "worker",
-                    "accelerator": {"kind": "nvidia", "count": 2},
-                    "parallelism": {"data": 2},
-                }
-            ],
-        },
-    }
-    (tmp_path / "config" / "deployment.json").write_text(json.dumps(resource))
+    worker = role("worker", accelerator={"kind": "nvidia", "count": 2}, parallelism={"data": 2})
+    model = {"id": "org/model", "revision": "v1"}
+    resource = deployment(worker, engine="vllm", model=model, sidecar={"bufferEvents": 500})
+    (tmp_path / "config" / "deployment.json").write_text(json.dumps(to_json_object(resource)))
     (secrets / "identity.key").write_bytes(bytes(range(32)))
     (secrets / "engine.key").write_text("engine-secret\n")
-    for name, key in (
-        ("sidecar.curve.public", settings.curve.public),
-        ("sidecar.curve.secret", settings.curve.secret),
-        ("router.curve.public", settings.curve.client),
-    ):
+    curve, names = settings.curve, ("sidecar.curve.public", "sidecar.curve.secret", "router.curve.public")
+    for name, key in zip(names, (curve.public, curve.secret, curve.client), strict=True):
         (secrets / name).write_bytes(key + b"\n")
     return {
         "MMROUTER_CONFIG": str(tmp_path / "config"),
@@ -60,7 +44,7 @@ def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("engine", "role", "path", "seconds", "publishes"),
+    ("engine", "kind", "path", "seconds", "publishes"),
     [
         ("vllm", "worker", "/health", 5.0, True),
         ("vllm", "encoder", "/health", 5.0, False),
@@ -70,12 +54,12 @@ def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
     ],
 )
 def test_the_health_check_depends_on_the_role(
-    environment: dict[str, str], engine: str, role: str, path: str, seconds: float, publishes: bool
+    environment: dict[str, str], engine: str, kind: str, path: str, seconds: float, publishes: bool
 ) -> None:
     file = Path(environment["MMROUTER_CONFIG"]) / "deployment.json"
     resource = json.loads(file.read_text())
-    asked = {"name": "asked", "role": role, "accelerator": {"kind": "nvidia"}}
-    others = [asked | {"name": "prefill", "role": "prefill"}] if role == "decode" else resource["spec"]["pools"]
+    asked = {"name": "asked", "role": kind, "accelerator": {"kind": "nvidia"}}
+    others = [asked | {"name": "prefill", "role": "prefill"}] if kind == "decode" else resource["spec"]["pools"]
     resource["spec"] |= {"engine": {"type": engine}, "pools": [*others, asked]}
     file.write_text(json.dumps(resource))
     settings = load(environment | {"MMROUTER_POOL": "asked"})
@@ -83,21 +67,21 @@ def test_the_health_check_depends_on_the_role(
 
 
 def test_files_and_variables_become_settings(environment: dict[str, str], settings: Settings) -> None:
-    told = load(environment)
-    assert (told.pod_uid, told.engine, told.model, told.revision) == ("pod-7", "vllm", "org/model", "v1")
-    assert (told.ranks, told.buffer_events, told.engine_key) == (2, 500, "engine-secret")
-    assert told.curve == settings.curve
+    loaded = load(environment)
+    assert (loaded.pod_uid, loaded.engine, loaded.model, loaded.revision) == ("pod-7", "vllm", "org/model", "v1")
+    assert (loaded.ranks, loaded.buffer_events, loaded.engine_key) == (2, 500, "engine-secret")
+    assert loaded.curve == settings.curve
     key = bytes(range(32))
-    assert told.seed("l", "s") == namespace_seed(key, model="org/model", revision="v1", lora="l", salt="s")
-    assert told.fingerprint != settings.fingerprint
+    assert loaded.seed("l", "s") == namespace_seed(key, model="org/model", revision="v1", lora="l", salt="s")
+    assert loaded.fingerprint != settings.fingerprint
 
 
 def test_the_shared_directory_and_its_limit_are_optional(environment: dict[str, str]) -> None:
     assert (load(environment).shared_dir, load(environment).shared_bytes) == (None, 0)
     environment |= {"MMROUTER_SHARED_DIR": "/var/lib/mmrouter/shared", "MMROUTER_SHARED_LIMIT_BYTES": "8589934592"}
-    told = load(environment)
-    assert (told.shared_dir, told.shared_bytes) == (Path("/var/lib/mmrouter/shared"), 8 << 30)
-    assert from_json(to_json(told)) == told
+    loaded = load(environment)
+    assert (loaded.shared_dir, loaded.shared_bytes) == (Path("/var/lib/mmrouter/shared"), 8 << 30)
+    assert from_json(to_json(loaded)) == loaded
     with pytest.raises(SettingsError, match="MMROUTER_SHARED_LIMIT_BYTES is '8Gi'"):
         load(environment | {"MMROUTER_SHARED_LIMIT_BYTES": "8Gi"})
 
@@ -156,24 +140,14 @@ def test_a_killed_process_resumes_and_a_terminated_one_ends_in_order(environment
     assert "stopped at seq 0" in rest
 
 
-def test_a_wrong_configuration_exits_with_status_2_and_a_message(environment: dict[str, str]) -> None:
-    process = run(environment | {"POD_UID": ""})
-    _, said = process.communicate(timeout=20)
+@pytest.mark.parametrize("wrong", ["variable", "resource"])
+def test_a_wrong_configuration_exits_with_status_2_and_a_message(environment: dict[str, str], wrong: str) -> None:
+    if wrong == "resource":
+        (Path(environment["MMROUTER_CONFIG"]) / "deployment.json").write_text('{"spec": {}}')
+    process = run(environment | ({"POD_UID": ""} if wrong == "variable" else {}))
+    _, log = process.communicate(timeout=20)
     assert process.returncode == 2
-    assert said.splitlines()[-1].endswith("configuration: POD_UID is not set")
-
-
-def test_an_invalid_resource_exits_with_status_2_and_a_message(environment: dict[str, str]) -> None:
-    (Path(environment["MMROUTER_CONFIG"]) / "deployment.json").write_text('{"spec": {}}')
-    process = run(environment)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode == 2
-    assert "configuration: " in said.splitlines()[-1]
-
-
-def test_settings_round_trip_to_the_serving_process(environment: dict[str, str]) -> None:
-    told = load(environment)
-    assert from_json(to_json(told)) == told
+    assert f"configuration: {'POD_UID is not set' if wrong == 'variable' else ''}" in log.splitlines()[-1]
 
 
 def test_the_serving_process_imports_no_models_and_no_terminal_library() -> None:

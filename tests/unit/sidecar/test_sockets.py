@@ -2,25 +2,22 @@
 
 import asyncio
 import json
-import os
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import zmq
 import zmq.asyncio
+from unit.conftest import shared_folder
+from unit.sidecar.conftest import batch, feed_socket, follow, removed, stored, until
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, chain
 from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_sidecar.engine import sockets as engine_module
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def keys(one: Any, *ids: int, size: int = 2) -> set[int]:
@@ -29,28 +26,29 @@ def keys(one: Any, *ids: int, size: int = 2) -> set[int]:
     return set(block_keys(array("I", ids), size, [], seed))
 
 
+async def publish(engine: Any, *events: Any, live: bool = True) -> None:
+    """Publish each event in a batch of its own."""
+    for event in events:
+        await engine.publish(batch(event), live=live)
+
+
 async def applied(one: Any, batches: int) -> None:
     """Wait until the sidecar applied so many batches."""
-    async with asyncio.timeout(60):
-        while one.metric("batches_total") < batches:
-            await asyncio.sleep(0.002)
+    await until(lambda: one.metric("batches_total") >= batches)
 
 
-async def counted(counter: Callable[[], float]) -> None:
-    """Wait until a counter is above zero."""
-    async with asyncio.timeout(60):
-        while not counter():
-            await asyncio.sleep(0.002)
+@pytest.fixture
+async def pair(start: Any, engines: Any) -> Any:
+    """A sidecar and its engine."""
+    return await start(), engines()
 
 
-async def test_stores_and_removals_reach_the_router_in_order(start: Any, engines: Any, router: Any, kit: Any) -> None:
+async def test_stores_and_removals_reach_the_router_in_order(start: Any, engines: Any, router: Any) -> None:
     one = await start()
     await router.heartbeat()
     engine = engines()
-    await engine.publish(kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])))
-    await engine.publish(kit.batch(kit.stored([3], 2, ids=[9, 9])))
-    await engine.publish(kit.batch(kit.removed(3)))
-    await engine.publish(kit.batch(kit.stored([4], 2, ids=[1, 1])))
+    await publish(engine, stored([1, 2], ids=[5, 6, 7, 8]), stored([3], 2, ids=[9, 9]), removed(3))
+    await publish(engine, stored([4], 2, ids=[1, 1]))
     index: dict[Any, set[int]] = {}
     await applied(one, 4)
     assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6, 7, 8, 1, 1)}
@@ -59,77 +57,43 @@ async def test_stores_and_removals_reach_the_router_in_order(start: Any, engines
     deltas = router.of(feed.Delta)
     assert [delta.seq for delta in deltas] == list(range(1, last + 1))
     for delta in deltas:
-        kit.follow(index, delta)
+        follow(index, delta)
     assert index == {(0, 0, "GPU"): keys(one, 5, 6, 7, 8, 1, 1)}
 
 
-async def test_batches_from_before_the_subscription_are_replayed(
-    start: Any, engines: Any, router: Any, kit: Any
-) -> None:
-    one = await start()
-    engine = engines()
-    for number in range(5):
-        await engine.publish(kit.batch(kit.stored([number + 1])), live=False)
-    await applied(one, 5)
-    assert engine.replays[0] == 0
-    assert len((await router.snapshot())[0, 0, "GPU"]) == 5
-
-
-async def test_a_gap_is_filled_by_a_replay_and_order_is_kept(start: Any, engines: Any, router: Any, kit: Any) -> None:
-    one = await start()
-    engine = engines()
-    await engine.publish(kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])))
+async def test_a_gap_is_filled_by_a_replay_and_duplicates_bring_back_no_removed_block(pair: Any, router: Any) -> None:
+    one, engine = pair
+    first = batch(stored([1, 2], ids=[5, 6, 7, 8]))
+    await engine.publish(first)
     await applied(one, 1)
-    await engine.publish(kit.batch(kit.removed(2)), live=False)
-    await engine.publish(kit.batch(kit.stored([3], 1, ids=[9, 9])), live=False)
-    await engine.publish(kit.batch(kit.stored([4], 3, ids=[1, 1])))
+    await publish(engine, removed(2), stored([3], 1, ids=[9, 9]), live=False)
+    await publish(engine, stored([4], 3, ids=[1, 1]))
     await applied(one, 4)
+    duplicates = one.metric("duplicates_total")
+    await engine.send(0, first)
+    await until(lambda: one.metric("duplicates_total") > duplicates)
     assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6, 9, 9, 1, 1)}
     assert one.metric("gaps_total") >= 1
     assert one.metric("events_total", what="unknown_parent") == 0
 
 
-async def test_a_dropped_tail_is_requested_after_silence(
-    start: Any, engines: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dropped_tail_is_requested_after_silence(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.05)
-    one = await start()
-    engine = engines()
-    await engine.publish(kit.batch(kit.stored([1])))
+    one, engine = pair
+    await engine.publish(batch(stored([1])))
     await applied(one, 1)
-    await engine.publish(kit.batch(kit.stored([2])), live=False)
+    await engine.publish(batch(stored([2])), live=False)
     await applied(one, 2)
 
 
-async def test_duplicates_and_late_replays_never_bring_back_a_removed_block(
-    start: Any, engines: Any, router: Any, kit: Any
-) -> None:
-    one = await start()
-    engine = engines()
-    store, remove = kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])), kit.batch(kit.removed(2))
-    await engine.publish(store)
-    await engine.publish(remove)
-    await applied(one, 2)
-    await engine.send(0, store)
-    await engine.send(0, store)
-    await engine.send(1, remove)
-    await engine.publish(kit.batch(kit.stored([9], ids=[1, 1])))
-    await applied(one, 3)
-    assert one.metric("duplicates_total") >= 3
-    assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6) | keys(one, 1, 1)}
-
-
-async def test_history_beyond_the_engines_buffer_is_reported_as_lost(
-    start: Any, engines: Any, router: Any, kit: Any
-) -> None:
+async def test_history_beyond_the_engines_buffer_is_reported_as_lost(start: Any, engines: Any, router: Any) -> None:
     one = await start()
     engine = engines(buffer=2)
-    await engine.publish(kit.batch(kit.stored([1])))
+    await publish(engine, stored([1]))
     await applied(one, 1)
     before = await router.heartbeat(lambda beat: beat.seq == 1)
-    for number in range(2, 8):
-        await engine.publish(kit.batch(kit.stored([number])), live=False)
-    await engine.publish(kit.batch(kit.stored([8])))
+    await publish(engine, *(stored([number]) for number in range(2, 8)), live=False)
+    await publish(engine, stored([8]))
     after = await router.heartbeat(lambda beat: beat.epoch > before.epoch)
     assert after.worker == before.worker
     await applied(one, 3)
@@ -138,13 +102,9 @@ async def test_history_beyond_the_engines_buffer_is_reported_as_lost(
     assert one.metric("skipped_batches_total") == 5
 
 
-async def test_the_engines_end_is_a_new_empty_epoch_under_a_new_name(
-    start: Any, engines: Any, router: Any, kit: Any
-) -> None:
-    one = await start()
-    engine = engines()
-    for number in range(3):
-        await engine.publish(kit.batch(kit.stored([number + 1])))
+async def test_the_engines_end_is_a_new_empty_epoch_under_a_new_name(pair: Any, engines: Any, router: Any) -> None:
+    one, engine = pair
+    await publish(engine, *(stored([number]) for number in (1, 2, 3)))
     await applied(one, 3)
     before = await router.heartbeat(lambda beat: beat.seq > 0)
     engine.kill()
@@ -153,15 +113,14 @@ async def test_the_engines_end_is_a_new_empty_epoch_under_a_new_name(
     assert (after.seq, after.engine_state) == (0, "down")
     assert await router.snapshot() == {}
     fresh = engines()
-    await fresh.publish(kit.batch(kit.stored([7], ids=[5, 6])))
+    await fresh.publish(batch(stored([7], ids=[5, 6])))
     await applied(one, 4)
     assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6)}
 
 
-async def test_a_stranger_on_the_event_port_ends_no_epoch(start: Any, engines: Any, router: Any, kit: Any) -> None:
-    one = await start()
-    engine = engines()
-    await engine.publish(kit.batch(kit.stored([1])))
+async def test_a_stranger_on_the_event_port_ends_no_epoch(pair: Any, router: Any) -> None:
+    one, engine = pair
+    await engine.publish(batch(stored([1])))
     await applied(one, 1)
     epoch = one.sidecar.relay.epoch
     for greeting in (b"", b"GET / HTTP/1.1\r\n\r\n"):
@@ -169,21 +128,18 @@ async def test_a_stranger_on_the_event_port_ends_no_epoch(start: Any, engines: A
         writer.write(greeting)
         writer.close()
         await writer.wait_closed()
-    await engine.publish(kit.batch(kit.stored([2])))
+    await engine.publish(batch(stored([2])))
     await applied(one, 2)
     assert one.sidecar.relay.epoch == epoch
 
 
-async def test_a_restarted_sidecar_resumes_from_journal_and_replay(
-    start: Any, engines: Any, router: Any, kit: Any
-) -> None:
-    one = await start()
-    engine = engines()
-    await engine.publish(kit.batch(kit.stored([1, 2], ids=[5, 6, 7, 8])))
+async def test_a_restarted_sidecar_resumes_from_journal_and_replay(pair: Any, start: Any, router: Any) -> None:
+    one, engine = pair
+    await engine.publish(batch(stored([1, 2], ids=[5, 6, 7, 8])))
     await applied(one, 1)
     before = await router.heartbeat(lambda beat: beat.seq == 1)
     await one.stop()
-    await engine.publish(kit.batch(kit.removed(2)), live=False)
+    await engine.publish(batch(removed(2)), live=False)
     again = await start()
     await applied(again, 1)
     after = await router.heartbeat(lambda beat: beat.seq == 2)
@@ -192,18 +148,16 @@ async def test_a_restarted_sidecar_resumes_from_journal_and_replay(
     assert again.metric("epochs_total", reason="other_instance") == 0
 
 
-async def test_a_restarted_sidecar_detects_a_replaced_engine(start: Any, engines: Any, router: Any, kit: Any) -> None:
-    one = await start()
-    engine = engines()
-    for number in range(3):
-        await engine.publish(kit.batch(kit.stored([number + 1])))
+async def test_a_restarted_sidecar_detects_a_replaced_engine_and_replays_what_it_sent_before(
+    pair: Any, start: Any, engines: Any, router: Any
+) -> None:
+    one, engine = pair
+    await publish(engine, *(stored([number]) for number in (1, 2, 3)))
     await applied(one, 3)
     before = await router.heartbeat(lambda beat: beat.seq > 0)
     await one.stop()
     engine.kill()
-    other = engines()
-    for number in range(3):
-        await other.publish(kit.batch(kit.stored([number + 1], ids=[number, 77])), live=False)
+    await publish(engines(), *(stored([number + 1], ids=[number, 77]) for number in range(3)), live=False)
     again = await start()
     await applied(again, 3)
     after = await router.heartbeat(lambda beat: beat.worker != before.worker)
@@ -212,12 +166,12 @@ async def test_a_restarted_sidecar_detects_a_replaced_engine(start: Any, engines
 
 
 async def test_ranks_have_streams_of_their_own_and_end_together(
-    start: Any, settings: Any, engines: Any, router: Any, kit: Any
+    start: Any, settings: Any, engines: Any, router: Any
 ) -> None:
     one = await start(replace(settings, ranks=2))
     ranks = [engines(rank=0), engines(rank=1)]
-    await ranks[0].publish(kit.batch(kit.stored([1], ids=[5, 6])))
-    await ranks[1].publish(kit.batch(kit.stored([1], ids=[7, 8]), rank=1))
+    await ranks[0].publish(batch(stored([1], ids=[5, 6])))
+    await ranks[1].publish(batch(stored([1], ids=[7, 8]), rank=1))
     await applied(one, 2)
     assert await router.snapshot() == {(0, 0, "GPU"): keys(one, 5, 6), (1, 0, "GPU"): keys(one, 7, 8)}
     before = await router.heartbeat(lambda beat: beat.ranks == 2)
@@ -234,24 +188,14 @@ async def test_only_the_routers_key_is_accepted_and_refusals_are_counted(
     one = await start()
     context = zmq.asyncio.Context()
     try:
-        for kind, port in ((zmq.SUB, 7557), (zmq.DEALER, 7558)):
-            socket = context.socket(kind)
-            socket.setsockopt(zmq.LINGER, 0)
-            if who == "stranger":
-                socket.setsockopt(zmq.CURVE_SECRETKEY, curve["stranger_secret"])
-                socket.setsockopt(zmq.CURVE_PUBLICKEY, curve["stranger_public"])
-                socket.setsockopt(zmq.CURVE_SERVERKEY, curve["sidecar_public"])
-            if kind == zmq.SUB:
-                socket.subscribe(b"")
-            socket.connect(f"tcp://{settings.pod_ip}:{port}")
+        for kind in (zmq.SUB, zmq.DEALER):
+            socket = feed_socket(context, kind, settings.pod_ip, curve, who if who == "stranger" else "")
             if kind == zmq.DEALER:
                 await socket.send_multipart([b"", feed.encode(feed.SnapshotRequest(1))])
-                assert not await socket.poll(150)
-            else:
-                assert not await socket.poll(150), "not even a heartbeat"
+            assert not await socket.poll(150), "no answer, and not even a heartbeat"
         # Without CURVE whichever side notices first hangs up, so the sidecar sees a protocol fault or just an end.
         reasons = ["key"] if who == "stranger" else ["protocol", "handshake"]
-        await counted(lambda: sum(one.metric("refusals_total", reason=reason) for reason in reasons))
+        await until(lambda: sum(one.metric("refusals_total", reason=reason) for reason in reasons))
     finally:
         context.destroy(linger=0)
 
@@ -269,24 +213,10 @@ async def test_another_version_of_the_feed_is_refused_by_name(start: Any, router
     assert await router.ask(feed.SnapshotRequest), "the connection stays usable"
 
 
-async def test_a_canary_claim_and_its_result_are_exchanged(start: Any, router: Any) -> None:
-    one = await start()
-    epoch = one.sidecar.relay.epoch
-    (granted,) = await router.ask(lambda number: feed.CanaryClaim(number, epoch, "router-a", 10.0))
-    assert granted.granted
-    canary = feed.CanaryReport(epoch, "True", compared=6, router="router-a")
-    (accepted,) = await router.ask(lambda number: feed.CanaryResult(number, canary))
-    assert isinstance(accepted, feed.Accepted)
-    beat = await router.heartbeat(lambda beat: beat.canary is not None)
-    assert beat.canary == canary
-
-
 async def test_every_captured_engine_stream_yields_its_blocks(
     start: Any, engines: Any, router: Any, settings: Any
 ) -> None:
-    folder = Path(os.environ.get("MMROUTER_CAPTURES", REPOSITORY.parent / "shared" / "captures")) / "vllm"
-    if not folder.is_dir():
-        pytest.skip(f"not run: no captures at {folder} (MMROUTER_CAPTURES)")
+    folder = shared_folder("MMROUTER_CAPTURES", "captures/vllm")
     one = await start()
     done = 0
     for name in ("qwen2vl_evict_byteshash", "qwen2vl_core_uuid_clear", "qwen3vl-real"):
@@ -348,23 +278,28 @@ async def test_health_load_and_geometry_come_from_the_engines_http_side(
     assert one.metric("probe_failures_total", path="/health") >= 1
 
 
+async def fetch(url: str, method: str = "GET", **options: Any) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.request(method, url, **options) as answer:
+        return answer.status, await answer.text()
+
+
+async def encode_status(settings: Any) -> int:
+    return (await fetch(f"http://{settings.loopback}:8002/encoders/3/encode", "POST", data=b"{}"))[0]
+
+
 async def test_a_router_reports_encoders_to_an_engine_that_uses_them(start: Any, router: Any, settings: Any) -> None:
     one = await start(replace(settings, encodes_elsewhere=True))
-    told = feed.EncoderAddresses(1, "r", (("e1", settings.pod_ip),))
-    assert await router.ask_raw(feed.encode(told)) == [feed.Accepted(1)]
+    report = feed.EncoderAddresses(1, "r", (("e1", settings.pod_ip),))
+    assert await router.ask_raw(feed.encode(report)) == [feed.Accepted(1)]
     assert one.metric("encoders", state="up") == 1
-    url = f"http://{settings.loopback}:8002/encoders/3/encode"
-    async with aiohttp.ClientSession() as session, session.post(url, data=b"{}") as answer:
-        assert answer.status == 400
+    assert await encode_status(settings) == 400  # the proxy read the request
 
 
 async def test_an_engine_without_encoders_refuses_a_list_of_them(start: Any, router: Any, settings: Any) -> None:
     await start()
     (refused,) = await router.ask_raw(feed.encode(feed.EncoderAddresses(1, "r", ())))
     assert isinstance(refused, feed.Refused)
-    url = f"http://{settings.loopback}:8002/encoders/3/encode"
-    async with aiohttp.ClientSession() as session, session.post(url, data=b"{}") as answer:
-        assert answer.status == 404
+    assert await encode_status(settings) == 404
 
 
 async def test_an_engine_without_events_gets_a_new_epoch_when_it_goes_down(
@@ -385,11 +320,8 @@ async def test_an_sglang_engine_reports_identity_settings(
     start: Any, http_engine: Any, router: Any, settings: Any
 ) -> None:
     http_engine["server"] = {
-        "version": "0.5.23",
-        "kv_events": {"publisher": "zmq", "block_size": 32},
-        "revision": None,
-        "mm_preprocess_cache_size_mb": 256,
-        "page_size": 32,
+        **{"version": "0.5.23", "kv_events": {"publisher": "zmq", "block_size": 32}},
+        **{"revision": None, "mm_preprocess_cache_size_mb": 256, "page_size": 32},
     }
     http_engine["metrics"] = "sglang:num_running_reqs 2.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.25\n"
     await start(replace(settings, engine="sglang"))
@@ -399,12 +331,8 @@ async def test_an_sglang_engine_reports_identity_settings(
     beat = await router.heartbeat(lambda beat: beat.engine_version != "")
     assert (beat.engine, beat.engine_version, beat.block_size) == ("sglang", "0.5.23", 32)
     assert beat.facts == {
-        "version": "0.5.23",
-        "model_type": "qwen2_5_vl",
-        "architectures": '["Qwen2_5_VLForConditionalGeneration"]',
-        "revision": "null",
-        "mm_preprocess_cache_size_mb": "256",
-        "page_size": "32",
+        **{"version": "0.5.23", "revision": "null", "mm_preprocess_cache_size_mb": "256", "page_size": "32"},
+        **{"model_type": "qwen2_5_vl", "architectures": '["Qwen2_5_VLForConditionalGeneration"]'},
     }
     load = await router.until(lambda: router.of(feed.LoadReport))
     assert load[0] == feed.LoadReport(0, 2.0, 1.0, 0.25)
@@ -419,9 +347,7 @@ async def test_an_encoder_has_its_own_health_path_and_a_long_period(
     http_engine["health"] = 503
     http_engine["metrics"] = "sglang:num_running_reqs 1.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.5\n"
     await start(replace(settings, engine="sglang", health_path="/health", health_seconds=30.0))
-    async with asyncio.timeout(60):
-        while len(http_engine["asked"]) < 2:  # an encoder that is not up has the usual period
-            await asyncio.sleep(0.002)
+    await until(lambda: len(http_engine["asked"]) >= 2)  # an encoder that is not up has the usual period
     http_engine["health"] = 200
     await router.heartbeat(lambda beat: beat.engine_state == "up")
     asked = len(http_engine["asked"])
@@ -434,28 +360,20 @@ async def test_an_encoder_has_its_own_health_path_and_a_long_period(
     assert len(http_engine["asked"]) == asked
 
 
-async def test_readiness_metrics_and_the_drain_hook(
-    start: Any, settings: Any, engines: Any, router: Any, kit: Any
-) -> None:
-    one = await start()
-    engine = engines()
-    await engine.publish(kit.batch(kit.stored([1]), kit.stored([], ids=[])))
+async def test_readiness_metrics_and_the_drain_hook(pair: Any, settings: Any, router: Any) -> None:
+    one, engine = pair
+    await engine.publish(batch(stored([1]), stored([], ids=[])))
     await applied(one, 1)
-    async with aiohttp.ClientSession() as session:
-        base = f"http://{settings.pod_ip}:9090"
-        for path in ("/healthz", "/readyz"):
-            async with session.get(base + path) as answer:
-                assert answer.status == 200
-        async with session.get(base + "/metrics") as answer:
-            text = await answer.text()
-        assert "mmrouter_sidecar_blocks 1.0" in text
-        assert 'mmrouter_sidecar_events_total{what="ignored_empty_store"} 1.0' in text
-        async with session.get(f"http://{settings.loopback}:8002/drain") as answer:
-            assert answer.status == 200
+    base = f"http://{settings.pod_ip}:9090"
+    for url in (f"{base}/healthz", f"{base}/readyz"):
+        assert (await fetch(url))[0] == 200
+    _, text = await fetch(f"{base}/metrics")
+    assert "mmrouter_sidecar_blocks 1.0" in text
+    assert 'mmrouter_sidecar_events_total{what="ignored_empty_store"} 1.0' in text
+    assert (await fetch(f"http://{settings.loopback}:8002/drain"))[0] == 200
     await router.heartbeat(lambda beat: beat.draining)
     one.sidecar.ready.clear()
-    async with aiohttp.ClientSession() as session, session.get(f"{base}/readyz") as answer:
-        assert answer.status == 503
+    assert (await fetch(f"{base}/readyz"))[0] == 503
 
 
 async def test_an_address_in_use_ends_the_sidecar_with_an_error(start: Any, settings: Any) -> None:
@@ -465,11 +383,10 @@ async def test_an_address_in_use_ends_the_sidecar_with_an_error(start: Any, sett
 
 
 async def test_an_api_server_that_outlives_its_engine_does_not_make_it_look_alive(
-    start: Any, engines: Any, http_engine: Any, router: Any, kit: Any
+    pair: Any, engines: Any, http_engine: Any, router: Any
 ) -> None:
-    one = await start()
-    engine = engines()
-    await engine.publish(kit.batch(kit.stored([1])))
+    one, engine = pair
+    await engine.publish(batch(stored([1])))
     await applied(one, 1)
     await router.heartbeat(lambda beat: beat.engine_state == "up")
     engine.kill()

@@ -1,8 +1,9 @@
 """Captures of a real vLLM 0.32 (requests with their expanded prompts, images and frames), and engines served here."""
 
 import asyncio
+import base64
+import io
 import json
-import os
 import random
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -15,9 +16,13 @@ import aiohttp
 import msgspec
 import pytest
 import uvicorn
+import zmq.asyncio
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+from unit.conftest import shared_folder
 
 from mmrouter_sim import model
-from mmrouter_sim.core.hashing import Media
+from mmrouter_sim.core.requests import Media
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang import app as sglang_app
@@ -26,6 +31,8 @@ from mmrouter_sim.vllm.app import build
 from mmrouter_sim.vllm.flags import parse
 
 ROOT = Path(__file__).parents[3]
+CHAT = "/v1/chat/completions"
+LONG = "describe the picture and say what is in the front and how many there are " * 4
 
 
 @dataclass(frozen=True)
@@ -52,24 +59,14 @@ class Recorded:
         return [event for payload in self.payloads for event in msgspec.msgpack.decode(payload)[1]]
 
 
-def folder(variable: str, default: str) -> Path:
-    return Path(os.environ.get(variable) or ROOT.parent / "shared" / default)
-
-
 @pytest.fixture(scope="session")
 def captures() -> Path:
-    path = folder("MMROUTER_CAPTURES", "captures") / "vllm"
-    if not path.is_dir():
-        pytest.skip("not run: no captures folder (MMROUTER_CAPTURES)")
-    return path
+    return shared_folder("MMROUTER_CAPTURES", "captures/vllm")
 
 
 @pytest.fixture(scope="session")
 def models() -> Path:
-    path = folder("MMROUTER_MODELS", "models")
-    if not path.is_dir():
-        pytest.skip("not run: no model folder (MMROUTER_MODELS)")
-    return path
+    return shared_folder("MMROUTER_MODELS", "models")
 
 
 @pytest.fixture(scope="session")
@@ -162,6 +159,13 @@ def tiny() -> Path:
     return ROOT / "examples" / "models" / "tiny-qwen2-vl"
 
 
+@pytest.fixture
+def context() -> Iterator[zmq.asyncio.Context]:
+    with zmq.asyncio.Context() as context:
+        yield context
+        context.destroy(linger=0)
+
+
 @dataclass
 class Client:
     """One simulated engine, served in this process on loopback, and a session to talk to it."""
@@ -180,7 +184,7 @@ class Client:
             return answer.status, await _body(answer)
 
     async def chat(self, content: Any, **fields: Any) -> tuple[int, Any]:
-        return await self.post("/v1/chat/completions", chat_body(content, **fields))
+        return await self.post(CHAT, chat_body(content, **fields))
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the chunks of a stream, which has to end with the end mark."""
@@ -193,6 +197,34 @@ class Client:
 
 def chat_body(content: Any, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
+
+
+def cached_tokens(reply: dict[str, Any]) -> int:
+    return int(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def png(color: Any = "red", size: tuple[int, int] = (112, 84), mode: str = "RGB", kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, size, color).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def image(data: bytes, uuid: str | None = None, **options: Any) -> dict[str, Any]:
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": url, **options}} | ({"uuid": uuid} if uuid else {})
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+async def samples(client: Client) -> dict[tuple[str, str | None], float]:
+    _, page = await client.get("/metrics")
+    return {
+        (sample.name, sample.labels.get("engine")): sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+    }
 
 
 async def _body(answer: aiohttp.ClientResponse) -> Any:
@@ -225,30 +257,24 @@ async def start_engine(stack: AsyncExitStack, folder: Path, settings: Settings, 
     return Client(engine, session, f"http://127.0.0.1:{port}")
 
 
-@pytest.fixture
-async def serve(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
-    """Start engines with the given flags; all are stopped at the end of the test."""
-    async with AsyncExitStack() as stack:
+def _servers(parse: Callable[..., Settings], build: Callable[..., Any], *base: str) -> Any:
+    """Return a fixture that starts engines with the given flags; all are stopped at the end of the test."""
 
-        async def start(*flags: str) -> Client:
-            base = ["--served-model-name", "tiny", "--sim-speed", "50", "--prefix-caching-hash-algo", "sha256_cbor"]
-            settings = parse(["serve", str(tiny), *base, "--enable-prompt-tokens-details", *flags])
-            return await start_engine(stack, tiny, settings, build)
+    @pytest.fixture
+    async def serve(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
+        async with AsyncExitStack() as stack:
 
-        yield start
+            async def start(*flags: str) -> Client:
+                common = ["serve", "--served-model-name", "tiny", "--sim-speed", "50", "--model", str(tiny)]
+                return await start_engine(stack, tiny, parse([*common, *base, *flags]), build)
+
+            yield start
+
+    return serve
 
 
-@pytest.fixture
-async def serve_sglang(tiny: Path) -> AsyncIterator[Callable[..., Awaitable[Client]]]:
-    """The same for SGLang."""
-    async with AsyncExitStack() as stack:
-
-        async def start(*flags: str) -> Client:
-            base = ["--served-model-name", "tiny", "--sim-speed", "50", "--page-size", "16", "--enable-cache-report"]
-            settings = sglang_flags.parse(["serve", "--model-type", "llm", "--model-path", str(tiny), *base, *flags])
-            return await start_engine(stack, tiny, settings, sglang_app.build)
-
-        yield start
+serve = _servers(parse, build, "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details")
+serve_sglang = _servers(sglang_flags.parse, sglang_app.build, "--page-size", "16", "--enable-cache-report")
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmrouter_sim.core.encoder_budget import EncoderCache
-from mmrouter_sim.core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from mmrouter_sim.core.hashing import Media, block_hash, first_parent, published_int, sha256_cbor
-from mmrouter_sim.core.pool import NULL_BLOCK, BlockPool, OutOfBlocksError
-from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.caches import NULL_BLOCK, BlockPool, EncoderCache, OutOfBlocksError
+from mmrouter_sim.core.events import AllBlocksCleared, BlockRemoved, BlockStored, VllmDialect
+from mmrouter_sim.core.requests import Media, Request, block_hash, first_parent, published_int, sha256_cbor
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.core.step_cost import Cost
 
@@ -28,7 +26,7 @@ def engine(blocks=16, *, batched=16, seqs=4, largest=8, caching=True, seed=1):
         largest_image=largest,
         prefix_caching=caching,
     )
-    return Scheduler(limits, cost=Cost(jitter=0.5), seed=seed, hash_seed="s")
+    return Scheduler(limits, cost=Cost(jitter=0.5), seed=seed, dialect=VllmDialect(SIZE, hash_seed="s"))
 
 
 def request(tokens, *, answer=1, media=(), salt=None, name="r", report=False):
@@ -71,11 +69,11 @@ class Mirror:
     def holds(self, rank):
         assert min(self.copies.values(), default=0) >= 0
         assert +self.copies == Counter({published_int(d): n for d, n in rank.pool.contents().items()})
-        told = list(rank.contents.with_ancestors())
-        assert {block.digest for block, held in told if held} == set(rank.pool.contents())
-        assert len({block.digest for block, _ in told}) == len(told)
+        listed = list(rank.contents.with_ancestors())
+        assert {block.digest for block, held in listed if held} == set(rank.pool.contents())
+        assert len({block.digest for block, _ in listed}) == len(listed)
         before = set()
-        for block, _ in told:  # with all that its hash covers
+        for block, _ in listed:  # with all that its hash covers
             parent, salted = block.parent, block.salt and block.parent is None
             assert parent is None or parent.digest in before
             before.add(block.digest)
@@ -95,14 +93,14 @@ images = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 12), st.intege
 
 def media_of(places, length):
     """Images that lie one after the other inside a prompt. One image always has one length."""
-    found, end = [], 0
+    placed, end = [], 0
     for name, gap, _ in places:
         size = {"a": 3, "b": 8}[name]
         if end + gap + size > length:
             break
-        found.append(Media(name, end + gap, size))
+        placed.append(Media(name, end + gap, size))
         end += gap + size
-    return found
+    return placed
 
 
 actions = st.one_of(
@@ -329,12 +327,12 @@ def test_a_seed_gives_the_same_times_again():
     def times(seed):
         rank = engine(seed=seed)
         rank.add(request(range(40), answer=5))
-        found = []
+        seconds = []
         while not rank.idle:
             plan = rank.schedule(0.0)
-            found.append(plan.seconds)
+            seconds.append(plan.seconds)
             rank.complete(plan, 0.0)
-        return found
+        return seconds
 
     assert times(1) == times(1) != times(2)
 

@@ -7,16 +7,17 @@ import asyncio
 import json
 
 import pytest
-import zmq.asyncio
-from unit.sim.test_events import ask
-from unit.sim.test_http import LONG, image, png, samples, text
+from unit.sim.conftest import LONG, cached_tokens, image, png, samples, text
+from unit.sim.test_events import ask, events
 
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_sim.encoder_engine import StoredEmbeddings
+from mmrouter_sim.encoders import StoredEmbeddings
 from mmrouter_sim.vllm.flags import parse
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False}
 TOKENS = 16
+CONTENT = [text(LONG), image(png(), "u-1")]
+VISUAL = ("mmrouter_sim_visual_tokens_total", "0")
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ async def listening(host, port):
 
 
 async def prefilled(client, *content):
-    status, reply = await client.chat([*content], max_tokens=1, kv_transfer_params=REMOTE)
+    status, reply = await client.chat(CONTENT, max_tokens=1, kv_transfer_params=REMOTE)
     assert status == 200
     return reply
 
@@ -83,7 +84,7 @@ async def until(condition):
 
 async def test_a_prefill_returns_the_owner_of_its_blocks_and_holds_them(nixl):
     first = await nixl()
-    reply = await prefilled(first, text(LONG), image(png(), "u-1"))
+    reply = await prefilled(first, *CONTENT)
     params, prompt = reply["kv_transfer_params"], reply["usage"]["prompt_tokens"]
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
     assert (params["remote_host"], params["remote_port"]) == first.engine.handover.config.kv_address
@@ -93,35 +94,31 @@ async def test_a_prefill_returns_the_owner_of_its_blocks_and_holds_them(nixl):
     assert (await first.chat([text("short")]))[1]["kv_transfer_params"] is None
 
 
-async def test_the_decoder_computes_nothing_publishes_ordinary_blocks_and_frees_the_prefills(nixl, tmp_path):
+async def test_the_decoder_computes_nothing_publishes_ordinary_blocks_and_frees_the_prefills(nixl, context, tmp_path):
     replay = f"ipc://{tmp_path}/replay"
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{tmp_path}/events"}
     first = await nixl()
-    second = await nixl("--kv-events-config", json.dumps(events | {"replay_endpoint": replay}))
-    content = (text(LONG), image(png(), "u-1"))
-    params = (await prefilled(first, *content))["kv_transfer_params"]
-    status, reply = await second.chat([*content], kv_transfer_params=params)
+    second = await nixl(*events(f"ipc://{tmp_path}/events", replay))
+    params = (await prefilled(first, *CONTENT))["kv_transfer_params"]
+    status, reply = await second.chat(CONTENT, kv_transfer_params=params)
     assert status == 200
-    with zmq.asyncio.Context() as context:
-        (_, _, _, payload), _ = await ask(context, replay, b"", bytes(8))
+    (_, _, _, payload), _ = await ask(context, replay)
     prompt = reply["usage"]["prompt_tokens"]
     (stored,) = decode_batch(payload).events
     assert len(stored.hashes) == prompt // TOKENS
-    found = await samples(second)
+    metrics = await samples(second)
     # All but the last token, which is sampled from.
-    assert found["vllm:external_prefix_cache_hits_total", "0"] == prompt - 1
-    assert found["mmrouter_sim_visual_tokens_total", "0"] == 0
-    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert metrics["vllm:external_prefix_cache_hits_total", "0"] == prompt - 1
+    assert metrics[VISUAL] == 0
+    assert cached_tokens(reply) == 0
     await until(lambda: held(first) == 0)
     assert first.engine.runners[0].scheduler.pool.used == 0
 
 
 async def test_an_answer_does_not_depend_on_which_engine_computed_its_prompt(nixl):
     first, second, whole = await nixl(), await nixl(), await nixl()
-    content = (text(LONG), image(png("blue"), "u-2"))
-    params = (await prefilled(first, *content))["kv_transfer_params"]
-    _, apart = await second.chat([*content], kv_transfer_params=params)
-    _, alone = await whole.chat([*content])
+    params = (await prefilled(first, *CONTENT))["kv_transfer_params"]
+    _, apart = await second.chat(CONTENT, kv_transfer_params=params)
+    _, alone = await whole.chat(CONTENT)
     assert apart["choices"][0]["message"] == alone["choices"][0]["message"]
 
 
@@ -169,33 +166,30 @@ async def test_an_encoder_answers_without_tokens_and_lists_its_items(ec, tmp_pat
 
 async def test_an_image_is_encoded_once_and_only_by_the_encoder(ec, tmp_path):
     encoder, reader = await ec("ec_producer", folder=tmp_path), await ec("ec_consumer", folder=tmp_path)
-    content = [text(LONG), image(png(), "u-1")]
     for _ in range(2):
-        params = (await encoder.chat(content, max_tokens=1))[1]["ec_transfer_params"]
-    status, reply = await reader.chat(content, ec_transfer_params=params)
+        params = (await encoder.chat(CONTENT, max_tokens=1))[1]["ec_transfer_params"]
+    status, reply = await reader.chat(CONTENT, ec_transfer_params=params)
     assert status == 200
     visual = reply["usage"]["prompt_tokens_details"]["multimodal_tokens"]["image"]
-    assert (await samples(encoder))["mmrouter_sim_visual_tokens_total", "0"] == visual
-    assert (await samples(reader))["mmrouter_sim_visual_tokens_total", "0"] == 0
+    assert (await samples(encoder))[VISUAL] == visual
+    assert (await samples(reader))[VISUAL] == 0
 
 
 async def test_a_reader_fetches_from_the_encoder_that_the_parameters_name(ec):
     encoder, reader = await ec("ec_producer"), await ec("ec_consumer")
-    content = [text(LONG), image(png(), "u-1")]
-    params = (await encoder.chat(content, max_tokens=1))[1]["ec_transfer_params"]
+    params = (await encoder.chat(CONTENT, max_tokens=1))[1]["ec_transfer_params"]
     assert (params["u-1"]["peer_host"], params["u-1"]["peer_port"]) == encoder.engine.handover.config.listens
-    await reader.chat(content, ec_transfer_params=params)
-    assert (await samples(reader))["mmrouter_sim_visual_tokens_total", "0"] == 0
+    await reader.chat(CONTENT, ec_transfer_params=params)
+    assert (await samples(reader))[VISUAL] == 0
 
 
 async def test_a_missing_embedding_is_encoded_by_the_reader(ec):
     reader = await ec("ec_consumer")
-    content = [text(LONG), image(png(), "u-1")]
     gone = {"u-1": {"item_indices": [0], "metadata": {}, "peer_host": "127.0.0.1", "peer_port": 9}}
-    status, reply = await reader.chat(content, ec_transfer_params=gone)
+    status, reply = await reader.chat(CONTENT, ec_transfer_params=gone)
     assert status == 200
     visual = reply["usage"]["prompt_tokens_details"]["multimodal_tokens"]["image"]
-    assert (await samples(reader))["mmrouter_sim_visual_tokens_total", "0"] == visual
+    assert (await samples(reader))[VISUAL] == visual
 
 
 def test_an_encoder_drops_the_least_recently_used_embedding():

@@ -1,51 +1,17 @@
 """The HTTP side of the simulated vLLM, over loopback."""
 
 import asyncio
-import base64
-import io
 import json
+import zlib
 from collections import Counter
 
 import pytest
-from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
+from unit.sim.conftest import CHAT, LONG, cached_tokens, chat_body, image, png, samples, text
 
-from mmrouter_lib.engines.base.metrics import RankLoad
-from mmrouter_lib.engines.vllm.metrics import parse_load
+from mmrouter_lib.engines.base.adapter import RankLoad
+from mmrouter_lib.engines.vllm.adapter import parse_load
 from mmrouter_sim.media import default_identifier
-
-CHAT = "/v1/chat/completions"
-
-
-def png(color="red", size=(112, 84), mode="RGB", kind="PNG"):
-    buffer = io.BytesIO()
-    Image.new(mode, size, color).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def image(data, uuid=None):
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": url}} | ({"uuid": uuid} if uuid else {})
-
-
-def text(words):
-    return {"type": "text", "text": words}
-
-
-def chat_body(content, **fields):
-    return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
-
-
-LONG = "describe the picture and say what is in the front and how many there are " * 4
-
-
-async def samples(client):
-    _, page = await client.get("/metrics")
-    return {
-        (sample.name, sample.labels.get("engine")): sample.value
-        for family in text_string_to_metric_families(page)
-        for sample in family.samples
-    }
 
 
 async def test_an_answer_has_the_engines_fields_and_honest_usage(serve):
@@ -77,11 +43,11 @@ async def test_a_repeat_hits_all_but_the_last_token_and_another_image_hits_only_
     _, swapped = await client.chat(other)
     ids = cold["prompt_token_ids"]
     before = ids.index(client.engine.model.family.placeholder_id)
-    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached_tokens(cold) == 0
     details = warm["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == (len(ids) - 1) // 16 * 16
     assert details["cached_tokens"] + details["created_cache_tokens"] == len(ids) // 16 * 16
-    assert swapped["usage"]["prompt_tokens_details"]["cached_tokens"] == before // 16 * 16
+    assert cached_tokens(swapped) == before // 16 * 16
 
 
 async def test_a_salt_keeps_equal_prompts_apart(serve):
@@ -89,7 +55,7 @@ async def test_a_salt_keeps_equal_prompts_apart(serve):
     cached = []
     for salt in (None, "a", "b", "a"):
         _, reply = await client.chat(LONG, **({"cache_salt": salt} if salt else {}))
-        cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        cached.append(cached_tokens(reply) > 0)
     assert cached == [False, False, False, True]
 
 
@@ -115,15 +81,15 @@ async def test_an_answer_in_the_next_turn_is_found_in_the_cache(serve):
     client = await serve("--block-size", "4")
     question = {"role": "user", "content": LONG}
     _, first = await client.post(CHAT, {"messages": [question], "max_tokens": 24, "return_token_ids": True})
-    said = first["choices"][0]["message"]["content"]
-    assert said[0].isupper()
-    turns = [question, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+    answer = first["choices"][0]["message"]["content"]
+    assert answer[0].isupper()
+    turns = [question, {"role": "assistant", "content": answer}, {"role": "user", "content": "go on"}]
     _, second = await client.post(CHAT, {"messages": turns, "max_tokens": 1, "return_token_ids": True})
     both = first["prompt_token_ids"] + first["choices"][0]["token_ids"]
     pairs = enumerate(zip(both, second["prompt_token_ids"], strict=False))
     same = next((i for i, (a, b) in pairs if a != b), len(both))
     assert same >= first["usage"]["prompt_tokens"] + 20
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= same // 4 * 4 - 4
+    assert cached_tokens(second) >= same // 4 * 4 - 4
 
 
 @pytest.mark.parametrize(
@@ -160,7 +126,7 @@ async def test_completions_take_text_or_ids(serve):
     assert by_text["object"] == "text_completion"
     assert by_text["choices"][0]["prompt_token_ids"] == tokens["tokens"]
     assert by_text["choices"][0]["text"] == by_ids["choices"][0]["text"]
-    assert by_ids["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert cached_tokens(by_ids) > 0
     chunks = await client.stream("/v1/completions", body | {"prompt": LONG})
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == by_text["choices"][0]["text"]
     _, back = await client.post("/detokenize", {"tokens": tokens["tokens"]})
@@ -201,7 +167,7 @@ async def test_a_known_uuid_needs_no_bytes_and_contradicting_bytes_are_ignored(s
         status, again = await client.chat([part, text("what")])
         assert status == 200
         assert again["usage"]["prompt_tokens"] == known["usage"]["prompt_tokens"]
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert cached_tokens(again) > 0
 
 
 async def test_files_are_read_below_the_allowed_folder_only(serve, tmp_path):
@@ -276,8 +242,6 @@ async def test_bad_requests_are_answered_in_the_engines_shape_and_leave_the_conn
 async def test_a_header_that_claims_too_many_pixels_is_a_500_as_in_the_engine(serve):
     header = png(size=(1, 1), mode="L", color=0)
     huge = header[:16] + (65_000).to_bytes(4, "big") * 2 + header[24:]
-    import zlib
-
     huge = huge[:29] + zlib.crc32(huge[12:29]).to_bytes(4, "big") + huge[33:]
     status, reply = await (await serve()).chat([image(huge)])
     assert status == 500
@@ -291,11 +255,12 @@ async def test_the_key_guards_versioned_paths_only(serve, caplog):
         assert (await client.get(path))[0] == 200, path
     assert (await client.post("/tokenize", {"prompt": "x"}))[0] == 200
     for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "k1"}):
-        assert await client.get("/v1/models", headers=headers) == (401, {"error": "Unauthorized"})
+        for path in ("/v1/models", "/sim/cache"):
+            assert await client.get(path, headers=headers) == (401, {"error": "Unauthorized"})
         assert (await client.post(CHAT, chat_body("x"), headers=headers))[0] == 401
-    told = [record.getMessage() for record in caplog.records if "401 Unauthorized" in record.getMessage()]
-    assert len(told) == 6, "one line for each, as the engine's own server writes them"
-    assert sum(f'"POST {CHAT} HTTP/1.1"' in line for line in told) == 3
+    refusals = [record.getMessage() for record in caplog.records if "401 Unauthorized" in record.getMessage()]
+    assert len(refusals) == 9, "one line for each, as the engine's own server writes them"
+    assert sum(f'"POST {CHAT} HTTP/1.1"' in line for line in refusals) == 3
     for key in ("k1", "k2"):
         assert (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"}))[0] == 200
 
@@ -315,7 +280,7 @@ async def test_dev_mode_resets_the_caches(serve, monkeypatch):
     await client.chat([text(LONG), image(png(), "u-1")])
     assert await client.post("/reset_prefix_cache") == (200, {"success": True})
     _, reply = await client.chat(LONG)
-    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert cached_tokens(reply) == 0
     assert (await client.post("/reset_mm_cache"))[0] == 200
     status, _ = await client.chat([{"type": "image_url", "image_url": None, "uuid": "u-1"}])
     assert status == 400

@@ -1,16 +1,17 @@
 """The plugin's routes in simulated engines: hand a processed image from a renderer to an engine, and use it."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+from unit.sim.conftest import CHAT
 
 from mmrouter_cli.sample_images import data_uri, picture
-from mmrouter_lib.engines.vllm.handover import (
+from mmrouter_lib.engines.vllm.plugin_api import (
     ITEMS_PATH,
     RELEASE_PATH,
     RENDER_PATH,
@@ -23,13 +24,13 @@ from mmrouter_lib.engines.vllm.handover import (
     render_request,
     without_bytes,
 )
+from mmrouter_lib.engines.vllm.stage_requests import read_rendered
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.vllm.app import build
 from mmrouter_sim.vllm.flags import parse
 
-CHAT = "/v1/chat/completions"
 PNG = picture("a", 112, 84)
 NAME = to_wire(media_identity(PNG, {}, key=bytes(32)))
 
@@ -38,6 +39,15 @@ def chat(**more: Any) -> dict[str, Any]:
     image = {"type": "image_url", "image_url": {"url": data_uri(PNG)}, "uuid": NAME}
     content = [{"type": "text", "text": "look"}, image]
     return {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 2, **more}
+
+
+def loaded(tiny: Path, *command: str, flags: Sequence[str] = ()) -> SimulatedEngine:
+    settings = parse([*command, str(tiny), "--served-model-name", "m", *flags])
+    return SimulatedEngine(settings, model.load("m", tiny, chat_template=None, processor={}))
+
+
+def served(engine: SimulatedEngine) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=build(engine)), base_url="http://sim")
 
 
 class Two:
@@ -50,11 +60,10 @@ class Two:
 
     def client(self, tiny: Path, *command: str, **flags: str) -> httpx.AsyncClient:
         more = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", value)]
-        settings = parse([*command, str(tiny), "--served-model-name", "m", *more])
-        engine = SimulatedEngine(settings, model.load("m", tiny, chat_template=None, processor={}))
+        engine = loaded(tiny, *command, flags=more)
         assert engine.plugin is not None
         self.running.append(asyncio.create_task(engine.run()))
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app=build(engine)), base_url="http://sim")
+        return served(engine)
 
     async def close(self) -> None:
         for task in self.running:
@@ -123,10 +132,10 @@ async def test_engines_with_other_settings_refuse_items(environment, tiny):
 
 
 async def test_each_side_reports_its_role_and_serves_only_its_routes(two):
-    said = [read_status((await server.get(STATUS_PATH)).content) for server in (two.renderer, two.engine)]
-    assert [(one.role, one.node, one.enabled) for one in said] == [("renderer", "n", True), ("engine", "n", True)]
-    assert [[one.offers(way) for way in ("shm", "nixl", "inline")] for one in said] == [[True, False, True]] * 2
-    assert said[0].settings == said[1].settings
+    statuses = [read_status((await server.get(STATUS_PATH)).content) for server in (two.renderer, two.engine)]
+    assert [(one.role, one.node, one.enabled) for one in statuses] == [("renderer", "n", True), ("engine", "n", True)]
+    assert [[one.offers(way) for way in ("shm", "nixl", "inline")] for one in statuses] == [[True, False, True]] * 2
+    assert statuses[0].settings == statuses[1].settings
     assert (await two.renderer.post(ITEMS_PATH, json={})).status_code == 404
     assert (await two.engine.post(RENDER_PATH, json={})).status_code == 404
     assert (await two.engine.post(ITEMS_PATH, json={"items": 1})).status_code == 400
@@ -134,6 +143,42 @@ async def test_each_side_reports_its_role_and_serves_only_its_routes(two):
 
 async def test_without_the_plugin_named_there_are_no_such_routes(environment, tiny, monkeypatch):
     monkeypatch.delenv("VLLM_PLUGINS")
-    engine = SimulatedEngine(parse(["serve", str(tiny)]), model.load("m", tiny, chat_template=None, processor={}))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=build(engine)), base_url="http://sim") as client:
+    async with served(loaded(tiny, "serve")) as client:
         assert (await client.get(STATUS_PATH)).status_code == 404
+
+
+RENDER = "/v1/chat/completions/render"
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+
+
+def test_launch_render_takes_the_flags_of_serve():
+    settings = parse(["launch", "render", "folder", "--port", "8100", "--limit-mm-per-prompt", '{"image": 2}'])
+    assert (settings.renders, settings.model, settings.port, settings.image_limit) == (True, "folder", 8100, 2)
+    assert not parse(["serve", "folder"]).renders
+    with pytest.raises(SystemExit):
+        parse(["launch", "bake", "folder"])
+
+
+async def test_a_rendered_prompt_is_the_tokenized_one_and_names_its_images(tiny):
+    body = chat()
+    async with served(loaded(tiny, "launch", "render")) as renderer:
+        answer = await renderer.post(RENDER, json=body | {"mm_payload": "none"})
+        ids, spans = read_rendered(answer.content)
+        tokens = (await renderer.post("/tokenize", json=body)).json()["tokens"]
+        assert (await renderer.get("/health")).status_code == 200
+        assert (await renderer.post(CHAT, json=body)).status_code == 404
+        wrong = await renderer.post(RENDER, json=body | {"model": "other"})
+    assert ids.tolist() == tokens
+    assert [to_wire(span.identity) for span in spans] == [NAME]
+    run = {ids[at] for at in range(spans[0].offset, spans[0].end)}
+    assert len(run) == 1
+    assert wrong.status_code == 404
+
+
+async def test_an_engine_that_serves_does_not_render(tiny):
+    async with served(loaded(tiny, "serve")) as engine:
+        assert (await engine.post(RENDER, json={"messages": []})).status_code == 404

@@ -99,14 +99,8 @@ def test_invalid_settings_end_the_process_with_a_reason(args, status, words, tin
 
 
 def test_the_rendered_command_line_is_understood():
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": "tcp://127.0.0.1:5557",
-        "replay_endpoint": "tcp://127.0.0.1:5657",
-        "buffer_steps": 10000,
-        "hwm": 10000,
-    }
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "buffer_steps": 10000, "hwm": 10000}
+    events |= {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5657"}
     settings = parse([
         "serve", "/models/m", "--served-model-name", "qwen-vl", "--host", "127.1.0.3", "--port", "8000",
         "--block-size", "32", "--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor",
@@ -128,18 +122,10 @@ def test_every_rendered_flag_is_known(tiny):
     from mmrouter_lib.engines.vllm.launch import launch
 
     worker = {"name": "w", "role": "worker", "accelerator": {"kind": "cpu"}, "parallelism": {"data": 2, "tensor": 2}}
-    deployment = api.parse_deployment(
-        {
-            "apiVersion": "mmrouter.io/v1alpha1",
-            "kind": "MMRouterDeployment",
-            "metadata": {"name": "m"},
-            "spec": {
-                "model": {"id": "a/b", "trustRemoteCode": True},
-                "engine": {"type": "vllm", "blockSize": 32, "processor": {"minPixels": 3136, "maxPixels": 100352}},
-                "pools": [worker],
-            },
-        }
-    )
+    engine = {"type": "vllm", "blockSize": 32, "processor": {"minPixels": 3136, "maxPixels": 100352}}
+    spec = {"model": {"id": "a/b", "trustRemoteCode": True}, "engine": engine, "pools": [worker]}
+    kind = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "m"}}
+    deployment = api.parse_deployment({**kind, "spec": spec})
     made = launch(deployment, deployment.spec.pools[0])
     settings = parse([*made.command[1:], *made.args])
     assert settings.model == "a/b"

@@ -1,27 +1,24 @@
 """The simulated SGLang against what a real 0.5.23 published, and its HTTP side over loopback."""
 
 import asyncio
-import base64
-import io
+import hashlib
 import json
-import os
 from array import array
 from pathlib import Path
 
 import msgspec
 import pytest
-import zmq
-import zmq.asyncio
-from PIL import Image
+from unit.conftest import shared_folder
+from unit.sim.conftest import CHAT, LONG, cached_tokens, chat_body, image, png, text
+from unit.sim.test_events import ask
 
+from mmrouter_lib.engines.base.adapter import RankLoad
 from mmrouter_lib.engines.base.events import Cleared
-from mmrouter_lib.engines.base.metrics import RankLoad
+from mmrouter_lib.engines.sglang.adapter import parse_info, parse_load
 from mmrouter_lib.engines.sglang.events import decode_batch
-from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash, page_hashes, run_ids, sentinels
-from mmrouter_lib.engines.sglang.metrics import parse_load
-from mmrouter_lib.engines.sglang.server_info import parse_info
+from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash_of, page_hashes, run_ids, sentinels
 from mmrouter_sim.core.events import encode_events
-from mmrouter_sim.core.request import Request
+from mmrouter_sim.core.requests import Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.sglang.flags import parse
@@ -40,8 +37,6 @@ from mmrouter_sim.sglang.pages import (
 from mmrouter_sim.sglang.pages import sentinels as sentinels_of
 
 U64 = (1 << 64) - 1
-CHAT = "/v1/chat/completions"
-LONG = "describe the picture and say what is in the front and how many there are " * 4
 RENDERED = [
     *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8000", "--api-key", "k", "--page-size", "16"),
     *("--enable-metrics", "--enable-cache-report", "--limit-mm-data-per-request", '{"image":2}', "--device", "cpu"),
@@ -52,10 +47,7 @@ RENDERED = [
 
 @pytest.fixture(scope="module")
 def captures() -> Path:
-    folder = Path(os.environ.get("MMROUTER_CAPTURES", Path(__file__).parents[4] / "shared" / "captures")) / "sglang"
-    if not folder.is_dir():
-        pytest.skip(f"not run: no captures at {folder} (MMROUTER_CAPTURES)")
-    return folder
+    return shared_folder("MMROUTER_CAPTURES", "captures/sglang")
 
 
 def rows(path):
@@ -75,10 +67,10 @@ def test_every_published_hash_of_a_capture_is_rebuilt(captures, name, count):
                 continue
             parent, size = event["parent_block_hash"], event["block_size"]
             digest = root(event.get("cache_salt")) if parent is None else digests[parent]
-            for number, said in enumerate(event["block_hashes"]):
+            for number, expected in enumerate(event["block_hashes"]):
                 digest = page(digest, array("Q", event["token_ids"][number * size : (number + 1) * size]))
-                assert published(digest) == said
-                digests[said] = digest
+                assert published(digest) == expected
+                digests[expected] = digest
                 rebuilt += 1
     assert rebuilt == count
 
@@ -94,16 +86,16 @@ def test_items_salts_and_padding_are_the_engines(captures):
 
 def test_the_core_publishes_the_captured_events(captures):
     """Five requests in a row: the same events, and the same tokens from the cache."""
-    found = {row["case"]: row for row in rows(captures / "qwen3_vl.page4.jsonl")}
-    answer = found["chat_A"]["reply"]["body"]
+    captured = {row["case"]: row for row in rows(captures / "qwen3_vl.page4.jsonl")}
+    answer = captured["chat_A"]["reply"]["body"]
     ids = answer["choices"][0]["prompt_token_ids"]
-    a, b = ([token for token in _tokens(found[case]) if token >= 1_000_000][:4] for case in ("chat_A", "chat_B"))
+    a, b = ([token for token in _tokens(captured[case]) if token >= 1_000_000][:4] for case in ("chat_A", "chat_B"))
     start, length = ids.index(403), ids.count(403)
 
     def filled(values):
         return [*ids[:start], *(values * length)[:length], *ids[start + length :]]
 
-    both = [*filled(a)[:16], *_tokens(found["chat_A_B"]), 5, 6]
+    both = [*filled(a)[:16], *_tokens(captured["chat_A_B"]), 5, 6]
     scheduler = Scheduler(
         Limits(blocks=1025, block_size=4, max_model_len=2048), cost=Cost(speed=1e6), dialect=SglangDialect(4)
     )
@@ -116,25 +108,22 @@ def test_the_core_publishes_the_captured_events(captures):
         ("chat_A_B", both),
     ):
         request = Request(case, array("Q", prompt), lambda _: 7, 2, salt="tenant-a" if case.endswith("salt") else None)
-        events = _run(scheduler, request)
-        told = [{**event, "session_id": None} for event in msgspec.msgpack.decode(encode_events(0, events, 0))[1]]
-        assert told == [{**event, "session_id": None} for event in wire(found[case])], case
-        body = found[case]["reply"]["body"]
-        if "usage" in body:
-            cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
-        else:
-            cached = body["meta_info"]["cached_tokens"]
-        assert request.cached_tokens == cached, case
+        scheduler.add(request)
+        events = _run(scheduler)
+        ours = [{**event, "session_id": None} for event in msgspec.msgpack.decode(encode_events(0, events, 0))[1]]
+        assert ours == [{**event, "session_id": None} for event in wire(captured[case])], case
+        body = captured[case]["reply"]["body"]
+        details = body["usage"]["prompt_tokens_details"] if "usage" in body else body["meta_info"]
+        assert request.cached_tokens == details["cached_tokens"], case
 
 
 def _tokens(row):
     return [token for event in wire(row) for token in event.get("token_ids", ())]
 
 
-def _run(scheduler, request):
-    scheduler.add(request)
+def _run(scheduler):
     events, now = [], 0.0
-    while request.finished is None:
+    while not scheduler.idle:
         step = scheduler.schedule(now)
         now += step.seconds
         events += scheduler.complete(step, now)[1]
@@ -146,11 +135,7 @@ def test_a_page_is_held_once_and_answers_are_found_when_they_end():
     twins = [Request(str(n), array("Q", range(1, 9)), lambda _: 9, 9) for n in range(2)]
     for twin in twins:
         scheduler.add(twin)
-    events, now = [], 0.0
-    while not scheduler.idle:
-        step = scheduler.schedule(now)
-        now += step.seconds
-        events += scheduler.complete(step, now)[1]
+    events = _run(scheduler)
     hashes = [number for event in events for number in event.block_hashes]
     assert len(hashes) == len(set(hashes)) == 4  # two of the prompt, two of the answer, of two equal requests
     assert hashes == [
@@ -172,22 +157,9 @@ def test_two_implementations_of_the_artifact_path_agree():
     own = fingerprint("qwen3_vl", ["Qwen3VLForConditionalGeneration"], "main", {"image": {"max_pixels": 7}})
     assert own == theirs.digest()
     for options in ({}, {"detail": "high", "max_dynamic_patch": 3}):
-        assert by_bytes(b"some bytes", own, options) == artifact_hash(b"some bytes", theirs, options)
-
-
-def png(color="red", kind="PNG"):
-    buffer = io.BytesIO()
-    Image.new("RGB", (112, 84), color).save(buffer, kind)
-    return buffer.getvalue()
-
-
-def image(data, **fields):
-    url = "data:image/png;base64," + base64.b64encode(data).decode()
-    return {"type": "image_url", "image_url": {"url": url, **fields}}
-
-
-def text(words):
-    return {"type": "text", "text": words}
+        assert by_bytes(b"some bytes", own, options) == artifact_hash_of(
+            hashlib.sha256(b"some bytes").hexdigest(), theirs, options
+        )
 
 
 async def test_an_answer_has_the_engines_fields_and_honest_usage(serve_sglang):
@@ -200,16 +172,9 @@ async def test_an_answer_has_the_engines_fields_and_honest_usage(serve_sglang):
     assert reply["sglext"]["input_ids"] == choice["prompt_token_ids"]
     assert usage["prompt_tokens"] == len(choice["prompt_token_ids"])
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0, "image_tokens": 12}
-    chunks = await client.stream(
-        CHAT,
-        {
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": 4,
-            "stream_options": {"include_usage": True},
-        },
-    )
-    said = "".join(chunk["choices"][0]["delta"]["content"] or "" for chunk in chunks if chunk["choices"])
-    assert said == choice["message"]["content"]
+    chunks = await client.stream(CHAT, chat_body(content, stream_options={"include_usage": True}))
+    streamed = "".join(chunk["choices"][0]["delta"]["content"] or "" for chunk in chunks if chunk["choices"])
+    assert streamed == choice["message"]["content"]
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     cached = (usage["prompt_tokens"] - 1) // 16 * 16
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": cached, "image_tokens": 12}
@@ -220,56 +185,45 @@ async def test_the_flag_decides_whether_bytes_or_pixels_name_an_image(serve_sgla
     client = await serve_sglang(*flags)
     for data in (png(), png(kind="BMP"), png("blue")):
         _, reply = await client.chat([image(data), text(LONG)])
-        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        cached = cached_tokens(reply)
         assert cached == (0 if data[:2] != b"BM" or not same else (reply["usage"]["prompt_tokens"] - 1) // 16 * 16)
 
 
 async def replayed(context, endpoint):
     """Return all the events that an engine still has, as the sidecar reads them."""
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect(endpoint)
-    await dealer.send_multipart([b"", bytes(8)])
-    batches = []
-    async with asyncio.timeout(60):
-        while (frames := await dealer.recv_multipart())[-2] != b"\xff" * 8:
-            batches.append(decode_batch(frames[-1]))
-    dealer.close(linger=0)
-    return [event for batch in batches for event in batch.events]
+    messages = await ask(context, endpoint)
+    return [event for message in messages[:-1] for event in decode_batch(message[-1]).events]
 
 
-async def test_events_hold_sentinels_that_the_router_can_compute(serve_sglang, unused_port):
+async def test_events_hold_sentinels_that_the_router_can_compute(serve_sglang, context, unused_port):
     port = unused_port(2)
     replay = f"tcp://127.0.0.1:{port + 1}"
     config = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": replay}
-    context = zmq.asyncio.Context()
-    try:
-        client = await serve_sglang("--kv-events-config", json.dumps(config), "--mm-preprocess-cache-size-mb", "64")
-        status, info = await client.get("/server_info")
-        assert (status, info["kv_events"]["block_size"], info["kv_events"]["endpoint_port_base"]) == (200, 16, port)
-        _, model = await client.get("/model_info")
-        parsed = parse_info([info, model])
-        assert parsed is not None
-        facts = parsed.facts
-        assert (facts["version"], facts["model_type"]) == ("0.5.23", "qwen2_vl")
-        data = png()
-        _, reply = await client.chat(
-            [text(LONG), image(data)], return_prompt_token_ids=True, cache_salt="tenant", max_tokens=1
-        )
-        ids = array("Q", reply["choices"][0]["prompt_token_ids"])
-        pad = client.engine.model.family.placeholder_id
-        start, length = ids.index(pad), ids.count(pad)
-        item = artifact_hash(data, client.engine.fingerprint, {})
-        ids[start : start + length] = run_ids(sentinels(item, legacy=False), length)
-        empty, event = await replayed(context, replay)
-        assert empty == Cleared()
-        assert event.salt == "tenant"
-        assert event.ids == ids[: len(event.ids)]
-        assert list(event.hashes) == page_hashes(ids, 16, cache_salt="tenant").tolist()
-        assert await client.get("/flush_cache") == (200, "Cache flushed.")
-        while (await replayed(context, replay))[2:] != [Cleared()]:  # told when the engine is idle
-            await asyncio.sleep(0.01)
-    finally:
-        context.destroy(linger=0)
+    client = await serve_sglang("--kv-events-config", json.dumps(config), "--mm-preprocess-cache-size-mb", "64")
+    status, info = await client.get("/server_info")
+    assert (status, info["kv_events"]["block_size"], info["kv_events"]["endpoint_port_base"]) == (200, 16, port)
+    _, model = await client.get("/model_info")
+    parsed = parse_info([info, model])
+    assert parsed is not None
+    facts = parsed.facts
+    assert (facts["version"], facts["model_type"]) == ("0.5.23", "qwen2_vl")
+    data = png()
+    _, reply = await client.chat(
+        [text(LONG), image(data)], return_prompt_token_ids=True, cache_salt="tenant", max_tokens=1
+    )
+    ids = array("Q", reply["choices"][0]["prompt_token_ids"])
+    pad = client.engine.model.family.placeholder_id
+    start, length = ids.index(pad), ids.count(pad)
+    item = artifact_hash_of(hashlib.sha256(data).hexdigest(), client.engine.fingerprint, {})
+    ids[start : start + length] = run_ids(sentinels(item, legacy=False), length)
+    empty, event = await replayed(context, replay)
+    assert empty == Cleared()
+    assert event.salt == "tenant"
+    assert event.ids == ids[: len(event.ids)]
+    assert list(event.hashes) == page_hashes(ids, 16, cache_salt="tenant").tolist()
+    assert await client.get("/flush_cache") == (200, "Cache flushed.")
+    while (await replayed(context, replay))[2:] != [Cleared()]:  # told when the engine is idle
+        await asyncio.sleep(0.01)
 
 
 async def test_probes_and_metrics_are_open_and_the_rest_wants_the_key(serve_sglang):
@@ -283,28 +237,28 @@ async def test_probes_and_metrics_are_open_and_the_rest_wants_the_key(serve_sgla
     assert parse_load(page) == {0: RankLoad(), 1: RankLoad()}
     client.engine.draining = True
     assert (await client.get("/ready"))[0] == 503
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-    assert (await client.post(CHAT, body, headers={"authorization": "Bearer k"}))[0] == 200
+    assert (await client.post(CHAT, chat_body("hi"), headers={"authorization": "Bearer k"}))[0] == 200
 
 
 async def test_errors_have_the_engines_shape(serve_sglang):
     client = await serve_sglang("--mm-preprocess-cache-size-mb", "64", "--limit-mm-data-per-request", '{"image":1}')
-    status, wrong = await client.chat([image(png(), content_hash="sha256:" + "0" * 64)])
-    assert (status, wrong["object"], wrong["type"], wrong["param"]) == (400, "error", "BadRequestError", None)
-    assert wrong["message"].startswith("content hash mismatch for media_data[0]: expected sha256:0000")
-    assert (await client.chat([image(png()), image(png())]))[1][
-        "message"
-    ] == "Image count 2 exceeds limit 1 per request."
-    assert (await client.chat([image(b"no image")]))[1]["message"].startswith("Could not decode image")
-    status, same = await client.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "mm_hashes": ["00"]})
+    other = image(png(), content_hash="sha256:" + "0" * 64)
+    for images, message in (
+        ([other], "content hash mismatch for media_data[0]: expected sha256:0000"),
+        ([image(png()), image(png())], "Image count 2 exceeds limit 1 per request."),
+        ([image(b"no image")], "Could not decode image"),
+    ):
+        status, wrong = await client.chat(images)
+        assert (status, wrong["object"], wrong["type"], wrong["param"]) == (400, "error", "BadRequestError", None)
+        assert wrong["message"].startswith(message)
+    status, same = await client.chat("hi", mm_hashes=["00"])
     assert status == 200
     assert same["choices"]
 
 
 async def test_tokenize_does_not_expand_images(serve_sglang):
     client = await serve_sglang()
-    content = [text("look"), image(png())]
-    _, plain = await client.post("/v1/tokenize", {"messages": [{"role": "user", "content": content}]})
+    _, plain = await client.post("/v1/tokenize", chat_body([text("look"), image(png())]))
     pad = client.engine.model.family.placeholder_id
     assert (plain["tokens"].count(pad), plain["count"]) == (1, len(plain["tokens"]))
     _, back = await client.post("/v1/detokenize", {"tokens": plain["tokens"], "skip_special_tokens": False})

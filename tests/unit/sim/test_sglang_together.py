@@ -4,10 +4,8 @@ import asyncio
 import json
 
 import pytest
+from unit.sim.conftest import CHAT, LONG, cached_tokens, chat_body, image, png, text
 from unit.sim.test_handover import held, listening, until
-from unit.sim.test_http import LONG, image, png, text
-
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture
@@ -18,8 +16,7 @@ async def pair(serve_sglang):
 
 
 async def show(client, *parts, **fields):
-    body = {"model": "tiny", "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 2} | fields
-    return await client.post(CHAT, body)
+    return await client.chat(list(parts), **fields)
 
 
 def sentinels(client):
@@ -37,8 +34,8 @@ async def test_images_are_encoded_once_and_named_by_their_embeddings(pair, serve
     assert (encoder.engine.encoder.images, encoder.engine.encoder.hits) == (2, 0)
     await show(engine, image(png("blue", (64, 32))), text("and now?"))
     assert (encoder.engine.encoder.images, encoder.engine.encoder.hits) == (3, 1)
-    _, told = await encoder.get("/metrics")
-    assert 'sglang:encoder_cache_hit_files_total{modality="image"} 1.0' in told
+    _, page = await encoder.get("/metrics")
+    assert 'sglang:encoder_cache_hit_files_total{modality="image"} 1.0' in page
 
 
 async def test_an_encoder_that_fails_fails_the_request_and_not_the_engine(pair):
@@ -66,7 +63,6 @@ async def test_an_invalid_share_is_refused(pair, body):
     assert (status, answer["status"]) == (400, "error")
 
 
-CHAT = "/v1/chat/completions"
 CONTENT = [text(LONG), image(png())]
 
 
@@ -99,8 +95,7 @@ def at(client, room=7, **more):
 
 
 async def ask(client, headers, **fields):
-    body = {"model": "tiny", "messages": [{"role": "user", "content": CONTENT}], "max_tokens": 4} | fields
-    return await client.post(CHAT, body, headers=headers)
+    return await client.post(CHAT, chat_body(CONTENT, **fields), headers=headers)
 
 
 async def both(first, second, **fields):
@@ -111,19 +106,19 @@ async def test_the_decoder_answers_as_one_engine_would_and_the_prefill_engine_wi
     prefill, decode, serve_sglang
 ):
     first, second, whole = await prefill(), await decode(), await serve_sglang()
-    (prefilled, one), (status, answer) = await both(first, second)
+    (prefilled, short), (status, answer) = await both(first, second)
     _, alone = await ask(whole, {})
     assert (prefilled, status) == (200, 200)
     assert answer["choices"][0]["message"] == alone["choices"][0]["message"]
-    assert (one["usage"]["completion_tokens"], answer["usage"]["completion_tokens"]) == (1, 4)
+    assert (short["usage"]["completion_tokens"], answer["usage"]["completion_tokens"]) == (1, 4)
 
 
 async def test_only_the_prefill_engine_computes_and_only_it_keeps_a_cache(prefill, decode):
     first, second = await prefill(), await decode()
     await both(first, second)
     (_, again), (_, answer) = await both(first, second)
-    cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached > 0  # the decoder passes it on
+    cached = cached_tokens(again)
+    assert cached_tokens(answer) == cached > 0  # the decoder passes it on
     counters = second.engine.runners[0].scheduler.counters
     assert counters.visual_tokens == 0
     assert counters.external_hits == 2 * (again["usage"]["prompt_tokens"] - 1)
@@ -147,7 +142,7 @@ async def test_without_a_room_both_engines_refuse(prefill, decode, side):
     status, answer = await ask(client, {})
     assert status == 400
     assert "without bootstrap room" in answer["message"]
-    (chunk,) = await client.stream(CHAT, {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]})
+    (chunk,) = await client.stream(CHAT, chat_body("hi"))
     assert (chunk["error"]["code"], "without bootstrap room" in chunk["error"]["message"]) == (400, True)
 
 
@@ -177,7 +172,7 @@ async def test_a_prefill_engine_whose_reader_left_fails_and_holds_nothing(prefil
     await until(lambda: any(came.done() for came in first.engine.pairing.readers.values()))
     (came,) = first.engine.pairing.readers.values()
     leaving.cancel()
-    await until(came.result().has_left)
+    await until(came.result().reader.at_eof)
     assert (await ask(first, at(first)))[0] == 500
     assert held(first) == 0
 
@@ -191,9 +186,9 @@ async def test_a_decoder_that_cannot_reach_the_prefill_engine_fails(decode, unus
 @pytest.mark.parametrize(("rank", "status"), [(None, 200), ("1", 200), ("0", 500)])
 async def test_the_room_names_the_rank_that_computes(prefill, decode, rank, status):
     first, second = await prefill("--dp-size", "2"), await decode()
-    told = {} if rank is None else {"x-override-routed-dp-rank": rank}
+    pinned = {} if rank is None else {"x-override-routed-dp-rank": rank}
     work = asyncio.create_task(ask(second, at(first, 7)))
-    assert (await ask(first, at(first, 7, **told)))[0] == status
+    assert (await ask(first, at(first, 7, **pinned)))[0] == status
     if status == 200:
         assert (await work)[0] == 200
         assert [runner.scheduler.counters.prompt_tokens > 0 for runner in first.engine.runners] == [False, True]
@@ -209,8 +204,8 @@ async def test_a_pair_streams_and_serves_plain_completions(prefill, decode):
         async with client.session.post(client.url + "/v1/completions", json=body, headers=at(first)) as answer:
             return [json.loads(f[6:]) for f in (await answer.text()).split("\n\n") if f.startswith("data: {")]
 
-    one, answer = await asyncio.gather(frames(first), frames(second))
-    assert (len(one), len(answer)) == (1, 4)
+    prefilled, answer = await asyncio.gather(frames(first), frames(second))
+    assert (len(prefilled), len(answer)) == (1, 4)
 
 
 async def test_server_info_has_the_role_in_a_pair(prefill, decode, serve_sglang):

@@ -1,29 +1,123 @@
-"""The interface of an engine adapter: what routers and sidecars use of one engine type.
+"""The interface of an engine adapter: what routers and sidecars use of one engine type; and what the adapters share.
 
 Adapters do not import the resource's models, so the sidecar's serving process starts without pydantic. Command lines
 are in :mod:`mmrouter_lib.engines.launchers`.
 """
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from mmrouter_lib.engines.base.events import Batch
-from mmrouter_lib.engines.base.metrics import RankLoad
-from mmrouter_lib.engines.base.request_rewriting import ImageRewrite, Rewritten
-from mmrouter_lib.engines.base.server_info import EngineInfo
 
 if TYPE_CHECKING:
     from mmrouter_lib.api import EngineType, Role
 
 
-class RewriteChat(Protocol):
-    """Make the body that the engine gets of a client's chat request."""
+class EngineInfo(msgspec.Struct, frozen=True):
+    """The answers of an engine's information endpoints, as far as routing depends on them."""
 
-    def __call__(
-        self, body: Mapping[str, Any], images: Sequence[ImageRewrite], *, model: str, cache_salt: str | None
-    ) -> Rewritten:
-        """Raises ``ValueError`` when an image names a part that does not exist."""
+    version: str  # release of the engine, empty where it does not report one
+    facts: dict[str, str] = {}
+    """Settings that an image's identity depends on: name -> text, JSON but for ``version`` and ``model_type``."""
+    block_size: int | None = None  # tokens per block of the events, None where the answers do not have it
+    publishes: bool = True  # whether the engine says nothing against publishing KV events
+
+
+LABELS = r'\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}'
+"""Regular expression for a sample's labels, one group: the text between the braces."""
+
+_FIELDS = ("running", "waiting", "kv_usage")
+
+
+@dataclass(frozen=True, slots=True)
+class RankLoad:
+    """One rank: requests running, requests waiting, share of KV blocks in use (0..1)."""
+
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_usage: float = 0.0
+
+
+def load_parser(
+    names: Mapping[str, str],
+    rank_label: str,
+    combine: Callable[[float, float], float],
+    skip: re.Pattern[str] | None = None,
+) -> Callable[[str], dict[int, RankLoad]]:
+    """Return a function from the text of ``/metrics`` to data parallel rank -> load, empty without any of the gauges.
+
+    ``names``: field of :class:`RankLoad` -> metric name. ``combine`` merges two samples of one rank, starting from 0.
+    Samples whose labels match ``skip`` are left out.
+    """
+    fields = {names[field]: field for field in _FIELDS}
+    sample = re.compile(rf"^({'|'.join(map(re.escape, fields))})(?:{LABELS})?[ \t]+(\S+)", re.MULTILINE)
+    rank_of = re.compile(rf'(?:^|,)\s*{rank_label}="(\d+)"')
+
+    def parse(metrics_text: str) -> dict[int, RankLoad]:
+        ranks: dict[int, dict[str, float]] = {}
+        for name, labels, text in sample.findall(metrics_text):
+            value = finite_number(text)
+            if value is None or (skip is not None and skip.search(labels)):
+                continue
+            rank = rank_of.search(labels)
+            values = ranks.setdefault(int(rank[1]) if rank else 0, {})
+            values[fields[name]] = combine(values.get(fields[name], 0.0), value)
+        return {rank: RankLoad(**values) for rank, values in sorted(ranks.items())}
+
+    return parse
+
+
+def finite_number(text: str) -> float | None:
+    """Return the number that a sample's text is, ``None`` for anything else, NaN and infinities."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRewrite:
+    """The new content of ``messages[message].content[part]``: bytes as a ``data:`` URI, identity as text."""
+
+    message: int
+    part: int
+    url: str
+    uuid: str
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """The body for the engine, and the names of the fields that were removed (a bounded set, fit for a label)."""
+
+    body: dict[str, Any]
+    removed: tuple[str, ...]
+
+
+Removed: TypeAlias = dict[str, None]  # names of removed fields, in order
+PartRewriter: TypeAlias = Callable[[dict[str, Any], ImageRewrite | None, Removed], dict[str, Any]]
+"""Returns a content part for the engine, with the image that belongs there; adds what it removes."""
+
+
+def without(value: dict[str, Any], names: Sequence[str], prefix: str, removed: Removed) -> dict[str, Any]:
+    """Return ``value`` without some fields; ``prefix`` stands before their names in ``removed``."""
+    present = [name for name in names if name in value]
+    if not present:
+        return value
+    removed.update((prefix + name, None) for name in present)
+    return {name: item for name, item in value.items() if name not in present}
+
+
+def error_of(body: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return message and ``param`` of an answer's error, which is nested under ``error`` or the body itself."""
+    error = body["error"] if isinstance(body.get("error"), Mapping) else body
+    message, param = error.get("message"), error.get("param")
+    return message if isinstance(message, str) else "", param if isinstance(param, str) and param else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,26 +128,25 @@ class EngineAdapter:
     health_path: str
 
     # Events, metrics and information endpoints.
-    decode_batch: Callable[[bytes], Batch]
-    """Decode one message of the event stream. Raises ``EventError``."""
-    metrics: Mapping[str, str]
-    """Quantity (``running``, ``waiting``, ``kv_usage`` ...) -> metric name."""
-    parse_load: Callable[[str], dict[int, RankLoad]]
-    """Return data parallel rank -> load from the text of ``/metrics``."""
+    decode_batch: Callable[[bytes], Batch]  # decode one message of the event stream. Raises EventError.
+    metrics: Mapping[str, str]  # quantity (running, waiting, kv_usage ...) -> metric name
+    parse_load: Callable[[str], dict[int, RankLoad]]  # return data parallel rank -> load from the text of /metrics
     parse_block_size: Callable[[str], int | None]
     """Return tokens per block from the text of ``/metrics``, ``None`` where it is not there."""
-    info_paths: tuple[str, ...]
-    """Endpoints that describe the engine; each answers a JSON object."""
+    info_paths: tuple[str, ...]  # endpoints that describe the engine; each answers a JSON object
     parse_info: Callable[[Sequence[Mapping[str, Any]]], EngineInfo | None]
     """Return the description from the answers of ``info_paths`` in order, an empty object for one that failed;
     ``None`` where they are not enough."""
 
     # Requests.
-    rewrite_chat: RewriteChat
+    rewrite_part: PartRewriter
     prompt_error_field: Callable[[int, Mapping[str, Any]], str | None]
     """Return the request field that an error answer (status, decoded body) is about, ``None`` if unknown."""
     refused_fields: tuple[str, ...]
     """Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
+    refused_xargs: tuple[str, ...] = ()
+    """Keys of ``vllm_xargs``. A report of reused blocks looks like new copies
+    (docs/engine-facts/vllm.md#what-publishes-no-events)."""
     request_id_header: str = "x-request-id"
     divergent_fields: Mapping[str, bool | None]
     """Fields that the prompt model (vLLM's) covers and this engine treats differently -> the value under which both
@@ -69,5 +162,41 @@ class EngineAdapter:
     """Language engines send images to encoders themselves. Otherwise the router runs the encoder stage."""
     pairs_prefill_and_decode: bool
     """Prefill and decode engines serve a request together or not at all. Otherwise each also answers alone."""
-    publishing_roles: frozenset["Role"]
-    """Roles whose engines publish KV events for what they compute."""
+    publishing_roles: frozenset["Role"]  # roles whose engines publish KV events for what they compute
+
+    def rewrite_chat(
+        self, body: Mapping[str, Any], images: Sequence[ImageRewrite], *, model: str, cache_salt: str | None
+    ) -> Rewritten:
+        """Return the body that the engine gets; ``body`` stays as it is, and unchanged values are shared with it.
+
+        Images become ``data:`` URIs of the bytes that were hashed. Raises ``ValueError`` when an image names a part
+        that does not exist.
+        """
+        new = dict(body)
+        removed: Removed = dict.fromkeys(name for name in self.refused_fields if new.pop(name, None) is not None)
+        new["model"] = model
+        if cache_salt is not None:
+            new["cache_salt"] = cache_salt
+        by_place = {(image.message, image.part): image for image in images}
+
+        def rewritten(number: int, message: Any) -> Any:
+            content = message.get("content") if isinstance(message, dict) else None
+            if not isinstance(content, list):
+                return message
+            parts = []
+            for place, part in enumerate(content):
+                image = by_place.pop((number, place), None)
+                if image is not None and not isinstance(part, dict):
+                    raise ValueError(f"messages[{number}].content[{place}] is not an object")
+                parts.append(self.rewrite_part(part, image, removed) if isinstance(part, dict) else part)
+            return {**message, "content": parts}
+
+        messages = new.get("messages")
+        if isinstance(messages, list):
+            new["messages"] = [rewritten(number, message) for number, message in enumerate(messages)]
+        if by_place:
+            message, part = next(iter(by_place))
+            raise ValueError(f"messages[{message}].content[{part}] does not exist")
+        if isinstance(xargs := new.get("vllm_xargs"), dict):
+            new["vllm_xargs"] = without(xargs, self.refused_xargs, "vllm_xargs.", removed)
+        return Rewritten(new, tuple(removed))

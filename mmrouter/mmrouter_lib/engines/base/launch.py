@@ -1,4 +1,7 @@
-"""Command lines of engine containers, the ports of an engine pod, and helpers for flags (docs/architecture.md)."""
+"""Command lines of engine containers, the ports of an engine pod, and helpers for flags (docs/architecture.md).
+
+vLLM derives its device from its build, so :class:`Device` has no flag for it (docs/engine-facts/vllm.md#devices).
+"""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -7,18 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mmrouter_lib.api import EngineType, MMRouterDeployment, Pool
+from typing import Final
 
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
-REPLAY_PORT = 5657
-"""Both plus the data parallel rank, on the pod's loopback."""
-SIDE_CHANNEL_PORT = 5600
-"""Plus the data parallel rank: engines negotiate transfers of KV blocks and embeddings here."""
-BOOTSTRAP_PORT = 8998
-"""The bootstrap server of an SGLang prefill engine, which answers its transfer addresses."""
+REPLAY_PORT = 5657  # as EVENTS_PORT plus the data parallel rank, on the pod's loopback
+SIDE_CHANNEL_PORT = 5600  # plus the data parallel rank: engines negotiate transfers of KV blocks and embeddings here
+BOOTSTRAP_PORT = 8998  # the bootstrap server of an SGLang prefill engine, which answers its transfer addresses
 
-SIXTEEN_BITS = frozenset({"float16", "bfloat16"})
-"""Number formats that an engine chooses by itself without a flag."""
+SIXTEEN_BITS = frozenset({"float16", "bfloat16"})  # number formats that an engine chooses by itself without a flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,8 @@ class Launch:
     args: list[str]
     env: dict[str, str]
     health_path: str
-    ports: dict[str, int] = field(default_factory=dict)
-    """Name -> port that other engines connect to, besides :data:`HTTP_PORT`."""
-    health_seconds: int = 5
-    """Timeout of the health path."""
+    ports: dict[str, int] = field(default_factory=dict)  # name -> port that other engines connect to, besides HTTP_PORT
+    health_seconds: int = 5  # timeout of the health path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +40,13 @@ class EngineLauncher:
     type: "EngineType"
     launch: "Callable[[MMRouterDeployment, Pool], Launch]"
     """Return the command line of one pool's engines. Raises :class:`LaunchError`."""
-    api_key_env: str
-    """Variable of the container that holds the key which requests must carry."""
+    api_key_env: str  # variable of the container that holds the key which requests must carry
     kv_layout_flags: frozenset[str]
     """User's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
     kv_exact_flags: Mapping[str, frozenset[str] | None]
     """Flags that engines which exchange KV blocks must agree on -> values that an engine may choose by itself,
     ``None``: any."""
-    kv_exact_block_size: bool
-    """Whether engines which exchange KV blocks need the same block size."""
+    kv_exact_block_size: bool  # whether engines which exchange KV blocks need the same block size
 
 
 class LaunchError(ValueError):
@@ -107,3 +103,28 @@ def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
             continue
         following = args[number + 1] if number + 1 < len(args) else "-"
         yield name.replace("_", "-"), value if equals else ("" if following.startswith("-") else following)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One kind of accelerator, in the engines' terms. ``None``: the engine has no such setting there."""
+
+    sglang_device: str | None = None  # --device of SGLang, which detects CUDA and ROCm itself
+    kv_buffer: str | None = None  # kv_buffer_device of vLLM's NixlConnector: memory that KV blocks are transferred from
+    vllm_embeddings: bool = False
+    """Whether vLLM's ECCPUConnector runs there: it needs the second model runner, which needs Triton."""
+    sglang_transfer: str | None = None  # --disaggregation-transfer-backend of SGLang by default
+    encoder_speed: float = 1.0
+    """Assumed speed of image encoding relative to a CPU, until an encoder's first image is measured. 8 for CUDA is the
+    usual default of encoder schedulers; 3 for XPU and Gaudi is not measured."""
+
+
+DEVICES: Final[dict[str, Device]] = {
+    "nvidia": Device(kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
+    # ROCm builds of PyTorch and vLLM's table of NIXL devices call the device cuda.
+    "amd": Device(kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
+    "intel-i915": Device(sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),
+    "intel-xe": Device(sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),
+    "gaudi": Device(sglang_device="hpu", encoder_speed=3.0),
+    "cpu": Device(sglang_device="cpu", kv_buffer="cpu"),
+}

@@ -1,12 +1,147 @@
 """The SGLang adapter. How SGLang names images is in :mod:`mmrouter_lib.engines.sglang.identity`."""
 
-from typing import Final
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from mmrouter_lib.engines.base.adapter import EngineAdapter
+from mmrouter_lib.engines.base.adapter import (
+    LABELS,
+    EngineAdapter,
+    EngineInfo,
+    ImageRewrite,
+    Removed,
+    error_of,
+    finite_number,
+    load_parser,
+    without,
+)
 from mmrouter_lib.engines.sglang.events import decode_batch
-from mmrouter_lib.engines.sglang.metrics import METRICS, parse_block_size, parse_load
-from mmrouter_lib.engines.sglang.request import REFUSED_FIELDS, REQUEST_ID_HEADER, prompt_error_field, rewrite_chat
-from mmrouter_lib.engines.sglang.server_info import INFO_PATHS, parse_info
+from mmrouter_lib.engines.sglang.identity import compact_json
+
+METRICS: Final = {
+    "running": "sglang:num_running_reqs",
+    "waiting": "sglang:num_queue_reqs",
+    "kv_usage": "sglang:token_usage",
+    "prefix_queries": "sglang:prompt_tokens_total",
+    "prefix_hits": "sglang:cached_tokens_total",
+    "geometry": "sglang:page_size",
+}
+"""Quantity -> SGLang's metric name. With several data parallel ranks samples carry ``dp_rank``."""
+
+# Ranks of a tensor parallel group report the same numbers, so the maximum counts instead of the sum. Samples with a
+# priority repeat parts of the queue's total.
+parse_load = load_parser(METRICS, "dp_rank", max, skip=re.compile(r'(?:^|,)\s*priority="[^"]'))
+
+_PAGE_SIZE = re.compile(rf"^{re.escape(METRICS['geometry'])}(?:{LABELS})?[ \t]+(\S+)", re.MULTILINE)
+
+
+def parse_block_size(metrics_text: str) -> int | None:
+    """Return the engine's tokens per page, ``None`` where the text does not have it."""
+    for _, text in _PAGE_SIZE.findall(metrics_text):
+        size = finite_number(text)
+        if size is not None and size >= 1:
+            return int(size)
+    return None
+
+
+INFO_PATHS: Final = ("/server_info", "/model_info")
+
+_ARGUMENTS = (
+    "revision mm_preprocess_cache_size_mb mm_process_config mm_feature_transport image_processor_backend "
+    "disable_fast_image_processor trust_mm_content_hashes dtype device speculative_algorithm language_only"
+)
+"""Resolved arguments that decide how an image is named."""
+
+
+def parse_info(answers: Sequence[Mapping[str, Any]]) -> EngineInfo | None:
+    """Read the answers of :data:`INFO_PATHS` as far as they have the right types; ``None`` when one of them failed."""
+    server, model = answers
+    if not (server and model):
+        return None
+    version = server.get("version")
+    version = version if isinstance(version, str) else ""
+    events = server.get("kv_events")
+    size = events.get("block_size") if isinstance(events, Mapping) else server.get("page_size")
+    facts = {"version": version}
+    if isinstance(model.get("model_type"), str):
+        facts["model_type"] = model["model_type"]
+    if isinstance(model.get("architectures"), list):
+        facts["architectures"] = compact_json(model["architectures"])
+    facts |= {name: compact_json(server[name]) for name in _ARGUMENTS.split() if name in server}
+    if isinstance(size, int):
+        facts["page_size"] = compact_json(size)
+    block_size = size if isinstance(size, int) and size > 0 else None
+    return EngineInfo(version, facts, block_size, publishes=isinstance(events, Mapping))
+
+
+REFUSED_FIELDS: Final = (
+    # Ends Qwen3-VL engines, and lets one tenant name the pixels of another.
+    "mm_hashes",
+    "mm_content_hashes",
+    "content_hash",
+    "extra_key",
+    "cache_salt",
+    "input_ids",  # with it the engine drops the images of a chat
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "rid",  # a client could choose that of another tenant
+    "session_id",
+    "session_params",
+    "lora_path",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+)
+"""Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
+
+REFUSED_PART_FIELDS: Final = ("content_hash", "uuid")
+"""Fields of a content part and of its ``image_url`` that identify the content."""
+
+REQUEST_ID_HEADER: Final = "x-override-rid"
+
+
+def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
+    part = without(part, REFUSED_PART_FIELDS, "", removed)
+    holders = [name for name in ("image_url", "video_url", "audio_url") if isinstance(part.get(name), dict)]
+    part = part | {name: without(part[name], REFUSED_PART_FIELDS, f"{name}.", removed) for name in holders}
+    if image is None:
+        return part
+    old = part.get("image_url")
+    fields = old if isinstance(old, dict) else {}
+    # The engine has no field for an identity on this endpoint, so ``ImageRewrite.uuid`` is not sent.
+    return {**part, "type": "image_url", "image_url": {**fields, "url": image.url}}
+
+
+_VALIDATION = re.compile(r"'loc': \('body', '([A-Za-z_]\w*)'")
+_ABOUT_MESSAGES = re.compile(
+    r"content hash mismatch"
+    r"|Could not decode (?:image|audio|video)"
+    r"|Error while loading data"
+    r"|is longer than the model's context length"
+    r"|exceeds the model's (?:maximum )?context length"
+    r"|(?:Image|Video|Audio) count \d+ exceeds limit",
+    re.IGNORECASE,
+)
+
+
+def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
+    """Return the request field that an SGLang error answer is about, ``None`` if unknown.
+
+    ``status`` is the HTTP status, ``body`` the decoded answer: ``{"object": "error", "message", "type", "param"}``
+    from the chat endpoint, ``{"error": {...}}`` from the native one. ``param`` is nearly always null, so the engine's
+    sentences are recognized (recorded answers of 0.5.23, and its sources).
+    """
+    if status < 400:
+        return None
+    message, param = error_of(body)
+    if param is not None:
+        return param
+    if _ABOUT_MESSAGES.search(message):
+        return "messages"
+    named = _VALIDATION.search(message)
+    return named[1] if named else None
+
 
 SGLANG: Final = EngineAdapter(
     type="sglang",
@@ -19,7 +154,7 @@ SGLANG: Final = EngineAdapter(
     parse_block_size=parse_block_size,
     info_paths=INFO_PATHS,
     parse_info=parse_info,
-    rewrite_chat=rewrite_chat,
+    rewrite_part=_rewrite_part,
     prompt_error_field=prompt_error_field,
     refused_fields=REFUSED_FIELDS,
     request_id_header=REQUEST_ID_HEADER,

@@ -12,8 +12,18 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mmrouter_lib.engines.base.event_batch import BatchDecoder, WireBatch, count_ids
-from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Removed, Stored
+from mmrouter_lib.engines.base.events import (
+    BatchDecoder,
+    Cleared,
+    Event,
+    EventError,
+    Ignored,
+    Removed,
+    Stored,
+    WireBatch,
+    count_ids,
+    lora_of,
+)
 
 IGNORED_REASONS = frozenset(
     {
@@ -30,7 +40,7 @@ _U64 = 0xFFFF_FFFF_FFFF_FFFF
 
 
 Ids = TypeVar("Ids", list[Any], bytes)
-"""Token ids as received, or packed into 8 bytes each (:mod:`mmrouter_lib.engines.base.event_batch`)."""
+"""Token ids as received, or packed into 8 bytes each (:mod:`mmrouter_lib.engines.base.events`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):
@@ -57,11 +67,6 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
 _WireEvent = _Stored[Any] | _Removed | _Cleared
 
 
-def decode_batch(payload: bytes) -> Batch:
-    """Decode one message of an SGLang engine's event stream. Raises :class:`EventError`."""
-    return _decoder.decode(payload)
-
-
 def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
     return tuple([_event(event) for event in wire])
 
@@ -73,9 +78,7 @@ def _event(event: _WireEvent | Ignored) -> Event:
         if not event.block_hashes:
             return Ignored("empty_remove")
         return Removed(_hashes(event.block_hashes), 0, event.medium or "GPU")
-    if isinstance(event, _Cleared):
-        return Cleared()
-    return event
+    return Cleared() if isinstance(event, _Cleared) else event
 
 
 def _stored(event: _Stored[Any]) -> Event:
@@ -92,10 +95,6 @@ def _stored(event: _Stored[Any]) -> Event:
         ids = array(_TYPECODE, tokens)
     except (OverflowError, TypeError) as error:
         raise EventError(f"token id: {error}") from error
-    lora = event.lora_name
-    if lora is None and event.lora_id is not None:
-        # A counter of the engine process, not a name: keep it distinct from every adapter name.
-        lora = f"\0lora_id:{event.lora_id}"
     parent = event.parent_block_hash
     return Stored(
         hashes=_hashes(event.block_hashes),
@@ -104,7 +103,7 @@ def _stored(event: _Stored[Any]) -> Event:
         block_size=size,
         extras={},
         spans=(),
-        lora=lora,
+        lora=lora_of(event.lora_name, event.lora_id),
         salt=event.cache_salt,
         group=0,
         medium=event.medium or "GPU",
@@ -116,10 +115,11 @@ def _hashes(values: list[int]) -> tuple[int, ...]:
     return tuple([value & _U64 for value in values])
 
 
-_decoder: BatchDecoder[_WireEvent] = BatchDecoder(
+decode_batch = BatchDecoder[_WireEvent](
     msgspec.msgpack.Decoder(WireBatch[_Stored[list[Any]] | _Removed | _Cleared]),
     msgspec.msgpack.Decoder(WireBatch[_Stored[bytes] | _Removed | _Cleared]),
     (_Stored[list[Any]], _Removed, _Cleared),
     _events,
     _ID_BYTES,
-)
+).decode
+"""Decode one message of the event stream. Raises :class:`EventError`."""

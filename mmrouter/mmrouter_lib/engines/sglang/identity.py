@@ -17,10 +17,8 @@ from typing import Any, Final
 
 import msgspec
 
-SENTINEL_BASE: Final = 1_000_000
-"""Lowest sentinel; vocabularies end below."""
-WIDE_SENTINELS: Final = 4
-"""Number of sentinels of one image, cycled over each of its runs."""
+SENTINEL_BASE: Final = 1_000_000  # lowest sentinel; vocabularies end below
+WIDE_SENTINELS: Final = 4  # number of sentinels of one image, cycled over each of its runs
 
 _WIDE_TAG = b"sglang-mm-wide-pad-v1"
 _SALT_TAG = b"sglang-cache-salt-v1\0"
@@ -102,14 +100,11 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     transformers: str
-    processor_class: str
-    """Python path of SGLang's processor."""
-    wrapper_class: str
-    """Python path of the Hugging Face processor that it wraps."""
+    processor_class: str  # Python path of SGLang's processor
+    wrapper_class: str  # Python path of the Hugging Face processor that it wraps
     model_type: str
     architectures: tuple[str, ...] | None
-    revision: str | None = None
-    """The ``--revision`` flag, of model and processor."""
+    revision: str | None = None  # the --revision flag, of model and processor
     disable_fast_image_processor: bool = False
     mm_process_config: dict[str, Any] = {}
     gpu_image_decode: bool = True
@@ -119,31 +114,26 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """Return the fingerprint as the engine writes it: ``sha256:`` and 64 hex digits. Raises ``ValueError``."""
         config = self.mm_process_config
-        return _digest(
-            canonical_json(
-                {
-                    "transformers": self.transformers,
-                    "processor_class": self.processor_class,
-                    "model_type": self.model_type,
-                    "architectures": None if self.architectures is None else list(self.architectures),
-                    "model_revision": self.revision,
-                    "processor_revision": self.revision,
-                    "disable_fast_image_processor": self.disable_fast_image_processor,
-                    "mm_process_config": config,
-                    "processor": {
-                        "wrapper_class": self.wrapper_class,
-                        "gpu_image_decode": self.gpu_image_decode,
-                        "image_processor_backend": self.image_processor_backend,
-                        "feature_transport": self.feature_transport,
-                        "image_config": config.get("image", {}),
-                        "video_config": config.get("video", {}),
-                        "audio_config": config.get("audio", {}),
-                        "wrapped_processor": None,
-                    },
-                    "extra": {},
-                }
-            )
-        )
+        processor = {
+            "wrapper_class": self.wrapper_class,
+            "gpu_image_decode": self.gpu_image_decode,
+            "image_processor_backend": self.image_processor_backend,
+            "feature_transport": self.feature_transport,
+            "wrapped_processor": None,
+        }
+        settings = {
+            "transformers": self.transformers,
+            "processor_class": self.processor_class,
+            "model_type": self.model_type,
+            "architectures": None if self.architectures is None else list(self.architectures),
+            "model_revision": self.revision,
+            "processor_revision": self.revision,
+            "disable_fast_image_processor": self.disable_fast_image_processor,
+            "mm_process_config": config,
+            "processor": processor | {f"{kind}_config": config.get(kind, {}) for kind in ("image", "video", "audio")},
+            "extra": {},
+        }
+        return "sha256:" + hashlib.sha256(canonical_json(settings)).hexdigest()
 
 
 def artifact_options(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,39 +145,28 @@ def artifact_options(part: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def artifact_hash(data: bytes, fingerprint: Fingerprint | str, options: Mapping[str, Any]) -> int:
+def artifact_hash_of(sha256_hex: str, fingerprint: Fingerprint | str, options: Mapping[str, Any]) -> int:
     """Return the item hash (u64) that the artifact path gives to an image.
 
-    ``data`` are the encoded bytes that the engine gets, ``options`` per-image request options that are not the default
-    (:func:`artifact_options`). ``fingerprint`` may be given as its digest, so that it is computed once per engine.
-    Raises ``ValueError`` for an option that has no canonical form.
+    ``sha256_hex`` is of the encoded bytes that the engine gets, ``options`` per-image request options that are not the
+    default (:func:`artifact_options`). ``fingerprint`` may be given as its digest, so that it is computed once per
+    engine. Raises ``ValueError`` for an option that has no canonical form.
     """
-    return artifact_hash_of(hashlib.sha256(data).hexdigest(), fingerprint, options)
-
-
-def artifact_hash_of(sha256_hex: str, fingerprint: Fingerprint | str, options: Mapping[str, Any]) -> int:
-    """Return :func:`artifact_hash` from the SHA-256 of the image's bytes (64 lower hex digits)."""
-    key = _digest(
-        canonical_json(
-            {
-                "content_digest": f"sha256:{sha256_hex}",
-                "modality": "image",
-                "processor_fingerprint": fingerprint if isinstance(fingerprint, str) else fingerprint.digest(),
-                "preprocess_kwargs": dict(options),
-            }
-        )
-    )
-    parts = (_FEATURE_TAG, bytes.fromhex(key.removeprefix("sha256:")), b"\0")
+    named = {
+        "content_digest": f"sha256:{sha256_hex}",
+        "modality": "image",
+        "processor_fingerprint": fingerprint if isinstance(fingerprint, str) else fingerprint.digest(),
+        "preprocess_kwargs": dict(options),
+    }
+    key = hashlib.sha256(canonical_json(named)).digest()
+    parts = (_FEATURE_TAG, key, b"\0")
     framed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
     return int.from_bytes(hashlib.sha256(framed).digest()[:8], "big")
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return the engine's canonical form of JSON-like data, in which every value names its type.
-
-    Raises ``ValueError`` for a value of another type.
-    """
-    return _dump(_typed(value)).encode()
+    """Return the engine's form of JSON-like data, in which every value names its type. Raises ``ValueError``."""
+    return compact_json(_typed(value)).encode()
 
 
 def _typed(value: Any) -> dict[str, Any]:
@@ -204,16 +183,12 @@ def _typed(value: Any) -> dict[str, Any]:
             return {"type": "str", "value": value}
         case Mapping():
             pairs = [[_typed(name), _typed(item)] for name, item in value.items()]
-            return {"type": "mapping", "items": sorted(pairs, key=lambda pair: _dump(pair[0]))}
+            return {"type": "mapping", "items": sorted(pairs, key=lambda pair: compact_json(pair[0]))}
         case list():
             return {"type": "list", "items": [_typed(item) for item in value]}
         case _:
             raise ValueError(f"{type(value).__name__} has no canonical form")
 
 
-def _dump(value: object) -> str:
+def compact_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _digest(data: bytes) -> str:
-    return "sha256:" + hashlib.sha256(data).hexdigest()

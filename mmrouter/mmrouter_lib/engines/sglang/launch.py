@@ -5,57 +5,38 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
-from mmrouter_lib.api.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR
-from mmrouter_lib.engines.base.accelerator_settings import DEVICES
 from mmrouter_lib.engines.base.launch import (
     BOOTSTRAP_PORT,
+    DEVICES,
     HTTP_PORT,
+    SIXTEEN_BITS,
     EngineLauncher,
     Launch,
     LaunchError,
     events_config,
     flag,
 )
-from mmrouter_lib.engines.sglang.encoder_requests import TRANSFER, urls
-from mmrouter_lib.engines.sglang.pair_headers import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS
+from mmrouter_lib.engines.sglang.stage_requests import TRANSFER, urls
+from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR
 
-API_KEY_ENV = "SGLANG_API_KEY"
-"""Variable that the ``--api-key`` argument expands; the engine itself reads none."""
+API_KEY_ENV = "SGLANG_API_KEY"  # variable that the --api-key argument expands; the engine itself reads none
 
 PREPROCESS_CACHE_MB = 256
 """Host memory for processed images in Qwen-VL engines. Any size above 0 makes an image's identity a function of its
 encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
 
 _QWEN_VL = re.compile(r"qwen[\d.]*-?vl", re.IGNORECASE)
-KV_LAYOUT_FLAGS: Final = frozenset(
-    {"--dtype", "--kv-cache-dtype", "--quantization", "--quantization-param-path", "--json-model-override-args"}
-    | {"--pipeline-parallel-size", "--pp-size", "--attention-backend", "--prefill-attention-backend"}
-)
-"""A user's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
-
+# Keys of engine.kvConnector and engine.ecConnector -> SGLang's flags.
 KV_CONNECTOR_KEYS: Final = {
     "transferBackend": "--disaggregation-transfer-backend",
     "ibDevice": "--disaggregation-ib-device",
 }
-"""Keys of ``engine.kvConnector`` -> SGLang's flags."""
 EC_CONNECTOR_KEYS: Final = {"transferBackend": "--encoder-transfer-backend"}
-"""Keys of ``engine.ecConnector`` -> SGLang's flags."""
-ASKS_ENCODERS: Final = frozenset({"worker", "prefill"})
-"""Roles whose engines send their images to encoders, where there are any."""
-
-ENCODER_HEALTH_SECONDS = 30
-"""An encoder has no cheap probe: its ``/health`` encodes an image, after the queued ones.
-
-See docs/engine-facts/sglang.md#encoder-disaggregation.
-"""
+ASKS_ENCODERS: Final = frozenset({"worker", "prefill"})  # roles that send their images to encoders, where there are any
 
 
 def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
-    """Return the command line of one pool's engines.
-
-    Raises ``LaunchError`` for a role that SGLang does not have, and where prefill and decode engines on this
-    accelerator have no way to hand over KV blocks.
-    """
+    """Return the command line of a pool's engines. Raises ``LaunchError`` for a role or transfer that SGLang lacks."""
     if pool.role == "renderer":
         raise LaunchError("role", "SGLang has no renderer: it stands beside vLLM engines only")
     spec = dep.spec
@@ -97,7 +78,9 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         # /health of a language engine generates a token, and with it a block
         # (docs/engine-facts/sglang.md#http-endpoints).
         health_path="/health" if encodes else "/ready",
-        health_seconds=ENCODER_HEALTH_SECONDS if encodes else 5,
+        # An encoder has no cheap probe: its /health encodes an image, after the queued ones
+        # (docs/engine-facts/sglang.md#encoder-disaggregation).
+        health_seconds=30 if encodes else 5,
         ports={"bootstrap": BOOTSTRAP_PORT} if pool.role == "prefill" else {},
     )
 
@@ -169,7 +152,15 @@ SGLANG: Final = EngineLauncher(
     type="sglang",
     launch=launch,
     api_key_env=API_KEY_ENV,
-    kv_layout_flags=KV_LAYOUT_FLAGS,
-    kv_exact_flags=KV_EXACT_FLAGS,
-    kv_exact_block_size=KV_EXACT_BLOCK_SIZE,
+    kv_layout_flags=frozenset(
+        {"--dtype", "--kv-cache-dtype", "--quantization", "--quantization-param-path", "--json-model-override-args"}
+        | {"--pipeline-parallel-size", "--pp-size", "--attention-backend", "--prefill-attention-backend"}
+    ),
+    kv_exact_flags={
+        "--dtype": SIXTEEN_BITS,
+        "--kv-cache-dtype": SIXTEEN_BITS,
+        "--json-model-override-args": frozenset(),
+    },
+    # A decode engine of 0.5.23 refuses a prefill engine with another page size or another cache format.
+    kv_exact_block_size=True,
 )

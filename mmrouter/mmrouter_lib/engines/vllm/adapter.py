@@ -1,19 +1,137 @@
 """The vLLM adapter."""
 
+import operator
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Final
 
-from mmrouter_lib.engines.base.adapter import EngineAdapter
-from mmrouter_lib.engines.base.server_info import EngineInfo
+from mmrouter_lib.engines.base.adapter import (
+    LABELS,
+    EngineAdapter,
+    EngineInfo,
+    ImageRewrite,
+    Removed,
+    error_of,
+    load_parser,
+    without,
+)
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_lib.engines.vllm.metrics import METRICS, parse_block_size, parse_load
-from mmrouter_lib.engines.vllm.request import REFUSED_FIELDS, prompt_error_field, rewrite_chat
 
 
 def parse_info(answers: Sequence[Mapping[str, Any]]) -> EngineInfo:
-    """Read the answer of ``/version``."""
     version = answers[0].get("version")
     return EngineInfo(version if isinstance(version, str) else "")
+
+
+METRICS: Final = {
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "kv_usage": "vllm:kv_cache_usage_perc",
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "geometry": "vllm:cache_config_info",
+}
+"""Quantity -> vLLM's metric name. All carry the label ``engine``, the data parallel rank."""
+
+parse_load = load_parser(METRICS, "engine", operator.add)
+
+_GEOMETRY = re.compile(rf"^{re.escape(METRICS['geometry'])}{LABELS}", re.MULTILINE)
+_BLOCK_SIZE = re.compile(r'(?:^|,)\s*block_size="(\d+)"')
+
+
+def parse_block_size(metrics_text: str) -> int | None:
+    """Return the engine's tokens per block, ``None`` where the text does not have it."""
+    for labels in _GEOMETRY.findall(metrics_text):
+        size = _BLOCK_SIZE.search(labels)
+        if size and int(size[1]) > 0:
+            return int(size[1])
+    return None
+
+
+REFUSED_FIELDS = (
+    "cache_salt",
+    "mm_hashes",
+    "content_hash",
+    "extra_key",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "request_id",  # a client could choose that of another tenant
+)
+"""Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
+
+REFUSED_XARGS = ("kv_cache_report_mode", "kv_transfer_params", "ec_transfer_params")
+
+
+def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
+    # ``uuid`` stands beside ``image_url``; vLLM ignores it inside that object (docs/engine-facts/vllm.md#image-uuid).
+    part = without(part, ("uuid",), "", removed)
+    if image is None:
+        return part
+    old = part.get("image_url")
+    fields = without(old, ("uuid",), "image_url.", removed) if isinstance(old, dict) else {}
+    return {**part, "type": "image_url", "image_url": {**fields, "url": image.url}, "uuid": image.uuid}
+
+
+_PARAMETER = re.compile(r"\(parameter=([A-Za-z_][\w.]*)")
+_ABOUT_MESSAGES = re.compile(
+    r"Cache miss for \w+ at index"
+    r"|Failed to (?:apply|load image|load audio)"
+    r"|(?:prompt|input)[^.]* (?:is )?longer than the maximum model length"
+    r"|maximum context length"
+    r"|prompt cannot be empty"
+    r"|may be provided in one prompt"
+    r"|cannot identify image file"
+    r"|exceeds the pre-allocated encoder cache",
+    re.IGNORECASE,
+)
+_PARAM_NAMES = dict.fromkeys(("image", "video", "audio", "input_text", "input_tokens"), "messages")
+"""Parameters that vLLM names after its own arguments -> the client's field."""
+
+
+def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
+    """Return the request field that a vLLM error answer is about, ``None`` if unknown.
+
+    ``status`` is the HTTP status, ``body`` the decoded answer. vLLM leaves ``param`` null for most errors of images and
+    prompts, so their sentences are recognized (docs/engine-facts/vllm.md#requests-that-end-the-engine).
+    """
+    if status < 400:
+        return None
+    message, param = error_of(body)
+    if param is None and (named := _PARAMETER.search(message)):
+        param = named[1]
+    if param is not None:
+        param = param.removeprefix("body.")
+        return _PARAM_NAMES.get(param, param)
+    return "messages" if _ABOUT_MESSAGES.search(message) else None
+
+
+MIME_SUFFIXES: Final = {
+    "image/png": ".png",
+    "image/jpeg": ".jpg",
+    "image/webp": ".webp",
+    "image/gif": ".gif",
+    "image/bmp": ".bmp",
+    "image/tiff": ".tiff",
+}
+"""File suffixes, for people who list the folder: the engine detects the format from the content."""
+
+_REFUSED: Final = re.compile(rb"allowed-local-media-path|\[Errno \d+\]")
+_STATUSES: Final = frozenset({400, 500})
+
+
+def file_url(path: PurePath) -> str:
+    """Return the URL by which a chat names a file. Raises ``ValueError`` for a path that is not absolute."""
+    return path.as_uri()
+
+
+def is_file_refused(status: int, raw: bytes) -> bool:
+    """Whether an engine's error is about a local file: gone, not readable, or outside of its folder.
+
+    vLLM 0.32 answers 500 with the system's error text for a file that it cannot read, 500 for any file when started
+    without a folder, and 400 for a file outside of it.
+    """
+    return status in _STATUSES and _REFUSED.search(raw) is not None
 
 
 VLLM: Final = EngineAdapter(
@@ -25,9 +143,10 @@ VLLM: Final = EngineAdapter(
     parse_block_size=parse_block_size,
     info_paths=("/version",),
     parse_info=parse_info,
-    rewrite_chat=rewrite_chat,
+    rewrite_part=_rewrite_part,
     prompt_error_field=prompt_error_field,
     refused_fields=REFUSED_FIELDS,
+    refused_xargs=REFUSED_XARGS,
     divergent_fields={},
     normalizes_messages=False,
     learns_image_identity=False,

@@ -12,22 +12,27 @@ published for the named blocks only. A block in between is assumed to have none,
 its neighbours. A wrong assumption is harmless: no later hash matches it, so the blocks after it stay unaligned.
 
 A LoRA adapter's hash includes the path that it was loaded from, which no event contains: such events cannot be aligned.
+
+:func:`default_identifier` recomputes the identifier of an image without a ``uuid``
+(docs/engine-facts/vllm.md#default-image-hash). The router sends a ``uuid`` with every image and does not use this;
+``mmrouter replay`` explains requests that bypassed the router with it.
 """
 
 import hashlib
+import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import cbor2
+from blake3 import blake3
 
-SEED = "vllm-none-hash"
-"""Seed of every chain with ``sha256_cbor``, unless the engine's environment sets PYTHONHASHSEED."""
+from mmrouter_lib.media_identity import framed
 
-Published = Sequence[Any]
-"""Extra keys of one block as published."""
-Tagged = tuple[tuple[str, Any] | tuple[str, str, int], ...]
-"""Extra keys of one block as hashed."""
+SEED = "vllm-none-hash"  # seed of every chain with sha256_cbor, unless the engine's environment sets PYTHONHASHSEED
+
+Published = Sequence[Any]  # extra keys of one block as published
+Tagged = tuple[tuple[str, Any] | tuple[str, str, int], ...]  # extra keys of one block as hashed
 
 _LOW_64 = (1 << 64) - 1
 
@@ -45,12 +50,10 @@ class Aligned(NamedTuple):
 
 
 def root(seed: str = SEED) -> bytes:
-    """Return the parent digest of a prompt's first block."""
     return hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
 
 
 def block_digest(parent: bytes, tokens: Sequence[int], extra_keys: Tagged) -> bytes:
-    """Return the digest of one block."""
     value = (parent, tuple(tokens), extra_keys or None)
     return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
 
@@ -143,9 +146,7 @@ class _Walk:
         """Append ``gap`` assumed blocks and the one that ``entry`` belongs to."""
         for place in range(gap):
             self.assume(entry, gap - place)
-        digest = self._digest(entry)
-        self.digests.append(digest)
-        self.extra_keys.append(entry)
+        self._append(entry)
 
     def assume(self, later: Published | None, distance: int) -> None:
         """Append a block that no hash names. ``later``: extra keys of the block ``distance`` blocks further on."""
@@ -156,9 +157,11 @@ class _Walk:
                 start = item[1] + distance * self._size
                 if start < self._size and item[0] not in present:
                     entry.append([item[0], start])
-        keys = entry or None
-        self.digests.append(self._digest(keys))
-        self.extra_keys.append(keys)
+        self._append(entry or None)
+
+    def _append(self, entry: Published | None) -> None:
+        self.digests.append(self._digest(entry))
+        self.extra_keys.append(entry)
 
     def _reaching_here(self) -> list[Any]:
         """Return the last image of the previous block, if its run of one placeholder id continues in this block."""
@@ -179,3 +182,65 @@ class _Walk:
         parent = self.digests[-1] if self.digests else self._parent
         keys = tagged(entry, first=self._first and number == 0)
         return block_digest(parent, self._ids[number * size : (number + 1) * size], keys)
+
+
+_NONE, _SEQUENCE, _MAPPING, _LEAF = b"\x00", b"\x01", b"\x02", b"\x03"
+
+
+def default_identifier(
+    image: bytes | None,
+    *,
+    model: str,
+    uuid: str | None = None,
+    processor_options: Mapping[str, Any] | None = None,
+    media_options: Mapping[str, Any] | None = None,
+) -> str:
+    """Return the identifier of an image in block hashes and events.
+
+    ``image`` is the encoded file, ``model`` the engine's ``--model`` text; ``processor_options`` and ``media_options``
+    are the request's ``mm_processor_kwargs`` and ``media_io_kwargs``. A ``uuid`` replaces the file; without options
+    it is the identifier itself. Valid for images that decode to RGB without conversion. Raises ``ValueError``
+    without a file and a uuid, and for an option of a type that JSON does not have.
+    """
+    only = {"image": media_options["image"]} if media_options and media_options.get("image") else None
+    options = {"media_io_kwargs": only, "mm_processor_kwargs": processor_options}
+    factors = {name: value for name, value in options.items() if value}
+    if uuid is not None and not factors:
+        return uuid
+    if uuid is not None:
+        item = _LEAF + framed(uuid.encode())
+    elif image is not None:
+        item = _LEAF + framed(b"image") + _LEAF + framed(image)
+    else:
+        raise ValueError("an image without a uuid is named by its file, and there is no file")
+    hashed = {"image": item, "model_id": b"".join(_value(model))}
+    hashed |= {name: b"".join(_value(value)) for name, value in factors.items()}
+    hasher = blake3()
+    for name in sorted(hashed):
+        hasher.update(framed(name.encode()) + hashed[name])
+    return hasher.hexdigest()
+
+
+def _value(value: object) -> Iterator[bytes]:
+    match value:
+        case None:
+            yield _NONE
+        case str():
+            yield _LEAF + framed(value.encode())
+        case bool():
+            yield _LEAF + framed(bytes([value]))
+        case int():
+            yield _LEAF + framed(value.to_bytes(8, "little", signed=True))
+        case float():
+            yield _LEAF + framed(struct.pack("<d", value))
+        case Mapping():
+            yield _MAPPING + len(value).to_bytes(8, "little")
+            for key, item in value.items():
+                yield framed(str(key).encode())
+                yield from _value(item)
+        case Sequence():
+            yield _SEQUENCE + len(value).to_bytes(8, "little")
+            for item in value:
+                yield from _value(item)
+        case _:
+            raise ValueError(f"an option of type {type(value).__name__} is not modelled")

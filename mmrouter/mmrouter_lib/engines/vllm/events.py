@@ -12,8 +12,19 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from mmrouter_lib.block_keys import span_extra
-from mmrouter_lib.engines.base.event_batch import BatchDecoder, WireBatch, count_ids
-from mmrouter_lib.engines.base.events import Batch, Cleared, Event, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.engines.base.events import (
+    BatchDecoder,
+    Cleared,
+    Event,
+    EventError,
+    Ignored,
+    Ragged,
+    Removed,
+    Stored,
+    WireBatch,
+    count_ids,
+    lora_of,
+)
 from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 INDEXED_KINDS = frozenset(
@@ -40,7 +51,7 @@ _EMBEDS_TAG = b"prompt embeddings of this block:"
 
 
 Ids = TypeVar("Ids", list[int], bytes)
-"""Token ids as received, or packed into 4 bytes each (:mod:`mmrouter_lib.engines.base.event_batch`)."""
+"""Token ids as received, or packed into 4 bytes each (:mod:`mmrouter_lib.engines.base.events`)."""
 
 
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):
@@ -72,11 +83,6 @@ class _Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
 _WireEvent = _Stored[Any] | _Removed | _Cleared
 
 
-def decode_batch(payload: bytes) -> Batch:
-    """Decode one message of a vLLM engine's event stream. Raises :class:`EventError`."""
-    return _decoder.decode(payload)
-
-
 def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
     """Translate a batch. Engines send one removal per block; consecutive ones become one event."""
     events: list[Event] = []
@@ -101,11 +107,9 @@ def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
 
 
 def _event(event: _Removed | _Cleared | Ignored) -> Event:
-    if isinstance(event, _Cleared):
-        return Cleared()
     if isinstance(event, _Removed):
         return Ignored("remote" if event.locality == "REMOTE" else "empty_remove")
-    return event
+    return Cleared() if isinstance(event, _Cleared) else event
 
 
 def _stored(event: _Stored[Any]) -> Event:
@@ -123,11 +127,7 @@ def _stored(event: _Stored[Any]) -> Event:
         ids = array(_TYPECODE, event.token_ids)
     except OverflowError as error:
         raise EventError(f"token id: {error}") from error
-    lora = event.lora_name
-    if lora is None and event.lora_id is not None:
-        # A counter of the engine process, not a name: keep it distinct from every adapter name.
-        lora = f"\0lora_id:{event.lora_id}"
-    keys, parent = event.extra_keys, event.parent_block_hash
+    keys, parent, lora = event.extra_keys, event.parent_block_hash, lora_of(event.lora_name, event.lora_id)
     if keys and len(keys) != blocks:
         raise EventError(f"{len(keys)} extra_keys for {blocks} blocks")
     hashes = _hashes(event.block_hashes)
@@ -143,11 +143,9 @@ def _stored(event: _Stored[Any]) -> Event:
         if keys and any(keys)
         else ({}, (), None)
     )
+    kept = keys if window else None
     # Positional, because keyword arguments take longer.
-    published = keys if window else None
-    return Stored(
-        hashes, parent_hash, ids, size, extras, spans, lora, salt, group, medium, window, kind or "", published
-    )
+    return Stored(hashes, parent_hash, ids, size, extras, spans, lora, salt, group, medium, window, kind or "", kept)
 
 
 def published_extras(
@@ -217,10 +215,11 @@ def _narrow(value: int | bytes) -> int:
     return int.from_bytes(value[-8:], "big")
 
 
-_decoder: BatchDecoder[_WireEvent] = BatchDecoder(
+decode_batch = BatchDecoder[_WireEvent](
     msgspec.msgpack.Decoder(WireBatch[_Stored[list[int]] | _Removed | _Cleared]),
     msgspec.msgpack.Decoder(WireBatch[_Stored[bytes] | _Removed | _Cleared]),
     (_Stored[list[int]], _Removed, _Cleared),
     _events,
     _ID_BYTES,
-)
+).decode
+"""Decode one message of the event stream. Raises :class:`EventError`."""

@@ -2,41 +2,35 @@
 
 Engines are ``vllm serve``; a renderer is ``vllm launch render``, which takes the same flags and needs only those that
 change a prompt (docs/engine-facts/vllm.md#renderer). An encoder has no KV cache and no flags for one
-(docs/engine-facts/vllm.md#encoder-disaggregation). Flags for transfers between engines are in
-:mod:`mmrouter_lib.engines.vllm.connectors`.
+(docs/engine-facts/vllm.md#encoder-disaggregation).
+
+``engine.kvConnector`` and ``engine.ecConnector`` replace the default connectors of transfers between engines. Both are
+the JSON of vLLM's own flags. The role is filled in, because it differs between pools, and so is a
+``kv_load_failure_policy`` that computes missing blocks: vLLM 0.32 fails the request by default
+(docs/engine-facts/vllm.md#prefill-decode).
 """
 
-from typing import Final
+from typing import Any, Final
 
-from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
-from mmrouter_lib.api.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
+from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of, quantity_bytes
 from mmrouter_lib.engines.base.launch import (
+    DEVICES,
     HTTP_PORT,
     SIDE_CHANNEL_PORT,
+    SIXTEEN_BITS,
     EngineLauncher,
     Launch,
+    LaunchError,
     events_config,
     flag,
     plugin_command,
     uses_plugin,
 )
-from mmrouter_lib.engines.vllm.connectors import KV_EXACT_BLOCK_SIZE, KV_EXACT_FLAGS, SIDE_CHANNEL, transfer_flags
-
-API_KEY_ENV = "VLLM_API_KEY"
-"""Variable from which the engine reads the key that requests must carry."""
-
-KV_LAYOUT_FLAGS: Final = frozenset(
-    {"--dtype", "--kv-cache-dtype", "--quantization", "-q", "--calculate-kv-scales", "--hf-overrides"}
-    | {"--pipeline-parallel-size", "-pp", "--attention-backend", "--mamba-cache-dtype"}
-)
-"""A user's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
+from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
 
 
 def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
-    """Return the command line of one pool's engines.
-
-    Raises ``LaunchError`` where engines of this role and accelerator have no transfer for their output.
-    """
+    """Return the command line of a pool's engines. Raises ``LaunchError`` without a transfer for their output."""
     spec = dep.spec
     model, engine = spec.model, spec.engine
     renders, caches = pool.role == "renderer", pool.role not in ("renderer", "encoder")
@@ -66,12 +60,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         args.append("--trust-remote-code")
     if engine.chat_template is not None:
         args += flag("--chat-template", CHAT_TEMPLATE_PATH)
-    processor = {
-        "min_pixels": engine.processor.min_pixels,
-        "max_pixels": engine.processor.max_pixels,
-        "num_crops": engine.processor.num_crops,
-    }
-    if set_options := {name: value for name, value in processor.items() if value is not None}:
+    if set_options := engine.processor.model_dump(exclude_none=True):
         args += flag("--mm-processor-kwargs", set_options)
     if spec.routing.transfer != "none" and pool.shared_memory.scope == "node":
         # Encoded images then come as files of this folder (docs/engine-facts/vllm.md#image-uuid).
@@ -85,25 +74,109 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     return Launch(
         command=plugin_command(command) if uses_plugin(dep) else command,
         args=[*args, *engine.args, *pool.args],
-        env=_environment() | transfer_env,
+        env={
+            "VLLM_HOST_IP": "$(POD_IP)",
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes per hash on the wire instead of 34
+            "VLLM_NO_USAGE_STATS": "1",  # no connection leaves the cluster
+            **transfer_env,
+        },
         health_path="/health",
-        ports={SIDE_CHANNEL: SIDE_CHANNEL_PORT} if pool.role in ("encoder", "prefill", "decode") else {},
+        ports={"side-channel": SIDE_CHANNEL_PORT} if pool.role in ("encoder", "prefill", "decode") else {},
     )
 
 
-def _environment() -> dict[str, str]:
-    return {
-        "VLLM_HOST_IP": "$(POD_IP)",
-        "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes per hash on the wire instead of 34
-        "VLLM_NO_USAGE_STATS": "1",  # no connection leaves the cluster
-    }
+RECOMPUTE: Final = {"kv_load_failure_policy": "recompute"}
+
+
+def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict[str, str]]:
+    """Return flags and environment of a pool's transfers. Raises ``LaunchError`` without any connector."""
+    args: list[str] = []
+    env: dict[str, str] = {}
+    if pool.role in ("prefill", "decode"):
+        args += flag("--kv-transfer-config", _kv_connector(dep, pool))
+        env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
+    if uses_plugin(dep):
+        env["MMROUTER_HANDOVER_WAYS"] = ",".join(_ways(dep, pool))
+    nixl = pool.role in ("prefill", "decode") or (uses_plugin(dep) and dep.spec.routing.transfer == "nixl")
+    if nixl and DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
+        # Without it UCX looks for the transport of an accelerator (docs/engine-facts/vllm.md#prefill-decode).
+        env["UCX_TLS"] = "tcp,self,sm"
+    encodes, generates = pool.role == "encoder", pool.role in ("worker", "prefill")
+    if encodes or (generates and any(other.role == "encoder" for other in dep.spec.pools)):
+        config, more = _ec_connector(dep, pool, "ec_producer" if encodes else "ec_consumer")
+        args += flag("--ec-transfer-config", config)
+        env |= more
+    return args, env
+
+
+def _ways(dep: MMRouterDeployment, pool: Pool) -> list[str]:
+    """Return the ways in which the plugin transfers processed images, the fastest first."""
+    ways = {"nixl": dep.spec.routing.transfer == "nixl", "shm": pool.shared_memory.scope == "node", "inline": True}
+    return [way for way, available in ways.items() if available]
+
+
+def _kv_connector(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
+    chosen = dep.spec.engine.kv_connector
+    if chosen:
+        if not isinstance(chosen.get("kv_connector"), str):
+            raise LaunchError("engine.kvConnector", "name vLLM's connector in `kv_connector`")
+        return {"kv_role": "kv_both", **RECOMPUTE, **chosen}
+    buffer = DEVICES[pool.accelerator.kind].kv_buffer
+    if buffer is None:
+        raise LaunchError(
+            "engine.kvConnector",
+            f"pool {pool.name}: vLLM has no transfer of its own for {pool.accelerator.kind}: name a connector here",
+        )
+    return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffer, **RECOMPUTE}
+
+
+def embedding_cache_bytes(dep: MMRouterDeployment, pool: Pool) -> int | None:
+    """Return how many bytes of embeddings an encoder keeps for others, ``None`` where its connector sets no size."""
+    try:
+        config, _ = _ec_connector(dep, pool, "ec_producer")
+    except LaunchError:
+        return None
+    extra = config.get("ec_connector_extra_config")
+    size = extra.get("ec_cpu_bytes") if isinstance(extra, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def _ec_connector(dep: MMRouterDeployment, pool: Pool, role: str) -> tuple[dict[str, Any], dict[str, str]]:
+    chosen = dep.spec.engine.ec_connector
+    if chosen:
+        if not isinstance(chosen.get("ec_connector"), str):
+            raise LaunchError("engine.ecConnector", "name vLLM's connector in `ec_connector`")
+        return {"ec_role": role, **chosen}, {}
+    if not DEVICES[pool.accelerator.kind].vllm_embeddings:
+        raise LaunchError(
+            "engine.ecConnector",
+            f"pool {pool.name}: vLLM hands embeddings over on no {pool.accelerator.kind} by itself: name a connector "
+            "here, such as ECExampleConnector with a `shared_storage_path` on a volume that all pools mount",
+        )
+    if role == "ec_producer" and pool.parallelism.data > 1:
+        raise LaunchError("parallelism.data", "an encoder hands over from one rank only: use replicas instead")
+    # Embeddings use half of the pod's /dev/shm; the engine's own processes use the other half.
+    extra = {"ec_cpu_bytes": quantity_bytes(pool.shared_memory.size) // 2, "ec_enable_nixl": True}
+    env = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+    if role == "ec_producer":
+        env |= {"VLLM_EC_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_EC_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
+    return {"ec_connector": "ECCPUConnector", "ec_role": role, "ec_connector_extra_config": extra}, env
 
 
 VLLM: Final = EngineLauncher(
     type="vllm",
     launch=launch,
-    api_key_env=API_KEY_ENV,
-    kv_layout_flags=KV_LAYOUT_FLAGS,
-    kv_exact_flags=KV_EXACT_FLAGS,
-    kv_exact_block_size=KV_EXACT_BLOCK_SIZE,
+    api_key_env="VLLM_API_KEY",
+    kv_layout_flags=frozenset(
+        {"--dtype", "--kv-cache-dtype", "--quantization", "-q", "--calculate-kv-scales", "--hf-overrides"}
+        | {"--pipeline-parallel-size", "-pp", "--attention-backend", "--mamba-cache-dtype"}
+    ),
+    # What flags set of the inputs of vLLM's own check (compute_nixl_compatibility_hash of 0.32).
+    kv_exact_flags={
+        "--dtype": SIXTEEN_BITS,
+        "--kv-cache-dtype": SIXTEEN_BITS,
+        "--attention-backend": None,
+        "--hf-overrides": frozenset(),
+    },
+    kv_exact_block_size=False,  # NixlConnector converts block sizes, and tensor parallelism
 )

@@ -1,1 +1,1 @@
-"""What model families share: the interface, the registry, placeholder expansion and the CLIP tower."""
+"""What model families share: the interface, the registry and placeholder expansion."""

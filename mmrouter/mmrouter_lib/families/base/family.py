@@ -1,12 +1,13 @@
 """The interface of a model family, and the values that cross it."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.model_folder import ModelFolderError
+from mmrouter_lib.model_folder import ModelFolderError, read_json
 
 
 class ImageSizeError(ValueError):
@@ -118,16 +119,108 @@ class Family(Protocol):
         """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
 
     def count(self, width: int, height: int) -> int:
-        """Return how many placeholder tokens an image of this size (pixels, after rotation) becomes.
-
-        Raises :class:`ImageSizeError` for a size that the image processor refuses.
-        """
+        """Return the placeholder tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
 
     def check(self, codec: Codec) -> None:
         """Raise :class:`ModelFolderError` for a tokenizer that does not fit the family."""
 
     def expand(self, codec: Codec, text: str, images: Sequence[PromptImage], *, add_special_tokens: bool) -> Expanded:
-        """Return the token ids of a prompt text with every image expanded, and the images' spans.
+        """Return a prompt text's token ids with every image expanded. Raises :class:`PlaceholderError`."""
 
-        Raises :class:`PlaceholderError` when the text has no place for an image, or one that the engine cannot use.
-        """
+
+Load = Callable[[Path, dict[str, Any], ProcessorLimits | None], Family | None]
+_loaders: dict[str, Load] = {}
+_proved: set[tuple[str, str]] = set()  # (model type, engine type)
+
+
+def register(model_type: str, load: Load, *, proved_on: tuple[str, ...]) -> None:
+    """Add a family under the ``model_type`` of its config.json.
+
+    ``load`` gets the folder, its config.json and the resource's processor options, and returns ``None`` for a folder
+    with a part that is not modelled. ``proved_on``: engine types whose prompts are proved to equal the family's, block
+    by block (docs/conformance.md).
+    """
+    if model_type in _loaders:
+        raise ValueError(f"model family {model_type} is registered twice")
+    _loaders[model_type] = load
+    _proved.update((model_type, engine_type) for engine_type in proved_on)
+
+
+def load_family(model_dir: Path, processor: ProcessorLimits | None) -> Family | None:
+    """Return the family of a model folder, ``None`` for a ``model_type`` or vision tower that is not modelled.
+
+    ``processor`` holds the resource's processor options, which override the folder's. Raises
+    :class:`~mmrouter_lib.model_folder.ModelFolderError` for a folder whose config.json cannot be read, or of a
+    registered family with a geometry that cannot be used.
+    """
+    config = read_json(model_dir, "config.json")
+    load = _loaders.get(str(config.get("model_type")))
+    return None if load is None else load(model_dir, config, processor)
+
+
+def is_proved(model_type: str, engine_type: str) -> bool:
+    """Whether the engine's prompts are proved to equal the family's, block by block (docs/conformance.md)."""
+    return (model_type, engine_type) in _proved
+
+
+class SinglePlaceholder:
+    """Base of families whose placeholder is one token of the vocabulary: tokenize once, then replace the tokens."""
+
+    __slots__ = ()
+
+    placeholder_id: int
+    placeholder_text: str
+
+    rotates_exif = True  # vLLM applies the EXIF orientation while it loads an image, before its processor counts
+    fragile = False
+
+    def check(self, codec: Codec) -> None:
+        """Raise :class:`ModelFolderError` for a tokenizer that has the placeholder under another id."""
+        token = codec.token_id(self.placeholder_text)
+        if token != self.placeholder_id:
+            raise ModelFolderError(
+                f"the tokenizer has {self.placeholder_text!r} as {token}, config.json as {self.placeholder_id}"
+            )
+
+    def expand(self, codec: Codec, text: str, images: Sequence[PromptImage], *, add_special_tokens: bool) -> Expanded:
+        """Return the expanded prompt, as :func:`expand_ids` has it."""
+        ids = codec.encode(text, add_special_tokens=add_special_tokens)
+        return expand_ids(ids, self.placeholder_id, images)
+
+
+def expand_ids(ids: "array[int]", placeholder: int, images: Sequence[PromptImage]) -> Expanded:
+    """Replace each of the first ``len(images)`` placeholders by a run of its image's length.
+
+    The engine matches by position alone: a placeholder that a user typed takes an image from the template's own, which
+    then stays a plain token (tests/conformance/vllm/test_tokenization.py). Raises :class:`PlaceholderError` when there
+    are more images than placeholders, or an image of less than one token.
+    """
+    out: array[int] = array(ids.typecode)
+    spans: list[Span] = []
+    done = 0
+    for number, image in enumerate(images):
+        at = _find(ids, placeholder, done)
+        if at is None:
+            raise PlaceholderError(f"the prompt has a place for {number} images, the request has {len(images)}")
+        out += ids[done:at]
+        spans.append(Span(offset=len(out), length=image.count, identity=image.identity))
+        out += placeholder_run(ids.typecode, placeholder, number, image)
+        done = at + 1
+    left = _find(ids, placeholder, done)
+    unplaced = None if left is None else len(out) + left - done
+    out += ids[done:]
+    return Expanded(ids=out, spans=tuple(spans), unplaced=unplaced)
+
+
+def placeholder_run(typecode: str, placeholder: int, number: int, image: PromptImage) -> "array[int]":
+    """Return the placeholder tokens of image ``number``. Raises :class:`PlaceholderError` for less than one token."""
+    if image.count < 1:
+        raise PlaceholderError(f"image {number} has {image.count} tokens: at least one is needed")
+    return array(typecode, [placeholder]) * image.count
+
+
+def _find(ids: "array[int]", value: int, start: int) -> int | None:
+    try:
+        return ids.index(value, start)
+    except ValueError:
+        return None

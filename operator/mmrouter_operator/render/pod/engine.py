@@ -1,16 +1,21 @@
-"""The engine container of a pool's pods."""
+"""The containers of a pool's pods: engine, sidecar, and the init container that puts our plugin on a volume of the pod.
 
-from typing import Any
+The engine's image stays as it is: with the plugin, its command is the plugin's start script with the engine's own
+command behind it (:func:`mmrouter_lib.engines.base.launch.plugin_command`).
+"""
+
+from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
-from mmrouter_lib.api.pod_paths import CONFIG_DIR, HUB_CACHE_DIR
 from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, uses_plugin
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, PLUGIN_DIR, STATE_DIR
 from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ENGINE_KEY
-from mmrouter_operator.render.metadata import secret_name
-from mmrouter_operator.render.pod import handover_plugin, parts, probes, shared_memory
+from mmrouter_operator.render.child import secret_name
+from mmrouter_operator.render.pod import parts, shared_memory
+from mmrouter_operator.render.pod.parts import our_probes
 
 
 def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfig) -> dict[str, Any]:
@@ -27,7 +32,7 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
     if shared_memory.is_shared(pool):
         mounts.append(shared_memory.shared_mount())
     if uses_plugin(dep):
-        mounts.append(handover_plugin.mount())
+        mounts.append(parts.mount(_PLUGIN_VOLUME, PLUGIN_DIR, read_only=True))
     ports = {"http": HTTP_PORT} | launch.ports
     return {
         "name": "engine",
@@ -36,11 +41,10 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
         "args": launch.args,
         "env": _env(dep, pool, launch, config),
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        **probes.engine_probes(launch, startup_seconds(pool)),
-        "lifecycle": probes.announce_by_sidecar() if followed else probes.announce_by_waiting(),
+        **parts.engine_probes(launch, startup_seconds(pool)),
+        "lifecycle": parts.announce_by_sidecar() if followed else parts.announce_by_waiting(),
         "resources": _resources(pool),
-        **parts.termination_message(),
-        "securityContext": parts.container_security(),
+        **parts.hardened(),
         "volumeMounts": mounts,
     }
 
@@ -80,7 +84,7 @@ def _env(dep: MMRouterDeployment, pool: Pool, launch: Launch, config: OperatorCo
         {"name": LAUNCHERS[dep.spec.engine.type].api_key_env, "valueFrom": key},
         *(parts.value_env(name, value) for name, value in launch.env.items()),
         *(parts.value_env(name, value) for name, value in ACCELERATORS[pool.accelerator.kind].env.items()),
-        *(handover_plugin.env(dep, pool) if uses_plugin(dep) else []),
+        *(plugin_env(dep, pool) if uses_plugin(dep) else []),
         *(shared_memory.shared_env(dep, pool.resources) if shared_memory.is_shared(pool) else []),
         # The root is read-only and the user has no entry in /etc/passwd.
         parts.value_env("HOME", "/tmp"),  # noqa: S108
@@ -107,3 +111,73 @@ def _resources(pool: Pool) -> dict[str, Any]:
         # Extended resources go into limits; requests follow them.
         resources["limits"] = {**resources.get("limits", {}), name: str(accelerator.devices)}
     return resources
+
+
+FEED_PORT: Final = 7557
+FEED_REQUESTS_PORT: Final = 7558
+
+
+def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict[str, Any]:
+    """Return a native sidecar: it is up, and its sockets are bound, before the engine starts."""
+    from_hub = dep.spec.model.volume is None
+    return {
+        "name": "sidecar",
+        "image": config.image,
+        "restartPolicy": "Always",
+        "command": ["mmrouter", "sidecar"],
+        "env": [
+            *parts.downward_env(),
+            parts.value_env("MMROUTER_POOL", pool.name),
+            *parts.config_env(),
+            parts.value_env("MMROUTER_STATE_DIR", STATE_DIR),
+            *(shared_memory.shared_env(dep) if shared_memory.is_shared(pool) else []),
+            *([parts.value_env("HF_HUB_CACHE", HUB_CACHE_DIR)] if from_hub else []),
+        ],
+        "ports": [
+            {"name": "feed", "containerPort": FEED_PORT, "protocol": "TCP"},
+            {"name": "feed-requests", "containerPort": FEED_REQUESTS_PORT, "protocol": "TCP"},
+            {"name": "metrics", "containerPort": parts.METRICS_PORT, "protocol": "TCP"},
+        ],
+        **our_probes(readiness_period=5),
+        "resources": parts.resources(dep.spec.sidecar.resources),
+        **parts.hardened(),
+        "volumeMounts": [
+            parts.mount("config", CONFIG_DIR, read_only=True),
+            *(parts.model_mount(dep) or [parts.mount("hub", HUB_CACHE_DIR, read_only=True)]),
+            parts.mount("state", STATE_DIR),
+            # The engine's, so that what lies there can be looked at; the runtime's own would be another.
+            shared_memory.own_mount(),
+            *([shared_memory.shared_mount()] if shared_memory.is_shared(pool) else []),
+        ],
+    }
+
+
+PLUGIN_CONTAINER: Final = "handover-plugin"
+"""Of the init container."""
+MOST_BYTES: Final = 1 << 30
+"""What a renderer keeps of processed images until engines have taken them: seconds of a busy renderer's work."""
+_PLUGIN_VOLUME: Final = "plugin"
+
+
+def plugin_volume() -> dict[str, Any]:
+    return {"name": _PLUGIN_VOLUME, "emptyDir": {"sizeLimit": "64Mi"}}
+
+
+def plugin_env(dep: MMRouterDeployment, pool: Pool) -> list[dict[str, Any]]:
+    """Return where Python finds the plugin, and how many bytes of processed images it may keep for others."""
+    most = min(MOST_BYTES, shared_memory.limit_bytes(dep)) if shared_memory.is_shared(pool) else MOST_BYTES
+    return [
+        parts.value_env("PYTHONPATH", PLUGIN_DIR),
+        parts.value_env("MMROUTER_HANDOVER_BYTES", str(shared_memory.writable(most, pool.resources))),
+    ]
+
+
+def deliver_plugin(config: OperatorConfig) -> dict[str, Any]:
+    return {
+        "name": PLUGIN_CONTAINER,
+        "image": config.image,
+        "command": ["mmrouter", "plugin", PLUGIN_DIR],
+        "env": [],
+        **parts.hardened(),
+        "volumeMounts": [parts.mount(_PLUGIN_VOLUME, PLUGIN_DIR)],
+    }

@@ -1,14 +1,24 @@
-"""Parts that several pod templates share: environment, volumes, probes and security."""
+"""Parts that several pod templates share: environment, volumes, security, probes, shutdown and scheduling. Pure.
+
+How an engine pod ends: the kubelet runs the engine's ``preStop`` hook at once, and stops the native sidecar only after
+the engine has ended, so a hook of the sidecar's own would come too late. The engine's hook therefore asks the sidecar,
+on the pod's loopback, to say "draining" to every router, and waits until they have heard it. Only then SIGTERM follows,
+after which engines let requests finish and refuse new ones (docs/engine-facts/vllm.md#drain, on SGLang 6). Routers
+also see the ``deletionTimestamp``; the sidecar's word reaches them where there is none, as when a node shuts down.
+"""
 
 import copy
 from collections.abc import Iterable
 from typing import Any
 
-from mmrouter_lib.api import MMRouterDeployment, SpecError
-from mmrouter_lib.api.pod_paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
 from mmrouter_lib.api.shared_types import Resources
-from mmrouter_operator.render.metadata import config_name, secret_name
-from mmrouter_operator.render.pod.template_validation import volume_faults
+from mmrouter_lib.engines.base.launch import Launch
+from mmrouter_lib.pod_paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_operator.model.accelerators import ACCELERATORS, NodeLabel
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, SHARED_MEMORY
+from mmrouter_operator.render.child import Selector, config_name, secret_name
+from mmrouter_operator.render.pod.template_overlay import volume_faults
 
 USER = 65532
 METRICS_PORT = 9090
@@ -49,7 +59,6 @@ def downward_env() -> list[dict[str, Any]]:
 
 
 def value_env(name: str, value: str) -> dict[str, Any]:
-    """Return one plain environment variable."""
     return {"name": name, "value": value}
 
 
@@ -94,12 +103,10 @@ def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
         return []
     if faults := volume_faults(source):
         raise SpecError([(f"spec.model.volume.{place}", sentence) for place, sentence in faults])
-    volume = {kind: {**copy.deepcopy(fields), **_read_only(kind)} for kind, fields in source.items()}
+    volume = copy.deepcopy(source)
+    for kind in volume.keys() & READ_ONLY_SOURCES:
+        volume[kind]["readOnly"] = True
     return [{"name": "model", **volume}]
-
-
-def _read_only(source: str) -> dict[str, bool]:
-    return {"readOnly": True} if source in READ_ONLY_SOURCES else {}
 
 
 def resources(section: Resources) -> dict[str, Any]:
@@ -118,12 +125,10 @@ def hub_env(dep: MMRouterDeployment, endpoint: str) -> list[dict[str, Any]]:
 
 
 def model_mount(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the read-only mount of the model's volume; empty if none is set."""
     return [] if dep.spec.model.volume is None else [mount("model", MODEL_DIR, read_only=True)]
 
 
 def mount(volume: str, path: str, *, read_only: bool = False) -> dict[str, Any]:
-    """Return a volume mount."""
     return {"name": volume, "mountPath": path, **({"readOnly": True} if read_only else {})}
 
 
@@ -137,18 +142,17 @@ def probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5)
     }
 
 
-def termination_message() -> dict[str, str]:
-    """Return the setting that puts the end of a failed container's log into the pod's status."""
-    return {"terminationMessagePolicy": "FallbackToLogsOnError"}
-
-
 def container_security() -> dict[str, Any]:
     """Return a container's part of the Pod Security level `restricted`, and a read-only root."""
     return {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
+def hardened() -> dict[str, Any]:
+    """Return what every container has: the end of a failed one's log in the pod's status, and its security."""
+    return {"terminationMessagePolicy": "FallbackToLogsOnError", "securityContext": container_security()}
+
+
 def pod_security() -> dict[str, Any]:
-    """Return a pod's part of the Pod Security level `restricted`."""
     return {
         "runAsNonRoot": True,
         "runAsUser": USER,
@@ -157,3 +161,117 @@ def pod_security() -> dict[str, Any]:
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
+
+
+NOTICE_SECONDS = 5
+"""How long before SIGTERM a pod is announced as leaving: Services and routers stop sending to it meanwhile."""
+STOP_SECONDS = 30
+"""Time to stop once the requests are done."""
+STARTUP_SECONDS = 300
+"""How long router and sidecar may take to open their sockets.
+
+They take seconds, and many where engines that start leave a node no CPU: to begin anew would only make that worse.
+"""
+DRAIN_PORT = 8002
+"""The sidecar's hook, on the pod's loopback."""
+
+# Engine images hold Python and need hold no HTTP client. The wait does not depend on the answer.
+ASK_SIDECAR = f"""\
+import os, sys, time, urllib.request
+try:
+    urllib.request.urlopen(f"http://{{os.environ['POD_LOOPBACK']}}:{DRAIN_PORT}/drain", timeout=2).read()
+except OSError as error:
+    print(f"drain: {{error}}", file=sys.stderr)
+finally:
+    time.sleep(float(sys.argv[1]))
+"""
+
+
+def engine_probes(launch: Launch, startup_seconds: int) -> dict[str, Any]:
+    """Return an engine's probes. Liveness is patient: a restart costs the cache and minutes of loading."""
+    path, timeout = launch.health_path, launch.health_seconds
+    period = max(5, timeout)
+    return {
+        "startupProbe": probe(path, "http", period=period, failures=-(-startup_seconds // period), timeout=timeout),
+        "readinessProbe": probe(path, "http", period=period, failures=3, timeout=timeout),
+        "livenessProbe": probe(path, "http", period=max(20, timeout), failures=15, timeout=max(10, timeout)),
+    }
+
+
+def our_probes(readiness_period: int) -> dict[str, Any]:
+    """Return the probes of router and sidecar. Started means that sockets are open, not that the engine is up."""
+    return {
+        "startupProbe": probe("/healthz", "metrics", period=1, failures=STARTUP_SECONDS),
+        "readinessProbe": probe("/readyz", "metrics", period=readiness_period, failures=2),
+        "livenessProbe": probe("/healthz", "metrics", period=10, failures=6),
+    }
+
+
+def announce_by_sidecar() -> dict[str, Any]:
+    return {"preStop": {"exec": {"command": ["python3", "-c", ASK_SIDECAR, str(NOTICE_SECONDS)]}}}
+
+
+def announce_by_waiting() -> dict[str, Any]:
+    """Return the lifecycle of a container that others find by the API: it serves on while they learn that it goes."""
+    return {"preStop": {"sleep": {"seconds": NOTICE_SECONDS}}}
+
+
+HOSTNAME = "kubernetes.io/hostname"
+ZONE = "topology.kubernetes.io/zone"
+
+
+def tolerations(pool: Pool) -> list[dict[str, Any]]:
+    resource = ACCELERATORS[pool.accelerator.kind].resource
+    accelerator = {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
+    own = [item.model_dump(mode="json", by_alias=True, exclude_none=True) for item in pool.tolerations]
+    return [*([accelerator] if resource is not None else []), *own]
+
+
+def affinity(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
+    """Return the pod's affinity; empty if any node fits.
+
+    A claim (DRA) selects its node by the devices themselves, without node labels.
+    """
+    found: dict[str, Any] = {}
+    labels = ACCELERATORS[pool.accelerator.kind].node_labels
+    if labels and not pool.accelerator.claims:
+        terms = [{"matchExpressions": [_expression(label)]} for label in labels]
+        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+    if pool.shared_memory.scope == "node":
+        found |= near_engines(dep)
+    return found
+
+
+def near_engines(dep: MMRouterDeployment) -> dict[str, Any]:
+    """Return the affinity of a pod that shares memory with engines.
+
+    It is only preferred: a required term would tie all pools to one node, and draining that node would never end,
+    because no replacement could start elsewhere. Images that cannot be handed over on the node are sent as bytes.
+    """
+    shared = {DEPLOYMENT_LABEL: dep.metadata.name, SHARED_MEMORY: "node"}
+    term = {"labelSelector": {"matchLabels": shared}, "topologyKey": HOSTNAME}
+    return {
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": term}]}
+    }
+
+
+def spread(selector: Selector, *, together: bool = False) -> list[dict[str, Any]]:
+    """Return soft constraints that spread a Deployment's pods over nodes and zones, per revision.
+
+    ``together``: over zones only, because the pods are better off on one node.
+    """
+    return [
+        {
+            "maxSkew": 1,
+            "topologyKey": key,
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": dict(selector["matchLabels"])},
+            "matchLabelKeys": ["pod-template-hash"],
+        }
+        for key in ([ZONE] if together else [HOSTNAME, ZONE])
+    ]
+
+
+def _expression(label: NodeLabel) -> dict[str, Any]:
+    key, value = label
+    return {"key": key, "operator": "Exists"} if value is None else {"key": key, "operator": "In", "values": [value]}

@@ -8,8 +8,8 @@ images are handed over (``routing.transfer``): they write what engines read.
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, quantity_bytes
-from mmrouter_lib.api.pod_paths import SHARED_DIR
 from mmrouter_lib.api.shared_types import Resources
+from mmrouter_lib.pod_paths import SHARED_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.pod import parts
 
@@ -18,12 +18,10 @@ SHARED_GROUP: Final = 65533
 
 
 def is_shared(pool: Pool) -> bool:
-    """Whether the pool's pods use their node's directory."""
     return pool.shared_memory.scope == "node"
 
 
 def frontends_share(dep: MMRouterDeployment) -> bool:
-    """Whether the frontends use their node's directory."""
     return dep.spec.routing.transfer != "none" and any(is_shared(pool) for pool in dep.spec.pools)
 
 
@@ -36,7 +34,6 @@ def limit_bytes(dep: MMRouterDeployment) -> int:
 
 
 def own_volume(pool: Pool) -> dict[str, Any]:
-    """Return the volume of a pod's own memory-backed files."""
     return {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": pool.shared_memory.size}}
 
 
@@ -52,7 +49,6 @@ def shared_volume(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, 
 
 
 def shared_mount() -> dict[str, Any]:
-    """Return the mount of the node's directory."""
     return parts.mount("shared", SHARED_DIR)
 
 
@@ -85,12 +81,11 @@ def prepare(config: OperatorConfig) -> dict[str, Any]:
         "image": config.image,
         "command": ["mmrouter", "shared-memory", SHARED_DIR, str(SHARED_GROUP)],
         "env": [],
-        **parts.termination_message(),
+        **parts.hardened(),
         "securityContext": security,
         "volumeMounts": [shared_mount()],
     }
 
 
 def groups() -> dict[str, Any]:
-    """Return what a pod's security context needs to use the directory."""
     return {"supplementalGroups": [SHARED_GROUP]}

@@ -73,7 +73,7 @@ def _merge_map(original: dict[str, Any], patch: dict[str, Any], path: Path) -> d
         elif isinstance(current, list) and isinstance(value, list):
             original[key] = _merge_list(current, value, here)
         elif isinstance(current, dict | list):
-            raise OverlayError(_text(here), f"is {_kind(current)}, not {_kind(value)}")
+            raise OverlayError(_text(here), f"is {described(current)}, not {described(value)}")
         else:
             original[key] = _alone(value, here)
     return original
@@ -94,7 +94,7 @@ def _merge_list(original: list[Any], patch: list[Any], path: Path) -> list[Any]:
     if path in MERGED_SCALARS:
         for item in patch:
             if not isinstance(item, str):
-                raise OverlayError(_text(path), f"holds texts, not {_kind(item)}")
+                raise OverlayError(_text(path), f"holds texts, not {described(item)}")
         return _ordered(original, list(dict.fromkeys([*original, *patch])), patch, None)
     merge_key = MERGE_KEYS.get(path)
     if merge_key is None:
@@ -104,7 +104,7 @@ def _merge_list(original: list[Any], patch: list[Any], path: Path) -> list[Any]:
     kept = list(original)
     for item in patch:
         if not isinstance(item, dict):
-            raise OverlayError(_text(path), f"holds objects, not {_kind(item)}")
+            raise OverlayError(_text(path), f"holds objects, not {described(item)}")
         directive = item.get(_DIRECTIVE)
         if directive is None:
             plain.append(item)
@@ -160,7 +160,7 @@ def _alone(value: Any, path: Path) -> Any:
     for item in value:
         if merge_key is not None:
             if not isinstance(item, dict):
-                raise OverlayError(_text(path), f"holds objects, not {_kind(item)}")
+                raise OverlayError(_text(path), f"holds objects, not {described(item)}")
             if item.get(_DIRECTIVE) in ("delete", "replace"):
                 continue
             _key_of(item, merge_key, path)
@@ -182,7 +182,7 @@ def _key_of(item: dict[str, Any], merge_key: str, path: Path) -> Any:
     key = item[merge_key]
     if isinstance(key, bool) or not isinstance(key, str | int):
         raise OverlayError(
-            _text((*path, merge_key)), f"says what an element merges with, as a text or a number, not {_kind(key)}"
+            _text((*path, merge_key)), f"says what an element merges with, as a text or a number, not {described(key)}"
         )
     return key
 
@@ -191,10 +191,13 @@ def _bad_directive(directive: Any, path: Path) -> OverlayError:
     return OverlayError(_text((*path, _DIRECTIVE)), f"is `delete` or `replace`, not {directive!r}")
 
 
-def _kind(value: Any) -> str:
+def described(value: Any) -> str:
+    """Return what a value is, as a part of a sentence."""
     if isinstance(value, dict):
         return "an object"
-    return "a list" if isinstance(value, list) else f"{value!r:.80}"
+    if isinstance(value, list):
+        return "a list"
+    return "null" if value is None else f"{value!r:.80}"
 
 
 def _text(path: Path) -> str:

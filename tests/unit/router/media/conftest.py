@@ -9,7 +9,8 @@ import pytest
 from aiohttp import web
 
 from mmrouter_lib.api import Media as MediaSettings
-from mmrouter_router.media import FetchLimits, MediaResolver
+from mmrouter_router.media.fetch import FetchLimits
+from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.telemetry.metrics import Metrics
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
@@ -91,16 +92,20 @@ async def raw_origin() -> AsyncIterator[Callable[[Talk], Awaitable[str]]]:
 
 
 @pytest.fixture
-async def resolving():
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+async def resolving(metrics):
     """Make resolvers; by default with access to loopback, and with 127.0.0.1 as the address of all hosts."""
     made: list[MediaResolver] = []
 
     def make(media: dict | None = None, limits: dict | None = None, **options) -> MediaResolver:
         settings = MediaSettings(**({"fetch": "public", "allowed_cidrs": ["127.0.0.0/8"]} | (media or {})))
         options.setdefault("lookup", everything_is("127.0.0.1"))
-        options.setdefault("metrics", Metrics())
         kept = FetchLimits(**({"max_bytes": 1 << 20, "total_s": 5.0} | (limits or {})))
-        made.append(MediaResolver(settings, limits=kept, **options))
+        made.append(MediaResolver(settings, limits=kept, metrics=metrics, **options))
         return made[-1]
 
     yield make

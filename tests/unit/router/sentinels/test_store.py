@@ -1,34 +1,41 @@
 """Which provider names an image, what proves or refutes it, and what is known afterwards."""
 
+import hashlib
 import json
+import threading
 from array import array
 
 import pytest
+from unit.router.test_prepare import SIZE as BLOCK
+from unit.router.test_prepare import chat, image, preparing, settings, text
 
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.block_keys import Span, block_keys
-from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash, sentinels
-from mmrouter_router.sentinels import RankEpoch, SentinelStore, SentRequest, plan_fingerprints
-from mmrouter_router.sentinels.store import BLIND_SECONDS
+from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash_of, sentinels
+from mmrouter_router.request import prepare as stage
+from mmrouter_router.request.prepare import THREAD_BYTES
+from mmrouter_router.sentinels import evidence
+from mmrouter_router.sentinels.align import SentRequest
+from mmrouter_router.sentinels.evidence import BLIND_SECONDS, RankEpoch, SentinelStore, plan_fingerprints
 from mmrouter_router.sentinels.table import SentinelTable
 
 PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
-QWEN3 = Fingerprint(  # proved against captures of a real engine in tests/unit/engines/test_sglang_identity.py
-    transformers="5.19.0",
-    processor_class=PROCESSOR,
-    wrapper_class="transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
-    model_type="qwen3_vl",
-    architectures=("Qwen3VLForConditionalGeneration",),
-)
-QWEN25 = Fingerprint(
-    transformers="5.19.0",
-    processor_class=PROCESSOR,
-    wrapper_class="transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
-    model_type="qwen2_5_vl",
-    architectures=("Qwen2_5_VLForConditionalGeneration",),
+# Proved against captures of a real engine in tests/unit/engines/test_sglang_identity.py.
+QWEN3, QWEN25 = (
+    Fingerprint(
+        transformers="5.19.0",
+        processor_class=PROCESSOR,
+        wrapper_class=f"transformers.models.{kind}.processing_{kind}.{name}Processor",
+        model_type=kind,
+        architectures=(f"{name}ForConditionalGeneration",),
+    )
+    for kind, name in (("qwen3_vl", "Qwen3VL"), ("qwen2_5_vl", "Qwen2_5_VL"))
 )
 SCOPE, LINE = ("0.5.23/f", "worker"), RankEpoch("uid", 1, 0)
 CANARY, IMAGE, OTHER = b"canary", b"image", b"other"
 SIZE, SEED = 4, 5
+UNEXPLAINED = (2000001, 2000002, 2000003, 2000004)
+"""Of no known fingerprint."""
 
 
 def facts(fingerprint: Fingerprint = QWEN3, **more) -> dict[str, str]:
@@ -45,7 +52,7 @@ def facts(fingerprint: Fingerprint = QWEN3, **more) -> dict[str, str]:
 
 
 def made_of(data: bytes, fingerprint: Fingerprint = QWEN3) -> tuple[int, ...]:
-    return sentinels(artifact_hash(data, fingerprint, {}), legacy=False)
+    return sentinels(artifact_hash_of(hashlib.sha256(data).hexdigest(), fingerprint, {}), legacy=False)
 
 
 class Rig:
@@ -74,6 +81,11 @@ def place(request: SentRequest) -> tuple[int | None, int]:
     return block_keys(array("Q", request.ids), SIZE, (), SEED)[before - 1], request.spans[0].offset % SIZE
 
 
+@pytest.fixture
+def rig():
+    return Rig(facts())
+
+
 @pytest.mark.parametrize(
     ("version", "model_type", "cache", "predicts"),
     [
@@ -95,19 +107,13 @@ def test_version_model_type_and_flags_decide_predictability(version, model_type,
 
 
 @pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
-def test_language_only_engine_is_not_predictable(fingerprint):
+def test_recorded_fingerprint_is_the_first_candidate_unless_the_engine_is_language_only(fingerprint):
     beside = facts(fingerprint, mm_preprocess_cache_size_mb=64, language_only=True)
     assert plan_fingerprints("0.5.23", beside).candidates == ()
-    assert plan_fingerprints("0.5.23", beside | {"language_only": "false"}).candidates
+    assert plan_fingerprints("0.5.23", beside | {"language_only": "false"}).candidates[0] == fingerprint
 
 
-@pytest.mark.parametrize("fingerprint", [QWEN3, QWEN25])
-def test_recorded_fingerprint_is_the_first_candidate(fingerprint):
-    assert plan_fingerprints("0.5.23", facts(fingerprint, mm_preprocess_cache_size_mb=64)).candidates[0] == fingerprint
-
-
-def test_predictions_start_with_a_proven_fingerprint():
-    rig = Rig(facts())
+def test_predictions_start_with_a_proven_fingerprint(rig):
     assert (rig.provider(), rig.values(IMAGE)) == ("learned", None)
     rig.observed(CANARY, made_of(CANARY))
     assert (rig.provider(), rig.values(IMAGE), rig.events) == ("artifact", made_of(IMAGE), ["calibrated"])
@@ -123,30 +129,27 @@ def test_other_library_or_transport_is_found_among_candidates(near):
     assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE, fingerprint))
 
 
-def test_recalled_sightings_calibrate_a_new_router():
-    rig = Rig(facts())
+def test_recalled_sightings_calibrate_a_new_router(rig):
     rig.known.on_sighting(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=False)
     assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE))
 
 
-def test_unexplained_engine_is_learned():
-    rig = Rig(facts())
-    rig.observed(CANARY, (2000001, 2000002, 2000003, 2000004))
+def test_unexplained_engine_is_learned(rig):
+    rig.observed(CANARY, UNEXPLAINED)
     assert (rig.provider(), rig.values(IMAGE)) == ("learned", None)
-    assert rig.values(CANARY) == (2000001, 2000002, 2000003, 2000004)
+    assert rig.values(CANARY) == UNEXPLAINED
     assert rig.events == ["demoted", "learned"]
     rig.known.on_sighting(SCOPE, LINE, (123, 2), made_of(CANARY), 4, live=True)
     assert rig.provider() == "learned"  # what was demoted stays so
 
 
-def test_contradicted_prediction_demotes_the_scope_and_keeps_proofs():
-    rig = Rig(facts())
+def test_contradicted_prediction_demotes_the_scope_and_keeps_proofs(rig):
     rig.observed(CANARY, made_of(CANARY))
     assert rig.values(IMAGE) == made_of(IMAGE)
     assert rig.values(OTHER) == made_of(OTHER)
-    rig.observed(IMAGE, (2000001, 2000002, 2000003, 2000004))
+    rig.observed(IMAGE, UNEXPLAINED)
     assert rig.provider() == "learned"
-    assert rig.values(IMAGE) == (2000001, 2000002, 2000003, 2000004)
+    assert rig.values(IMAGE) == UNEXPLAINED
     assert rig.values(OTHER) is None
     assert rig.values(CANARY) == made_of(CANARY)
     assert "demoted" in rig.events
@@ -199,3 +202,61 @@ def test_full_table_evicts_the_least_recently_used_image():
     table.put(b"3", (3,), proven=True)
     assert [table.get(name) is not None for name in (b"1", b"2", b"3")] == [True, False, True]
     assert (table.owned((0,)), table.owned((1,)), len(table)) == (True, False, 2)
+
+
+SCOPES = [("0.5.23/f", pool) for pool in ("large", "small")]
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """The threads in which each image was hashed, by its bytes."""
+    seen: dict[bytes, list[threading.Thread]] = {}
+
+    def noted(data: bytes) -> str:
+        seen.setdefault(data, []).append(threading.current_thread())
+        return hashed(data)
+
+    hashed = evidence.sha256_of
+    monkeypatch.setattr(evidence, "sha256_of", noted)
+    monkeypatch.setattr(stage, "sha256_of", noted)
+    return seen
+
+
+def known(*, calibrated: bool) -> SentinelStore:
+    sentinels = SentinelStore(probe_images=[(CANARY, CANARY)])
+    for scope in SCOPES:
+        sentinels.describe(scope, "0.5.23", facts())
+        if calibrated:
+            sentinels.on_observed(scope, CANARY, CANARY, made_of(CANARY))
+    return sentinels
+
+
+@pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated", "calibrated meanwhile"])
+async def test_image_is_hashed_once_and_a_large_one_in_a_thread(threads, calibrated):
+    small = picture("a", 112, 112)
+    large = picture("b", 112, 112) + bytes(THREAD_BYTES)
+    parts = [{"type": "image_url", "image_url": {"url": data_uri(data)}} for data in (small, large)]
+    async with preparing(settings(engine="sglang"), sentinels=known(calibrated=calibrated)) as preparer:
+        threads.clear()
+        for _ in range(2):
+            prepared = await preparer.prepare(chat(*parts), None)
+            for scope in SCOPES:
+                preparer.sentinels.on_observed(scope, CANARY, CANARY, made_of(CANARY))
+                assert prepared.filled(scope).unknown is None
+                assert len(prepared.keys(BLOCK, scope)) > 0
+                for span, data in zip(prepared.spans, (small, large), strict=True):
+                    assert tuple(prepared.filled(scope).ids[span.offset : span.offset + 4]) == made_of(data)
+    assert [len(threads[data]) for data in (small, large)] == [1, 1]
+    assert threads[large][0] is not threading.current_thread()
+
+
+async def test_images_are_not_hashed_without_predictions(threads):
+    sentinels = known(calibrated=False)
+    for scope in SCOPES:
+        sentinels.on_observed(scope, CANARY, CANARY, UNEXPLAINED)
+    threads.clear()
+    async with preparing(settings(engine="sglang"), sentinels=sentinels) as preparer:
+        prepared = await preparer.prepare(chat(text("look"), image("c", 56)), None)
+    assert [prepared.filled(scope).unknown for scope in SCOPES] == [0, 0]
+    sentinels.on_observed(SCOPES[0], b"seen", b"seen", UNEXPLAINED)
+    assert threads == {}

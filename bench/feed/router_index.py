@@ -1,0 +1,135 @@
+"""Memory of the index per block, against Dynamo; and the time from a router's start until all its decisions are exact
+(docs/performance.md, *memory* and *restart*).
+"""
+
+import json
+import statistics
+import time
+import urllib.error
+import urllib.request
+from array import array
+
+import psutil
+
+from bench.child_process import Child
+from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
+from bench.feed.router_ingest import IngestCase, feed_receiver
+from bench.peer_routers import DYNAMO, PeerMissingError, fed_dynamo
+from bench.placing.workload import BLOCK_SIZE, BlockWorkload, build
+from bench.report import Row, not_run, row
+from bench.serving.router_processes import CONTROL_TOKEN, HEALTH_PORT, Ours
+from mmrouter_lib.block_keys import pack_keys
+
+WORKERS = 64
+MEMORY_BLOCKS, RESTART_BLOCKS = 16_000, 16_384
+"""Blocks of each worker."""
+MEMORY_GOAL = "<= 0.7"
+ROUNDS = 5
+POLL_SECONDS = 0.01
+LIMIT_SECONDS = 60.0
+
+
+def memory() -> list[Row]:
+    load = build(workers=WORKERS, blocks_per_worker=MEMORY_BLOCKS, queries=0)
+    own, theirs, missing = index_growth(load), None, ""
+    try:
+        theirs = dynamo_growth(load)
+    except PeerMissingError as error:
+        missing = str(error)
+    return memory_rows(load, own, theirs, missing)
+
+
+def memory_rows(load: BlockWorkload, own: int, theirs: int | None, missing: str) -> list[Row]:
+    """Return the figures; ``own`` and ``theirs`` in bytes, ``missing`` says why there is no peer."""
+    unique = len({key for event in load.events for key in event.keys})
+    name = f"memory, {load.workers} workers"
+    result = [
+        row(f"{name}: per unique block", own / unique, "bytes"),
+        row(f"{name}: per block and worker", own / load.blocks, "bytes"),
+    ]
+    ratio = f"{name}: per unique block, over Dynamo"
+    if theirs is None:
+        return [*result, not_run(ratio, "x", missing, goal=MEMORY_GOAL)]
+    return [*result, row(ratio, own / theirs, "x", peer=f"{DYNAMO}: {theirs / unique:.4g} bytes", goal=MEMORY_GOAL)]
+
+
+def index_growth(load: BlockWorkload) -> int:
+    """Return the bytes by which the router's half of the feed grows. Raises ``RuntimeError`` for missing blocks."""
+    with feed_receiver(load.workers) as receiver:
+        before = _resident(receiver.child)
+        held = receiver.publish(IngestCase("memory", load, load.events).deltas())["held"]
+        if sum(held) != load.blocks:
+            raise RuntimeError(f"the index holds {sum(held)} blocks instead of {load.blocks}")
+        return _resident(receiver.child) - before
+
+
+def dynamo_growth(load: BlockWorkload) -> int:
+    """Return the bytes by which Dynamo's selection service grows. Raises :class:`PeerMissingError`."""
+    with fed_dynamo(load) as (dynamo, publish):
+        before = _resident(dynamo)
+        publish((event,) for event in load.events)
+        dynamo.settle([len(ids) // BLOCK_SIZE for ids in load.probes])
+        return _resident(dynamo) - before
+
+
+def _resident(child: Child) -> int:
+    """Return the resident memory of a process and its children, in bytes."""
+    root = psutil.Process(child.pid)
+    return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+
+
+def restart() -> list[Row]:
+    held = snapshots(WORKERS, RESTART_BLOCKS)
+    curve = Curve.fresh()
+    empty, full = [], []
+    for _ in range(ROUNDS):
+        empty.append(seconds(WORKERS, curve, []))
+        full.append(seconds(WORKERS, curve, held))
+    name = f"restart, {WORKERS} workers of {RESTART_BLOCKS:,} blocks"
+    return [
+        row(f"{name}: start to exact", statistics.median(full), "s", goal="<= 2"),
+        row(f"{name}: start to exact, the longest of {ROUNDS}", max(full), "s"),
+        row(f"{name}: of it without any blocks", statistics.median(empty), "s"),
+    ]
+
+
+def snapshots(workers: int, blocks: int) -> list["array[int]"]:
+    held: list[array[int]] = [array("Q") for _ in range(workers)]
+    for event in build(workers=workers, blocks_per_worker=blocks, queries=0).events:
+        held[event.worker].extend(event.keys)
+    return held
+
+
+def seconds(workers: int, curve: Curve, held: list["array[int]"]) -> float:
+    """Start a router over sidecars that hold these keys; return the seconds until it is exact. Raises ``TimeoutError``
+    after :data:`LIMIT_SECONDS`.
+    """
+    wanted = {f"uid-{number}": len(held[number]) if held else 0 for number in range(workers)}
+    packed = [pack_keys(keys) for keys in held]
+    with FakeSidecars(workers, curve, packed):
+        began = time.perf_counter()
+        with Ours(FRONTEND, [address(number) for number in range(workers)], curve, policy="kv") as router:
+            while True:
+                if _ready(router.host) and held_blocks(router.host) == wanted:
+                    return time.perf_counter() - began
+                if time.perf_counter() - began > LIMIT_SECONDS:
+                    raise TimeoutError(f"the router holds {held_blocks(router.host)} after {LIMIT_SECONDS:g} s")
+                time.sleep(POLL_SECONDS)
+
+
+def _ready(host: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{host}:{HEALTH_PORT}/readyz", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def held_blocks(host: str) -> dict[str, int]:
+    """Return the number of blocks that a router's index holds of each verified worker, by its uid."""
+    request = urllib.request.Request(
+        f"http://{host}:8001/control/state", headers={"authorization": f"Bearer {CONTROL_TOKEN}"}
+    )
+    with urllib.request.urlopen(request, timeout=5) as answer:
+        workers = json.load(answer)["workers"]
+    return {row["uid"]: sum(row["held"].values()) for row in workers if row["standing"] == "verified"}

@@ -1,1 +1,0 @@
-"""Hand-over of payloads between processes."""

@@ -1,0 +1,171 @@
+"""Install other routers, each into an environment of its own below the cache, and drive Dynamo as a peer process.
+
+Folders are ``${MMROUTER_CACHE:-${XDG_CACHE_HOME:-~/.cache}/mmrouter}/peers/<name>-<version>``. The variable
+``MMROUTER_BENCH_PEERS`` selects: ``install`` (default) installs missing peers, ``present`` uses installed ones only,
+``none`` runs no peer.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from bench.child_process import Child, ChildError
+from bench.placing.workload import BLOCK_SIZE, BlockWorkload, Event, vllm_payload
+
+MODE = "MMROUTER_BENCH_PEERS"
+MODES = ("install", "present", "none")
+INSTALL_SECONDS = 300
+
+
+class PeerMissingError(Exception):
+    """A peer cannot be run here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    package: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.package} {self.version}"
+
+
+_refused: dict[Peer, str] = {}
+"""Failed installations of this run and their reasons; they are not tried again."""
+
+DYNAMO = Peer("ai-dynamo-runtime", "1.6.1")
+SGLANG_ROUTER = Peer("sglang-router", "0.3.2")
+SMG = Peer("smg", "1.13.0")
+
+
+def folder(peer: Peer) -> Path:
+    """Return the peer's environment, which may not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    cache = Path(os.environ.get("MMROUTER_CACHE") or Path(base) / "mmrouter")
+    return cache / "peers" / f"{peer.package}-{peer.version}"
+
+
+def ensure(peer: Peer) -> Path:
+    """Return the ``bin`` folder of the peer's environment. Raises :class:`PeerMissingError`."""
+    mode = os.environ.get(MODE, "install")
+    if mode not in MODES:
+        raise ValueError(f"{MODE} is one of {', '.join(MODES)}, not {mode!r}")
+    home = folder(peer)
+    done = home / "complete"
+    if mode == "none":
+        raise PeerMissingError(f"peers are switched off ({MODE}=none)")
+    if not done.exists():
+        if mode == "present":
+            raise PeerMissingError(f"{peer} is not installed ({MODE}=present)")
+        if peer in _refused:
+            raise PeerMissingError(_refused[peer])
+        try:
+            _install(peer, home)
+        except PeerMissingError as error:
+            _refused[peer] = str(error)
+            raise
+        done.touch()
+    return home / "bin"
+
+
+def _install(peer: Peer, home: Path) -> None:
+    sys.stderr.write(f"bench: installing {peer} into {home}\n")
+    shutil.rmtree(home, ignore_errors=True)  # an installation that was interrupted
+    venv.create(home, with_pip=True)
+    pip = (str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--retries", "1")
+    wanted = ("--quiet", "--only-binary", ":all:", f"{peer.package}=={peer.version}")
+    command = [*pip, "--timeout", "20", "install", *wanted]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise PeerMissingError(f"{peer} could not be installed within {INSTALL_SECONDS} s") from error
+    if done.returncode != 0:
+        sys.stderr.write(done.stderr)
+        raise PeerMissingError(f"pip cannot install {peer} here")
+
+
+SCRIPT = Path(__file__).with_name("dynamo_process.py")
+SUBSCRIBE_SECONDS = 20
+THREADS = 4
+"""Threads of its indexer: the package's default."""
+
+
+class EngineSockets(AbstractContextManager["EngineSockets"]):
+    """One event socket per worker, as engines have them; XPUB, which shows when the peer has subscribed."""
+
+    def __init__(self, workers: int) -> None:
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._sent = [0] * workers
+        for _ in range(workers):
+            socket = self._context.socket(zmq.XPUB)
+            socket.setsockopt(zmq.SNDHWM, 0)  # no loss: the peer's answers are compared
+            socket.bind("tcp://127.0.0.1:*")
+            self._sockets.append(socket)
+        self.endpoints = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
+
+    def wait(self) -> None:
+        for socket in self._sockets:
+            if not socket.poll(SUBSCRIBE_SECONDS * 1000):
+                raise ChildError(f"no subscription within {SUBSCRIBE_SECONDS} s")
+            socket.recv()
+
+    def publish(self, batches: Iterable[Sequence[Event]]) -> None:
+        """Publish batches, each of one worker, as vLLM frames them."""
+        for batch in batches:
+            worker = batch[0].worker
+            self._sockets[worker].send_multipart([b"", self._sent[worker].to_bytes(8, "big"), vllm_payload(*batch)])
+            self._sent[worker] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._context.destroy(linger=0)
+
+
+class Dynamo(Child):
+    """The running service. Raises ``PeerMissingError`` where it cannot be installed."""
+
+    def __init__(self) -> None:
+        python = ensure(DYNAMO) / "python"
+        # -P keeps this folder off sys.path. No log: writing it would cost the peer time.
+        super().__init__(str(DYNAMO), [str(python), "-P", str(SCRIPT)], {"DYN_LOG": "off", "RUST_LOG": "off"})
+
+    def start(self, endpoints: Sequence[str], block_size: int) -> None:
+        self.call("start", threads=THREADS, block_size=block_size, endpoints=list(endpoints))
+
+    def load(self, prompts: Sequence["array[int]"]) -> None:
+        """Hand over prompts; other methods refer to them by number."""
+        path = self.folder / "prompts"
+        path.write_bytes(b"".join(ids.tobytes() for ids in prompts))
+        self.call("load", path=str(path), lengths=[len(ids) for ids in prompts])
+
+    def select(self, number: int) -> tuple[float, int]:
+        """Place a prompt; return microseconds and the winner's overlap in blocks."""
+        answer = self.call("select", number=number)
+        return answer["us"], answer["overlap"]
+
+    def settle(self, blocks: Sequence[int], seconds: float = 60) -> float:
+        """Wait until worker n shows ``blocks[n]`` blocks of prompt n; return the CPU seconds used so far."""
+        return float(self.call("settle", blocks=list(blocks), seconds=seconds)["cpu"])
+
+    def cpu(self) -> float:
+        """Return the CPU seconds used so far."""
+        return float(self.call("cpu")["cpu"])
+
+
+@contextmanager
+def fed_dynamo(load: BlockWorkload) -> Iterator[tuple[Dynamo, Callable[[Iterable[Sequence[Event]]], None]]]:
+    """Start the service with the workload's workers and probes; yields it and what publishes engines' batches."""
+    with Dynamo() as dynamo, EngineSockets(load.workers) as sockets:
+        dynamo.start(sockets.endpoints, BLOCK_SIZE)
+        sockets.wait()
+        dynamo.load(load.probes)
+        yield dynamo, sockets.publish

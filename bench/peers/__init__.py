@@ -1,1 +1,0 @@
-"""Other routers, each in an environment of its own outside the checkout, driven as processes."""

@@ -1,0 +1,256 @@
+"""The workload of `mmrouter up --demo`: a few requests through the OpenAI API, by policy kv and by round robin."""
+
+import functools
+import http.server
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import openai
+from rich.console import Console
+
+from mmrouter_cli.options import table
+from mmrouter_cli.sample_images import data_uri, picture
+from mmrouter_cli.status.control_api import ControlEndpoint
+
+SETTLE_SECONDS = 5.0
+WIDE = 120
+"""Columns from which the table has room for the reasons."""
+STORY = (
+    "The two pictures were taken on one morning from the same window. Please read the question first, look at every "
+    "part of what is shown, and answer in one short sentence that names the colours you see from left to right."
+)
+
+
+class Step(NamedTuple):
+    """One request of the workload. ``repeats``: the step after which this one must be an exact complete hit."""
+
+    name: str
+    messages: tuple[dict[str, Any], ...]
+    repeats: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    name: str
+    worker: str
+    blocks: int
+    overlap: int
+    prompt_tokens: int
+    cached_tokens: int
+    exactness: str
+    why: str
+    milliseconds: float
+    failure: str = ""
+
+
+def workload(nonce: str, served: str) -> list[Step]:
+    """Return text, one image, the same by ``data:`` and http, two images, the same swapped, a second turn, and repeats.
+
+    ``served`` is the URL below which pictures A.png and B.png lie.
+    """
+    a, b = picture(nonce + "a"), picture(nonce + "b", 336, 224)
+
+    def desk(number: int) -> dict[str, Any]:
+        # Conversations of different desks share no block and may be on different workers.
+        return {"role": "system", "content": f"Desk {number} of {nonce}: you answer in one sentence."}
+
+    def ask(*content: Any) -> dict[str, Any]:
+        return {"role": "user", "content": list(content)}
+
+    def text(words: str) -> dict[str, Any]:
+        return {"type": "text", "text": words}
+
+    def image(url: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    words = (desk(1), {"role": "user", "content": STORY})
+    one = (desk(2), ask(text(STORY), image(data_uri(a)), text("What is shown?")))
+    by_http = (desk(2), ask(text(STORY), image(f"{served}/A.png"), text("What is shown?")))
+    pair = (desk(3), ask(image(data_uri(a)), image(data_uri(b)), text(STORY)))
+    swapped = (desk(3), ask(image(data_uri(b)), image(data_uri(a)), text(STORY)))
+    answer = {"role": "assistant", "content": "Sixteen squares."}
+    turn = (*one, answer, ask(text("Which one is the brightest of them?")))
+    return [
+        Step("text", words),
+        Step("text again", words, repeats="text"),
+        Step("image, data:", one),
+        Step("image, data: again", one, repeats="image, data:"),
+        Step("same image, http:", by_http, repeats="image, data:"),
+        Step("two images A B", pair),
+        Step("two images B A", swapped),
+        Step("two images A B again", pair, repeats="two images A B"),
+        Step("second turn", turn),
+        Step("second turn again", turn, repeats="second turn"),
+    ]
+
+
+@contextmanager
+def picture_server(nonce: str) -> Iterator[str]:
+    """Serve pictures A.png and B.png on loopback while the block runs; yields the URL."""
+    with tempfile.TemporaryDirectory(prefix="mmrouter-demo-") as folder:
+        Path(folder, "A.png").write_bytes(picture(nonce + "a"))
+        Path(folder, "B.png").write_bytes(picture(nonce + "b", 336, 224))
+
+        class Quiet(http.server.SimpleHTTPRequestHandler):
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder))
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            server.server_close()
+
+
+class DemoError(Exception):
+    """The workload could not be sent."""
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The workload by the deployment's policy, and by round robin on the same engines."""
+
+    rows: list[StepRow]
+    baseline: list[StepRow]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every repeat was an exact complete hit."""
+        return not any(row.failure for row in self.rows)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "rows": [asdict(row) for row in self.rows],
+            "hit_ratio": hit_ratio(self.rows),
+            "round_robin": {"rows": [asdict(row) for row in self.baseline], "hit_ratio": hit_ratio(self.baseline)},
+        }
+
+
+def run(endpoint: ControlEndpoint, model: str) -> DemoResult:
+    """Send the workload by the deployment's policy, then by round robin. Raises :class:`DemoError`."""
+    try:
+        return DemoResult(_run(endpoint, model), _run(endpoint, model, policy="roundRobin"))
+    except (openai.OpenAIError, httpx.HTTPError) as error:
+        raise DemoError(f"the demo's workload failed: {error}") from error
+
+
+def _run(endpoint: ControlEndpoint, model: str, *, policy: str | None = None) -> list[StepRow]:
+    nonce = secrets.token_hex(4)
+    headers = {"x-mmrouter-control": endpoint.token} | ({"x-mmrouter-policy": policy} if policy else {})
+    client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="demo", default_headers=headers, timeout=120)
+    rows: list[StepRow] = []
+    with picture_server(nonce) as served, httpx.Client(timeout=10) as control:
+        for step in workload(nonce, served):
+            rows.append(_send(client, control, endpoint, model, step))
+            _settle(control, endpoint, step, model)
+    return rows
+
+
+def _send(client: openai.OpenAI, control: httpx.Client, endpoint: ControlEndpoint, model: str, step: Step) -> StepRow:
+    began = time.perf_counter()
+    messages: Any = list(step.messages)
+    answer = client.chat.completions.with_raw_response.create(
+        model=model, messages=messages, max_tokens=8, temperature=0
+    )
+    took = (time.perf_counter() - began) * 1000
+    usage = answer.parse().usage
+    details = usage.prompt_tokens_details if usage else None
+    cached = details.cached_tokens if details and details.cached_tokens is not None else -1
+    request_id = answer.headers["x-mmrouter-request-id"]
+    asked = (
+        control.get(f"{url}/control/decisions/{request_id}", headers=endpoint.authorization)
+        for url in endpoint.controls
+    )
+    trace: dict[str, Any] = next((decision.json() for decision in asked if decision.status_code == 200), {})
+    row = StepRow(
+        name=step.name,
+        worker=trace.get("worker", "?"),
+        blocks=trace.get("blocks", 0),
+        overlap=trace.get("overlap", 0),
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        cached_tokens=cached,
+        exactness=trace.get("exactness", "?"),
+        why=trace.get("why", ""),
+        milliseconds=took,
+    )
+    return replace(row, failure=repeat_failure(step, row, trace))
+
+
+def repeat_failure(step: Step, row: StepRow, trace: dict[str, Any]) -> str:
+    """Return why a repeat was not an exact complete hit; empty where it was, or for other steps."""
+    if not step.repeats:
+        return ""
+    if row.exactness != "exact":
+        return f"{row.exactness}, not exact: {', '.join(trace.get('reasons', []))}"
+    if row.overlap != row.blocks:
+        return f"{row.overlap} of {row.blocks} blocks"
+    size = int(trace["block_size"])
+    expected = min(row.overlap * size, (row.prompt_tokens - 1) // size * size)
+    if row.cached_tokens != expected:
+        return f"the engine says {row.cached_tokens} cached tokens, predicted {expected}"
+    return ""
+
+
+def _settle(control: httpx.Client, endpoint: ControlEndpoint, step: Step, model: str) -> None:
+    """Wait until every frontend knows the blocks that the step left in an engine's cache."""
+    body = {"model": model, "messages": list(step.messages)}
+    deadline = time.monotonic() + SETTLE_SECONDS
+    for url in endpoint.controls:
+        while time.monotonic() < deadline:
+            dry = control.post(f"{url}/control/explain", headers=endpoint.authorization, json=body)
+            if dry.status_code != 200:
+                break
+            best = max((c["overlap"] for c in dry.json()["candidates"]), default=0)
+            if best >= dry.json()["blocks"]:
+                break
+            time.sleep(0.01)
+
+
+def hit_ratio(rows: Sequence[StepRow]) -> float:
+    """Return the share of prompt tokens that engines served from their caches, a ratio of sums."""
+    total = sum(row.prompt_tokens for row in rows)
+    return sum(max(row.cached_tokens, 0) for row in rows) / total if total else 0.0
+
+
+def _computed(rows: Sequence[StepRow]) -> int:
+    return sum(row.prompt_tokens - max(row.cached_tokens, 0) for row in rows)
+
+
+def show(console: Console, result: DemoResult) -> None:
+    wide = console.width >= WIDE
+    legend = "overlap: blocks that mmrouter predicted to be cached; cached_tokens: what the engine then reports"
+    numbers = ("blocks", "overlap", "cached_tokens")
+    headings = ("request", "worker", *numbers, "exactness", *(["why"] if wide else []))
+    title = "one workload, policy kv"
+    shown = table(title, *headings, right=numbers, caption=legend, caption_justify="left")
+    for row in result.rows:
+        style = "red" if row.failure else None
+        why = f"{row.why} [FAIL: {row.failure}]" if row.failure else row.why
+        cached = str(row.cached_tokens) if row.cached_tokens >= 0 else "absent"
+        whys = [why.replace("[", "\\[")] if wide else []
+        shown.add_row(
+            row.name, row.worker, str(row.blocks), str(row.overlap), cached, row.exactness, *whys, style=style
+        )
+    console.print(shown)
+    if not wide:
+        for row in result.rows:
+            if row.failure:
+                console.print(f"{row.name}: {row.failure}", style="red", markup=False)
+        console.print(f"a terminal of {WIDE} columns also shows reasons, as `mmrouter explain` does")
+    ours, theirs = hit_ratio(result.rows), hit_ratio(result.baseline)
+    console.print(
+        f"prompt tokens served from cache: [bold]{ours:.1%}[/bold] by kv, {theirs:.1%} by round robin "
+        f"({_computed(result.rows)} against {_computed(result.baseline)} tokens to compute)"
+    )

@@ -1,1 +1,0 @@
-"""`mmrouter init`: answers to a commented mmrouter.yaml."""

@@ -1,0 +1,248 @@
+"""Replays a vLLM capture: compares every stored block with the blocks that the requests so far predict."""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mmrouter_cli.replay.capture import Capture, ReplayReport, Row, comparing
+from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
+from mmrouter_lib.block_keys import block_keys, chain, namespace_seed
+from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.engines.vllm.events import decode_batch
+
+KEY = bytes(range(32))
+"""An arbitrary key: a replay is one deployment."""
+
+
+def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
+    """Compare a capture. Raises ``CaptureError`` for a model folder or a row that cannot be used."""
+    report = ReplayReport("vllm")
+    requests = Requests(capture, model_dir)
+    stream = _Stream(report)
+    for row in capture.rows:
+        with comparing(capture, row):
+            _explain_row(row, requests, stream, report)
+    if model_dir is None:
+        report.notes.append(f"{report.prompts} prompts as the engine returned them; --model renders them too")
+    elif not report.rendered:
+        report.notes.append("--model is not used: this capture holds no messages with their images and answers")
+    else:
+        by = f"{report.rendered} of {report.prompts} prompts rendered by the library"
+        report.notes.append(f"{by}, the others as the engine returned them")
+    return report
+
+
+def _explain_row(row: Row, requests: Requests, stream: "_Stream", report: ReplayReport) -> None:
+    if row.kind == "replay":
+        stream.replayed(row)
+        return
+    try:
+        prompt = requests.prompt(row)
+    except NotRebuiltError as error:
+        stream.skip(row, str(error))
+        return
+    if prompt is not None and prompt.returned is not None:
+        report.rendered += 1
+        if (difference := _ids_differ(prompt)) is not None:
+            report.differs(row, difference)
+    stream.compare(row, prompt)
+
+
+class _Stream:
+    """The frames so far, in the router's keys."""
+
+    def __init__(self, report: ReplayReport) -> None:
+        self._report = report
+        self._seq: int | None = None
+        self._first: int | None = None
+        self._live: dict[int, bytes] = {}
+        self._keys: dict[int, int] = {}  # engine hash -> key
+        self._hashes: dict[int, int] = {}  # key -> engine hash
+        self._predicted: dict[int, None] = {}
+        self._held: Counter[int] = Counter()
+        from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
+
+        self._windows = WindowBlocks()
+        self._windowed = False
+        self._size = 0
+
+    def skip(self, row: Row, why: str) -> None:
+        """Apply a row's frames without comparison, so that later blocks find their parents."""
+        blocks = 0
+        for frame in row.frames:
+            self._follows(row, frame.seq, frame.payload)
+            blocks += sum(len(event["block_hashes"]) for event in _stores(frame.payload))
+            for event in self._events(row, frame.payload):
+                if isinstance(event, Stored | Ragged):
+                    self._chain(event)
+        if blocks or row.frames or "capture" in why:
+            self._report.skipped.append(f"{row.where}: {why}" + (f" ({blocks} blocks)" if blocks else ""))
+
+    def compare(self, row: Row, prompt: Prompt | None) -> None:
+        """Compare a row's frames with all requests so far."""
+        batches = [list(self._events(row, frame.payload)) for frame in row.frames]
+        stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
+        own: array[int] = array("Q")
+        announced = [event for batch in batches for event in batch if isinstance(event, Stored | Ragged)]
+        size = self._size = announced[0].block_size if announced else self._size
+        if prompt is not None:
+            self._report.prompts += 1
+            prompt = self._named_by_events(row, prompt, stored)
+            if size:
+                own = block_keys(prompt.ids, size, prompt.spans, _seed(prompt.lora, prompt.salt))
+                self._predicted.update(dict.fromkeys(own))
+        failed = False
+        for frame, batch in zip(row.frames, batches, strict=True):
+            self._follows(row, frame.seq, frame.payload)
+            published = sum(len(event["block_hashes"]) for event in _stores(frame.payload))
+            matched = sum(self._apply(row, event, prompt) for event in batch)
+            self._report.blocks += published
+            self._report.matched += matched
+            more = published - matched
+            if more > 0 and not failed:
+                failed = True
+                self._report.differs(row, self._difference(prompt, stored, size))
+            self._report.differs(row, "one more block that nothing predicts", more - 1)
+        if row.frames and prompt is not None and size and self._first == 0 and not self._windowed and not failed:
+            whole = own[: prompt.prompt_tokens // size]
+            for number in (number for number, key in enumerate(whole) if not self._held[key]):
+                self._report.differs(row, f"block {number} of {len(whole)} predicted, never published")
+
+    def replayed(self, row: Row) -> None:
+        """Compare replayed batches with those that were sent live."""
+        for part in row.raw.get("parts", []):
+            if len(part) == 4 and part[3]:
+                live = self._live.get(seq := int(part[2], 16))
+                if live is not None and live.hex() != part[3]:
+                    self._report.differs(row, f"batch {seq} is not the one that was sent live")
+
+    def _events(self, row: Row, payload: bytes) -> Sequence[Any]:
+        try:
+            return decode_batch(payload).events
+        except EventError as error:
+            self._report.differs(row, f"a batch cannot be read: {error}")
+            return ()
+
+    def _follows(self, row: Row, seq: int, payload: bytes) -> None:
+        self._report.follows(row, self._seq, seq)
+        if self._first is None:
+            self._first = seq
+        self._seq = seq
+        self._live[seq] = payload
+
+    def _apply(self, row: Row, event: Any, prompt: Prompt | None) -> int:
+        """Apply an event; return how many of its blocks are predicted."""
+        match event:
+            case Stored() | Ragged():
+                self._windowed |= event.window is not None
+                keys = self._chain(event)
+                if keys is None:
+                    return 0
+                self._held.update(keys)
+                return sum(key in self._predicted for key in keys)
+            case Removed():
+                for engine_hash in event.hashes:
+                    key = self._keys.get(engine_hash)
+                    if key is not None:
+                        self._held[key] = max(0, self._held[key] - 1)
+                    elif self._first == 0:
+                        self._report.differs(row, f"removed block {engine_hash}, never published")
+            case Cleared():
+                self._held.clear()
+            case Ignored():
+                pass
+        return 0
+
+    def _chain(self, event: Stored | Ragged) -> "array[int] | None":
+        """Return the keys of an event's blocks, as the sidecar computes them; ``None`` for an unknown parent."""
+        if isinstance(event, Ragged):
+            placed = self._windows.place(event, _seed)
+            hashes, keys = placed.hashes, placed.keys
+        else:
+            if event.parent is None:
+                parent: int | None = _seed(event.lora, event.salt)
+            else:
+                parent = self._keys.get(event.parent, self._windows.key(event.parent))
+            if parent is None:
+                return None
+            hashes = event.hashes
+            keys = chain(event.ids, event.block_size, len(hashes), event.extras, parent)
+            if event.window is not None:
+                self._windows.follow(event, keys)
+        for engine_hash, key in zip(hashes, keys, strict=True):
+            if self._keys.setdefault(engine_hash, key) != key:
+                self._report.differences.append(f"engine block {engine_hash:016x} stands for two of our keys")
+            if self._hashes.setdefault(key, engine_hash) != engine_hash:
+                self._report.differences.append(f"key {key:016x} stands for two of the engine's blocks")
+        return keys
+
+    def _named_by_events(self, row: Row, prompt: Prompt, stored: Sequence[Stored]) -> Prompt:
+        """Take the identity of an image without a file from the events, and note it."""
+        if all(span.identity != UNKNOWN for span in prompt.spans):
+            return prompt
+        seen = {identity for event in stored for _, identity, _ in event.spans}
+        name = seen.pop() if len(prompt.spans) == 1 and len(seen) == 1 else bytes(32)
+        self._report.notes.append(f"{row.where}: the image's file is missing; its name is taken from the events")
+        spans = [replace(span, identity=span.identity or name) for span in prompt.spans]
+        return replace(prompt, spans=tuple(spans))
+
+    def _difference(self, prompt: Prompt | None, stored: Sequence[Stored], size: int) -> str:
+        from mmrouter_router.explain.differences import Prediction, first_difference
+
+        for event in stored:
+            parent = event.parent
+            if parent is not None and parent not in self._keys and self._windows.key(parent) is None:
+                return f"the parent {event.parent:016x} of stored blocks was never published"
+        if prompt is None:
+            return "blocks were published without a request for them"
+        if not stored:
+            return "blocks were published that cannot be indexed"
+        if size < 1:
+            return f"the engine publishes blocks of {size} tokens"
+        predicted = Prediction(prompt.ids, prompt.spans, size, prompt.salt, prompt.placeholder_id)
+        first = first_difference(predicted, stored)
+        if first is not None:
+            return f"{first.cause}: {first.message}"
+        lora = next((event.lora for event in stored if event.lora != prompt.lora), prompt.lora)
+        if lora != prompt.lora:
+            return f"salt: predicted LoRA {prompt.lora!r}, the engine used {lora!r}"
+        return "blocks were published whose place in the prompt is unknown"
+
+
+def _ids_differ(prompt: Prompt) -> str | None:
+    returned = prompt.returned
+    assert returned is not None
+    predicted = prompt.ids[: prompt.prompt_tokens]
+    if predicted == returned:
+        return None
+    at = next((n for n, pair in enumerate(zip(predicted, returned, strict=False)) if pair[0] != pair[1]), None)
+    where = (
+        "" if at is None else f", the first difference at token {at}: {predicted[at]} predicted, {returned[at]} used"
+    )
+    cause = "template"
+    if at is not None and prompt.placeholder_id in (predicted[at], returned[at]):
+        cause = "count"
+    return f"{cause}: {len(predicted)} prompt tokens predicted, {len(returned)} used{where}"
+
+
+def _seed(lora: str | None, salt: str | None) -> int:
+    return namespace_seed(KEY, model="replay", lora=lora, salt=salt)
+
+
+def _stores(payload: bytes) -> list[dict[str, Any]]:
+    """Return a payload's store events without the library's decoder, so that its omissions are noticed."""
+    try:
+        events = msgspec.msgpack.decode(payload)[1]
+    except (msgspec.DecodeError, IndexError, TypeError):
+        return []
+    maps = [
+        event if isinstance(event, dict) else {"type": event[0], "block_hashes": event[1]}
+        for event in events
+        if isinstance(event, dict) or (isinstance(event, list) and len(event) > 1)
+    ]
+    return [event for event in maps if event.get("type") == "BlockStored"]

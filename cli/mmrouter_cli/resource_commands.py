@@ -1,0 +1,216 @@
+"""The commands `mmrouter init`, `crd`, `status` and `doctor`: options, one call each, and what is printed."""
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from mmrouter_cli.options import (
+    FAILED,
+    Control,
+    DeploymentName,
+    Json,
+    Kubeconfig,
+    Namespace,
+    Token,
+    control_or_leave,
+    leave,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from mmrouter_cli.status.view import View
+
+
+_CRD_HEADER = "# Made from the models in mmrouter/api by `mmrouter crd`: change those, not this file.\n"
+
+
+def status(
+    name: DeploymentName = None,
+    namespace: Namespace = None,
+    url: Annotated[str | None, typer.Option(help="Query the frontends behind this endpoint instead.")] = None,
+    control: Control = None,
+    token: Token = None,
+    kubeconfig: Kubeconfig = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat every second, until ctrl-C.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show pools, workers, exactness, hit ratio and conditions."""
+    from mmrouter_cli.status import view as shown
+
+    if url is None:
+        if control is not None:
+            leave("--control goes with --url")
+        views = shown.from_cluster(name, namespace, kubeconfig, watch=watch)
+    else:
+        _not_with_url(name, namespace, kubeconfig)
+        views = shown.from_url(control_or_leave(url, control, token), watch=watch)
+    try:
+        asyncio.run(_show(views, live=watch, as_json=as_json))
+    except shown.StatusError as error:
+        leave(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool) -> None:
+    from rich.live import Live
+
+    from mmrouter_cli.status.view import drawn
+
+    if as_json:
+        last = None
+        async for now in views:
+            line = json.dumps([asdict(view) for view in now])
+            if line != last:
+                typer.echo(line)
+            last = line
+        return
+    console = Console()
+    if not live:
+        async for now in views:
+            console.print(drawn(now))
+        return
+    with Live(console=console, auto_refresh=False) as screen:
+        async for now in views:
+            screen.update(drawn(now), refresh=True)
+
+
+def doctor(
+    name: DeploymentName = None,
+    namespace: Namespace = None,
+    url: Annotated[str | None, typer.Option(help="Check only the frontends behind this endpoint.")] = None,
+    control: Control = None,
+    token: Token = None,
+    kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
+) -> None:
+    """Check a deployment and give advice; exit status 1 where there is a problem."""
+    from mmrouter_cli.doctor import diagnose, findings
+
+    if url is None:
+        from mmrouter_cli.cluster_reader import ClusterError
+        from mmrouter_cli.doctor.diagnose import AbsentError
+
+        if control is not None and name is None:
+            leave("--control belongs to one deployment: name it, or give --url")
+        try:
+            diagnoses = asyncio.run(diagnose.on_cluster(name, namespace, kubeconfig, control, token))
+        except (AbsentError, ClusterError) as error:
+            leave(str(error))
+    else:
+        _not_with_url(name, namespace, kubeconfig)
+        diagnoses = asyncio.run(diagnose.on_url(control_or_leave(url, control, token)))
+    if as_json:
+        typer.echo(json.dumps(findings.as_json(diagnoses)))
+    else:
+        findings.show(Console(), diagnoses)
+    raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in diagnoses) else 0)
+
+
+def _not_with_url(name: str | None, namespace: str | None, kubeconfig: Path | None) -> None:
+    if name is not None or namespace is not None or kubeconfig is not None:
+        leave("--url excludes a name, --namespace and --kubeconfig")
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write; - prints it.")] = Path("mmrouter.yaml"),
+    model: Annotated[str | None, typer.Option(help="Repository of the model hub.")] = None,
+    engine: Annotated[str | None, typer.Option(help="vllm or sglang.")] = None,
+    accelerator: Annotated[str | None, typer.Option(help="nvidia, amd, intel-i915, intel-xe, gaudi or cpu.")] = None,
+    replicas: Annotated[str | None, typer.Option(help="Engine pods.")] = None,
+    name: Annotated[str | None, typer.Option(help="The deployment's name. Default: from the model's.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="The engine's image. Default: the one its project publishes.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; use defaults instead.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+) -> None:
+    """Ask four questions, or take the options, and write a commented MMRouterDeployment."""
+    from mmrouter_cli import init as init_answers
+
+    given = {"model": model, "engine": engine, "accelerator": accelerator, "replicas": replicas}
+    given |= {"name": name, "image": image}
+    printed = str(file) == "-"
+    if not printed and file.exists() and not force:
+        leave(f"{file} exists: --force overwrites it")
+    values: dict[str, Any] = {}
+    for field, answer in given.items():
+        if answer is not None:
+            try:
+                values[field] = init_answers.READ[field](answer)
+            except init_answers.AnswerError as error:
+                leave(f"--{field}: {error}")
+    for field, question in init_answers.QUESTIONS.items():
+        if field not in values and not yes:
+            values[field] = _ask(field, question)
+    answers = init_answers.Answers(**values)
+    if printed:
+        typer.echo(init_answers.text(answers), nl=False)
+        return
+    try:
+        init_answers.write(file, answers, force=force)
+    except FileExistsError:
+        leave(f"{file} exists: --force overwrites it")
+    except OSError as error:
+        leave(f"cannot write {file}: {error.strerror}")
+    if answers.needs_image:
+        where = f"{answers.engine} on {answers.accelerator}"
+        typer.echo(f"mmrouter: no image of {where} is published: put your own into {file}", err=True)
+    typer.echo(f"wrote {file}; apply it with: kubectl apply -f {file}", err=True)
+
+
+def _ask(field: str, question: str) -> str | int:
+    """Ask until the answer is valid. Ends with status 2 at the end of input."""
+    from mmrouter_cli import init as init_answers
+
+    def read(text: str) -> str | int:
+        try:
+            return init_answers.READ[field](text)
+        except init_answers.AnswerError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    default = str(getattr(init_answers.Answers(), field))
+    try:
+        answer: str | int = typer.prompt(question, default=default, value_proc=read, err=True)
+    except typer.Abort:
+        leave(f"\nno answer: give --{field}, or --yes for the defaults")
+    return answer
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes equal values out each time: anchors are hard to read and some YAML readers refuse them."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def crd_text() -> str:
+    """Return the CustomResourceDefinition as YAML, byte for byte the same on every run."""
+    from mmrouter_lib.api.crd import definition
+
+    return _CRD_HEADER + yaml.dump(definition(), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def crd(
+    check: Annotated[
+        Path | None, typer.Option(help="Print nothing; exit status 1 if this file is not the definition.")
+    ] = None,
+) -> None:
+    """Print the CustomResourceDefinition of MMRouterDeployment as YAML."""
+    if check is None:
+        typer.echo(crd_text(), nl=False)
+        return
+    try:
+        current = check.read_bytes() == crd_text().encode()
+    except OSError as error:
+        leave(f"cannot read {check}: {error.strerror}")
+    if not current:
+        typer.echo(f"mmrouter: {check} differs from the models: write it with `mmrouter crd > {check}`", err=True)
+        raise typer.Exit(FAILED)

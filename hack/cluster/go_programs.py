@@ -1,0 +1,275 @@
+"""Build the Go programs that clusters of the tests need: Kubernetes' control plane, a node's commands, helm, kind.
+
+    python -m hack.cluster.go_programs kubernetes            # builds the set, or finds it ready; prints its folder
+    python -m hack.cluster.go_programs kubernetes --where    # prints the folder only
+
+Sets: ``kubernetes`` (API server, controllers, scheduler, kubectl; about 4 minutes on 2 cores, 0.35 GB), ``node``
+(kubelet, kube-proxy, CoreDNS; 2 minutes, 0.25 GB), ``helm`` (80 seconds, 0.1 GB) and ``workflow`` (actionlint, kind; 20
+seconds, 20 MB), each in a folder of the cache. Kubernetes has the version of ``kube/go.mod``, the last that works with
+the containerd of Debian bookworm. Go, etcd and openssl are used where they are installed and never installed here;
+Debian bookworm's Go is too old. Requirements of the machine are checked before a long build. Exit status and cache:
+``hack/build_once.py``.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hack.build_once import (
+    CannotMakeError,
+    FailedError,
+    build_once,
+    cache_dir,
+    captured,
+    digest,
+    failed,
+    last_line,
+    status_of,
+)
+
+MODULE = Path(__file__).with_name("kube")
+GO_SETTINGS = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -trimpath -buildvcs=false", "GOWORK": "off"}
+GO_FOLDERS = ("/usr/local/go/bin", "/usr/lib/go/bin")  # where installers put it that set no PATH
+CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
+NODE_COMMANDS = ("kubelet", "kube-proxy")
+COREDNS = "1.15.0"
+HELM = "4.3.1"
+HELM_PACKAGE = "helm.sh/helm/v4/cmd/helm"
+HELM_FLAGS = f"-s -w -X helm.sh/helm/v4/internal/version.version=v{HELM}"
+WORKFLOW_PACKAGES = ("github.com/rhysd/actionlint/cmd/actionlint@v1.7.12", "sigs.k8s.io/kind@v0.33.0")
+
+CONTROL_PLANE_PACKAGES = {"etcd": "etcd-server", "openssl": "openssl"}
+NODE_PACKAGES = {
+    "containerd": "containerd",
+    "ctr": "containerd",
+    "runc": "runc",
+    "iptables": "iptables",
+    "conntrack": "conntrack",
+    "ip": "iproute2",
+    "nsenter": "util-linux",
+    "busybox": "busybox-static",
+    "etcd": "etcd-server",
+    "openssl": "openssl",
+}
+"""Command that a machine needs to be the node of a cluster -> its Debian package."""
+CNI_FOLDERS = ("/usr/lib/cni", "/opt/cni/bin")
+CNI_PLUGINS = ("bridge", "host-local", "portmap")
+
+
+@dataclass(frozen=True)
+class ProgramSet:
+    """Programs that are built together. ``gigabytes``: free disk space of the build, most of it Go's caches. The folder
+    has the recipe in its name where a checkout with another recipe may be running its tests from its own.
+    """
+
+    what: str
+    folder: Callable[[], Path]
+    recipe: Callable[[], str]
+    build: Callable[[str, Path], None]
+    gigabytes: float
+    require: Callable[[], object] = lambda: None
+
+
+def make(programs: ProgramSet, folder: Path) -> None:
+    """Build a set unless its folder is ready. Raises :class:`CannotMakeError`, :class:`FailedError`."""
+    programs.require()
+    build_once(
+        folder,
+        programs.recipe(),
+        lambda folder: programs.build(find_go(), folder),
+        what=programs.what,
+        free_gb=programs.gigabytes,
+        require=find_go,
+    )
+
+
+def kubernetes_version() -> str:
+    """Return the version of Kubernetes that ``kube/go.mod`` requires, ``1.35.4``."""
+    match = re.search(r"^require k8s\.io/kubernetes v(\S+)$", (MODULE / "go.mod").read_text(), re.MULTILINE)
+    assert match, "kube/go.mod names no version of k8s.io/kubernetes on a line of its own"
+    return match[1]
+
+
+def kubernetes_recipe(*commands: str) -> str:
+    return digest(*((MODULE / name).read_text() for name in ("go.mod", "go.sum")), linker_flags(), *commands)
+
+
+def linker_flags() -> str:
+    """Return the linker's flags without which Kubernetes' commands report v0.0.0 as their version."""
+    major, minor, _ = kubernetes_version().split(".", 2)
+    package = "k8s.io/component-base/version"
+    values = {"gitVersion": f"v{kubernetes_version()}", "gitMajor": major, "gitMinor": minor}
+    return " ".join(["-s", "-w", *(f"-X {package}.{name}={value}" for name, value in values.items())])
+
+
+def build_control_plane(go: str, folder: Path) -> None:
+    for command in CONTROL_PLANE:
+        build_kubernetes(go, command, folder)
+    check_version([str(folder / "kube-apiserver"), "--version"], f"Kubernetes v{kubernetes_version()}")
+
+
+def build_node(go: str, folder: Path) -> None:
+    for command in NODE_COMMANDS:
+        build_kubernetes(go, command, folder)
+    install(go, f"github.com/coredns/coredns@v{COREDNS}", "-s -w", folder)
+
+
+def build_helm(go: str, folder: Path) -> None:
+    install(go, f"{HELM_PACKAGE}@v{HELM}", HELM_FLAGS, folder)
+    check_version([str(folder / "helm"), "version", "--template={{.Version}}"], f"v{HELM}")
+
+
+def build_workflow_tools(go: str, folder: Path) -> None:
+    for package in WORKFLOW_PACKAGES:
+        install(go, package, "-s -w", folder)
+
+
+def build_kubernetes(go: str, command: str, folder: Path) -> None:
+    options = ["-ldflags", linker_flags(), "-o", f"{folder}/"]
+    run_go([go, "build", *options, f"k8s.io/kubernetes/cmd/{command}"], f"go build of {command}", MODULE, go_env())
+
+
+def install(go: str, package: str, flags: str, folder: Path) -> None:
+    """Build the command ``package@version`` into a folder, with the linker's flags. Raises as :func:`run_go` does."""
+    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false", "GOBIN": str(folder)}
+    run_go([go, "install", "-ldflags", flags, package], f"go install of {package}", folder, env)
+
+
+def run_go(command: list[str], what: str, folder: Path, env: dict[str, str]) -> None:
+    """Run Go in a folder. Raises :class:`FailedError`, or :class:`CannotMakeError` where Go reaches no modules."""
+    done = captured(command, cwd=folder, env=env)
+    if done.returncode != 0:
+        error = failed(what, done)
+        if why := unreached(command[0]):
+            raise CannotMakeError(f"{why}: {error}")
+        raise error
+
+
+def unreached(go: str) -> str:
+    """Return why Go reaches no modules, empty where it reaches them. Tries to; called after a failure only."""
+    with tempfile.TemporaryDirectory(prefix="mmrouter-go-") as folder:
+        command = [go, "list", "-m", "golang.org/x/mod@latest"]
+        done = captured(command, cwd=Path(folder), env={**go_env(), "GOFLAGS": ""})
+    return "" if done.returncode == 0 else f"Go reaches no modules ({last_line(done.stderr)})"
+
+
+def find_go() -> str:
+    """Return a Go that is new enough for Kubernetes. Raises :class:`CannotMakeError`."""
+    go = shutil.which("go", path=os.pathsep.join([os.environ.get("PATH", ""), *GO_FOLDERS]))
+    version = kubernetes_version()
+    if go is None:
+        raise CannotMakeError(f"there is no Go here to build Kubernetes {version} with, and none in {cache_dir()}")
+    wanted = re.search(r"^go (\d+)\.(\d+)", (MODULE / "go.mod").read_text(), re.MULTILINE)
+    # An older Go would download a newer one by itself; tests install no compilers on a machine.
+    output = captured([go, "env", "GOVERSION"], env=go_env()).stdout
+    actual = re.match(r"go(\d+)\.(\d+)", output)
+    if not (actual and wanted) or tuple(map(int, actual.groups())) < tuple(map(int, wanted.groups())):
+        raise CannotMakeError(
+            f"{go} is {output.strip() or 'broken'}, Kubernetes {version} needs {wanted and wanted[0]}"
+        )
+    return go
+
+
+def go_env() -> dict[str, str]:
+    return {**os.environ, **GO_SETTINGS, "GOTOOLCHAIN": "local"}
+
+
+def check_version(command: list[str], wanted: str) -> None:
+    """Run a command that prints its version. Raises :class:`FailedError` when it is another one."""
+    done = captured(command)
+    if done.stdout.strip() != wanted:
+        actual = done.stdout.strip() or last_line(done.stderr)
+        raise FailedError(f"the built {Path(command[0]).name} has the version {actual!r}, not {wanted!r}")
+
+
+def cni_folder() -> Path | None:
+    folders = (Path(folder) for folder in CNI_FOLDERS)
+    return next((folder for folder in folders if all((folder / name).is_file() for name in CNI_PLUGINS)), None)
+
+
+def missing_for_node() -> list[str]:
+    """Return what this machine lacks to be a node, each with the Debian package that has it."""
+    lacks = [f"{name} (Debian: {package})" for name, package in NODE_PACKAGES.items() if shutil.which(name) is None]
+    if cni_folder() is None:
+        lacks.append("the CNI plugins (Debian: containernetworking-plugins)")
+    return lacks
+
+
+def require_node() -> None:
+    if sys.platform != "linux" or os.geteuid() != 0:
+        raise CannotMakeError("a node of a cluster needs root on Linux")
+    if lacks := missing_for_node():
+        raise CannotMakeError(f"a node of a cluster needs {', '.join(lacks)}")
+
+
+def require_control_plane() -> None:
+    for name, package in CONTROL_PLANE_PACKAGES.items():
+        if shutil.which(name) is None:
+            raise CannotMakeError(f"there is no {name} here (Debian: {package})")
+
+
+def kubernetes_folder() -> Path:
+    return cache_dir() / "cluster" / f"{kubernetes_version()}-{kubernetes_recipe(*CONTROL_PLANE)[:8]}"
+
+
+def node_recipe() -> str:
+    return kubernetes_recipe(*NODE_COMMANDS, COREDNS)
+
+
+SETS = {
+    "kubernetes": ProgramSet(
+        f"Kubernetes {kubernetes_version()} (once, up to 6 minutes)",
+        kubernetes_folder,
+        partial(kubernetes_recipe, *CONTROL_PLANE),
+        build_control_plane,
+        gigabytes=4,
+        require=require_control_plane,
+    ),
+    "node": ProgramSet(
+        "kubelet, kube-proxy and CoreDNS (once, up to 4 minutes)",
+        lambda: cache_dir() / "node" / node_recipe()[:8],
+        node_recipe,
+        build_node,
+        gigabytes=5,
+        require=require_node,
+    ),
+    "helm": ProgramSet(
+        f"helm {HELM} (once, up to 2 minutes)",
+        lambda: cache_dir() / "helm" / HELM,
+        partial(digest, HELM, HELM_PACKAGE, HELM_FLAGS),
+        build_helm,
+        gigabytes=3,
+    ),
+    "workflow": ProgramSet(
+        "actionlint and kind (once, up to a minute)",
+        lambda: cache_dir() / "workflow" / digest(*WORKFLOW_PACKAGES)[:8],
+        partial(digest, *WORKFLOW_PACKAGES),
+        build_workflow_tools,
+        gigabytes=1,
+    ),
+}
+
+
+def main() -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description="Build a set of Go programs for test clusters and print its folder.")
+    parser.add_argument("set", choices=list(SETS))
+    parser.add_argument("--where", action="store_true", help="print the folder and build nothing")
+    options = parser.parse_args()
+    programs = SETS[options.set]
+    folder = programs.folder()
+    if not options.where and (status := status_of(partial(make, programs, folder))):
+        return status
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""Run test levels of the repository, in parallel lanes, and summarize what ran.
+
+    .venv/bin/python -m hack.run_levels check [local] [cluster] [e2e] [conformance] [bench-quick]
+
+A level is a list of steps, each one command. A failing step does not stop the others, so that one run shows everything.
+The steps of a level run in lanes, as far as memory allows; the output of each is shown when it ends. The run ends with
+the failures once more, shortened, a table of the levels with the reason of everything that was not run, and one line
+``N passed, N failed, N skipped`` over all.
+
+A level is "not run" when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
+engine (``tests/artefacts.py`` marks these tests). Exit status 1 when anything failed, 3 when a single level was
+requested and was not run; beside other levels it is listed with its reasons and is no failure.
+
+``passed`` and ``skipped`` count tests. ``failed`` counts tests and commands that failed without a failing test (a
+linter, a crash, a time limit), so that a red run never ends with ``0 failed``.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Literal
+
+import psutil
+
+from hack.outcomes import Outcome, add_report, shortened_failures, summary
+
+ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
+NO_TESTS = 5  # pytest's exit status
+NOT_RUN = 3
+RUNNING: set["subprocess.Popen[bytes]"] = set()
+CANCELLED = threading.Event()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of a level. A step with ``tests`` is a pytest run over these paths, except ``without``.
+
+    ``when``: beside other steps, or alone before or after all of them. ``limit_s`` overrides the level's limit. A step
+    with ``nice`` yields its CPUs to steps that record times.
+    """
+
+    name: str
+    command: tuple[str, ...] = ()
+    tests: str | tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    when: Literal["before", "beside", "after"] = "beside"
+    limit_s: float | None = None
+    nice: int = 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.tests,) if isinstance(self.tests, str) else self.tests
+
+
+@dataclass(frozen=True)
+class Level:
+    steps: tuple[Step, ...]
+    limit_s: float  # for each step: a hang is a failure that names the step
+    lanes: int = 1  # with one lane the output is shown as it comes
+    lane_gb: float = 0.0  # memory that a lane needs: where there is less, the steps run one after the other
+
+
+def program(name: str, *arguments: str) -> Step:
+    return Step(" ".join((name, *arguments[:1])), (str(BIN / name), *arguments))
+
+
+def module(name: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *arguments)
+
+
+def files(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/test_{name}.py" for name in names)
+
+
+UNIT, ROUTER = "tests/unit", "tests/unit/router"
+LARGE = tuple(f"{UNIT}/{name}" for name in ("sidecar", "router", "operator", "cli", "render"))
+CONNECTIONS = (f"{ROUTER}/media", *files(ROUTER, "server", "control", "pods", "app", "process", "connection"))
+"""Tests that mostly wait for connections."""
+RELEASES = files(f"{UNIT}/hack", "python_releases")
+TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
+"""Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
+LOCAL = "tests/local"
+DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer")
+"""Tests that start and break deployments of their own; the other files share one."""
+STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang")
+SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
+CLUSTER = "tests/cluster"
+FAULTS, RUNNING_PODS, SCALE, SPEED = files(CLUSTER, "faults", "running", "scale", "speed")
+DIAGNOSTICS = files(CLUSTER, "doctor", "plan", "leadership")
+E2E = "tests/e2e"
+OWN_NODE = files(E2E, "vllm", "tour", "upgrade", "options")
+CHANGING = files(E2E, "rollout", "disaggregated")
+"""Deployments that change under load, and pipelines of pods."""
+REAL, VLLM = "tests/conformance", "tests/conformance/vllm"
+ROUTED, FIELDS, RENDERER = files(VLLM, "routing", "fields", "renderer")
+DISAGGREGATED = files(VLLM, "encoders", "disaggregated")
+HANDED_OVER = files(VLLM, "handover", "transfer")
+NATIVE = module("hack.native_wheel", "--optional")
+LEVELS = {
+    "check": Level(
+        (
+            # Without Rust only the Python form is tested, and the tests that compare both are skipped.
+            Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
+            # The longest first, so that all lanes end at about the same time.
+            Step("unit tests of connections", tests=CONNECTIONS),
+            Step("unit tests of other packages", tests=(UNIT, "handover/tests"), without=(*LARGE, *TOOLS)),
+            *(Step(f"unit tests of {Path(folder).name}", tests=folder, without=CONNECTIONS) for folder in LARGE),
+            program("ruff", "format", "--check", "."),
+            program("ruff", "check", "."),
+            program("mypy"),
+            Step("mypy hack", (str(BIN / "mypy"), "hack")),
+            # Engines' interpreters load the hand-over, and some are Python 3.10.
+            Step("mypy for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "handover")),
+            program("lint-imports"),
+            Step("prose, citations and links", module("hack.prose_lint")),
+            Step("generated files", module("hack.generate", "--check")),
+            Step("other Python releases", tests=RELEASES, limit_s=900),  # the first time, they install the lock
+        ),
+        limit_s=300,
+        lanes=4,  # on two CPUs: some tests wait more than they compute
+    ),
+    "local": Level(
+        (
+            Step("local deployments", tests=LOCAL, without=(*DISRUPTIVE, *STAGED, *SLOW_LOCAL)),
+            Step("local deployments, disruptive", tests=DISRUPTIVE),
+            Step("local deployments, staged", tests=STAGED),
+            Step("local deployments, slow", tests=SLOW_LOCAL),
+            Step("benchmarks and tools", tests=TOOLS, without=RELEASES),
+            Step("rustfmt and clippy", (*NATIVE, "--lint")),
+        ),
+        limit_s=1200,
+        lanes=3,
+    ),
+    # Each lane has a control plane of its own: many tests wait, for pods and for a minute in which nothing may happen.
+    "cluster": Level(
+        (
+            Step("build the control plane", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700),
+            Step("control plane", tests=CLUSTER, without=(*DIAGNOSTICS, FAULTS, RUNNING_PODS, SCALE, SPEED)),
+            Step("control plane, faults", tests=FAULTS),
+            Step("control plane, diagnostics", tests=DIAGNOSTICS),
+            Step("control plane, scale", tests=SCALE),
+            Step("control plane, running pods", tests=RUNNING_PODS),
+            Step("chart", tests="tests/chart"),
+            Step("control plane, speed", tests=SPEED, when="after"),
+        ),
+        limit_s=1200,
+        lanes=3,
+        lane_gb=3,
+    ),
+    # Each lane has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is
+    # built inside a step, in 3 minutes.
+    "e2e": Level(
+        (
+            Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before", limit_s=2700),
+            Step("real pods", tests=E2E, without=(*OWN_NODE, *CHANGING)),
+            Step("real pods under change", tests=CHANGING, nice=10),
+            Step("real pods on their own nodes", tests=OWN_NODE, nice=8),
+        ),
+        limit_s=1500,
+        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
+        lane_gb=5,
+    ),
+    # A starting engine keeps one CPU busy. The longest first. The steps collect their comparisons in a shared folder.
+    "conformance": Level(
+        (
+            Step("SGLang", tests=f"{REAL}/sglang"),
+            Step("vLLM, disaggregated", tests=DISAGGREGATED),
+            Step("vLLM, per family", tests=VLLM, without=(ROUTED, FIELDS, RENDERER, *DISAGGREGATED, *HANDED_OVER)),
+            Step("vLLM, image hand-over", tests=HANDED_OVER),
+            Step("vLLM behind routers", tests=ROUTED),
+            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang")),
+            Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
+        ),
+        limit_s=3300,
+        lanes=3,
+        lane_gb=6,
+    ),
+    # Alone, after the others. Times are printed; only figures that other load does not change fail.
+    "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=900),
+}
+TOGETHER = {"local", "cluster"}
+"""Levels that run at the same time where several of them are requested: their tests wait more than they compute."""
+
+
+def run_together(names: Sequence[str], scratch: Path) -> dict[str, Outcome]:
+    """Run levels at the same time and return their outcomes."""
+    with ThreadPoolExecutor(len(names)) as levels:
+        runs = {name: levels.submit(run_level, LEVELS[name], scratch) for name in names}
+        try:
+            return {name: run.result() for name, run in runs.items()}
+        except KeyboardInterrupt:
+            end_all()
+            raise
+
+
+def run_level(level: Level, scratch: Path) -> Outcome:
+    outcome = Outcome()
+    began = time.monotonic()
+    for when in ("before", "beside", "after"):
+        steps = [step for step in level.steps if step.when == when]
+        with ThreadPoolExecutor(lane_count(level) if when == "beside" else 1) as lanes:
+            for part in lanes.map(partial(run_step, level, scratch), steps):
+                outcome.add(part)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def lane_count(level: Level) -> int:
+    """Return how many lanes the machine's available memory allows."""
+    if not level.lane_gb:
+        return level.lanes
+    return max(1, min(level.lanes, int(psutil.virtual_memory().available / 1e9 / level.lane_gb)))
+
+
+def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
+    """Run one command and count its results. A pytest that writes no report is a failure."""
+    outcome = Outcome()
+    if CANCELLED.is_set():
+        return outcome
+    began = time.monotonic()
+    name = step.name.replace("/", "-").replace(" ", "-")
+    report = scratch / f"{name}.xml"
+    command = step.command
+    if step.paths:
+        left_out = tuple(f"--ignore={folder}" for folder in step.without)
+        command = (sys.executable, "-m", "pytest", *step.paths, *left_out, "-q", f"--junit-xml={report}")
+    if step.nice:
+        command = ("nice", "-n", str(step.nice), *command)
+    env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
+    limit_s = level.limit_s if step.limit_s is None else step.limit_s
+    if level.lanes == 1 or step.when != "beside":
+        print(f"\n== {step.name}", flush=True)
+        status = execute(command, limit_s, None, env)
+    else:
+        with (scratch / f"{name}.out").open("w+b") as out:
+            status = execute(command, limit_s, out, env)
+            out.seek(0)
+            shown = out.read().decode(errors="replace").strip()
+        print(f"\n== {step.name}, {time.monotonic() - began:.1f} s\n{shown}", flush=True)
+    if report.is_file():
+        add_report(report, outcome)
+    if status and not outcome.failed:
+        outcome.failed = 1
+        why = f"no test was found in {' '.join(step.paths)}" if step.paths and status == NO_TESTS else ending(status)
+        outcome.failures.append(f"{step.name}: {why}")
+    return outcome
+
+
+def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str]) -> int:
+    """Return the exit status of a command; its whole process group is ended when it outlives the limit."""
+    stderr = None if out is None else subprocess.STDOUT
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=out, stderr=stderr)
+    RUNNING.add(process)
+    if CANCELLED.is_set():  # the run was cancelled while this one started
+        end(process)
+    try:
+        return process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        print(f"ended after {limit_s:.0f} s: {' '.join(command)}", flush=True)
+        end(process)
+        return -signal.SIGKILL
+    finally:
+        RUNNING.discard(process)
+
+
+def end_all() -> None:
+    """End every running command, so that no process of a test outlives the run."""
+    CANCELLED.set()
+    for process in list(RUNNING):
+        end(process)
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        # As ctrl-C, so that pytest tears down its fixtures and the engines that they started.
+        os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ending(status: int) -> str:
+    return f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run test levels and summarize them.")
+    parser.add_argument("levels", nargs="+", choices=list(LEVELS))
+    outcomes: dict[str, Outcome] = {}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cancelled run cleans up as an interrupted one does
+    # A shell starts background commands with SIGINT ignored; children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with tempfile.TemporaryDirectory(prefix="mmrouter-levels-") as scratch:
+            names = list(dict.fromkeys(parser.parse_args().levels))
+            while names:
+                group = [name for name in names if {name, names[0]} <= TOGETHER] or names[:1]
+                outcomes |= run_together(group, Path(scratch))
+                names = [name for name in names if name not in outcomes]
+    except KeyboardInterrupt:
+        print("\ninterrupted", flush=True)
+        return 130
+    if again := shortened_failures(outcomes):
+        print(f"\n{again}", flush=True)
+    print(f"\n{summary(outcomes)}", flush=True)
+    return exit_status(outcomes)
+
+
+def exit_status(outcomes: dict[str, Outcome]) -> int:
+    """Return the exit status of a run; print a line where the only requested level was not run."""
+    if any(outcome.failed for outcome in outcomes.values()):
+        return 1
+    if [outcome.verdict for outcome in outcomes.values()] == ["not run"]:
+        print(f"{next(iter(outcomes))} was requested and was NOT RUN: see the reasons above", file=sys.stderr)
+        return NOT_RUN
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

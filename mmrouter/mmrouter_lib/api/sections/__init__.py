@@ -1,1 +1,0 @@
-"""The sections of `spec`, one file each."""

@@ -1,0 +1,128 @@
+"""Hashes of the inputs of pod templates.
+
+A template's hash covers its *inputs*: the spec and the secrets, not the objects that this release renders from them,
+nor the operator's configuration. So a new operator finds the hash unchanged and leaves running engines alone. A change
+of what goes into a hash restarts every engine of every deployment once.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from mmrouter_lib.api import MMRouterDeployment, Pool, Role, block_size_of, quantity_bytes
+from mmrouter_lib.engines.base.launch import chosen_flags, uses_plugin
+from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_operator.render.pod.shared_memory import frontends_share, is_shared, limit_bytes
+
+Layout = dict[str, Any]
+
+ROUTER_POOL_FIELDS: Final = ("name", "role", "parallelism", "blockSize", "accelerator")
+"""Fields of a pool that a router reads. The encoders' weights are not among them: changing one restarts nothing."""
+ROUTER_ENGINE_FIELDS: Final = ("type", "blockSize", "chatTemplate", "processor")
+SET_ROLES: Final[frozenset[Role]] = frozenset({"prefill", "decode"})
+"""Roles whose pools exchange KV blocks, and therefore change together."""
+SCALING_FIELDS: Final = ("replicas", "weight", "autoscaling")
+
+
+def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
+    """Return the hash of the inputs of the frontend's pods; ``secrets`` is the Secret's fingerprint."""
+    spec = _spec(dep)
+    frontend = spec.get("frontend", {})
+    shared = {pool.name: pool.shared_memory.size for pool in dep.spec.pools if is_shared(pool)}
+    return _hash(
+        {
+            **{key: spec[key] for key in ("model", "routing", "verification", "observability") if key in spec},
+            "engine": _only(spec["engine"], ROUTER_ENGINE_FIELDS),
+            "frontend": _only(frontend, ("apiKeys", "resources", "podTemplate")),
+            "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
+            **({"shared": shared} if frontends_share(dep) else {}),
+            "secrets": secrets,
+        }
+    )
+
+
+def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
+    """Return the hash of the inputs of a pool's pods; ``secrets`` is the Secret's fingerprint.
+
+    It depends on other pools in four ways: on encoders, because engines then receive embeddings; on partners in the
+    exchange of KV blocks, because they share one compatibility label; on renderers, because engines then load our
+    plugin; and on the largest pool that shares memory, because that is the limit of all of them.
+    """
+    spec = _spec(dep)
+    mine = next(item for item in spec["pools"] if item["name"] == pool.name)
+    mine = {key: value for key, value in mine.items() if key not in SCALING_FIELDS}
+    mine["updates"] = _only(mine.get("updates", {}), ("drainSeconds",))
+    return _hash(
+        {
+            **{key: spec[key] for key in ("model", "engine", "sidecar") if key in spec},
+            "media": _only(spec.get("routing", {}).get("media", {}), ("maxImages",)),
+            "pool": mine,
+            "encoders": any(other.role == "encoder" for other in dep.spec.pools),
+            # A default image is not part of the spec: it may change with the operator's release.
+            "partners": compatibility(kv_layout(dep, p, p.image or dep.spec.engine.image) for p in partners(dep, pool)),
+            **_handover(dep, pool),
+            "secrets": secrets,
+        }
+    )
+
+
+def _handover(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
+    """Return the settings of how images reach a pool's engines; empty if they come inside requests.
+
+    So deployments without hand-overs keep the hashes of releases that had none.
+    """
+    settings: dict[str, Any] = {}
+    transfer = dep.spec.routing.transfer
+    if transfer != "none" and (is_shared(pool) or uses_plugin(dep)):
+        settings["transfer"] = [transfer, "plugin" if uses_plugin(dep) else ""]
+    if is_shared(pool) and (limit := limit_bytes(dep)) != quantity_bytes(pool.shared_memory.size):
+        settings["shared"] = limit
+    return settings
+
+
+def compatibility(layouts: Iterable[Layout]) -> str:
+    """Return the label value for the layouts of engines that exchange KV blocks.
+
+    Prefill and decode pools of a deployment share one value: they may differ in what the connector translates (tensor
+    parallelism, for example), but a change on one side is a change for both.
+    """
+    return _hash({"layouts": sorted({json.dumps(layout, sort_keys=True) for layout in layouts})})
+
+
+def partners(dep: MMRouterDeployment, pool: Pool) -> list[Pool]:
+    """Return the pools whose engines exchange KV blocks with those of ``pool``, itself included."""
+    return [p for p in dep.spec.pools if p.role in SET_ROLES] if pool.role in SET_ROLES else [pool]
+
+
+def kv_layout(dep: MMRouterDeployment, pool: Pool, image: str) -> Layout:
+    """Return everything that determines the content, layout and wire names of a pool's KV blocks.
+
+    An engine trusts that another engine's blocks belong to its own prompt. So two engines that would make different
+    prompts of one request, with an old and a new chat template, must never be paired.
+    """
+    model, engine = dep.spec.model, dep.spec.engine
+    prompt = _only(_spec(dep)["engine"], ("chatTemplate", "processor"))
+    return {
+        "model": [model.id, model.revision, model.volume],
+        "engine": [engine.type, image],
+        "blockSize": block_size_of(dep, pool),
+        "tensor": pool.parallelism.tensor,
+        "connector": engine.kv_connector,
+        "flags": chosen_flags([*engine.args, *pool.args], LAUNCHERS[engine.type].kv_layout_flags),
+        **({"prompt": prompt} if prompt and pool.role in SET_ROLES else {}),
+    }
+
+
+def _spec(dep: MMRouterDeployment) -> dict[str, Any]:
+    # Without defaults: writing one out, as the API server does, must restart nothing.
+    spec: dict[str, Any] = dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return spec
+
+
+def _only(section: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: section[key] for key in keys if key in section}
+
+
+def _hash(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,143 @@
+"""Authentication by API keys, and the cache salt of each tenant, so that tenants never share blocks.
+
+A folder (a mounted Secret) holds one file per tenant, named after it, with one key per line; blank lines and ``#``
+comments are skipped. Without the folder there is one tenant, no authentication and no salt. Salts derive from the
+deployment's identity key and the tenant's name: all replicas agree on them and no client can guess one.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+from mmrouter_router.core.errors import RequestError
+
+log = logging.getLogger("mmrouter.tenants")
+
+SALT_SCHEME = "t1"
+CHECK_SECONDS = 1.0  # interval at which the folder is checked for changes
+MAX_FILE_BYTES = 1024 * 1024
+
+Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, modification time and size of every file
+
+
+class Tenant(NamedTuple):
+    """A tenant and the salt that keeps its blocks apart (``None``: the single default tenant)."""
+
+    name: str
+    salt: str | None
+
+
+DEFAULT = Tenant("", None)
+
+
+class Tenants:
+    """The keys of a folder, reloaded when it changes. ``required``: the resource demands authentication.
+
+    Authentication is never switched off again: a folder that vanishes, or is missing, leaves no valid key.
+    """
+
+    def __init__(
+        self, folder: Path, identity_key: bytes, *, required: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._identity_key, self._clock = folder, identity_key, clock
+        self.authenticating = required
+        self._keys: dict[bytes, Tenant] = {}
+        self._checked = clock()
+        self.problems: tuple[str, ...] = ()  # problems of the folder, for logs and conditions; contains no key
+        self._signature = _signature(folder)
+        self._load()
+
+    def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
+        """Return the tenant by the ``Authorization`` header (names in lower case). Raises RequestError (401)."""
+        now = self._clock()
+        if now - self._checked >= CHECK_SECONDS:
+            self._checked = now
+            signature = _signature(self._folder)
+            if signature != self._signature:
+                self._signature = signature
+                self._load()
+        if not self.authenticating:
+            return DEFAULT
+        values = [value for name, value in headers if name == b"authorization"]
+        if not values:
+            raise RequestError.unauthorized("No API key provided: send 'Authorization: Bearer <key>'.")
+        scheme, _, key = values[0].strip().partition(b" ")
+        if len(values) > 1 or scheme.lower() != b"bearer":
+            raise RequestError.unauthorized("The 'Authorization' header must be one 'Bearer <key>'.")
+        # Lookup by hash: its time discloses nothing about a key.
+        tenant = self._keys.get(_digest(key.strip()))
+        if tenant is None:
+            raise RequestError.unauthorized()
+        return tenant
+
+    def salt(self, tenant: str) -> str:
+        hasher = blake3(key=self._identity_key)
+        hasher.update(b"tenant salt:" + tenant.encode())
+        return f"{SALT_SCHEME}-{hasher.hexdigest()}"
+
+    def _load(self) -> None:
+        if self._signature is None:
+            self._keys = {}
+            self._report([f"{self._folder.name}: the folder is missing"] if self.authenticating else [])
+            return
+        self.authenticating = True
+        problems: list[str] = []
+        owners: dict[bytes, set[str]] = {}
+        for name, *_ in self._signature:
+            keys = _read(self._folder / name, problems)
+            if not keys:
+                problems.append(f"{name}: no key")
+            for key in keys:
+                owners.setdefault(_digest(key), set()).add(name)
+        # A shared key does not identify a tenant, so it is refused.
+        shared = sorted(", ".join(sorted(names)) for names in owners.values() if len(names) > 1)
+        problems += [f"{names}: these tenants share a key, which is refused" for names in shared]
+        self._keys = {digest: Tenant(name, self.salt(name)) for digest, (name, *more) in owners.items() if not more}
+        self._report(problems)
+
+    def _report(self, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        for problem in problems:
+            log.warning("API keys: %s", problem)
+
+
+def _signature(folder: Path) -> Signature | None:
+    """Return the folder's signature, ``None`` where it is missing. Skips dot files, which mounted Secrets contain."""
+    try:
+        files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        log.warning("API keys: %s: %s", folder.name, error.strerror)
+        return ()  # an unreadable folder leaves no valid key
+    files_seen = []
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # it is being replaced; the next check sees the new one
+        files_seen.append((path.name, status.st_ino, status.st_mtime_ns, status.st_size))
+    return tuple(files_seen)
+
+
+def _read(path: Path, problems: list[str]) -> set[bytes]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        problems.append(f"{path.name}: {error.strerror}")
+        return set()
+    if len(raw) > MAX_FILE_BYTES:
+        problems.append(f"{path.name}: larger than {MAX_FILE_BYTES} bytes")
+        return set()
+    lines = (line.strip() for line in raw.splitlines())
+    return {line for line in lines if line and not line.startswith(b"#")}
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,161 @@
+"""Request bodies of SGLang's server, fields without an effect ignored, and their prompts, with sentinels for images."""
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
+from mmrouter_sim import media
+from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.errors import RequestError
+from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
+from mmrouter_sim.vllm.requests import Common, Generation, Prompt
+
+
+class _Routed(Generation, kw_only=True):
+    rid: str | None = None
+    routed_dp_rank: int | None = None
+    data_parallel_rank: int | None = None
+
+
+class ChatRequest(_Routed, kw_only=True):
+    """``/v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    input_ids: list[int] | None = None
+    return_prompt_token_ids: bool = False
+    return_input_ids_in_sglext: bool = False
+
+
+class CompletionRequest(_Routed, kw_only=True):
+    """``/v1/completions``."""
+
+    prompt: str | list[int | str]
+
+
+class TokenizeRequest(Common, kw_only=True):
+    """``/v1/tokenize``."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """``/v1/detokenize``."""
+
+    tokens: list[int]
+    skip_special_tokens: bool = True
+
+
+def check(body: ChatRequest | CompletionRequest) -> None:
+    """Refuse requests that are not simulated. Raises :class:`RequestError` (400)."""
+    for name, nothing in (("n", (None, 1)), ("logprobs", (None, False, 0)), ("echo", (None, False))):
+        if getattr(body, name) not in nothing:
+            raise RequestError(f"{name} is not simulated.", param=name)
+    if isinstance(body, ChatRequest):
+        for name in ("input_ids", "mm_processor_kwargs", "chat_template"):
+            if getattr(body, name):
+                raise RequestError(f"{name} is not simulated.", param=name)
+        if body.continue_final_message:
+            raise RequestError("continue_final_message is not simulated.", param="continue_final_message")
+    if any(not text for text in body.stops):
+        raise RequestError("stop cannot contain an empty string.", param="stop")
+
+
+ONE_VALUE = frozenset({"llava", "llava_next"})
+"""Model types whose tokens all get the first sentinel (docs/engine-facts/sglang.md#identity-per-family)."""
+
+_ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "content_hash"})
+
+
+def from_messages(
+    engine: SimulatedEngine,
+    body: ChatRequest | TokenizeRequest,
+    messages: list[dict[str, Any]],
+    encoded: Sequence[tuple[int, int]] | None = None,
+) -> Prompt:
+    """Return the prompt of a chat. ``encoded``: item hash and tokens of each image, if encoders returned them. Raises
+    :class:`RequestError` (400).
+    """
+    parts = images_of(engine, messages)
+    images = encoded if encoded is not None else [_name(engine, number, part) for number, part in enumerate(parts)]
+    try:
+        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
+        named = [(str(item), count) for item, count in images]
+        ids, where = engine.model.expand(text, named, add_special_tokens=False)
+    except (TemplateError, PlaceholderError) as error:
+        raise RequestError(str(error)) from error
+    runs = [(int(item.identifier), item.offset, item.length) for item in where]
+    return Prompt(ids, where, padded(ids, runs, first_only=engine.model.model_type in ONE_VALUE))
+
+
+def images_of(engine: SimulatedEngine, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the image parts of a chat. Raises :class:`RequestError` (400)."""
+    if not messages:
+        raise RequestError("Messages cannot be empty.", param="messages")
+    parts = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "image_url":
+                parts.append(part)
+            elif kind in ("video_url", "audio_url", "input_audio"):
+                raise RequestError(f"{kind} is not simulated.")
+    limit = engine.settings.image_limit
+    if limit is not None and len(parts) > limit:
+        raise RequestError(f"Image count {len(parts)} exceeds limit {limit} per request.")
+    return parts
+
+
+def picture(engine: SimulatedEngine, image: Mapping[str, Any]) -> tuple[int, int]:
+    """Return a hash of an image's pixels, and its token count. Raises :class:`RequestError`."""
+    data = media.load(str(image.get("url")), None)
+    try:
+        decoded = media.decode(data, rotates=engine.model.family.rotates_exif)
+    except RequestError as error:
+        raise RequestError(f"Could not decode image: {error}") from error
+    with Image.open(io.BytesIO(data)) as opened:
+        pixels = opened.convert("RGB")
+        return by_pixels(pixels.mode, pixels.size, pixels.tobytes()), engine.model.count(decoded.width, decoded.height)
+
+
+def plain(engine: SimulatedEngine, body: TokenizeRequest, messages: list[dict[str, Any]]) -> list[int]:
+    """Return the ids of a chat whose images are not expanded, as in ``/v1/tokenize``."""
+    try:
+        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
+    except TemplateError as error:
+        raise RequestError(str(error)) from error
+    return engine.model.tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def image_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an image part's URL and options. Raises :class:`RequestError`."""
+    image = part.get("image_url")
+    image = {"url": image} if isinstance(image, str) else image
+    if not isinstance(image, dict) or not isinstance(image.get("url"), str):
+        raise RequestError("image_url.url must be a string", param="image_url")
+    return image
+
+
+def _name(engine: SimulatedEngine, number: int, part: dict[str, Any]) -> tuple[int, int]:
+    image = image_of(part)
+    pixels, count = picture(engine, image)
+    if engine.fingerprint is None:
+        return pixels, count
+    data = media.load(image["url"], None)
+    expected, computed = image.get("content_hash"), "sha256:" + hashlib.sha256(data).hexdigest()
+    if expected is not None and expected != computed:
+        raise RequestError(f"content hash mismatch for media_data[{number}]: expected {expected}, got {computed}")
+    options = {
+        name: value
+        for name, value in image.items()
+        if name not in _ENVELOPE and value is not None and (name, value) != ("detail", "auto")
+    }
+    return by_bytes(data, engine.fingerprint, options), count

@@ -1,0 +1,102 @@
+"""A deployment that runs, from its YAML to answered requests: the real operator, control plane, routers and sidecars.
+
+Engines are simulated, and the local substrate plays the kubelet and the images.
+"""
+
+import time
+from itertools import pairwise
+
+import pytest
+from cluster.controlplane import ControlPlane
+from cluster.load import describe, is_ready, load, pods
+from cluster.operators import USER, diagnosed, idle, mmrouter, views
+from cluster.resources import MARK, apply, condition, is_done, marked, resource, status
+from waiting import wait_for
+
+WINDOW_SECONDS = 60.0
+STATUS_SECONDS = 30.0
+"""At most one write of a status in so long, while only its numbers change."""
+
+
+def test_an_idle_resource_is_never_written_and_a_busy_ones_status_at_most_every_30_s(
+    real: ControlPlane, proved: str
+) -> None:
+    with real.namespace() as another:
+        generation = apply(real, another, resource("idle"))["metadata"]["generation"]
+        wait_for(lambda: is_done(real, another, "idle", generation), 90, "the second deployment is ready")
+        idle(real, USER, 3, 60)
+        began = time.time()
+        with load(real, proved, "demo") as seen:
+            wait_for(lambda: time.time() > began + WINDOW_SECONDS, WINDOW_SECONDS + 5, "the window is over")
+        rows = real.audit(began)
+    assert seen.failures == []
+    assert seen.answered > 100
+    writes = [row for row in rows if row.user == USER and row.writes and row.resource != "leases"]
+    own = ("mmrouterdeployments", "status", "demo")
+    statuses = [row for row in writes if (row.resource, row.subresource, row.name) == own]
+    assert [str(row) for row in writes if row not in statuses] == []
+    assert statuses, "the numbers of a busy deployment reach its status"
+    gaps = [later.began - row.began for row, later in pairwise(statuses)]
+    assert min(gaps, default=STATUS_SECONDS) > STATUS_SECONDS - 1, gaps
+
+
+REPLICAS = 2
+ROLLOUT_SECONDS = 150
+"""Pods of a machine with two busy CPUs take 5 to 10 seconds to start, and 5 to announce that they go."""
+
+
+def marks(plane: ControlPlane, namespace: str, role: str) -> list[str]:
+    found = [pod for pod in pods(plane, namespace, deployment="demo", role=role) if is_ready(pod)]
+    return [pod["metadata"]["annotations"][MARK] for pod in found]
+
+
+def test_a_deployment_becomes_ready_and_its_routing_is_proved(real: ControlPlane, proved: str) -> None:
+    state = status(real, proved)
+    conditions = {found["type"]: found["status"] for found in state["conditions"]}
+    assert conditions["ExactRoutingVerified"] == "True", state
+    assert conditions["SpecValid"] == conditions["FrontendReady"] == conditions["WorkersReady"] == "True", state
+    with load(real, proved, "demo") as seen:
+        wait_for(lambda: seen.answered >= 20, 30, "requests are answered")
+    assert seen.failures == []
+    assert seen.exact == seen.answered
+
+
+@pytest.mark.parametrize("role", ["worker", "frontend"])
+def test_a_rollout_under_load_loses_no_request(real: ControlPlane, proved: str, role: str) -> None:
+    body = marked(engine="2") if role == "worker" else marked(engine="2", frontend="2")
+    least = REPLICAS
+    with load(real, proved, "demo") as seen:
+        generation = apply(real, proved, body)["metadata"]["generation"]
+        deadline = time.monotonic() + ROLLOUT_SECONDS
+        while time.monotonic() < deadline:
+            done, now = is_done(real, proved, "demo", generation), marks(real, proved, role)
+            least = min(least, len(now))
+            assert not done or "1" not in now, "success was reported from old pods"
+            if done and now == ["2"] * REPLICAS:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail(f"not rolled out within {ROLLOUT_SECONDS} s\n{describe(real, proved)}", pytrace=False)
+        answered = seen.answered
+        wait_for(lambda: seen.answered > answered + 5, 20, "the new pods answer")
+    assert seen.failures == []
+    assert least >= REPLICAS - 1
+    assert condition(real, "ExactRoutingVerified", proved)["status"] == "True"
+
+
+def test_doctor_finds_no_problem_and_sees_events_and_proofs(real: ControlPlane, proved: str) -> None:
+    report = diagnosed(real, "demo", "-n", proved)
+    assert report.problems == []
+    assert report.status == 0
+    assert report.seen("events", "ok")[0].count("demo-worker-") == 2
+    assert report.seen("exactness", "ok")[0].count("demo-worker-") == 2
+    for check in ("definition", "operator", "nodes", "references", "pods", "frontends"):
+        assert report.seen(check, "ok"), check
+
+
+def test_status_shows_both_engines_proved(real: ControlPlane, proved: str) -> None:
+    (view,) = views(real, "demo", "-n", proved)
+    assert view["phase"] == "Ready"
+    assert [(pool["name"], pool["ready"], pool["verified"]) for pool in view["pools"]] == [("worker", 2, 2)]
+    assert [worker["exact"] for worker in view["workers"]] == ["True", "True"]
+    assert "ExactRoutingVerified" in mmrouter(real, "status", "demo", "-n", proved).stdout

@@ -1,0 +1,290 @@
+"""What the library says an engine will do with a chat (ids, spans, block keys), against what the engine published."""
+
+from array import array
+from base64 import b64decode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from conformance.engine_process import BLOCK_SIZE
+from conformance.workload import Case
+
+from mmrouter_lib import families
+from mmrouter_lib.block_keys import Span, block_keys, chain, namespace_seed
+from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Removed, Stored
+from mmrouter_lib.engines.vllm.adapter import VLLM
+from mmrouter_lib.families import Family
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.prompt import Prompter, PromptImage, render_arguments
+from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
+
+KEY = bytes(range(32))
+MAX_PIXELS = 64_000_000
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """``ids`` and ``spans`` of the expanded prompt, and the seed of its chain. ``filled``: the ids as an engine has
+    them that writes images' identities into them, in place of the spans.
+    """
+
+    ids: "array[int]"
+    spans: tuple[Span, ...]
+    seed: int
+    filled: "array[int] | None" = None
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The library's prediction for one model folder. The fields are what the deliberate breaks replace."""
+
+    family: Family
+    prompter: Prompter
+    model: str
+    block_size: int
+    key: bytes = KEY
+    swapped: bool = False
+    more: int = 0
+
+    @classmethod
+    def load(cls, model_dir: Path, block_size: int) -> Self:
+        family = families.load_family(model_dir, None)
+        assert family is not None, f"{model_dir} is of no family that is modelled"
+        return cls(family, Prompter.load(model_dir, family=family), model_dir.name, block_size)
+
+    def of_family(self, model_dir: Path) -> Self:
+        """Return this predictor with another model's image geometry, as a wrong family would count."""
+        family = families.load_family(model_dir, None)
+        assert family is not None
+        return replace(self, family=family)
+
+    def predict(self, case: Case) -> Predicted:
+        """Raises a ``ValueError`` of the library for a request that it refuses."""
+        images = [self._image(url) for _, _, url in image_places(case)]
+        text = self.prompter.render(case.body["messages"], **render_arguments(case.body))
+        special = bool(case.body.get("add_special_tokens", False))
+        ordered = list(reversed(images)) if self.swapped else images
+        expanded = self.prompter.expand(text, ordered, add_special_tokens=special)
+        return Predicted(expanded.ids, expanded.spans, self.seed(case.salt))
+
+    def request(self, case: Case) -> dict[str, Any]:
+        """Return the body that the engine is sent, with our identity beside every image."""
+        rewrites = [
+            ImageRewrite(at, number, url, to_wire(self._identity(decode(url))))
+            for at, number, url in image_places(case)
+        ]
+        return VLLM.rewrite_chat(case.body, rewrites, model=self.model, cache_salt=case.salt).body
+
+    def seed(self, salt: str | None) -> int:
+        return namespace_seed(self.key, model=self.model, salt=salt)
+
+    def keys(self, predicted: Predicted, answered: Sequence[int] = ()) -> "array[int]":
+        if predicted.filled is not None:
+            return block_keys(predicted.filled + array("Q", answered), self.block_size, (), predicted.seed)
+        ids = predicted.ids + array("I", answered)
+        return block_keys(ids, self.block_size, predicted.spans, predicted.seed)
+
+    def _image(self, url: str) -> PromptImage:
+        data = decode(url)
+        size = probe(data, max_pixels=MAX_PIXELS, exif=self.family.rotates_exif)
+        return PromptImage(self._identity(data), self.family.count(size.width, size.height) + self.more)
+
+    def _identity(self, data: bytes) -> bytes:
+        return media_identity(data, self.family.pixel_options, key=self.key)
+
+
+def image_places(case: Case) -> list[tuple[int, int, str]]:
+    return [
+        (at, number, part["image_url"]["url"])
+        for at, message in enumerate(case.body["messages"])
+        for number, part in enumerate(message["content"] or ())
+        if isinstance(part, dict) and part["type"] == "image_url"
+    ]
+
+
+def decode(url: str) -> bytes:
+    return b64decode(url.partition(",")[2])
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A request and the engine's answer to it, in the order in which they were sent one after the other."""
+
+    case: Case
+    answer: dict[str, Any]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return list(self.answer["prompt_token_ids"])
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """The generated tokens that the engine computed with: the last one was sampled and never fed back."""
+        return list(self.answer["choices"][0]["token_ids"])[:-1]
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self.answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    @property
+    def image_tokens(self) -> int:
+        details = self.answer["usage"]["prompt_tokens_details"].get("multimodal_tokens") or {}
+        return int(details.get("image", 0))
+
+
+@dataclass
+class Published:
+    """What an engine's events say that it holds, in our keys."""
+
+    keys: dict[int, str] = field(default_factory=dict)  # key -> where it was first published, in that order
+    stored: list[int] = field(default_factory=list)  # the key of every block of a store event, re-stored ones again
+    ragged: int = 0  # events that name fewer blocks than they have tokens
+    faults: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """``blocks`` counts published blocks that were compared; ``mismatches`` names every difference."""
+
+    requests: int = 0
+    blocks: int = 0
+    predicted: int = 0
+    matched: int = 0
+    ragged: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+    @property
+    def line(self) -> str:
+        return f"requests {self.requests}, blocks compared {self.blocks}, mismatches {len(self.mismatches)}"
+
+
+def published(batches: Iterable[Batch], predictor: Predictor) -> Published:
+    """Rebuild the keys of every stored block from the engine's tokens, identities and parents."""
+    seen = Published()
+    by_hash: dict[int, int] = {}
+    windows = WindowBlocks()
+    for number, batch in enumerate(batches):
+        for event in batch.events:
+            if isinstance(event, Stored):
+                _add_stored(event, f"batch {number}", predictor, by_hash, seen, windows)
+            elif isinstance(event, Ragged):
+                _add_ragged(event, f"batch {number}", predictor, by_hash, seen, windows)
+            elif isinstance(event, Cleared) and not by_hash:
+                continue  # SGLang says so once when it starts
+            else:
+                # The cache is far larger than the workload, so an eviction means that something else is going on.
+                kind = (
+                    "removed" if isinstance(event, Removed) else "cleared" if isinstance(event, Cleared) else "ignored"
+                )
+                seen.faults.append(f"batch {number}: {kind}: {event}")
+    return seen
+
+
+def _add_stored(
+    event: Stored, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: WindowBlocks
+) -> None:
+    if event.block_size != predictor.block_size:
+        seen.faults.append(f"{where}: block size {event.block_size}, predicted with {predictor.block_size}")
+    if event.parent is None:
+        parent = predictor.seed(event.salt)
+    elif event.parent in by_hash:
+        parent = by_hash[event.parent]
+    elif (followed := windows.key(event.parent)) is not None:
+        parent = followed
+    else:
+        seen.faults.append(f"{where}: parent {event.parent} was never published")
+        return
+    keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+    if event.window:
+        windows.follow(event, keys)
+    _add(event.hashes, keys, where, by_hash, seen)
+
+
+def _add_ragged(
+    event: Ragged, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: WindowBlocks
+) -> None:
+    """The event does not say which of its tokens its blocks are: the sidecar's own code finds out."""
+    placed = windows.place(event, lambda _, salt: predictor.seed(salt))
+    if placed.rest:
+        seen.faults.append(f"{where}: {len(placed.rest)} hashes of a ragged event are not explained")
+    seen.ragged += 1
+    _add(placed.hashes, placed.keys, where, by_hash, seen)
+
+
+def _add(hashes: Sequence[int], keys: Sequence[int], where: str, by_hash: dict[int, int], seen: Published) -> None:
+    seen.stored += keys
+    for place, (engine_hash, key) in enumerate(zip(hashes, keys, strict=True)):
+        if by_hash.setdefault(engine_hash, key) != key:
+            seen.faults.append(f"{where}, block {place}: one engine hash, two keys")
+        seen.keys.setdefault(key, f"{where}, block {place}")
+    if len(set(by_hash.values())) != len(by_hash):
+        seen.faults.append(f"{where}: two engine hashes, one key")
+
+
+def compare(exchanges: Sequence[Exchange], batches: Sequence[Batch], predictor: Predictor) -> Report:
+    """Compare every id, key and ``cached_tokens`` of a run without evictions that began with an empty cache."""
+    seen = published(batches, predictor)
+    report = Report(requests=len(exchanges), blocks=len(seen.stored), ragged=seen.ragged, mismatches=list(seen.faults))
+    held: dict[int, None] = {}
+    order = {key: number for number, key in enumerate(seen.keys)}
+    for exchange in exchanges:
+        report.mismatches += (
+            f"{exchange.case.name}: {text}"
+            for text in _compare_one(exchange, predictor, held, order, windowed=seen.ragged > 0)
+        )
+    report.predicted = len(held)
+    report.matched = sum(key in held for key in seen.stored)
+    report.mismatches += (f"{where}: published, never predicted" for key, where in seen.keys.items() if key not in held)
+    return report
+
+
+def _compare_one(
+    exchange: Exchange, predictor: Predictor, held: dict[int, None], order: dict[int, int], *, windowed: bool
+) -> Iterable[str]:
+    """``held`` are the keys of the requests so far, in order: a new key must be the next that was published.
+    ``windowed``: an engine with a sliding window keeps what a repeat of the prompt can use, so neither the block that
+    holds its last token nor any after it, unless another prompt goes on there
+    (docs/engine-facts/vllm.md#sliding-windows).
+    """
+    predicted = predictor.predict(exchange.case)
+    ids = exchange.prompt_ids
+    if predicted.ids.tolist() != ids:
+        at = next((n for n, (a, b) in enumerate(zip(predicted.ids, ids, strict=False)) if a != b), None)
+        yield f"{len(predicted.ids)} ids predicted, {len(ids)} returned, the first difference at {at}"
+    size = predictor.block_size
+    prompt_keys = predictor.keys(predicted)
+    overlap = next((n for n, key in enumerate(prompt_keys) if key not in held), len(prompt_keys))
+    # The last token is always computed, so a prompt of exactly n blocks hits n - 1
+    # (docs/engine-facts/vllm.md#expanded-token-ids).
+    hit = min(overlap, (len(ids) - 1) // size) * size
+    if hit != exchange.cached_tokens:
+        yield f"{hit} cached tokens predicted, {exchange.cached_tokens} reported"
+    image_tokens = sum(span.length for span in predicted.spans)
+    if image_tokens != exchange.image_tokens:
+        yield f"{image_tokens} image tokens predicted, {exchange.image_tokens} reported"
+    for number, key in enumerate(predictor.keys(predicted, exchange.answer_ids)):
+        if key not in held and order.get(key) != len(held):
+            if windowed and number >= (len(ids) - 1) // size:
+                return
+            yield (
+                f"block {number} predicted as new block {len(held)} of the run, published as {order[key]}"
+                if key in order
+                else f"block {number} predicted, never published"
+            )
+        held[key] = None
+
+
+def repeats(exchanges: Sequence[Exchange]) -> tuple[int, int]:
+    """Return, over all requests that were sent before word for word, the blocks that hit and those that could."""
+    seen: set[str] = set()
+    hits = most = 0
+    for exchange in exchanges:
+        sent = repr((exchange.case.body, exchange.case.salt))
+        if sent in seen:
+            hits += exchange.cached_tokens // BLOCK_SIZE
+            most += (len(exchange.prompt_ids) - 1) // BLOCK_SIZE
+        seen.add(sent)
+    return hits, most

@@ -1,0 +1,208 @@
+"""Every family against a third-party image processor: Hugging Face's, for Phi-3 that of mlx-vlm."""
+
+import random
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from artefacts import Record
+from conformance.conftest import Shrunk
+from conformance.processors.conftest import Ask, Drawn
+from conformance.vllm.conftest import FAMILIES
+from conformance.workload import picture
+
+from mmrouter_handover.plugin.start import install
+from mmrouter_lib import families
+from mmrouter_lib.families import Family, ImageSizeError
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage
+
+HUGGING_FACE = [
+    "Qwen--Qwen2-VL-2B-Instruct",
+    "Qwen--Qwen2.5-VL-7B-Instruct",
+    "Qwen--Qwen3-VL-2B-Instruct",
+    "llava-hf--llava-1.5-7b-hf",
+    "llava-hf--llava-v1.6-mistral-7b-hf",
+]
+PHI3 = "microsoft--Phi-3-vision-128k-instruct"
+CROPS = [16, 4, 1, 9]
+PICTURE_CROPS = 4
+
+
+def load(folder: Path, **options: int) -> Family:
+    limits = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
+    family = families.load_family(folder, limits)
+    assert family is not None
+    return family
+
+
+def counted(family: Family, sizes: Sequence[tuple[int, int]]) -> Iterator[int | None]:
+    for width, height in sizes:
+        try:
+            yield family.count(width, height)
+        except ImageSizeError:
+            yield None
+
+
+def different(sizes: Sequence[tuple[int, int]], ours: Sequence[object], theirs: Sequence[object]) -> list[object]:
+    assert len(ours) == len(theirs) == len(sizes)
+    return [line for line in zip(sizes, ours, theirs, strict=True) if line[1] != line[2]]
+
+
+def image(family: Family, drawn: Drawn) -> PromptImage:
+    size = probe(drawn.path.read_bytes(), max_pixels=10**8, exif=family.rotates_exif)
+    return PromptImage(bytes(32), family.count(size.width, size.height))
+
+
+def chats(pictures: list[Drawn]) -> list[list[Drawn]]:
+    lengths, groups = (1, 2, 3), []
+    while pictures:
+        length = lengths[len(groups) % 3]
+        groups.append(pictures[:length])
+        pictures = pictures[length:]
+    return groups
+
+
+@pytest.fixture(scope="module")
+def hugging_face(
+    ask: Ask, model: Callable[[str], Path], sizes: list[tuple[int, int]], pictures: list[Drawn]
+) -> dict[str, Any]:
+    """The answers for all five folders, of one process: it takes longer to start than to answer."""
+    asked = [{"files": [str(drawn.path) for drawn in group], "text": group[0].text} for group in chats(pictures)]
+    answers = ask("hugging_face", models=[str(model(name)) for name in HUGGING_FACE], sizes=sizes, chats=asked)
+    return {Path(folder).name: answer for folder, answer in answers.items()}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_case_24_counts_of_drawn_sizes_are_those_of_the_hugging_face_processor(
+    name: str, hugging_face: dict[str, Any], model: Callable[[str], Path], sizes: list[tuple[int, int]], record: Record
+) -> None:
+    theirs = hugging_face[name]["counts"]
+    wrong = different(sizes, list(counted(load(model(name)), sizes)), theirs)
+    record(f"processor {name}: sizes, refused, mismatches", [len(sizes), theirs.count(None), len(wrong)])
+    assert not wrong, wrong[:10]
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_processor(
+    name: str, hugging_face: dict[str, Any], model: Callable[[str], Path], pictures: list[Drawn], record: Record
+) -> None:
+    family = load(model(name))
+    prompter = Prompter.load(model(name), family=family)
+    wrong = []
+    groups = chats(pictures)
+    for group, ids in zip(groups, hugging_face[name]["ids"], strict=True):
+        content = [*({"type": "image_url"} for _ in group), {"type": "text", "text": group[0].text}]
+        text = prompter.render([{"role": "user", "content": content}])
+        expanded = prompter.expand(text, [image(family, drawn) for drawn in group], add_special_tokens=True)
+        if expanded.ids.tolist() != ids:
+            wrong.append([drawn.path.name for drawn in group])
+    record(f"processor {name}: pictures, prompts, mismatches", [len(pictures), len(groups), len(wrong)])
+    assert not wrong, wrong[:10]
+
+
+@pytest.fixture(scope="module")
+def mlx(ask: Ask, mlx_vlm: Path, sizes: list[tuple[int, int]], pictures: list[Drawn]) -> Any:
+    files = [str(drawn.path) for drawn in pictures]
+    return ask("mlx_phi3v", str(mlx_vlm), crops=CROPS, sizes=sizes, pictures=files, picture_crops=PICTURE_CROPS)
+
+
+@pytest.mark.parametrize("crops", CROPS)
+def test_case_24_phi3_counts_of_drawn_sizes_are_those_of_mlx_vlm(
+    crops: int, mlx: Any, model: Callable[[str], Path], sizes: list[tuple[int, int]], record: Record
+) -> None:
+    theirs = mlx["counts"][str(crops)]
+    wrong = different(sizes, list(counted(load(model(PHI3), num_crops=crops), sizes)), theirs)
+    record(f"processor {PHI3}, {crops} crops: sizes, refused, mismatches", [len(sizes), theirs.count(None), len(wrong)])
+    assert not wrong, wrong[:10]
+
+
+def test_case_24_phi3_tiles_and_tokens_of_drawn_pictures_are_those_of_mlx_vlm(
+    mlx: Any, model: Callable[[str], Path], pictures: list[Drawn], record: Record
+) -> None:
+    family = load(model(PHI3), num_crops=PICTURE_CROPS)
+    wrong = [
+        drawn.path.name
+        for drawn, theirs in zip(pictures, mlx["pictures"], strict=True)
+        if image(family, drawn).count != theirs["tokens"] or not 1 <= theirs["tiles"] <= PICTURE_CROPS
+    ]
+    record(f"processor {PHI3}: pictures, mismatches", [len(pictures), len(wrong)])
+    assert not wrong, wrong[:10]
+
+
+PROMPTS = 3000
+WORDS = [
+    *("a", " the", "naïve ", "図", "  ", "\n", "\t", "\u2581", " \u2581x", "é", "🎉", "<", "<|", "|>", "_1", "1", "<s"),
+    *("s>", "<s>", "</s>", "<unk>", "<|endoftext|>", "<|system|>", "<|user|>\n", "<|end|>\n", "<|assistant|>\n"),
+    *("<|image|>", "<s> ", "</s>  ", "<|end|> ", "<|user|> x", "<|placeholder3|> y", "<|image|> z", "<|image"),
+    *("<|image_", "image_1|>", "<|image_01|>", "<|image_0|>", "<|image_|>", "<|image_\u0661|>", "<| image_1|>"),
+    "<|image_12|>",
+]
+
+
+def prompts() -> list[dict[str, Any]]:
+    draw = random.Random(3)
+    drawn = []
+    for _ in range(PROMPTS):
+        images = draw.choice((0, 1, 1, 1, 2, 2, 3))
+        tags = [f"<|image_{number + 1}|>" for number in range(images)]
+        if draw.random() < 0.3:
+            tags += draw.choices(["<|image_1|>", "<|image_2|>", "<|image_3|>", "<|image_4|>"], k=draw.randint(1, 2))
+        if draw.random() < 0.1:
+            draw.shuffle(tags)
+        pieces = ["".join(draw.choices(WORDS, k=draw.randint(0, 6))) for _ in range(len(tags) + 1)]
+        text = pieces[0] + "".join(tag + piece for tag, piece in zip(tags, pieces[1:], strict=True))
+        drawn.append({"text": text, "counts": [draw.randint(1, 9) for _ in range(images)]})
+    return drawn
+
+
+def test_case_34_phi3_prompts_of_drawn_text_are_those_of_vllms_own_class(
+    ask: Ask, model: Callable[[str], Path], record: Record
+) -> None:
+    folder = model("microsoft--Phi-3-vision-128k-instruct")
+    family = families.load_family(folder, None)
+    assert family is not None
+    prompter, drawn = Prompter.load(folder, family=family), prompts()
+    equal, refused, wrong = 0, 0, []
+    for prompt, theirs in zip(drawn, ask("vllm_phi3v", str(folder), prompts=drawn), strict=True):
+        images = [PromptImage(number.to_bytes(32), count) for number, count in enumerate(prompt["counts"])]
+        in_order = theirs is not None and [place[2] for place in theirs["places"]] == list(range(len(images)))
+        try:
+            expanded = prompter.expand(prompt["text"], images)
+        except PlaceholderError:
+            refused += 1
+            if in_order:
+                wrong.append(prompt)
+            continue
+        places = [[span.offset, span.length, int.from_bytes(span.identity)] for span in expanded.spans]
+        if in_order and expanded.ids == array("I", theirs["ids"]) and places == theirs["places"]:
+            equal += 1
+        else:
+            wrong.append(prompt)
+    record("vLLM's Phi-3 class: prompts equal, refused, mismatches", [equal, refused, len(wrong)])
+    assert not wrong, wrong[:5]
+    assert equal > PROMPTS * 0.8
+    assert refused > 20
+
+
+def test_handed_over_images_of_every_family_are_what_the_engine_would_have_made_of_them(
+    ask: Ask, shrunk: Shrunk, tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "plugin")
+    files = []
+    for number, (wide, high) in enumerate(((224, 224), (336, 672), (1000, 700))):
+        files.append(tmp_path / f"{number}.png")
+        files[-1].write_bytes(picture(wide, high, seed=number))
+    folders = {family: str(shrunk(repository)) for family, repository in FAMILIES.items()}
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    answers = ask(
+        "vllm_handover", str(tmp_path / "plugin"), models=list(folders.values()), pictures=list(map(str, files))
+    )
+    for family, folder in folders.items():
+        answer = answers[folder]
+        assert (answer["differences"], answer["again"], answer["changed"]) == ([], [], True), family
+        fields = ", ".join(f"{name} ({kind})" for name, kind in answer["fields"])
+        record(f"handed over {family}: 3 images", f"{answer['bytes']} bytes: {fields}")

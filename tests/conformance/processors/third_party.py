@@ -1,0 +1,213 @@
+"""What third parties make of sizes, pictures and texts. Run by the engine environment's Python.
+
+    python third_party.py hugging_face < request.json > answer.json
+    python third_party.py mlx_phi3v MLX_VLM_WHEEL < request.json > answer.json
+    python third_party.py vllm_phi3v MODEL_FOLDER < request.json > answer.json
+    python third_party.py vllm_handover PLUGIN_FOLDER < request.json > answer.json
+
+The functions of these names say what requests and answers hold.
+"""
+
+import json
+import sys
+import time
+import zipfile
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from PIL import Image, ImageOps
+
+MLX_MODULE = "mlx_vlm.models.phi3_v.processing_phi3_v"
+FILL = 32044
+
+
+def opened(file: str) -> Image.Image:
+    """Return a picture as the engine loads it: rotated by its EXIF orientation, then in RGB."""
+    return ImageOps.exif_transpose(Image.open(file)).convert("RGB")
+
+
+def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
+    """The processors of Hugging Face. The request holds ``models`` (folders), ``sizes`` ([width, height] pairs) and
+    ``chats``. A chat is a list of picture files and a text, which become one user message. The answer holds for each
+    folder ``counts``, for each size its tokens or ``None`` where the processor refuses it, and ``ids``, for each chat
+    what the processor returns, with special tokens.
+    """
+    from transformers import AutoProcessor
+
+    def count(processor: Any, width: int, height: int) -> int | None:
+        try:
+            return int(processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
+        except ValueError:
+            return None
+
+    def ids(processor: Any, files: list[str], text: str) -> list[int]:
+        content = [*({"type": "image"} for _ in files), {"type": "text", "text": text}]
+        prompt = processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        return [int(value) for value in processor(text=[prompt], images=list(map(opened, files)))["input_ids"][0]]
+
+    def answer(folder: str) -> dict[str, Any]:
+        processor = AutoProcessor.from_pretrained(folder)
+        return {
+            "counts": [count(processor, width, height) for width, height in request["sizes"]],
+            "ids": [ids(processor, chat["files"], chat["text"]) for chat in request["chats"]],
+        }
+
+    return {folder: answer(folder) for folder in request["models"]}
+
+
+def mlx_phi3v(request: dict[str, Any], wheel: str) -> dict[str, Any]:
+    """The Phi-3-vision processor of mlx-vlm. The request holds ``crops`` (values of num_crops), ``sizes`` ([width,
+    height] pairs), ``pictures`` (files) and ``picture_crops``. The answer holds ``counts``, for each value of num_crops
+    the sizes' tokens or ``None`` for a size of which nothing would be left, and ``pictures``, for each file the tokens
+    and the number of tiles that it really cut.
+    """
+    module = load_mlx(wheel)
+
+    def count(processor: Any, width: int, height: int) -> int | None:
+        if 0 in module._calc_hd_transform_size(width, height, processor.num_crops):
+            return None
+        return int(processor.calc_num_image_tokens(SimpleNamespace(size=(width, height))))
+
+    def whole(processor: Any, file: str) -> dict[str, int]:
+        picture = opened(file)
+        tiles = processor(picture)["pixel_values"].shape[1] - 1  # the first is the whole picture
+        return {"tokens": int(processor.calc_num_image_tokens(picture)), "tiles": int(tiles)}
+
+    counts = {}
+    for crops in request["crops"]:
+        processor = module.Phi3VImageProcessor(num_crops=crops)
+        counts[crops] = [count(processor, width, height) for width, height in request["sizes"]]
+    processor = module.Phi3VImageProcessor(num_crops=request["picture_crops"])
+    return {"counts": counts, "pictures": [whole(processor, file) for file in request["pictures"]]}
+
+
+def load_mlx(wheel: str) -> ModuleType:
+    """Take one module out of the wheel. Of mlx it uses the array type alone, and there numpy's does as well."""
+    import numpy as np
+    import transformers.image_processing_utils  # noqa: F401 - before mlx is stood in for: it looks whether mlx is there
+
+    for name in ("mlx", "mlx.core", "mlx_vlm", "mlx_vlm.models", "mlx_vlm.models.phi3_v", "mlx_vlm.models.base"):
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__path__ = []  # type: ignore[attr-defined]
+    sys.modules["mlx"].core = sys.modules["mlx.core"]  # type: ignore[attr-defined]
+    sys.modules["mlx.core"].array = np.asarray  # type: ignore[attr-defined]
+    sys.modules["mlx_vlm.models.base"].install_auto_processor_patch = lambda *_: None  # type: ignore[attr-defined]
+    module = ModuleType(MLX_MODULE)
+    module.__package__ = "mlx_vlm.models.phi3_v"
+    sys.modules[MLX_MODULE] = module
+    path = MLX_MODULE.replace(".", "/") + ".py"
+    exec(compile(zipfile.ZipFile(wheel).read(path), path, "exec"), module.__dict__)
+    return module
+
+
+def vllm_phi3v(request: dict[str, Any], folder: str) -> list[dict[str, Any] | None]:
+    """Where vLLM 0.32's own Phi-3-vision class puts images, and which ids it makes. The request holds ``prompts``, each
+    a ``text`` and ``counts``, the tokens of its images. The answer holds for each ``ids`` and ``places`` ([offset,
+    length, image number] in prompt order), or ``None`` where vLLM finds no place. The class runs as it is; of its
+    surroundings it gets the tokenizer and the counts.
+    """
+    from transformers import AutoTokenizer
+    from vllm.model_executor.models.phi3v import Phi3VMultiModalProcessor
+    from vllm.multimodal.processing.processor import PromptReplacement
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    processor = object.__new__(Phi3VMultiModalProcessor)
+    processor.info = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+
+    def answer(text: str, counts: list[int]) -> dict[str, Any] | None:
+        updates = []
+        for number, count in enumerate(counts):
+            target = tokenizer.encode(f"<|image_{number + 1}|>", add_special_tokens=False)
+            filled = PromptReplacement(modality="image", target=target, replacement=[FILL] * count)
+            updates.append([filled.resolve(number)])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        try:
+            ids, placed = processor._apply_prompt_updates(ids, {"image": updates} if updates else {})
+        except AssertionError:
+            return None
+        places = [[place.start_idx, len(place.tokens), place.item_idx] for place in placed.get("image", [])]
+        return {"ids": ids, "places": places}
+
+    return [answer(prompt["text"], prompt["counts"]) for prompt in request["prompts"]]
+
+
+def vllm_handover(request: dict[str, Any], plugin: str) -> dict[str, Any]:
+    """Images of every family through a packed item and vLLM's own front end. The request holds ``models`` (folders) and
+    ``pictures`` (files). For each model all pictures become one prompt, twice: processed by vLLM 0.32 itself, and
+    handed over by our plugin with nothing but names in it. The answer holds for each folder ``differences``, what is
+    unequal of the two (ids, places, masks, tensors and how they are batched), ``again``, the same for a second prompt
+    that finds them in vLLM's cache, ``changed``, whether a changed pixel is seen, ``fields`` (name, kind) and
+    ``bytes``.
+    """
+    sys.path.insert(0, plugin)
+    return {folder: handed_over(folder, request["pictures"]) for folder in request["models"]}
+
+
+def handed_over(folder: str, files: list[str]) -> dict[str, Any]:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.renderers import renderer_from_config
+
+    from mmrouter_handover.plugin import vllm_items
+    from mmrouter_handover.plugin.item_exchange import from_cache
+    from mmrouter_handover.plugin.processor_cache import HandedOverCache, PendingItems
+    from mmrouter_handover.plugin.wire import read_header
+
+    config = ModelConfig(model=folder, dtype="float32", trust_remote_code=True)
+    renderer: Any = renderer_from_config(VllmConfig(model_config=config))
+    pictures = [Image.open(file).convert("RGB") for file in files]
+    names = [f"name-{number}" for number in range(len(files))]
+    text = renderer.mm_processor.dummy_inputs.get_dummy_text({"image": len(files)})
+    ids = renderer.tokenizer.encode(f"What is this? {text} Say it.", add_special_tokens=False)
+
+    def processed(images: list[Any], skip: bool) -> dict[str, Any]:
+        return renderer._process_multimodal(ids, {"image": images}, {"image": names}, None, skip_mm_cache=skip)
+
+    own = processed(pictures, True)
+    kept: PendingItems[Any] = PendingItems(1 << 40, time.monotonic)
+    renderer._mm_processor_cache = HandedOverCache(renderer._mm_processor_cache, kept)
+    settings, total = vllm_items.settings_digest("0.32.0", renderer), 0
+    for name, item in from_cache(renderer._mm_processor_only_cache, names).items():
+        plan = vllm_items.pack(settings, name, item)
+        data = memoryview(bytearray(b"\xee" * plan.length))
+        plan.write(data)
+        header, tensors = read_header(data, name=name, settings=settings)
+        kept.put(name, vllm_items.unpack(header, tensors), plan.length, 60)
+        total += plan.length
+    nothing: list[Any] = [None] * len(files)
+    differences = compare(own, processed(nothing, False))
+    again = compare(own, processed(nothing, False), tensors=False)
+    for picture in pictures:
+        picture.putpixel((3, 3), (1, 2, 3))
+    renderer._mm_processor_only_cache.clear_cache()
+    return {
+        "differences": differences,
+        "again": again,
+        "changed": bool(compare(own, processed(pictures, True))),
+        "fields": sorted((field.name, field.kind) for field in header.fields),
+        "bytes": total,
+    }
+
+
+def compare(own: dict[str, Any], other: dict[str, Any], *, tensors: bool = True) -> list[str]:
+    from vllm.multimodal.inputs import nested_tensors_equal
+
+    wrong = [key for key in ("prompt_token_ids", "mm_hashes", "mm_placeholders") if own[key] != other[key]]
+    for number, (mine, theirs) in enumerate(zip(own["mm_kwargs"]["image"], other["mm_kwargs"]["image"], strict=True)):
+        if not tensors:
+            wrong += [f"{number}: sent again"] * (theirs is not None)
+            continue
+        if theirs is None or list(mine) != list(theirs):
+            wrong.append(f"{number}: other fields")
+            continue
+        for key, element in mine.items():
+            kept = element.field.keep_on_cpu == theirs[key].field.keep_on_cpu
+            if element != theirs[key] or not kept or not nested_tensors_equal(element.data, theirs[key].data, True):
+                wrong.append(f"{number}: {key}")
+    return wrong
+
+
+if __name__ == "__main__":
+    output, sys.stdout = sys.stdout, sys.stderr  # logs are no part of the answer
+    json.dump(globals()[sys.argv[1]](json.load(sys.stdin), *sys.argv[2:]), output)

@@ -1,0 +1,238 @@
+"""The entry point: how a command ends early, the page of options, `mmrouter crd`, and where a deployment is found."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import typer
+import yaml
+from typer.core import TyperArgument, TyperGroup
+from typer.testing import CliRunner
+from waiting import wait_for
+
+from mmrouter_cli.__main__ import WITHOUT_OPTIONS, main
+from mmrouter_cli.app import app
+from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
+from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
+from mmrouter_lib.api.crd import definition
+
+
+@pytest.mark.parametrize("command", WITHOUT_OPTIONS)
+@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--config=x", 2)])
+def test_a_containers_command_says_that_it_takes_no_options(
+    command: str, option: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["mmrouter", command, option])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == status
+    assert "takes no options" in capsys.readouterr().err
+
+
+UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+@pytest.fixture
+def first() -> tuple[str, ...]:
+    """What a command line begins with to be the first process of its namespace, as a container's command is."""
+    if not shutil.which("unshare") or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode:
+        pytest.skip("not run: this user makes no namespace of processes")
+    return UNSHARE
+
+
+@contextmanager
+def held_up(fifo: Path, *command: str, **env: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a command that reads a FIFO; it is in the midst of its start until this ends."""
+    os.mkfifo(fifo)
+    process = subprocess.Popen(command, env={**os.environ, **env}, stderr=subprocess.PIPE)
+    try:
+        writer = wait_for(lambda: opened(fifo), 30, "the command reads the FIFO")
+        yield process
+        os.close(writer)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def opened(fifo: Path) -> int | None:
+    """Open a FIFO for writing, once a process reads it."""
+    try:
+        return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+
+
+def test_a_container_that_is_still_starting_ends_at_sigterm(first: tuple[str, ...], tmp_path: Path) -> None:
+    env = {"MMROUTER_CONFIG": str(tmp_path), "POD_UID": "1"}
+    command = (*first, sys.executable, "-m", "mmrouter_cli", "router")
+    with held_up(tmp_path / "deployment.json", *command, **env) as process:
+        (child,) = psutil.Process(process.pid).children()
+        child.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 128 + signal.SIGTERM
+
+
+def test_a_command_that_is_stopped_while_it_is_imported_leaves_no_trace_of_that(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text(f"open({str(tmp_path / 'fifo')!r}).read()\n")
+    # As a shell starts it in the foreground, also where these tests run in the background.
+    command = ("env", "--default-signal=INT", sys.executable, "-m", "mmrouter_cli", "bench")
+    with held_up(tmp_path / "fifo", *command, PYTHONPATH=str(tmp_path)) as process:
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=10)
+    assert (process.returncode, shown) == (128 + signal.SIGINT, b"")
+
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
+SECTIONS = dict(re.findall(r"^## mmrouter (\w+)\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
+GROUP = typer.main.get_command(app)
+assert isinstance(GROUP, TyperGroup)
+COMMANDS: dict[str, Any] = GROUP.commands
+
+
+def table(name: str) -> str:
+    """The first column of a command's table of options."""
+    rows = re.findall(r"^\| (`.*?) \|", SECTIONS[name], re.MULTILINE)
+    return "\n".join(rows)
+
+
+def test_the_page_has_a_section_for_every_command() -> None:
+    assert SECTIONS.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_a_section_has_every_argument_and_option_and_no_other(name: str) -> None:
+    parameters = [parameter for parameter in COMMANDS[name].params if parameter.name != "help"]
+    options = {parameter.opts[0] for parameter in parameters if not isinstance(parameter, TyperArgument)}
+    arguments = {parameter.name.upper() for parameter in parameters if isinstance(parameter, TyperArgument)}
+    assert set(re.findall(r"`(--[a-z-]+)`", table(name))) == options
+    assert set(re.findall(r"`([A-Z_]+)`", table(name))) == arguments
+
+
+CRD = Path(__file__).resolve().parents[3] / "crds" / "mmrouter.io_mmrouterdeployments.yaml"
+
+
+def test_what_is_printed_is_the_definition_and_every_time_the_same() -> None:
+    first, second = CliRunner().invoke(app, ["crd"]), CliRunner().invoke(app, ["crd"])
+    assert first.exit_code == 0
+    assert first.output == second.output
+    assert yaml.safe_load(first.output) == definition()
+
+
+@pytest.mark.parametrize(
+    ("file", "status", "says"),
+    [(CRD, 0, ""), (Path("differs.yaml"), 1, "mmrouter crd > differs.yaml"), (Path("none.yaml"), 2, "cannot read")],
+)
+def test_only_the_file_in_crds_passes_the_check_and_one_that_differs_by_a_byte_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path, status: int, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("differs.yaml").write_text(CRD.read_text() + "\n")
+    result = CliRunner().invoke(app, ["crd", "--check", str(file)])
+    assert (result.exit_code, says in result.output, bool(result.output)) == (status, True, bool(says))
+
+
+URL = "http://demo"
+
+
+@pytest.fixture
+def pod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the configuration in a frontend's pod."""
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "control.token").write_text("secret\n")
+    monkeypatch.setenv("MMROUTER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("POD_IP", "10.1.2.3")
+    monkeypatch.delenv("MMROUTER_CONTROL_TOKEN", raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("ip", "host"), [("10.1.2.3", "10.1.2.3"), ("fd00::7", "[fd00::7]")])
+def test_in_a_frontends_pod_its_own_control_port_is_taken(
+    pod: Path, monkeypatch: pytest.MonkeyPatch, ip: str, host: str
+) -> None:
+    monkeypatch.setenv("POD_IP", ip)
+    assert find_control(f"{URL}/v1", None, None) == ControlEndpoint(URL, (f"http://{host}:8001",), "secret")
+
+
+def test_what_is_named_counts_more_than_the_own_pod(pod: Path) -> None:
+    assert find_control(URL, "http://10.9.9.9:8001/", "other") == ControlEndpoint(
+        URL, ("http://10.9.9.9:8001",), "other"
+    )
+
+
+def test_elsewhere_the_error_says_what_to_give(pod: Path) -> None:
+    (pod / "secrets" / "control.token").unlink()
+    with pytest.raises(UnreachableError, match="--control and --token"):
+        find_control(URL, None, None)
+    with pytest.raises(UnreachableError, match="--control needs --token too"):
+        find_control(URL, "http://10.9.9.9:8001", None)
+
+
+def test_elsewhere_the_error_names_what_runs_on_this_machine(
+    pod: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pod / "secrets" / "control.token").unlink()
+    monkeypatch.setattr("mmrouter_cli.status.control_api.run_root", lambda: tmp_path / "runs")
+    with pytest.raises(UnreachableError, match="none runs here"):
+        find_control("127.1.0.1:8000", None, None)
+    (tmp_path / "runs" / "ending").mkdir(parents=True)
+    (tmp_path / "runs" / "ending" / "run.json").write_text("{")
+    (tmp_path / "runs" / "demo").mkdir()
+    (tmp_path / "runs" / "demo" / "run.json").write_text(
+        '{"endpoint": "http://127.1.0.1:8000", "frontends": [], "control_token": "/nowhere"}'
+    )
+    with pytest.raises(UnreachableError, match=r"\(there is http://127\.1\.0\.1:8000\)"):
+        find_control("127.1.0.1:8000", None, None)
+
+
+CONTEXT = """
+apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "https://127.0.0.1:9"}}]
+users: [{name: u, user: {}}]
+contexts: [{name: x, context: {cluster: c, user: u, namespace: team-a}}]
+current-context: x
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: b: c", "is no kubeconfig: mapping values are not allowed here"),
+        ("", "is no kubeconfig"),
+        ("- a list", "is no kubeconfig"),
+        ("a page of words", "is no kubeconfig"),
+        ("contexts: []\nclusters: []\nusers: []\ncurrent-context: nope", "Expected object with name nope"),
+    ],
+)
+async def test_a_file_that_is_no_kubeconfig_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "config"
+    file.write_text(text)
+    assert namespace_of(file) == "default"
+    with pytest.raises(ClusterError, match=f"^no way to the cluster: .*{says}") as raised:
+        async with reading(file):
+            pass
+    assert str(file) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+async def test_a_missing_file_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "none"
+    assert namespace_of(file) == "default"
+    with pytest.raises(ClusterError, match="there is no file"):
+        async with reading(file):
+            pass
+    assert capfd.readouterr().err == ""
+
+
+def test_the_current_contexts_namespace_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(CONTEXT)
+    assert namespace_of(tmp_path / "config") == "team-a"

@@ -1,0 +1,329 @@
+"""Engines' command lines: the wiring, the fields of the resource, and flags that users must not set."""
+
+import json
+from functools import partial
+from typing import Any
+
+import pytest
+from unit.engines.conftest import deployment, role, value, values
+
+from mmrouter_lib.api import SpecError
+from mmrouter_lib.api.engine_traits import SGLANG_FLAGS, VLLM_FLAGS
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.launch import Launch, LaunchError, chosen_flags
+from mmrouter_lib.engines.sglang.launch import API_KEY_ENV
+from mmrouter_lib.engines.sglang.launch import launch as launch_sglang
+from mmrouter_lib.engines.vllm.launch import VLLM, embedding_cache_bytes
+from mmrouter_lib.engines.vllm.launch import launch as launch_vllm
+from mmrouter_sim.sglang.flags import parse
+
+OWNED = {"vllm": {owned.name for owned in VLLM_FLAGS}, "sglang": {owned.name for owned in SGLANG_FLAGS}}
+EPD = [role("encoder"), role("prefill"), role("decode")]
+MODEL = {"id": "org/model", "revision": "abc", "trustRemoteCode": True}
+TEMPLATE = {"configMap": {"name": "t", "key": "template"}}
+FOUR_GPUS = {"accelerator": {"kind": "nvidia", "count": 4}, "parallelism": {"tensor": 2, "data": 2}}
+FIVE_IMAGES = {"media": {"maxImages": 5}}
+EVENTS = {
+    **{"publisher": "zmq", "endpoint": "tcp://$(POD_LOOPBACK):5557", "replay_endpoint": "tcp://$(POD_LOOPBACK):5657"},
+    **{"buffer_steps": 10_000, "hwm": 10_000},
+}
+RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cuda"} | RECOMPUTE
+KV, EC = "--kv-transfer-config", "--ec-transfer-config"
+
+
+def launched(engine: str, name: str = "worker", pool: Any = None, *, fields: Any = None, **spec: Any) -> Launch:
+    """The command line of a pool; ``fields`` are the engine's, ``pool`` those of the only pool."""
+    dep = deployment(pool, engine={"type": engine} | (fields or {}), **spec)
+    return (launch_vllm if engine == "vllm" else launch_sglang)(dep, dep.pool(name))
+
+
+vllm, sglang = partial(launched, "vllm"), partial(launched, "sglang")
+
+
+def as_json(args: list[str], flag: str) -> Any:
+    return json.loads(value(args, flag)) if flag in args else None
+
+
+def flags(line: Launch) -> set[str]:
+    return {arg.partition("=")[0] for arg in line.args if arg.startswith("--")}
+
+
+def test_the_shortest_resource_gets_the_complete_command_line_of_vllm() -> None:
+    line = vllm()
+    assert (line.command, line.health_path, line.args[0]) == (["vllm", "serve"], "/health", "org/model")
+    wanted = "--served-model-name --host --block-size --prefix-caching-hash-algo"
+    assert values(line.args, wanted) == ["vl", "$(POD_IP)", "16", "sha256_cbor"]
+    assert as_json(line.args, "--kv-events-config") == {"enable_kv_cache_events": True} | EVENTS
+    assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= flags(line)
+    optional = {"--chat-template", "--mm-processor-kwargs", "--data-parallel-size", "--trust-remote-code"}
+    assert not optional & flags(line)
+
+
+def test_the_shortest_resource_gets_the_complete_command_line_of_sglang() -> None:
+    line = sglang()
+    assert (line.command[:2], line.health_path, line.env) == (["sglang", "serve"], "/ready", {})
+    wanted = "--model-path --served-model-name --host --page-size"
+    assert values(line.args, wanted) == ["org/model", "vl", "$(POD_IP)", "16"]
+    assert f"--api-key=$({API_KEY_ENV})" in line.args
+    assert as_json(line.args, "--kv-events-config") == EVENTS
+    assert {"--enable-metrics", "--enable-cache-report"} <= flags(line)
+    optional = {"--mm-preprocess-cache-size-mb", "--mm-process-config", "--device", "--chat-template"}
+    assert not optional & flags(line)
+
+
+def test_sglang_takes_a_key_that_begins_with_a_dash() -> None:
+    given = [arg.replace(f"$({API_KEY_ENV})", "-key") for arg in sglang().args if "api-key" in arg]
+    assert parse(["serve", "--model-path", "m", *given]).api_keys == ("-key",)
+
+
+def test_every_field_that_changes_prompts_or_blocks_becomes_its_flag_of_vllm() -> None:
+    engine = {"processor": {"maxPixels": 1003520}, "args": ["--max-model-len", "8192"]}
+    pool = FOUR_GPUS | {"blockSize": 32, "updates": {"drainSeconds": 7}, "args": ["--enforce-eager"]}
+    args = vllm(pool=pool, fields=engine | {"chatTemplate": TEMPLATE}, model=MODEL, routing=FIVE_IMAGES).args
+    wanted = "--revision --block-size --tensor-parallel-size --data-parallel-size --shutdown-timeout"
+    assert values(args, wanted) == ["abc", "32", "2", "2", "7"]
+    assert as_json(args, "--mm-processor-kwargs") == {"max_pixels": 1003520}
+    assert as_json(args, "--limit-mm-per-prompt") == {"image": 5}
+    assert value(args, "--chat-template").startswith("/")
+    assert args[-3:] == ["--max-model-len", "8192", "--enforce-eager"]
+
+
+def test_fields_of_the_resource_become_flags_of_sglang() -> None:
+    processor = {"minPixels": 3136, "maxPixels": 1003520}
+    engine = {"blockSize": 32, "processor": processor, "args": ["--mem-fraction-static", "0.8"]}
+    pool = FOUR_GPUS | {"args": ["--x=1"]}
+    args = sglang(pool=pool, fields=engine | {"chatTemplate": TEMPLATE}, model=MODEL, routing=FIVE_IMAGES).args
+    assert values(args, "--page-size --revision --tensor-parallel-size --data-parallel-size") == ["32", "abc", "2", "2"]
+    assert as_json(args, "--mm-process-config") == {"image": {"min_pixels": 3136, "max_pixels": 1003520}}
+    assert as_json(args, "--limit-mm-data-per-request") == {"image": 5}
+    assert value(args, "--chat-template").endswith("template.jinja")
+    assert "--trust-remote-code" in args
+    assert args[-3:] == ["--mem-fraction-static", "0.8", "--x=1"]
+
+
+def test_a_mounted_model_is_served_from_its_folder_and_without_a_revision() -> None:
+    args = vllm(model={"id": "org/model", "volume": {"persistentVolumeClaim": {"claimName": "w"}}}).args
+    assert args[0].startswith("/")
+    assert "--revision" not in args
+
+
+def test_every_launched_flag_that_exactness_needs_is_owned() -> None:
+    engine = {"chatTemplate": TEMPLATE, "processor": {"minPixels": 9}}
+    model = {"id": "m", "trustRemoteCode": True}
+    assert flags(vllm(pool=FOUR_GPUS, fields=engine, model=model)) <= OWNED["vllm"]
+    for line in (sglang(), *(sglang(pool["name"], pools=EPD) for pool in EPD)):
+        assert flags(line) <= OWNED["sglang"] | {"--mm-preprocess-cache-size-mb", "--device"}
+
+
+@pytest.mark.parametrize(("engine", "flag"), [(engine, flag) for engine in OWNED for flag in sorted(OWNED[engine])])
+def test_owned_flags_are_refused_in_args(engine: str, flag: str) -> None:
+    with pytest.raises(SpecError, match=r"engine\.args.*cannot be set here"):
+        deployment(engine={"type": engine, "args": [f"{flag}=1"]})
+
+
+def test_a_renderer_gets_every_flag_that_changes_a_prompt_and_none_about_a_cache() -> None:
+    engine = {"processor": {"maxPixels": 1003520}, "chatTemplate": TEMPLATE}
+    pools = [role("worker"), role("renderer", "cpu")]
+    worker, renderer = (vllm(pool["name"], pools=pools, model=MODEL, fields=engine) for pool in pools)
+    assert (renderer.command, renderer.health_path) == (["vllm", "launch", "render"], "/health")
+    cache = {"--block-size", "--prefix-caching-hash-algo", "--kv-events-config", "--shutdown-timeout"}
+    switches = {"--enable-prefix-caching", "--enable-prompt-tokens-details"}
+    left_out = [n for n, arg in enumerate(worker.args) if arg in cache | switches]
+    skipped = set(left_out) | {n + 1 for n in left_out if worker.args[n] in cache}
+    assert renderer.args == [arg for n, arg in enumerate(worker.args) if n not in skipped]
+
+
+def test_renderer_pools_of_sglang_are_refused() -> None:
+    with pytest.raises(SpecError, match="renderer pools exist for engine type vllm only"):
+        sglang(pools=[role("worker"), role("renderer", "cpu")])
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("Qwen/Qwen2.5-VL-3B-Instruct", True),
+        ("Qwen/Qwen2-VL-2B-Instruct", True),
+        ("Qwen/Qwen3-VL-2B-Instruct", True),
+        ("org/my-qwen2-vl-tuned", True),
+        ("llava-hf/llava-1.5-7b-hf", False),
+        ("Qwen/Qwen3-8B", False),
+    ],
+)
+def test_qwen_vl_engines_name_images_by_their_bytes(model: str, named: bool) -> None:
+    assert ("--mm-preprocess-cache-size-mb" in sglang(model={"id": model}).args) is named
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "device"),
+    [
+        ("nvidia", "16", None),
+        ("amd", "16", None),
+        ("intel-xe", "64", "xpu"),
+        ("gaudi", "64", "hpu"),
+        ("cpu", "16", "cpu"),
+    ],
+)
+def test_pages_and_device_of_sglang_follow_the_accelerator(kind: str, page: str, device: str | None) -> None:
+    line = sglang(pool={"accelerator": {"kind": kind}})
+    assert value(line.args, "--page-size") == page
+    assert (value(line.args, "--device") if "--device" in line.args else None) == device
+    assert line.env == ({"SGLANG_USE_CPU_ENGINE": "1"} if kind == "cpu" else {})
+
+
+def test_users_may_set_the_preprocessing_cache() -> None:
+    args = sglang(fields={"args": ["--mm-preprocess-cache-size-mb", "1024"]}).args
+    assert value(args, "--mm-preprocess-cache-size-mb") == "1024"
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_prefill_and_decode_of_vllm_exchange_blocks_over_nixl_on_the_pods_address(name: str) -> None:
+    line = vllm(name, pools=EPD)
+    assert as_json(line.args, KV) == NIXL
+    assert line.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
+    assert line.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
+    assert line.ports == {"side-channel": 5600}
+    assert {"--kv-events-config", "--enable-prefix-caching"} <= flags(line)
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_prefill_and_decode_of_sglang_get_transfer_flags_and_a_bootstrap_port(name: str) -> None:
+    line = sglang(name, pools=EPD)
+    wanted = "--disaggregation-mode --disaggregation-transfer-backend --disaggregation-bootstrap-port"
+    assert (values(line.args, wanted), line.health_path) == ([name, "nixl", "8998"], "/ready")
+    assert name == "decode" or line.ports == {"bootstrap": 8998}
+    assert ("--kv-events-config" in line.args) is (name == "prefill")  # a decode pool keeps no prefix cache
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer"), [("amd", "cuda"), ("intel-xe", "xpu"), ("intel-i915", "xpu"), ("cpu", "cpu")]
+)
+def test_blocks_are_transferred_from_the_accelerators_memory(kind: str, buffer: str) -> None:
+    line = vllm("decode", pools=[role("prefill", kind), role("decode", kind)])
+    assert as_json(line.args, KV)["kv_buffer_device"] == buffer
+    assert line.env.get("UCX_TLS") == ("tcp,self,sm" if kind == "cpu" else None)
+
+
+def test_an_encoder_of_vllm_gets_producer_flags_and_no_cache_flags() -> None:
+    line = vllm("encoder", pools=EPD)
+    config = as_json(line.args, EC)
+    assert (config["ec_connector"], config["ec_role"]) == ("ECCPUConnector", "ec_producer")
+    # Half of the pod's shared memory, in bytes: the region lies in /dev/shm.
+    assert config["ec_connector_extra_config"] == {"ec_cpu_bytes": 4 * 2**30, "ec_enable_nixl": True}
+    assert (line.env["VLLM_EC_SIDE_CHANNEL_HOST"], line.env["VLLM_EC_SIDE_CHANNEL_PORT"]) == ("$(POD_IP)", "5600")
+    assert line.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    # It gets nothing else, and would encode the longest video at its start.
+    assert as_json(line.args, "--limit-mm-per-prompt") == {"image": 32, "video": 0, "audio": 0}
+    cache = {"--block-size", "--enable-prefix-caching", "--kv-events-config", "--enable-prompt-tokens-details"}
+    assert not (cache | {KV}) & flags(line)
+
+
+def test_an_encoder_of_sglang_gets_encoder_flags_and_a_long_probe_timeout() -> None:
+    line = sglang("encoder", pools=EPD)
+    assert {"--encoder-only", "--enable-prefix-mm-cache"} <= flags(line)
+    assert value(line.args, "--encoder-transfer-backend") == "zmq_to_tokenizer"
+    assert not {"--page-size", "--kv-events-config", "--enable-cache-report"} & flags(line)
+    assert (line.health_path, line.health_seconds) == ("/health", 30)
+
+
+@pytest.mark.parametrize(
+    ("connector", "size"),
+    [(None, 4 * 2**30), ({"ec_connector": "ECExampleConnector"}, None), ({"ec_connector_extra_config": {}}, None)],
+)
+def test_the_embedding_cache_size_follows_from_the_connector(
+    connector: dict[str, Any] | None, size: int | None
+) -> None:
+    dep = deployment(pools=EPD, engine={"type": "vllm", "ecConnector": connector or {}})
+    assert embedding_cache_bytes(dep, dep.pool("encoder")) == size
+
+
+def test_engines_that_prefill_consume_embeddings_where_there_are_encoders() -> None:
+    assert as_json(vllm("prefill", pools=EPD).args, EC)["ec_role"] == "ec_consumer"
+    assert as_json(vllm("decode", pools=EPD).args, EC) is None
+    assert as_json(vllm(pools=[role("encoder"), role("worker")]).args, EC)["ec_role"] == "ec_consumer"
+    assert as_json(vllm(pools=[role("worker")]).args, EC) is None
+
+
+@pytest.mark.parametrize(("name", "others"), [("worker", []), ("prefill", [role("decode")])])
+def test_with_encoder_pools_an_sglang_engine_gets_its_sidecars_urls(name: str, others: list[dict[str, Any]]) -> None:
+    pools = [role("encoder"), role(name), *others]
+    line = sglang(name, pools=pools, model={"id": "Qwen/Qwen2.5-VL-7B-Instruct"})
+    assert "--language-only" in line.args
+    assert value(line.args, "--encoder-transfer-backend") == "zmq_to_tokenizer"
+    first = line.args.index("--encoder-urls") + 1
+    urls = [arg for arg in line.args[first:] if arg.startswith("http")]
+    assert urls == [f"http://$(POD_LOOPBACK):8002/encoders/{slot}" for slot in range(16)]
+    assert line.env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] == "0"
+    assert "--mm-preprocess-cache-size-mb" not in line.args  # its encoders process images
+
+
+def test_without_encoders_and_in_decode_pools_there_are_no_encoder_urls() -> None:
+    decode = sglang("decode", pools=EPD)
+    assert not {"--language-only", "--encoder-urls", "--encoder-transfer-backend"} & (flags(decode) | flags(sglang()))
+    assert decode.env == {}
+
+
+def test_a_users_connectors_of_vllm_replace_the_defaults_and_only_what_is_left_out_is_filled_in() -> None:
+    kv = {"kv_connector": "MooncakeConnector", "kv_role": "kv_producer"}
+    ec = {"ec_connector": "ECExampleConnector", "ec_connector_extra_config": {"shared_storage_path": "/x"}}
+    connectors = {"kvConnector": kv, "ecConnector": ec}
+    encoder, prefill = (vllm(name, pools=EPD, fields=connectors) for name in ("encoder", "prefill"))
+    assert as_json(prefill.args, KV) == RECOMPUTE | kv
+    assert as_json(prefill.args, EC) == {"ec_role": "ec_consumer", **ec}
+    assert as_json(encoder.args, EC) == {"ec_role": "ec_producer", **ec}
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in encoder.env
+
+
+def test_a_users_connector_of_sglang_replaces_the_default() -> None:
+    connector = {"transferBackend": "mooncake", "ibDevice": "mlx5_0"}
+    pools = [role("prefill", "intel-xe"), role("decode", "intel-xe")]
+    args = sglang("decode", pools=pools, fields={"kvConnector": connector}).args
+    assert values(args, "--disaggregation-transfer-backend --disaggregation-ib-device") == ["mooncake", "mlx5_0"]
+
+
+def test_a_user_may_choose_that_requests_fail_on_missing_blocks() -> None:
+    fails = {"kv_connector": "MooncakeConnector", "kv_load_failure_policy": "fail"}
+    args = vllm("decode", pools=EPD, fields={"kvConnector": fails}).args
+    assert as_json(args, KV)["kv_load_failure_policy"] == "fail"
+
+
+MOONCAKE = {"transferBackend": "mooncake"}
+MOONCAKE = {"transferBackend": "mooncake"}
+TWO_RANKS = {"accelerator": {"kind": "nvidia", "count": 2}, "parallelism": {"data": 2}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "pools", "name", "fields", "path"),
+    [
+        ("vllm", [role("prefill", "gaudi"), role("decode", "gaudi")], "prefill", {}, "engine.kvConnector"),
+        ("vllm", [role("encoder", "cpu"), role("worker")], "encoder", {}, "engine.ecConnector"),
+        ("vllm", [role("encoder"), role("worker", "cpu")], "worker", {}, "engine.ecConnector"),
+        ("vllm", EPD, "decode", {"kvConnector": {"kv_role": "kv_both"}}, "engine.kvConnector"),
+        ("vllm", EPD, "encoder", {"ecConnector": {"ec_role": "ec_both"}}, "engine.ecConnector"),
+        ("vllm", [role("encoder", **TWO_RANKS), role("worker")], "encoder", {}, "parallelism.data"),
+        ("sglang", [role("prefill", "intel-xe"), role("decode", "intel-xe")], "prefill", {}, "engine.kvConnector"),
+        ("sglang", [role("prefill", "cpu"), role("decode", "cpu")], "decode", {}, "engine.kvConnector"),
+        ("sglang", EPD, "decode", {"kvConnector": {"ibDevice": "mlx5_0"}}, "engine.kvConnector"),
+        ("sglang", EPD, "decode", {"kvConnector": {"transferBackend": "nixl", "port": 1}}, "engine.kvConnector.port"),
+        ("sglang", EPD, "encoder", {"ecConnector": {"ec_connector": "X"}}, "engine.ecConnector.ec_connector"),
+        ("sglang", EPD, "encoder", {"ecConnector": MOONCAKE}, "engine.ecConnector.transferBackend"),
+        ("sglang", EPD, "prefill", {"ecConnector": MOONCAKE}, "engine.ecConnector.transferBackend"),
+    ],
+)
+def test_an_unavailable_transfer_is_an_error_with_its_field(
+    engine: str, pools: list[dict[str, Any]], name: str, fields: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(LaunchError) as caught:
+        launched(engine, name, pools=pools, fields=fields)
+    assert caught.value.path == path
+
+
+def test_a_users_flags_are_read_in_all_their_spellings() -> None:
+    line = "--dtype half --kv_cache_dtype=fp8 -q awq --seed 1 --calculate-kv-scales --dtype=bf16"
+    wanted = {"--dtype": "bf16", "--kv-cache-dtype": "fp8", "-q": "awq", "--calculate-kv-scales": ""}
+    assert chosen_flags(line.split(), VLLM.kv_layout_flags) == wanted
+
+
+def test_an_unknown_engine_has_no_adapter() -> None:
+    with pytest.raises(ValueError, match="other"):
+        adapter("other")

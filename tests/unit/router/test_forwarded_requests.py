@@ -1,0 +1,94 @@
+"""Requests that are forwarded without a prediction: their media, their head, and the refusal of invalid ones."""
+
+import json
+import re
+
+import pytest
+from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, fault, read
+
+from mmrouter_router.intake import parse_forwarded
+
+CONTENT = [
+    {"type": "input_text", "text": "http://not-media.example/"},
+    {"type": "input_image", "image_url": "http://secret.example/1", "uuid": "mine", "file_id": None},
+    {"type": "image_url", "image_url": {"url": "http://secret.example/2"}},
+]
+
+
+SCREENSHOT = {"type": "computer_screenshot", "image_url": "http://secret.example/3"}
+
+
+RESPONSES = {
+    "model": "demo",
+    "instructions": "be brief",
+    "input": [{"role": "user", "content": CONTENT}, {"type": "computer_call_output", "output": SCREENSHOT}],
+}
+
+
+def test_media_of_a_forwarded_request_are_collected_at_any_depth():
+    request = read(RESPONSES, parse=parse_forwarded)
+    assert [(part.kind, part.url, part.param) for part in request.media] == [
+        ("image", "http://secret.example/1", "input[0].content[1].image_url"),
+        ("image", "http://secret.example/2", "input[0].content[2].image_url.url"),
+        ("image", "http://secret.example/3", "input[1].output.image_url"),
+    ]
+    assert request.removed == ("uuid",)
+    assert "secret" not in json.dumps(request.body)
+    assert "mine" not in json.dumps(request.body)
+    for part in request.media:
+        part.embed("data:,x")
+    expected = re.sub(r"http://secret.example/\d", "data:,x", json.dumps(RESPONSES).replace('"uuid": "mine", ', ""))
+    assert request.body == json.loads(expected)
+
+
+def test_forwarded_request_is_never_exact():
+    prompt = {"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}
+    for body, tokens in ((prompt, 3), ({"model": "demo", "input": "x", "max_output_tokens": 4}, 4), (RESPONSES, None)):
+        request = read(body, parse=parse_forwarded)
+        assert [reason.reason for reason in request.inexact] == ["not_modelled"]
+        assert (request.images, request.tools, request.max_tokens) == ((), None, tokens)
+
+
+def test_head_of_a_forwarded_prompt_is_stable_as_it_grows():
+    def head(body):
+        return read({"model": "demo", **body}, parse=parse_forwarded).messages
+
+    longer = {**RESPONSES, "input": [*RESPONSES["input"], {"role": "user", "content": "more"}]}
+    assert head(RESPONSES) == head(longer)
+    start = "once upon a time " * 200
+    assert head({"prompt": start + "A"}) == head({"prompt": start + "B"}) != head({"prompt": "B" + start})
+    ids = list(range(3000))
+    assert head({"prompt": ids}) == head({"prompt": [*ids, 7]}) != head({"prompt": [7, *ids]})
+    assert head({"prompt": [ids, ids]})
+    assert head({"input": "a", "prompt_cache_key": "k"}) == head({"input": "b", "prompt_cache_key": "k"})
+    one, other = ([{"content": [{"type": "input_image", "image_url": url}]}] for url in ("data:,a", "data:,b"))
+    assert head({"input": one}) != head({"input": other})
+
+
+FIRST = "input[0].content[0]"
+
+
+def of_part(times=1, **part):
+    return {"model": "demo", "input": [{"content": [part] * times}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"model": "demo"}, (400, "prompt", MISSING)),
+        ({"model": "demo", "input": None}, (400, "input", MISSING)),
+        ({"model": "other", "prompt": "x"}, (404, "model", "model_not_found")),
+        ({"model": "demo", "prompt": {}}, (400, "prompt", TYPE)),
+        ({"model": "demo", "input": []}, (400, "input", TYPE)),
+        ({"model": "demo", "input": 7}, (400, "input", TYPE)),
+        ({"model": "demo", "prompt": "x", "prompt_embeds": "AAAA"}, (400, "prompt_embeds", PART_TYPE)),
+        (of_part(type="input_file", file_url="http://a.example/"), (400, f"{FIRST}.file_url", PART_TYPE)),
+        (of_part(type="input_image", file_id="f"), (400, f"{FIRST}.file_id", PART_TYPE)),
+        (of_part(type="image_embeds", image_embeds="x"), (400, f"{FIRST}.image_embeds", PART_TYPE)),
+        (of_part(type="input_image", image_url=["http://a.example/"]), (400, f"{FIRST}.image_url", TYPE)),
+        (of_part(4, type="input_image", image_url="data:,x"), (400, "input[0].content[3].image_url", TOO_MANY)),
+        ({"model": "demo", "input": "x", "stream": "yes"}, (400, "stream", TYPE)),
+    ],
+)
+def test_invalid_forwarded_request_is_refused_with_status_field_and_code(body, expected):
+    assert fault(body, parse=parse_forwarded) == expected
