@@ -9,6 +9,7 @@ import http.client
 import json
 import socket
 import sys
+from contextlib import suppress
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -59,7 +60,8 @@ def speak(host: str, port: int, kind: int, key: str, messages: list[bytes]) -> s
     monitor = client.get_monitor_socket(ENDS | zmq.Event.HANDSHAKE_SUCCEEDED)
     client.connect(f"tcp://{host}:{port}")
     if messages and kind == zmq.DEALER:
-        client.send_multipart(messages, zmq.NOBLOCK)
+        with suppress(zmq.Again):  # a connection that was refused already has no pipe left
+            client.send_multipart(messages, zmq.NOBLOCK)
     try:
         if not monitor.poll(SECONDS * 1000):
             return "nothing happened"
