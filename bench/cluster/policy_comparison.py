@@ -2,15 +2,16 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Self, TypeVar
 
-from bench.cluster.routing_policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, RoundRobin, TextPrefix
-from bench.cluster.simulation import simulate
+from bench.cluster.routing_policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, TextPrefix
+from bench.cluster.simulation import SimulationResult, simulate
 from bench.cluster.virtual_engine import Machine
 from bench.cluster.workloads import ClusterLoad, mooncake, servegen
 from bench.report import Row, not_run, percentile, row
@@ -33,7 +34,7 @@ REUSED: Final = 0.3
 
 OURS, ORACLE = "ours", "oracle"
 POLICIES: Final[dict[str, Callable[[int, int], Policy]]] = {
-    "round robin": lambda engines, size: RoundRobin(engines),
+    "round robin": lambda engines, size: Policy(engines),
     "least loaded": lambda engines, size: LeastLoaded(engines),
     "consistent hash": lambda engines, size: ConsistentHash(engines),
     "text prefix": lambda engines, size: TextPrefix(engines),
@@ -42,6 +43,7 @@ POLICIES: Final[dict[str, Callable[[int, int], Policy]]] = {
     ORACLE: Ours,
 }
 PEERS: Final = tuple(name for name in POLICIES if name not in (OURS, ORACLE))
+Way = TypeVar("Way")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,11 @@ class Case:
     def name(self) -> str:
         return f"{self.workload}, {self.engines} engines, load {self.share}"
 
+    @property
+    def machine(self) -> Machine:
+        """The engines: long prompts need a cache that holds them."""
+        return LARGE if self.workload.startswith("mooncake") else SMALL
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -65,6 +72,13 @@ class Outcome:
     reusable: float = 0.0  # hits of one cache as large as all engines' together
     alone: float = 0.0  # 95th percentile if every engine had those hits and nothing else to do
 
+    @classmethod
+    def of(cls, load: ClusterLoad, run: SimulationResult) -> Self:
+        p50, p95, alone = ((run.seconds, 0.5), (run.seconds, 0.95), (load.alone, 0.95))
+        return cls(
+            percentile(*p50) * 1e3, percentile(*p95) * 1e3, run.hit_ratio, load.reusable, percentile(*alone) * 1e3
+        )
+
     def text(self, name: str) -> str:
         return f"{name}: p50 {self.p50:,.0f}, p95 {self.p95:,.0f} ms, hits {self.hits:.3f}"
 
@@ -74,56 +88,46 @@ SECONDS: Final = {"mooncake": {4: 1200.0, 16: 600.0, 64: 300.0}, "servegen": {4:
 WORKLOADS: Final = ("mooncake conversation", "mooncake synthetic", "servegen sessions", "servegen lone images")
 
 
-def machine_of(workload: str) -> Machine:
-    """Return the engines of a workload: long prompts need a cache that holds them."""
-    return LARGE if workload.startswith("mooncake") else SMALL
-
-
 @lru_cache(maxsize=2)
 def load_of(case: Case, traces: Path, seconds: float) -> ClusterLoad:
     """Return a case's requests. Raises ``OSError`` for a missing trace."""
     kind, _, which = case.workload.partition(" ")
-    machine = machine_of(case.workload)
     if kind == "mooncake":
-        return mooncake(traces / "mooncake", which, case.engines, case.share, seconds, machine)
-    return servegen(which == "sessions", case.engines, case.share, seconds, machine)
+        return mooncake(traces / "mooncake", which, case.engines, case.share, seconds, case.machine)
+    return servegen(which == "sessions", case.engines, case.share, seconds, case.machine)
 
 
 def outcome(case: Case, policy: str, traces: Path, seconds: float) -> Outcome:
     load = load_of(case, traces, seconds)
     chosen = POLICIES[policy](case.engines, load.block_size)
-    run = simulate(load, case.engines, machine_of(case.workload), chosen, at_once=policy == ORACLE)
-    p50, p95 = (percentile(run.seconds, share) * 1e3 for share in (0.5, 0.95))
-    return Outcome(p50, p95, run.hit_ratio, load.reusable, percentile(load.alone, 0.95) * 1e3)
-
-
-def cases(sizes: Iterable[int]) -> Iterator[Case]:
-    """Yield every workload at every load on every cluster."""
-    for workload in WORKLOADS:
-        for engines in sizes:
-            for share in LOADS:
-                yield Case(workload, engines, share)
+    return Outcome.of(load, simulate(load, case.engines, case.machine, chosen, at_once=policy == ORACLE))
 
 
 def run(folder: Path = TRACES) -> list[Row]:
     """Simulate all cases; a row says so where Mooncake's traces are missing."""
-    possible, rows = [], []
-    for case in cases(SIZES):
-        if case.workload.startswith("mooncake") and not (folder / "mooncake").is_dir():
-            rows.append(not_run(f"cluster {case.name}: TTFT p95", "ms", f"no traces at {folder} (MMROUTER_TRACES)"))
-        else:
-            possible.append(case)
-    pairs = [(case, name) for case in possible for name in POLICIES]
-    jobs = [(case, name, folder, SECONDS[case.workload.partition(" ")[0]][case.engines]) for case, name in pairs]
-    outcomes = dict(zip(pairs, outcomes_of(jobs), strict=True))
-    results = {case: {name: outcomes[case, name] for name in POLICIES} for case in possible}
-    return [*summary(results), *(_row(case, results[case]) for case in possible), *rows]
+    results, missing = simulate_all(outcome, list(POLICIES), SIZES, SECONDS, folder)
+    why = f"no traces at {folder} (MMROUTER_TRACES)"
+    absent = [not_run(f"cluster {case.name}: TTFT p95", "ms", why) for case in missing]
+    return [*summary(results), *(_row(case, outcomes) for case, outcomes in results.items()), *absent]
 
 
-def outcomes_of(jobs: Sequence[tuple[Any, ...]], simulated: Callable[..., Outcome] = outcome) -> list[Outcome]:
-    """Return the outcomes of jobs (arguments of ``simulated``), as many at once as there are CPUs."""
+def simulate_all(
+    simulated: Callable[[Case, Way, Path, float], Outcome],
+    ways: Sequence[Way],
+    sizes: Sequence[int],
+    seconds: Mapping[str, Mapping[int, float]],
+    folder: Path,
+) -> tuple[dict[Case, dict[Way, Outcome]], list[Case]]:
+    """Simulate every workload and load on clusters of these sizes in several ways, as many at once as there are CPUs.
+    Return the outcomes, and the cases whose traces are missing.
+    """
+    cases = [Case(*values) for values in product(WORKLOADS, sizes, LOADS)]
+    missing = [c for c in cases if c.workload.startswith("mooncake") and not (folder / "mooncake").is_dir()]
+    possible = [case for case in cases if case not in missing]
+    jobs = [(case, way, folder, seconds[case.workload.split()[0]][case.engines]) for case in possible for way in ways]
     with ProcessPoolExecutor() as pool:
-        return list(pool.map(simulated, *zip(*jobs, strict=True)))
+        outcomes = pool.map(simulated, *zip(*jobs, strict=True))
+        return {case: {way: next(outcomes) for way in ways} for case in possible}, missing
 
 
 def summary(results: dict[Case, dict[str, Outcome]]) -> list[Row]:

@@ -1,13 +1,13 @@
 """Routing policies of the simulation: the router's own code, and models of other routers from their documentation.
 
-A policy does not see the engines, but requests, first tokens, ends and, if it listens, cache changes.
+A policy does not see the engines, but requests, first tokens, ends and cache changes.
 """
 
 import random
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,33 +24,17 @@ IMBALANCE: Final = (64, 1.5)
 between the most and the least loaded worker, absolute and as a ratio, from which load decides."""
 
 
-class Policy(Protocol):
-    """Chooses engines. ``listens``: it receives cache changes."""
-
-    listens: bool
-
-    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
-        """Return the engine of a request and count the request as sent."""
-
-    def answered(self, number: int) -> None:
-        """Take a first token."""
-
-    def ended(self, number: int) -> None:
-        """Take the end of a request."""
-
-    def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Take changes of an engine's cache."""
-
-
-class _CountsOnly:
-    """Base of policies that only count requests in flight."""
-
-    listens = False
+class Policy:
+    """Chooses engines, in turns unless a subclass chooses otherwise, and counts requests in flight."""
 
     def __init__(self, engines: int) -> None:
         self._engines = engines
         self._flying = [0] * engines
         self._where: dict[int, int] = {}
+
+    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
+        """Return the engine of a request and count the request as sent."""
+        return self._sent(number, number % self._engines)
 
     def _sent(self, number: int, engine: int) -> int:
         self._flying[engine] += 1
@@ -58,21 +42,17 @@ class _CountsOnly:
         return engine
 
     def answered(self, number: int) -> None:
-        pass
+        """Take a first token."""
 
     def ended(self, number: int) -> None:
+        """Take the end of a request."""
         self._flying[self._where.pop(number)] -= 1
 
     def cache_changed(self, engine: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        pass
+        """Take changes of an engine's cache."""
 
 
-class RoundRobin(_CountsOnly):
-    def choose(self, number: int, request: ClusterRequest, now: float) -> int:
-        return self._sent(number, number % self._engines)
-
-
-class LeastLoaded(_CountsOnly):
+class LeastLoaded(Policy):
     """Fewest requests in flight; ties in turns."""
 
     def choose(self, number: int, request: ClusterRequest, now: float) -> int:
@@ -81,7 +61,7 @@ class LeastLoaded(_CountsOnly):
         return self._sent(number, tied[number % len(tied)])
 
 
-class ConsistentHash(_CountsOnly):
+class ConsistentHash(Policy):
     """Rendezvous hash of the conversation: as with a session header, every turn goes to the same engine."""
 
     def choose(self, number: int, request: ClusterRequest, now: float) -> int:
@@ -89,7 +69,7 @@ class ConsistentHash(_CountsOnly):
         return self._sent(number, ties.index(min(ties)))
 
 
-class TextPrefix(_CountsOnly):
+class TextPrefix(Policy):
     """The cache_aware policy of smg and sglang-router: a tree of sent texts per worker, without images or evictions.
     The best match wins if it is long enough, else the smallest tree; where loads differ too much, the shortest queue.
     """
@@ -112,7 +92,7 @@ class TextPrefix(_CountsOnly):
         return self._sent(number, engine)
 
 
-class Dynamo:
+class Dynamo(Policy):
     """The cost of Dynamo's KV router with its defaults and temperature 0, over the events of all engines:
 
         max(0, (prompt tokens + prefill tokens there) / block - overlap) + blocks in use there with this request
@@ -120,8 +100,6 @@ class Dynamo:
     Prefill tokens leave at the first token, blocks at the end; shared blocks count once. Ties are broken at random.
     Prompts are rounded up to a whole block.
     """
-
-    listens = True
 
     def __init__(self, engines: int, block_size: int) -> None:
         self._size = block_size
@@ -131,7 +109,7 @@ class Dynamo:
         self._used: list[Counter[int]] = [Counter() for _ in range(engines)]
         self._tails = [0] * engines
         self._prefill = [0.0] * engines
-        self._flying: dict[int, tuple[int, ClusterRequest, float]] = {}
+        self._requests: dict[int, tuple[int, ClusterRequest, float]] = {}
         self._random = random.Random(1)
 
     def choose(self, number: int, request: ClusterRequest, now: float) -> int:
@@ -147,19 +125,19 @@ class Dynamo:
         engine = self._random.choice([engine for engine, cost in enumerate(costs) if cost == least])
         fresh = max(0.0, request.tokens - overlap[self._slots[engine]] * self._size)
         self._prefill[engine] += fresh
-        self._flying[number] = engine, request, fresh
+        self._requests[number] = engine, request, fresh
         self._used[engine].update(request.keys)
         self._active.store(self._actives[engine], request.keys)
         self._tails[engine] += blocks - len(request.keys)
         return engine
 
     def answered(self, number: int) -> None:
-        engine, request, fresh = self._flying[number]
+        engine, request, fresh = self._requests[number]
         self._prefill[engine] -= fresh
-        self._flying[number] = engine, request, 0.0
+        self._requests[number] = engine, request, 0.0
 
     def ended(self, number: int) -> None:
-        engine, request, fresh = self._flying.pop(number)
+        engine, request, fresh = self._requests.pop(number)
         self._prefill[engine] -= fresh
         used = self._used[engine]
         used.subtract(request.keys)
@@ -174,15 +152,13 @@ class Dynamo:
         self._index.store(self._slots[engine], keys_of(stored))
 
 
-class Ours:
+class Ours(Policy):
     """The router itself: its fleet, fed with frames, its placer and its bookings."""
-
-    listens = True
 
     def __init__(self, engines: int, block_size: int) -> None:
         self.fleet, self.workers = workload.synced(engines, block_size=block_size)
         self._placer = workload.placer(self.fleet, engines)
-        self._where = {worker.member.uid: number for number, worker in enumerate(self.workers)}
+        self._numbers = {worker.member.uid: number for number, worker in enumerate(self.workers)}
         self._size = block_size
         self._seqs = [0] * engines
         self._bookings: dict[int, Booking] = {}
@@ -190,7 +166,7 @@ class Ours:
     def choose(self, number: int, request: ClusterRequest, now: float) -> int:
         decision = self._placer.place(prepared(request, self._size))
         self._bookings[number] = self._placer.begin(decision)
-        return self._where[decision.target.worker.member.uid]
+        return self._numbers[decision.target.worker.member.uid]
 
     def answered(self, number: int) -> None:
         self._bookings[number].answered()

@@ -58,9 +58,6 @@ def simulate(
 
     def publish(which: int, now: float) -> None:
         engine = fleet[which]
-        if not policy.listens:
-            engine.changes()
-            return
         stored, removed = engine.changes()
         if not stored and not removed:
             return

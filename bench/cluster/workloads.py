@@ -5,30 +5,27 @@ part of this repository. The other requests are drawn from ``bench/encoders/serv
 a client's instructions, images and texts, in sessions that return to earlier images.
 """
 
-import json
 import math
 import random
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from bench.cluster.virtual_engine import Machine
-from bench.encoders.image_requests import Client, load_clients
+from bench.encoders.image_requests import load_clients
 from bench.placing.workload import tokens
+from mmrouter_cli.bench.traces import BLOCK as TRACE_BLOCK
+from mmrouter_cli.bench.traces import INSTRUCTIONS, Client, read
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_sim.core.requests import Media
 
-TRACE_BLOCK: Final = 512
-"""Tokens per block of Mooncake's traces."""
 COMMON: Final = 0.01
 """A block with which more than this share of a trace's requests begin belongs to the service, not to a conversation."""
 ENGINE_BLOCK: Final = 16
 SEED: Final = 0x6D6D
-INSTRUCTIONS: Final = 0.85
-"""Share of a client's shortest text that all its requests start with (ServeGen trace_c: 368 of 404 to 455 tokens)."""
 TURNS: Final = 3.0
 """Mean turns of a session."""
 THINKING: Final = 15.0
@@ -70,32 +67,23 @@ def mooncake(folder: Path, name: str, engines: int, share: float, window: float,
     is the work of two engines; for more of them other parts are added, as other users of the same service. Then time is
     stretched until the load is exact.
     """
-    lines = [json.loads(line) for line in (folder / f"{name}_trace.jsonl").read_text().splitlines()]
-    end = lines[-1]["timestamp"] / 1000
+    lines = read(folder / f"{name}_trace.jsonl").lines
+    end = lines[-1].timestamp / 1000
     window = min(window, end)
-    seen: dict[int, int] = {}
-    for line in lines:
-        for each in line["hash_ids"]:
-            seen[each] = seen.get(each, 0) + 1
+    seen = Counter(each for line in lines for each in line.hash_ids)
     common = {each for each, count in seen.items() if count > COMMON * len(lines)}
     copies = max(1, engines // 2)
-    drawn: list[tuple[float, dict[str, list[int]], int]] = []
+    requests: list[ClusterRequest] = []
     for copy in range(copies):
-        start = copy / copies * (end - window)
+        start, shift = copy / copies * (end - window), (copy + 1) << 32
         for line in lines:
-            at = line["timestamp"] / 1000 - start
+            at, length, ids = line.timestamp / 1000 - start, line.input_length, line.hash_ids
             if 0 <= at < window:
-                drawn.append((at, line, copy))
-    drawn.sort(key=lambda entry: (entry[0], entry[2]))
-    requests = []
-    for at, line, copy in drawn:
-        length = int(line["input_length"])  # type: ignore[call-overload]
-        ids = line["hash_ids"]
-        shift = (copy + 1) << 32
-        keys = array("Q", [each if each in common else shift + each for each in ids[: length // TRACE_BLOCK]])
-        own = next((each for each in ids if each not in common), ids[0])
-        names = tuple(key.to_bytes(8, "little") for key in keys)
-        requests.append(ClusterRequest(at, length, int(line["output_length"]), keys, names, keys, length, shift + own))  # type: ignore[call-overload]
+                keys = array("Q", [each if each in common else shift + each for each in ids[: length // TRACE_BLOCK]])
+                session = shift + next((each for each in ids if each not in common), ids[0])
+                names = tuple(key.to_bytes(8, "little") for key in keys)
+                requests.append(ClusterRequest(at, length, line.output_length, keys, names, keys, length, session))
+    requests.sort(key=lambda request: request.at)
     return _stretched(f"mooncake {name}", TRACE_BLOCK, requests, engines, share, machine, 0.25)
 
 

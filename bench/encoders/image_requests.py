@@ -14,9 +14,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
+
+from mmrouter_cli.bench.traces import Client, read
 
 SAMPLE: Final = Path(__file__).with_name("servegen_images.json")
 SOURCE: Final = "derived from alibaba/ServeGen data/multimodal/mm-image @f891d1189e, Apache-2.0"
@@ -29,19 +31,6 @@ OUTLIER: Final = 4.0
 """Share of images that take :data:`OUTLIER` times as long, and that factor."""
 BURSTY_CV: Final = 2.0
 """Coefficient of variation of bursty inter-arrival times (gamma); Poisson has 1."""
-
-
-class Client(msgspec.Struct, frozen=True):
-    share: float  # of all requests
-    counts: list[float]  # probability of 0, 1, .. 12 images
-    tokens: list[int]  # quantiles of an image's visual tokens, equally likely
-    texts: list[int]  # quantiles of a request's text tokens
-    outputs: list[int]  # quantiles of an answer's tokens
-
-
-class Sample(msgspec.Struct, frozen=True):
-    source: str
-    clients: list[Client]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +61,8 @@ class Device:
         return picture.luck * (self.overhead + picture.tokens / self.rate)
 
 
-def load_clients() -> list[Client]:
-    return msgspec.json.decode(SAMPLE.read_bytes(), type=Sample).clients
+def load_clients() -> tuple[Client, ...]:
+    return read(SAMPLE).clients
 
 
 def image_sizes(rnd: random.Random, clients: Sequence[Client], requests: int) -> list[tuple[Picture, ...]]:
@@ -111,7 +100,7 @@ def shared(picture: Picture, fleet: Sequence[Device]) -> float:
     return 1 / sum(1 / device.seconds(picture) for device in fleet)
 
 
-def derive(folder: Path) -> Sample:
+def derive(folder: Path) -> dict[str, Any]:
     """Return the statistics from ServeGen's files: each client's windows of a day, weighted by their requests."""
     clients = []
     for trace in sorted(folder.glob("chunk-*-trace.csv"), key=lambda path: int(path.name.split("-")[1])):
@@ -142,9 +131,8 @@ def derive(folder: Path) -> Sample:
             shares = [float(f"{share / sum(shown):.4g}") for share in shown]
             clients.append(Client(requests, shares, _quantiles(tokens), _quantiles(texts), _quantiles(outputs)))
     total = sum(client.share for client in clients)
-    return Sample(
-        SOURCE, [msgspec.structs.replace(client, share=float(f"{client.share / total:.4g}")) for client in clients]
-    )
+    weighted = [msgspec.structs.replace(client, share=float(f"{client.share / total:.4g}")) for client in clients]
+    return {"source": SOURCE, "clients": weighted}
 
 
 def _distribution(text: str) -> Mapping[int, float]:
