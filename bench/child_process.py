@@ -1,4 +1,4 @@
-"""A measured process that takes commands as JSON lines, one answer per line: its parent's end and its own loop."""
+"""Measured processes: servers, and children that take commands as JSON lines and answer each with one line."""
 
 import asyncio
 import json
@@ -10,44 +10,69 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 
 class ChildError(Exception):
-    """The process answered with an error or ended; the message has its last line of output."""
+    """The process answered with an error or ended; the message has the end of its log."""
 
 
-class Child:
-    """The process, killed at the end of the context; ``folder`` is its own and is removed with it."""
+class Process:
+    """A process with a log; terminated, then killed, at the end of the context. ``folder`` is removed with it."""
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, **pipes: Any
+    ) -> None:
+        """``pipes``: arguments of ``Popen`` for streams that do not go to the log."""
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="mmrouter-bench-")
         self.folder = Path(self._folder.name)
-        self._log = self.folder / "log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **(environment or {})},
-            )
-
-    @classmethod
-    def module(cls, module: str, *arguments: str) -> Self:
-        return cls(module.rpartition(".")[2], [sys.executable, "-m", module, *arguments])
+        with (self.folder / "log").open("wb") as log:
+            streams = {"stdout": log, "stderr": log, **pipes}
+            self.process = psutil.Popen(command, env={**os.environ, **(environment or {})}, **streams)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
+        family = self._family() if self.process.is_running() else []
+        for process in family:
+            process.terminate()
+        for process in psutil.wait_procs(family, timeout=5)[1]:
+            process.kill()
+        self.process.communicate()
         self._folder.cleanup()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def _family(self) -> list[psutil.Process]:
+        return [*self.process.children(recursive=True), self.process]
+
+    def cpu(self) -> float:
+        """Return CPU seconds used so far, children included, in ticks of 10 ms."""
+        times = [process.cpu_times() for process in self._family()]
+        return float(sum(each.user + each.system for each in times))
+
+    def thread_cpu(self) -> float:
+        """Return CPU seconds of all current threads; in nanoseconds where the kernel counts so, for short runs."""
+        counted = list(Path(f"/proc/{self.process.pid}/task").glob("*/schedstat"))
+        return sum(int(path.read_text().split()[0]) for path in counted) / 1e9 if counted else self.cpu()
+
+    def resident(self) -> int:
+        """Return the resident memory in bytes, children included."""
+        return sum(process.memory_info().rss for process in self._family())
+
+    def end_of_log(self) -> str:
+        return " ".join((self.folder / "log").read_text(errors="replace").split())[-300:]
+
+
+class Child(Process):
+    """A process that takes commands."""
+
+    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        super().__init__(name, command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @classmethod
+    def module(cls, module: str, *arguments: str) -> Self:
+        return cls(module.rpartition(".")[2], [sys.executable, "-m", module, *arguments])
 
     def call(self, do: str, **arguments: Any) -> dict[str, Any]:
         """Run a command and return its answer. Raises :class:`ChildError`."""
@@ -56,17 +81,15 @@ class Child:
 
     def begin(self, do: str, **arguments: Any) -> None:
         """Start a command whose answer :meth:`result` returns. Raises :class:`ChildError`."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+            self.process.stdin.flush()
         except BrokenPipeError as error:
             raise self._ended() from error
 
     def result(self) -> dict[str, Any]:
         """Return the answer to the command in progress. Raises :class:`ChildError`."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self.process.stdout.readline()
         if not line:
             raise self._ended()
         answer: dict[str, Any] = json.loads(line)
@@ -75,8 +98,7 @@ class Child:
         return answer
 
     def _ended(self) -> ChildError:
-        last_line = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-        return ChildError(f"{self.name} ended with status {self._process.wait()}: {' '.join(last_line)}")
+        return ChildError(f"{self.name} ended with status {self.process.wait()}: {self.end_of_log()}")
 
 
 async def serve(commands: object) -> None:

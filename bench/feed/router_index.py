@@ -2,22 +2,16 @@
 (docs/performance.md, *memory* and *restart*).
 """
 
-import json
 import statistics
 import time
-import urllib.error
-import urllib.request
 from array import array
 
-import psutil
-
-from bench.child_process import Child
 from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
 from bench.feed.router_ingest import IngestCase, feed_receiver
 from bench.peer_routers import DYNAMO, PeerMissingError, fed_dynamo
 from bench.placing.workload import BLOCK_SIZE, BlockWorkload, build
 from bench.report import Row, not_run, row
-from bench.serving.router_processes import CONTROL_TOKEN, HEALTH_PORT, Ours
+from bench.serving.router_processes import Ours
 from mmrouter_lib.block_keys import pack_keys
 
 WORKERS = 64
@@ -56,26 +50,20 @@ def memory_rows(load: BlockWorkload, own: int, theirs: int | None, missing: str)
 def index_growth(load: BlockWorkload) -> int:
     """Return the bytes by which the router's half of the feed grows. Raises ``RuntimeError`` for missing blocks."""
     with feed_receiver(load.workers) as receiver:
-        before = _resident(receiver.child)
+        before = receiver.child.resident()
         held = receiver.publish(IngestCase("memory", load, load.events).deltas())["held"]
         if sum(held) != load.blocks:
             raise RuntimeError(f"the index holds {sum(held)} blocks instead of {load.blocks}")
-        return _resident(receiver.child) - before
+        return receiver.child.resident() - before
 
 
 def dynamo_growth(load: BlockWorkload) -> int:
     """Return the bytes by which Dynamo's selection service grows. Raises :class:`PeerMissingError`."""
     with fed_dynamo(load) as (dynamo, publish):
-        before = _resident(dynamo)
+        before = dynamo.resident()
         publish((event,) for event in load.events)
         dynamo.settle([len(ids) // BLOCK_SIZE for ids in load.probes])
-        return _resident(dynamo) - before
-
-
-def _resident(child: Child) -> int:
-    """Return the resident memory of a process and its children, in bytes."""
-    root = psutil.Process(child.pid)
-    return sum(process.memory_info().rss for process in (root, *root.children(recursive=True)))
+        return dynamo.resident() - before
 
 
 def restart() -> list[Row]:
@@ -110,26 +98,8 @@ def seconds(workers: int, curve: Curve, held: list["array[int]"]) -> float:
         began = time.perf_counter()
         with Ours(FRONTEND, [address(number) for number in range(workers)], curve, policy="kv") as router:
             while True:
-                if _ready(router.host) and held_blocks(router.host) == wanted:
+                if router.ready() and router.held_blocks() == wanted:
                     return time.perf_counter() - began
                 if time.perf_counter() - began > LIMIT_SECONDS:
-                    raise TimeoutError(f"the router holds {held_blocks(router.host)} after {LIMIT_SECONDS:g} s")
+                    raise TimeoutError(f"the router holds {router.held_blocks()} after {LIMIT_SECONDS:g} s")
                 time.sleep(POLL_SECONDS)
-
-
-def _ready(host: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://{host}:{HEALTH_PORT}/readyz", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def held_blocks(host: str) -> dict[str, int]:
-    """Return the number of blocks that a router's index holds of each verified worker, by its uid."""
-    request = urllib.request.Request(
-        f"http://{host}:8001/control/state", headers={"authorization": f"Bearer {CONTROL_TOKEN}"}
-    )
-    with urllib.request.urlopen(request, timeout=5) as answer:
-        workers = json.load(answer)["workers"]
-    return {row["uid"]: sum(row["held"].values()) for row in workers if row["standing"] == "verified"}

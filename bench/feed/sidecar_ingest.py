@@ -4,31 +4,30 @@ of 16 tokens in 64-block events on half a core; a burst costs fewer wake-ups tha
 
 import itertools
 import math
-import os
 import sys
 import tempfile
 import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
 
 import msgspec
-import psutil
 import zmq
 
+from bench.child_process import Process
 from bench.feed.fake_sidecars import Curve
-from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, Event, build, split, steps, vllm_payload
+from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, Event, build, resource, split, steps, vllm_payload
 from bench.report import Row, percentile, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, unpack_keys
 from mmrouter_sidecar.engine.event_order import EventStream, NextBatch
 from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import Metrics
-from mmrouter_sidecar.settings import CurveKeys, Ports, Settings
+from mmrouter_sidecar.settings import Ports
+from mmrouter_sidecar.settings_loader import load
 
 UNIT = "CPU s per M blocks"
 PACED_RATE = 200_000
@@ -49,17 +48,6 @@ PORTS = Ports()
 SILENCE_SECONDS = 60.0
 PORTION_SECONDS = 0.001
 """Sending interval of the steady rate; a finer one would burden the machine that it measures."""
-IDENTITY_KEY = bytes(range(32))
-RESOURCE: Final[dict[str, Any]] = {
-    "apiVersion": "mmrouter.io/v1alpha1",
-    "kind": "MMRouterDeployment",
-    "metadata": {"name": "bench"},
-    "spec": {
-        "model": {"id": "bench/model"},
-        "engine": {"type": "vllm"},
-        "pools": [{"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}}],
-    },
-}
 LAST_IDS = array("I", range(BLOCK_SIZE))
 LAST = vllm_payload(Event(0, None, array("Q", [1]), LAST_IDS, array("Q", [1])))
 """A batch with one unique block: when it arrives, everything before it has been applied."""
@@ -78,14 +66,13 @@ class SidecarCase:
 
 def cases() -> list[SidecarCase]:
     """Return prefill-like events, the same with every block evicted again, and decode-like events."""
-    load = build(workers=1, blocks_per_worker=60_000, queries=0)
-    stores = tuple(vllm_payload(event) for event in load.events)
-    evictions = tuple(eviction(event) for event in load.events)
-    turnover = tuple(itertools.chain.from_iterable(zip(stores, evictions, strict=True)))
-    small = list(split(load.events, 1))[:10_000]
+    work = build(workers=1, blocks_per_worker=60_000, queries=0)
+    stores = tuple(vllm_payload(event) for event in work.events)
+    turnover = tuple(payload for event in work.events for payload in (vllm_payload(event), eviction(event)))
+    small = list(split(work.events, 1))[:10_000]
     return [
-        SidecarCase("64-block events", stores, load.blocks, load.blocks, GOAL),
-        SidecarCase("64-block events, every block evicted again", turnover, load.blocks, 0),
+        SidecarCase("64-block events", stores, work.blocks, work.blocks, GOAL),
+        SidecarCase("64-block events, every block evicted again", turnover, work.blocks, 0),
         SidecarCase(STEPS, tuple(vllm_payload(*batch) for batch in steps(small, STEP)), len(small), len(small)),
         SidecarCase("1-block events", tuple(vllm_payload(event) for event in small), len(small), len(small)),
     ]
@@ -93,9 +80,9 @@ def cases() -> list[SidecarCase]:
 
 def steady_case(seeds: int = PACED_SEEDS) -> SidecarCase:
     """Return 50,000 blocks per seed of prefill-like events; seeds share no blocks."""
-    loads = [build(workers=1, blocks_per_worker=50_000, queries=0, seed=seed) for seed in range(1, seeds + 1)]
-    payloads = tuple(vllm_payload(event) for load in loads for event in load.events)
-    blocks = sum(load.blocks for load in loads)
+    works = [build(workers=1, blocks_per_worker=50_000, queries=0, seed=seed) for seed in range(1, seeds + 1)]
+    payloads = tuple(vllm_payload(event) for work in works for event in work.events)
+    blocks = sum(work.blocks for work in works)
     return SidecarCase("64-block events", payloads, blocks, blocks)
 
 
@@ -129,9 +116,22 @@ def run() -> list[Row]:
     return [*rows, row(name, late * 1000, "ms", goal=LAG_GOAL)]
 
 
+def configure(folder: Path, curve: Curve) -> dict[str, str]:
+    """Write a sidecar's files; return its environment."""
+    curve.write_config(folder, resource(replicas=1), {"identity.key": bytes(range(32))})
+    return {
+        "MMROUTER_CONFIG": str(folder),
+        "MMROUTER_STATE_DIR": str(folder / "state"),
+        "MMROUTER_POOL": "worker",
+        "POD_UID": "bench",
+        "POD_IP": HOST,
+        "POD_LOOPBACK": HOST,
+    }
+
+
 def make_relay(folder: Path, publish: Callable[[feed.Published], None]) -> EventRelay:
     """Return the sidecar's relay without sockets, with its journal in a folder."""
-    return EventRelay(_settings(folder), Metrics(), publish)
+    return EventRelay(load(configure(folder, Curve.fresh())), Metrics(), publish)
 
 
 def relay_batches(relay: EventRelay, payloads: Sequence[bytes]) -> None:
@@ -150,16 +150,11 @@ def run_process(case: SidecarCase, blocks_per_second: float = math.inf) -> float
     """Run a case through ``python -m mmrouter_sidecar``; return its CPU seconds, all threads. Raises ``RuntimeError``
     for a wrong feed and ``TimeoutError`` for a silent one.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder,
-        Wires() as wires,
-        _sidecar(Path(folder), wires.curve) as sidecar,
-    ):
-        wires.connect()
-        before = cpu_of(sidecar)
+    with running_sidecar() as (sidecar, wires, last_key):
+        before = sidecar.thread_cpu()
         wires.publish([*case.payloads, LAST], blocks_per_second * len(case.payloads) / case.blocks)
-        held = wires.follow_until(_last_key(_settings(Path(folder))))
-        after = cpu_of(sidecar)
+        held = wires.follow_until(last_key)
+        after = sidecar.thread_cpu()
     if held != case.held + 1:
         raise RuntimeError(f"{case.name}: the feed holds {held} blocks instead of {case.held + 1}")
     return after - before
@@ -170,12 +165,7 @@ def lags(case: SidecarCase, blocks_per_second: float) -> list[float]:
     From just before the engine's publisher sends it until a delta with its last block is at the router's socket.
     """
     ends = list(itertools.accumulate(len(msgspec.msgpack.decode(raw)[1][0]["block_hashes"]) for raw in case.payloads))
-    with (
-        tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder,
-        Wires() as wires,
-        _sidecar(Path(folder), wires.curve),
-    ):
-        wires.connect()
+    with running_sidecar() as (_, wires, _):
         rate = blocks_per_second * len(case.payloads) / case.blocks
         engine = threading.Thread(target=wires.publish, args=(case.payloads, rate), name="engine", daemon=True)
         engine.start()
@@ -184,7 +174,7 @@ def lags(case: SidecarCase, blocks_per_second: float) -> list[float]:
     return [arrival - sent for arrival, sent in zip(arrived, wires.sent, strict=True)]
 
 
-class Wires:
+class Wires(AbstractContextManager["Wires"]):
     """The sockets of an engine and of a router, in this process."""
 
     def __init__(self) -> None:
@@ -195,8 +185,6 @@ class Wires:
         self._sub = self._context.socket(zmq.SUB)
         self.sent: list[float] = []
         """Time at which each payload was handed to the engine's socket."""
-
-    def __enter__(self) -> Self:
         self._pub.set_hwm(0)
         self._replay.bind(f"tcp://{HOST}:{PORTS.replay}")
         self._sub.setsockopt(zmq.RCVHWM, 0)
@@ -204,7 +192,6 @@ class Wires:
         self._sub.setsockopt(zmq.CURVE_SECRETKEY, self.curve.router_secret)
         self._sub.setsockopt(zmq.CURVE_SERVERKEY, self.curve.sidecar_public)
         self._sub.subscribe(b"")
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
@@ -259,49 +246,11 @@ class Wires:
 
 
 @contextmanager
-def _sidecar(folder: Path, curve: Curve) -> Iterator[psutil.Process]:
-    curve.write_config(folder, RESOURCE, {"identity.key": IDENTITY_KEY})
-    environment = {
-        "MMROUTER_CONFIG": str(folder),
-        "MMROUTER_STATE_DIR": str(folder / "state"),
-        "MMROUTER_POOL": "worker",
-        "POD_UID": "bench",
-        "POD_IP": HOST,
-        "POD_LOOPBACK": HOST,
-    }
-    process = psutil.Popen([sys.executable, "-m", "mmrouter_sidecar"], env={**os.environ, **environment})
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def cpu_of(process: psutil.Process) -> float:
-    """CPU seconds of all threads; in nanoseconds where the kernel counts so, because a run takes few clock ticks."""
-    counted = list(Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
-    if counted:
-        return sum(int(path.read_text().split()[0]) for path in counted) / 1e9
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _settings(folder: Path) -> Settings:
-    return Settings(
-        pod_uid="bench",
-        pod_ip=HOST,
-        loopback=HOST,
-        engine="vllm",
-        model=RESOURCE["spec"]["model"]["id"],
-        revision="main",
-        ranks=1,
-        identity_key=IDENTITY_KEY,
-        curve=CurveKeys(b"", b"", b""),
-        state_dir=folder / "state",
-        model_dir=folder / "none",
-        hub_dir=folder / "none",
-    )
-
-
-def _last_key(settings: Settings) -> int:
-    return block_keys(LAST_IDS, BLOCK_SIZE, (), settings.seed(None, None))[0]
+def running_sidecar() -> Iterator[tuple[Process, Wires, int]]:
+    """Start a sidecar; yields it, its engine's and router's sockets, connected, and the key of :data:`LAST`."""
+    with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder, Wires() as wires:
+        environment = configure(Path(folder), wires.curve)
+        (last_key,) = block_keys(LAST_IDS, BLOCK_SIZE, (), load(environment).seed(None, None))
+        with Process("sidecar", [sys.executable, "-m", "mmrouter_sidecar"], environment) as sidecar:
+            wires.connect()
+            yield sidecar, wires, last_key

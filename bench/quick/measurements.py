@@ -17,14 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
-
 from bench.child_process import Child
 from bench.feed.fake_sidecars import address
-from bench.feed.sidecar_ingest import cpu_of
 from bench.quick.scenarios import Scenario, scenarios
 from bench.quick.verdicts import Figure
-from bench.serving.router_processes import Process, ServingRig
+from bench.serving.router_processes import Server, ServingRig
 
 ROUNDS: Final = 7
 KEPT_AFTER: Final = 20
@@ -162,7 +159,7 @@ def router() -> list[Figure]:
         return [*router_times(load, process, rig.engine), *system_calls(load, rig)]
 
 
-def router_times(load: Child, router: Process, engine: Process) -> list[Figure]:
+def router_times(load: Child, router: Server, engine: Server) -> list[Figure]:
     """Return CPU time over the engine's, both of one run; the least of rounds."""
     plain, token = [], []
     for _ in range(ROUTER_ROUNDS):
@@ -205,13 +202,11 @@ def between(lines: Sequence[str], began: float, ended: float) -> int:
     return sum(1 for call in calls if call and began <= float(call[1]) < ended)
 
 
-def _spent(load: Child, router: Process, engine: Process, do: str, **shape: int) -> tuple[float, float]:
+def _spent(load: Child, router: Server, engine: Server, do: str, **shape: int) -> tuple[float, float]:
     """Return the CPU seconds of the router and of the engine for requests through the router."""
-    processes = [psutil.Process(target.pid) for target in (router, engine)]
-    before = [cpu_of(process) for process in processes]
+    before = router.thread_cpu(), engine.thread_cpu()
     load.call(do, **router.address, **shape)
-    own, floor = (cpu_of(process) - start for process, start in zip(processes, before, strict=True))
-    return own, floor
+    return router.thread_cpu() - before[0], engine.thread_cpu() - before[1]
 
 
 def _control(*options: str) -> None:

@@ -13,7 +13,7 @@ from bench.peer_routers import SMG
 from bench.placing.workload import padded_png
 from bench.report import Row, not_run, percentile, row
 from bench.serving.plain_engine import TOKENS
-from bench.serving.router_processes import CpuCost, Process, ServingRig
+from bench.serving.router_processes import CpuCost, Server, ServingRig
 
 ROUNDS = 4
 PLAIN, PLAIN_AT_ONCE = 250, 40
@@ -53,7 +53,7 @@ def run_large() -> list[Row]:
         return large_rows(measure_large(rig.load_generator(), targets), rig.missing)
 
 
-def measure(load: Child, targets: Mapping[str, Process]) -> dict[str, TargetFigures]:
+def measure(load: Child, targets: Mapping[str, Server]) -> dict[str, TargetFigures]:
     figures = {name: TargetFigures() for name in targets}
     for _ in range(ROUNDS):
         for name, target in targets.items():
@@ -65,7 +65,7 @@ def measure(load: Child, targets: Mapping[str, Process]) -> dict[str, TargetFigu
     return figures
 
 
-def measure_large(load: Child, targets: Mapping[str, Process]) -> dict[str, TargetFigures]:
+def measure_large(load: Child, targets: Mapping[str, Server]) -> dict[str, TargetFigures]:
     figures = {name: TargetFigures() for name in targets}
     image = "data:image/png;base64," + base64.b64encode(padded_png(IMAGE_BYTES)).decode()
     for _ in range(ROUNDS):
@@ -84,7 +84,7 @@ def measure_large(load: Child, targets: Mapping[str, Process]) -> dict[str, Targ
 
 
 def stream(
-    cost: CpuCost, load: Child, target: Process, count: int, pause_ms: int | None = PAUSE_MS, repeats: int = 1
+    cost: CpuCost, load: Child, target: Server, count: int, pause_ms: int | None = PAUSE_MS, repeats: int = 1
 ) -> None:
     """Add the cost of ``count`` streams on each of :data:`CONNECTIONS` connections."""
     shape = {"connections": CONNECTIONS, "count": count, "pause_ms": pause_ms, "repeats": repeats}

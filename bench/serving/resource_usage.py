@@ -11,7 +11,7 @@ from bench.child_process import Child, ChildError
 from bench.cluster import multiple_routers
 from bench.feed.fake_sidecars import FRONTEND, address
 from bench.report import Row, not_run, row
-from bench.serving.router_processes import CpuCost, Process, ServingRig
+from bench.serving.router_processes import CpuCost, Server, ServingRig
 
 IDLE, ACTIVE = 2000, 500
 PAUSE_MS = 50
@@ -44,7 +44,7 @@ def connections() -> list[Row]:
     return connection_rows(usages, rig.missing)
 
 
-def _usage(target: Process) -> RouterUsage:
+def _usage(target: Server) -> RouterUsage:
     generator = "bench.serving.load_generator"
     with target, Child.module(generator) as idle, Child.module(generator) as active:
         target.wait()
@@ -52,7 +52,7 @@ def _usage(target: Process) -> RouterUsage:
 
         def sample_memory() -> None:
             while not done.wait(SAMPLE_SECONDS):
-                samples.append(target.memory())
+                samples.append(target.resident() / 2**20)
 
         sampler = threading.Thread(target=sample_memory)
         before = target.cpu()
@@ -90,14 +90,14 @@ def connection_rows(usages: dict[str, RouterUsage], missing: Sequence[str]) -> l
 def replicas() -> list[Row]:
     with ServingRig() as rig:
         alone = rig.enter_context(rig.ours(address(901), policy="kv"))
-        pair: list[Process] = [rig.enter_context(rig.ours(host, policy="kv", peers=PAIR)) for host in PAIR]
+        pair: list[Server] = [rig.enter_context(rig.ours(host, policy="kv", peers=PAIR)) for host in PAIR]
         for router in (alone, *pair):
             router.wait()
         figures = replica_rows(*_replica_costs([rig.load_generator() for _ in pair], alone, pair))
     return [*figures, *multiple_routers.rows()]
 
 
-def _replica_costs(loads: list[Child], alone: Process, pair: list[Process]) -> tuple[CpuCost, CpuCost]:
+def _replica_costs(loads: list[Child], alone: Server, pair: list[Server]) -> tuple[CpuCost, CpuCost]:
     """Return the CPU of one process and of two; the first round only fills caches."""
     single, double = CpuCost(), CpuCost()
     for number in range(ROUNDS + 1):

@@ -1,23 +1,21 @@
 """Router processes under test: mmrouter as it is deployed, Rust routers from the package index, and their rig."""
 
-import http.client
 import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-import psutil
+import httpx
 
-from bench.child_process import Child
+from bench.child_process import Child, Process
 from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
 from bench.peer_routers import SGLANG_ROUTER, SMG, Peer, PeerMissingError, ensure
 from bench.placing.workload import resource
@@ -27,66 +25,38 @@ START_SECONDS = 60.0
 POLL_SECONDS = 0.1
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen2-vl"
 ENGINE_PORT = FRONTEND_PORT = 8000
-HEALTH_PORT = 9090
+HEALTH_PORT, CONTROL_PORT = 9090, 8001
 CONTROL_TOKEN = "bench-control-token"
+JSON = {"content-type": "application/json"}
+CLIENT = httpx.Client(timeout=5, trust_env=False, headers={"connection": "close"})
 
 
 class RouterFailedError(Exception):
     """A router did not start or answered wrongly; the message has the end of its log."""
 
 
-class Process(AbstractContextManager["Process"]):
-    """A server process with its log; terminated, then killed, at the end of the context."""
+class Server(Process):
+    """A process that answers chat requests."""
 
     def __init__(
         self, name: str, command: Sequence[str], host: str, port: int, environment: dict[str, str] | None = None
     ) -> None:
-        self.name, self.host, self.port = name, host, port
-        self._log = tempfile.NamedTemporaryFile(prefix="mmrouter-bench-", suffix=".log")  # noqa: SIM115 - closed in exit
-        self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, env={**os.environ, **(environment or {})}
-        )
-        self._usage = psutil.Process(self._process.pid)
-
-    def __exit__(self, *_: object) -> None:
-        family = [*self._usage.children(recursive=True), self._usage] if self._usage.is_running() else []
-        for process in family:
-            process.terminate()
-        _, alive = psutil.wait_procs(family, timeout=5)
-        for process in alive:
-            process.kill()
-        self._process.wait()
-        self._log.close()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def address(self) -> dict[str, str | int]:
-        """Host and port, as arguments of the load generator."""
-        return {"host": self.host, "port": self.port}
-
-    def cpu(self) -> float:
-        """Return CPU seconds used so far, children included."""
-        times = [process.cpu_times() for process in (self._usage, *self._usage.children(recursive=True))]
-        return float(sum(t.user + t.system for t in times))
-
-    def memory(self) -> float:
-        """Return the resident memory, in MiB."""
-        return float(self._usage.memory_info().rss / 2**20)
+        super().__init__(name, command, environment)
+        self.address: dict[str, str | int] = {"host": host, "port": port}
+        """Arguments of the load generator."""
+        self.url = f"http://{host}:{port}"
 
     def wait(self) -> None:
         """Wait until a chat request is answered with 200. Raises :class:`RouterFailedError`."""
         end = time.monotonic() + START_SECONDS
         answer = "nothing"
         while time.monotonic() < end:
-            if self._process.poll() is not None:
-                status = self._process.returncode
+            if (status := self.process.poll()) is not None:
                 raise RouterFailedError(f"{self.name} ended with status {status}: {self.end_of_log()}")
             try:
-                status = self._request("POST", "/v1/chat/completions", self.port, chat_body(stream=False))
-            except (OSError, http.client.HTTPException) as error:
+                body = chat_body(stream=False)
+                status = CLIENT.post(f"{self.url}/v1/chat/completions", content=body, headers=JSON).status_code
+            except httpx.HTTPError as error:
                 answer = str(error)
             else:
                 if status == 200:
@@ -95,19 +65,8 @@ class Process(AbstractContextManager["Process"]):
             time.sleep(POLL_SECONDS)
         raise RouterFailedError(f"{self.name} still answers {answer} after {START_SECONDS:g} s: {self.end_of_log()}")
 
-    def _request(self, method: str, path: str, port: int, body: bytes | None = None) -> int:
-        connection = http.client.HTTPConnection(self.host, port, timeout=5)
-        try:
-            connection.request(method, path, body, {"content-type": "application/json"})
-            return connection.getresponse().status
-        finally:
-            connection.close()
 
-    def end_of_log(self) -> str:
-        return " ".join(Path(self._log.name).read_text(errors="replace").split())[-300:]
-
-
-class Ours(Process):
+class Ours(Server):
     """``mmrouter router`` with a configuration folder as in a pod."""
 
     def __init__(
@@ -140,6 +99,7 @@ class Ours(Process):
             "POD_UID": f"bench-frontend-{host}",
             "POD_IP": host,
         }
+        self.host = host
         command = [*under, sys.executable, "-m", "mmrouter_router"]
         super().__init__("mmrouter", command, host, FRONTEND_PORT, environment)
 
@@ -149,8 +109,20 @@ class Ours(Process):
 
     def wait(self) -> None:
         super().wait()
-        if (status := self._request("GET", "/readyz", HEALTH_PORT)) != 200:
-            raise RouterFailedError(f"{self.name} answers before it is ready ({status})")
+        if not self.ready():
+            raise RouterFailedError(f"{self.name} answers before it is ready")
+
+    def ready(self) -> bool:
+        try:
+            return CLIENT.get(f"http://{self.host}:{HEALTH_PORT}/readyz").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def held_blocks(self) -> dict[str, int]:
+        """Return the number of blocks that the index holds of each verified worker, by its uid."""
+        headers = {"authorization": f"Bearer {CONTROL_TOKEN}"}
+        workers = CLIENT.get(f"http://{self.host}:{CONTROL_PORT}/control/state", headers=headers).json()["workers"]
+        return {row["uid"]: sum(row["held"].values()) for row in workers if row["standing"] == "verified"}
 
 
 def _free_port() -> int:
@@ -192,7 +164,7 @@ class ServingRig(ExitStack):
     def __enter__(self) -> Self:
         super().__enter__()
         command = [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)]
-        self.engine = self.start(Process("engine", command, address(0), ENGINE_PORT))
+        self.engine = self.start(Server("engine", command, address(0), ENGINE_PORT))
         self.enter_context(FakeSidecars(1, self.curve))
         return self
 
@@ -200,7 +172,7 @@ class ServingRig(ExitStack):
         """Return an mmrouter process in front of the engine; not waited for."""
         return Ours(host, [address(0)], self.curve, policy=policy, under=under, peers=peers)
 
-    def start(self, process: Process) -> Process:
+    def start(self, process: Server) -> Server:
         """Wait until a process answers; it ends with the rig."""
         self.enter_context(process).wait()
         return process
@@ -216,7 +188,7 @@ class ServingRig(ExitStack):
                 self.missing.append(str(error))
         return installed
 
-    def rust_router(self, peer: Peer) -> Process:
+    def rust_router(self, peer: Peer) -> Server:
         """Return a Rust router in front of the engine, policy round robin; not waited for. Raises ``PeerMissingError``
         where it cannot be installed.
         """
@@ -227,9 +199,9 @@ class ServingRig(ExitStack):
             *("--policy", "round_robin", "--log-level", "error", "--disable-health-check"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
         ]
-        return Process(str(peer), [str(command), *options], "127.0.0.1", port)
+        return Server(str(peer), [str(command), *options], "127.0.0.1", port)
 
-    def started_rust_routers(self) -> dict[str, Process]:
+    def started_rust_routers(self) -> dict[str, Server]:
         return {str(peer): self.start(self.rust_router(peer)) for peer in self.rust_routers()}
 
     def load_generator(self) -> Child:

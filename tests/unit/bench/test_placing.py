@@ -189,7 +189,7 @@ def test_a_router_over_sidecars_with_blocks_becomes_exact():
 
 def test_a_router_that_does_not_hold_what_it_should_is_no_figure(monkeypatch):
     monkeypatch.setattr(router_index, "LIMIT_SECONDS", 0.0)
-    monkeypatch.setattr(router_index, "held_blocks", lambda host: {"uid-0": 1})
+    monkeypatch.setattr(router_index.Ours, "held_blocks", lambda router: {"uid-0": 1})
     with pytest.raises(TimeoutError, match="uid-0"):
         router_index.seconds(1, Curve.fresh(), [])
 
