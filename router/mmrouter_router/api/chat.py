@@ -50,8 +50,7 @@ log = logging.getLogger("mmrouter.chat")
 FORWARDED = ("/v1/completions", "/v1/responses")
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
-POLICY = b"x-mmrouter-policy"
-"""With the control token: the policy for this request, to compare policies on the same engines."""
+POLICY = b"x-mmrouter-policy"  # with the control token: this request's policy, to compare policies on the same engines
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
 
 

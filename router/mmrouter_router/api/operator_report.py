@@ -23,12 +23,10 @@ from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
 
-BATCH_SECONDS = 0.2
-"""Changes within this time are one event."""
+BATCH_SECONDS = 0.2  # changes within this time are one event
 CHECK_SECONDS = 0.5
 COUNTS_SECONDS = 5.0
-KEEPALIVE_SECONDS = 15.0
-"""Interval of comments, by which the operator tells a quiet router from a dead one."""
+KEEPALIVE_SECONDS = 15.0  # interval of comments, by which the operator tells a quiet router from a dead one
 COUNTS = ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")
 KEEPALIVE = b": still here\n\n"
 

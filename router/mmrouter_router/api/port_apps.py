@@ -36,8 +36,7 @@ CLIENT_PORT, METRICS_PORT = 8000, 9090
 MODELS, HEALTH = "/v1/models", "/health"
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
-PARITY_SECONDS = 0.5
-"""How long a requested comparison waits for missing blocks."""
+PARITY_SECONDS = 0.5  # how long a requested comparison waits for missing blocks
 
 
 def client_app(

@@ -5,8 +5,7 @@ import time
 from typing import Final
 
 ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
-_LETTERS: Final = (ALPHABET * 8).encode()
-"""Byte -> letter; each letter stands for eight bytes, so random bytes give uniform letters."""
+_LETTERS: Final = (ALPHABET * 8).encode()  # byte -> letter; random bytes give uniform letters, eight bytes each
 _TIME, _RANDOM = 10, 16  # letters of the two parts of an id
 _BATCH: Final = 256  # ids per read of the system's random source, because the system call costs more than the rest
 

@@ -24,21 +24,16 @@ from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, 
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.tracing import Span, child_span
 
-KEPT_BYTES: Final = 256 * 1024
-"""Bytes of a prefill engine's answer that are kept: enough for any error."""
-DRAIN_SECONDS: Final = 10.0
-"""Time for a prefill engine's answer to end after the client's."""
-ENGINE_BUSY: Final = frozenset({408, 429})
-"""Statuses below 500 that are about the engine and not about the request."""
+KEPT_BYTES: Final = 256 * 1024  # bytes of a prefill engine's answer that are kept: enough for any error
+DRAIN_SECONDS: Final = 10.0  # time for a prefill engine's answer to end after the client's
+ENGINE_BUSY: Final = frozenset({408, 429})  # statuses below 500 that are about the engine and not about the request
 
 T = TypeVar("T")
 SendRequest = Callable[[Target, Mapping[str, str]], Awaitable[Answer]]
 """Target and headers -> answer, of one and the same request. Raises :class:`UpstreamError`."""
-DRAINING = b"cannot schedule new futures after shutdown"
-"""vLLM's error with status 500 while it drains (docs/engine-facts/vllm.md#drain)."""
+DRAINING = b"cannot schedule new futures after shutdown"  # with status 500 (docs/engine-facts/vllm.md#drain)
 ERROR_LIMIT = 256 * 1024
-STAGE_LIMIT = 4 << 20
-"""Bytes of an answer that is for another engine: it lists the blocks of a prompt, and holds no text."""
+STAGE_LIMIT = 4 << 20  # bytes of an answer for another engine: it lists the blocks of a prompt, and holds no text
 
 
 @dataclass(frozen=True)

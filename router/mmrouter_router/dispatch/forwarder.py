@@ -20,8 +20,7 @@ from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, 
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, child_span, failure_of
 
-DEATHS: Final = 2
-"""Engines that may end under one request before it is quarantined."""
+DEATHS: Final = 2  # engines that may end under one request before it is quarantined
 REMEMBERED: Final = 1024
 
 

@@ -25,8 +25,7 @@ from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span, failure_of
 
-PREFILL_SECONDS = 120.0
-"""Timeout of a prefill, after which the decoder computes the prompt."""
+PREFILL_SECONDS = 120.0  # timeout of a prefill, after which the decoder computes the prompt
 ENCODE_SECONDS = 120.0
 
 AskEngine = Callable[[Target, str, str, Body, Mapping[str, str]], Awaitable[tuple[int, bytes]]]

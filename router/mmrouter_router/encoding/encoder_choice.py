@@ -1,14 +1,11 @@
 """Choose an encoder for an image: pure functions of the encoders' queues, which come in the order of their ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
 
 from mmrouter_router.encoding.encoder_queue import EncoderQueue, Image, Job, Mode
 
-WORTH_MOVING: Final = 0.5
-"""An image moves if that gains this share of the time it takes: estimates are no better than that."""
-Finishes = tuple[tuple[str, float], ...]
-"""(encoder, estimated finish) of all that were compared."""
+WORTH_MOVING = 0.5  # an image moves if that gains this share of the time it takes: estimates are no better than that
+Finishes = tuple[tuple[str, float], ...]  # (encoder, estimated finish) of all that were compared
 
 
 def usable(queues: Iterable[EncoderQueue], now: float) -> list[EncoderQueue]:

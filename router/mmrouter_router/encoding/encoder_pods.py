@@ -33,15 +33,11 @@ from mmrouter_router.request.renderer_client import new_nonce, small_pictures
 log = logging.getLogger("mmrouter.encoders")
 
 MAX_ANSWER = 1 << 20
-PROBE_SECONDS = 1.0
-"""Interval of the loop, and of probes of an encoder that failed."""
-PROBE_AGAIN_SECONDS = 10.0
-"""Interval of probes of an encoder that succeeded."""
+PROBE_SECONDS = 1.0  # interval of the loop, and of probes of an encoder that failed
+PROBE_AGAIN_SECONDS = 10.0  # interval of probes of an encoder that succeeded
 HEALTH_SECONDS, ENCODE_SECONDS = 5.0, 30.0
-ANNOUNCE_SECONDS = 0.5
-"""Interval at which changes are announced."""
-ANNOUNCE_AGAIN_SECONDS = 5.0
-"""Interval at which an unchanged list is repeated, for sidecars that restarted."""
+ANNOUNCE_SECONDS = 0.5  # interval at which changes are announced
+ANNOUNCE_AGAIN_SECONDS = 5.0  # interval at which an unchanged list is repeated, for sidecars that restarted
 
 Listed = tuple[tuple[str, str], ...]
 

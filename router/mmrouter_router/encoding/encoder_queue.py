@@ -11,18 +11,12 @@ from mmrouter_router.core.linear_cost import Line, Rate
 
 Mode = Literal["auto", "perImage", "perRequest"]
 How = Literal["held", "joined", "queued"]
-Failure = Literal["no_encoder", "image_refused", "attempts"]
-"""Why the encoders cannot encode the images of a request."""
-OVERRUN: Final = 0.25
-"""A job that runs longer than estimated is assumed to need this share of its elapsed time again."""
-STALL_FACTOR: Final = 8.0
-STALL_LEAST: Final = 2.0
-"""An encoder stalls when its jobs take ``STALL_FACTOR`` times their estimate, and at least this many seconds."""
-STALL_COLD: Final = 120.0
-"""Bound of an encoder that has not encoded yet: its estimate is a guess, and first images compile kernels."""
-BACKOFF: Final = 1.0
-BACKOFF_MOST: Final = 60.0
-"""Seconds without new work after a stall or failure; doubled each time until the encoder encodes again."""
+Failure = Literal["no_encoder", "image_refused", "attempts"]  # why the encoders cannot encode the images of a request
+OVERRUN: Final = 0.25  # a job that runs longer than estimated is assumed to need this share of its elapsed time again
+# An encoder stalls when its jobs take STALL_FACTOR times their estimate, and at least STALL_LEAST seconds; one that has
+# not encoded yet after STALL_COLD: its estimate is a guess, and first images compile kernels.
+STALL_FACTOR, STALL_LEAST, STALL_COLD = 8.0, 2.0, 120.0
+BACKOFF, BACKOFF_MOST = 1.0, 60.0  # seconds without new work after a stall or failure, doubled until it encodes again
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,8 @@ from mmrouter_router.request.prepared import OutgoingImage
 
 log = logging.getLogger("mmrouter.encoding")
 
-REFUSED = range(400, 500)
-"""Statuses for an image that every other encoder would refuse, too."""
-BUSY = frozenset({408, 429})
-"""Of these, those that are about the encoder and not about the image."""
+REFUSED = range(400, 500)  # statuses for an image that every other encoder would refuse, too
+BUSY = frozenset({408, 429})  # of these, those that are about the encoder and not about the image
 
 Post = Callable[[str, OutgoingImage, Mapping[str, str], list[dict[str, Any]]], Awaitable[tuple[int, bytes]]]
 """Encoder id, image, trace context, and a list that gets the image's transfers -> status and answer.

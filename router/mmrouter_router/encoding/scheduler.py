@@ -31,14 +31,10 @@ from mmrouter_router.encoding.encoder_queue import (
     Start,
 )
 
-PATIENCE: Final = 2.0
-"""Multiple of its own work (seconds on the whole fleet) for which later requests may pass a request."""
-ATTEMPTS: Final = 3
-"""Failures of an image after which its requests fail."""
-MOVES: Final = 8
-"""Images that one event moves at most; the next event moves more."""
-LOOK_AGAIN: Final = 1.0
-"""Seconds until a stalled encoder is checked again while no other can take its work."""
+PATIENCE = 2.0  # multiple of its own work (seconds on the whole fleet) for which later requests may pass a request
+ATTEMPTS: Final = 3  # failures of an image after which its requests fail
+MOVES: Final = 8  # images that one event moves at most; the next event moves more
+LOOK_AGAIN: Final = 1.0  # seconds until a stalled encoder is checked again while no other can take its work
 
 
 @dataclass(eq=False, slots=True)

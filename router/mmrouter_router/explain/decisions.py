@@ -15,12 +15,10 @@ from mmrouter_router.request.prepared import Prepared, ResolvedImage
 from mmrouter_router.scheduling.placer import Decision
 
 MAX_TRACES = 1000
-MAX_TOKENS = 16_000_000
-"""Prompt tokens of all traces, at about 10 bytes each."""
+MAX_TOKENS = 16_000_000  # prompt tokens of all traces, at about 10 bytes each
 TOKEN_BYTES = 10
 KEYS_SHOWN = 4096
-BODY_BYTES = 256 * 1024
-"""The largest body of an unpredicted request that is kept to predict it on demand."""
+BODY_BYTES = 256 * 1024  # the largest body of an unpredicted request that is kept to predict it on demand
 
 
 @dataclass(slots=True)

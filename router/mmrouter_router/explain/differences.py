@@ -21,10 +21,8 @@ from mmrouter_router.request.prepared import Prepared
 Result = Literal["True", "False", "Unknown"]
 Cause = Literal["no_events", "block_size", "salt", "truncation", "count", "template", "identity", "unknown"]
 
-ALIKE = 0.6
-"""Least share of tokens in common with a prompt for a published run to count as that prompt's."""
-BEFORE, AFTER = 8, 16
-"""Tokens that are shown before and from the first difference."""
+ALIKE = 0.6  # least share of tokens in common with a prompt for a published run to count as that prompt's
+BEFORE, AFTER = 8, 16  # tokens that are shown before and from the first difference
 
 
 @dataclass(frozen=True, slots=True)

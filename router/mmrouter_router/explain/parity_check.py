@@ -18,10 +18,8 @@ from mmrouter_router.fleet.index import window_blocks
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.prepared import Prepared
 
-CHECK_SECONDS = 0.02
-"""Shortest interval between checks: a busy engine publishes hundreds of deltas."""
-MAX_DETAIL = 4096
-"""Largest number of deltas whose raw batches are requested."""
+CHECK_SECONDS = 0.02  # shortest interval between checks: a busy engine publishes hundreds of deltas
+MAX_DETAIL = 4096  # largest number of deltas whose raw batches are requested
 
 
 @dataclass(frozen=True, slots=True)

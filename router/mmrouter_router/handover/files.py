@@ -14,12 +14,10 @@ from mmrouter_router.handover.ways import Raw
 from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import Outgoing, OutgoingImage
 
-IN_THREAD: Final = 256 * 1024
-"""Bytes from which a file is written by a thread: allocating the pages of a tmpfs takes time."""
+IN_THREAD = 256 * 1024  # bytes from which a file is written by a thread: allocating the pages of a tmpfs takes time
 SIZES: Final = (64 << 10, 2 << 20)
 ROUNDS: Final = 5
-ORPHAN_SECONDS: Final = 1.0
-"""How long a file outlives a killed router: the requests that name it ended with the router."""
+ORPHAN_SECONDS: Final = 1.0  # how long a file outlives a killed router: the requests that name it ended with the router
 
 
 class SharedFolder:

@@ -23,8 +23,7 @@ from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.handover")
 
-BACKOFF: Final = "resting"
-"""Reason of a way that failed several times in a row."""
+BACKOFF: Final = "resting"  # reason of a way that failed several times in a row
 REFUSED, MISSED, TOGETHER = "refused", "missed", "together"
 """The engine could not read a file, did not hold a processed image, or got this image anew with a failed one."""
 

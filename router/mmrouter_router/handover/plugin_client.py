@@ -27,17 +27,13 @@ STEP_SECONDS = 1.0
 REPEAT_SECONDS = 15.0
 MAX_STATUS = 64 << 10
 ANSWER_SECONDS = 2.0
-NO_PLUGIN = wire.Status(0, "engine", enabled=False, reason="absent")
-"""Status of a server without the plugin."""
+NO_PLUGIN = wire.Status(0, "engine", enabled=False, reason="absent")  # status of a server without the plugin
 RENDER_SECONDS: Final = 20.0
 ITEMS_SECONDS: Final = 4.0
 RELEASE_SECONDS: Final = 5.0
-OFFER_SECONDS: Final = 4.0
-"""Lifetime of an offer, which the engine takes at once; it also bounds what a killed renderer leaves."""
-HELD_SECONDS: Final = 60.0
-"""How long an engine keeps an image until the chat names it."""
-INLINE_BYTES: Final = 1 << 20
-"""The largest processed image sent inline: it passes twice, and base64 adds a third."""
+OFFER_SECONDS = 4.0  # lifetime of an offer, which the engine takes at once; it bounds what a killed renderer leaves
+HELD_SECONDS: Final = 60.0  # how long an engine keeps an image until the chat names it
+INLINE_BYTES: Final = 1 << 20  # the largest processed image sent inline: it passes twice, and base64 adds a third
 MAX_ANSWER: Final = 64 << 20
 
 

@@ -26,8 +26,7 @@ class EngineAnswer(Protocol):
 
 
 T = TypeVar("T", bound=EngineAnswer)
-Post = Callable[[Body], Awaitable[T]]
-"""Body -> answer, of one and the same engine. Raises ``UpstreamError``."""
+Post = Callable[[Body], Awaitable[T]]  # body -> answer, of one and the same engine. Raises ``UpstreamError``.
 
 
 @dataclass(frozen=True, slots=True)

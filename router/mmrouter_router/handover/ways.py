@@ -35,12 +35,10 @@ FIRST: Final[Mapping[Raw, Line]] = {"file": Line(250e-6, 0.5e-9), "bytes": Line(
 """The router's part, seconds and seconds per byte, before any measurement."""
 ENGINE: Final[Mapping[Raw, Line]] = {"file": Line(200e-6, 1e-9), "bytes": Line(0.0, 8e-9)}
 """The engine's part: opening and reading a file; reading a body, its JSON and base64."""
-FEW_TOKENS: Final = 16
-"""Below this number of visual tokens a renderer saves nothing."""
+FEW_TOKENS: Final = 16  # below this number of visual tokens a renderer saves nothing
 NO_FOLDER, OTHER_NODE, FULL = "no_folder", "other_node", "full"
 NO_RENDERER, NO_PLUGIN, DISABLED, ABSENT, SETTINGS = "no_renderer", "no_plugin", "disabled", "absent", "settings"
-FAILURES: Final = 3
-"""Failures in a row of one way to one engine before it backs off."""
+FAILURES: Final = 3  # failures in a row of one way to one engine before it backs off
 FIRST_SECONDS: Final = 1.0
 LAST_SECONDS: Final = 60.0
 

@@ -15,10 +15,8 @@ SHORT_TOKENS: Final = 512
 """With fewer tokens left to compute, one step of any accelerator, a prompt is computed where it is decoded.
 
 A transfer costs a round trip to two engines. Above the bound the measured times decide."""
-EXPLORE: Final = 16
-"""Explore: 1 in 16 requests takes the costlier path so that both stay measured."""
-ENOUGH: Final = 8
-"""Measurements of each path before they are compared."""
+EXPLORE: Final = 16  # explore: 1 in 16 requests takes the costlier path so that both stay measured
+ENOUGH: Final = 8  # measurements of each path before they are compared
 
 Missing = Literal["no_encoder", "no_prefill", "no_decode", "no_pair"]
 
@@ -49,8 +47,7 @@ class PipelineForm:
         return "-".join([*(["encode"] if self.encodes else []), *(["prefill"] if self.prefills else []), answer])
 
 
-WHOLE: Final = PipelineForm(frozenset({"worker"}))
-"""One worker does everything."""
+WHOLE: Final = PipelineForm(frozenset({"worker"}))  # one worker does everything
 
 
 def choose_form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> PipelineForm:

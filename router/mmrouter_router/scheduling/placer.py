@@ -25,10 +25,8 @@ Eligibility = Literal["verified", "degraded", "waiting", "pending", "refused", "
 """How a worker may be used: ``verified`` with its overlap, ``degraded`` without; ``waiting`` (for readiness gates) and
 ``pending`` (for the canary) as a last resort; ``refused`` not at all, ``unsynced`` as a last resort while it serves."""
 
-WORKERS = frozenset({"worker"})
-"""Role of engines that serve a request whole; other roles are placed for pipeline forms with stages."""
-PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}
-"""Role -> the role of the other engine of a pair (SGLang)."""
+WORKERS = frozenset({"worker"})  # serve a request whole; other roles are placed for pipeline forms with stages
+PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}  # role -> the role of the other engine of a pair (SGLang)
 
 
 @dataclass

@@ -44,10 +44,8 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 WEIGHTS = Weights()
-COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0}
-"""Columns that are empty when all their values are this default."""
-FEW_CANDIDATES = 32
-"""Up to this number, single candidates are faster to score than whole columns."""
+COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0}  # columns that are empty when all are default
+FEW_CANDIDATES = 32  # up to this number, single candidates are faster to score than whole columns
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

@@ -33,11 +33,9 @@ log = logging.getLogger("mmrouter.canary")
 
 LEASE_SECONDS = 30.0
 EVENTS_SECONDS = 5.0
-LATE_SECONDS = 15.0
-"""For engines that publish a request's blocks late (docs/engine-facts/sglang.md#block-size-and-timing)."""
+LATE_SECONDS = 15.0  # for engines that publish late (docs/engine-facts/sglang.md#block-size-and-timing)
 POLL_SECONDS = 0.25
-INCONCLUSIVE = ("no_events", "unknown")
-"""Causes of a difference that may vanish after a longer wait."""
+INCONCLUSIVE = ("no_events", "unknown")  # causes of a difference that may vanish after a longer wait
 
 
 class Canary:

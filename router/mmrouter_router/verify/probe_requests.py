@@ -27,8 +27,7 @@ from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.request.renderer_client import SIDE, RendererError
 from mmrouter_router.scheduling.placer import PARTNERS
 
-PAIR_SECONDS = 25.0
-"""Timeout of an answer by a pair, below the lease of a canary: each engine waits for the other for minutes."""
+PAIR_SECONDS = 25.0  # below the lease of a canary: each engine of a pair waits for the other for minutes
 
 
 class ProbeRequestError(Exception):

@@ -28,10 +28,8 @@ QUEUE = 256
 COMPARERS = 4
 RENDERINGS = 64
 RENDERERS_ASKED = 2
-HELD_BYTES = 64 << 20
-"""Bound of the bodies and prompts that wait for renderers."""
-EVENTS_SECONDS = 10.0
-"""Time for a request's blocks to arrive after its answer (docs/engine-facts/sglang.md#block-size-and-timing)."""
+HELD_BYTES = 64 << 20  # bound of the bodies and prompts that wait for renderers
+EVENTS_SECONDS = 10.0  # for blocks to arrive after the answer (docs/engine-facts/sglang.md#block-size-and-timing)
 
 
 class ParitySampler:

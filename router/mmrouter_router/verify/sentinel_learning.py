@@ -24,13 +24,10 @@ from mmrouter_router.verify.probe_requests import ProbeImage, ProbeRequestError
 
 log = logging.getLogger("mmrouter.learning")
 
-MAX_COUNTED = 65_536
-"""Unknown images whose requests are counted."""
+MAX_COUNTED = 65_536  # unknown images whose requests are counted
 MAX_PROBES = 64
-MAX_PROBE_BYTES = 128 << 20
-"""Bound of the encoded images that wait for a probe; a larger image is queued only alone."""
-ENOUGH_REQUESTS = 2
-"""Requests for an image before it is probed."""
+MAX_PROBE_BYTES = 128 << 20  # bound of the encoded images that wait for a probe; a larger image is queued only alone
+ENOUGH_REQUESTS = 2  # requests for an image before it is probed
 
 
 class _Probe(NamedTuple):

@@ -25,8 +25,7 @@ CANDIDATE = st.builds(
 CANDIDATES = st.lists(CANDIDATE, min_size=1, max_size=8, unique_by=lambda c: c.id)
 
 
-FIELD = Weights(compute=1.0, decode=1.0)
-"""Of the field's cost function, whose example is a test here."""
+FIELD = Weights(compute=1.0, decode=1.0)  # of the field's cost function, whose example is a test here
 
 
 def pick(candidates, policy="kv", **options):

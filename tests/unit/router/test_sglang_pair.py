@@ -28,8 +28,7 @@ OK = answer(200, b"ok")
 WRONG = answer(400, b'{"object":"error","message":"The prompt is empty.","code":400}')
 STREAMED = answer(200, b'data: {"error": {"message": "KVTransferError", "code": 500}}\n\n')
 HANGS, DIES, MEETS = b"hangs", b"dies", b"meets"
-SOON = 0.4
-"""Timeout of a hanging engine; a healthy one answers within it on a busy machine, too."""
+SOON = 0.4  # timeout of a hanging engine; a healthy one answers within it on a busy machine, too
 
 
 class Engine(LoopbackEngine):

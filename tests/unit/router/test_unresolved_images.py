@@ -45,8 +45,7 @@ def test_trusting_unresolved_images_overestimates_overlap():
 
 PLACEHOLDER = 9
 KEY = bytes(32)
-LONGEST = 110
-"""Tokens: five texts, five images and the answer."""
+LONGEST = 110  # tokens: five texts, five images and the answer
 SEED = namespace_seed(KEY, model="m")
 
 InPrompt = Callable[[ResolvedImage], PromptImage]

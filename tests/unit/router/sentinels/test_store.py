@@ -34,8 +34,7 @@ QWEN3, QWEN25 = (
 SCOPE, LINE = ("0.5.23/f", "worker"), RankEpoch("uid", 1, 0)
 CANARY, IMAGE, OTHER = b"canary", b"image", b"other"
 SIZE, SEED = 4, 5
-UNEXPLAINED = (2000001, 2000002, 2000003, 2000004)
-"""Of no known fingerprint."""
+UNEXPLAINED = (2000001, 2000002, 2000003, 2000004)  # of no known fingerprint
 
 
 def facts(fingerprint: Fingerprint = QWEN3, **more) -> dict[str, str]:
