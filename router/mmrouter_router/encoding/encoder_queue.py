@@ -40,21 +40,16 @@ class Encoder:
     cache_entries: int = 4096
     cache_bytes: int = 1 << 30
 
-    def __post_init__(self) -> None:
-        if self.weight < 0 or self.queue < 0 or self.slots < 1 or self.cache_entries < 0 or self.cache_bytes < 0:
-            raise ValueError(f"encoder {self.id}: a bound or a weight is negative, or it has no slot")
-
 
 @dataclass(frozen=True, slots=True)
 class ImagePlacement:
-    """Decision for one image of a request, in the request's order. Times are on the caller's clock.
+    """Decision for one image of a request, in the request's order.
 
-    ``weighed``: (encoder, estimated finish) of all candidates, empty where nothing was compared.
+    ``weighed``: (encoder, estimated finish on the caller's clock) of all candidates, empty where nothing was compared.
     """
 
     how: How
     encoder: str
-    finish: float
     weighed: tuple[tuple[str, float], ...] = ()
 
 
@@ -135,12 +130,7 @@ class HeldEmbeddings:
             return
         self.entries[key] = (size, value)
         self.bytes += size
-        self.resize(self._max_entries, self._limit)
-
-    def resize(self, entries: int, size: int) -> None:
-        """Set the bounds, and evict what exceeds them."""
-        self._max_entries, self._limit = entries, size
-        while self.bytes > size or len(self.entries) > entries:
+        while self.bytes > self._limit or len(self.entries) > self._max_entries:
             _, (freed, _) = self.entries.popitem(last=False)
             self.bytes -= freed
 
@@ -210,11 +200,6 @@ class EncoderQueue:
         after = self.seconds(sum(job.image.tokens for job in behind), now, len(behind)) if behind else 0.0
         return self.free_at(now) - after + self.seconds(tokens, now)
 
-    def expected(self, job: Job, now: float) -> float:
-        if job.run is not None:
-            return now + self.remaining(now)
-        return self.finish(0, job.key, now) - self.seconds(0, now)
-
     def stalls_at(self) -> float:
         """Return when the running jobs count as stalled; infinity without any."""
         if not self.running:
@@ -265,7 +250,3 @@ class EncoderQueue:
         self.rate.forget()
         self.backoff_until = now + min(BACKOFF_MOST, BACKOFF * math.exp2(min(self.failures, 6)))
         self.failures += 1
-
-    def update(self, encoder: Encoder) -> None:
-        self.encoder = encoder
-        self.held.resize(encoder.cache_entries, encoder.cache_bytes)

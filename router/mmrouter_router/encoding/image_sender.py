@@ -80,14 +80,14 @@ class ImageSender:
         return bool(self._joined)
 
     def update(self, encoders: Collection[Encoder]) -> None:
-        """Set the encoders. Work of one that is gone goes to the others."""
+        """Set the encoders, whose bounds never change. Work of one that is gone goes to the others."""
         wanted = {encoder.id: encoder for encoder in encoders}
         before, self._joined = self._joined, wanted
         for name in before.keys() - wanted.keys():
             self._carry_out(self.scheduler.leave(self._scheduler_id(name), self._clock()))
             self._departures[name] += 1
         for name, encoder in wanted.items():
-            if before.get(name) != encoder:
+            if name not in before:
                 self._carry_out(self.scheduler.join(replace(encoder, id=self._scheduler_id(name)), self._clock()))
 
     def _scheduler_id(self, name: str) -> str:

@@ -23,6 +23,7 @@ from mmrouter_router.encoding.encoder_queue import (
     Encoder,
     EncoderQueue,
     Failure,
+    How,
     Image,
     ImagePlacement,
     Job,
@@ -57,24 +58,17 @@ class EncoderScheduler:
         self._count = 0
 
     def join(self, encoder: Encoder, now: float) -> Outcome:
-        """Add an encoder, or update its bounds. Its first estimate is that of measured encoders of its kind.
+        """Add an encoder. Its first estimate is that of measured encoders of its kind.
 
-        Raises ``ValueError`` for one that is leaving: it needs another id, because its cache will be empty.
+        Raises ``ValueError`` for an id that is there or still leaving: another cache needs another id.
         """
-        actions = Outcome()
-        queue = self.queues.get(encoder.id)
-        if queue is None:
-            like = [
-                other for other in self.queues.values() if other.encoder.kind == encoder.kind and other.rate.measured
-            ]
-            best = max(like, key=lambda other: (other.rate.measured, other.id), default=None)
-            queue = EncoderQueue(encoder, self._first(encoder.kind) if best is None else best.rate.line)
-            self.queues = dict(sorted([*self.queues.items(), (encoder.id, queue)]))
-        elif queue.leaving:
-            raise ValueError(f"encoder {encoder.id} is leaving: one that comes back needs another id")
-        else:
-            queue.update(encoder)
-        return self._settle([queue], now, actions)
+        if encoder.id in self.queues:
+            raise ValueError(f"encoder {encoder.id} is there: one that comes back needs another id")
+        like = [other for other in self.queues.values() if other.encoder.kind == encoder.kind and other.rate.measured]
+        best = max(like, key=lambda other: (other.rate.measured, other.id), default=None)
+        queue = EncoderQueue(encoder, self._first(encoder.kind) if best is None else best.rate.line)
+        self.queues = dict(sorted([*self.queues.items(), (encoder.id, queue)]))
+        return self._settle([queue], now, Outcome())
 
     def leave(self, encoder: str, now: float) -> Outcome:
         """Drain an encoder: waiting images go to the others, running ones may end. Unknown ids are ignored.
@@ -110,14 +104,12 @@ class EncoderScheduler:
         placed: dict[bytes, ImagePlacement] = {}
         for key in wanted:
             if key in holders:
-                placed[key] = ImagePlacement("held", holders[key].id, now)
+                placed[key] = ImagePlacement("held", holders[key].id)
                 continue
             job = self.jobs[key]
             job.waiters[request] = None
-            finish = job.queue.expected(job, now)
-            placed[key] = ImagePlacement(
-                "queued" if key in weighed else "joined", job.queue.id, finish, weighed.get(key, ())
-            )
+            how: How = "queued" if key in weighed else "joined"
+            placed[key] = ImagePlacement(how, job.queue.id, weighed.get(key, ()))
         actions = Outcome(placed=[placed[image.key] for image in images])
         self._complete(request, actions)
         return self._settle([], now, actions)

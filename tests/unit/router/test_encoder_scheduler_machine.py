@@ -80,7 +80,7 @@ class Everything(RuleBasedStateMachine):
             return
         self.waiting[request] = images
         assert len(outcome.placed) == len(images)
-        assert all(placed.finish >= self.now for placed in outcome.placed)
+        assert all(finish >= self.now for placed in outcome.placed for _, finish in placed.weighed)
         # More work makes no encoder finish earlier.
         after = self.backlogs()
         assert all(after[name] >= seconds - 1e-9 for name, seconds in before.items())

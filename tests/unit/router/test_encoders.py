@@ -99,7 +99,7 @@ async def test_shared_image_is_sent_once(encoding, pool):
 
 async def test_reported_embedding_size_counts_against_the_cache_bound(encoding, pool):
     pool.size = {"size_bytes": 60}
-    encoding.update([Encoder("a", "cpu", cache_bytes=100)])
+    encoding.update([Encoder("c", "cpu", cache_bytes=100)])
     for name in ("x", "y", "x"):
         await encoding.encode(name + str(len(pool.sent)), [shown(name)])
     assert [name for _, name in pool.sent] == ["x", "y", "x"]
