@@ -23,6 +23,7 @@ from mmrouter_lib.engines.sglang.launch import ASKS_ENCODERS
 from mmrouter_lib.engines.vllm.launch import embedding_cache_bytes
 from mmrouter_lib.engines.vllm.stage_requests import StageError, encode_request, read_encoded
 from mmrouter_router.encoding.encoder_queue import Encoder
+from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker, prefer_admitted
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, Delivery
@@ -69,8 +70,8 @@ class EncoderProbes:
     def __init__(
         self, fleet: Fleet, upstream: Upstream, engine: EngineType, engine_key: str, served_model: str
     ) -> None:
-        self._fleet, self._upstream, self._engine = fleet, upstream, adapter(engine)
-        self._key, self._model = engine_key, served_model
+        self._fleet, self._engine = fleet, adapter(engine)
+        self._ask, self._model = EngineRequests(upstream, engine_key).ask, served_model
         self._results: dict[str, _Result] = {}
         self._running: set[str] = set()
 
@@ -111,10 +112,13 @@ class EncoderProbes:
     async def _probe(self, worker: Worker) -> None:
         boot, before = worker.id, self._results.get(worker.member.uid)
         encoded = before.encoded if before is not None and before.boot == boot else None
+        error = ""
         try:
-            error, _ = await self._ask(worker, "GET", "/health", HEALTH_SECONDS)
-            if not error and not self._engine.asks_encoders_itself and encoded != "":
+            await self._ask(worker.member.ip, "/health", None, bytes, HEALTH_SECONDS, MAX_ANSWER)
+            if not self._engine.asks_encoders_itself and encoded != "":
                 encoded = await self._encode(worker)
+        except EngineRequestError as failed:
+            error = str(failed)
         finally:
             self._running.discard(worker.member.uid)
         now = _Result(boot, self._fleet.now(), error, encoded)
@@ -128,29 +132,12 @@ class EncoderProbes:
         uri = f"data:image/png;base64,{base64.b64encode(small_pictures()[0]).decode()}"
         image = ImageRewrite(0, 0, uri, new_nonce())
         body = orjson.dumps(encode_request([image], model=self._model))
-        error, raw = await self._ask(worker, "POST", "/v1/chat/completions", ENCODE_SECONDS, body)
-        if error:
-            return error
         try:
+            raw = await self._ask(worker.member.ip, CHAT, body, bytes, ENCODE_SECONDS, MAX_ANSWER)
             read_encoded(raw, [image.uuid])
-        except StageError as unusable:
-            return str(unusable)
+        except (EngineRequestError, StageError) as error:
+            return str(error)
         return ""
-
-    async def _ask(
-        self, worker: Worker, method: str, path: str, seconds: float, body: bytes = b""
-    ) -> tuple[str, bytes]:
-        """Return the error, empty for a complete 200, and the answer."""
-        headers = {"authorization": f"Bearer {self._key}", "content-type": "application/json"}
-        try:
-            async with asyncio.timeout(seconds):
-                address = (worker.member.ip, HTTP_PORT)
-                status, raw = await self._upstream.ask(address, method, path, headers, body, limit=MAX_ANSWER)
-        except TimeoutError:
-            return f"no answer within {seconds:g} s", b""
-        except UpstreamError as error:
-            return str(error), b""
-        return "" if status == 200 else f"answered {status}: {raw[:200].decode(errors='replace')}", raw
 
 
 class EncoderPods:

@@ -12,12 +12,11 @@ from typing import Any, Final, TypeVar
 
 import orjson
 
-from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.vllm import plugin_api as wire
 from mmrouter_lib.engines.vllm.plugin_api import Way as Processed
-from mmrouter_lib.engines.vllm.stage_requests import RenderError
+from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.handover.ways import Fallback
-from mmrouter_router.http.upstream import Upstream, UpstreamError
+from mmrouter_router.http.upstream import Upstream
 
 log = logging.getLogger("mmrouter.handover")
 
@@ -56,8 +55,7 @@ class PluginRegistry:
         servers: Callable[[], Iterable[PluginServer]],
         clock: Callable[[], float],
     ) -> None:
-        self._upstream, self._servers, self._clock = upstream, servers, clock
-        self._headers = {"authorization": f"Bearer {engine_key}", "accept-encoding": "identity"}
+        self._ask, self._servers, self._clock = EngineRequests(upstream, engine_key).ask, servers, clock
         self._polled: dict[str, tuple[float, wire.Status]] = {}
 
     def status(self, server: str) -> wire.Status | None:
@@ -79,27 +77,17 @@ class PluginRegistry:
     async def _poll(self, server: PluginServer) -> None:
         before = self.status(server.id)
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                address = (server.ip, HTTP_PORT)
-                code, raw = await self._upstream.ask(address, "GET", wire.STATUS_PATH, self._headers, limit=MAX_STATUS)
-            status = wire.read_status(raw) if code == 200 else NO_PLUGIN
-        except (UpstreamError, TimeoutError):
-            return  # down or busy: the last status stays
-        except wire.HandoverError as error:
-            log.warning("%s: %s", server.name, error)
+            status = await self._ask(server.ip, wire.STATUS_PATH, None, wire.read_status, ANSWER_SECONDS, MAX_STATUS)
+        except EngineRequestError as error:
+            if error.cause in ("lost", "timeout"):
+                return  # down or busy: the last status stays
+            if error.cause == "unusable":
+                log.warning("%s: %s", server.name, error)
             status = NO_PLUGIN
         self._polled[server.id] = (self._clock(), status)
         if before != status:
             open_ways = [way for way, why in status.ways.items() if not why] if status.enabled else []
             log.info("%s: plugin: %s", server.name, ", ".join(open_ways) or status.reason or "no way is open")
-
-
-class _PluginError(Exception):
-    """A plugin did not answer as needed; ``reason`` is a metric label."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 @dataclass(slots=True)
@@ -120,12 +108,7 @@ class ProcessedImages:
     """Client of the plugins of renderers and engines."""
 
     def __init__(self, upstream: Upstream, engine_key: str) -> None:
-        self._upstream = upstream
-        self._headers = {
-            "authorization": f"Bearer {engine_key}",
-            "content-type": "application/json",
-            "accept-encoding": "identity",
-        }
+        self._ask = EngineRequests(upstream, engine_key).ask
         self._releases: set[asyncio.Task[None]] = set()
 
     async def hand_over(
@@ -141,11 +124,11 @@ class ProcessedImages:
                 chat, ways=ways, seconds=OFFER_SECONDS, images=images, inline_bytes=INLINE_BYTES
             )
             body = orjson.dumps(request)
-            rendered = await self._ask(renderer, wire.RENDER_PATH, body, RENDER_SECONDS, wire.read_render)
-        except _PluginError as error:
+            rendered = await self._ask(renderer, wire.RENDER_PATH, body, wire.read_render, RENDER_SECONDS, MAX_ANSWER)
+        except EngineRequestError as error:
             log.info("renderer %s: %s", renderer, error)
             outcome.failed = "renderer"
-            outcome.fallbacks = {name: [Fallback(way, f"renderer_{error.reason}") for way in ways] for name in images}
+            outcome.fallbacks = {name: [Fallback(way, f"renderer_{error.cause}") for way in ways] for name in images}
             return outcome
         outcome.others = [Fallback(way, reason) for way, reason in rendered.fell]
         try:
@@ -164,9 +147,9 @@ class ProcessedImages:
         if rendered.offers:
             try:
                 body = wire.items_request(rendered.offers, seconds=HELD_SECONDS)
-                taken = await self._ask(engine, wire.ITEMS_PATH, body, ITEMS_SECONDS, wire.read_items)
-            except _PluginError as error:
-                failed = f"engine_{error.reason}"
+                taken = await self._ask(engine, wire.ITEMS_PATH, body, wire.read_items, ITEMS_SECONDS, MAX_ANSWER)
+            except EngineRequestError as error:
+                failed = f"engine_{error.cause}"
                 log.info("engine %s: %s", engine, error)
             outcome.failed = "engine" if failed else ""
         for name in images:
@@ -182,22 +165,6 @@ class ProcessedImages:
         """End an offer; one that is not released expires."""
         try:
             body = orjson.dumps(wire.release_request(lease))
-            await self._ask(renderer, wire.RELEASE_PATH, body, RELEASE_SECONDS, bytes)
-        except _PluginError as error:
+            await self._ask(renderer, wire.RELEASE_PATH, body, bytes, RELEASE_SECONDS, MAX_ANSWER)
+        except EngineRequestError as error:
             log.info("renderer %s: not released: %s", renderer, error)
-
-    async def _ask(self, host: str, path: str, body: bytes, seconds: float, read: Callable[[bytes], T]) -> T:
-        try:
-            async with asyncio.timeout(seconds):
-                address = (host, HTTP_PORT)
-                status, raw = await self._upstream.ask(address, "POST", path, self._headers, body, limit=MAX_ANSWER)
-        except TimeoutError as error:
-            raise _PluginError("timeout", f"no answer within {seconds:g} s") from error
-        except UpstreamError as error:
-            raise _PluginError("lost", str(error)) from error
-        if status >= 300:
-            raise _PluginError("refused", f"answered {status}: {raw[:200].decode(errors='replace')}")
-        try:
-            return read(raw)
-        except (wire.HandoverError, RenderError) as error:
-            raise _PluginError("unusable", str(error)) from error

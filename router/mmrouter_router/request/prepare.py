@@ -20,12 +20,13 @@ from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import PlaceholderError, Prompter, TemplateError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
+from mmrouter_router.fleet.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.prompt_fields import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepared import Prepared, ResolvedImage
-from mmrouter_router.request.renderer_client import Rendered, Renderer, RendererError
+from mmrouter_router.request.renderer_client import Rendered, Renderer
 from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
 from mmrouter_router.telemetry.tracing import child_span
 
@@ -139,7 +140,7 @@ class Preparer:
         body = VLLM.rewrite_chat(request.body, rewrites, model=self._served_model, cache_salt=None).body
         try:
             ids, spans = await self.renderer.render(body)
-        except RendererError as error:
+        except EngineRequestError as error:
             reasons.append(f"renderer_{error.cause}:{self.unknown_family}")
             return None
         if sorted(span.identity for span in spans) != sorted(image.identity for image in images):

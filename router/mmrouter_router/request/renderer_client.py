@@ -20,12 +20,12 @@ from blake3 import blake3
 from PIL import Image
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH, RenderError, read_rendered, render_request
+from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH, read_rendered, render_request
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.single_flight import SingleFlight
+from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Member
-from mmrouter_router.http.upstream import Upstream, UpstreamError
+from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.renderer")
@@ -41,21 +41,14 @@ PROBE_IDENTITY = bytes(32)  # identity of the probe image, which no other image 
 Rendered = tuple["array[int]", tuple[Span, ...]]
 
 
-class RendererError(Exception):
-    """Rendering failed. ``cause`` is fit for a metric's label."""
-
-    def __init__(self, cause: str, message: str) -> None:
-        super().__init__(message)
-        self.cause = cause
-
-
 class Renderer:
     """Sends requests to the ready renderers in turn."""
 
     def __init__(
         self, upstream: Upstream, engine_key: str, served_model: str, metrics: Metrics, *, tokens: int = CACHED_TOKENS
     ) -> None:
-        self._upstream, self._key, self._model, self._metrics = upstream, engine_key, served_model, metrics
+        self._ask = EngineRequests(upstream, engine_key).ask
+        self._model, self._metrics = served_model, metrics
         self._members: dict[str, Member] = {}
         self._answered, self._verified = set[str](), set[str]()
         self._problems: dict[str, str] = {}  # uid -> problem of its last answer to a probe
@@ -104,8 +97,8 @@ class Renderer:
 
     async def _probe(self, member: Member, body: bytes) -> Rendered | None:
         try:
-            rendered = await self._ask(member, body)
-        except RendererError as error:
+            rendered = await self._render_at(member, body)
+        except EngineRequestError as error:
             log.info("%s: %s", member.name, error)
             self._problems[member.uid] = str(error)
             return None
@@ -122,7 +115,7 @@ class Renderer:
             self._problems[member.uid] = f"one image became {len(rendered[1])} in the prompt"
 
     async def render(self, body: Mapping[str, Any]) -> Rendered:
-        """Return ids and spans of a chat body whose images have identities as uuids. Raises RendererError."""
+        """Return ids and spans of a chat whose images have identities as uuids. Raises :class:`EngineRequestError`."""
         request = render_request(body)
         # The identity of an image replaces its bytes.
         content = {**request, "messages": [_with_identities(message) for message in request["messages"]]}
@@ -135,7 +128,7 @@ class Renderer:
         joins = key in self._renderings
         try:
             rendered = await self._renderings.run(key, lambda: self._render(key, request))
-        except RendererError as error:
+        except EngineRequestError as error:
             self._metrics.rendered.labels(error.cause).inc()
             raise
         self._metrics.rendered.labels("joined" if joins else "renderer").inc()
@@ -144,8 +137,8 @@ class Renderer:
     async def _render(self, key: bytes, request: Mapping[str, Any]) -> Rendered:
         usable = self.usable
         if not usable:
-            raise RendererError("nobody", "no renderer is ready")
-        rendered = await self._ask(usable[next(self._turn) % len(usable)], orjson.dumps(request))
+            raise EngineRequestError("nobody", "no renderer is ready")
+        rendered = await self._render_at(usable[next(self._turn) % len(usable)], orjson.dumps(request))
         self._cache[key] = rendered
         self._free_tokens -= len(rendered[0])
         while self._free_tokens < 0:
@@ -153,24 +146,13 @@ class Renderer:
             self._free_tokens += len(ids)
         return rendered
 
-    async def _ask(self, member: Member, body: bytes) -> Rendered:
-        headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
+    async def _render_at(self, member: Member, body: bytes) -> Rendered:
         try:
-            async with asyncio.timeout(RENDER_SECONDS):
-                address = (member.ip, HTTP_PORT)
-                status, raw = await self._upstream.ask(address, "POST", RENDER_PATH, headers, body, limit=MAX_ANSWER)
-        except (TimeoutError, UpstreamError) as error:
-            self._answered.discard(member.uid)
-            if isinstance(error, UpstreamError):
-                raise RendererError("lost", str(error)) from error
-            raise RendererError("timeout", f"{member.name} did not answer in {RENDER_SECONDS:g} s") from error
-        if status != 200:
-            text = raw[:200].decode(errors="replace")
-            raise RendererError("refused", f"{member.name} answered {status}: {text}")
-        try:
-            return read_rendered(raw)
-        except RenderError as error:
-            raise RendererError("unusable", str(error)) from error
+            return await self._ask(member.ip, RENDER_PATH, body, read_rendered, RENDER_SECONDS, MAX_ANSWER)
+        except EngineRequestError as error:
+            if error.cause in ("lost", "timeout"):
+                self._answered.discard(member.uid)
+            raise EngineRequestError(error.cause, f"{member.name}: {error}") from error
 
 
 def _with_identities(message: Mapping[str, Any]) -> dict[str, Any]:

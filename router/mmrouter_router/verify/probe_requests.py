@@ -16,17 +16,18 @@ import orjson
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import ImageRewrite
-from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.sglang.stage_requests import decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
+from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Target, Worker
-from mmrouter_router.http.upstream import Upstream, UpstreamError
+from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.request.renderer_client import SIDE, RendererError
+from mmrouter_router.request.renderer_client import SIDE
 from mmrouter_router.scheduling.placer import PARTNERS
 
+MAX_ANSWER = 64 * 1024
 PAIR_SECONDS = 25.0  # below the lease of a canary: each engine of a pair waits for the other for minutes
 
 
@@ -81,8 +82,8 @@ class ProbeRequests:
         self._partner, self._pair_seconds = partner, pair_seconds
         # The place of an image's run is identified by the block before it, so the nonce has to fill a whole block.
         self._fills_a_block = self._adapter.learns_image_identity
-        self._preparer, self._upstream = preparer, upstream
-        self._engine_key, self._model, self._key = engine_key, served_model, key
+        self._preparer, self._ask = preparer, EngineRequests(upstream, engine_key).ask
+        self._model, self._key = served_model, key
 
     @property
     def possible(self) -> bool:
@@ -113,7 +114,7 @@ class ProbeRequests:
             try:
                 ids, spans = await self._prompt(messages, rewritten, image)
                 break
-            except (TemplateError, RendererError) as error:  # a template that takes no system message
+            except (TemplateError, EngineRequestError) as error:  # a template that takes no system message
                 if not system:
                     raise ProbeRequestError(str(error)) from error
         if len(spans) != 1:
@@ -159,17 +160,12 @@ class ProbeRequests:
             await asyncio.gather(*halves, return_exceptions=True)
 
     async def _send(self, target: Target, request: ProbeRequest, more: Mapping[str, str]) -> bytes:
-        headers = {"content-type": "application/json", "authorization": f"Bearer {self._engine_key}", **more}
-        if target.worker.ranks > 1:
-            headers["x-data-parallel-rank"] = str(target.rank)
+        rank = {"x-data-parallel-rank": str(target.rank)} if target.worker.ranks > 1 else {}
         try:
-            address = (target.worker.member.ip, HTTP_PORT)
-            status, body = await self._upstream.ask(address, "POST", CHAT, headers, request.body, limit=64 * 1024)
-        except UpstreamError as error:
-            raise ProbeRequestError(str(error)) from error
-        if status != 200:
-            raise ProbeRequestError(f"the engine answered {status}: {body[:200].decode(errors='replace')}")
-        return body
+            ip, headers = target.worker.member.ip, {**more, **rank}
+            return await self._ask(ip, CHAT, request.body, bytes, None, MAX_ANSWER, headers)
+        except EngineRequestError as error:
+            raise ProbeRequestError(f"the engine: {error}") from error
 
 
 def prompt_tokens(answer: bytes) -> int:

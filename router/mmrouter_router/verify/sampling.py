@@ -16,10 +16,11 @@ from xxhash import xxh3_64_intdigest
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.differences import PredictedPrompt, RenderVerdict, compare_rendering, predicted_prompt
 from mmrouter_router.explain.parity_check import Verdict, check_parity
+from mmrouter_router.fleet.engine_requests import EngineRequestError
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.workers import Fleet
 from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.request.renderer_client import Renderer, RendererError
+from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.parity")
@@ -148,6 +149,6 @@ class RenderSampler:
     async def _compare(self, sample: _RenderSample) -> RenderVerdict:
         try:
             ids, spans = await self._renderer.render(orjson.loads(sample.body))
-        except RendererError as error:
+        except EngineRequestError as error:
             return RenderVerdict("Unknown", 0, f"renderer_{error.cause}", str(error))
         return compare_rendering(sample.prompt, ids, spans)

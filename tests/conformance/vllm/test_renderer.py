@@ -16,9 +16,10 @@ from conformance.rendering import renderer
 from conformance.workload import workload
 
 from mmrouter_lib.engines.vllm.launch import launch
+from mmrouter_router.fleet.engine_requests import EngineRequestError
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
-from mmrouter_router.request.renderer_client import Renderer, RendererError
+from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics
 
 KEY = "renderer-key"
@@ -75,7 +76,7 @@ async def compare(predictor: Predictor, model_dir: Path, ip: str) -> tuple[int, 
             try:
                 predicted = predictor.predict(case)
             except ValueError:
-                with pytest.raises(RendererError):
+                with pytest.raises(EngineRequestError):
                     await client.render(predictor.request(case))
                 continue
             if len(predicted.ids) > MOST_TOKENS:
@@ -90,7 +91,7 @@ async def compare(predictor: Predictor, model_dir: Path, ip: str) -> tuple[int, 
         stranger = Renderer(upstream, "another-key", model_dir.name, metrics)
         stranger.roster([Member("render-0", "render-0", ip, "render", "renderer")])
         stranger._answered.add("render-0")
-        with pytest.raises(RendererError, match="401"):
+        with pytest.raises(EngineRequestError, match="401"):
             await stranger.render({"model": model_dir.name, "messages": [{"role": "user", "content": "hello"}]})
     finally:
         probing.cancel()

@@ -8,9 +8,10 @@ from unit.router.rig import LoopbackEngine, cancelled, http_answer, refused, unt
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.fleet.engine_requests import EngineRequestError
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
-from mmrouter_router.request.renderer_client import Renderer, RendererError
+from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics
 
 A, B = b"a" * 32, b"b" * 32
@@ -177,15 +178,15 @@ async def test_renderers_take_turns_and_removed_ones_are_skipped(rig):
 
 
 async def test_every_failure_has_a_counted_cause(rig):
-    unavailable = await refused(rig.renderer.render(chat(A)), RendererError)
+    unavailable = await refused(rig.renderer.render(chat(A)), EngineRequestError)
     assert (unavailable.cause, rig.counted("nobody")) == ("nobody", 1)
     assert "no renderer is ready" in str(unavailable)
     await rig.with_servers(server := Server())
     server.status, server.raw = 400, b'{"error": {"message": "bad template"}}'
-    error = await refused(rig.renderer.render(chat(A)), RendererError)
+    error = await refused(rig.renderer.render(chat(A)), EngineRequestError)
     assert ("bad template" in str(error), error.cause, rig.counted("refused")) == (True, "refused", 1)
     server.status, server.raw = 200, b"{}"
-    error = await refused(rig.renderer.render(chat(A)), RendererError)
+    error = await refused(rig.renderer.render(chat(A)), EngineRequestError)
     assert ("not a rendered prompt" in str(error), error.cause, rig.counted("unusable")) == (True, "unusable", 1)
 
 
@@ -193,7 +194,7 @@ async def test_lost_renderer_is_unusable_until_it_answers(rig, server):
     server.server.close()
     await server.server.wait_closed()
     rig.upstream.close()
-    assert (await refused(rig.renderer.render(chat(A)), RendererError)).cause == "lost"
+    assert (await refused(rig.renderer.render(chat(A)), EngineRequestError)).cause == "lost"
     assert rig.renderer.usable == []
     assert rig.renderer.state()[0]["verified"] is False
 
