@@ -8,27 +8,19 @@ from one to the other. For readers without this package, a writer has :class:`Pl
 The package needs only Python 3.10, Linux and msgspec, because it also runs inside the images of engines.
 """
 
-from mmrouter_handover.shm.janitor import Entry, Ledger, Reclaimed, ledger, reclaim
-from mmrouter_handover.shm.pool import Lease, Pool
-from mmrouter_handover.shm.reader import Reader, View
-from mmrouter_handover.shm.slot_format import DTYPES, Handle, HandOverError, Reason, read_handle
-from mmrouter_handover.shm.writer_folder import PlainFile, PlainFiles
-
-__all__ = [
-    "DTYPES",
-    "Entry",
-    "HandOverError",
-    "Handle",
-    "Lease",
-    "Ledger",
-    "PlainFile",
-    "PlainFiles",
-    "Pool",
-    "Reader",
-    "Reason",
-    "Reclaimed",
-    "View",
-    "ledger",
-    "read_handle",
-    "reclaim",
-]
+from mmrouter_handover.shm.janitor import Entry as Entry
+from mmrouter_handover.shm.janitor import Ledger as Ledger
+from mmrouter_handover.shm.janitor import Reclaimed as Reclaimed
+from mmrouter_handover.shm.janitor import ledger as ledger
+from mmrouter_handover.shm.janitor import reclaim as reclaim
+from mmrouter_handover.shm.pool import Lease as Lease
+from mmrouter_handover.shm.pool import Pool as Pool
+from mmrouter_handover.shm.reader import Reader as Reader
+from mmrouter_handover.shm.reader import View as View
+from mmrouter_handover.shm.slot_format import DTYPES as DTYPES
+from mmrouter_handover.shm.slot_format import Handle as Handle
+from mmrouter_handover.shm.slot_format import HandOverError as HandOverError
+from mmrouter_handover.shm.slot_format import Reason as Reason
+from mmrouter_handover.shm.slot_format import read_handle as read_handle
+from mmrouter_handover.shm.writer_folder import PlainFile as PlainFile
+from mmrouter_handover.shm.writer_folder import PlainFiles as PlainFiles

@@ -7,33 +7,17 @@ Every module of this package registers the families it implements
 import importlib
 import pkgutil
 
-from mmrouter_lib.families.base.family import (
-    Codec,
-    Expanded,
-    Family,
-    ImageSizeError,
-    PlaceholderError,
-    ProcessorLimits,
-    PromptImage,
-    expand_ids,
-    is_proved,
-    load_family,
-)
-from mmrouter_lib.model_folder import ModelFolderError
-
-__all__ = [
-    "Codec",
-    "Expanded",
-    "Family",
-    "ImageSizeError",
-    "ModelFolderError",
-    "PlaceholderError",
-    "ProcessorLimits",
-    "PromptImage",
-    "expand_ids",
-    "is_proved",
-    "load_family",
-]
+from mmrouter_lib.families.base.family import Codec as Codec
+from mmrouter_lib.families.base.family import Expanded as Expanded
+from mmrouter_lib.families.base.family import Family as Family
+from mmrouter_lib.families.base.family import ImageSizeError as ImageSizeError
+from mmrouter_lib.families.base.family import PlaceholderError as PlaceholderError
+from mmrouter_lib.families.base.family import ProcessorLimits as ProcessorLimits
+from mmrouter_lib.families.base.family import PromptImage as PromptImage
+from mmrouter_lib.families.base.family import expand_ids as expand_ids
+from mmrouter_lib.families.base.family import is_proved as is_proved
+from mmrouter_lib.families.base.family import load_family as load_family
+from mmrouter_lib.model_folder import ModelFolderError as ModelFolderError
 
 for _module in pkgutil.iter_modules(__path__):
     if not _module.ispkg:
