@@ -5,7 +5,8 @@ one or more :data:`Reply` with its ``id``, each as ``[b"", payload]``; ``last`` 
 counts from 1 in each epoch; a ``Snapshot`` at (epoch, seq) holds every delta up to ``seq``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
@@ -145,63 +146,59 @@ class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighti
     sentinels: tuple[int, ...] = ()
 
 
-class SnapshotRequest(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
+class _Numbered(msgspec.Struct, frozen=True, array_like=True):
+    """A request with a number, or a part of the reply to it."""
+
+    id: int
+
+
+class SnapshotRequest(_Numbered, frozen=True, tag="snapshot"):
     """Request all keys that the engine holds."""
 
-    id: int
 
-
-class ReplayRequest(msgspec.Struct, frozen=True, array_like=True, tag="replay"):
+class ReplayRequest(_Numbered, frozen=True, tag="replay"):
     """Request the deltas of ``epoch`` from number ``first`` on."""
 
-    id: int
     epoch: int
     first: int
 
 
-class DetailRequest(msgspec.Struct, frozen=True, array_like=True, tag="detail"):
+class DetailRequest(_Numbered, frozen=True, tag="detail"):
     """Request the engine's raw event batches behind the deltas ``first`` .. ``end`` (both included)."""
 
-    id: int
     epoch: int
     first: int
     end: int
 
 
-class ObservationsRequest(msgspec.Struct, frozen=True, array_like=True, tag="sighted"):
+class ObservationsRequest(_Numbered, frozen=True, tag="sighted"):
     """Request the image observations that the sidecar keeps, so that a restarted router gets those of the past."""
 
-    id: int
 
-
-class CanaryClaim(msgspec.Struct, frozen=True, array_like=True, tag="canary_claim"):
+class CanaryClaim(_Numbered, frozen=True, tag="canary_claim"):
     """Request the lease to run the canary of ``epoch``, granted to one router for ``lease_s`` seconds."""
 
-    id: int
     epoch: int
     router: str
     lease_s: float
 
 
-class CanaryResult(msgspec.Struct, frozen=True, array_like=True, tag="canary_result"):
+class CanaryResult(_Numbered, frozen=True, tag="canary_result"):
     """Store a canary's result in the sidecar, which sends it in its heartbeats until the epoch ends."""
 
-    id: int
     canary: CanaryReport
 
 
-class EncoderAddresses(msgspec.Struct, frozen=True, array_like=True, tag="encoders"):
+class EncoderAddresses(_Numbered, frozen=True, tag="encoders"):
     """Name and address of each encoder pod that a router sees up, for SGLang's sidecars; valid until its next frame."""
 
-    id: int
     router: str
     encoders: tuple[tuple[str, str], ...]
 
 
-class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag="snapshot_part"):
+class SnapshotPart(_Numbered, frozen=True, tag="snapshot_part"):
     """Keys held by one (rank, group, medium) at (epoch, seq). An empty cache answers one part without keys."""
 
-    id: int
     worker: str
     epoch: int
     seq: int
@@ -212,10 +209,9 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag="snapshot_p
     last: bool
 
 
-class ReplayPart(msgspec.Struct, frozen=True, array_like=True, tag="replay_part"):
+class ReplayPart(_Numbered, frozen=True, tag="replay_part"):
     """Deltas in order. ``gone``: the ring has dropped some of the requested ones; request a snapshot."""
 
-    id: int
     deltas: tuple[Delta, ...]
     last: bool
     gone: bool = False
@@ -230,43 +226,38 @@ class RawBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     payload: bytes
 
 
-class DetailPart(msgspec.Struct, frozen=True, array_like=True, tag="detail_part"):
+class DetailPart(_Numbered, frozen=True, tag="detail_part"):
     """Raw batches in order. ``gone``: the ring has dropped some."""
 
-    id: int
     batches: tuple[RawBatch, ...]
     last: bool
     gone: bool = False
 
 
-class ObservationsPart(msgspec.Struct, frozen=True, array_like=True, tag="sightings_part"):
+class ObservationsPart(_Numbered, frozen=True, tag="sightings_part"):
     """Image observations of the current epoch, oldest first; the very oldest may have been dropped."""
 
-    id: int
     sightings: tuple[ImageObservation, ...]
     last: bool
 
 
-class ClaimAnswer(msgspec.Struct, frozen=True, array_like=True, tag="claim_answer"):
+class ClaimAnswer(_Numbered, frozen=True, tag="claim_answer"):
     """Whether the lease was granted; ``holder`` is the router that has it. ``last`` is always true."""
 
-    id: int
     granted: bool
     holder: str
     last: bool = True
 
 
-class Accepted(msgspec.Struct, frozen=True, array_like=True, tag="accepted"):
+class Accepted(_Numbered, frozen=True, tag="accepted"):
     """The request was executed."""
 
-    id: int
     last: bool = True
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class Refused(_Numbered, frozen=True, tag="refused"):
     """The request cannot be answered, and why (an old epoch, a frame that cannot be read)."""
 
-    id: int
     reason: str
     last: bool = True
 
@@ -287,9 +278,6 @@ Request = (
 Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | ObservationsPart
 
 _encoder = msgspec.msgpack.Encoder()
-_published: "msgspec.msgpack.Decoder[Published]" = msgspec.msgpack.Decoder(Published)
-_request: "msgspec.msgpack.Decoder[Request]" = msgspec.msgpack.Decoder(Request)
-_reply: "msgspec.msgpack.Decoder[Reply]" = msgspec.msgpack.Decoder(Reply)
 
 
 def encode(frame: Published | Request | Reply) -> bytes:
@@ -297,22 +285,8 @@ def encode(frame: Published | Request | Reply) -> bytes:
     return bytes((VERSION,)) + _encoder.encode(frame)
 
 
-def decode_published(payload: bytes) -> Published:
-    """Read a PUB payload. Raises :class:`FeedError` for an unknown version or a frame that is not well formed."""
-    return _decode(payload, _published)
-
-
-def decode_request(payload: bytes) -> Request:
-    """Read a request. Raises :class:`FeedError`."""
-    return _decode(payload, _request)
-
-
-def decode_reply(payload: bytes) -> Reply:
-    """Read a reply. Raises :class:`FeedError`."""
-    return _decode(payload, _reply)
-
-
-def _decode(payload: bytes, decoder: "msgspec.msgpack.Decoder[T]") -> T:
+def _decode(decoder: "msgspec.msgpack.Decoder[T]", payload: bytes) -> T:
+    """Read one frame. Raises :class:`FeedError` for an unknown version or a frame that is not well formed."""
     if not payload:
         raise FeedError("empty payload")
     if payload[0] not in ACCEPTED:
@@ -321,3 +295,8 @@ def _decode(payload: bytes, decoder: "msgspec.msgpack.Decoder[T]") -> T:
         return decoder.decode(payload[1:] if len(payload) < VIEW_BYTES else memoryview(payload)[1:])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FeedError(str(error)) from error
+
+
+decode_published: Callable[[bytes], Published] = partial(_decode, msgspec.msgpack.Decoder(Published))
+decode_request: Callable[[bytes], Request] = partial(_decode, msgspec.msgpack.Decoder(Request))
+decode_reply: Callable[[bytes], Reply] = partial(_decode, msgspec.msgpack.Decoder(Reply))

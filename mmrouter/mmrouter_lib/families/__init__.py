@@ -7,7 +7,6 @@ Every module of this package registers the families it implements
 import importlib
 import pkgutil
 
-from mmrouter_lib.families.base.family import Codec as Codec
 from mmrouter_lib.families.base.family import Expanded as Expanded
 from mmrouter_lib.families.base.family import Family as Family
 from mmrouter_lib.families.base.family import ImageSizeError as ImageSizeError

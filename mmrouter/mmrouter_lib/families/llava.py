@@ -14,13 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from mmrouter_lib.families.base.family import (
-    ImageSizeError,
-    ProcessorLimits,
-    SinglePlaceholder,
-    refuse_options,
-    register,
-)
+from mmrouter_lib.families.base.family import Family, ImageSizeError, ProcessorLimits, refuse_options, register
 from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, whole_number
 
 IMAGE_TOKEN_ID, IMAGE_TOKEN = 32000, "<image>"  # the configuration and processor classes' own defaults
@@ -30,7 +24,7 @@ _PICTURE = 224  # the image processors' own default for size and crop_size, in p
 
 
 @dataclass(frozen=True, slots=True)
-class Llava(SinglePlaceholder):
+class Llava(Family):
     """A LLaVA-1.5 folder. ``image_size`` and ``patch_size`` are the sides of the square picture and its patches."""
 
     placeholder_id: int
@@ -41,10 +35,6 @@ class Llava(SinglePlaceholder):
     """Tokens of one whole picture: its patches, and with feature selection ``full`` the class token as well."""
     name: str = "llava"
     media_text: ClassVar[Mapping[str, str]] = MappingProxyType({"image": IMAGE_TOKEN})
-
-    @property
-    def pixel_options(self) -> dict[str, int]:
-        return {}
 
     def count(self, width: int, height: int) -> int:
         """Return the number of placeholder tokens: (picture side / patch side)^2."""

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.families.base.family import (
-    Codec,
     Expanded,
+    Family,
     ImageSizeError,
     PlaceholderError,
     ProcessorLimits,
@@ -26,6 +26,9 @@ from mmrouter_lib.families.base.family import (
 )
 from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, whole_number
 
+if TYPE_CHECKING:
+    from mmrouter_lib.prompt.tokenizer import TokenizerCodec
+
 MODEL_TYPE = "phi3_v"
 TILE = 336  # side of a tile in pixels
 _TILE_TOKENS = 144
@@ -35,7 +38,7 @@ _TAG = re.compile(r"<\|image_\d+\|>")
 
 
 @dataclass(frozen=True, slots=True)
-class Phi3V:
+class Phi3V(Family):
     """A Phi-3-vision folder; ``num_crops`` is the greatest number of tiles of an image."""
 
     num_crops: int
@@ -43,9 +46,7 @@ class Phi3V:
     """vLLM fills images with this id, whatever the vocabulary has there. Alone it is no placeholder."""
     placeholder_text: str = "<|image|>"
     name: str = MODEL_TYPE
-    rotates_exif: bool = True  # vLLM applies the EXIF orientation while it loads an image, for every family
-
-    fragile: bool = True
+    fragile: ClassVar[bool] = True
     """Tags out of order end vLLM 0.32 or swap pictures (docs/engine-facts/vllm.md#requests-that-end-the-engine)."""
     media_text: ClassVar[Mapping[str, str]] = MappingProxyType({"image": "<|image_{number}|>"})
 
@@ -58,7 +59,7 @@ class Phi3V:
         rows, columns = tiles(width, height, self.num_crops)
         return (rows * columns + 1) * _TILE_TOKENS + 1 + (rows + 1) * _TILE_ROWS
 
-    def check(self, codec: Codec) -> None:
+    def check(self, codec: "TokenizerCodec") -> None:
         """Raise :class:`ModelFolderError` for a tokenizer that begins no text with a token of its own.
 
         The tags are no tokens, so no vocabulary needs them. The rule by which a text is cut at them is proved only for
@@ -68,7 +69,9 @@ class Phi3V:
         if len(begin) != 1 or begin[0] != codec.begin_id:
             raise ModelFolderError(f"the tokenizer begins a text with {begin.tolist()}, not with its bos_token")
 
-    def expand(self, codec: Codec, text: str, images: Sequence[PromptImage], *, add_special_tokens: bool) -> Expanded:
+    def expand(
+        self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
+    ) -> Expanded:
         """Return the expanded prompt.
 
         Without images the text is tokenized as it is. With images, its ids are decoded, the text is cut at every
@@ -102,7 +105,7 @@ class Phi3V:
         return Expanded(ids=out, spans=tuple(spans), unplaced=unplaced)
 
     @staticmethod
-    def _pieces(codec: Codec, ids: "array[int]") -> Iterator[tuple[str, str]]:
+    def _pieces(codec: "TokenizerCodec", ids: "array[int]") -> Iterator[tuple[str, str]]:
         """Yield each piece of the prompt with the tag that follows it; the last one has none."""
         begins = bool(ids) and ids[0] == codec.begin_id
         text = codec.decode(ids[1:] if begins else ids)

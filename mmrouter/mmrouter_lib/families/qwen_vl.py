@@ -11,13 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from mmrouter_lib.families.base.family import (
-    ImageSizeError,
-    ProcessorLimits,
-    SinglePlaceholder,
-    refuse_options,
-    register,
-)
+from mmrouter_lib.families.base.family import Family, ImageSizeError, ProcessorLimits, refuse_options, register
 from mmrouter_lib.model_folder import ModelFolderError, image_processor, whole_number
 
 # The processor class's own defaults, for keys that preprocessor_config.json leaves out.
@@ -27,7 +21,7 @@ MAX_ASPECT = 200
 
 
 @dataclass(frozen=True, slots=True)
-class QwenVL(SinglePlaceholder):
+class QwenVL(Family):
     """A Qwen-VL folder: an image is one unbroken run of placeholders, one per merged square of patches."""
 
     name: str

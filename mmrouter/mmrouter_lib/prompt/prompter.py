@@ -10,7 +10,7 @@ import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import Tokenizer
 
-from mmrouter_lib.families import Codec, Expanded, Family, ModelFolderError, PromptImage
+from mmrouter_lib.families import Expanded, Family, ModelFolderError, PromptImage
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
@@ -30,7 +30,7 @@ class Prompter:
     templates: Templates
     compiled: Mapping[str, Compiled]
     tokenizer: Tokenizer
-    codec: Codec
+    codec: TokenizerCodec
     variables: Mapping[str, str]
 
     @classmethod

@@ -17,12 +17,16 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, slots=True)
 class TokenizerCodec:
-    """A tokenizer with the interface that families use."""
+    """A model folder's tokenizer, as far as families need it.
+
+    ``special_texts``: of the tokens that tokenizer_config.json names as special (``eos_token`` ..., additional ones).
+    ``begin_id``: of ``bos_token``, ``None`` without one.
+    """
 
     tokenizer: Tokenizer
     segments: SegmentCache
-    special_texts: tuple[str, ...] = ()
-    begin_id: int | None = None
+    special_texts: tuple[str, ...]
+    begin_id: int | None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: dict[str, Any]) -> Self:
@@ -39,9 +43,11 @@ class TokenizerCodec:
             raise TemplateError("the prompt holds half of a surrogate pair, which is no character") from error
 
     def decode(self, ids: "array[int]") -> str:
+        """Return the text of token ids, special tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def token_id(self, text: str) -> int | None:
+        """Return the id of a text that is one token of the vocabulary, ``None`` otherwise."""
         return self.tokenizer.token_to_id(text)
 
 

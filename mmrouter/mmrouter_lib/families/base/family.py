@@ -4,10 +4,13 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.model_folder import ModelFolderError, read_json
+
+if TYPE_CHECKING:
+    from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 
 class ImageSizeError(ValueError):
@@ -63,69 +66,52 @@ def refuse_options(limits: ProcessorLimits | None, *names: str, family: str) -> 
             raise ModelFolderError(f"spec.engine.processor: {name} is no option of {family}")
 
 
-class Codec(Protocol):
-    """A model folder's tokenizer, as far as a family needs it."""
+class Family:
+    """Image size -> placeholder tokens, and prompt text -> token ids, for one model folder.
 
-    @property
-    def special_texts(self) -> tuple[str, ...]:
-        """Texts of the tokens that tokenizer_config.json names as special (``eos_token`` ..., additional ones)."""
+    By default the placeholder is one token of the vocabulary: the text is tokenized once, then tokens are replaced.
+    """
 
-    @property
-    def begin_id(self) -> int | None:
-        """Token id of ``bos_token``, ``None`` without one."""
+    __slots__ = ()
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
-        """Return the token ids (u32) of a text."""
+    name: str  # ``model_type`` of the folder's config.json
+    placeholder_id: int  # fills an image's span
+    placeholder_text: str  # text of that token
 
-    def decode(self, ids: "array[int]") -> str:
-        """Return the text of token ids, special tokens included."""
+    media_text: ClassVar[Mapping[str, str]]
+    """Modality -> text that stands for one item where a chat template takes plain strings.
 
-    def token_id(self, text: str) -> int | None:
-        """Return the id of a text that is one token of the vocabulary, ``None`` otherwise."""
-
-
-class Family(Protocol):
-    """Image size -> placeholder tokens, and prompt text -> token ids, for one model folder."""
-
-    @property
-    def name(self) -> str:
-        """``model_type`` of the folder's config.json."""
-
-    @property
-    def placeholder_id(self) -> int:
-        """Token id that fills an image's span."""
-
-    @property
-    def placeholder_text(self) -> str:
-        """Text of that token."""
-
-    @property
-    def media_text(self) -> Mapping[str, str]:
-        """Modality -> text that stands for one item where a chat template takes plain strings.
-
-        ``{number}`` in it stands for the item's number, from 1, among those of its modality in the whole chat.
-        """
+    ``{number}`` in it stands for the item's number, from 1, among those of its modality in the whole chat.
+    """
+    rotates_exif: ClassVar[bool] = True
+    """Whether the engine rotates an image by its EXIF orientation before it counts tokens. vLLM does while it loads an
+    image, for every family."""
+    fragile: ClassVar[bool] = False
+    """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
 
     @property
     def pixel_options(self) -> dict[str, int]:
         """The processor options in force: they change pixels, so they belong to the media identity."""
-
-    @property
-    def rotates_exif(self) -> bool:
-        """Whether the engine rotates an image by its EXIF orientation before it counts tokens."""
-
-    @property
-    def fragile(self) -> bool:
-        """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
+        return {}
 
     def count(self, width: int, height: int) -> int:
         """Return the placeholder tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
+        raise NotImplementedError
 
-    def check(self, codec: Codec) -> None:
-        """Raise :class:`ModelFolderError` for a tokenizer that does not fit the family."""
+    def check(self, codec: "TokenizerCodec") -> None:
+        """Raise :class:`ModelFolderError` for a tokenizer that has the placeholder under another id."""
+        token = codec.token_id(self.placeholder_text)
+        if token != self.placeholder_id:
+            raise ModelFolderError(
+                f"the tokenizer has {self.placeholder_text!r} as {token}, config.json as {self.placeholder_id}"
+            )
 
-    def expand(self, codec: Codec, text: str, images: Sequence[PromptImage], *, add_special_tokens: bool) -> Expanded:
+    def expand(
+        self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
+    ) -> Expanded:
         """Return a prompt text's token ids with every image expanded. Raises :class:`PlaceholderError`."""
+        ids = codec.encode(text, add_special_tokens=add_special_tokens)
+        return expand_ids(ids, self.placeholder_id, images)
 
 
 Load = Callable[[Path, dict[str, Any], ProcessorLimits | None], Family | None]
@@ -161,31 +147,6 @@ def load_family(model_dir: Path, processor: ProcessorLimits | None) -> Family | 
 def is_proved(model_type: str, engine_type: str) -> bool:
     """Whether the engine's prompts are proved to equal the family's, block by block (docs/conformance.md)."""
     return (model_type, engine_type) in _proved
-
-
-class SinglePlaceholder:
-    """Base of families whose placeholder is one token of the vocabulary: tokenize once, then replace the tokens."""
-
-    __slots__ = ()
-
-    placeholder_id: int
-    placeholder_text: str
-
-    rotates_exif = True  # vLLM applies the EXIF orientation while it loads an image, before its processor counts
-    fragile = False
-
-    def check(self, codec: Codec) -> None:
-        """Raise :class:`ModelFolderError` for a tokenizer that has the placeholder under another id."""
-        token = codec.token_id(self.placeholder_text)
-        if token != self.placeholder_id:
-            raise ModelFolderError(
-                f"the tokenizer has {self.placeholder_text!r} as {token}, config.json as {self.placeholder_id}"
-            )
-
-    def expand(self, codec: Codec, text: str, images: Sequence[PromptImage], *, add_special_tokens: bool) -> Expanded:
-        """Return the expanded prompt, as :func:`expand_ids` has it."""
-        ids = codec.encode(text, add_special_tokens=add_special_tokens)
-        return expand_ids(ids, self.placeholder_id, images)
 
 
 def expand_ids(ids: "array[int]", placeholder: int, images: Sequence[PromptImage]) -> Expanded:
