@@ -19,7 +19,7 @@ import httpx
 from cluster.controlplane import API_PORT, ControlPlane
 from cluster.kubelet_status import ContainerState
 
-from mmrouter_cli.local.environment import PodFacts, engine_commands
+from mmrouter_cli.local.environment import engine_commands
 from mmrouter_cli.local.folders import make_folders
 from mmrouter_cli.local.loopback_network import AddressBlock, take_block
 from mmrouter_cli.local.pod import LocalPod, PodBuilder
@@ -77,21 +77,13 @@ class LocalRunner:
         answer = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
         token = answer.raise_for_status().json()["status"]["token"]
         plan = _plan(pod, objects, token, self._plane.address)
-        facts = PodFacts(
-            metadata["name"],
-            namespace,
-            uid,
-            self._block.next_pod(),
-            pod["spec"]["nodeName"],
-            metadata.get("labels") or {},
-            metadata.get("annotations") or {},
-        )
-        local = maker.build(plan.pods[0], facts, plan, next(self._numbers), lambda: self._changed(uid))
+        placed = replace(plan.pods[0], uid=uid, ip=self._block.next_pod(), node=pod["spec"]["nodeName"])
+        local = maker.build(placed, plan, next(self._numbers), lambda: self._changed(uid))
         for container in local.init + local.containers:
             container.env["MMROUTER_DISCOVERY"] = "kubernetes"  # the substrate's own is by file
         hooks = {c["name"]: (c.get("lifecycle") or {}).get("preStop") or {} for c in pod["spec"]["containers"]}
         self._running[uid] = Running(local, asyncio.create_task(local.run(contextlib.nullcontext())), hooks)
-        return facts.ip
+        return local.ip
 
     def states(self, uid: str) -> dict[str, ContainerState] | None:
         """Return how a pod's containers are doing; ``None`` for one that is not running here."""
@@ -152,7 +144,7 @@ class LocalRunner:
 
     def processes(self, namespace: str) -> dict[str, dict[str, int | None]]:
         found = (running.pod for running in list(self._running.values()))
-        return {pod.name: pod.pids for pod in found if pod.facts.namespace == namespace}
+        return {pod.name: pod.pids for pod in found if pod.plan.namespace == namespace}
 
     async def _open(self) -> tuple[PodBuilder, httpx.AsyncClient]:
         # In the kubelet's event loop, whose things these are.

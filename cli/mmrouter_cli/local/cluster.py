@@ -7,13 +7,14 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
-from mmrouter_cli.local.environment import Commands, Engines, PodFacts, engine_commands
+from mmrouter_cli.local.environment import Commands, Engines, engine_commands
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
 from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
 from mmrouter_cli.local.pod import LocalPod, PodBuilder
@@ -103,9 +104,8 @@ class LocalCluster:
         """Create every pod's folders and start the pods. ``serial``: engine pods start one after the other."""
         builder = PodBuilder(self._folders, base_dir, session, commands, self._guard, self._log)
         for number, plan in enumerate(self._plan.pods):
-            ip = self._block.next_pod()
-            facts = PodFacts(plan.name, plan.namespace, str(uuid.uuid4()), ip, NODE, plan.labels, plan.annotations)
-            self.pods.append(builder.build(plan, facts, self._plan, number, self._notify))
+            placed = replace(plan, uid=str(uuid.uuid4()), ip=self._block.next_pod(), node=NODE)
+            self.pods.append(builder.build(placed, self._plan, number, self._notify))
         for service in self._plan.services:
             await self._serve(service)
         self._notify()
@@ -225,12 +225,12 @@ def roster(pods: Iterable[LocalPod]) -> str:
     """Return the text of ``workers.json``: every engine pod from its first moment, and the frontends."""
     workers, frontends = [], []
     for pod in pods:
-        who = {"uid": pod.facts.uid, "name": pod.name, "ip": pod.ip}
+        who = {"uid": pod.plan.uid, "name": pod.name, "ip": pod.ip}
         if is_frontend(pod):
             frontends.append(who)
         elif POOL_LABEL in pod.labels:
             role = pod.labels.get(ROLE_LABEL, "worker")
-            place = {"node": pod.facts.node, "pool": pod.labels[POOL_LABEL], "role": role}
+            place = {"node": pod.plan.node, "pool": pod.labels[POOL_LABEL], "role": role}
             layout = (pod.labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL))
             pairs = {"compatibility": "-".join(filter(None, layout))}
             workers.append({**who, **place, **pairs, "ready": pod.ready, "draining": False})

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from mmrouter_cli.local.folders import LocalError
-from mmrouter_cli.local.run_plan import RunPlan
+from mmrouter_cli.local.run_plan import PodPlan, RunPlan
 
 LOOPBACK = "POD_LOOPBACK"
 """Variable with a local pod's own loopback address, unlike in a cluster (docs/architecture.md)."""
@@ -22,25 +22,13 @@ _REFERENCE = re.compile(r"\$(?:\$|\(([^)]*)\))")
 _SUBSCRIPT = re.compile(r"metadata\.(labels|annotations)\['([^']+)'\]")
 
 
-class PodFacts(NamedTuple):
-    """The values of the downward API."""
-
-    name: str
-    namespace: str
-    uid: str
-    ip: str
-    node: str
-    labels: Mapping[str, str]
-    annotations: Mapping[str, str]
-
-
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """Replace ``$(NAME)`` by known variables and ``$$`` by a dollar sign; unknown references stay."""
     return _REFERENCE.sub(lambda match: "$" if match[1] is None else variables.get(match[1], match[0]), text)
 
 
 def resolve_env(
-    env: Iterable[Mapping[str, Any]], env_from: Iterable[Mapping[str, Any]], pod: PodFacts, plan: RunPlan
+    env: Iterable[Mapping[str, Any]], env_from: Iterable[Mapping[str, Any]], pod: PodPlan, plan: RunPlan
 ) -> dict[str, str]:
     """Return a container's environment. A value sees the variables before it. Raises :class:`LocalError`."""
     values: dict[str, str] = {}
@@ -62,7 +50,7 @@ def resolve_env(
     return values
 
 
-def _from(source: Mapping[str, Any], name: str, pod: PodFacts, plan: RunPlan) -> str | None:
+def _from(source: Mapping[str, Any], name: str, pod: PodPlan, plan: RunPlan) -> str | None:
     if "fieldRef" in source:
         return _field(source["fieldRef"]["fieldPath"], name, pod)
     for kind in ("configMapKeyRef", "secretKeyRef"):
@@ -84,7 +72,7 @@ def _object(plan: RunPlan, reference: Mapping[str, Any], kind: str) -> Mapping[s
     return objects.get(reference["name"], {})
 
 
-def _field(path: str, name: str, pod: PodFacts) -> str:
+def _field(path: str, name: str, pod: PodPlan) -> str:
     fields = {"metadata.name": pod.name, "metadata.namespace": pod.namespace, "metadata.uid": pod.uid}
     fields |= {"spec.nodeName": pod.node, "spec.serviceAccountName": "default"}
     fields |= dict.fromkeys(("status.hostIP", "status.podIP", "status.podIPs"), pod.ip)

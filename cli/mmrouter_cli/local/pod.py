@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiohttp
 
-from mmrouter_cli.local.environment import Commands, PodFacts, expand, inherited_env, resolve_env, rewriter
+from mmrouter_cli.local.environment import Commands, expand, inherited_env, resolve_env, rewriter
 from mmrouter_cli.local.folders import SHM, RunFolders
 from mmrouter_cli.local.pod_processes import VAIN_STARTS, Container
 from mmrouter_cli.local.process import Guard, LogSink
@@ -23,10 +23,9 @@ TURN_SECONDS = 120.0
 
 @dataclass(slots=True)
 class LocalPod:
-    """A pod: its facts, volumes and containers."""
+    """A pod, with the folders of its volumes and its containers."""
 
     plan: PodPlan
-    facts: PodFacts
     volumes: dict[str, Path]
     init: list[Container]
     containers: list[Container]
@@ -37,11 +36,11 @@ class LocalPod:
 
     @property
     def name(self) -> str:
-        return self.facts.name
+        return self.plan.name
 
     @property
     def ip(self) -> str:
-        return self.facts.ip
+        return self.plan.ip
 
     @property
     def labels(self) -> dict[str, str]:
@@ -119,9 +118,7 @@ class PodBuilder:
     guard: Guard
     log: LogSink
 
-    def build(
-        self, plan: PodPlan, facts: PodFacts, objects: RunPlan, number: int, changed: Callable[[], None]
-    ) -> LocalPod:
+    def build(self, plan: PodPlan, objects: RunPlan, number: int, changed: Callable[[], None]) -> LocalPod:
         """Build pod ``number`` of the run, with its folders. Raises :class:`LocalError`.
 
         ``objects`` has the ConfigMaps and Secrets; ``changed`` is called when the pod's readiness changes.
@@ -130,7 +127,7 @@ class PodBuilder:
         folder, tmpfs = self.folders.run / str(number), self.folders.tmpfs / str(number)
         folder.mkdir()
         volumes = make_volumes(plan, objects, folder=folder, tmpfs=tmpfs, base_dir=self.base_dir)
-        pod = LocalPod(plan, facts, volumes, [], [], partial(self.log, plan.name), changed)
+        pod = LocalPod(plan, volumes, [], [], partial(self.log, plan.name), changed)
         for container in (*plan.init, *plan.containers):
             made = self._container(container, pod, folder, objects)
             (pod.init if container in plan.init else pod.containers).append(made)
@@ -141,7 +138,7 @@ class PodBuilder:
         mounts = mount_paths(plan, pod.volumes, where)
         link_nested(mounts, (self.folders.run, self.folders.tmpfs))
         rewrite = rewriter(mounts)
-        inside = resolve_env(plan.env, plan.env_from, pod.facts, objects)
+        inside = resolve_env(plan.env, plan.env_from, pod.plan, objects)
         home = folder / "home" / plan.name
         home.mkdir(parents=True)
         temporary = mounts.get("/tmp", str(home))  # noqa: S108 - a path in the container

@@ -79,6 +79,8 @@ class ContainerPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
+    """One pod; ``uid``, ``ip`` and ``node`` are empty until it is placed."""
+
     name: str
     namespace: str
     labels: dict[str, str]
@@ -87,6 +89,9 @@ class PodPlan:
     containers: tuple[ContainerPlan, ...]
     volumes: tuple[dict[str, Any], ...]
     grace_seconds: float
+    uid: str = ""
+    ip: str = ""
+    node: str = ""
 
     @property
     def ports(self) -> set[int]:

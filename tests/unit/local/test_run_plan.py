@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_cli.local.environment import PodFacts, expand, resolve_env, rewriter
+from mmrouter_cli.local.environment import expand, resolve_env, rewriter
 from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.run_plan import PodPlan, RunPlan, make_plan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
@@ -130,7 +130,8 @@ def test_a_kind_that_would_be_missed_is_refused() -> None:
         make_plan([{"kind": "StatefulSet", "metadata": {"name": "x"}}])
 
 
-POD = PodFacts("web-0", "here", "uid-1", "127.1.9.2", "local", {"app": "web"}, {"note": "n"})
+PLACE = {"uid": "uid-1", "ip": "127.1.9.2", "node": "local"}
+POD = PodPlan("web-0", "here", {"app": "web"}, {"note": "n"}, (), (), (), 30.0, **PLACE)
 
 
 @pytest.mark.parametrize(
