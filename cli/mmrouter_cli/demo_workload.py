@@ -5,7 +5,6 @@ import http.server
 import secrets
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import openai
 from rich.console import Console
 
+from mmrouter_cli.chat_probe import ChatProbe, ProbeError, expected_cached
 from mmrouter_cli.options import table
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_cli.status.control_api import ControlEndpoint
 
-SETTLE_SECONDS = 5.0
 WIDE = 120
 """Columns from which the table has room for the reasons."""
 STORY = (
@@ -142,48 +140,35 @@ def run(endpoint: ControlEndpoint, model: str) -> DemoResult:
     """Send the workload by the deployment's policy, then by round robin. Raises :class:`DemoError`."""
     try:
         return DemoResult(_run(endpoint, model), _run(endpoint, model, policy="roundRobin"))
-    except (openai.OpenAIError, httpx.HTTPError) as error:
+    except (ProbeError, httpx.HTTPError) as error:
         raise DemoError(f"the demo's workload failed: {error}") from error
 
 
 def _run(endpoint: ControlEndpoint, model: str, *, policy: str | None = None) -> list[StepRow]:
     nonce = secrets.token_hex(4)
-    headers = {"x-mmrouter-control": endpoint.token} | ({"x-mmrouter-policy": policy} if policy else {})
-    client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="demo", default_headers=headers, timeout=120)
     rows: list[StepRow] = []
-    with picture_server(nonce) as served, httpx.Client(timeout=10) as control:
+    with picture_server(nonce) as served, httpx.Client(timeout=120) as client:
+        probe = ChatProbe(endpoint, client)
+        if policy:
+            probe.headers["x-mmrouter-policy"] = policy
         for step in workload(nonce, served):
-            rows.append(_send(client, control, endpoint, model, step))
-            _settle(control, endpoint, step, model)
+            body = {"model": model, "messages": step.messages, "max_tokens": 8, "temperature": 0}
+            rows.append(_send(probe, body, step))
+            probe.settle(body, rows[-1].blocks)
     return rows
 
 
-def _send(client: openai.OpenAI, control: httpx.Client, endpoint: ControlEndpoint, model: str, step: Step) -> StepRow:
-    began = time.perf_counter()
-    messages: Any = list(step.messages)
-    answer = client.chat.completions.with_raw_response.create(
-        model=model, messages=messages, max_tokens=8, temperature=0
-    )
-    took = (time.perf_counter() - began) * 1000
-    usage = answer.parse().usage
-    details = usage.prompt_tokens_details if usage else None
-    cached = details.cached_tokens if details and details.cached_tokens is not None else -1
-    request_id = answer.headers["x-mmrouter-request-id"]
-    asked = (
-        control.get(f"{url}/control/decisions/{request_id}", headers=endpoint.authorization)
-        for url in endpoint.controls
-    )
-    trace: dict[str, Any] = next((decision.json() for decision in asked if decision.status_code == 200), {})
+def _send(probe: ChatProbe, body: dict[str, Any], step: Step) -> StepRow:
+    answer = probe.chat(body)
+    usage = answer.json().get("usage") or {}
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    trace = probe.decision(answer.headers["x-mmrouter-request-id"])
     row = StepRow(
         name=step.name,
-        worker=trace.get("worker", "?"),
-        blocks=trace.get("blocks", 0),
-        overlap=trace.get("overlap", 0),
-        prompt_tokens=usage.prompt_tokens if usage else 0,
-        cached_tokens=cached,
-        exactness=trace.get("exactness", "?"),
-        why=trace.get("why", ""),
-        milliseconds=took,
+        **{field: trace[field] for field in ("worker", "blocks", "overlap", "exactness", "why")},
+        prompt_tokens=usage.get("prompt_tokens", 0),
+        cached_tokens=-1 if cached is None else cached,
+        milliseconds=answer.elapsed.total_seconds() * 1000,
     )
     return replace(row, failure=repeat_failure(step, row, trace))
 
@@ -196,26 +181,10 @@ def repeat_failure(step: Step, row: StepRow, trace: dict[str, Any]) -> str:
         return f"{row.exactness}, not exact: {', '.join(trace.get('reasons', []))}"
     if row.overlap != row.blocks:
         return f"{row.overlap} of {row.blocks} blocks"
-    size = int(trace["block_size"])
-    expected = min(row.overlap * size, (row.prompt_tokens - 1) // size * size)
+    expected = expected_cached(row.overlap, int(trace["block_size"]), row.prompt_tokens)
     if row.cached_tokens != expected:
         return f"the engine says {row.cached_tokens} cached tokens, predicted {expected}"
     return ""
-
-
-def _settle(control: httpx.Client, endpoint: ControlEndpoint, step: Step, model: str) -> None:
-    """Wait until every frontend knows the blocks that the step left in an engine's cache."""
-    body = {"model": model, "messages": list(step.messages)}
-    deadline = time.monotonic() + SETTLE_SECONDS
-    for url in endpoint.controls:
-        while time.monotonic() < deadline:
-            dry = control.post(f"{url}/control/explain", headers=endpoint.authorization, json=body)
-            if dry.status_code != 200:
-                break
-            best = max((c["overlap"] for c in dry.json()["candidates"]), default=0)
-            if best >= dry.json()["blocks"]:
-                break
-            time.sleep(0.01)
 
 
 def hit_ratio(rows: Sequence[StepRow]) -> float:

@@ -10,22 +10,19 @@ first image, and never more than the engine had. `affinity` always fails.
 """
 
 import secrets
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import httpx
 
+from mmrouter_cli.chat_probe import ChatProbe, ProbeError, expected_cached
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_cli.status.control_api import ControlEndpoint
 
 ROUNDS = 3
 NOT_PROBED = "not_probed"
 """Cause of a pod that routers cannot prove by themselves; the requests of this check pass through it."""
-SETTLE_SECONDS = 3.0
-"""Longest wait for events, which take milliseconds; missing ones show in the repeats."""
-SETTLE_STEP_SECONDS = 0.02
 
 
 class Check(NamedTuple):
@@ -59,14 +56,6 @@ class Observation:
         """Blocks that a repeat must hit: all for `exact`, those before the first image for `partial`, else ``None``."""
         return self.blocks if self.exactness == "exact" else self.before if self.exactness == "partial" else None
 
-    def expected_cached(self, blocks: int) -> int:
-        """``cached_tokens`` for so many held blocks: an engine never serves the last token from its cache."""
-        return min(blocks * self.block_size, (self.engine_tokens - 1) // self.block_size * self.block_size)
-
-
-class VerifyError(Exception):
-    """A request cannot be sent or read, which counts as a failure."""
-
 
 class Verifier:
     """Sends the requests and checks the answers."""
@@ -74,28 +63,24 @@ class Verifier:
     def __init__(
         self, endpoint: ControlEndpoint, *, api_key: str | None, client: httpx.Client, strict: bool = True
     ) -> None:
-        self._endpoint, self._client, self._strict = endpoint, client, strict
-        self._headers = {"x-mmrouter-control": endpoint.token}
-        self._dry_headers = dict(endpoint.authorization)
-        if api_key:
-            self._dry_headers["x-mmrouter-api-key"] = api_key
-            self._headers["authorization"] = f"Bearer {api_key}"
+        self._probe, self._strict = ChatProbe(endpoint, client, api_key=api_key), strict
         self._model = ""
 
     def run(self, rounds: int = ROUNDS) -> list[Check]:
         """Return every check, in order. Failures of the deployment are failed checks, never exceptions."""
         try:
-            self._model = self._served_model()
+            self._model = self._probe.served_model()
             checks = [self._verified()]
             for number in range(1, rounds + 1):
                 checks += self._round(number)
             return checks
-        except (VerifyError, httpx.HTTPError) as error:
+        except (ProbeError, httpx.HTTPError) as error:
             return [Check("reachable", False, str(error) or type(error).__name__)]
 
     def _verified(self) -> Check:
-        states = [self._control(control, "/control/state") for control in self._endpoint.controls]
-        workers = [worker for state in states for worker in state["workers"] if worker["cause"] != NOT_PROBED]
+        workers = [
+            worker for state in self._probe.states() for worker in state["workers"] if worker["cause"] != NOT_PROBED
+        ]
         bad = [worker for worker in workers if worker["standing"] != "verified"]
         if not workers:
             return Check("workers verified", False, "no worker is known")
@@ -113,13 +98,13 @@ class Verifier:
         checks = [self._exact(f"{name}: exact", first)]
         if not checks[0].passed:
             return checks
-        self._settle(nonce, [first_image], first)
+        self._probe.settle(self._body(nonce, [first_image]), first.promised or 0)
         repeats = [self._send(nonce, [first_image]) for _ in range(2)]
         checks.append(check_repeats(f"{name}: repeats are whole hits", first, repeats, strict=self._strict))
         checks.append(check_cached_tokens(f"{name}: cached_tokens agree", repeats))
         checks.append(self._misses(f"{name}: another image misses", nonce, [other_image], first))
         pair = self._send(nonce + " pair", [first_image, other_image])
-        self._settle(nonce + " pair", [first_image, other_image], pair)
+        self._probe.settle(self._body(nonce + " pair", [first_image, other_image]), pair.promised or 0)
         checks.append(self._misses(f"{name}: swapped images part", nonce + " pair", [other_image, first_image], pair))
         again = [self._send(nonce + " pair", [first_image, other_image])]
         checks.append(check_repeats(f"{name}: the same order is a whole hit", pair, again, strict=self._strict))
@@ -159,35 +144,16 @@ class Verifier:
 
     def _blocks_before(self, request_id: str, block_size: int) -> int:
         """Return the complete blocks before a request's first image, according to its decision."""
-        for control in self._endpoint.controls:
-            answer = self._client.get(f"{control}/control/decisions/{request_id}", headers=self._endpoint.authorization)
-            if answer.status_code == 200:
-                images = answer.json()["images"]
-                if not images:
-                    raise VerifyError(f"{request_id}: the decision names no image")
-                return int(images[0]["offset"]) // block_size
-        raise VerifyError(f"no frontend knows decision {request_id}")
-
-    def _settle(self, text: str, images: Sequence[bytes], result: Observation) -> None:
-        """Wait until every frontend knows the request's blocks; the repeats show if one never does."""
-        body = self._body(text, images)
-        deadline = time.monotonic() + SETTLE_SECONDS
-        for control in self._endpoint.controls:
-            while time.monotonic() < deadline:
-                dry = self._client.post(f"{control}/control/explain", headers=self._dry_headers, json=body)
-                if dry.status_code == 200 and dry.json()["overlap"] >= (result.promised or 0):
-                    break
-                time.sleep(SETTLE_STEP_SECONDS)
+        images = self._probe.decision(request_id)["images"]
+        if not images:
+            raise ProbeError(f"{request_id}: the decision names no image")
+        return int(images[0]["offset"]) // block_size
 
     def _send(self, text: str, images: Sequence[bytes]) -> Observation:
-        answer = self._client.post(
-            f"{self._endpoint.url}/v1/chat/completions", headers=self._headers, json=self._body(text, images)
-        )
-        if answer.status_code != 200:
-            raise VerifyError(f"the endpoint answered {answer.status_code}: {refusal_message(answer)}")
+        answer = self._probe.chat(self._body(text, images))
         headers, usage = answer.headers, answer.json().get("usage") or {}
         if "x-mmrouter-exactness" not in headers:
-            raise VerifyError("the endpoint does not show its decisions: the control token is wrong")
+            raise ProbeError("the endpoint does not show its decisions: the control token is wrong")
         request_id, exactness = headers["x-mmrouter-request-id"], headers["x-mmrouter-exactness"]
         block_size = int(headers["x-mmrouter-block-size"])
         return Observation(
@@ -216,27 +182,6 @@ class Verifier:
             "max_tokens": 2,
             "temperature": 0,
         }
-
-    def _served_model(self) -> str:
-        answer = self._client.get(f"{self._endpoint.url}/v1/models", headers=self._headers)
-        if answer.status_code != 200:
-            raise VerifyError(f"/v1/models answered {answer.status_code}: {refusal_message(answer)}")
-        return str(answer.json()["data"][0]["id"])
-
-    def _control(self, control: str, path: str) -> Any:
-        answer = self._client.get(control + path, headers=self._endpoint.authorization)
-        if answer.status_code != 200:
-            raise VerifyError(f"{control}{path} answered {answer.status_code}")
-        return answer.json()
-
-
-def refusal_message(answer: httpx.Response) -> str:
-    """Return the message of a refusal, with a hint for a missing key."""
-    try:
-        text = str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        text = answer.text[:300]
-    return f"{text} (it wants a client's key: --api-key, or OPENAI_API_KEY)" if answer.status_code == 401 else text
 
 
 def _not_allowed(result: Observation, *, strict: bool) -> str | None:
@@ -270,7 +215,7 @@ def check_cached_tokens(name: str, repeats: Sequence[Observation]) -> Check:
     for result in repeats:
         if result.cached is None:
             return Check(name, False, f"{result.request_id}: cached_tokens is absent")
-        expected = result.expected_cached(result.overlap)
+        expected = expected_cached(result.overlap, result.block_size, result.engine_tokens)
         if result.cached < expected or (result.exactness == "exact" and result.cached != expected):
             difference = (
                 f"the engine says {result.cached}, {result.overlap} blocks of {result.block_size} make {expected}"

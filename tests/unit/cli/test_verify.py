@@ -8,9 +8,10 @@ import httpx
 import pytest
 from rich.console import Console
 
+from mmrouter_cli.chat_probe import expected_cached, refusal_message
 from mmrouter_cli.demo_workload import DemoResult, Step, StepRow, hit_ratio, repeat_failure, show, workload
 from mmrouter_cli.status.control_api import ControlEndpoint
-from mmrouter_cli.verify import Observation, Verifier, as_json, check_cached_tokens, check_repeats, refusal_message
+from mmrouter_cli.verify import Observation, Verifier, as_json, check_cached_tokens, check_repeats
 
 GOOD = Observation(
     "r-1", "a", "exact", overlap=6, blocks=6, block_size=16, prompt_tokens=100, engine_tokens=100, cached=96
@@ -19,7 +20,7 @@ GOOD = Observation(
 
 @pytest.mark.parametrize(("tokens", "blocks", "cached"), [(100, 6, 96), (96, 6, 80), (97, 6, 96), (15, 0, 0)])
 def test_an_engine_never_serves_the_last_token_from_its_cache(tokens, blocks, cached):
-    assert replace(GOOD, engine_tokens=tokens).expected_cached(blocks) == cached
+    assert expected_cached(blocks, 16, tokens) == cached
 
 
 def test_whole_hits_on_the_same_worker_pass():
@@ -112,7 +113,7 @@ class Deployment:
         units, before = self._units(json.loads(request.content))
         known = max((_common(units, other) for other in self.held), default=0)
         if path == "/control/explain":
-            return httpx.Response(200, json={"overlap": known})
+            return httpx.Response(200, json={"candidates": [{"overlap": known}]})
         if not self.forgets:
             self.held.append(units)
         return self._answer(units, before, known)
@@ -173,7 +174,7 @@ def test_a_correct_deployment_passes_and_one_that_predicts_up_to_the_image_only_
     ],
 )
 def test_a_broken_deployment_fails_at_the_check_that_is_about_it(monkeypatch, broken, failing):
-    monkeypatch.setattr("mmrouter_cli.verify.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("mmrouter_cli.chat_probe.SETTLE_SECONDS", 0.0)
     checks = gate(Deployment(**broken)).run(rounds=1)
     assert next(check.name for check in checks if not check.passed) == failing
 
