@@ -17,6 +17,7 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 import aiohttp
+from aiohttp.http_exceptions import LineTooLong
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 
@@ -26,6 +27,8 @@ PAGE_SIZE = 500
 """Objects per page of a list."""
 WATCH_SECONDS = 300
 """Lifetime of one watch request; the server ends it after about this long."""
+MAX_EVENT = 64 << 20
+"""Bytes of one event; etcd stores no object of more than a few MiB."""
 SILENT_SECONDS = 120.0
 """The server sends a bookmark about once a minute; a connection without data for this long is closed."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.2, 10.0
@@ -106,7 +109,7 @@ class ListWatch:
                 if refused.status == GONE:
                     self._version = ""
                 self._listener.failed(refused.reason, refused)
-            except MalformedError as error:
+            except (MalformedError, LineTooLong) as error:
                 self._listener.failed("broken", error)
             except (OSError, aiohttp.ClientError, TimeoutError) as error:
                 self._listener.failed("unreachable", error)
@@ -152,17 +155,11 @@ class ListWatch:
         }
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
         response = await self._get(api, query, timeout)
-        rest = bytearray()
-        async for chunk in response.content.iter_any():
-            rest += chunk
-            if b"\n" not in chunk:
-                continue
-            *lines, rest = rest.split(b"\n")
-            for line in lines:
-                if line:
-                    yield _event(line)
-        if rest:
-            raise MalformedError("the watch ended within an event")
+        while line := await response.content.readline(max_line_length=MAX_EVENT):
+            if not line.endswith(b"\n"):
+                raise MalformedError("the watch ended within an event")
+            if line != b"\n":
+                yield _event(line)
 
     async def _get(
         self, api: ApiClient, query: Mapping[str, Any], timeout: aiohttp.ClientTimeout
@@ -183,7 +180,7 @@ class ListWatch:
         return response
 
 
-def _decoded(content: bytes | bytearray, what: str) -> Mapping[str, Any]:
+def _decoded(content: bytes, what: str) -> Mapping[str, Any]:
     try:
         value = json.loads(content)
     except ValueError as error:
@@ -193,7 +190,7 @@ def _decoded(content: bytes | bytearray, what: str) -> Mapping[str, Any]:
     return value
 
 
-def _event(line: bytes | bytearray) -> Mapping[str, Any]:
+def _event(line: bytes) -> Mapping[str, Any]:
     event = _decoded(line, "an event")
     obj = event.get("object")
     if event.get("type") == "ERROR" or "code" in event:

@@ -7,14 +7,14 @@ state from before them. The newer version of an object stays.
 import json
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
 from mmrouter_operator.model.credentials import SecretData, SecretError, read_secret
 from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, RESOURCE
 from mmrouter_operator.model.snapshot import ChildView, Key, PodView, RevisionView
-from mmrouter_operator.model.views import child_view, deployment_view, pod_view, revision_view
+from mmrouter_operator.model.views import child_view, pod_view, revision_view
 
 _VOLATILE = ("resourceVersion", "generation", "managedFields", "uid", "creationTimestamp", "selfLink")
 _CONTROLLERS = "deployment.kubernetes.io/"
@@ -79,15 +79,15 @@ class WatchCache:
         if before is not None and _older(version, before.version):
             return ()
         entry = _entry(kind, key, obj)
-        changed: tuple[Key, ...] = ()
-        if before is not None and (before.key != key or _place(before) != _place(entry)):
+        changed: tuple[Key, ...] = (key,)
+        if before is not None and before.key != key:
             self._take_out(kind, before)
-            changed = (before.key,)
+            changed = (before.key, key)
+        elif before is not None and (before.content, before.view) == (entry.content, entry.view):
+            changed = ()
         entries[uid] = entry
         self._put_in(kind, entry, metadata["name"])
-        if before is not None and not changed and _same(before, entry):
-            return ()
-        return (*changed, key)
+        return changed
 
     def remove(self, kind: str, uid: str, version: str = "") -> tuple[Key, ...]:
         """Drop an object that was deleted, or left the selector, at ``version``. Returns the changed deployments."""
@@ -190,7 +190,7 @@ def _entry(kind: str, key: Key, obj: Mapping[str, Any]) -> _Entry:
     if kind == "Pod":
         entry.view = pod_view(raw)
         return entry
-    entry.view = deployment_view(raw) if kind == "Deployment" else child_view(raw)
+    entry.view = child_view(raw)
     entry.content = content_of(obj)
     if kind == "Secret":
         try:
@@ -198,18 +198,6 @@ def _entry(kind: str, key: Key, obj: Mapping[str, Any]) -> _Entry:
         except SecretError as error:
             entry.secret = str(error)
     return entry
-
-
-def _place(entry: _Entry) -> tuple[Key, str]:
-    return entry.key, entry.view.name if entry.view is not None else ""
-
-
-def _same(before: _Entry, now: _Entry) -> bool:
-    if before.content != now.content:
-        return False
-    if isinstance(before.view, ChildView) and isinstance(now.view, ChildView):
-        return replace(before.view, resource_version="") == replace(now.view, resource_version="")
-    return before.view == now.view
 
 
 def _older(version: str, than: str) -> bool:

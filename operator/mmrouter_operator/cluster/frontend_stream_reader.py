@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import LineTooLong
 
 from mmrouter_operator.model.snapshot import FrontendReport, Key
 
@@ -121,13 +122,12 @@ class FrontendStreams:
                 async with self._connect(frontend) as answer:
                     if answer.status != 200:
                         raise StreamError(f"answered {answer.status}")
-                    events = EventStreamParser()
-                    async for piece in answer.content.iter_any():
-                        for data in events.feed(piece):
+                    while event := await answer.content.readuntil(b"\n\n", max_size=MAX_EVENT):
+                        if event.startswith(b"data:"):  # the others are comments
                             received = True
-                            self._take(key, frontend, _decode(data))
+                            self._take(key, frontend, _decode(event[5:]))
                 trouble = "the stream ended"
-            except (aiohttp.ClientError, OSError, TimeoutError, StreamError) as error:
+            except (aiohttp.ClientError, LineTooLong, OSError, TimeoutError, StreamError) as error:
                 trouble = str(error) or type(error).__name__
             except Exception as error:
                 # A bug here or in a listener must not end the stream of this frontend for good.
@@ -167,25 +167,6 @@ class FrontendStreams:
     def _expire(self, key: Key, frontend: _Frontend) -> None:
         frontend.report = frontend.expiry = None
         self._on_change(key)
-
-
-class EventStreamParser:
-    """Reads server-sent events out of a byte stream, at most :data:`MAX_EVENT` bytes each; comments are dropped."""
-
-    def __init__(self, limit: int = MAX_EVENT) -> None:
-        self._limit = limit
-        self._buffer = bytearray()
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Return the data of every event that ``piece`` completes. Raises :class:`StreamError` for a too long one."""
-        self._buffer += piece
-        *parts, rest = self._buffer.split(b"\n\n")
-        self._buffer = rest
-        if any(len(part) > self._limit for part in (*parts, rest)):
-            raise StreamError(f"an event of more than {self._limit} bytes")
-        lines = ([line for line in part.split(b"\n") if line.startswith(b"data:")] for part in parts)
-        events = (b"\n".join(bytes(line[5:].removeprefix(b" ")) for line in found) for found in lines)
-        return [data for data in events if data]
 
 
 def _decode(data: bytes) -> FrontendReport:

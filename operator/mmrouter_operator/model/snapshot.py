@@ -18,13 +18,13 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class ChildView:
-    """Any child. ``owner`` is the controlling owner's uid; ``applied`` our hash annotation of what was applied."""
+    """Any child. ``owner`` is the controlling owner's uid. Views that differ in the version alone are equal."""
 
     kind: str
     name: str
     namespace: str
     uid: str
-    resource_version: str
+    resource_version: str = field(compare=False)
     owner: str
     generation: int = 0
     deleting: bool = False
