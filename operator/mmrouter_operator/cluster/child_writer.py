@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _BEFORE_PODS = frozenset(name for name, kind in CHILD_KINDS.items() if kind.guard == "creation")
 """Kinds without which no new pod may be created."""
 _BEFORE_REMOVAL = frozenset(name for name, kind in CHILD_KINDS.items() if kind.guard != "none")
-"""Kinds that must be result before the children that they replace are deleted."""
+"""Kinds that must be written before the children that they replace are deleted."""
 
 REFUSED_FOR = 60.0
 """Seconds for which the same refused manifest is not sent again."""
@@ -67,21 +67,13 @@ class WriteResult:
     progressed: bool = False
 
     def lacks(self, kinds: Container[str]) -> bool:
-        """Whether a child of one of these kinds could not be result. A contested one exists."""
+        """Whether a child of one of these kinds could not be written. A contested one exists."""
         return any(problem.kind in kinds and problem.reason != CHILD_CONTESTED for problem in self.problems)
 
     @property
     def may_prune(self) -> bool:
-        """Whether everything that pods need is result, so that what it replaces may be deleted."""
+        """Whether everything that pods need is written, so that what it replaces may be deleted."""
         return not self.failures and not self.lacks(_BEFORE_REMOVAL)
-
-    def add(self, other: "WriteResult") -> None:
-        self.problems += other.problems
-        self.repaired += other.repaired
-        self.failures += other.failures
-        self.progressed |= other.progressed
-        if other.again_in is not None:
-            self.retry_in(other.again_in)
 
     def retry_in(self, seconds: float) -> None:
         self.again_in = seconds if self.again_in is None else min(self.again_in, seconds)
@@ -99,13 +91,12 @@ class ChildWriter:
     def forget(self, key: Key) -> None:
         self._applied.pop(key, None)
 
-    async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]]) -> WriteResult:
+    async def write(self, key: Key, owner: str, manifests: Sequence[dict[str, Any]], result: WriteResult) -> None:
         """Apply what changed; ``owner`` is the resource's uid.
 
-        Failures are in the result; later waves are not result after one. A Deployment that does not exist yet is not
+        Failures are in the result; later waves are not written after one. A Deployment that does not exist yet is not
         created either while the policies or accounts of its pods are refused.
         """
-        result = WriteResult()
         waves: dict[int, list[dict[str, Any]]] = {}
         for manifest in manifests:
             waves.setdefault(CHILD_KINDS[manifest["kind"]].wave, []).append(manifest)
@@ -117,7 +108,6 @@ class ChildWriter:
             await _run_all(self._write_one(key, owner, manifest, result) for manifest in sent)
             if result.failures:
                 break
-        return result
 
     async def prune(self, key: Key, surplus: Mapping[Ref, str], result: WriteResult) -> None:
         """Delete children that are no longer rendered, each by its uid."""

@@ -27,10 +27,6 @@ def backoff(failures: int, rng: random.Random) -> float:
     return max(FIRST_BACKOFF, full * rng.uniform(0.5, 1.0))
 
 
-def resync(rng: random.Random) -> float:
-    return RESYNC * rng.uniform(1 - RESYNC_SPREAD, 1 + RESYNC_SPREAD)
-
-
 class KeyQueue:
     """Which keys may run, and when. Methods take the current time; none of them waits."""
 
@@ -61,7 +57,8 @@ class KeyQueue:
     def succeeded(self, key: Key, now: float, again_in: float | None = None) -> None:
         """End a successful run; the key is due in ``again_in`` seconds, at the resync at the latest."""
         self.forget(key)
-        self.add(key, now, min(again_in if again_in is not None else math.inf, resync(self._rng)))
+        resync = RESYNC * self._rng.uniform(1 - RESYNC_SPREAD, 1 + RESYNC_SPREAD)
+        self.add(key, now, resync if again_in is None else min(again_in, resync))
 
     def failed(self, key: Key, now: float, at_least: float = 0.0, *, reset: bool = False) -> float:
         """End a failed run. Returns the seconds until the next; adds made meanwhile are delayed as long.
@@ -128,14 +125,13 @@ class Workers:
         concurrency: int = 8,
         deadline: float = 60.0,
         version: Callable[[Key], object] = lambda _: None,
-        rng: random.Random | None = None,
     ) -> None:
         self._work = work
         self._metrics = metrics
         self._concurrency = concurrency
         self._deadline = deadline
         self._version = version
-        self.queue = KeyQueue(rng)
+        self.queue = KeyQueue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._draining = False

@@ -24,7 +24,7 @@ from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.work_queue import ObjectDeleted, Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
+from mmrouter_operator.model.credentials import SecretData, new_secret_data
 from mmrouter_operator.model.external_refs import references
 from mmrouter_operator.model.kinds import FRONTEND_ROLE, Capabilities, Ref
 from mmrouter_operator.model.newer_crd_fields import schema_in, without_defaults
@@ -207,35 +207,35 @@ class Reconciler:
     ) -> None:
         owner = snapshot.resource["metadata"]["uid"]
         manifests = [*([revision] if revision else []), *planned.apply]
-        did = await self._children.write(key, owner, manifests)
-        written.add(did)
+        await self._children.write(key, owner, manifests, written)
         # Nothing that runs is taken away while what replaces it could not be written. Renderings that nothing uses go
         # in any case: they are large, and every change of the spec makes one more.
         surplus = {
             Ref(CHILD_KINDS[kind].api, kind, key[0], name): uid
             for kind, name, uid in planned.prune
-            if did.may_prune or kind == "ControllerRevision"
+            if written.may_prune or kind == "ControllerRevision"
         }
         await self._children.prune(key, surplus, written)
 
     async def _secrets(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | None:
         """Return the deployment's keys, created if there are none. ``None``, with a problem, if they are unusable."""
         name = secret_name(dep)
+        if self._cache.secret(key, name) is None and not dep.spec.paused:
+            await self._create_secret(key, dep, written)
         seen = self._cache.children(key).get(("Secret", name))
         found = self._cache.secret(key, name)
         if seen is not None and seen.owner not in ("", dep.metadata.uid):
             message = f"Secret {name} is not this resource's"
             written.problems.append(Problem(CHILD_NAME_TAKEN, "Secret", name, message))
-            return None
-        if isinstance(found, SecretData):
-            return found
-        if isinstance(found, str):
+        elif isinstance(found, str):
             message = f"Secret {name}: {found}; delete it to get a new one"
             written.problems.append(Problem(SECRET_MALFORMED, "Secret", name, message))
-            return None
-        return None if dep.spec.paused else await self._new_secrets(key, dep, written)
+        else:
+            return found
+        return None
 
-    async def _new_secrets(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | None:
+    async def _create_secret(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> None:
+        """Put new keys into the cluster and the cache, or those that another replica of the operator has just made."""
         manifest = render_secret(dep, new_secret_data())
         ref = Ref.of(manifest)
         # Deployments of a deleted resource of the same name do not count: they are being deleted.
@@ -253,17 +253,12 @@ class Reconciler:
                 message = f"Secret {ref.name} is not this resource's"
                 written.problems.append(Problem(CHILD_NAME_TAKEN, "Secret", ref.name, message))
                 written.retry_in(RECHECK_SECONDS)
-                return None
+                return
             live, lost = existing, False
         self._cache.put("Secret", live)
         if lost:
             message = f"Secret {ref.name} was lost and is created again: every pod restarts with new keys"
             self._recreated[key] = Problem(SECRET_RECREATED, "Secret", ref.name, message)
-        try:
-            return read_secret(live)
-        except SecretError as error:
-            written.problems.append(Problem(SECRET_MALFORMED, "Secret", ref.name, f"Secret {ref.name}: {error}"))
-            return None
 
     def _snapshot(
         self, key: Key, resource: Mapping[str, Any], secrets: SecretData | None, missing: tuple[Missing, ...]
