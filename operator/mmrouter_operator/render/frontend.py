@@ -105,11 +105,7 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
             *(shared_memory.shared_env(dep, dep.spec.frontend.resources) if shared else []),
             *_tracing_env(dep),
         ],
-        "ports": [
-            {"name": "http", "containerPort": HTTP_PORT, "protocol": "TCP"},
-            {"name": "control", "containerPort": CONTROL_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": parts.METRICS_PORT, "protocol": "TCP"},
-        ],
+        "ports": parts.ports({"http": HTTP_PORT, "control": CONTROL_PORT, "metrics": parts.METRICS_PORT}),
         # Readiness is the router's own: a rollout of workers must not remove the endpoint.
         **parts.our_probes(readiness_period=2),
         "lifecycle": parts.announce_by_waiting(),

@@ -43,18 +43,17 @@ def status_of(
     last: Mapping[str, Any] = previous or {}
     before = {item["type"]: item for item in last.get("conditions") or []}
     if isinstance(dep, SpecError):
-        conditions = rules.of_invalid(str(dep))
-        return _assemble(snapshot, "Invalid", _carried_over(last, snapshot), conditions, before, keep=True)
-    if plan is None and dep.spec.paused and not problems:
-        return _assemble(snapshot, "Paused", _carried_over(last, snapshot), rules.of_not_begun(), before, keep=True)
-    if plan is None:
-        return _assemble(
-            snapshot, "Blocked", _carried_over(last, snapshot), rules.of_unusable(problems), before, keep=True
-        )
-    plan = rules.with_missing_children(plan, snapshot, problems)
-    conditions = rules.of_rendered(dep, snapshot, plan, problems, before)
-    body = _counts(dep, snapshot, plan) | _routing(snapshot, last)
-    return _assemble(snapshot, _phase(plan, conditions), body, conditions, before, keep=False)
+        phase, conditions = "Invalid", rules.of_invalid(str(dep))
+    elif plan is not None:
+        plan = rules.with_missing_children(plan, snapshot, problems)
+        conditions = rules.of_rendered(dep, snapshot, plan, problems, before)
+        body = _counts(dep, snapshot, plan) | _routing(snapshot, last)
+        return _assemble(snapshot, _phase(plan, conditions), body, conditions, before, keep=False)
+    elif dep.spec.paused and not problems:
+        phase, conditions = "Paused", rules.of_not_begun()
+    else:
+        phase, conditions = "Blocked", rules.of_unusable(problems)
+    return _assemble(snapshot, phase, _carried_over(last, snapshot), conditions, before, keep=True)
 
 
 def status_of_failure(message: str, snapshot: Snapshot, previous: Mapping[str, Any] | None) -> Status:

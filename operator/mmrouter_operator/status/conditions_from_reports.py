@@ -1,6 +1,6 @@
 """Conditions that are judged by the frontends' reports: exact routing, the pipeline's stages, shared memory. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
@@ -38,10 +38,8 @@ def exact_routing(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan
     pods = [pod for pod in snapshot.pods if pod.pool and pod.containers_ready and not pod.deleting]
     if not pods:
         return condition(c.EXACT, "NoReplicas", "no engine runs yet")
-    if repeated := _before_first_report(c.EXACT, snapshot, before):
-        return repeated
-    if not _reports(snapshot):
-        return condition(c.EXACT, "FrontendNotHeard", "no frontend has reported yet which engines it proved")
+    if unheard := _unheard(c.EXACT, "which engines it proved", _reports(snapshot), snapshot, before):
+        return unheard
     reports = {pod.name: (pod, counted_reports(pod, snapshot)) for pod in pods}
     for name, (_, of_pod) in sorted(reports.items()):
         for report in of_pod:
@@ -67,11 +65,9 @@ def pipeline(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, bef
     """
     if not any(pool.role in STAGE_ROLES for pool in dep.spec.pools):
         return None
-    if repeated := _before_first_report(c.CHAIN, snapshot, before):
-        return repeated
     degraded = [report.degraded for report in _reports(snapshot) if report.degraded is not None]
-    if not degraded:
-        return condition(c.CHAIN, "FrontendNotHeard", "no frontend has reported yet which stages requests go through")
+    if unheard := _unheard(c.CHAIN, "which stages requests go through", degraded, snapshot, before):
+        return unheard
     counts = {word: sum(word in stages for stages in degraded) for word in MISSING_STAGES}
     missing = [(*MISSING_STAGES[word], count) for word, count in counts.items() if count]
     if not missing:
@@ -93,11 +89,8 @@ def shared_memory(dep: MMRouterDeployment, snapshot: Snapshot, before: Before) -
     """
     if not any(pool.shared_memory.scope == "node" for pool in dep.spec.pools):
         return None
-    if repeated := _before_first_report(c.PRESSURE, snapshot, before):
-        return repeated
-    if not _reports(snapshot):
-        message = "no frontend has reported yet how full the nodes' directories are"
-        return condition(c.PRESSURE, "FrontendNotHeard", message)
+    if unheard := _unheard(c.PRESSURE, "how full the nodes' directories are", _reports(snapshot), snapshot, before):
+        return unheard
     measured = sorted(_shared_directories(snapshot))
     if not measured:
         return condition(c.PRESSURE, "NotMeasured", "no sidecar has measured its node's directory yet")
@@ -114,12 +107,16 @@ def shared_memory(dep: MMRouterDeployment, snapshot: Snapshot, before: Before) -
     return condition(c.PRESSURE, "AboveHighWaterMark", message)
 
 
-def _before_first_report(type_: str, snapshot: Snapshot, before: Before) -> Condition | None:
-    """Return the condition as it was, if the operator has just started and no frontend has had time to report."""
+def _unheard(type_: str, what: str, reports: Sequence[object], snapshot: Snapshot, before: Before) -> Condition | None:
+    """Return the condition where no frontend has reported ``what``; ``None`` if one has.
+
+    It stays as it was if the operator has just started, and no frontend has had time to report.
+    """
     last = before.get(type_, {})
-    if counted_frontends(snapshot) or not ready_frontends(snapshot) or last.get("reason") not in c.REASONS[type_]:
-        return None
-    return condition(type_, str(last["reason"]), str(last.get("message", "")))
+    early = ready_frontends(snapshot) and not counted_frontends(snapshot)
+    if early and last.get("reason") in c.REASONS[type_]:
+        return condition(type_, str(last["reason"]), str(last.get("message", "")))
+    return None if reports else condition(type_, "FrontendNotHeard", f"no frontend has reported yet {what}")
 
 
 def _reports(snapshot: Snapshot) -> list[FrontendReport]:

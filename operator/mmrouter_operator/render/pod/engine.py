@@ -33,14 +33,13 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
         mounts.append(shared_memory.shared_mount())
     if uses_plugin(dep):
         mounts.append(parts.mount(_PLUGIN_VOLUME, PLUGIN_DIR, read_only=True))
-    ports = {"http": HTTP_PORT} | launch.ports
     return {
         "name": "engine",
         "image": engine_image(dep, pool, path, config),
         "command": launch.command,
         "args": launch.args,
         "env": _env(dep, pool, launch, config),
-        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
+        "ports": parts.ports({"http": HTTP_PORT} | launch.ports),
         **parts.engine_probes(launch, startup_seconds(pool)),
         "lifecycle": parts.announce_by_sidecar() if followed else parts.announce_by_waiting(),
         "resources": _resources(pool),
@@ -133,11 +132,7 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             *(shared_memory.shared_env(dep) if shared_memory.is_shared(pool) else []),
             *([parts.value_env("HF_HUB_CACHE", HUB_CACHE_DIR)] if from_hub else []),
         ],
-        "ports": [
-            {"name": "feed", "containerPort": FEED_PORT, "protocol": "TCP"},
-            {"name": "feed-requests", "containerPort": FEED_REQUESTS_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": parts.METRICS_PORT, "protocol": "TCP"},
-        ],
+        "ports": parts.ports({"feed": FEED_PORT, "feed-requests": FEED_REQUESTS_PORT, "metrics": parts.METRICS_PORT}),
         **our_probes(readiness_period=5),
         "resources": parts.resources(dep.spec.sidecar.resources),
         **parts.hardened(),

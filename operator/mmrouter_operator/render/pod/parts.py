@@ -8,7 +8,7 @@ also see the ``deletionTimestamp``; the sidecar's word reaches them where there 
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
@@ -23,23 +23,10 @@ from mmrouter_operator.render.pod.template_overlay import volume_faults
 USER = 65532
 METRICS_PORT = 9090
 
-READ_ONLY_SOURCES = frozenset(
-    {
-        "azureDisk",
-        "azureFile",
-        "cephfs",
-        "cinder",
-        "csi",
-        "fc",
-        "flexVolume",
-        "glusterfs",
-        "iscsi",
-        "nfs",
-        "persistentVolumeClaim",
-        "portworxVolume",
-        "rbd",
-    }
-)
+READ_ONLY_SOURCES = {
+    *("azureDisk", "azureFile", "cephfs", "cinder", "csi", "fc", "flexVolume", "glusterfs", "iscsi", "nfs"),
+    *("persistentVolumeClaim", "portworxVolume", "rbd"),
+}
 """Volume sources with a ``readOnly`` field of their own."""
 
 
@@ -130,6 +117,11 @@ def model_mount(dep: MMRouterDeployment) -> list[dict[str, Any]]:
 
 def mount(volume: str, path: str, *, read_only: bool = False) -> dict[str, Any]:
     return {"name": volume, "mountPath": path, **({"readOnly": True} if read_only else {})}
+
+
+def ports(numbers: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return a container's TCP ports, by name."""
+    return [{"name": name, "containerPort": number, "protocol": "TCP"} for name, number in numbers.items()]
 
 
 def probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5) -> dict[str, Any]:

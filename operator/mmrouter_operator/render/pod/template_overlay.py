@@ -77,7 +77,7 @@ def _container(theirs: Item, ours: Item, place: str, report: list[str]) -> None:
                 report.append(f"{place}.{key}")
                 theirs.pop(key, None)
                 theirs |= {key: ours[key]} if key in ours else {}
-    _restore(theirs, ours, "env", "name", place, report, lambda item: _owned_variable(item["name"]))
+    _restore(theirs, ours, "env", "name", place, report, _is_owned_variable)
     _restore(theirs, ours, "ports", "name", place, report)
     _restore(theirs, ours, "volumeMounts", "mountPath", place, report, lambda item: item["name"] in OWNED_VOLUMES)
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -86,7 +86,8 @@ def _container(theirs: Item, ours: Item, place: str, report: list[str]) -> None:
             report.append(f"{place}.{probe}.httpGet")
             asked |= mine
     if ours.get("env"):
-        theirs["env"] = _ours_first([item["name"] for item in ours["env"]], theirs["env"])
+        places = {item["name"]: place for place, item in enumerate(ours["env"])}
+        theirs["env"].sort(key=lambda item: places.get(item["name"], len(places)))
 
 
 def _restore(
@@ -100,24 +101,15 @@ def _restore(
 ) -> None:
     """Put our elements of a list back where they were changed or taken away; others stay as they are."""
     wanted = {item[key]: item for item in ours.get(name, []) if owned(item)}
-    if not wanted:
-        return
     found = theirs.get(name) or []
     present = {item.get(key): item for item in found}
-    for value, item in wanted.items():
-        if present.get(value) != item:
-            report.append(f"{place}.{name}[{value}]")
-    if any(present.get(value) != item for value, item in wanted.items()):
+    if lost := [value for value, item in wanted.items() if present.get(value) != item]:
+        report += [f"{place}.{name}[{value}]" for value in lost]
         theirs[name] = [*wanted.values(), *(item for item in found if item.get(key) not in wanted)]
 
 
-def _owned_variable(name: str) -> bool:
-    return name.startswith(OWNED_ENV_PREFIXES) or name in OWNED_ENV
-
-
-def _ours_first(names: list[str], env: list[Item]) -> list[Item]:
-    by_name = {item["name"]: item for item in env}
-    return [by_name[name] for name in names if name in by_name] + [item for item in env if item["name"] not in names]
+def _is_owned_variable(item: Item) -> bool:
+    return item["name"].startswith(OWNED_ENV_PREFIXES) or item["name"] in OWNED_ENV
 
 
 Location = tuple[int | str, ...]
@@ -168,7 +160,10 @@ def _faults(model: type[BaseModel], value: Mapping[str, Any]) -> list[Fault]:
             kinds, _ = faults.setdefault(_place(detail["loc"], value), ([], detail["input"]))
             if detail["type"] != "missing":
                 kinds.append(_KINDS.get(detail["type"]) or detail["msg"].removeprefix("Input should be "))
-        return [(place, _sentence(kinds, found)) for place, (kinds, found) in faults.items()]
+        return [
+            (place, f"is {' or '.join(kinds)}, not {described(found)}" if kinds else "is required")
+            for place, (kinds, found) in faults.items()
+        ]
     return []
 
 
@@ -181,10 +176,6 @@ def _passes(detail: ErrorDetails) -> bool:
             return detail["loc"][-1] in _ZEROES
         case _:
             return _is_quantity(detail["loc"], detail["input"])
-
-
-def _sentence(kinds: list[str], found: Any) -> str:
-    return f"is {' or '.join(kinds)}, not {described(found)}" if kinds else "is required"
 
 
 def _is_quantity(location: Location, value: Any) -> bool:
