@@ -34,11 +34,6 @@ def test_every_kind_that_a_resource_can_name_has_a_reason_for_its_absence() -> N
     assert set(c.MISSING) == set(EXTERNAL_KINDS)
 
 
-def test_a_reason_that_the_table_lacks_is_no_condition() -> None:
-    with pytest.raises(KeyError):
-        c.condition(c.READY, "Sunshine", "")
-
-
 def test_reasons_are_words_that_the_api_takes() -> None:
     for type_, reasons in c.REASONS.items():
         for reason in [type_, *reasons]:

@@ -204,12 +204,6 @@ def test_a_frontend_that_is_too_old_to_tell_says_nothing_against_one_that_does()
     assert conditions(judged(standing(pair()), missing_stages(None, [])))[CHAIN] == ("True", "EveryStage")
 
 
-def test_a_restarted_operator_keeps_the_last_pipeline_condition() -> None:
-    world = standing(pair())
-    world.status = judged(world, missing_stages(["no_decode"], ["no_decode"]))
-    assert conditions(judged(world, restarted))[CHAIN] == ("False", "NoDecode")
-
-
 def with_frontends_only() -> World:
     world = World(deployment(pair()))
     world.reconcile()
@@ -272,10 +266,6 @@ def pressure(*full: str, frontends: int = 2) -> Change:
     return change
 
 
-def test_pods_that_share_nothing_have_no_such_condition() -> None:
-    assert PRESSURE not in conditions(judged(standing(whole())))
-
-
 def test_a_node_that_is_full_is_named_with_its_pod_and_limit_and_it_clears() -> None:
     world = sharing()
     world.status = before = judged(world, pressure())
@@ -288,17 +278,10 @@ def test_a_node_that_is_full_is_named_with_its_pod_and_limit_and_it_clears() -> 
         f"node n2, as pod {second} says, of 8192 MiB"
     )
     assert [(event.type, event.reason) for event in transitions(before, full)] == [("Warning", "AboveHighWaterMark")]
+    assert (full["phase"], conditions(full)["Degraded"]) == ("Ready", ("False", "AsExpected")), "requests are answered"
     again = judged(world, pressure())
     assert conditions(again)[PRESSURE] == ("False", "BelowHighWaterMark")
     assert [(event.type, event.reason) for event in transitions(full, again)] == [("Normal", "Recovered")]
-
-
-def test_requests_are_answered_meanwhile_so_nothing_else_says_that_something_is_wrong() -> None:
-    world = sharing()
-    world.status = judged(world, pressure())
-    status = judged(world, pressure("n1", "n2", "n3"))
-    assert status["phase"] == "Ready"
-    assert conditions(status)["Degraded"] == ("False", "AsExpected")
 
 
 def test_a_status_is_written_when_a_node_fills_and_not_again_while_it_stays_so() -> None:
@@ -318,7 +301,10 @@ def test_sidecars_that_have_not_looked_yet_are_no_proof() -> None:
     assert conditions(judged(sharing(), silent))[PRESSURE] == ("Unknown", "FrontendNotHeard")
 
 
-def test_a_restarted_operator_keeps_the_last_pressure_condition() -> None:
+def test_a_restarted_operator_keeps_the_last_conditions() -> None:
     world = sharing()
     world.status = judged(world, pressure("n1", "n2", "n3"))
     assert conditions(judged(world, restarted))[PRESSURE] == ("True", "AboveHighWaterMark")
+    world = standing(pair())
+    world.status = judged(world, NO_DECODE)
+    assert conditions(judged(world, restarted))[CHAIN] == ("False", "NoDecode")

@@ -76,17 +76,6 @@ def test_a_paused_deployment_is_left_alone_and_still_judged() -> None:
     assert not next(r for r in planned.rollouts if r.pool == "work").complete
 
 
-def test_a_pool_that_left_the_spec_is_removed() -> None:
-    world = standing(whole())
-    spec = whole()
-    spec["pools"] = spec["pools"][:2]
-    want(world, spec)
-    planned = world.reconcile()
-    assert [(kind, name) for kind, name, _ in planned.prune if kind == "Deployment"] == [("Deployment", "vl-rend")]
-    assert any(step.action == "delete" and step.name == "vl-rend" for step in planned.steps)
-    finish(world)
-
-
 def test_what_is_not_ours_is_neither_changed_nor_removed() -> None:
     world = World(deployment(whole()))
     foreign = ChildView("Service", "vl", "team", "u", "1", "another-owner")
@@ -301,12 +290,3 @@ def test_what_pods_ask_of_a_node_names_the_labels_of_their_affinity(terms: list[
     affinity = {"nodeSelectorTerms": [{"matchExpressions": [term]} for term in terms]}
     spec = {"affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": affinity}}}
     assert asks_of({"spec": {"template": {"spec": spec}}}) == asked
-
-
-def test_an_accelerators_node_label_is_named() -> None:
-    world = World(deployment(whole()))
-    asked = {rollout.pool: rollout.asks for rollout in world.reconcile().rollouts}
-    assert asked["work"].startswith(
-        ("label nvidia.com/gpu", "one of the labels nvidia.com/gpu", "one of the labels feature")
-    )
-    assert asked["work"].endswith("1 free nvidia.com/gpu")

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.operator.simulated_world import World, checked, finish, pair, pool, pools, standing, want
@@ -57,7 +58,7 @@ def test_a_pool_that_nothing_replaces_goes_at_once() -> None:
     world = standing(pools(pool("a"), pool("b")))
     want(world, pools(pool("a")))
     planned = world.reconcile()
-    assert "vl-b" not in world.children
+    assert [item.name for item in planned.prune if item.kind == "Deployment"] == ["vl-b"]
     assert ("delete", "vl-b") in {(step.action, step.name) for step in planned.steps}
 
 
@@ -101,19 +102,15 @@ def test_no_node_for_the_successor_is_reported_with_the_way_out() -> None:
     assert "vl-a" not in world.children
 
 
-def test_a_foreign_deployment_is_neither_held_nor_deleted() -> None:
+@pytest.mark.parametrize(("owner", "deleted"), [("another", []), ("", [("Deployment", "vl-z", "z")])])
+def test_of_pools_that_are_not_in_the_spec_an_orphan_is_deleted_and_anothers_is_not(
+    owner: str, deleted: list[tuple[str, str, str]]
+) -> None:
     world = standing(pools(pool("a")))
-    other = with_view(world.snapshot(), "vl-a", name="vl-z", pool="z", owner="another", uid="z")
+    other = with_view(world.snapshot(), "vl-a", name="vl-z", pool="z", owner=owner, uid="z")
     planned = plan(world.choose()[0], other)
-    assert isinstance(planned.outcome, Complete)
-    assert not planned.prune
-
-
-def test_an_orphan_of_a_pool_that_is_gone_is_deleted() -> None:
-    world = standing(pools(pool("a")))
-    orphan = with_view(world.snapshot(), "vl-a", name="vl-z", pool="z", owner="", uid="z")
-    planned = plan(world.choose()[0], orphan)
-    assert [(item.kind, item.name) for item in planned.prune] == [("Deployment", "vl-z")]
+    assert list(planned.prune) == deleted
+    assert isinstance(planned.outcome, Progress if deleted else Complete)
 
 
 workers = st.builds(

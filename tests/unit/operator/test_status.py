@@ -208,7 +208,7 @@ STUCK = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/sel
          "spec.pools[0].podTemplate.spec.runtimeClassName: there is no RuntimeClass kata"),
         (lambda s: s, (MALFORMED,), "SecretMalformed", "identity.key has 3 bytes"),
         (waiting("ErrImagePull", "manifest unknown"), (), "ImagePullFailed", "container engine of pod vl-enc"),
-        (pods(engines, unschedulable=STUCK), (), "Unschedulable", "It needs a node with one of the labels"),
+        (pods(engines, unschedulable=STUCK), (), "Unschedulable", "1 free nvidia.com/gpu"),
         (waiting("CrashLoopBackOff", "back-off"), (), "CrashLoopBackOff", "back-off"),
         (waiting("CreateContainerConfigError", "no key x"), (), "ContainerConfigError", "no key x"),
     ],
@@ -307,14 +307,6 @@ def test_pools_that_ask_to_be_scaled_and_are_not_are_named() -> None:
     assert message(status, "AutoscalingAvailable").startswith("pools work keep their replicas")
 
 
-def test_shared_memory_of_the_node_is_named_as_an_exception() -> None:
-    spec = whole()
-    spec["pools"][0]["sharedMemory"] = {"scope": "node"}
-    status = judged(World(deployment(spec)))
-    assert conditions(status)["PodSecurityRestricted"] == ("False", "NodeSharedMemory")
-    assert "pool work" in message(status, "PodSecurityRestricted")
-
-
 def test_a_paused_deployment_keeps_what_only_its_manifests_can_tell() -> None:
     spec = whole()
     spec["pools"][0]["sharedMemory"] = {"scope": "node"}
@@ -323,6 +315,7 @@ def test_a_paused_deployment_keeps_what_only_its_manifests_can_tell() -> None:
     want(world, {**spec, "paused": True})
     status = judged(world)
     assert conditions(status)["PodSecurityRestricted"] == ("False", "NodeSharedMemory")
+    assert "pool work" in message(status, "PodSecurityRestricted")
     assert conditions(status)["Progressing"] == ("False", "Paused")
     assert status["phase"] == "Paused"
 
