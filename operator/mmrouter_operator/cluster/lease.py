@@ -56,14 +56,6 @@ class Observed:
     since: float
 
 
-def may_acquire(observed: Observed | None, identity: str, now: float) -> bool:
-    """Whether ``identity`` may acquire the lease: it has no holder, is its own, or was not renewed for its duration."""
-    if observed is None:
-        return True
-    holder = observed.record[0]
-    return holder in ("", identity) or now >= observed.since + observed.duration
-
-
 class LeaderElection:
     """Acquires and renews the lease ``name`` in ``namespace``."""
 
@@ -74,14 +66,14 @@ class LeaderElection:
         namespace: str,
         name: str,
         identity: str,
-        timing: LeaseTiming | None = None,
+        timing: LeaseTiming,
         clock: Callable[[], float] = boot_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._cluster = cluster
         self._ref = Ref(KINDS["Lease"].api, "Lease", namespace, name)
         self._identity = identity
-        self._timing = timing or LeaseTiming()
+        self._timing = timing
         self._clock = clock
         self._sleep = sleep
         self._observed: Observed | None = None
@@ -159,8 +151,9 @@ class LeaderElection:
             self._held = await self._cluster.create(created)
             self._observe(self._held)
             return True
-        self._observe(lease)
-        if not may_acquire(self._observed, self._identity, self._clock()):
+        observed = self._observe(lease)
+        # Free to take: without a holder, its own, or not renewed for its duration.
+        if observed.record[0] not in ("", self._identity) and self._clock() < observed.since + observed.duration:
             return False
         return await self._write(lease)
 
@@ -170,12 +163,13 @@ class LeaderElection:
         self._observe(written)
         return True
 
-    def _observe(self, lease: dict[str, Any]) -> None:
+    def _observe(self, lease: dict[str, Any]) -> Observed:
         spec = lease.get("spec") or {}
         record = (spec.get("holderIdentity") or "", lease["metadata"].get("resourceVersion", ""))
         if self._observed is None or self._observed.record != record:
             duration = float(spec.get("leaseDurationSeconds") or self._timing.duration)
             self._observed = Observed(record, duration, self._clock())
+        return self._observed
 
     def _spec(self, before: dict[str, Any]) -> dict[str, Any]:
         now = _timestamp()

@@ -11,12 +11,7 @@ from pydantic.alias_generators import to_camel
 
 import mmrouter_lib as mmrouter
 
-
-def _cidr(value: str) -> str:
-    return str(ipaddress.ip_network(value))
-
-
-Cidr = Annotated[str, AfterValidator(_cidr)]
+Cidr = Annotated[str, AfterValidator(lambda value: str(ipaddress.ip_network(value)))]
 """An address range, `10.0.0.0/8` or `fd00::/8`, in its canonical form."""
 
 

@@ -103,17 +103,15 @@ def read_secret(obj: Mapping[str, Any]) -> SecretData:
             raise SecretError(f"entry `{name}` is empty")
         return value
 
-    values: dict[str, Any] = {}
-    for field_name, name in _FILES.items():
+    def text(name: str) -> str:
         value = entry(name)
-        if field_name == "identity_key":
-            if len(value) != KEY_BYTES:
-                raise SecretError(f"entry `{name}` is not {KEY_BYTES} bytes long")
-            values[field_name] = value
-            continue
         if "curve" in name and (not value.isascii() or len(value) != _CURVE_CHARACTERS):
             raise SecretError(f"entry `{name}` is not a key of {_CURVE_CHARACTERS} characters")
         if not value.isascii():
             raise SecretError(f"`{name}` is not text")
-        values[field_name] = value.decode()
-    return SecretData(**values)
+        return value.decode()
+
+    identity_key = entry(_FILES["identity_key"])
+    if len(identity_key) != KEY_BYTES:
+        raise SecretError(f"entry `{_FILES['identity_key']}` is not {KEY_BYTES} bytes long")
+    return SecretData(identity_key, **{field: text(name) for field, name in _FILES.items() if field != "identity_key"})

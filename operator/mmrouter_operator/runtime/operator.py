@@ -91,9 +91,8 @@ class Operator:
 
     async def run(self) -> int:
         """Run until a signal or a failure that retrying cannot cure. Returns the exit status."""
-        loop = asyncio.get_running_loop()
         server = await self._serve()
-        self._handle_signals(loop)
+        self._handle_signals()
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
         try:
             capabilities = await self._until_served(tasks[0])
@@ -109,7 +108,6 @@ class Operator:
             await server.cleanup()
 
     async def _run(self, capabilities: Capabilities, tasks: list[asyncio.Task[Any]]) -> int:
-        loop = asyncio.get_running_loop()
         self._reconciler.capabilities = capabilities
         namespaces = self._options.namespaces or ("",)
         comparison = self._comparison = Comparison(self._cluster, self._cache, namespaces, self._changed)
@@ -124,7 +122,7 @@ class Operator:
             identity=self._options.identity,
         )
         await resource_watch.start()
-        self._handle_signals(loop)  # kopf has installed its own
+        self._handle_signals()  # kopf has installed its own
 
         def start(coroutine: Coroutine[Any, Any, Any]) -> None:
             tasks.append(asyncio.create_task(coroutine))
@@ -228,9 +226,9 @@ class Operator:
         if self._leading.is_set():
             self._workers.add(key)
 
-    def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _handle_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._stop.set)
 
     async def _serve(self) -> web.AppRunner:
         app = web.Application()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_operator.model.kinds import ROUTABLE, VERIFIED
-from mmrouter_operator.model.snapshot import ChildView, DeploymentView
+from mmrouter_operator.model.snapshot import ChildView, DeploymentView, RevisionView
 from mmrouter_operator.model.views import child_view, deployment_view, pod_view, revision_view
 
 DEPLOYMENT = yaml.safe_load("""
@@ -90,15 +90,10 @@ def test_a_deployment_is_seen_with_its_counts_and_its_managers() -> None:
     assert child_view(DEPLOYMENT) == DeploymentView(*metadata, **labels, **counts, **state, replicas_managers=managers)
 
 
-def test_a_deployment_that_was_just_made_has_counts_of_zero() -> None:
-    fresh = {**DEPLOYMENT, "status": {}, "spec": {"template": {"metadata": {}}}}
-    view = deployment_view(fresh)
-    assert (view.replicas, view.total, view.observed_generation, view.failure) == (1, 0, 0, "")
-
-
-def test_a_failure_that_is_over_is_none() -> None:
+def test_a_deployment_that_was_just_made_has_counts_of_zero_and_a_failure_that_is_over_is_none() -> None:
     over = [{"type": "ReplicaFailure", "status": "False", "message": "quota"}]
-    assert deployment_view({**DEPLOYMENT, "status": {"conditions": over}}).failure == ""
+    view = deployment_view({**DEPLOYMENT, "status": {"conditions": over}, "spec": {"template": {"metadata": {}}}})
+    assert (view.replicas, view.total, view.observed_generation, view.failure) == (1, 0, 0, "")
 
 
 def test_other_children_are_seen_by_name_and_owner() -> None:
@@ -122,15 +117,12 @@ def test_a_pod_is_seen_with_its_gates_and_the_time_when_its_containers_were_read
     assert view.waiting is None
 
 
-def test_containers_that_stopped_being_ready_have_no_start() -> None:
-    conditions = [{"type": "ContainersReady", "status": "False", "lastTransitionTime": "2026-11-21T10:04:00Z"}]
-    assert pod_view(pod(conditions=conditions)).started is None
-
-
-def test_the_scheduler_is_quoted_only_while_it_finds_no_node() -> None:
+def test_the_scheduler_is_quoted_only_while_it_finds_no_node_and_containers_that_are_not_ready_have_no_start() -> None:
     sentence = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
-    stuck = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": sentence}]
-    assert pod_view(pod(conditions=stuck)).unschedulable == sentence
+    stopped = {"type": "ContainersReady", "status": "False", "lastTransitionTime": "2026-11-21T10:04:00Z"}
+    stuck = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": sentence}
+    view = pod_view(pod(conditions=[stopped, stuck]))
+    assert (view.unschedulable, view.started) == (sentence, None)
     gated = [{"type": "PodScheduled", "status": "False", "reason": "SchedulingGated", "message": "waits"}]
     assert pod_view(pod(conditions=gated)).unschedulable == ""
 
@@ -187,19 +179,13 @@ def test_a_containers_last_message_is_reported_by_its_last_line() -> None:
 
 
 def test_digits_that_are_no_number_are_no_target() -> None:
-    obj = {
-        "kind": "Deployment",
-        "metadata": {"name": "d", "annotations": {"mmrouter.io/set-target": "\N{SUPERSCRIPT TWO}"}},
-    }
-    view = child_view(obj)
-    assert isinstance(view, DeploymentView)
-    assert view.set_target is None
+    metadata = {"name": "d", "annotations": {"mmrouter.io/set-target": "\N{SUPERSCRIPT TWO}"}}
+    assert deployment_view({"kind": "Deployment", "metadata": metadata}).set_target is None
 
 
 def test_a_revision_is_seen_with_its_data() -> None:
     obj = {"metadata": {"name": "vl-3", "uid": "u"}, "revision": 3, "data": {"deployments": {}}}
-    view = revision_view(obj)
-    assert (view.name, view.number, view.data, view.uid) == ("vl-3", 3, {"deployments": {}}, "u")
+    assert revision_view(obj) == RevisionView("vl-3", 3, {"deployments": {}}, "u")
 
 
 parts = st.sampled_from(["status", "spec"])
