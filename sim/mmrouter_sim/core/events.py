@@ -1,13 +1,12 @@
 """KV events and their wire encoding, byte for byte as in vLLM 0.32 (docs/engine-facts/vllm.md#event-frames).
 
-SGLang uses the same batch frame.
-
 An event is a msgpack map with ``type`` first; fields that have a default are left out when they have it. A batch is a
-msgpack array of time, events and data-parallel rank.
+msgpack array of time, events and data-parallel rank. SGLang's are of the same form.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -49,7 +48,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """One physical copy of each block was evicted. The engine puts one hash into each event."""
+    """One physical copy of each block was evicted. vLLM puts one hash into each event."""
 
     block_hashes: list[PublishedHash]
     medium: str | None
@@ -74,32 +73,49 @@ def encode_events(ts: float, events: Sequence[Event], rank: int) -> bytes:
     return _ENCODER.encode((ts, events, rank))
 
 
-class Dialect(Protocol):
-    """Digests of blocks and the events about them."""
+class Dialect:
+    """Digests of one engine's blocks and the events about them. ``single``: a block is held only once, and generated
+    blocks become findable when their request ends.
+    """
 
-    single: bool
-    """Whether a block is held only once, and generated blocks become findable when their request ends."""
+    def __init__(self, block_size: int, *, published: Callable[[bytes], PublishedHash], single: bool = False) -> None:
+        self._size, self._published, self.single = block_size, published, single
 
     def extend(self, request: Request) -> None:
         """Append the digests of the request's new full blocks."""
+        size = self._size
+        for number in range(len(request.digests), len(request.ids) // size):
+            request.digests.append(self.digest(request, number, request.ids[number * size : (number + 1) * size]))
+
+    def digest(self, request: Request, number: int, ids: "array[int]") -> bytes:
+        """Return the digest of a block of a request, whose blocks before have theirs."""
+        raise NotImplementedError
 
     def stored(self, request: Request, first: int, last: int) -> Event:
         """Return the event about blocks [first, last) of a request."""
+        raise NotImplementedError
 
-    def removed(self, digest: bytes) -> Event:
+    def _fields(self, request: Request, first: int, last: int) -> dict[str, Any]:
+        """Return the fields that the events of both engines have."""
+        return {
+            "block_hashes": [self._published(digest) for digest in request.digests[first:last]],
+            "parent_block_hash": self._published(request.digests[first - 1]) if first else None,
+            "token_ids": request.ids[first * self._size : last * self._size].tolist(),
+            "block_size": self._size,
+            "medium": MEDIUM,
+        }
+
+    def removed(self, digest: bytes) -> BlockRemoved:
         """Return the event about one evicted copy."""
-
-    def cleared(self) -> Event:
-        """Return the event about an emptied cache."""
+        return BlockRemoved([self._published(digest)], MEDIUM)
 
     def joined(self, events: list[Event]) -> list[Event]:
         """Return the events of one step as they are published."""
+        return events
 
 
-class VllmDialect:
+class VllmDialect(Dialect):
     """vLLM: hashes over CBOR or pickle, media named beside the token ids (docs/engine-facts/vllm.md#event-frames)."""
-
-    single = False
 
     def __init__(
         self,
@@ -109,41 +125,26 @@ class VllmDialect:
         hash_seed: str | None = None,
         published: Callable[[bytes], PublishedHash] = published_int,
     ) -> None:
-        self._size = block_size
+        super().__init__(block_size, published=published)
         self._hash, self._first_parent = hash_, first_parent(hash_, hash_seed)
-        self._published = published
 
-    def extend(self, request: Request) -> None:
-        size = self._size
-        for number in range(len(request.digests), len(request.ids) // size):
-            parent = request.digests[-1] if request.digests else self._first_parent
-            ids = request.ids[number * size : (number + 1) * size]
-            request.digests.append(block_hash(self._hash, parent, ids, self._keys(request, number)))
+    def digest(self, request: Request, number: int, ids: "array[int]") -> bytes:
+        parent = request.digests[-1] if request.digests else self._first_parent
+        return block_hash(self._hash, parent, ids, self._keys(request, number))
 
-    def _keys(self, request: Request, number: int) -> tuple[ExtraKey, ...]:
-        start, end = number * self._size, (number + 1) * self._size
-        return extra_keys(start, end, request.media, salt=request.salt, lora=request.lora)
-
-    def stored(self, request: Request, first: int, last: int) -> Event:
-        size = self._size
+    def stored(self, request: Request, first: int, last: int) -> BlockStored:
         return BlockStored(
-            block_hashes=[self._published(digest) for digest in request.digests[first:last]],
-            parent_block_hash=self._published(request.digests[first - 1]) if first else None,
-            token_ids=list(request.ids[first * size : last * size]),
-            block_size=size,
+            **self._fields(request, first, last),
             lora_id=1 if request.lora else None,
-            medium=MEDIUM,
             lora_name=request.lora[0] if request.lora else None,
             extra_keys=[published_keys(self._keys(request, number)) for number in range(first, last)],
             group_idx=0,
             kv_cache_spec_kind=FULL_ATTENTION,
         )
 
-    def removed(self, digest: bytes) -> Event:
-        return BlockRemoved(block_hashes=[self._published(digest)], medium=MEDIUM, group_idx=0)
+    def removed(self, digest: bytes) -> BlockRemoved:
+        return msgspec.structs.replace(super().removed(digest), group_idx=0)
 
-    def cleared(self) -> Event:
-        return AllBlocksCleared()
-
-    def joined(self, events: list[Event]) -> list[Event]:
-        return events
+    def _keys(self, request: Request, number: int) -> tuple[ExtraKey, ...]:
+        start, end = number * self._size, (number + 1) * self._size
+        return extra_keys(start, end, request.media, salt=request.salt, lora=request.lora)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmrouter_sim.core.caches import BlockPool, CacheContents, EncoderCache
-from mmrouter_sim.core.events import Dialect, Event, VllmDialect
+from mmrouter_sim.core.events import AllBlocksCleared, Dialect, Event, VllmDialect
 from mmrouter_sim.core.requests import Finish, Media, Request
 from mmrouter_sim.core.step_cost import Cost
 
@@ -128,7 +128,7 @@ class Scheduler:
         if not self.pool.clear():
             return False
         self.contents.clear()
-        self._events.append(self._dialect.cleared())
+        self._events.append(AllBlocksCleared())
         return True
 
     def schedule(self, now: float) -> Step | None:

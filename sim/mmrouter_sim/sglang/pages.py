@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_sim.core.events import AllBlocksCleared
+from mmrouter_sim.core.events import BlockRemoved, Dialect, Event
 from mmrouter_sim.core.requests import Request
 
 VERSION = "0.5.23"
@@ -30,7 +30,6 @@ WRAPPERS = {
     "qwen3_vl": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
 }
 """Model type -> wrapped processor of transformers, for models whose images are named by their bytes."""
-GPU = "GPU"
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
@@ -41,50 +40,25 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     token_ids: list[int]
     block_size: int
     lora_id: int | None
-    medium: str | None = None
+    medium: str
     cache_salt: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    block_hashes: list[int]
-    medium: str | None = None
-
-
-class SglangDialect:
+class SglangDialect(Dialect):
     """SGLang: each page is held once, and generated pages become findable when their request ends."""
 
-    single = True
-
     def __init__(self, page_size: int) -> None:
-        self._size = page_size
+        super().__init__(page_size, published=published, single=True)
 
-    def extend(self, request: Request) -> None:
-        size, digests = self._size, request.digests
-        for start in range(len(digests) * size, len(request.ids) - size + 1, size):
-            prior = digests[-1] if digests else root(request.salt)
-            digests.append(page(prior, request.ids[start : start + size]))
+    def digest(self, request: Request, number: int, ids: "array[int]") -> bytes:
+        return page(request.digests[-1] if request.digests else root(request.salt), ids)
 
     def stored(self, request: Request, first: int, last: int) -> BlockStored:
-        size = self._size
-        return BlockStored(
-            block_hashes=[published(digest) for digest in request.digests[first:last]],
-            parent_block_hash=published(request.digests[first - 1]) if first else None,
-            token_ids=request.ids[first * size : last * size].tolist(),
-            block_size=size,
-            lora_id=None,
-            medium=GPU,
-            cache_salt=request.salt,
-        )
+        return BlockStored(**self._fields(request, first, last), lora_id=None, cache_salt=request.salt)
 
-    def removed(self, digest: bytes) -> BlockRemoved:
-        return BlockRemoved([published(digest)], GPU)
-
-    def cleared(self) -> AllBlocksCleared:
-        return AllBlocksCleared()
-
-    def joined(self, events: list[Any]) -> list[Any]:
+    def joined(self, events: list[Event]) -> list[Event]:
         """Merge consecutive stores that continue each other, and consecutive removals."""
-        out: list[Any] = []
+        out: list[Event] = []
         for event in events:
             match (out[-1] if out else None), event:
                 case (BlockStored() as last, BlockStored()) if (
