@@ -19,7 +19,7 @@ from mmrouter_sim.rank_runner import Publisher, Runner
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang.pages import WRAPPERS, SglangDialect, fingerprint
 from mmrouter_sim.sglang.pairing import PairRooms
-from mmrouter_sim.vllm.connectors import ConnectorTransfers, EcTransfer
+from mmrouter_sim.vllm.connectors import ConnectorTransfers, EcTransfer, serve_readers
 from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.plugin import Plugin
 
@@ -149,9 +149,10 @@ class SimulatedEngine:
             async with asyncio.TaskGroup() as tasks:
                 for runner in self.runners:
                     tasks.create_task(runner.run())
-                tasks.create_task(self.handover.serve())
-                if self.pairing is not None:
-                    tasks.create_task(self.pairing.serve())
+                if self.handover.config.listens is not None:
+                    tasks.create_task(serve_readers(self.handover.answer, self.handover.config.listens))
+                if self.pairing is not None and self.pairing.config.mode == "prefill":
+                    tasks.create_task(serve_readers(self.pairing.connected, self.pairing.config.address))
                 tasks.create_task(asyncio.Event().wait())  # an encode-only engine has no steps
         finally:
             for runner in self.runners:

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from mmrouter_sim.core.step_cost import Cost
-from mmrouter_sim.vllm.connectors import CONNECT_SECONDS, TransferError
+from mmrouter_sim.vllm.connectors import Ready, TransferError, fetch, line
 
 HOST_HEADER, PORT_HEADER, ROOM_HEADER = (f"x-override-bootstrap-{name}" for name in ("host", "port", "room"))
 WAIT_SECONDS = 300
@@ -62,11 +62,6 @@ class _Room(msgspec.Struct):
     room: int
 
 
-class _BlocksReady(msgspec.Struct):
-    tokens: int
-    cached: int
-
-
 class RoomReader:
     """Connection to the decode engine of a room."""
 
@@ -78,7 +73,7 @@ class RoomReader:
         of it that were in the cache, which the decode engine tells as if they had been in its own.
         """
         try:
-            self._writer.write(msgspec.json.encode(_BlocksReady(tokens, cached)) + b"\n")
+            self._writer.write(line(Ready(tokens, cached)))
             await self._writer.drain()
             msgspec.json.decode(await self.reader.readline(), type=_Room)
         except (OSError, ValueError) as error:
@@ -119,29 +114,11 @@ class PairRooms:
         """Fetch a prompt's blocks from a room's prefill engine. Raises :class:`TransferError`. Returns its tokens, and
         how many of them that engine had in its cache.
         """
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                reader, writer = await asyncio.open_connection(at.host, at.port)
-            with contextlib.closing(writer):
-                writer.write(msgspec.json.encode(_Room(at.room)) + b"\n")
-                async with asyncio.timeout(self.config.waiting_seconds):
-                    ready = msgspec.json.decode(await reader.readline(), type=_BlocksReady)
-                await asyncio.sleep(ready.tokens * self._cost.kv / self._cost.speed)
-                writer.write(msgspec.json.encode(_Room(at.room)) + b"\n")
-                await writer.drain()
-                return ready.tokens, ready.cached
-        except (OSError, ValueError, TimeoutError) as error:
-            raise TransferError(f"room {at.room} at {at.host}:{at.port}: {error or type(error).__name__}") from error
+        room, seconds = _Room(at.room), self._cost.kv / self._cost.speed
+        ready = await fetch(at.host, at.port, room, room, seconds, self.config.waiting_seconds)
+        return ready.tokens, ready.cached
 
-    async def serve(self) -> None:
-        """Serve decode engines until cancelled. Raises ``OSError`` if the address is in use."""
-        if self.config.mode != "prefill":
-            return
-        server = await asyncio.start_server(self._connected, *self.config.address)
-        async with server:
-            await server.serve_forever()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             room = msgspec.json.decode(await reader.readline(), type=_Room).room
         except (ConnectionError, ValueError):

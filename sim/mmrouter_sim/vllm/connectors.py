@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -28,7 +28,6 @@ CONNECT_SECONDS = 5.0
 EMBEDDING_BYTES = 3072
 """Bytes of the embedding of one visual token: 1536 numbers of 2 bytes, as in Qwen2-VL-2B."""
 _RECEIVED = 65_536  # remembered received embeddings
-_LINE = 1 << 16
 
 
 class TransferError(ConnectionError):
@@ -106,11 +105,53 @@ def connector_config(kv: str, ec: str) -> ConnectorConfig:
 
 
 class TransferRequest(msgspec.Struct, omit_defaults=True):
-    """A line of a reader: a request, or the confirmation of a copy. The owner answers with its tokens, or 0."""
+    """A line of a reader: a request, or the confirmation of a copy. The owner answers with a :class:`Ready` line."""
 
     kv: str = ""
     ec: str = ""
     copied: str = ""
+
+
+class Ready(msgspec.Struct):
+    """The owner's answer: the tokens to copy, 0 if it holds them no more; how many of them it had in its cache."""
+
+    tokens: int
+    cached: int = 0
+
+
+def line(message: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+async def fetch(
+    host: str, port: int, ask: msgspec.Struct, confirm: msgspec.Struct, seconds_per_token: float, wait: float | None
+) -> Ready:
+    """Request a copy from its owner, take the time of it, and confirm it. Raises :class:`TransferError`. ``wait``:
+    seconds until the answer.
+    """
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            reader, writer = await asyncio.open_connection(host, port)
+        with contextlib.closing(writer):
+            writer.write(line(ask))
+            async with asyncio.timeout(wait):
+                ready = msgspec.json.decode(await reader.readline(), type=Ready)
+            if not ready.tokens:
+                raise TransferError("it holds it no more")
+            await asyncio.sleep(ready.tokens * seconds_per_token)
+            writer.write(line(confirm))
+            await writer.drain()
+            return ready
+    except (OSError, ValueError, TimeoutError) as error:
+        raise TransferError(f"{host}:{port}: {error or type(error).__name__}") from error
+
+
+async def serve_readers(
+    answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]], address: tuple[str, int]
+) -> None:
+    """Serve readers until cancelled. Raises ``OSError`` if the address is in use."""
+    async with await asyncio.start_server(answer, *address) as server:
+        await server.serve_forever()
 
 
 class ConnectorTransfers:
@@ -155,10 +196,8 @@ class ConnectorTransfers:
 
     async def take(self, params: Mapping[str, Any]) -> int:
         """Fetch the blocks of a prefill and return its tokens. Raises :class:`TransferError`."""
-        name = str(params.get("remote_request_id", ""))
-        return await self._fetch(
-            params.get("remote_host"), params.get("remote_port"), TransferRequest(kv=name), self._cost.kv
-        )
+        ask = TransferRequest(kv=str(params.get("remote_request_id", "")))
+        return await self._fetch(params.get("remote_host"), params.get("remote_port"), ask, self._cost.kv)
 
     def _expire(self, name: str) -> None:
         self.expired += 1
@@ -176,9 +215,8 @@ class ConnectorTransfers:
             if not isinstance(peer, dict) or "peer_host" not in peer or self.arrived(name):
                 continue
             try:
-                await self._fetch(
-                    peer["peer_host"], peer.get("peer_port"), TransferRequest(ec=name), self._cost.embedding
-                )
+                ask = TransferRequest(ec=name)
+                await self._fetch(peer["peer_host"], peer.get("peer_port"), ask, self._cost.embedding)
             except TransferError as error:
                 log.warning("embedding %s: %s", name, error)
                 continue
@@ -194,51 +232,29 @@ class ConnectorTransfers:
             return identifier in self._received
         return embedding_file(config.folder, identifier).is_file()
 
-    async def serve(self) -> None:
-        """Serve readers until cancelled. Raises ``OSError`` if the address is in use."""
-        if self.config.listens is None:
-            return
-        host, port = self.config.listens
-        server = await asyncio.start_server(self._answer, host, port, limit=_LINE)
-        async with server:
-            await server.serve_forever()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.closing(writer), contextlib.suppress(ConnectionError, ValueError):
-            while line := await reader.readline():
-                ask = msgspec.json.decode(line, type=TransferRequest)
+            while question := await reader.readline():
+                ask = msgspec.json.decode(question, type=TransferRequest)
                 if ask.copied:
                     if ask.copied in self._held:
                         self._give(ask.copied)
                     continue
                 held = self._held.get(ask.kv)
                 tokens = held[1].prompt_length if held is not None else self.embeddings.get(ask.ec, 0)
-                writer.write(msgspec.json.encode(tokens) + b"\n")
+                writer.write(line(Ready(tokens)))
                 await writer.drain()
 
     async def _fetch(self, host: object, port: object, ask: TransferRequest, seconds_per_token: float) -> int:
-        """Request from an owner, wait for the copy, and confirm it. Raises :class:`TransferError`."""
-        if not isinstance(host, str) or not isinstance(port, int):
-            self.failed += 1
-            raise TransferError("the parameters name no address")
+        """:func:`fetch` and count failures."""
+        copied = TransferRequest(copied=ask.kv or ask.ec)
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                reader, writer = await asyncio.open_connection(host, port, limit=_LINE)
-            with contextlib.closing(writer):
-                writer.write(msgspec.json.encode(ask) + b"\n")
-                tokens = msgspec.json.decode(await reader.readline(), type=int)
-                if not tokens:
-                    raise TransferError(f"{host}:{port} holds it no more")
-                await asyncio.sleep(tokens * seconds_per_token / self._cost.speed)
-                writer.write(msgspec.json.encode(TransferRequest(copied=ask.kv or ask.ec)) + b"\n")
-                await writer.drain()
-                return tokens
+            if not isinstance(host, str) or not isinstance(port, int):
+                raise TransferError("the parameters name no address")
+            return (await fetch(host, port, ask, copied, seconds_per_token / self._cost.speed, None)).tokens
         except TransferError:
             self.failed += 1
             raise
-        except (OSError, ValueError, TimeoutError) as error:
-            self.failed += 1
-            raise TransferError(f"{host}:{port}: {error or type(error).__name__}") from error
 
 
 def embedding_file(folder: Path, identifier: str) -> Path:
