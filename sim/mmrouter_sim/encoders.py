@@ -3,7 +3,6 @@
 import asyncio
 import random
 import uuid
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -15,38 +14,18 @@ import zmq.asyncio
 from mmrouter_sim.core.requests import Media
 from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.errors import RequestError
+from mmrouter_sim.media import RecentImages
 from mmrouter_sim.vllm.connectors import EcTransfer, write_embedding
 
 DEFAULT_CAPACITY = 65_536
 """Visual tokens that are kept unless the connector's flags set another number."""
 
 
-class StoredEmbeddings(OrderedDict[str, int]):
-    """Visual tokens of each stored embedding, at most ``room`` in all; the least recently used are dropped."""
-
-    def __init__(self, room: int) -> None:
-        super().__init__()
-        self._room = room
-
-    def use(self, identifier: str) -> bool:
-        """Mark an image as used; return whether it is stored."""
-        if identifier in self:
-            self.move_to_end(identifier)
-        return identifier in self
-
-    def put(self, identifier: str, tokens: int) -> None:
-        """Store an image and drop the oldest beyond the capacity, even itself if it is too large."""
-        self[identifier] = tokens
-        self.move_to_end(identifier)
-        while sum(self.values()) > self._room:
-            self.popitem(last=False)
-
-
 class ImageEncoder:
     """The encoder of one process."""
 
     def __init__(self, config: EcTransfer, cost: Cost, seed: int) -> None:
-        self.stored = StoredEmbeddings(config.room or DEFAULT_CAPACITY)
+        self.stored = RecentImages(config.room or DEFAULT_CAPACITY)
         self.waiting = 0  # requests
         self.running = 0
         self.visual_tokens = 0  # encoded since the start

@@ -12,7 +12,7 @@ from mmrouter_sim.core.events import Dialect, VllmDialect
 from mmrouter_sim.core.requests import ALGORITHMS, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.encoders import EncoderShares, ImageEncoder
-from mmrouter_sim.media import ProcessorCache
+from mmrouter_sim.media import BYTES_PER_TOKEN, RecentImages
 from mmrouter_sim.metrics import EngineMetrics
 from mmrouter_sim.model import AnswerGenerator, Model
 from mmrouter_sim.rank_runner import Publisher, Runner
@@ -33,7 +33,7 @@ class SimulatedEngine:
         self.settings = settings
         self.model = model
         self.context = settings.max_model_len or model.context
-        self.images = ProcessorCache(settings.processor_cache_bytes)
+        self.images = RecentImages(settings.processor_cache_bytes // BYTES_PER_TOKEN)
         self.answers = AnswerGenerator(
             model.tokenizer, model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
         )
@@ -57,7 +57,7 @@ class SimulatedEngine:
             )
             for rank in range(0 if self.encoder else settings.ranks)
         ]
-        self.metrics = EngineMetrics(settings, self.runners, self.images, self.handover, self.encoder)
+        self.metrics = EngineMetrics(settings, [runner.scheduler for runner in self.runners], self.encoder)
         self.plugin: Plugin | None = None
         if not sglang and "mmrouter" in os.environ.get("VLLM_PLUGINS", "").split(","):
             # Image processing depends on the model type and this flag, not on the folder's path.

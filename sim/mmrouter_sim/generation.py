@@ -114,15 +114,12 @@ class Job:
         yield b"data: [DONE]\n\n"
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        loop = asyncio.get_running_loop()
         decoder = DecodeStream(skip_special_tokens=True)
         hold = max((len(stop) - 1 for stop in self.body.stops), default=0)  # characters that may begin a stop string
-        text_so_far, given, last = "", 0, None
+        text_so_far, given = "", 0
         async with aclosing(self.runner.generate(self.request)) as outputs:
             async for output in outputs:
-                now = loop.time()
-                self.engine.metrics.token(self.rank, self.request, now, last)
-                last, token, finished = now, output.token, output.finished
+                token, finished = output.token, output.finished
                 reason: int | str | None = None
                 if finished == "stop":
                     reason = None if token in self.engine.model.stop_ids else token
@@ -139,7 +136,6 @@ class Job:
                 given = end
                 if finished is not None:
                     break
-        self.engine.metrics.ended(self.rank, self.request, loop.time())
 
 
 def _find_stop(text: str, before: int, stops: tuple[str, ...]) -> tuple[int, str] | None:

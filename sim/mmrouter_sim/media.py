@@ -105,42 +105,25 @@ def _frame(value: bytes) -> bytes:
     return len(value).to_bytes(8, "little") + value
 
 
-class ProcessorCache:
-    """Token counts of processed images by identifier; the least recently used are dropped first. An image that is known
-    by its identifier is not looked at again, whatever bytes come with it (docs/engine-facts/vllm.md#image-uuid).
+class RecentImages(OrderedDict[str, int]):
+    """Visual tokens of images by identifier, at most ``room`` tokens in all; the least recently used are dropped first.
+    An image that is known by its identifier is not looked at again, whatever bytes come with it
+    (docs/engine-facts/vllm.md#image-uuid).
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity  # bytes
-        self.queries = 0
-        self.hits = 0
-        self._counts: OrderedDict[str, int] = OrderedDict()
-        self._held = 0
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self._room = room
 
-    def get(self, identifier: str) -> int | None:
-        """Return the token count of a cached image and mark it as used."""
-        self.queries += 1
-        count = self._counts.get(identifier)
-        if count is not None:
-            self.hits += 1
-            self._counts.move_to_end(identifier)
-        return count
+    def use(self, identifier: str) -> int | None:
+        """Mark an image as used; return its tokens if it is known."""
+        if identifier in self:
+            self.move_to_end(identifier)
+        return self.get(identifier)
 
-    def holds(self, identifier: str) -> bool:
-        """Whether an image is cached, without marking it as used."""
-        return identifier in self._counts
-
-    def put(self, identifier: str, count: int) -> None:
-        """Add an image, unless it alone exceeds the capacity."""
-        weight = count * BYTES_PER_TOKEN
-        if weight > self.capacity or identifier in self._counts:
-            return
-        self._counts[identifier] = count
-        self._held += weight
-        while self._held > self.capacity:
-            _, oldest = self._counts.popitem(last=False)
-            self._held -= oldest * BYTES_PER_TOKEN
-
-    def clear(self) -> None:
-        self._counts.clear()
-        self._held = 0
+    def put(self, identifier: str, tokens: int) -> None:
+        """Add an image, unless it alone exceeds the room."""
+        if tokens <= self._room:
+            self[identifier] = tokens
+            while sum(self.values()) > self._room:
+                self.popitem(last=False)

@@ -159,7 +159,6 @@ class Runner:
         request that can never run here and :class:`Aborted` when the engine shuts down.
         """
         queue: asyncio.Queue[Output | None] = asyncio.Queue()
-        request.arrived = asyncio.get_running_loop().time()
         self.scheduler.add(request)
         self._queues[request] = queue
         self._quiet.clear()
@@ -197,7 +196,7 @@ class Runner:
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
-            step = self.scheduler.schedule(loop.time())
+            step = self.scheduler.schedule()
             if step is None:
                 self._publish(self.scheduler.news() if self.tells_when_idle else [])
                 self._wake.clear()
@@ -206,7 +205,7 @@ class Runner:
                 continue
             due += step.seconds
             await asyncio.sleep(max(0.0, due - loop.time()))
-            outputs, events = self.scheduler.complete(step, loop.time())
+            outputs, events = self.scheduler.complete(step)
             self._publish(events)
             for output in outputs:
                 self._queues[output.request].put_nowait(output)

@@ -95,9 +95,7 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt and the state of its generation. ``ids`` grows as tokens are sampled; times are seconds of the caller's
-    clock.
-    """
+    """A prompt and the state of its generation. ``ids`` grows as tokens are sampled."""
 
     id: str
     ids: "array[int]"  # array('I'): the expanded prompt, then the answer
@@ -108,7 +106,6 @@ class Request:
     lora: tuple[str, str] | None = None  # name, path
     stop_ids: frozenset[int] = frozenset()
     report_hits: bool = False  # kv_cache_report_mode=full: announce reused blocks again
-    arrived: float = 0.0
     external: int = 0  # prompt tokens whose keys and values came from another engine
     hold: bool = False  # its blocks stay after its end until another engine has fetched them
 
@@ -119,8 +116,6 @@ class Request:
     digests: list[bytes] = field(default_factory=list, init=False)  # of every full block of ids
     cached_tokens: int | None = field(default=None, init=False)  # served from the prefix cache at first admission
     preemptions: int = field(default=0, init=False)
-    started: float | None = field(default=None, init=False)
-    first_token: float | None = field(default=None, init=False)
     finished: Finish | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ of exactly n blocks, and for prompts that are computed over several steps.
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from mmrouter_sim.core.caches import BlockPool, CacheContents, EncoderCache
 from mmrouter_sim.core.events import AllBlocksCleared, Dialect, Event, VllmDialect
@@ -68,9 +68,8 @@ class Counters:
     external_hits: int = 0  # received from another engine
     visual_tokens: int = 0  # encoded here
     prompt_tokens: int = 0
-    generation_tokens: int = 0
     preemptions: int = 0  # requests
-    finished: dict[Finish, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})  # requests
+    expired: int = 0  # requests whose blocks were not fetched in time
 
 
 class Scheduler:
@@ -131,7 +130,7 @@ class Scheduler:
         self._events.append(AllBlocksCleared())
         return True
 
-    def schedule(self, now: float) -> Step | None:
+    def schedule(self) -> Step | None:
         """Return the next step, or ``None`` if no request can run. Running requests are first, oldest first."""
         budget = self.limits.max_batched_tokens
         visual = 0
@@ -158,7 +157,7 @@ class Scheduler:
             position += 1
         # A request that was just preempted is first here and lacks a block, so no other request overtakes it.
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
-            admitted = self._admit(self.waiting[0], budget, visual, now)
+            admitted = self._admit(self.waiting[0], budget, visual)
             if admitted is None:
                 break
             wanted, encoded = admitted
@@ -174,7 +173,7 @@ class Scheduler:
         seconds = self.cost.seconds(prefill=prefill, visual=visual, decoding=decoding, rng=self._rng)
         return Step(tokens, seconds, visual)
 
-    def complete(self, step: Step, now: float) -> tuple[list[Output], list[Event]]:
+    def complete(self, step: Step) -> tuple[list[Output], list[Event]]:
         outputs: list[Output] = []
         for request, count in step.tokens.items():
             if request.finished is not None:  # aborted while it ran
@@ -185,21 +184,19 @@ class Scheduler:
                 if before < item.end <= request.computed:
                     self.encoder.done(request.id, item.identifier)
             if request.computed == len(request.ids):
-                outputs.append(self._sample(request, now))
+                outputs.append(self._sample(request))
         return outputs, self.news()
 
     def news(self) -> list[Event]:
         events, self._events = self._events, []
         return self._dialect.joined(events)
 
-    def _sample(self, request: Request, now: float) -> Output:
+    def _sample(self, request: Request) -> Output:
         token = request.sample(request.answer_length)
-        if request.first_token is None:
-            request.first_token = now
+        if not request.answer_length:
             self.counters.prompt_tokens += request.prompt_length
         request.ids.append(token)
         self._dialect.extend(request)
-        self.counters.generation_tokens += 1
         finished: Finish | None = None
         if token in request.stop_ids:
             finished = "stop"
@@ -209,7 +206,7 @@ class Scheduler:
             self._end(request, finished)
         return Output(request, token, finished)
 
-    def _admit(self, request: Request, budget: int, visual: int, now: float) -> tuple[int, int] | None:
+    def _admit(self, request: Request, budget: int, visual: int) -> tuple[int, int] | None:
         """Allocate the first blocks of a waiting request. Returns (tokens, visual tokens), ``None`` to wait."""
         hits = self._hits(request)
         hit = len(hits) * self.limits.block_size
@@ -237,7 +234,6 @@ class Scheduler:
         if request.cached_tokens is None:
             request.cached_tokens = hit
             self.counters.external_hits += received - hit
-            request.started = now
             self.counters.prefix_queries += len(request.ids)
             self.counters.prefix_hits += hit
         return wanted, self._encoded(request, fresh)
@@ -309,7 +305,6 @@ class Scheduler:
         if self._dialect.single and request in self.running:
             self._store(request, request.computed // self.limits.block_size)
         request.finished = reason
-        self.counters.finished[reason] += 1
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:

@@ -160,8 +160,6 @@ class ConnectorTransfers:
     def __init__(self, config: ConnectorConfig, cost: Cost) -> None:
         self.config = config
         self.engine_id = (config.kv.engine_id if config.kv else None) or str(uuid4())
-        self.expired = 0  # requests whose blocks were not fetched in time
-        self.failed = 0  # failed transfers
         self._cost = cost
         self._held: dict[str, tuple[Scheduler, Request, asyncio.TimerHandle]] = {}
         self._received: OrderedDict[str, None] = OrderedDict()
@@ -200,7 +198,7 @@ class ConnectorTransfers:
         return await self._fetch(params.get("remote_host"), params.get("remote_port"), ask, self._cost.kv)
 
     def _expire(self, name: str) -> None:
-        self.expired += 1
+        self._held[name][0].counters.expired += 1
         self._give(name)
 
     def _give(self, name: str) -> None:
@@ -246,15 +244,11 @@ class ConnectorTransfers:
                 await writer.drain()
 
     async def _fetch(self, host: object, port: object, ask: TransferRequest, seconds_per_token: float) -> int:
-        """:func:`fetch` and count failures."""
+        """Return the tokens of what an owner of blocks or embeddings gave. Raises :class:`TransferError`."""
+        if not isinstance(host, str) or not isinstance(port, int):
+            raise TransferError("the parameters name no address")
         copied = TransferRequest(copied=ask.kv or ask.ec)
-        try:
-            if not isinstance(host, str) or not isinstance(port, int):
-                raise TransferError("the parameters name no address")
-            return (await fetch(host, port, ask, copied, seconds_per_token / self._cost.speed, None)).tokens
-        except TransferError:
-            self.failed += 1
-            raise
+        return (await fetch(host, port, ask, copied, seconds_per_token / self._cost.speed, None)).tokens
 
 
 def embedding_file(folder: Path, identifier: str) -> Path:

@@ -24,13 +24,13 @@ from mmrouter_handover.plugin.wire import (
     read_header,
     unpack_node,
 )
-from mmrouter_sim.media import BYTES_PER_TOKEN, ProcessorCache
+from mmrouter_sim.media import BYTES_PER_TOKEN, RecentImages
 
 
 class Plugin:
     """The plugin of one process. Usable from several threads."""
 
-    def __init__(self, settings: Settings, role: str, processing: str, images: ProcessorCache, version: str) -> None:
+    def __init__(self, settings: Settings, role: str, processing: str, images: RecentImages, version: str) -> None:
         """``role``: renderer or engine. ``processing``: equal for servers that process alike."""
         self.role, self._node, self._version = role, settings.node, version
         self._transports, self._processing, self._images = Transports(settings, role), processing, images
@@ -60,7 +60,7 @@ class Plugin:
         fell: list[tuple[str, str]] = []
         releases: list[Release] = []
         for name in names:
-            tokens = self._images.get(name)
+            tokens = self._images.use(name)
             if tokens is None:
                 withheld[name] = "uncached"
                 continue
@@ -93,7 +93,7 @@ class Plugin:
         held: list[str] = []
         refused: dict[str, str] = {}
         for name, offer in items.items():
-            if self._images.holds(name) or self._pending.extend(name, seconds):
+            if name in self._images or self._pending.extend(name, seconds):
                 held.append(name)
                 continue
             try:

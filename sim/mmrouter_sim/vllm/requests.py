@@ -247,7 +247,7 @@ def _name(
     if not identifier and fetched is not None:
         identifier = media.default_identifier(engine.model.name, fetched[0], fetched[1].mode)
     identifier = str(identifier)
-    count = engine.images.get(identifier)
+    count = engine.images.use(identifier)
     if count is None and engine.plugin is not None:
         count = engine.plugin.claim(identifier)
     if count is None:

@@ -69,12 +69,12 @@ def theirs(prompts, *, caching=True):
         while coming < len(prompts) and prompts[coming].at <= now:
             engine.add(requests[coming])
             coming += 1
-        step = engine.schedule(now)
+        step = engine.schedule()
         if step is None:
             now = prompts[coming].at
             continue
         now += step.seconds
-        for output in engine.complete(step, now)[0]:
+        for output in engine.complete(step)[0]:
             number = int(output.request.id)
             first.setdefault(number, now)
             if output.finished:

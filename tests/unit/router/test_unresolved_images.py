@@ -133,9 +133,9 @@ class World:
                 break
             held += 1
         now = 0.0
-        while (step := engine.schedule(now)) is not None:
+        while (step := engine.schedule()) is not None:
             now += step.seconds
-            _, events = engine.complete(step, now)
+            _, events = engine.complete(step)
             self._ledger.apply(decode_batch(encode_events(now, events, 0)), 0)
             for change in self._ledger.take().changes:
                 self._index.remove(self._slot, change.removed)

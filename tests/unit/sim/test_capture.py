@@ -92,8 +92,8 @@ def test_a_captured_engine_and_ours_publish_the_same_bytes(
         engine.add(request)
         payloads = []
         while request.finished is None:
-            plan = engine.schedule(0.0)
-            _, events = engine.complete(plan, 0.0)
+            plan = engine.schedule()
+            _, events = engine.complete(plan)
             if events:
                 sent, _, rank = msgspec.msgpack.decode(step.payloads[min(len(payloads), len(step.payloads) - 1)])
                 payloads.append(encode_events(sent, events, rank))
@@ -150,7 +150,7 @@ def test_captured_requests_give_the_captured_ids_usage_and_bytes(captures, model
         rank.add(request)
         payloads = []
         while request.finished is None:
-            _, events = rank.complete(rank.schedule(0.0), 0.0)
+            _, events = rank.complete(rank.schedule())
             if events:
                 sent = msgspec.msgpack.decode(bytes.fromhex(step["frames"][len(payloads)]["payload"]))[0]
                 payloads.append(encode_events(sent, events, 0).hex())

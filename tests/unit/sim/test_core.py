@@ -34,10 +34,10 @@ def request(tokens, *, answer=1, media=(), salt=None, name="r", report=False):
 
 
 def step(rank):
-    plan = rank.schedule(0.0)
+    plan = rank.schedule()
     if plan is None:
         return [], []
-    return rank.complete(plan, plan.seconds)
+    return rank.complete(plan)
 
 
 def run(rank, *requests):
@@ -284,9 +284,9 @@ def test_an_image_that_is_encoded_already_costs_nothing_again():
     first = request(range(30), media=[Media("a", 3, 20)])
     other = request(range(100, 130), media=[Media("a", 4, 20)], name="o")
     rank.add(first)
-    assert rank.schedule(0.0).visual_tokens == 20
+    assert rank.schedule().visual_tokens == 20
     rank.add(other)
-    plan = rank.schedule(0.0)
+    plan = rank.schedule()
     assert plan.visual_tokens == 0
 
 
@@ -317,10 +317,10 @@ def test_time_is_tokens_over_rates_divided_by_speed_within_the_jitter():
     rank.cost = Cost(prefill_rate=1000, encode_seconds=0.01, decode_seconds=0.5, jitter=0, speed=2)
     item = request(range(30), answer=3, media=[Media("a", 3, 20)])
     rank.add(item)
-    plan = rank.schedule(0.0)
+    plan = rank.schedule()
     assert plan.seconds == pytest.approx((0.03 + 0.2) / 2)
-    rank.complete(plan, 0.0)
-    assert rank.schedule(0.0).seconds == pytest.approx(0.25)
+    rank.complete(plan)
+    assert rank.schedule().seconds == pytest.approx(0.25)
 
 
 def test_a_seed_gives_the_same_times_again():
@@ -329,9 +329,9 @@ def test_a_seed_gives_the_same_times_again():
         rank.add(request(range(40), answer=5))
         seconds = []
         while not rank.idle:
-            plan = rank.schedule(0.0)
+            plan = rank.schedule()
             seconds.append(plan.seconds)
-            rank.complete(plan, 0.0)
+            rank.complete(plan)
         return seconds
 
     assert times(1) == times(1) != times(2)

@@ -122,11 +122,9 @@ def _tokens(row):
 
 
 def _run(scheduler):
-    events, now = [], 0.0
+    events = []
     while not scheduler.idle:
-        step = scheduler.schedule(now)
-        now += step.seconds
-        events += scheduler.complete(step, now)[1]
+        events += scheduler.complete(scheduler.schedule())[1]
     return events + scheduler.news()
 
 
