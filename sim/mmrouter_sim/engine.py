@@ -135,11 +135,6 @@ class SimulatedEngine:
             raise ValueError(f"data_parallel_rank {header} is out of range [0, {len(self.runners)}).")
         return int(header), self.runners[int(header)]
 
-    def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache of every rank. ``False`` if a rank could not, because requests hold blocks."""
-        done = [runner.scheduler.reset() for runner in self.runners]  # all ranks, even after a failure
-        return all(done)
-
     async def run(self) -> None:
         """Open the event sockets and step until cancelled. Raises ``zmq.ZMQError`` for an address in use."""
         try:

@@ -40,11 +40,10 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def publishes(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
 
-    def resolved(self, rank: int) -> "EventsConfig":
-        """Return the configuration of one rank, with every default filled in. Raises ``ValueError``."""
+    def of_rank(self, rank: int) -> "EventsConfig":
+        """Return the configuration of one rank, with its own ports. Raises ``ValueError``."""
         return msgspec.structs.replace(
             self,
-            publisher=self.publisher or ("zmq" if self.enable_kv_cache_events else "null"),
             endpoint=offset_port(self.endpoint, rank),
             replay_endpoint=offset_port(self.replay_endpoint, rank) if self.replay_endpoint else None,
         )
@@ -75,7 +74,7 @@ class Publisher:
     ) -> None:
         """``bind``: whether the PUB socket binds; ``None``: by its address (:func:`binds`)."""
         self._bind = binds(config.endpoint) if bind is None else bind
-        self.config = config.resolved(rank)
+        self.config = config.of_rank(rank)
         self._rank = rank
         self._clock = clock
         self._topic = self.config.topic.encode()
@@ -187,10 +186,6 @@ class Runner:
             if request.finished is None:
                 self.scheduler.abort(request)
                 queue.put_nowait(None)
-
-    def publish_pending(self) -> None:
-        """Publish events that occurred between steps, if the engine does not delay them to the next step."""
-        self._wake.set()
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()

@@ -34,20 +34,19 @@ class Settings:
     max_batched_tokens: int
     ranks: int
     prefix_caching: bool
-    hash_algorithm: str
     events: EventsConfig
     token_details: bool
     chat_template: str | None  # content of the template
     processor: dict[str, Any]
     image_limit: int | None
-    media_root: Path | None
-    processor_cache_bytes: int
     shutdown_seconds: float
-    dev_mode: bool
-    int_hashes: bool
     cost: Cost
     seed: int
     answer_tokens: int
+    hash_algorithm: str = ""
+    int_hashes: bool = True
+    media_root: Path | None = None
+    processor_cache_bytes: int = 1 << 32
     handover: ConnectorConfig = field(default_factory=ConnectorConfig)
     renders: bool = False  # only preprocess: ``vllm launch render``
     pairs: PairSide | None = None  # one side of a prefill/decode pair (SGLang)

@@ -20,8 +20,6 @@ from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.generation import render
 from mmrouter_sim.sglang import chat, requests
 from mmrouter_sim.sglang.pages import VERSION
-from mmrouter_sim.sglang.requests import DetokenizeRequest, TokenizeRequest
-from mmrouter_sim.vllm.requests import parse
 
 OPEN = ("/health", "/ready", "/metrics")
 """Path prefixes that need no API key (docs/engine-facts/sglang.md#http-endpoints)."""
@@ -29,21 +27,19 @@ OPEN = ("/health", "/ready", "/metrics")
 
 def build(engine: SimulatedEngine) -> Starlette:
     routes: list[server.RouteRow] = [
-        *((path, ["GET"], _ready) for path in ("/health", "/health_generate", "/ready")),
-        *((path, ["GET"], _server_info) for path in ("/server_info", "/get_server_info")),
-        *((path, ["GET"], _model_info) for path in ("/model_info", "/get_model_info")),
+        ("/health", ["GET"], _ready),
+        ("/ready", ["GET"], _ready),
+        ("/server_info", ["GET"], _server_info),
+        ("/model_info", ["GET"], _model_info),
         ("/metrics", ["GET"], server.metrics),
         ("/sim/cache", ["GET"], server.cache),
         ("/v1/models", ["GET"], _models),
-        *((path, ["POST"], _tokenize) for path in ("/v1/tokenize", "/tokenize")),
-        *((path, ["POST"], _detokenize) for path in ("/v1/detokenize", "/detokenize")),
-        ("/flush_cache", ["GET", "POST"], _flush),
         ("/v1/chat/completions", ["POST"], chat.chat),
         ("/v1/completions", ["POST"], chat.complete),
     ]
     if engine.encoder is not None:
         # An encoder has few routes and no API key.
-        routes = [row for row in routes if row[0] in ("/health", "/health_generate", "/metrics")]
+        routes = [row for row in routes if row[0] in ("/health", "/metrics")]
         routes.append(("/encode", ["POST"], encode))
     return server.build_app(
         engine,
@@ -111,32 +107,6 @@ async def _model_info(engine: SimulatedEngine, _request: Request) -> Response:
 async def _models(engine: SimulatedEngine, _request: Request) -> Response:
     name = engine.settings.served_names[0]
     return server.models(engine, "sglang", [name], name)
-
-
-async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
-    body = parse(await request.body(), TokenizeRequest)
-    if body.messages is not None:
-        tokens = await render(engine, partial(requests.plain, engine, body, body.messages))
-    elif body.prompt is not None:
-        tokens = engine.model.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens).ids
-    else:
-        raise RequestError("Either prompt or messages is required.", param="prompt")
-    return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": engine.context})
-
-
-async def _detokenize(engine: SimulatedEngine, request: Request) -> Response:
-    body = parse(await request.body(), DetokenizeRequest)
-    if any(not 0 <= token < 1 << 32 for token in body.tokens):
-        raise RequestError("tokens: a token id is not in the vocabulary", param="tokens")
-    return json_response({"text": engine.model.tokenizer.decode(body.tokens, body.skip_special_tokens)})
-
-
-async def _flush(engine: SimulatedEngine, _request: Request) -> Response:
-    done = engine.reset_prefix_cache()
-    for runner in engine.runners:
-        runner.publish_pending()
-    text = "Cache flushed." if done else "Cache not flushed: requests are running."
-    return Response(text, HTTPStatus.OK if done else HTTPStatus.BAD_REQUEST, media_type="text/plain")
 
 
 async def encode(engine: SimulatedEngine, request: Request) -> Response:

@@ -54,11 +54,7 @@ class SglangJob(Job):
         else:
             kind, choice["text"] = "text_completion", text
         metadata = {"weight_version": "default"}
-        return self.head(kind) | {"choices": [choice], "usage": self.usage(), "metadata": metadata} | self._input_ids()
-
-    def _input_ids(self) -> dict[str, Any]:
-        asked = isinstance(self.body, ChatRequest) and self.body.return_input_ids_in_sglext
-        return {"sglext": {"input_ids": self.prompt.ids.tolist()}} if asked else {}
+        return self.head(kind) | {"choices": [choice], "usage": self.usage(), "metadata": metadata}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         if not self.chat:
@@ -74,7 +70,7 @@ class SglangJob(Job):
             if piece.text:
                 yield head | _delta({"role": None, "content": piece.text})
         assert last is not None, "an answer has at least one token"
-        yield head | _delta({"role": None, "content": None}, **_ending(last)) | self._input_ids()
+        yield head | _delta({"role": None, "content": None}, **_ending(last))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Run, or only this engine's half of it. Raises :class:`RequestError` where the other half fails."""
@@ -129,7 +125,7 @@ async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     check(body)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     encoded = await _encoded(engine, body)
-    prompt = await render(engine, lambda: requests.from_messages(engine, body, body.messages, encoded))
+    prompt = await render(engine, lambda: requests.from_messages(engine, body, encoded))
     return await _job(engine, http, body, prompt, wanted).respond(http)
 
 
@@ -148,7 +144,7 @@ async def _encoded(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding
     images = [requests.image_of(part) for part in requests.images_of(engine, body.messages)]
     if not settings.encoder_urls or not images:
         return None
-    if body.return_prompt_token_ids or body.return_input_ids_in_sglext:
+    if body.return_prompt_token_ids:
         # An engine beside encoders has no ids to show where it answers; the real one fails so, too.
         raise RequestError("Internal server error: 'NoneType' object is not iterable", status=500)
     return await engine.shares.embeddings(settings.host, settings.encoder_urls, images)

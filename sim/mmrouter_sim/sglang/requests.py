@@ -13,7 +13,7 @@ from mmrouter_sim import media
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
 from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
-from mmrouter_sim.vllm.requests import Common, Generation, Prompt
+from mmrouter_sim.vllm.requests import Generation, Prompt
 
 
 class _Routed(Generation, kw_only=True):
@@ -29,28 +29,12 @@ class ChatRequest(_Routed, kw_only=True):
     max_completion_tokens: int | None = None
     input_ids: list[int] | None = None
     return_prompt_token_ids: bool = False
-    return_input_ids_in_sglext: bool = False
 
 
 class CompletionRequest(_Routed, kw_only=True):
     """``/v1/completions``."""
 
     prompt: str | list[int | str]
-
-
-class TokenizeRequest(Common, kw_only=True):
-    """``/v1/tokenize``."""
-
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-
-
-class DetokenizeRequest(msgspec.Struct):
-    """``/v1/detokenize``."""
-
-    tokens: list[int]
-    skip_special_tokens: bool = True
 
 
 def check(body: ChatRequest | CompletionRequest) -> None:
@@ -75,18 +59,15 @@ _ENVELOPE = frozenset({"type", "format", "url", "image", "video", "audio", "cont
 
 
 def from_messages(
-    engine: SimulatedEngine,
-    body: ChatRequest | TokenizeRequest,
-    messages: list[dict[str, Any]],
-    encoded: Sequence[tuple[int, int]] | None = None,
+    engine: SimulatedEngine, body: ChatRequest, encoded: Sequence[tuple[int, int]] | None = None
 ) -> Prompt:
     """Return the prompt of a chat. ``encoded``: item hash and tokens of each image, if encoders returned them. Raises
     :class:`RequestError` (400).
     """
-    parts = images_of(engine, messages)
+    parts = images_of(engine, body.messages)
     images = encoded if encoded is not None else [_name(engine, number, part) for number, part in enumerate(parts)]
     try:
-        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
+        text = engine.model.prompter.render(body.messages, **render_arguments(msgspec.structs.asdict(body)))
         named = [(str(item), count) for item, count in images]
         ids, where = engine.model.expand(text, named, add_special_tokens=False)
     except (TemplateError, PlaceholderError) as error:
@@ -124,15 +105,6 @@ def picture(engine: SimulatedEngine, image: Mapping[str, Any]) -> tuple[int, int
     with Image.open(io.BytesIO(data)) as opened:
         pixels = opened.convert("RGB")
         return by_pixels(pixels.mode, pixels.size, pixels.tobytes()), engine.model.count(decoded.width, decoded.height)
-
-
-def plain(engine: SimulatedEngine, body: TokenizeRequest, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the ids of a chat whose images are not expanded, as in ``/v1/tokenize``."""
-    try:
-        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
-    except TemplateError as error:
-        raise RequestError(str(error)) from error
-    return engine.model.tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def image_of(part: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from mmrouter_handover.plugin import wire
 from mmrouter_sim import server
 from mmrouter_sim.engine import SimulatedEngine
-from mmrouter_sim.errors import RequestError, error_response, json_response, validation_error
+from mmrouter_sim.errors import RequestError, error_response, json_response
 from mmrouter_sim.generation import render
 from mmrouter_sim.vllm import completions, requests
 from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.plugin import Plugin
-from mmrouter_sim.vllm.requests import ChatRequest, DetokenizeRequest, TokenizeRequest, check, parse
+from mmrouter_sim.vllm.requests import ChatRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference", "/sim")
 """Path prefixes that need the API key (docs/engine-facts/vllm.md#http-endpoints); ``/sim`` is the simulator's own."""
@@ -28,13 +28,9 @@ GUARDED = ("/v1", "/v2", "/inference", "/sim")
 def build(engine: SimulatedEngine) -> Starlette:
     routes: list[server.RouteRow] = [
         ("/health", ["GET"], _health),
-        ("/ping", ["GET", "POST"], _health),
         ("/version", ["GET"], _version),
         ("/metrics", ["GET"], server.metrics),
-        ("/kv_event_sources", ["GET"], _sources),
         ("/sim/cache", ["GET"], server.cache),
-        ("/tokenize", ["POST"], _tokenize),
-        ("/detokenize", ["POST"], _detokenize),
         ("/v1/models", ["GET"], _models),
     ]
     if engine.settings.renders:
@@ -43,11 +39,6 @@ def build(engine: SimulatedEngine) -> Starlette:
         routes += [
             ("/v1/chat/completions", ["POST"], completions.chat),
             ("/v1/completions", ["POST"], completions.complete),
-        ]
-    if engine.settings.dev_mode:
-        routes += [
-            ("/reset_prefix_cache", ["POST"], _reset_prefix_cache),
-            ("/reset_mm_cache", ["POST"], _reset_mm_cache),
         ]
     if engine.plugin is not None:
         routes += PLUGIN_ROUTES
@@ -75,40 +66,14 @@ async def _version(_engine: SimulatedEngine, _request: Request) -> Response:
     return json_response({"version": VERSION})
 
 
-async def _sources(engine: SimulatedEngine, _request: Request) -> Response:
-    """The resolved event configuration of each rank."""
-    publishers = {str(rank): runner.publisher for rank, runner in enumerate(engine.runners)}
-    return json_response({rank: each.config for rank, each in publishers.items() if each is not None})
-
-
 async def _models(engine: SimulatedEngine, _request: Request) -> Response:
     return server.models(engine, "vllm", engine.settings.served_names, engine.model.name)
-
-
-async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
-    body = parse(await request.body(), TokenizeRequest)
-    completions.check_model(engine, body.model)
-    check(body)
-    special = body.add_special_tokens
-    if body.messages is not None:
-        make = partial(requests.from_messages, engine, body, body.messages, special=bool(special))
-    elif body.prompt is not None:
-        make = partial(requests.from_text, engine, body.prompt, special=special is not False)
-    else:
-        raise validation_error("Field required: prompt or messages")
-    prompt = await render(engine, make)
-    tokens = prompt.ids.tolist()
-    strings = [engine.model.tokenizer.id_to_token(token) for token in tokens] if body.return_token_strs else None
-    return json_response(
-        {"count": len(tokens), "max_model_len": engine.context, "tokens": tokens, "token_strs": strings}
-    )
 
 
 async def _chat_prompt(engine: SimulatedEngine, body: ChatRequest) -> requests.Prompt:
     completions.check_model(engine, body.model)
     check(body)
-    make = partial(requests.from_messages, engine, body, body.messages, special=body.add_special_tokens)
-    return await render(engine, make)
+    return await render(engine, partial(requests.from_messages, engine, body))
 
 
 async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
@@ -123,23 +88,6 @@ async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
             "model": body.model,
         }
     )
-
-
-async def _detokenize(engine: SimulatedEngine, request: Request) -> Response:
-    body = parse(await request.body(), DetokenizeRequest)
-    completions.check_model(engine, body.model)
-    if any(not 0 <= token < 1 << 32 for token in body.tokens):
-        raise validation_error("tokens: a token id is not in the vocabulary")
-    return json_response({"prompt": engine.model.tokenizer.decode(body.tokens, skip_special_tokens=False)})
-
-
-async def _reset_prefix_cache(engine: SimulatedEngine, _request: Request) -> Response:
-    return json_response({"success": engine.reset_prefix_cache()})
-
-
-async def _reset_mm_cache(engine: SimulatedEngine, _request: Request) -> Response:
-    engine.images.clear()
-    return Response()
 
 
 T = TypeVar("T")

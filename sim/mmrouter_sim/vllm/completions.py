@@ -124,8 +124,7 @@ async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/chat/completions``."""
     body = parse(await http.body(), ChatRequest)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    make = partial(requests.from_messages, engine, body, body.messages, special=body.add_special_tokens)
-    return await _answer(engine, http, body, make, wanted, "chatcmpl")
+    return await _answer(engine, http, body, partial(requests.from_messages, engine, body), wanted, "chatcmpl")
 
 
 async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:

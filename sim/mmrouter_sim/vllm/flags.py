@@ -98,7 +98,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         image_limit=images.get("count") if isinstance(images, dict) else images,
         media_root=Path(args.allowed_local_media_path).resolve() if args.allowed_local_media_path else None,
         processor_cache_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
-        dev_mode=os.environ.get("VLLM_SERVER_DEV_MODE", "0") == "1",
         int_hashes=os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") != "0",
         handover=connector_config(args.kv_transfer_config, args.ec_transfer_config),
         renders=args.command == "launch",

@@ -24,7 +24,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class Common(msgspec.Struct, kw_only=True):
+class Generation(msgspec.Struct, kw_only=True):
     model: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -35,9 +35,6 @@ class Common(msgspec.Struct, kw_only=True):
     reasoning_effort: str | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     media_io_kwargs: dict[str, Any] | None = None
-
-
-class Generation(Common, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -74,18 +71,6 @@ class CompletionRequest(Generation, kw_only=True):
     add_special_tokens: bool = True
 
 
-class TokenizeRequest(Common, kw_only=True):
-    prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeRequest(msgspec.Struct):
-    tokens: list[int]
-    model: str | None = None
-
-
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _NOT_SIMULATED: dict[str, tuple[Any, ...]] = {
@@ -110,7 +95,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         raise validation_error(f"JSON decode error: {error}") from error
 
 
-def check(body: Common) -> None:
+def check(body: Generation) -> None:
     """Refuse what the engine refuses by default. Raises :class:`RequestError`."""
     for name, effect in (("mm_processor_kwargs", "preprocessing"), ("media_io_kwargs", "media loading")):
         if getattr(body, name):
@@ -162,11 +147,11 @@ class Prompt:
         return sum(item.length for item in self.media) or None
 
 
-def from_messages(engine: SimulatedEngine, body: Common, messages: list[dict[str, Any]], *, special: bool) -> Prompt:
+def from_messages(engine: SimulatedEngine, body: ChatRequest) -> Prompt:
     """Return the prompt of a chat. Raises :class:`RequestError` (400)."""
-    if not messages:
+    if not body.messages:
         raise RequestError("list index out of range", param="messages")
-    parts = list(_image_parts(messages))
+    parts = list(_image_parts(body.messages))
     limit = engine.settings.image_limit
     if limit is not None and len(parts) > limit:
         raise parameter_error(f"At most {limit} image(s) may be provided in one prompt.", "image", len(parts))
@@ -174,8 +159,8 @@ def from_messages(engine: SimulatedEngine, body: Common, messages: list[dict[str
     pictures = [_fetch(engine, part) for part in parts]
     images = [_name(engine, n, part, fetched) for n, (part, fetched) in enumerate(zip(parts, pictures, strict=True))]
     try:
-        text = engine.model.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
-        return Prompt(*engine.model.expand(text, images, add_special_tokens=special))
+        text = engine.model.prompter.render(body.messages, **render_arguments(msgspec.structs.asdict(body)))
+        return Prompt(*engine.model.expand(text, images, add_special_tokens=body.add_special_tokens))
     except (TemplateError, PlaceholderError) as error:
         raise RequestError(str(error)) from error
 

@@ -143,7 +143,7 @@ def test_captured_requests_give_the_captured_ids_usage_and_bytes(captures, model
         if step["kind"] != "step":
             continue
         body = inline(step["request"]["body"], captures / "images")
-        prompt = requests.from_messages(engine, msgspec.convert(body, ChatRequest), body["messages"], special=False)
+        prompt = requests.from_messages(engine, msgspec.convert(body, ChatRequest))
         assert prompt.ids.tolist() == step["reply"]["prompt_token_ids"], step["label"]
         answer = step["reply"]["output_token_ids"]
         request = Request(str(compared), prompt.ids, answer.__getitem__, len(answer), prompt.media)

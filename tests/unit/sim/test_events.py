@@ -142,10 +142,6 @@ def events(endpoint, replay):
 async def test_each_rank_has_its_own_ports_and_numbers(serve, context, unused_port):
     port = unused_port(4)
     client = await serve("--data-parallel-size", "2", *events(f"tcp://*:{port}", f"tcp://127.0.0.1:{port + 2}"))
-    _, sources = await client.get("/kv_event_sources")
-    sizes = {"buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000}
-    named = {"endpoint": f"tcp://*:{port + 1}", "replay_endpoint": f"tcp://127.0.0.1:{port + 3}", "topic": ""}
-    assert sources["1"] == {"enable_kv_cache_events": True, "publisher": "zmq", **sizes, **named}
     for rank in ("1", "0", "1"):
         await client.post(CHAT, chat_body("word " * 60, max_tokens=20), headers={"X-data-parallel-rank": rank})
     for rank in (0, 1):
@@ -172,11 +168,6 @@ async def test_hashes_are_whole_digests_when_the_environment_says_so(serve, cont
     (stored,) = msgspec.msgpack.decode(first[3])[1]
     assert stored["block_hashes"] == list(client.engine.runners[0].scheduler.pool.contents())
     assert {len(digest) for digest in stored["block_hashes"]} == {32}
-
-
-async def test_without_events_there_are_no_sources(serve):
-    client = await serve()
-    assert await client.get("/kv_event_sources") == (200, {})
 
 
 @pytest.mark.parametrize(

@@ -116,28 +116,16 @@ async def test_a_stop_string_cuts_the_answer_before_it(serve):
 
 async def test_completions_take_text_or_ids(serve):
     client = await serve()
-    _, tokens = await client.post("/tokenize", {"prompt": LONG, "return_token_strs": True})
-    assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
-    assert tokens["max_model_len"] == client.engine.context
+    tokens = client.engine.model.tokenizer.encode(LONG).ids
     body = {"model": "tiny", "max_tokens": 5, "return_token_ids": True}
     _, by_text = await client.post("/v1/completions", body | {"prompt": LONG})
-    _, by_ids = await client.post("/v1/completions", body | {"prompt": tokens["tokens"]})
+    _, by_ids = await client.post("/v1/completions", body | {"prompt": tokens})
     assert by_text["object"] == "text_completion"
-    assert by_text["choices"][0]["prompt_token_ids"] == tokens["tokens"]
+    assert by_text["choices"][0]["prompt_token_ids"] == tokens
     assert by_text["choices"][0]["text"] == by_ids["choices"][0]["text"]
     assert cached_tokens(by_ids) > 0
     chunks = await client.stream("/v1/completions", body | {"prompt": LONG})
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == by_text["choices"][0]["text"]
-    _, back = await client.post("/detokenize", {"tokens": tokens["tokens"]})
-    assert back == {"prompt": LONG}
-
-
-async def test_tokenize_expands_images_as_a_chat_does(serve):
-    client = await serve()
-    body = chat_body([image(png(), "u-1"), text("what")])
-    _, tokens = await client.post("/tokenize", body)
-    _, reply = await client.post(CHAT, body | {"return_token_ids": True})
-    assert tokens["tokens"] == reply["prompt_token_ids"]
 
 
 async def test_identity_is_the_uuid_and_else_the_engines_hash_of_the_file(serve):
@@ -250,9 +238,8 @@ async def test_a_header_that_claims_too_many_pixels_is_a_500_as_in_the_engine(se
 async def test_the_key_guards_versioned_paths_only(serve, caplog):
     caplog.set_level("INFO")
     client = await serve("--api-key", "k1", "k2")
-    for path in ("/health", "/ping", "/version", "/metrics", "/kv_event_sources"):
+    for path in ("/health", "/version", "/metrics"):
         assert (await client.get(path))[0] == 200, path
-    assert (await client.post("/tokenize", {"prompt": "x"}))[0] == 200
     for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "k1"}):
         for path in ("/v1/models", "/sim/cache"):
             assert await client.get(path, headers=headers) == (401, {"error": "Unauthorized"})
@@ -270,19 +257,6 @@ async def test_unknown_paths_and_methods_are_errors_in_shape(serve):
     assert (status, reply["error"]["code"]) == (404, 404)
     status, reply = await client.get(CHAT)
     assert (status, reply["error"]["type"]) == (405, "Method Not Allowed")
-    assert (await client.post("/reset_prefix_cache"))[0] == 404
-
-
-async def test_dev_mode_resets_the_caches(serve, monkeypatch):
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    client = await serve()
-    await client.chat([text(LONG), image(png(), "u-1")])
-    assert await client.post("/reset_prefix_cache") == (200, {"success": True})
-    _, reply = await client.chat(LONG)
-    assert cached_tokens(reply) == 0
-    assert (await client.post("/reset_mm_cache"))[0] == 200
-    status, _ = await client.chat([{"type": "image_url", "image_url": None, "uuid": "u-1"}])
-    assert status == 400
 
 
 async def test_models_and_version_routes(serve):
@@ -295,8 +269,9 @@ async def test_models_and_version_routes(serve):
 
 async def test_metrics_carry_the_engines_names_and_labels(serve):
     client = await serve("--block-size", "32", "--num-gpu-blocks-override", "1100", "--data-parallel-size", "2")
+    asked = 0
     for _ in range(2):
-        await client.chat(LONG, max_tokens=2)
+        asked += (await client.chat(LONG, max_tokens=2))[1]["usage"]["prompt_tokens"]
     _, page = await client.get("/metrics")
     families = {family.name: family for family in text_string_to_metric_families(page)}
     info = families["vllm:cache_config_info"].samples
@@ -304,7 +279,6 @@ async def test_metrics_carry_the_engines_names_and_labels(serve):
     assert (info[0].labels["block_size"], info[0].labels["num_gpu_blocks"]) == ("32", "1100")
     assert info[0].labels["prefix_caching_hash_algo"] == "sha256_cbor"
     values = await samples(client)
-    asked = 2 * (await client.post("/tokenize", chat_body(LONG)))[1]["count"]
     assert values["vllm:prefix_cache_queries_total", "0"] + values["vllm:prefix_cache_queries_total", "1"] == asked
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total"):
         assert ("vllm:" + name, "1") in values

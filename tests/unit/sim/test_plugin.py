@@ -163,16 +163,14 @@ def test_launch_render_takes_the_flags_of_serve():
         parse(["launch", "bake", "folder"])
 
 
-async def test_a_rendered_prompt_is_the_tokenized_one_and_names_its_images(tiny):
-    body = chat()
-    async with served(loaded(tiny, "launch", "render")) as renderer:
-        answer = await renderer.post(RENDER, json=body | {"mm_payload": "none"})
-        ids, spans = read_rendered(answer.content)
-        tokens = (await renderer.post("/tokenize", json=body)).json()["tokens"]
-        assert (await renderer.get("/health")).status_code == 200
-        assert (await renderer.post(CHAT, json=body)).status_code == 404
-        wrong = await renderer.post(RENDER, json=body | {"model": "other"})
-    assert ids.tolist() == tokens
+async def test_a_rendered_prompt_is_the_engines_and_names_its_images(two):
+    body = chat(return_token_ids=True)
+    answer = await two.renderer.post(RENDER, json=body | {"mm_payload": "none"})
+    ids, spans = read_rendered(answer.content)
+    assert (await two.renderer.get("/health")).status_code == 200
+    assert (await two.renderer.post(CHAT, json=body)).status_code == 404
+    wrong = await two.renderer.post(RENDER, json=body | {"model": "other"})
+    assert ids.tolist() == (await two.engine.post(CHAT, json=body)).json()["prompt_token_ids"]
     assert [to_wire(span.identity) for span in spans] == [NAME]
     run = {ids[at] for at in range(spans[0].offset, spans[0].end)}
     assert len(run) == 1
