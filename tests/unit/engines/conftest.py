@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from blake3 import blake3
 from unit.conftest import shared_folder
 
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import Span
+from mmrouter_lib.engines.vllm.block_hashes import default_identifier
 from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 PLACEHOLDER = {"qwen": 151655, "llava": 32000, "phi3v": 32044}
@@ -114,7 +114,11 @@ class Captures:
             files = [part["image_url"]["url"]["$image"] for part in image_parts(body) if part["image_url"]]
             if not all((images / file).exists() for file in files):
                 continue
-            names = list(_identifiers(body, images, f"models/{lines[0]['model']}"))
+            model, names = f"models/{lines[0]['model']}", []
+            for part in image_parts(body):
+                file = (part.get("image_url") or {}).get("url", {}).get("$image")
+                raw = (images / file).read_bytes() if file else None
+                names.append(default_identifier(raw, model=model, uuid=part.get("uuid")))
             places = _runs(prompt, pad)
             assert len(places) == len(names), line["label"]
             spans = tuple(
@@ -140,28 +144,6 @@ def image_parts(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for part in message["content"] if isinstance(message["content"], list) else []:
             if part["type"] == "image_url":
                 yield part
-
-
-def _identifiers(body: dict[str, Any], images: Path, model: str) -> Iterator[str]:
-    """The identifier of every image of a request: its uuid, else vLLM's default hash.
-
-    See docs/engine-facts/vllm.md#default-image-hash.
-    """
-    for part in image_parts(body):
-        yield part.get("uuid") or _default_hash((images / part["image_url"]["url"]["$image"]).read_bytes(), model)
-
-
-def _default_hash(raw: bytes, model: str) -> str:
-    hasher = blake3()
-    for name, value in ((b"image", [b"image", raw]), (b"model_id", [model.encode()])):
-        hasher.update(_frame(name))
-        for item in value:
-            hasher.update(b"\x03" + _frame(item))
-    return hasher.hexdigest()
-
-
-def _frame(raw: bytes) -> bytes:
-    return len(raw).to_bytes(8, "little") + raw
 
 
 def _runs(ids: list[int], pad: int) -> list[tuple[int, int]]:

@@ -288,7 +288,6 @@ def test_a_user_may_choose_that_requests_fail_on_missing_blocks() -> None:
 
 
 MOONCAKE = {"transferBackend": "mooncake"}
-MOONCAKE = {"transferBackend": "mooncake"}
 TWO_RANKS = {"accelerator": {"kind": "nvidia", "count": 2}, "parallelism": {"data": 2}}
 
 
