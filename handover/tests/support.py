@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from mmrouter_handover.plugin.wire import HandOverFailed, PackedItem
+from mmrouter_handover.plugin.wire import PackedItem
 from mmrouter_handover.shm import HandOverError, Lease, Pool
 
 T = TypeVar("T")
@@ -74,8 +74,4 @@ def written(item: PackedItem) -> bytearray:
 
 def refusal(call: Callable[[], object]) -> str:
     """Return the reason with which a call fails, or empty."""
-    try:
-        call()
-    except HandOverFailed as failed:
-        return failed.reason
-    return ""
+    return outcome(call)[1]

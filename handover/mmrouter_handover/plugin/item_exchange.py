@@ -19,7 +19,7 @@ import msgspec
 from mmrouter_handover.plugin import vllm_items
 from mmrouter_handover.plugin.nixl_transport import NixlTransport, open_nixl
 from mmrouter_handover.plugin.processor_cache import HandedOverCache, PendingItems, Processed
-from mmrouter_handover.plugin.wire import WAYS, HandOverFailed, Inline, Nixl, Offer, PackedItem, Shm, Way, read_header
+from mmrouter_handover.plugin.wire import WAYS, Inline, Nixl, Offer, PackedItem, Shm, Way, read_header
 from mmrouter_handover.shm import HandOverError, Pool, Reader, read_handle
 
 SHARED_DIR_ENV = "MMROUTER_SHARED_DIR"
@@ -81,12 +81,12 @@ class Transports:
             self.nixl, self.missing["nixl"] = open_nixl(role, min(settings.limit_bytes, NIXL_BYTES))
 
     def offer(self, item: PackedItem, name: str, way: Way, seconds: float, inline_bytes: int) -> tuple[Offer, Release]:
-        """Offer an item one way; return the offer and a function that ends it. Raises :class:`HandOverFailed`."""
+        """Offer an item one way; return the offer and a function that ends it. Raises :class:`HandOverError`."""
         if why := self.missing[way]:
-            raise HandOverFailed("absent", why)
+            raise HandOverError("absent", why)
         if way == "inline":
             if item.length > inline_bytes:
-                raise HandOverFailed("large", f"{item.length} bytes, inline items have at most {inline_bytes}")
+                raise HandOverError("large", f"{item.length} bytes, inline items have at most {inline_bytes}")
             payload = bytearray(item.length)
             item.write(memoryview(payload))
             return Inline(length=item.length, data=bytes(payload)), lambda: False
@@ -94,28 +94,22 @@ class Transports:
             assert self.nixl is not None
             return self.nixl.offer(item, seconds)
         assert self._pool is not None
-        try:
-            with self._pool.lease(item.length, seconds=seconds) as lease:
-                item.write(lease.buffer)
-                handle = lease.publish(name)
-        except HandOverError as error:
-            raise HandOverFailed(error.reason, str(error)) from error
+        with self._pool.lease(item.length, seconds=seconds) as lease:
+            item.write(lease.buffer)
+            handle = lease.publish(name)
         return Shm(length=item.length, handle=handle.to_json()), lease.release
 
     def read(self, offer: Offer, use: Callable[[memoryview], T]) -> T:
-        """Return the result of ``use`` on the bytes of an offered item. Raises :class:`HandOverFailed`."""
+        """Return the result of ``use`` on the bytes of an offered item. Raises :class:`HandOverError`."""
         if why := self.missing[str(offer.__struct_config__.tag)]:
-            raise HandOverFailed("absent", why)
+            raise HandOverError("absent", why)
         if isinstance(offer, Inline):
             return use(memoryview(offer.data))
         if isinstance(offer, Nixl):
             assert self.nixl is not None
             return self.nixl.read(offer, use)
         assert self._reader is not None
-        try:
-            view = self._reader.open(read_handle(offer.handle))
-        except HandOverError as error:
-            raise HandOverFailed(error.reason, str(error)) from error
+        view = self._reader.open(read_handle(offer.handle))
         try:
             return use(view.data)
         finally:
@@ -152,10 +146,10 @@ class ItemLender:
             for name, processed in items.items():
                 try:
                     if processed is None:
-                        raise HandOverFailed("uncached", "the renderer's cache did not keep it")
+                        raise HandOverError("uncached", "the renderer's cache did not keep it")
                     item = vllm_items.pack(self._settings, name, processed)
                     offers[name], release = self._offer(item, name, ways, seconds, inline_bytes, fell)
-                except HandOverFailed as failed:
+                except HandOverError as failed:
                     withheld[name] = failed.reason
                     self.counts[f"withheld {failed.reason}"] += 1
                 else:
@@ -190,11 +184,11 @@ class ItemLender:
     def _offer(
         self, item: PackedItem, name: str, ways: Sequence[Way], seconds: float, inline: int, fell: list[tuple[str, str]]
     ) -> tuple[Offer, Release]:
-        last = HandOverFailed("absent", "the request names no way")
+        last = HandOverError("absent", "the request names no way")
         for way in ways:
             try:
                 offered = self._transports.offer(item, name, way, seconds, inline)
-            except HandOverFailed as failed:
+            except HandOverError as failed:
                 last = failed
                 fell.append((way, failed.reason))
             else:
@@ -234,7 +228,7 @@ class ItemReceiver:
             try:
                 item = self._transports.read(offer, partial(self._unpack, name, offer.length))
                 self.pending.put(name, item, offer.length, seconds)
-            except HandOverFailed as failed:
+            except HandOverError as failed:
                 log.info("image %s is not taken: %s", name, failed)
                 self.counts[f"refused {failed.reason}"] += 1
                 refused[name] = failed.reason
@@ -245,7 +239,7 @@ class ItemReceiver:
 
     def _unpack(self, name: str, length: int, packed: memoryview) -> Processed:
         if len(packed) != length:
-            raise HandOverFailed("truncated", f"{len(packed)} bytes, {length} were offered")
+            raise HandOverError("truncated", f"{len(packed)} bytes, {length} were offered")
         header, tensors = read_header(packed, name=name, settings=self._settings)
         with tensors:  # a slot can be released only when nothing points into it
             return vllm_items.unpack(header, tensors)

@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mmrouter_handover.plugin.wire import HandOverFailed, Nixl, PackedItem
+from mmrouter_handover.plugin.wire import Nixl, PackedItem
+from mmrouter_handover.shm import HandOverError
 from mmrouter_handover.shm.slot_format import checksum
 
 HEAD_BYTES = 64
@@ -64,10 +65,10 @@ class Arena:
         self._mutex = threading.RLock()
 
     def lease(self, length: int, seconds: float) -> ArenaLease:
-        """Lease ``length`` bytes. Raises :class:`HandOverFailed`: ``full``, or ``large`` if it never fits."""
+        """Lease ``length`` bytes. Raises :class:`HandOverError`: ``full``, or ``large`` if it never fits."""
         size = HEAD_BYTES + -(-length // HEAD_BYTES) * HEAD_BYTES
         if size > self._limit:
-            raise HandOverFailed("large", f"{length} bytes, the arena has {self._limit}")
+            raise HandOverError("large", f"{length} bytes, the arena has {self._limit}")
         with self._mutex:
             self.expire()
             offset = 0
@@ -77,7 +78,7 @@ class Arena:
                     break  # the first gap that fits
                 offset = begin + length_taken
             else:
-                raise HandOverFailed("full", f"{self.leased_bytes} of {self._limit} bytes are leased")
+                raise HandOverError("full", f"{self.leased_bytes} of {self._limit} bytes are leased")
             self._generation += 1
             lease = ArenaLease(offset, size, self._generation, self._now() + seconds)
             GENERATION.pack_into(self.memory, offset, lease.generation)
@@ -147,7 +148,7 @@ class NixlTransport:
         self._mutex = threading.Lock()  # an agent serves one thread at a time
 
     def offer(self, item: PackedItem, seconds: float) -> tuple[Nixl, Callable[[], bool]]:
-        """Write an item; return its offer and a function that ends its lease. Raises :class:`HandOverFailed`."""
+        """Write an item; return its offer and a function that ends its lease. Raises :class:`HandOverError`."""
         lease = self.arena.lease(item.length, seconds)
         try:
             payload = self.arena.payload(lease, item.length)
@@ -160,7 +161,7 @@ class NixlTransport:
         return offered, lambda: self.arena.release(lease)
 
     def read(self, offer: Nixl, use: Callable[[memoryview], T]) -> T:
-        """Read an item and return the result of ``use`` on its buffer. Raises :class:`HandOverFailed`."""
+        """Read an item and return the result of ``use`` on its buffer. Raises :class:`HandOverError`."""
         self.stuck()
         lease = self.arena.lease(HEAD_BYTES + offer.length, UNTIL_ENDED)
         try:
@@ -198,17 +199,17 @@ class NixlTransport:
         self._transfer(offer, lease, local, offer.address, GENERATION.size, deadline)
         got = self.arena.payload(lease, HEAD_BYTES + offer.length)
         if GENERATION.unpack_from(got)[0] != offer.generation:
-            raise HandOverFailed("stale", "the lease ended")
+            raise HandOverError("stale", "the lease ended")
         payload = got[HEAD_BYTES:]
         if checksum(payload, "sampled") != offer.checksum:
-            raise HandOverFailed("corrupt", "the item's checksum differs")
+            raise HandOverError("corrupt", "the item's checksum differs")
         return use(payload)
 
     def _connect(self, offer: Nixl) -> None:
         if any(agent == offer.agent for _, _, agent in self._stuck):
-            raise HandOverFailed("failed", "an earlier read from this renderer timed out and has not ended")
+            raise HandOverError("failed", "an earlier read from this renderer timed out and has not ended")
         if self._backoff.is_paused(offer.agent):
-            raise HandOverFailed("failed", "the renderer's agent was unreachable, and its pause is not over")
+            raise HandOverError("failed", "the renderer's agent was unreachable, and its pause is not over")
         if self._peers.get(offer.agent) == offer.metadata:
             self._peers.move_to_end(offer.agent)
             return
@@ -217,12 +218,12 @@ class NixlTransport:
             name = self._agent.add_remote_agent(offer.metadata)
         except Exception as error:  # NIXL's errors have no common base class
             self._backoff.failed(offer.agent)
-            raise HandOverFailed("failed", f"cannot connect to the renderer's agent: {error}") from error
+            raise HandOverError("failed", f"cannot connect to the renderer's agent: {error}") from error
         agent = name.decode() if isinstance(name, bytes) else name
         self._peers[offer.agent] = offer.metadata
         if agent != offer.agent:
             self._disconnect(offer.agent)
-            raise HandOverFailed("refused", "the offer names another agent than its metadata")
+            raise HandOverError("refused", "the offer names another agent than its metadata")
         while len(self._peers) > MAX_PEERS:
             self._disconnect(next(iter(self._peers)))
 
@@ -253,9 +254,9 @@ class NixlTransport:
                 else:
                     self._end(handle, offer.agent, worked=state == "DONE" or not begun)
         if state == "PROC":
-            raise HandOverFailed("failed", f"no data within {READ_SECONDS:g} s")
+            raise HandOverError("failed", f"no data within {READ_SECONDS:g} s")
         if state != "DONE":
-            raise HandOverFailed("failed", f"the read ended as {state}")
+            raise HandOverError("failed", f"the read ended as {state}")
 
     def _end(self, handle: Any, agent: str, *, worked: bool) -> None:
         """Release an ended read; after a failure, disconnect from the agent until its pause is over."""

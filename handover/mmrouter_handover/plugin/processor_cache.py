@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from mmrouter_handover.plugin.wire import HandOverFailed
+from mmrouter_handover.shm import HandOverError
 
 V = TypeVar("V")
 Processed = tuple[Any, Sequence[Any]]
@@ -33,7 +33,7 @@ class PendingItems(Generic[V]):
         self.bytes = 0
 
     def put(self, name: str, value: V, length: int, seconds: float) -> None:
-        """Keep a value for ``seconds``, replacing one of the same name. Raises :class:`HandOverFailed` ``full``.
+        """Keep a value for ``seconds``, replacing one of the same name. Raises :class:`HandOverError` ``full``.
 
         Pending items are never evicted, because their chats would have to be sent twice.
         """
@@ -42,7 +42,7 @@ class PendingItems(Generic[V]):
             before = self._values.get(name)
             new_bytes = self.bytes + length - (before[1] if before else 0)
             if new_bytes > self._limit:
-                raise HandOverFailed("full", f"{self.bytes} of {self._limit} bytes are pending")
+                raise HandOverError("full", f"{self.bytes} of {self._limit} bytes are pending")
             self._values[name] = (value, length, self._now() + seconds)
             self.bytes = new_bytes
 

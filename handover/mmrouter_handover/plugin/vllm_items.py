@@ -10,6 +10,7 @@ from typing import Any
 
 from mmrouter_handover.plugin import wire
 from mmrouter_handover.plugin.processor_cache import Processed
+from mmrouter_handover.shm import HandOverError
 
 MODALITY = "image"
 SUPPORTED_RELEASES = ("0.32.0",)
@@ -47,7 +48,7 @@ def why_incompatible(renderer: Any, cache: str) -> str:
 
 
 def pack(settings: str, name: str, processed: Processed) -> wire.PackedItem:
-    """Pack a processed image. Raises :class:`HandOverFailed` if it has a field that cannot be packed."""
+    """Pack a processed image. Raises :class:`HandOverError` if it has a field that cannot be packed."""
     item, updates = processed
     packer = wire.Packer()
     fields = [_field(packer, key, element) for key, element in item.items()]
@@ -112,7 +113,7 @@ def _field(packer: wire.Packer, name: str, element: Any) -> wire.Field:
         return wire.Field(name, "flat", node, field.keep_on_cpu, dim=field.dim)
     if type(field) is MultiModalSharedField:
         return wire.Field(name, "shared", node, field.keep_on_cpu, batch_size=field.batch_size)
-    raise wire.HandOverFailed("refused", f"field {name} is batched by {type(field).__qualname__}")
+    raise HandOverError("refused", f"field {name} is batched by {type(field).__qualname__}")
 
 
 def _batching(field: wire.Field) -> Any:
@@ -137,13 +138,13 @@ def _node(packer: wire.Packer, data: Any) -> wire.Node:
         return wire.Node(number=data)
     if isinstance(data, list | tuple):
         return wire.Node(nodes=[_node(packer, inner) for inner in data])
-    raise wire.HandOverFailed("refused", f"a field holds {type(data).__qualname__}")
+    raise HandOverError("refused", f"a field holds {type(data).__qualname__}")
 
 
 def _update(update: Any) -> wire.PromptUpdate:
     target, content = update.target, update.content
     if not isinstance(target, list):
-        raise wire.HandOverFailed("prompt", "the image's position in the prompt is a rule, not ids")
+        raise HandOverError("prompt", "the image's position in the prompt is a rule, not ids")
     full = [int(token) for token in content.full]
     mask = None if content.is_embed is None else bytes(int(bool(flag)) for flag in content.is_embed(full))
     return wire.PromptUpdate(update.mode.value, [int(token) for token in target], full, mask)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from mmrouter_handover.plugin import WIRE_VERSION
-from mmrouter_handover.shm import DTYPES
+from mmrouter_handover.shm import DTYPES, HandOverError
 
 STATUS_PATH = "/v1/mmrouter/handover"
 RENDER_PATH = "/v1/mmrouter/render"
@@ -41,14 +41,6 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_DEPTH = 4
 _LENGTH = struct.Struct("<Q")
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 48))]
-
-
-class HandOverFailed(Exception):  # noqa: N818 - an outcome, with a reason for a counter
-    """An image was not handed over. ``reason`` is a ``mmrouter_lib.engines.vllm.plugin_api.Reason``."""
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(f"{reason}: {message}")
-        self.reason = reason
 
 
 class RenderRequest(msgspec.Struct):
@@ -159,9 +151,9 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def length(self) -> int:
-        """Size in bytes. Raises :class:`HandOverFailed` for an unsupported dtype."""
+        """Size in bytes. Raises :class:`HandOverError` for an unsupported dtype."""
         if self.dtype not in DTYPES:
-            raise HandOverFailed("refused", f"dtype {self.dtype[:40]!r}")
+            raise HandOverError("refused", f"dtype {self.dtype[:40]!r}")
         return math.prod(self.shape) * DTYPES[self.dtype]
 
 
@@ -243,7 +235,7 @@ class Packer:
         """Add a tensor. ``data`` is flat, of bytes, and must not change until the item is written."""
         placed = Tensor(dtype, shape, self._length)
         if placed.length != len(data):
-            raise HandOverFailed("refused", f"{dtype} of shape {shape} is not {len(data)} bytes")
+            raise HandOverError("refused", f"{dtype} of shape {shape} is not {len(data)} bytes")
         self._buffers.append((self._length, data))
         self._length = aligned(self._length + len(data))
         return Node(tensor=placed)
@@ -258,34 +250,34 @@ class Packer:
 def read_header(packed: memoryview, *, name: str, settings: str) -> tuple[Header, memoryview]:
     """Return the verified header of a packed item, and a view of its tensors.
 
-    Raises :class:`HandOverFailed`: ``truncated`` or ``refused`` if it is not a valid packed item of ``name``,
+    Raises :class:`HandOverError`: ``truncated`` or ``refused`` if it is not a valid packed item of ``name``,
     ``settings`` if it was processed with other settings.
     """
     if len(packed) < _LENGTH.size:
-        raise HandOverFailed("truncated", f"an item of {len(packed)} bytes")
+        raise HandOverError("truncated", f"an item of {len(packed)} bytes")
     (length,) = _LENGTH.unpack(packed[: _LENGTH.size])
     if length > min(MAX_HEADER_BYTES, len(packed) - _LENGTH.size):
-        raise HandOverFailed("truncated", f"a header of {length} bytes in an item of {len(packed)}")
+        raise HandOverError("truncated", f"a header of {length} bytes in an item of {len(packed)}")
     try:
         header = msgspec.msgpack.decode(packed[_LENGTH.size : _LENGTH.size + length], type=Header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise HandOverFailed("refused", f"not a packed item: {error}") from error
+        raise HandOverError("refused", f"not a packed item: {error}") from error
     if header.version != WIRE_VERSION:
-        raise HandOverFailed("refused", f"an item of version {header.version}, not {WIRE_VERSION}")
+        raise HandOverError("refused", f"an item of version {header.version}, not {WIRE_VERSION}")
     if header.name != name:
-        raise HandOverFailed("refused", f"the item is {header.name[:80]!r}, not {name[:80]!r}")
+        raise HandOverError("refused", f"the item is {header.name[:80]!r}, not {name[:80]!r}")
     if header.settings != settings:
-        raise HandOverFailed("settings", "the image was processed with other settings")
+        raise HandOverError("settings", "the image was processed with other settings")
     begin = aligned(_LENGTH.size + length)
     if len(packed) != begin + header.length:
-        raise HandOverFailed("truncated", f"{len(packed) - begin} bytes of tensors, not {header.length}")
+        raise HandOverError("truncated", f"{len(packed) - begin} bytes of tensors, not {header.length}")
     for field in header.fields:
         for tensor in _tensors(field.node, 0):
             if tensor.offset % ALIGNMENT or tensor.offset + tensor.length > header.length:
-                raise HandOverFailed("refused", f"a tensor at {tensor.offset}+{tensor.length} of {header.length}")
+                raise HandOverError("refused", f"a tensor at {tensor.offset}+{tensor.length} of {header.length}")
     for update in header.updates:
         if update.mask is not None and len(update.mask) != len(update.full):
-            raise HandOverFailed("refused", f"a mask of {len(update.mask)} for {len(update.full)} ids")
+            raise HandOverError("refused", f"a mask of {len(update.mask)} for {len(update.full)} ids")
     return header, packed[begin:]  # last, because a traceback would keep a reference to it
 
 
@@ -295,7 +287,7 @@ def aligned(length: int) -> int:
 
 def _tensors(node: Node, depth: int) -> Iterator[Tensor]:
     if depth > MAX_DEPTH:
-        raise HandOverFailed("refused", "lists are nested too deeply")
+        raise HandOverError("refused", "lists are nested too deeply")
     if node.tensor is not None:
         yield node.tensor
     for inner in node.nodes or ():

@@ -76,11 +76,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class HandOverError(Exception):
-    """A hand-over did not take place; ``reason`` is for counters, the message for people."""
+    """A hand-over did not take place. ``reason`` is for counters, the message for people.
 
-    def __init__(self, reason: Reason, message: str) -> None:
+    ``reason``: a :data:`Reason`, or one of the plugin's (``mmrouter_lib.engines.vllm.plugin_api.Reason``).
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
         super().__init__(f"{reason}: {message}")
-        self.reason: Reason = reason
+        self.reason = reason
 
 
 class Handle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from handover.tests.support import NAME, SETTINGS, Clock, refusal, written
 from mmrouter_handover.plugin import wire
 from mmrouter_handover.plugin.processor_cache import HandedOverCache, PendingItems, Processed
-from mmrouter_handover.plugin.wire import HandOverFailed, PackedItem
+from mmrouter_handover.plugin.wire import PackedItem
+from mmrouter_handover.shm import HandOverError
 
 
 def read(data: bytes | bytearray, name: str = NAME, settings: str = SETTINGS) -> tuple[wire.Header, memoryview]:
@@ -74,12 +75,12 @@ def test_a_header_that_points_outside_its_tensors_or_nests_too_deep_is_refused(p
     if tensor:
         dtype, length, offset = tensor
         node = wire.Node(tensor=wire.Tensor(dtype, (length,), offset))
-    with pytest.raises(HandOverFailed, match="refused"):
+    with pytest.raises(HandOverError, match="refused"):
         read(altered(pack(b"abc"), fields=[wire.Field("pixels", "flat", node)]))
 
 
 def test_a_tensor_of_another_length_than_its_shape_is_not_written():
-    with pytest.raises(HandOverFailed, match="refused"):
+    with pytest.raises(HandOverError, match="refused"):
         wire.Packer().tensor("int64", (2,), memoryview(bytes(15)))
 
 
@@ -186,7 +187,7 @@ def test_a_failed_chat_leaves_nothing_claimed_and_a_reset_drops_everything(cache
 def test_pending_items_are_bounded_expire_and_are_not_evicted(pending, clock):
     pending.put("a", ("1", []), 60, 5)
     pending.put("a", ("2", []), 50, 5)
-    with pytest.raises(HandOverFailed, match="full"):
+    with pytest.raises(HandOverError, match="full"):
         pending.put("b", ("3", []), 51, 5)
     assert pending.get("a") == ("2", [])
     clock.now += 4

@@ -48,17 +48,13 @@ class SegmentCache:
         self._cut = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._around = _ids_around(_settings(tokenizer.post_processor))
         self._cached: OrderedDict[str, array[int]] = OrderedDict()
-        self._bytes = 0
+        self.size_bytes = 0
         self._lock = Lock()
 
     @property
     def cuts(self) -> bool:
         """Whether texts are cut at all; otherwise nothing is cached."""
         return self._cut is not None
-
-    @property
-    def size_bytes(self) -> int:
-        return self._bytes
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -110,9 +106,9 @@ class SegmentCache:
                 if size > self._max_bytes or segment in self._cached:
                     continue
                 self._cached[segment] = ids
-                self._bytes += size
-            while self._bytes > self._max_bytes:
-                self._bytes -= _size(*self._cached.popitem(last=False))
+                self.size_bytes += size
+            while self.size_bytes > self._max_bytes:
+                self.size_bytes -= _size(*self._cached.popitem(last=False))
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> "list[array[int]]":
         # The batch call, even for one text: it computes no offsets and releases the interpreter's lock.

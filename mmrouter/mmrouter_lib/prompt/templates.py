@@ -126,7 +126,12 @@ class Compiled:
 
 def compile_template(source: str) -> Compiled:
     """Compile a chat template. Raises ``jinja2.TemplateSyntaxError``."""
-    environment = _environment()
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)  # noqa: DTZ005 - as the engine
     try:
         content: ContentFormat = "openai" if _loops_over_content(environment.parse(source)) else "string"
     except _Unfollowed:
@@ -137,16 +142,6 @@ def compile_template(source: str) -> Compiled:
         handles_developer='"developer"' in source or "'developer'" in source,
         mentions_content="content" in source,
     )
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
 
 
 class _Generation(Extension):
@@ -176,10 +171,6 @@ def _tojson(
 
 def _raise_exception(message: object) -> None:
     raise jinja2.TemplateError(str(message))
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)  # noqa: DTZ005 - the engine shows its local time
 
 
 NAMED_TEMPLATES = "additional_chat_templates"

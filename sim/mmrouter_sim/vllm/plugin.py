@@ -13,17 +13,8 @@ from blake3 import blake3
 
 from mmrouter_handover.plugin.item_exchange import Release, Settings, Transports
 from mmrouter_handover.plugin.processor_cache import PendingItems
-from mmrouter_handover.plugin.wire import (
-    Field,
-    HandOverFailed,
-    Offer,
-    PackedItem,
-    Packer,
-    Status,
-    Way,
-    read_header,
-    unpack_node,
-)
+from mmrouter_handover.plugin.wire import Field, Offer, PackedItem, Packer, Status, Way, read_header, unpack_node
+from mmrouter_handover.shm import HandOverError
 from mmrouter_sim.media import BYTES_PER_TOKEN, RecentImages
 
 
@@ -68,7 +59,7 @@ class Plugin:
             for way in ways:
                 try:
                     offers[name], release = self._transports.offer(packed, name, way, seconds, inline_bytes)
-                except HandOverFailed as failed:
+                except HandOverError as failed:
                     fell.append((way, failed.reason))
                     withheld[name] = failed.reason
                 else:
@@ -99,7 +90,7 @@ class Plugin:
             try:
                 tokens = self._transports.read(offer, lambda packed, name=name: self._unpacked(packed, name))  # type: ignore[misc]
                 self._pending.put(name, tokens, offer.length, seconds)
-            except HandOverFailed as failed:
+            except HandOverError as failed:
                 refused[name] = failed.reason
             else:
                 held.append(name)
@@ -114,7 +105,7 @@ class Plugin:
             spot = next(unpack_node(field.node, lambda tensor: tensor) for field in header.fields)
             tokens = int(spot.shape[0])
             if bytes(tensors[spot.offset : spot.offset + spot.length]) != _pixels(name, tokens):
-                raise HandOverFailed("corrupt", "the bytes are not those of the image")
+                raise HandOverError("corrupt", "the bytes are not those of the image")
             return tokens
 
 

@@ -60,14 +60,14 @@ class Reading:
         self.steps: dict[str, Any] = {}
 
     def step(self, name: str, *offers: Any) -> None:
-        from mmrouter_handover.plugin.wire import HandOverFailed
+        from mmrouter_handover.shm import HandOverError
 
         came, wrong = [], 0
         for one in offers:
             try:
                 wrong += self.way.read(one, lambda payload, one=one: payload[-LENGTH:] != self.payload(one))
                 came.append("ok")
-            except HandOverFailed as failed:
+            except HandOverError as failed:
                 came.append(failed.reason)
         stuck = self.way.stuck()
         lent, files = self.way.arena.leased_bytes, len(os.listdir("/proc/self/fd"))

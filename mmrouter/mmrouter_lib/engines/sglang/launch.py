@@ -40,7 +40,11 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     if pool.role == "renderer":
         raise LaunchError("role", "SGLang has no renderer: it stands beside vLLM engines only")
     spec = dep.spec
-    model, engine, encodes = spec.model, spec.engine, pool.role == "encoder"
+    model, engine, encodes, asks = spec.model, spec.engine, pool.role == "encoder", asks_encoders(dep, pool)
+    env = {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
+    if asks:
+        # The engine would check the health of the sidecar's URLs and drop those that fail.
+        env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] = "0"
     args = [
         *flag("--model-path", MODEL_DIR if model.volume is not None else model.id),
         *flag("--served-model-name", model.served_name or dep.metadata.name),
@@ -63,7 +67,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     processor = {"min_pixels": engine.processor.min_pixels, "max_pixels": engine.processor.max_pixels}
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-process-config", {"image": set_options})
-    if _QWEN_VL.search(model.id) and not encodes and not asks_encoders(dep, pool):
+    if _QWEN_VL.search(model.id) and not encodes and not asks:
         args += flag("--mm-preprocess-cache-size-mb", PREPROCESS_CACHE_MB)
     args += _role_flags(dep, pool)
     if pool.parallelism.tensor > 1:
@@ -74,7 +78,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     return Launch(
         command=["sglang", "serve", "--model-type", "llm"],
         args=[*args, *engine.args, *pool.args],
-        env=_environment(dep, pool),
+        env=env,
         # /health of a language engine generates a token, and with it a block
         # (docs/engine-facts/sglang.md#http-endpoints).
         health_path="/health" if encodes else "/ready",
@@ -138,14 +142,6 @@ def _chosen(path: str, connector: Mapping[str, Any], keys: Mapping[str, str]) ->
         if not isinstance(value, str) or not value:
             raise LaunchError(f"{path}.{key}", f"is a text, not {value!r:.80}")
     return [part for key, value in connector.items() for part in flag(keys[key], value)]
-
-
-def _environment(dep: MMRouterDeployment, pool: Pool) -> dict[str, str]:
-    env = {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
-    if asks_encoders(dep, pool):
-        # The engine would check the health of the sidecar's URLs and drop those that fail.
-        env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] = "0"
-    return env
 
 
 SGLANG: Final = EngineLauncher(

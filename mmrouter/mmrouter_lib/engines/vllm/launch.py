@@ -95,9 +95,11 @@ def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict
     if pool.role in ("prefill", "decode"):
         args += flag("--kv-transfer-config", _kv_connector(dep, pool))
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
+    images_by_nixl = dep.spec.routing.transfer == "nixl"
     if uses_plugin(dep):
-        env["MMROUTER_HANDOVER_WAYS"] = ",".join(_ways(dep, pool))
-    nixl = pool.role in ("prefill", "decode") or (uses_plugin(dep) and dep.spec.routing.transfer == "nixl")
+        ways = {"nixl": images_by_nixl, "shm": pool.shared_memory.scope == "node", "inline": True}  # the fastest first
+        env["MMROUTER_HANDOVER_WAYS"] = ",".join(way for way, available in ways.items() if available)
+    nixl = pool.role in ("prefill", "decode") or (uses_plugin(dep) and images_by_nixl)
     if nixl and DEVICES[pool.accelerator.kind].kv_buffer == "cpu":
         # Without it UCX looks for the transport of an accelerator (docs/engine-facts/vllm.md#prefill-decode).
         env["UCX_TLS"] = "tcp,self,sm"
@@ -107,12 +109,6 @@ def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict
         args += flag("--ec-transfer-config", config)
         env |= more
     return args, env
-
-
-def _ways(dep: MMRouterDeployment, pool: Pool) -> list[str]:
-    """Return the ways in which the plugin transfers processed images, the fastest first."""
-    ways = {"nixl": dep.spec.routing.transfer == "nixl", "shm": pool.shared_memory.scope == "node", "inline": True}
-    return [way for way, available in ways.items() if available]
 
 
 def _kv_connector(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:

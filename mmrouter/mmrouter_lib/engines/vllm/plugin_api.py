@@ -107,7 +107,7 @@ class Taken(msgspec.Struct, frozen=True):
     """An engine's answer: the images that it holds for a chat, and why it does not hold the others."""
 
     held: frozenset[str]
-    refused: dict[str, Reason]
+    refused: dict[str, str] = {}
 
 
 class _Offer(msgspec.Struct):
@@ -120,11 +120,6 @@ class _Rendered(msgspec.Struct):
     offers: dict[str, msgspec.Raw] = {}
     withheld: dict[str, str] = {}
     fell: list[tuple[Way, str]] = []
-
-
-class _Taken(msgspec.Struct):
-    held: list[str]
-    refused: dict[str, str] = {}
 
 
 def read_status(raw: bytes) -> Status:
@@ -171,8 +166,8 @@ def items_request(offers: Mapping[str, Offer], *, seconds: float) -> bytes:
 
 def read_items(raw: bytes) -> Taken:
     """Return which images an engine holds. Raises :class:`HandoverError`."""
-    answer = _decode(raw, _Taken)
-    return Taken(frozenset(answer.held), {name: _reason(reason) for name, reason in answer.refused.items()})
+    taken = _decode(raw, Taken)
+    return Taken(taken.held, {name: _reason(reason) for name, reason in taken.refused.items()})
 
 
 def release_request(lease: str) -> dict[str, Any]:
