@@ -1,11 +1,12 @@
-"""Helpers of the hand-over's tests, also used by the sidecar's: crashes, byte counts, a clock, and packed items."""
+"""Helpers of the hand-over's tests, some also used outside: crashes, byte counts, a clock, packed items, chats."""
 
+import copy
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mmrouter_handover.plugin.wire import PackedItem
 from mmrouter_handover.shm import HandOverError, Lease, Pool
@@ -63,6 +64,15 @@ def outcome(call: Callable[[], T]) -> tuple[T | None, str]:
         return call(), ""
     except HandOverError as error:
         return None, error.reason
+
+
+def without_bytes(body: Mapping[str, Any], held: Collection[str]) -> dict[str, Any]:
+    """Return a chat whose images of these identities are named by ``uuid`` alone, as for an engine that holds them."""
+    chat: dict[str, Any] = copy.deepcopy(dict(body))
+    for part in (part for message in chat["messages"] for part in message["content"] if isinstance(part, dict)):
+        if part.get("uuid") in held:
+            part["image_url"] = None
+    return chat
 
 
 def written(item: PackedItem) -> bytearray:

@@ -23,8 +23,9 @@ from local.rig import Deployment
 from scenarios import Chat, assert_only_text, assert_whole, open_chat
 from waiting import wait_for
 
+from handover.tests.support import without_bytes
 from mmrouter_cli.sample_images import data_uri, picture
-from mmrouter_lib.engines.vllm.plugin_api import is_cache_miss, without_bytes
+from mmrouter_lib.engines.vllm.plugin_api import is_cache_miss
 from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH
 from mmrouter_lib.media_identity import to_wire
 

@@ -28,6 +28,7 @@ from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine
 from conformance.rendering import Renderer, renderer
 from conformance.workload import data_uri, picture
 
+from handover.tests.support import without_bytes
 from mmrouter_handover.shm import ledger, reclaim
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.vllm import plugin_api as wire
@@ -204,7 +205,7 @@ def test_an_engine_computes_of_handed_over_images_what_it_computes_of_its_own_pr
     before = status(sides.engine.client)[1]
     assert taken(sides, made.offers) == wire.Taken(frozenset(made.offers), {})
     release(sides, made)
-    bare = wire.without_bytes(body, made.offers.keys())
+    bare = without_bytes(body, made.offers.keys())
     assert b"base64" not in json.dumps(bare).encode()
     assert computed(sides, bare) == own
     after = status(sides.engine.client)[1]
@@ -219,7 +220,7 @@ def test_an_engine_computes_of_handed_over_images_what_it_computes_of_its_own_pr
 def test_an_image_that_was_not_handed_over_is_a_cache_miss_and_its_bytes_succeed(sides: Sides):
     images = [(name(2000), PICTURES["a small one"][0])]
     body = chat(sides, *images, tokens=2)
-    refused = sides.engine.post(wire.without_bytes(body, {name(2000)}))
+    refused = sides.engine.post(without_bytes(body, {name(2000)}))
     assert wire.is_cache_miss(refused.status_code, refused.content)
     answered = sides.engine.post(body)
     assert answered.status_code == 200
@@ -296,7 +297,7 @@ def test_figures_of_processing_and_of_each_way(sides: Sides, record: Record):
             first = timed(lambda body=body: sides.engine.chat(body))
             for cache in ("prefix", "encoder"):
                 sides.engine.client.post(f"/reset_{cache}_cache").raise_for_status()
-            again = timed(lambda body=body, uuid=uuid: sides.engine.chat(wire.without_bytes(body, {uuid})))
+            again = timed(lambda body=body, uuid=uuid: sides.engine.chat(without_bytes(body, {uuid})))
             own.append(first - again)
             for way, (renders, renders_again, takes) in ways.items():
                 forget(sides)

@@ -158,10 +158,6 @@ def handed(**changes: Any) -> bytes:
     return answer((A, 2, 3), (B, 6, 2), ids=9, **handover | changes)
 
 
-def image(name: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": "data:,"}, "uuid": name}
-
-
 def test_a_rendered_answer_has_the_prompt_offers_and_reasons():
     read = plugin_api.read_render(handed())
     assert read.ids.tolist() == list(range(9))
@@ -195,17 +191,6 @@ def test_unknown_reasons_become_other():
     assert plugin_api.read_render(handed(withheld={B_NAME: "moon phase"})).withheld == {B_NAME: "other"}
     taken = plugin_api.read_items(json.dumps({"held": [A_NAME], "refused": {B_NAME: "tide"}}).encode())
     assert (taken.held, taken.refused) == (frozenset({A_NAME}), {B_NAME: "other"})
-
-
-def test_only_the_images_that_the_engine_holds_lose_their_bytes():
-    text = {"type": "text", "text": "and"}
-    asked = {"role": "user", "content": [image(A_NAME), text, image(B_NAME)]}
-    before = {"model": "m", "messages": [{"role": "system", "content": "s"}, asked]}
-    kept = json.dumps(before)
-    after = plugin_api.without_bytes(before, {A_NAME})
-    assert after["messages"][0] is before["messages"][0]
-    assert after["messages"][1]["content"] == [image(A_NAME) | {"image_url": None}, text, image(B_NAME)]
-    assert json.dumps(before) == kept
 
 
 def test_a_cache_miss_is_distinguished_from_other_errors():

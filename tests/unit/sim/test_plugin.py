@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from unit.sim.conftest import CHAT
 
+from handover.tests.support import without_bytes
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.engines.vllm.plugin_api import (
     ITEMS_PATH,
@@ -22,7 +23,6 @@ from mmrouter_lib.engines.vllm.plugin_api import (
     read_status,
     release_request,
     render_request,
-    without_bytes,
 )
 from mmrouter_lib.engines.vllm.stage_requests import read_rendered
 from mmrouter_lib.media_identity import media_identity, to_wire

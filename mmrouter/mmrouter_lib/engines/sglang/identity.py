@@ -136,21 +136,12 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return "sha256:" + hashlib.sha256(canonical_json(settings)).hexdigest()
 
 
-def artifact_options(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the image options of a request that enter the hash: those that are set, except ``detail: auto``."""
-    return {
-        name: value
-        for name, value in part.items()
-        if value is not None and value != {} and (name, value) != ("detail", "auto")
-    }
-
-
 def artifact_hash_of(sha256_hex: str, fingerprint: Fingerprint | str, options: Mapping[str, Any]) -> int:
     """Return the item hash (u64) that the artifact path gives to an image.
 
-    ``sha256_hex`` is of the encoded bytes that the engine gets, ``options`` per-image request options that are not the
-    default (:func:`artifact_options`). ``fingerprint`` may be given as its digest, so that it is computed once per
-    engine. Raises ``ValueError`` for an option that has no canonical form.
+    ``sha256_hex`` is of the encoded bytes that the engine gets, ``options`` per-image request options: those that are
+    set, except ``detail: auto``. ``fingerprint`` may be given as its digest, so that it is computed once per engine.
+    Raises ``ValueError`` for an option that has no canonical form.
     """
     named = {
         "content_digest": f"sha256:{sha256_hex}",

@@ -7,7 +7,7 @@ handover/README.md).
 """
 
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypeVar, get_args
 
 import msgspec
@@ -173,22 +173,6 @@ def read_items(raw: bytes) -> Taken:
 def release_request(lease: str) -> dict[str, Any]:
     """Return the request that ends a lease; without effect when the lease has ended."""
     return {"lease": lease}
-
-
-def without_bytes(body: Mapping[str, Any], held: Collection[str]) -> dict[str, Any]:
-    """Return a chat of ``rewrite_chat`` without the bytes of the images of these identities."""
-
-    def named(part: Any) -> Any:
-        is_held = isinstance(part, Mapping) and part.get("type") == "image_url" and part.get("uuid") in held
-        return {**part, "image_url": None} if is_held else part
-
-    messages = [
-        {**message, "content": [named(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
-        else message
-        for message in body["messages"]
-    ]
-    return {**body, "messages": messages}
 
 
 def is_cache_miss(status: int, raw: bytes) -> bool:
