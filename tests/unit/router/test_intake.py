@@ -140,12 +140,23 @@ def test_invalid_chat_request_is_refused_with_status_field_and_code(case):
     assert fault(body) == (*(status or [400]), param, code)
 
 
-def test_body_with_too_many_values_is_refused_before_parsing(monkeypatch):
-    monkeypatch.setattr("mmrouter_router.intake.json_body.MAX_VALUES", 1000)
-    monkeypatch.setattr("mmrouter_router.intake.json_body.SMALL_BODY", 1000)
-    assert fault(b'{"model":"demo","x":[' + b"[]," * 600 + b"[]]}")[::2] == (400, "request_too_large")
-    commas = {**chat(), "messages": [{"role": "user", "content": 'a,[{"\\' * 30_000}]}
-    assert read(commas).messages == commas["messages"]
+@pytest.mark.parametrize(
+    ("values", "status"),
+    [
+        (b"[]," * 140_000, 400),
+        (b'{"a":"b"},' * 50_000, 400),
+        (b"1," * 1_100_000, 400),
+        (b"151644," * 1_000_000, 200),  # a prompt of a million token ids
+        (b'"' + b',[{\\"\\\\' * 300_000 + b'",', 200),  # a text, whatever it holds
+    ],
+    ids=["arrays", "objects", "numbers", "token ids", "text"],
+)
+def test_body_with_too_many_values_is_refused_before_parsing(values: bytes, status: int) -> None:
+    body = b'{"model":"demo","messages":[{"role":"user","content":"hi"}],"x":[' + values + b"1]}"
+    if status == 200:
+        assert read(body, Limits()).body["x"][-1] == 1
+    else:
+        assert fault(body, limits=Limits())[::2] == (400, "request_too_large")
 
 
 def test_unusual_valid_json_is_accepted():
