@@ -16,6 +16,7 @@ from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.core.settings import Settings
+from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
@@ -42,13 +43,14 @@ class Router:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.threads = WorkerThreads()
         self.fleet = Fleet(self.metrics)
         self.upstream = Upstream()
         self.peers: tuple[membership.Peer, ...] = ()
         self._feeds: dict[str, tuple[FeedClient, asyncio.Task[None]]] = {}
         self._canaries: dict[str, asyncio.Task[None]] = {}
 
-        base = build.Base(settings, self.metrics, self.fleet, self.upstream, self.feed)
+        base = build.Base(settings, self.metrics, self.threads, self.fleet, self.upstream, self.feed)
         self.gossip, self.placer = build.build_placement(base, lambda: bool(self.peers))
         self.media, self.renderer, self.preparer = build.build_preparation(base)
         verification = build.build_verification(base, self.renderer, self.preparer, self.placer)
@@ -65,6 +67,7 @@ class Router:
             self.preparer,
             dispatch.forwarder,
             self.tracing,
+            self.threads,
             needs_prompt=build.build_needs_prompt(base, self.preparer, self.sampler),
             answered=self._answered,
         )
@@ -157,6 +160,7 @@ class Router:
             self.handover.close()
         self.upstream.close()
         await self.media.close()
+        self.threads.close()
         self._context.destroy(linger=0)
         self.tracing.close()
 

@@ -9,6 +9,7 @@ from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import EngineAdapter
 from mmrouter_lib.media_identity import media_identity
 from mmrouter_router.core.settings import Settings
+from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
@@ -43,6 +44,7 @@ class Base(NamedTuple):
 
     settings: Settings
     metrics: Metrics
+    threads: WorkerThreads
     fleet: Fleet
     upstream: Upstream
     feed_of: Callable[[str], FeedClient | None]
@@ -69,12 +71,12 @@ def build_placement(base: Base, has_peers: Callable[[], bool]) -> tuple[LoadGoss
 def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
     """Build the media resolver, the renderer's client and the preparer. Raises ``ModelFolderError``."""
     settings = base.settings
-    media = MediaResolver(base.spec.routing.media, metrics=base.metrics)
+    media = MediaResolver(base.spec.routing.media, metrics=base.metrics, threads=base.threads)
     model = PromptModel.load(settings)
     renderer = Renderer(base.upstream, settings.engine_key, settings.served_model, base.metrics)
     predicting = renderer if RENDERER_ROLE in base.roles else None
     sentinels = _build_sentinels(base, model) if base.engine.learns_image_identity else None
-    preparer = Preparer(settings, media, model, renderer=predicting, sentinels=sentinels)
+    preparer = Preparer(settings, media, model, renderer=predicting, sentinels=sentinels, threads=base.threads)
     family = model.family.name if model.family is not None else model.model_type
     base.metrics.parity.describe(base.spec.engine.type, family)
     return media, renderer, preparer

@@ -21,6 +21,7 @@ from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import RequestIds
 from mmrouter_router.core.settings import Settings
+from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
@@ -64,6 +65,7 @@ class Chat:
         preparer: Preparer,
         forwarder: Forwarder,
         tracing: Tracing,
+        threads: WorkerThreads,
         *,
         needs_prompt: Callable[[str], bool],
         answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
@@ -77,6 +79,7 @@ class Chat:
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
+        self._threads = threads
         self.needs_prompt, self._answered = needs_prompt, answered
         self.decisions = DecisionLog()
         self.counts: collections.Counter[str] = collections.Counter()  # since the process started
@@ -148,7 +151,7 @@ class Chat:
         began = time.perf_counter()
         try:
             with child_span("intake"):
-                request = self._parse(path, raw)
+                request = await self._threads.run(tenant.name, len(raw), self._parse, path, raw)
         finally:
             parsed = time.perf_counter()
             self._intake_seconds.observe(parsed - began)
@@ -163,7 +166,8 @@ class Chat:
         if unseen is None or not unseen.raw:
             return trace.as_json()
         try:
-            prepared = await self._preparer.predict(self._parse(CHAT, unseen.raw), unseen.images, unseen.salt)
+            request = await self._threads.run("", len(unseen.raw), self._parse, CHAT, unseen.raw)
+            prepared = await self._preparer.predict(request, unseen.images, unseen.salt)
         except RequestError:  # the engine refused it, too
             return trace.as_json()
         return predicted_afterwards(trace, prepared)
@@ -188,7 +192,8 @@ class Chat:
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
         outgoing = self._outgoing(path, prepared)
         call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy)
-        reply = await self._forwarder.send(call, _fingerprint(prepared))
+        fingerprint = await self._threads.run(tenant.name, len(prepared.request.source), _fingerprint, prepared)
+        reply = await self._forwarder.send(call, fingerprint)
         try:
             self.decisions.add(request_id, reply.trace)
             self._count(prepared, reply)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_router.core.single_flight import SingleFlight
+from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.intake.request import ImagePart, InlineImage, MediaPart
 from mmrouter_router.media import content
 from mmrouter_router.media.cache import Key, MediaCache, Stored
@@ -31,6 +32,7 @@ class MediaResolver:
         *,
         metrics: Metrics,
         limits: FetchLimits | None = None,
+        threads: WorkerThreads | None = None,
         cache_bytes: int = CACHE_BYTES,
         lookup: Lookup | None = None,
         tls: ssl.SSLContext | None = None,
@@ -42,6 +44,7 @@ class MediaResolver:
         self._fetcher = Fetcher(self._guard, limits or FetchLimits(self._max_bytes), lookup=lookup, tls=tls)
         self._cache = MediaCache(cache_bytes)
         self._fetches = SingleFlight[Key, Media]()
+        self._threads = threads or WorkerThreads()
         self._metrics, self._clock = metrics, clock
 
     async def resolve(self, url: str, *, param: str, tenant: str = "", inline: InlineImage | None = None) -> Media:
@@ -73,7 +76,7 @@ class MediaResolver:
         for place, part in enumerate(parts):
             if _is_data(part.url):
                 inline = part.inline if isinstance(part, ImagePart) else None
-                resolved[place] = await self.resolve(part.url, param=part.param, inline=inline)
+                resolved[place] = await self.resolve(part.url, param=part.param, tenant=tenant, inline=inline)
                 charge(part, resolved[place])
             else:
                 places.setdefault(part.url, []).append(place)
@@ -108,7 +111,7 @@ class MediaResolver:
             content.bound(len(inline.data), self._max_bytes)
             return Media(inline.data, content.detect(inline.data), "data", inline.text)
         if _is_data(url):
-            data = content.decode(url, self._max_bytes)
+            data = await self._threads.run(tenant, len(url), content.decode, url, self._max_bytes)
             return Media(data, content.detect(data), "data")
         self._guard.target(url)  # refuse before any network access
         key = (tenant, url)

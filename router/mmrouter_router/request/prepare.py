@@ -1,6 +1,5 @@
 """Prepares a parsed request for placement: resolves its images and predicts its token ids (docs/architecture.md)."""
 
-import asyncio
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,12 +13,13 @@ from mmrouter_lib.block_keys import Span, namespace_seed
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family, ImageSizeError, is_proved, load_family
-from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe
+from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe, rotates
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import PlaceholderError, Prompter, TemplateError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
+from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.fleet.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.prompt_fields import Exactness
@@ -32,8 +32,10 @@ from mmrouter_router.telemetry.tracing import child_span
 
 Images = tuple[ResolvedImage, ...]
 PROBE_CACHE = 4096
+MAX_TEXT = 4 * 1024**2
+"""Bytes of a body without its images up to which its prompt is predicted: a million tokens. Each takes 65 bytes of
+memory while it is tokenized."""
 SEEDS = 4096  # tenants whose namespace seeds are cached
-THREAD_BYTES = 256 * 1024  # bytes from which SHA-256 (0.6 ms per MiB) runs in a thread
 _IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images only: every image becomes unresolved
 
 
@@ -56,6 +58,20 @@ class PromptModel(NamedTuple):
         return cls(family, Prompter.load(folder, chat_template=template, family=family), model_type)
 
 
+class _Probed(NamedTuple):
+    """Size and tokens of an image. ``turned``: still to be rotated; ``certain``: the engine is sure to see the same."""
+
+    width: int
+    height: int
+    tokens: int = 0
+    turned: bool = False
+    certain: bool = True
+
+
+def _invalid_image(error: Exception, param: str) -> RequestError:
+    return RequestError.invalid(f"The image cannot be used: {error}.", param=param, code="invalid_image")
+
+
 class Preparer:
     """Prepares requests. ``renderer``: for families that are not modelled; ``sentinels``: for engines with them."""
 
@@ -67,6 +83,7 @@ class Preparer:
         *,
         renderer: Renderer | None = None,
         sentinels: SentinelStore | None = None,
+        threads: WorkerThreads | None = None,
     ) -> None:
         model = model or PromptModel.load(settings)
         self.family, self.prompter = model.family, model.prompter
@@ -74,10 +91,10 @@ class Preparer:
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key
-        self._media = media
+        self._media, self._threads = media, threads or WorkerThreads()
         self._max_pixels = settings.deployment.spec.routing.media.max_pixels
         self._seeds: dict[str | None, int] = {}
-        self._probed: OrderedDict[bytes, tuple[int, int, int, bool]] = OrderedDict()
+        self._probed: OrderedDict[bytes, _Probed] = OrderedDict()
 
     def seed(self, salt: str | None) -> int:
         seed = self._seeds.get(salt)
@@ -93,11 +110,11 @@ class Preparer:
     ) -> Prepared:
         """Resolve images and, with ``predict``, predict the prompt. Raises RequestError that names the field."""
         images = _mark_unresolved(request, await self._resolve(request, tenant))
-        await self._digest(images)
-        return await self.predict(request, images, salt, predict=predict)
+        await self._digest(images, tenant)
+        return await self.predict(request, images, salt, tenant, predict=predict)
 
     async def predict(
-        self, request: ChatRequest, images: Images, salt: str | None, *, predict: bool = True
+        self, request: ChatRequest, images: Images, salt: str | None, tenant: str = "", *, predict: bool = True
     ) -> Prepared:
         """Predict the prompt of a request with resolved images. Raises what :meth:`prepare` raises."""
         unresolved = tuple(image.unresolved for image in images if not image.resolved)
@@ -110,6 +127,9 @@ class Preparer:
         if unseen:
             exactness = "affinity"
             reasons.append("policy:routing.policy")
+        elif len(request.source) > MAX_TEXT and exactness != "affinity":
+            exactness = "affinity"
+            reasons.append("prompt_size:messages")
         ids, spans = array("I"), tuple[Span, ...]()
         with child_span("prompt") as span:
             if unseen:
@@ -123,9 +143,9 @@ class Preparer:
                     ids, spans = rendered
                     images = _counted(images, spans)
             elif exactness != "affinity":
-                ids, spans = self._expand(request, images)
+                ids, spans = await self._expanded(request, images, tenant)
             elif self.family is not None and self.family.fragile:
-                self._refuse_harmful(request, images)
+                await self._refuse_harmful(request, images, tenant)
             if span:
                 span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
         prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), self._fingerprint(request, images))
@@ -149,17 +169,23 @@ class Preparer:
         reasons.append(f"renderer:{self.unknown_family}")
         return ids, spans
 
-    def _refuse_harmful(self, request: ChatRequest, images: Images) -> None:
+    async def _refuse_harmful(self, request: ChatRequest, images: Images, tenant: str) -> None:
         """Refuse images out of order, which crash engines of some families, even without a prediction."""
         images_of_body = [part for part in request.media if part.kind == "image"]
         if len(images_of_body) > 1:  # a forwarded route renders prompts by its own rules
             message = "This model takes several images only in chat completions."
             raise RequestError.invalid(message, param=images_of_body[1].param, code="too_many_images")
+        if len(request.source) > MAX_TEXT:
+            message = f"This model takes at most {MAX_TEXT} bytes of text."
+            raise RequestError.invalid(message, param="messages", code="request_too_large")
         try:
-            self._expand(request, images)
+            await self._expanded(request, images, tenant)
         except RequestError as error:
             if isinstance(error.__cause__, PlaceholderError):
                 raise
+
+    async def _expanded(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
+        return await self._threads.run(tenant, len(request.source), self._expand, request, images)
 
     def _expand(self, request: ChatRequest, images: Images) -> Rendered:
         assert self.prompter is not None
@@ -185,42 +211,51 @@ class Preparer:
         media = await self._media.resolve_all([*request.images, *request.media], tenant=tenant)
         images, others = media[: len(request.images)], media[len(request.images) :]
         for part, item in zip(request.media, others, strict=True):
-            part.embed(item.data_uri())
-        return tuple(self._image(part, item) for part, item in zip(request.images, images, strict=True))
+            part.embed(await self._threads.run(tenant, len(item.data), item.data_uri))
+        return tuple([await self._image(part, item, tenant) for part, item in zip(request.images, images, strict=True)])
 
-    async def _digest(self, images: Images) -> None:
+    async def _digest(self, images: Images, tenant: str) -> None:
         for image in images:
             if self.sentinels is not None and self.sentinels.wants_digest(image.identity):
                 data = image.media.data
-                hashed = sha256_of(data) if len(data) < THREAD_BYTES else await asyncio.to_thread(sha256_of, data)
+                hashed = await self._threads.run(tenant, len(data), sha256_of, data)
                 self.sentinels.set_digest(image.identity, hashed)
 
-    def _image(self, part: ImagePart, media: Media) -> ResolvedImage:
-        options: Mapping[str, Any] = self.family.pixel_options if self.family is not None else {}
-        identity = media_identity(media.data, options, key=self._identity_key)
-        probed = self._probed.get(identity)
-        if probed is None:
-            probed = self._probed[identity] = self._size(media.data, part.param)
+    async def _image(self, part: ImagePart, media: Media, tenant: str) -> ResolvedImage:
+        data = media.data
+        identity, known = await self._threads.run(tenant, len(data), self._inspect, data, part.param)
+        if known.turned and not await self._threads.run(tenant, known.width * known.height, rotates, data):
+            known = known._replace(width=known.height, height=known.width)
+        if known.turned or identity not in self._probed:
+            known = self._probed[identity] = known._replace(turned=False, tokens=self._count(known, part.param))
             if len(self._probed) > PROBE_CACHE:
                 self._probed.popitem(last=False)
-        width, height, tokens, certain = probed
-        unresolved = "" if certain else f"image_format:{part.param}"
+        unresolved = "" if known.certain else f"image_format:{part.param}"
         where = part.message, part.part, part.param
-        return ResolvedImage(*where, media, identity, width, height, tokens, unresolved)
+        return ResolvedImage(*where, media, identity, known.width, known.height, known.tokens, unresolved)
 
-    def _size(self, data: bytes, param: str) -> tuple[int, int, int, bool]:
-        """Return width, height, tokens, and whether the engine is certain to see the same."""
-        family = self.family
+    def _inspect(self, data: bytes, param: str) -> tuple[bytes, "_Probed"]:
+        """Return the identity of an image, and its size by an earlier probe or by its header."""
+        options: Mapping[str, Any] = self.family.pixel_options if self.family is not None else {}
+        identity = media_identity(data, options, key=self._identity_key)
+        if (known := self._probed.get(identity)) is not None:
+            return identity, known
         try:
             size = claimed_size(data, max_pixels=self._max_pixels)
-            certain = size is None
-            if size is None:
-                exif = family is not None and family.rotates_exif
-                size = probe(data, max_pixels=self._max_pixels, exif=exif)
-            return size.width, size.height, family.count(size.width, size.height) if family is not None else 0, certain
-        except (ImageHeaderError, TooManyPixels, ImageSizeError) as error:
-            message = f"The image cannot be used: {error}."
-            raise RequestError.invalid(message, param=param, code="invalid_image") from error
+            if size is not None:
+                return identity, _Probed(size.width, size.height, certain=False)
+            exif = self.family is not None and self.family.rotates_exif
+            size = probe(data, max_pixels=self._max_pixels, exif=exif)
+            return identity, _Probed(size.width, size.height, turned=size.turned)
+        except (ImageHeaderError, TooManyPixels) as error:
+            raise _invalid_image(error, param) from error
+
+    def _count(self, known: "_Probed", param: str) -> int:
+        """Return the visual tokens of an image, 0 without a family."""
+        try:
+            return self.family.count(known.width, known.height) if self.family is not None else 0
+        except ImageSizeError as error:
+            raise _invalid_image(error, param) from error
 
     @staticmethod
     def _fingerprint(request: ChatRequest, images: Images) -> int:

@@ -12,8 +12,8 @@ from unit.router.test_prepare import chat, image, preparing, settings, text
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash_of, sentinels
+from mmrouter_router.core.worker_threads import INLINE_BYTES
 from mmrouter_router.request import prepare as stage
-from mmrouter_router.request.prepare import THREAD_BYTES
 from mmrouter_router.sentinels import evidence
 from mmrouter_router.sentinels.align import SentRequest
 from mmrouter_router.sentinels.evidence import BLIND_SECONDS, RankEpoch, SentinelStore, plan_fingerprints
@@ -233,7 +233,7 @@ def known(*, calibrated: bool) -> SentinelStore:
 @pytest.mark.parametrize("calibrated", [True, False], ids=["calibrated", "calibrated meanwhile"])
 async def test_image_is_hashed_once_and_a_large_one_in_a_thread(threads, calibrated):
     small = picture("a", 112, 112)
-    large = picture("b", 112, 112) + bytes(THREAD_BYTES)
+    large = picture("b", 112, 112) + bytes(INLINE_BYTES)
     parts = [{"type": "image_url", "image_url": {"url": data_uri(data)}} for data in (small, large)]
     async with preparing(settings(engine="sglang"), sentinels=known(calibrated=calibrated)) as preparer:
         threads.clear()
