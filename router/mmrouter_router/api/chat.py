@@ -190,9 +190,8 @@ class Chat:
         policy = _policy(headers) if trusted else None
         shown = trusted or self.debug_headers
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
-        outgoing = self._outgoing(path, prepared)
+        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._finish, path, prepared)
         call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy)
-        fingerprint = await self._threads.run(tenant.name, len(prepared.request.source), _fingerprint, prepared)
         reply = await self._forwarder.send(call, fingerprint)
         try:
             self.decisions.add(request_id, reply.trace)
@@ -213,6 +212,9 @@ class Chat:
             raise
         finally:
             reply.close()
+
+    def _finish(self, path: str, prepared: Prepared) -> tuple[Outgoing, bytes]:
+        return self._outgoing(path, prepared), _fingerprint(prepared)
 
     def _outgoing(self, path: str, prepared: Prepared) -> Outgoing:
         images = tuple(

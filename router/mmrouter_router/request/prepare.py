@@ -148,7 +148,8 @@ class Preparer:
                 await self._refuse_harmful(request, images, tenant)
             if span:
                 span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
-        prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), self._fingerprint(request, images))
+        fingerprint = await self._threads.run(tenant, len(request.source), self._fingerprint, request, images)
+        prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
         return Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, unseen)
 

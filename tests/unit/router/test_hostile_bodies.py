@@ -1,0 +1,123 @@
+"""Large bodies: the event loop serves others while they are read, and its own work does not grow with them."""
+
+import asyncio
+import base64
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import FrameType
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from unit.router.rig import deployment
+from unit.router.test_app import HELLO, client_of, router
+
+from mmrouter_router.app import Router
+from mmrouter_router.core.worker_threads import INLINE_BYTES, THREADS
+from mmrouter_router.request.prepare import MAX_TEXT
+from mmrouter_router.request.prepared import CHAT
+
+Body = dict[str, Any]
+OTHER_LINES = 2_000
+"""Lines of Python that the loop may run more for twice the body: steps of its own that come while it waits."""
+
+
+def chat(content: object, **fields: object) -> Body:
+    return {"model": "t", "messages": [{"role": "user", "content": content}], **fields}
+
+
+def picture(data: bytes) -> list[Body]:
+    url = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    return [{"type": "image_url", "image_url": {"url": url}}]
+
+
+def segments(size: int) -> bytes:
+    return b"\xff\xd8" + b"\xff\xe1\x00\x64Exif\0\0" + bytes(92) + b"\xff\xe1\x00\x02" * (size // 4)
+
+
+BODIES: dict[str, tuple[str, Callable[[int], Body]]] = {
+    "content parts": (CHAT, lambda size: chat([{"type": "text", "text": "x"}] * (size // 100))),
+    "messages": (CHAT, lambda size: {**HELLO, "messages": HELLO["messages"] * (size // 100)}),
+    "text": (CHAT, lambda size: chat("hello " * (size // 6))),
+    "tools": (CHAT, lambda size: chat("x", tools=[{"type": "function", "function": {"name": "f"}}] * (size // 100))),
+    "unknown field": (CHAT, lambda size: chat("x", unknown=[[]] * (size // 10))),
+    "image of segments": (CHAT, lambda size: chat(picture(segments(size)))),
+    "percent escapes": (
+        CHAT,
+        lambda size: chat([{"type": "image_url", "image_url": {"url": "data:," + "%41" * size}}]),
+    ),
+    "token ids": ("/v1/completions", lambda size: {"model": "t", "prompt": [100] * (size // 10)}),
+    "input items": ("/v1/responses", lambda size: {"model": "t", "input": HELLO["messages"] * (size // 100)}),
+}
+SIZE = 400_000
+
+
+@pytest.fixture
+async def r() -> AsyncIterator[Router]:
+    async with router(own=deployment()) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(r: Router) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(r) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=list(BODIES))
+async def test_others_are_answered_while_a_large_body_waits_for_a_thread(
+    r: Router, client: httpx.AsyncClient, path: str, body: Callable[[int], Body]
+) -> None:
+    opened = threading.Event()
+    holders = [asyncio.create_task(r.threads.run("", INLINE_BYTES + 1, opened.wait, 60)) for _ in range(THREADS)]
+    await asyncio.sleep(0)
+    large = asyncio.create_task(client.post(path, content=orjson.dumps(body(SIZE))))
+    try:
+        small = await client.post(CHAT, json=HELLO)
+        assert small.status_code == 503, "there is no worker"
+        assert not large.done()
+    finally:
+        opened.set()
+        await asyncio.gather(*holders)
+    assert (await large).status_code in (400, 503)
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=list(BODIES))
+async def test_the_loops_work_does_not_grow_with_the_body(
+    client: httpx.AsyncClient, path: str, body: Callable[[int], Body]
+) -> None:
+    async def lines(size: int) -> int:
+        """Return the lines of Python that run in this thread for a request."""
+        raw, count = orjson.dumps(body(size)), 0
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal count
+            count += event == "line"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            answer = await asyncio.create_task(client.post(path, content=raw))
+        finally:
+            sys.settrace(None)
+        assert answer.status_code in (400, 503)
+        return count
+
+    await lines(SIZE)  # caches
+    small, large = await lines(SIZE), await lines(2 * SIZE)
+    assert large - small < OTHER_LINES
+
+
+async def test_a_prompt_beyond_the_bound_is_placed_by_affinity(r: Router) -> None:
+    for size, exactness in ((1000, "exact"), (MAX_TEXT, "affinity")):
+        prepared = await r.chat.prepare(CHAT, orjson.dumps(chat("x" * size)), r.chat.tenants.authenticate([]))
+        assert (prepared.exactness, bool(prepared.reasons)) == (exactness, exactness != "exact")
+
+
+async def test_percent_escapes_are_bounded(client: httpx.AsyncClient) -> None:
+    url = "data:," + "%41" * 1_100_000
+    answer = await client.post(CHAT, json=chat([{"type": "image_url", "image_url": {"url": url}}]))
+    assert answer.status_code == 400
+    assert "percent escapes" in answer.json()["error"]["message"]
