@@ -12,6 +12,7 @@ from mmrouter_lib import feed
 from mmrouter_router.api.operator_report import KEEPALIVE, events
 from mmrouter_router.api.port_apps import state_of
 from mmrouter_router.fleet.workers import Member
+from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.scheduling.placer import NoWorkerError
 
 PATHS = ("/control/state", "/control/stream", "/control/decisions", "/control/workers/x/keys")
@@ -71,13 +72,6 @@ async def listening(rig: Reports, **options) -> Listener:
     return listener
 
 
-async def test_first_event_is_the_whole_report(rig):
-    rig.worker("a")
-    listener = await listening(rig)
-    assert listener.reports == [rig.reporter.report()]
-    await listener.end()
-
-
 async def test_unchanged_heartbeats_cause_only_keepalives(rig):
     worker = rig.worker("a")
     listener = await listening(rig, keepalive_seconds=0.1)
@@ -88,12 +82,14 @@ async def test_unchanged_heartbeats_cause_only_keepalives(rig):
     await listener.end()
 
 
-async def test_simultaneous_changes_are_one_event(rig):
+async def test_first_event_is_the_whole_report_and_simultaneous_changes_are_one(rig):
+    rig.worker("a")
     listener = await listening(rig)
-    for name in "abcdef":
+    assert listener.reports == [rig.reporter.report()]
+    for name in "bcdefg":
         rig.worker(name)
     await until(lambda: len(listener.reports) > 1)
-    assert len(listener.reports[1]["workers"]) == 6
+    assert len(listener.reports[1]["workers"]) == 7
     await listener.end()
     assert len(listener.reports) == 2
 
@@ -133,7 +129,9 @@ async def test_closed_stream_unregisters_its_listener(rig):
 
 
 @pytest.mark.parametrize("role", ["worker", "prefill", "decode"])
-def test_synced_worker_is_routable_and_verified_by_its_canary(rig, role):
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_synced_worker_is_routable_and_verified_by_its_canary(engine, role):
+    rig = Reports(engine)
     assert rig.row(rig.of_role(role, "a")) == (True, "True", "")
     assert rig.row(rig.of_role(role, "b", canary="")) == (True, "Unknown", "pending")
     failed = rig.of_role(role, "c", canary="False")
@@ -165,54 +163,31 @@ def test_unpredictable_model_is_reported_as_not_modelled(rig):
     assert rig.row(rig.worker("a", canary="")) == (True, "Unknown", "not_modelled")
 
 
-def test_both_engines_of_a_pair_wait_for_their_canary():
-    rig = Reports("sglang")
-    assert rig.row(rig.of_role("prefill", "p", canary="")) == (True, "Unknown", "pending")
-    assert rig.row(rig.of_role("decode", "d", canary="")) == (True, "Unknown", "pending")
-    assert rig.row(rig.of_role("decode", "e")) == (True, "True", "")
-
-
-async def probing(rig, condition) -> None:
-    """Run the probes until ``condition`` holds."""
-    async with running(rig.probes.run()):
-        await until(condition)
-    rig.upstream.close()
-
-
-async def test_encoder_is_routable_when_healthy_and_verified_when_it_encoded_an_image():
-    async with Engine(encodes=True) as engine:
-        rig = Reports()
+@pytest.mark.parametrize(
+    ("type_", "encodes", "row", "message"),
+    [
+        ("vllm", True, (True, "True", ""), ""),
+        ("vllm", False, (True, "False", "encoding"), "does not have image"),
+        ("sglang", False, (True, "Unknown", "not_probed"), "answers no plain request"),
+    ],
+    ids=["verified when it encoded an image", "without an embedding's location", "SGLang's is never verified"],
+)
+async def test_encoder_is_routable_when_healthy_until_it_restarts(type_, encodes, row, message):
+    async with Engine(encodes=encodes) as engine:
+        rig = Reports(type_)
         worker = rig.of_role("encoder", ip=engine.ip)
         assert rig.row(worker) == (False, "Unknown", "not_answered")
-        await probing(rig, lambda: rig.row(worker) == (True, "True", ""))
-    (health, _, _), (path, body, key) = engine.seen
-    assert (health, path, key) == ("/health", "/v1/chat/completions", "Bearer secret")
-    assert (body["max_tokens"], len(body["messages"][0]["content"])) == (1, 1)
-
-
-async def test_encoder_without_embedding_location_is_not_verified():
-    async with Engine() as engine:
-        rig = Reports()
-        worker = rig.of_role("encoder", ip=engine.ip)
-        await probing(rig, lambda: rig.row(worker) == (True, "False", "encoding"))
-    assert "does not have image" in rig.reporter.report()["workers"][worker.member.uid]["message"]
-
-
-async def test_restarted_encoder_is_unverified():
-    async with Engine(encodes=True) as engine:
-        rig = Reports()
-        worker = rig.of_role("encoder", ip=engine.ip)
-        await probing(rig, lambda: rig.row(worker)[1] == "True")
+        async with running(rig.probes.run()):
+            await until(lambda: rig.row(worker) == row)
+        rig.upstream.close()
+        assert message in rig.reporter.report()["workers"][worker.member.uid]["message"]
         rig.beat(worker, epoch=2)
         assert rig.row(worker) == (False, "Unknown", "not_answered")
-
-
-async def test_sglang_encoder_is_never_verified():
-    async with Engine() as engine:
-        rig = Reports("sglang")
-        worker = rig.of_role("encoder", ip=engine.ip)
-        await probing(rig, lambda: rig.row(worker) == (True, "Unknown", "not_probed"))
-    assert {path for path, _, _ in engine.seen} == {"/health"}
+    asked = {path: (body, key) for path, body, key in engine.seen}
+    assert asked.keys() == {"/health", CHAT} if type_ == "vllm" else {"/health"}
+    if CHAT in asked:
+        body, key = asked[CHAT]
+        assert (body["max_tokens"], len(body["messages"][0]["content"]), key) == (1, 1, "Bearer secret")
 
 
 @pytest.mark.parametrize("role", ["encoder", "decode", "prefill", "renderer"])
@@ -258,13 +233,10 @@ def test_shared_directory_is_reported_only_when_it_crosses_its_mark(rig):
     assert shared == {"taken": 3, "limit": 1000, "available": 5000, "capacity": 9000, "above": False}
 
 
-def test_counts_only_grow(rig):
+def test_counts_and_missing_stages_are_in_every_report(rig):
+    assert rig.reporter.report()["degraded"] == []
+    rig.degraded = ("no_encoder", "no_prefill")
     rig.counts.update(decisions=2, exact_decisions=1, prompt_blocks=15, hit_blocks=9)
     report = rig.reporter.report()
     assert [report[n] for n in ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")] == [2, 1, 15, 9]
-
-
-def test_missing_stages_are_in_every_report(rig):
-    assert rig.reporter.report()["degraded"] == []
-    rig.degraded = ("no_encoder", "no_prefill")
-    assert rig.reporter.report()["degraded"] == ["no_encoder", "no_prefill"]
+    assert report["degraded"] == ["no_encoder", "no_prefill"]

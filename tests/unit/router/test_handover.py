@@ -41,7 +41,6 @@ from mmrouter_router.telemetry.metrics import Metrics
 LARGE = 8 * IN_THREAD
 OPEN = Status(1, "engine", enabled=True, settings="s", ways={"shm": "", "nixl": "", "inline": ""})
 GONE = b'{"error":{"message":"[Errno 2] No such file or directory: \'<path>\'"}}'
-MISSING = b'{"error":{"message":"Cache miss for image at index 0 but data is not provided."}}'
 
 
 def test_file_is_used_from_the_break_even_size():
@@ -75,11 +74,8 @@ def test_renderer_is_used_while_it_is_faster_and_still_explored():
     said = Counter(costs.why_unprocessed(500) for _ in range(64))
     assert said["slower"] == 60
     assert costs.why_unprocessed(4) == "small"
-
-
-def test_always_ignores_costs():
-    costs = WayCosts(always=True)
-    assert (costs.why_no_file(1), costs.why_unprocessed(1)) == ("", "")
+    always = WayCosts(always=True)
+    assert (always.why_no_file(1), always.why_unprocessed(1)) == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -233,22 +229,15 @@ async def test_large_image_is_a_file_until_the_answer(tmp_path):
     assert second["instead_of"] == [{"how": "file", "reason": "bytes_cheaper"}]
 
 
-async def test_refused_file_falls_back_to_bytes(rig):
-    rig.answers = [(500, GONE), (200, b"ok")]
-    answer = await rig.send(LARGE)
-    assert (answer.status, rig.got) == (200, [[b"\0" * LARGE], ["bytes"]])
-    assert rig.counted() == {("file", "refused"): 1, ("bytes", ""): 1}
-    assert rig.left() == []
-
-
-async def test_refused_way_backs_off(rig):
-    for _ in range(FAILURES):
-        rig.answers = [(500, GONE)]
-        await rig.send(LARGE)
-    rig.got.clear()
+async def test_refused_file_falls_back_to_bytes_and_the_way_backs_off(rig):
+    for number in range(1, FAILURES + 1):
+        rig.answers = [(500, GONE), (200, b"ok")]
+        answer = await rig.send(LARGE)
+        assert (answer.status, rig.got[-2:]) == (200, [[b"\0" * LARGE], ["bytes"]])
+        assert rig.counted() == {("file", "refused"): number, ("bytes", ""): number}
+        assert rig.left() == []
     await rig.send(LARGE)
-    assert rig.got == [["bytes"]]
-    assert rig.counted()["file", "resting"] == 1
+    assert (len(rig.got), rig.got[-1], rig.counted()["file", "resting"]) == (2 * FAILURES + 1, ["bytes"], 1)
 
 
 @pytest.mark.parametrize(

@@ -162,35 +162,26 @@ async def test_failed_prefill_falls_back_to_the_decoder(rig, answer, outcome, lo
     assert (usage.requests, usage.prefill, usage.active) == (0, 0, 0)
 
 
+ONE_ENGINE = [("n", 2, "several_answers"), ("prompt_logprobs", 1, "prompt_logprobs"), ("alone", True, "transfer")]
+
+
+@pytest.mark.parametrize(("name", "value", "outcome"), ONE_ENGINE)
+async def test_unsplittable_request_stays_at_one_engine(rig, name, value, outcome):
+    options = {"alone": value} if name == "alone" else {"fields": {name: value}}
+    _, _, notes = await rig.before(**options)
+    assert (notes, rig.prefills) == ([("prefill", outcome)], [])
+
+
 @pytest.mark.parametrize(
-    ("fields", "options", "outcome"),
-    [
-        ({"n": 2}, {}, "several_answers"),
-        ({"prompt_logprobs": 1}, {}, "prompt_logprobs"),
-        ({}, {"alone": True}, "transfer"),
-    ],
+    ("blocks", "encoded"), [(0, ["m1-a", "m1-b"]), (10, ["m1-a", "m1-b"]), (11, ["m1-b"]), (41, ["m1-b"]), (42, [])]
 )
-async def test_unsplittable_request_stays_at_one_engine(rig, fields, options, outcome):
-    _, _, notes = await rig.before(fields=fields.items(), **options)
-    assert notes == [("prefill", outcome)]
-    assert rig.prefills == []
-
-
-async def test_images_with_missing_blocks_are_encoded():
-    rig = beside_encoders()
-    _, body, notes = await rig.before()
-    assert notes == [("encode", "done")]
-    assert rig.encoded == ["m1-a", "m1-b"]
-    places = {name: said["item_indices"] for name, said in body["ec_transfer_params"].items()}
-    assert places == {"m1-a": [0], "m1-b": [1]}
-
-
-@pytest.mark.parametrize(("blocks", "encoded"), [(10, ["m1-a", "m1-b"]), (11, ["m1-b"]), (41, ["m1-b"]), (42, [])])
-async def test_image_with_held_blocks_is_not_encoded(blocks, encoded):
+async def test_images_with_missing_blocks_are_encoded(blocks, encoded):
     rig = beside_encoders(KEYS[:blocks])
-    _, _, notes = await rig.before()
+    _, body, notes = await rig.before()
     assert rig.encoded == encoded
     assert notes == [("encode", "done" if encoded else "held")]
+    places = {name: said["item_indices"] for name, said in body.get("ec_transfer_params", {}).items()}
+    assert places == {name: [number] for number, name in enumerate(("m1-a", "m1-b")) if name in encoded}
 
 
 async def test_unverified_blocks_and_unpredicted_prompts_do_not_skip_encoding():
@@ -219,15 +210,12 @@ async def test_full_form_passes_embeddings_to_prefill_and_blocks_to_decode():
     assert body["kv_transfer_params"] == PARAMS
 
 
-async def test_form_omits_a_pool_without_pods():
-    rig = Staging("encoder", "prefill", "decode")
-    rig.encoding.update([])
-    rig.engine("decode", "d1")
-    shape = rig.stages.form()
+async def test_form_omits_a_pool_without_pods_and_pods_that_failed_the_request(rig):
+    three = Staging("encoder", "prefill", "decode")
+    three.encoding.update([])
+    three.engine("decode", "d1")
+    shape = three.stages.form()
     assert (shape.name, shape.degraded) == ("whole", ("no_prefill", "no_encoder"))
-
-
-async def test_form_omits_pods_that_failed_the_request(rig):
     decode = rig.fleet.workers["uid-d1"]
     assert rig.stages.form().answers == {"decode"}
     again = rig.stages.form({decode.member.uid})
@@ -305,14 +293,7 @@ def test_form_degrades_with_a_pool_down(engine, pools, able, name, degraded):
     found = choose_form(engine, pools.split(), able.split())
     assert (found.name, found.degraded) == (name, degraded)
     assert found.answers
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_only_sglang_is_paired(engine):
-    pair = choose_form(engine, PAIR, PAIR)
-    assert pair.prefills
-    assert pair.paired == (engine == "sglang")
-    assert not choose_form(engine, ("worker",), ("worker",)).paired
+    assert found.paired == (engine == "sglang" and found.prefills)
 
 
 @pytest.mark.parametrize(("engine", "roles"), [("vllm", "worker prefill decode"), ("sglang", "worker prefill")])
@@ -324,13 +305,6 @@ def test_canary_roles_and_publishing_roles(engine, roles):
 @pytest.mark.parametrize("able", ["prefill", "decode", "encoder", ""])
 def test_half_an_sglang_pair_answers_nothing(able):
     assert not choose_form("sglang", ("encoder", "prefill", "decode"), able.split()).answers
-
-
-def test_short_remaining_prompt_is_computed_locally():
-    policy = OffloadPolicy()
-    assert policy.reason_local(104) == "short"  # 104 of 1000 tokens remain
-    assert policy.reason_local(2048) == ""
-    assert policy.reason_local(1000) == ""  # all of 1000 remain
 
 
 def learn(policy, *, local, remote):
@@ -364,8 +338,13 @@ def test_bound_of_0_always_offloads():
     assert local_share(policy, 0) == local_share(policy, 6000) == 0
 
 
-def test_short_prompts_are_not_measured():
+def test_short_prompts_are_computed_locally_and_not_measured():
     policy = OffloadPolicy()
+    assert [policy.reason_local(tokens) for tokens in (SHORT_TOKENS - 1, 2 * SHORT_TOKENS, SHORT_TOKENS)] == [
+        "short",
+        "",
+        "",
+    ]
     for _ in range(100):
         policy.observe(SHORT_TOKENS - 1, 9.0, remote=True)
     assert policy.remote.measured == 0
