@@ -1,114 +1,57 @@
 """Retries before the first byte, against engines on loopback addresses."""
 
 import asyncio
-from array import array
 
 import pytest
-import pytest_asyncio
-from unit.router.rig import LoopbackEngine, http_answer, outcomes, refused, resource, spans_of, synced, until, value
+from unit.router.rig import BLOCK, outcomes, refused, spans_of, until, value
+from unit.router.rig import http_answer as answer
+from unit.router.test_sglang_pair import DIES, OK, make  # noqa: F401  (a fixture)
 
-from mmrouter_router.dispatch.engine_client import EngineClient
-from mmrouter_router.dispatch.forwarder import Forwarder, Quarantine
-from mmrouter_router.dispatch.stages import ForwardCall
-from mmrouter_router.fleet.workers import Fleet, Member
-from mmrouter_router.http.upstream import Upstream
-from mmrouter_router.request.prepared import Outgoing, Prepared
-from mmrouter_router.scheduling.placer import Placer
-from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.dispatch.forwarder import Quarantine
 
-OK = http_answer(200, b"ok")
-BUSY = http_answer(503, b"busy")
-DRAINING = http_answer(500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}')
-BROKEN = http_answer(500, b'{"error":"boom"')
+BUSY = answer(503, b"busy")
+DRAINING = answer(500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}')
+BROKEN = answer(500, b'{"error":"boom"')
 HEADERS_ONLY = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-class Engine(LoopbackEngine):
-    """Answers every request with ``answer``; ``dies`` closes the connection after it."""
-
-    def __init__(self, answer: bytes, *, dies: bool = False) -> None:
-        super().__init__()
-        self.answer, self.dies = answer, dies
-
-    @property
-    def asked(self) -> int:
-        return len(self.requests)
-
-    async def respond(self, reader, writer, headers) -> bool:
-        writer.write(self.answer)
-        await writer.drain()
-        if self.dies:
-            writer.transport.abort()
-        return not self.dies
-
-
-class Rig:
-    """Engines named a, b, c...; round robin sends to them in the order of their names."""
-
-    def __init__(self) -> None:
-        self.metrics = Metrics()
-        self.fleet = Fleet(self.metrics)
-        self.upstream = Upstream(connect_seconds=10)
-        self.engines: list[Engine] = []
-        self.placer = Placer(resource(routing={"policy": "roundRobin"}), self.fleet)
-        self.forwarder = Forwarder(self.placer, EngineClient(self.upstream, "vllm", "secret"), self.metrics)
-
-    async def engine(self, says: bytes | None, *, dies: bool = False) -> Engine:
-        engine = Engine(says or b"", dies=dies)
-        if says is not None:
-            await engine.serve()
-        name = "abcdef"[len(self.engines)]
-        self.engines.append(engine)
-        synced(self.fleet, Member(name, name, engine.ip, "worker", "worker"))
-        return engine
-
-    async def send(self, fingerprint: bytes = b"f"):
-        prepared = Prepared(None, None, (), array("I", range(40)), (), "exact", (), 1, 1)
-        return await self.forwarder.send(ForwardCall("r-1", prepared, Outgoing("/v1/x", {}), {}), fingerprint)
-
-
-@pytest_asyncio.fixture
-async def rig():
-    rig = Rig()
-    yield rig
-    rig.upstream.close()
-    for engine in rig.engines:
-        engine.close()
+@pytest.fixture
+async def rig(make):  # noqa: F811
+    """A deployment with one pool of vLLM."""
+    return make(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
 
 
 @pytest.mark.parametrize(
-    ("says", "dies", "cause"),
+    ("says", "cause"),
     [
-        (None, False, "connect"),
-        (BUSY, False, "busy"),
-        (DRAINING, False, "draining"),
-        (b"", True, "engine_lost"),
-        (DRAINING[:-20], True, "engine_lost"),
-        (HEADERS_ONLY, True, "engine_lost"),
+        (None, "connect"),
+        (BUSY, "busy"),
+        (DRAINING, "draining"),
+        (DIES, "engine_lost"),
+        (DIES + DRAINING[:-20], "engine_lost"),
+        (DIES + HEADERS_ONLY, "engine_lost"),
     ],
 )
-async def test_another_worker_is_tried_before_the_first_byte(rig, says, dies, cause):
-    await rig.engine(says, dies=dies)
-    await rig.engine(OK)
+async def test_another_worker_is_tried_before_the_first_byte(rig, says, cause):
+    await rig.serve(w1=says, w2=OK)
     reply = await rig.send()
     assert (reply.answer.status, reply.first) == (200, b"ok")
-    assert outcomes(reply) == [("a", cause), ("b", "answered 200")]
+    assert outcomes(reply) == [("w1", cause), ("w2", "answered 200")]
     assert value(rig.metrics.retries.labels(cause)) == 1
     reply.close()
-    assert all(usage.requests == 0 for worker in rig.fleet for usage in worker.usage.values())
+    await rig.nothing_is_booked()
 
 
-@pytest.mark.parametrize(("says", "dies", "cause"), [(None, False, "connect"), (BUSY, False, "busy")])
-async def test_each_attempt_has_a_span_with_its_error(rig, says, dies, cause):
-    await rig.engine(says, dies=dies)
-    await rig.engine(OK)
+@pytest.mark.parametrize(("says", "cause"), [(None, "connect"), (BUSY, "busy")])
+async def test_each_attempt_has_a_span_with_its_error(rig, says, cause):
+    await rig.serve(w1=says, w2=OK)
 
     async def send() -> None:
         (await rig.send()).close()
 
     spans = await spans_of(send)
     told = [span for span in spans if span.name == "engine"]
-    assert [span.attributes["mmrouter.worker"] for span in told] == ["a", "b"]
+    assert [span.attributes["mmrouter.worker"] for span in told] == ["w1", "w2"]
     assert [span.attributes.get("error.type") for span in told] == [cause, None]
     assert [span.attributes["mmrouter.attempt"] for span in told] == [1, 2]
     assert [event.name for event in told[1].events] == ["first byte"]
@@ -116,45 +59,41 @@ async def test_each_attempt_has_a_span_with_its_error(rig, says, dies, cause):
 
 
 async def test_engine_500_is_not_retried(rig):
-    await rig.engine(BROKEN)
-    second = await rig.engine(OK)
+    _, second = await rig.serve(w1=BROKEN, w2=OK)
     reply = await rig.send()
-    assert reply.answer.status == 500
-    assert second.asked == 0
+    assert (reply.answer.status, second.asked) == (500, [])
     reply.close()
 
 
 async def test_request_is_quarantined_after_two_deaths(rig):
-    for _ in range(3):
-        await rig.engine(b"", dies=True)
+    engines = await rig.serve(w1=DIES, w2=DIES, w3=DIES)
     for _ in range(2):
         assert (await refused(rig.send())).code == "request_quarantined"
-        assert sum(engine.asked for engine in rig.engines) == 2
+        assert sum(len(engine.asked) for engine in engines) == 2
 
 
 async def test_quarantine_does_not_affect_other_requests(rig):
-    await rig.engine(b"", dies=True)
-    await rig.engine(OK)
-    (await rig.send(b"one")).close()
-    (await rig.send(b"two")).close()
+    await rig.serve(w1=DIES, w2=OK)
+    for name in (b"one", b"two"):
+        (await rig.send(fingerprint=name)).close()
     assert b"one" not in rig.forwarder.quarantine
 
 
 async def test_no_worker_left_is_503_with_retry_after(rig):
-    await rig.engine(None)
+    await rig.serve(w1=None)
     error = await refused(rig.send())
     assert (error.status, error.headers["Retry-After"]) == (503, "1")
 
 
 async def test_cancelled_request_releases_its_booking(rig):
-    engine = await rig.engine(b"")
+    engine = await rig.engine("w1", b"")
     task = asyncio.create_task(rig.send())
     await until(lambda: engine.asked)
-    assert rig.fleet.workers["a"].usage[0].requests == 1
+    assert rig.fleet.workers["w1"].usage[0].requests == 1
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert rig.fleet.workers["a"].usage[0].requests == 0
+    await rig.nothing_is_booked()
 
 
 def test_quarantine_is_bounded():

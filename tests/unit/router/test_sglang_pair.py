@@ -22,6 +22,8 @@ from mmrouter_router.telemetry.metrics import Metrics
 BLOCK, SEED = 16, 1
 IDS = array("Q", range(80))
 KEYS = block_keys(IDS, BLOCK, (), SEED)
+PAIR, ROLES = ("prefill", "decode"), {"p": "prefill", "d": "decode", "w": "worker"}
+SGLANG = {"type": "sglang", "image": "i", "blockSize": BLOCK, "kvConnector": {"transferBackend": "nixl"}}
 ROOM = "x-override-bootstrap-room"
 
 OK = answer(200, b"ok")
@@ -34,6 +36,7 @@ SOON = 0.4  # timeout of a hanging engine; a healthy one answers within it on a 
 class Engine(LoopbackEngine):
     """Answers as ``says`` tells; ``left``: requests that were aborted before the answer.
 
+    ``DIES``: it ends after what follows.
     ``MEETS``: it answers once the other engine of the bootstrap room does its part. ``rooms``: those in which one does.
     """
 
@@ -47,7 +50,9 @@ class Engine(LoopbackEngine):
         await until(lambda: self.left)
 
     async def respond(self, reader, writer, headers) -> bool:
-        if self.says == DIES:
+        if self.says.startswith(DIES):
+            writer.write(self.says.removeprefix(DIES))
+            await writer.drain()
             writer.transport.abort()
             return False
         if self.says in (HANGS, MEETS) and await self._left(reader, headers[ROOM]):
@@ -73,18 +78,19 @@ class Engine(LoopbackEngine):
 class Rig:
     """A deployment with pools of SGLang; round robin sends to engines in the order of their names."""
 
-    def __init__(self, policy: str = "roundRobin", prefill_seconds: float = 60, **spec) -> None:
-        roles = ("prefill", "decode")
+    def __init__(
+        self, policy: str = "roundRobin", prefill_seconds: float = 60, roles=PAIR, engine=SGLANG, **spec
+    ) -> None:
         self.metrics, self.engines = Metrics(), {}
         self.rooms: set[str] = set()
         self.fleet = Fleet(self.metrics)
         self.upstream = Upstream(connect_seconds=10)
         pools = [{"name": role, "role": role, "replicas": 2, "accelerator": {"kind": "cpu"}} for role in roles]
-        engine = {"type": "sglang", "image": "i", "blockSize": BLOCK, "kvConnector": {"transferBackend": "nixl"}}
+        self.type = engine["type"]
         spec |= {"engine": engine, "routing": {"policy": policy}, "pools": pools}
         self.placer = Placer(resource(**spec), self.fleet)
-        self.stages = Stages("sglang", roles, self.fleet, self.placer, self.metrics, None)
-        exchange, options = EngineClient(self.upstream, "sglang", "secret"), {"prefill_seconds": prefill_seconds}
+        self.stages = Stages(self.type, roles, self.fleet, self.placer, self.metrics, None)
+        exchange, options = EngineClient(self.upstream, self.type, "secret"), {"prefill_seconds": prefill_seconds}
         self.forwarder = Forwarder(self.placer, exchange, self.metrics, stages=self.stages, **options)
 
     async def engine(self, name: str, says: bytes | None = OK, *, keys=(), ranks=1, proved=None, **member) -> Engine:
@@ -92,20 +98,25 @@ class Rig:
         engine = self.engines[name] = Engine(says or b"", self.rooms)
         if says is not None:
             await engine.serve()
-        role = {"p": "prefill", "d": "decode"}[name[0]]
+        role = ROLES[name[0]]
         canary = "True" if (role != "decode" if proved is None else proved) else ""
-        synced(self.fleet, Member(name, name, engine.ip, role, role, **member), keys, canary, ranks, engine="sglang")
+        synced(self.fleet, Member(name, name, engine.ip, role, role, **member), keys, canary, ranks, engine=self.type)
         return engine
 
     async def serve(self, **says: bytes | None) -> list[Engine]:
         """Add engines by name, with what each says."""
         return [await self.engine(name, each) for name, each in says.items()]
 
-    async def send(self, fields=(), path: str = "/v1/chat/completions"):
+    async def send(self, fields=(), path: str = "/v1/chat/completions", fingerprint: bytes = b"f"):
         prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
         call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields)), {})
         async with asyncio.timeout(15):
-            return await self.forwarder.send(call, b"f")
+            return await self.forwarder.send(call, fingerprint)
+
+    def close(self) -> None:
+        self.upstream.close()
+        for engine in self.engines.values():
+            engine.close()
 
     async def nothing_is_booked(self) -> None:
         usages = [usage for worker in self.fleet for usage in worker.usage.values()]
@@ -122,9 +133,7 @@ async def make():
 
     yield build
     for rig in rigs:
-        rig.upstream.close()
-        for engine in rig.engines.values():
-            engine.close()
+        rig.close()
 
 
 def stages(reply):
