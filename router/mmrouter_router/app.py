@@ -227,17 +227,14 @@ class Router:
 
     def _control_app(self) -> FastAPI:
         return port_apps.control_app(
-            token=self.settings.control_token,
-            router_id=self.settings.router_id,
-            fleet=self.fleet,
-            placer=self.placer,
-            stages=self.stages,
-            chat=self.chat,
-            sampler=self.sampler,
-            renderer=self.renderer,
-            prompter=self.preparer.prompter,
+            self.settings.control_token,
+            self.reporter,
+            self.placer,
+            self.stages,
+            self.chat,
+            self.sampler,
+            self.preparer.prompter,
             peers=lambda: self.peers,
-            report=self.reporter.report,
             stopping=self.shutdown.stopping,
             refusals=self.metrics.control_refusals,
         )

@@ -135,7 +135,7 @@ def build_dispatch(base: Base, renderer: Renderer, placer: Placer, verification:
     shared = spec.engine.type, base.roles, base.fleet, placer, base.metrics, exchange.ask
     stages = Stages(*shared, encoding=encoding, offload=offload, delivery=delivery)
     on_send = verification.learning.on_send if verification.learning is not None else _ignore_sent
-    forwarder = Forwarder(placer, exchange, base.metrics, stages=stages, delivery=delivery, on_send=on_send)
+    forwarder = Forwarder(placer, exchange, base.metrics, stages, delivery=delivery, on_send=on_send)
     return Dispatch(handover, encoding, encoder_list, stages, forwarder)
 
 

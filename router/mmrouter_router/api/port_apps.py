@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 
 from mmrouter_lib.prompt import Prompter
 from mmrouter_router.api.chat import FORWARDED, Chat
-from mmrouter_router.api.operator_report import events
+from mmrouter_router.api.operator_report import Reporter, events
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import choose_pair
 from mmrouter_router.dispatch.stages import Stages
@@ -27,7 +27,6 @@ from mmrouter_router.http.hot_request import HotRequest
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.intake.api_key_auth import DEFAULT, Tenants
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.sampling import ParitySampler
@@ -131,25 +130,22 @@ def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
 
 
 def control_app(
-    *,
     token: str,
-    router_id: str,
-    fleet: Fleet,
+    reporter: Reporter,
     placer: Placer,
     stages: Stages,
     chat: Chat,
     sampler: ParitySampler,
-    renderer: Renderer,
     prompter: Prompter | None,
     peers: Callable[[], tuple[Peer, ...]],
-    report: Callable[[], dict[str, Any]],
     stopping: asyncio.Event,
     refusals: Counter,
 ) -> FastAPI:
-    """Build the control application. ``report``: the content of the stream, which ends with ``stopping``.
+    """Build the control application. The stream of reports ends with ``stopping``.
 
     ``refusals``: counts requests without the token, by reason.
     """
+    fleet = reporter.fleet
 
     def authorized(authorization: Annotated[str, Header()] = "") -> None:
         if not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
@@ -162,11 +158,11 @@ def control_app(
 
     @app.get("/control/state")
     async def state() -> dict[str, Any]:
-        return {**state_of(report(), fleet, placer), "renderers": renderer.state()}
+        return {**state_of(reporter.report(), fleet, placer), "renderers": reporter.renderer.state()}
 
     @app.get("/control/stream")
     async def stream() -> StreamingResponse:
-        return StreamingResponse(events(report, fleet, stopping), media_type="text/event-stream")
+        return StreamingResponse(events(reporter.report, fleet, stopping), media_type="text/event-stream")
 
     @app.get("/control/workers/{uid}/keys")
     async def keys(uid: str) -> dict[str, Any]:
@@ -198,7 +194,7 @@ def control_app(
             if trace.rendering is not None:
                 evidence["rendering"] = rendering_json(trace.rendering, prompter)
             return JSONResponse({**_with_holders(await chat.describe(trace), fleet), **evidence})
-        if ask and not request_id.startswith(f"{router_id}-"):
+        if ask and not request_id.startswith(f"{reporter.router_id}-"):
             answer = await _ask_peers(peers(), request_id, token, parity=parity)
             if answer is not None:
                 return JSONResponse(answer)

@@ -15,7 +15,7 @@ from mmrouter_router.fleet.workers import Target
 from mmrouter_router.handover.request_delivery import AddressedRequest, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Answer, Body, UpstreamError
 from mmrouter_router.request.prepared import CHAT, Prepared
-from mmrouter_router.scheduling.pipeline_stages import WHOLE, PipelineForm
+from mmrouter_router.scheduling.pipeline_stages import PipelineForm
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer, QueueFullError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, child_span, failure_of
@@ -84,8 +84,8 @@ class Forwarder:
         placer: Placer,
         engines: EngineClient,
         metrics: Metrics,
+        stages: Stages,
         *,
-        stages: Stages | None = None,
         delivery: Delivery | None = None,
         prefill_seconds: float = PREFILL_SECONDS,
         on_send: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
@@ -119,7 +119,7 @@ class Forwarder:
         raise RequestError.quarantined()
 
     def _place(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
-        form = self._stages.form(past.tried) if self._stages is not None else WHOLE
+        form = self._stages.form(past.tried)
         prepared, policy = call.prepared, call.policy
         with child_span("schedule") as span:
             computes: Decision | None = None
@@ -143,7 +143,7 @@ class Forwarder:
         decision, outgoing = placed.decision, call.outgoing
         booking = self._placer.begin(decision)
         result: StageResult | None = None
-        if self._stages is not None and placed.form.staged and outgoing.path == CHAT:
+        if placed.form.staged and outgoing.path == CHAT:
             try:
                 result = await self._stages.before(call, placed.form, decision, alone=past.alone)
             except BaseException:  # cancelled by a client that disconnects, too
@@ -178,7 +178,7 @@ class Forwarder:
         if retry is not None:
             return _give_up(retry, reply, decision)
         trace.add_attempt(decision, f"answered {reply.status}")
-        if self._stages is not None and result is not None and reply.status < 400:
+        if result is not None and reply.status < 400:
             trace.stages.append(self._stages.answered(result, placed.answers).as_json())
         return reply if computed is decision else replace(reply, decision=computed)
 
@@ -253,8 +253,7 @@ class Forwarder:
 
     def _report(self, trace: DecisionTrace, report: StageReport) -> None:
         trace.stages.append(report.as_json())
-        if self._stages is not None:
-            self._stages.count(report)
+        self._stages.count(report)
 
 
 def _span(decision: Decision, past: AttemptHistory) -> Span:

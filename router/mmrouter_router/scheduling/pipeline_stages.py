@@ -47,9 +47,6 @@ class PipelineForm:
         return "-".join([*(["encode"] if self.encodes else []), *(["prefill"] if self.prefills else []), answer])
 
 
-WHOLE: Final = PipelineForm(frozenset({"worker"}))  # one worker does everything
-
-
 def choose_form(engine: EngineType, pools: Collection[str], able: Collection[str]) -> PipelineForm:
     """Return the fullest form that the pods can serve now.
 

@@ -58,19 +58,7 @@ class Frontend(Reports):
         self.stopping = asyncio.Event()
         self.refusals = Metrics().control_refusals
         app = port_apps.control_app(
-            token=token,
-            router_id="r",
-            fleet=self.fleet,
-            placer=self.placer,
-            stages=None,
-            chat=None,
-            sampler=None,
-            renderer=self.renderer,
-            prompter=None,
-            peers=tuple,
-            report=self.reporter.report,
-            stopping=self.stopping,
-            refusals=self.refusals,
+            token, self.reporter, self.placer, *[None] * 4, peers=tuple, stopping=self.stopping, refusals=self.refusals
         )
         self.server = Server(app, self.ip, PORT, drain_seconds=1)
         self._task: asyncio.Task | None = None

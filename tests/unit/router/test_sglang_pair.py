@@ -91,7 +91,7 @@ class Rig:
         self.placer = Placer(resource(**spec), self.fleet)
         self.stages = Stages(self.type, roles, self.fleet, self.placer, self.metrics, None)
         exchange, options = EngineClient(self.upstream, self.type, "secret"), {"prefill_seconds": prefill_seconds}
-        self.forwarder = Forwarder(self.placer, exchange, self.metrics, stages=self.stages, **options)
+        self.forwarder = Forwarder(self.placer, exchange, self.metrics, self.stages, **options)
 
     async def engine(self, name: str, says: bytes | None = OK, *, keys=(), ranks=1, proved=None, **member) -> Engine:
         """``p1`` prefills and is ``proved``, ``d1`` decodes and is not; one that says ``None`` is not there."""
