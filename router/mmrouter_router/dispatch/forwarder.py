@@ -1,7 +1,7 @@
 """Send a request to its engine, and to another one only before the first byte of the answer (docs/architecture.md)."""
 
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -21,23 +21,7 @@ from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, child_span, failure_of
 
 DEATHS: Final = 2  # engines that may end under one request before it is quarantined
-REMEMBERED: Final = 1024
-
-
-class Quarantine:
-    """Fingerprints of requests under which engines ended; bounded, oldest out first."""
-
-    def __init__(self, size: int = REMEMBERED) -> None:
-        self._size = size
-        self._fingerprints: OrderedDict[bytes, None] = OrderedDict()
-
-    def __contains__(self, fingerprint: bytes) -> bool:
-        return fingerprint in self._fingerprints
-
-    def add(self, fingerprint: bytes) -> None:
-        self._fingerprints[fingerprint] = None
-        if len(self._fingerprints) > self._size:
-            self._fingerprints.popitem(last=False)
+REMEMBERED: Final = 1024  # fingerprints of requests under which engines ended, oldest out first
 
 
 @dataclass(slots=True)
@@ -94,7 +78,7 @@ class Forwarder:
         self._placer, self._engines, self._metrics, self._on_send = placer, engines, metrics, on_send
         self._stages, self._prefill_seconds = stages, prefill_seconds
         self._delivery = delivery or BytesDelivery()
-        self.quarantine = Quarantine()
+        self.quarantine: deque[bytes] = deque(maxlen=REMEMBERED)
 
     async def send(self, call: ForwardCall, fingerprint: bytes) -> EngineReply:
         """Return the first answer that is not a retryable refusal.
@@ -114,7 +98,8 @@ class Forwarder:
                 self._count_degraded(placed.form)
                 return result
             self._metrics.retries.labels(result).inc()
-        self.quarantine.add(fingerprint)
+        if fingerprint not in self.quarantine:
+            self.quarantine.append(fingerprint)
         self._metrics.quarantined.inc()
         raise RequestError.quarantined()
 

@@ -51,9 +51,8 @@ class _PlaceRecord:
 class Aligner:
     """One rank of one engine in one epoch. ``lost`` is true once evicted state makes conclusions unsafe."""
 
-    def __init__(self, table: SentinelTable, *, max_places: int = MAX_PLACES, max_open: int = MAX_OPEN) -> None:
-        self._table = table
-        self._max_places, self._max_open = max_places, max_open
+    def __init__(self, table: SentinelTable, *, max_places: int = MAX_PLACES) -> None:
+        self._table, self._max_places = table, max_places
         self._records: OrderedDict[Place, _PlaceRecord] = OrderedDict()
         # Requests with an image without a place: the number of that image's span, and when the request was sent.
         self._open: deque[tuple[SentRequest, int, int]] = deque()
@@ -108,7 +107,7 @@ class Aligner:
                 continue
             if place is None:
                 self._open.append((request, number, at))
-                if len(self._open) > self._max_open:
+                if len(self._open) > MAX_OPEN:
                     self._open.popleft()
                     self.lost = True
                 break

@@ -37,19 +37,12 @@ class ParitySampler:
     """Samples requests and checks their blocks in the background."""
 
     def __init__(
-        self,
-        ratio: float,
-        fleet: Fleet,
-        feed_of: Callable[[str], FeedClient | None],
-        metrics: Metrics,
-        *,
-        seconds: float = EVENTS_SECONDS,
-        queue: int = QUEUE,
+        self, ratio: float, fleet: Fleet, feed_of: Callable[[str], FeedClient | None], metrics: Metrics
     ) -> None:
         """``ratio``: ``spec.verification.sampleRatio``, 0 to 1. ``feed_of``: pod uid -> its feed client."""
         self._threshold = int(ratio * 2**64)
-        self._fleet, self._feed_of, self._metrics, self._seconds = fleet, feed_of, metrics, seconds
-        self.queue: asyncio.Queue[DecisionTrace] = asyncio.Queue(queue)
+        self._fleet, self._feed_of, self._metrics = fleet, feed_of, metrics
+        self.queue: asyncio.Queue[DecisionTrace] = asyncio.Queue(QUEUE)
 
     def wants(self, request_id: str) -> bool:
         return xxh3_64_intdigest(request_id.encode()) < self._threshold
@@ -71,24 +64,19 @@ class ParitySampler:
     async def _compare_all(self) -> None:
         while True:
             trace = await self.queue.get()
-            trace.parity = await self.compare(trace)
+            verdict = trace.parity = await self.check(trace, seconds=EVENTS_SECONDS)
+            if verdict is None:
+                continue
+            self._metrics.parity.labels(verdict.result, verdict.cause).inc()
+            if verdict.result == "False" and verdict.difference is not None:
+                found = verdict.cause, verdict.difference.message
+                log.warning("%s: blocks differ from the prediction: %s: %s", trace.request_id, *found)
 
     async def check(self, trace: DecisionTrace, *, seconds: float) -> Verdict | None:
         """Check one request without counting it; ``None`` where nothing was predicted."""
         if (expected := trace.expected) is None:
             return None
         return await check_parity(expected, self._fleet, self._feed_of(expected.worker), seconds=seconds)
-
-    async def compare(self, trace: DecisionTrace) -> Verdict | None:
-        """Check one request and count the result."""
-        verdict = await self.check(trace, seconds=self._seconds)
-        if verdict is None:
-            return None
-        self._metrics.parity.labels(verdict.result, verdict.cause).inc()
-        if verdict.result == "False":
-            message = verdict.difference.message if verdict.difference else ""
-            log.warning("%s: blocks differ from the prediction: %s: %s", trace.request_id, verdict.cause, message)
-        return verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +95,10 @@ class _RenderSample:
 class RenderSampler:
     """Compares sampled predictions with a renderer's prompts in the background."""
 
-    def __init__(
-        self,
-        wants: Callable[[str], bool],
-        renderer: Renderer,
-        metrics: Metrics,
-        *,
-        queue: int = RENDERINGS,
-        held: int = HELD_BYTES,
-    ) -> None:
-        """``wants``: whether a request id is sampled. ``held``: bound of the waiting bytes."""
-        self._wants, self._renderer, self._metrics, self._free_bytes = wants, renderer, metrics, held
-        self.queue: asyncio.Queue[_RenderSample] = asyncio.Queue(queue)
+    def __init__(self, wants: Callable[[str], bool], renderer: Renderer, metrics: Metrics) -> None:
+        """``wants``: whether a request id is sampled."""
+        self._wants, self._renderer, self._metrics, self._free_bytes = wants, renderer, metrics, HELD_BYTES
+        self.queue: asyncio.Queue[_RenderSample] = asyncio.Queue(RENDERINGS)
 
     def offer(self, trace: DecisionTrace, prepared: Prepared, body: Callable[[], bytes]) -> None:
         """Queue an answered request if it is sampled. ``body`` returns it with its images. Never waits."""

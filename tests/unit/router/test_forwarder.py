@@ -7,8 +7,6 @@ from unit.router.rig import BLOCK, outcomes, refused, spans_of, until, value
 from unit.router.rig import http_answer as answer
 from unit.router.test_sglang_pair import DIES, OK, make  # noqa: F401  (a fixture)
 
-from mmrouter_router.dispatch.forwarder import Quarantine
-
 BUSY = answer(503, b"busy")
 DRAINING = answer(500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}')
 BROKEN = answer(500, b'{"error":"boom"')
@@ -70,6 +68,7 @@ async def test_request_is_quarantined_after_two_deaths(rig):
     for _ in range(2):
         assert (await refused(rig.send())).code == "request_quarantined"
         assert sum(len(engine.asked) for engine in engines) == 2
+    assert list(rig.forwarder.quarantine) == [b"f"]
 
 
 async def test_quarantine_does_not_affect_other_requests(rig):
@@ -94,10 +93,3 @@ async def test_cancelled_request_releases_its_booking(rig):
     with pytest.raises(asyncio.CancelledError):
         await task
     await rig.nothing_is_booked()
-
-
-def test_quarantine_is_bounded():
-    quarantine = Quarantine(size=3)
-    for number in range(5):
-        quarantine.add(b"%d" % number)
-    assert [b"%d" % n in quarantine for n in range(5)] == [False, False, True, True, True]

@@ -20,6 +20,7 @@ from mmrouter_router.fleet.feed_client import FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.verify import sampling
 from mmrouter_router.verify.sampling import ParitySampler
 
 BLOCK, PAD, SEED = 4, 99, 5
@@ -184,9 +185,10 @@ async def test_sampling_depends_on_the_request_id_only(rig):
     assert not any(ParitySampler(0.0, rig.fleet, lambda uid: None, rig.metrics).wants(one) for one in ids)
 
 
-async def test_samples_are_checked_in_the_background(rig):
+async def test_samples_are_checked_in_the_background(rig, monkeypatch):
+    monkeypatch.setattr(sampling, "EVENTS_SECONDS", 0.02)
     sidecar = Sidecar([batch(salt="t1")])
-    sampler = ParitySampler(1.0, rig.fleet, lambda uid: sidecar, rig.metrics, seconds=0.02)
+    sampler = ParitySampler(1.0, rig.fleet, lambda uid: sidecar, rig.metrics)
     rig.stores(rig.expected().keys)
     good = trace(rig, "r-good")
     bad = DecisionTrace("r-bad", None, 0, array("Q"), [], expected=rig.expected(ids=[*IDS[:16], 3, 3, 3, 3]))
@@ -199,8 +201,9 @@ async def test_samples_are_checked_in_the_background(rig):
     assert counts(rig.metrics.parity._counter, "result", "cause") == {("True", ""): 1, ("False", "salt"): 1}
 
 
-async def test_only_predicted_requests_are_sampled_and_samples_are_bounded(rig):
-    sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics, queue=2)
+async def test_only_predicted_requests_are_sampled_and_samples_are_bounded(rig, monkeypatch):
+    monkeypatch.setattr(sampling, "QUEUE", 2)
+    sampler = ParitySampler(1.0, rig.fleet, lambda uid: None, rig.metrics)
     sampler.offer(DecisionTrace("r-1", None, 0, array("Q"), []))  # of a request without a prediction
     assert sampler.queue.empty()
     for number in range(5):

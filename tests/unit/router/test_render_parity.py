@@ -38,6 +38,7 @@ from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.verify import sampling
 from mmrouter_router.verify.sampling import RenderSampler
 from mmrouter_sim import model
 from mmrouter_sim.engine import SimulatedEngine
@@ -205,8 +206,8 @@ class Rig:
         self.tasks.append(asyncio.create_task(self.renderer.run()))
         await until(lambda: self.renderer.usable)
 
-    def sampler(self, **options) -> RenderSampler:
-        return RenderSampler(lambda request_id: "unsampled" not in request_id, self.renderer, self.metrics, **options)
+    def sampler(self) -> RenderSampler:
+        return RenderSampler(lambda request_id: "unsampled" not in request_id, self.renderer, self.metrics)
 
     async def asked(self, prepared, request_id="r-1"):
         """The outcome of one request."""
@@ -274,15 +275,18 @@ async def test_failing_renderer_gives_unknown(rig, prepare):  # noqa: F811
     assert (rig.counted("Unknown", "renderer_nobody"), rig.counted("Unknown", "renderer_refused")) == (1, 1)
 
 
-async def test_render_samples_and_bytes_are_bounded(rig, prepare):  # noqa: F811
+async def test_render_samples_and_bytes_are_bounded(rig, prepare, monkeypatch):  # noqa: F811
     prompt = await prepare(text("look"), image("a"))
     body = sent(prompt)
     size = len(body) + 4 * len(prompt.ids)
-    sampler = rig.sampler(queue=2)
+    monkeypatch.setattr(sampling, "RENDERINGS", 2)
+    sampler = rig.sampler()
     for number in range(5):
         sampler.offer(kept(f"r-{number}"), prompt, lambda: body)
     assert value(rig.metrics.parity_dropped) == 3
-    tight, traces = rig.sampler(held=2 * size), [kept(f"r-{number}") for number in range(4)]
+    monkeypatch.setattr(sampling, "RENDERINGS", 64)
+    monkeypatch.setattr(sampling, "HELD_BYTES", 2 * size)
+    tight, traces = rig.sampler(), [kept(f"r-{number}") for number in range(4)]
     for trace in traces:
         tight.offer(trace, prompt, lambda: body)
     assert value(rig.metrics.parity_dropped) == 5
@@ -297,7 +301,7 @@ async def test_render_samples_and_bytes_are_bounded(rig, prepare):  # noqa: F811
 
 async def test_unsampled_request_holds_no_bytes(rig, prepare):  # noqa: F811
     prompt = await prepare(text("look"))
-    sampler = rig.sampler(queue=1)
+    sampler = rig.sampler()
     sampler.offer(kept("unsampled"), prompt, lambda: b"{}")
     sampler.offer(kept("r-1"), replace(prompt, rendered=True), lambda: b"{}")
     sampler.offer(kept("r-2"), replace(prompt, exactness="affinity"), lambda: b"{}")
