@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 import zmq.asyncio
-from fastapi import FastAPI
 
 from mmrouter_router import build
 from mmrouter_router.api import port_apps
@@ -134,7 +133,19 @@ class Router:
         settings = self.settings
         clients = Server(self.client_app(), settings.host, CLIENT_PORT, drain_seconds=settings.drain_seconds)
         metrics = metrics_app(self.metrics, lambda: self.ready)
-        admin = {port_apps.CONTROL_PORT: self._control_app(), METRICS_PORT: metrics}
+        control = port_apps.control_app(
+            settings.control_token,
+            self.reporter,
+            self.placer,
+            self.stages,
+            self.chat,
+            self.sampler,
+            self.preparer.prompter,
+            peers=lambda: self.peers,
+            stopping=self.shutdown.stopping,
+            refusals=self.metrics.control_refusals,
+        )
+        admin = {port_apps.CONTROL_PORT: control, METRICS_PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
         log.info("router %s serves %s on %s", settings.router_id, settings.served_model, settings.pod_ip)
         async with self.lifespan() as tasks:
@@ -224,17 +235,3 @@ class Router:
         model = {"id": self.settings.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
         model["root"] = self.settings.deployment.spec.model.id
         return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, model)
-
-    def _control_app(self) -> FastAPI:
-        return port_apps.control_app(
-            self.settings.control_token,
-            self.reporter,
-            self.placer,
-            self.stages,
-            self.chat,
-            self.sampler,
-            self.preparer.prompter,
-            peers=lambda: self.peers,
-            stopping=self.shutdown.stopping,
-            refusals=self.metrics.control_refusals,
-        )

@@ -102,16 +102,13 @@ class Verification(NamedTuple):
 
 def build_verification(base: Base, renderer: Renderer, preparer: Preparer, placer: Placer) -> Verification:
     settings, engine = base.settings, base.spec.engine.type
-    key, served_model = settings.engine_key, settings.served_model
     sampler = ParitySampler(float(base.spec.verification.sample_ratio), base.fleet, base.feed_of, base.metrics)
-    probe_requests = ProbeRequests(
-        engine, preparer, base.upstream, key, served_model, settings.identity_key, placer.partner
-    )
+    probe_requests = ProbeRequests(settings, preparer, base.upstream, placer.partner)
     sentinels = preparer.sentinels
     canary = Canary(settings.router_id, base.fleet, probe_requests, sentinels, preparer.seed(None), base.metrics)
     learning = SentinelLearning(sentinels, base.fleet, canary, base.feed_of, base.metrics) if sentinels else None
     render_sampler = RenderSampler(sampler.wants, renderer, base.metrics) if preparer.renderer else None
-    probes = EncoderProbes(base.fleet, base.upstream, engine, key, served_model)
+    probes = EncoderProbes(base.fleet, base.upstream, engine, settings.engine_key, settings.served_model)
     return Verification(sampler, render_sampler, probe_requests, canary, learning, probes)
 
 
@@ -148,9 +145,7 @@ def _build_encoding(
         return None, None
     if base.engine.asks_encoders_itself:
         return None, EncoderAnnouncer(settings.router_id, base.fleet, base.feed_of, spec.verification.timeout_seconds)
-    pods = EncoderPods(
-        settings.deployment, base.fleet, probes, base.upstream, settings.engine_key, settings.served_model, delivery
-    )
+    pods = EncoderPods(settings, base.fleet, probes, base.upstream, delivery)
     encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post)
     base.fleet.change_listeners.append(lambda: encoding.update(pods.encoders()))
     return encoding, None

@@ -6,6 +6,7 @@ from typing import Any, Final, Self
 import orjson
 
 SHOWN_CHARACTERS = 80
+RETRY: Final = {"Retry-After": "1"}  # seconds
 OVERLOADED: Final = frozenset({"queue_full", "router_full"})  # codes of refusals under overload
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
@@ -96,16 +97,14 @@ class RequestError(Exception):
         return cls(405, message, code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
 
     @classmethod
-    def no_worker(cls, reason: str, *, retry_after_s: int = 1) -> Self:
+    def no_worker(cls, reason: str) -> Self:
         message = f"No worker can take the request: {reason}. Try again."
-        headers = {"Retry-After": str(retry_after_s)}
-        return cls(503, message, type="server_error", code="no_worker", headers=headers)
+        return cls(503, message, type="server_error", code="no_worker", headers=RETRY)
 
     @classmethod
-    def busy(cls, message: str, *, param: str | None, code: str, retry_after_s: int = 1) -> Self:
+    def busy(cls, message: str, *, param: str | None, code: str) -> Self:
         """429: a limit on work in progress is reached; the same request may succeed later."""
-        headers = {"Retry-After": str(retry_after_s)}
-        return cls(429, message, type="rate_limit_error", param=param, code=code, headers=headers)
+        return cls(429, message, type="rate_limit_error", param=param, code=code, headers=RETRY)
 
     @classmethod
     def queue_full(cls, reason: str) -> Self:

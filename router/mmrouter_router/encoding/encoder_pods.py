@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import orjson
 
 from mmrouter_lib import feed
-from mmrouter_lib.api import EngineType, MMRouterDeployment
+from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.sglang.launch import ASKS_ENCODERS
 from mmrouter_lib.engines.vllm.launch import embedding_cache_bytes
 from mmrouter_lib.engines.vllm.stage_requests import StageError, encode_request, read_encoded
+from mmrouter_router.core.settings import Settings
 from mmrouter_router.encoding.encoder_queue import Encoder
 from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
@@ -144,24 +145,17 @@ class EncoderPods:
     """Encoders of the fleet for the image scheduler, by engine start, because a restart empties their caches."""
 
     def __init__(
-        self,
-        deployment: MMRouterDeployment,
-        fleet: Fleet,
-        probes: EncoderProbes,
-        upstream: Upstream,
-        engine_key: str,
-        model: str,
-        delivery: Delivery,
+        self, settings: Settings, fleet: Fleet, probes: EncoderProbes, upstream: Upstream, delivery: Delivery
     ) -> None:
-        spec = deployment.spec
+        deployment, spec = settings.deployment, settings.deployment.spec
         self._pools = {pool.name: pool for pool in spec.pools if pool.role == "encoder"}
         self._cache_bytes = {name: embedding_cache_bytes(deployment, pool) for name, pool in self._pools.items()}
         self._admission_seconds = spec.verification.timeout_seconds
         self._refuses = spec.verification.on_failure == "Refuse"
         self._fleet, self._probes, self._upstream = fleet, probes, upstream
-        self._model, self._delivery = model, delivery
+        self._model, self._delivery = settings.served_model, delivery
         self._headers = {
-            "authorization": f"Bearer {engine_key}",
+            "authorization": f"Bearer {settings.engine_key}",
             "content-type": "application/json",
             "accept-encoding": "identity",
         }

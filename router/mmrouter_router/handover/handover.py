@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from mmrouter_handover.shm import HandOverError, PlainFile
-from mmrouter_lib.api import MMRouterDeployment, quantity_bytes
+from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines.vllm.adapter import file_url, is_file_refused
 from mmrouter_lib.engines.vllm.plugin_api import is_cache_miss
 from mmrouter_router.core.settings import Settings
@@ -48,29 +48,23 @@ class Handover:
 
     def __init__(
         self,
-        deployment: MMRouterDeployment,
+        settings: Settings,
         fleet: Fleet,
         upstream: Upstream,
-        engine_key: str,
         metrics: Metrics,
         renderers: Callable[[], Sequence[Member]],
-        *,
-        node: str,
-        folder: SharedFolder | None = None,
-        always: bool = False,
+        folder: SharedFolder | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``renderers``: those that are available now. ``node``, ``folder``: this pod's.
-        ``always``: hand over whenever possible, regardless of cost.
-        """
-        spec = deployment.spec
+        """``renderers``: those that are available now. ``folder``: this pod's."""
+        spec, engine_key = settings.deployment.spec, settings.engine_key
         self._mode = spec.routing.transfer
         self._shares = {pool.name: pool.shared_memory.scope == "node" for pool in spec.pools}
         first = {**ways.FIRST, **(folder.measured() if folder is not None else {})}
-        self._costs = {pool.name: ways.WayCosts(first, always=always) for pool in spec.pools}
+        self._costs = {pool.name: ways.WayCosts(first, always=settings.always_hand_over) for pool in spec.pools}
         self._renders = any(pool.role == "renderer" for pool in spec.pools)
         self._fleet, self._metrics, self._renderers = fleet, metrics, renderers
-        self._here, self._folder, self._clock = ways.Endpoint(node, shares=folder is not None), folder, clock
+        self._here, self._folder, self._clock = ways.Endpoint(settings.node, shares=folder is not None), folder, clock
         self._turn = itertools.count()
         self.backoff = ways.WayBackoff(clock)
         self._processed = ProcessedImages(upstream, engine_key)
@@ -260,14 +254,4 @@ def build_handover(
             folder = SharedFolder(settings.shared_dir, settings.router_id, settings.shared_limit_bytes or total, total)
         except OSError as error:
             log.warning("images are not handed over as files: %s: %s", settings.shared_dir, error.strerror)
-    return Handover(
-        settings.deployment,
-        fleet,
-        upstream,
-        settings.engine_key,
-        metrics,
-        renderers,
-        node=settings.node,
-        folder=folder,
-        always=settings.always_hand_over,
-    )
+    return Handover(settings, fleet, upstream, metrics, renderers, folder)

@@ -19,6 +19,7 @@ from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.sglang.stage_requests import decode_headers, new_meeting, prefill_headers
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
+from mmrouter_router.core.settings import Settings
 from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.http.upstream import Upstream
@@ -67,23 +68,20 @@ class ProbeRequests:
 
     def __init__(
         self,
-        engine: str,
+        settings: Settings,
         preparer: Preparer,
         upstream: Upstream,
-        engine_key: str,
-        served_model: str,
-        key: bytes,
-        partner: Callable[[Worker], Target | None] = lambda worker: None,
+        partner: Callable[[Worker], Target | None],
         pair_seconds: float = PAIR_SECONDS,
     ) -> None:
         """``partner`` finds the other engine of a pair for a prefill or decode engine that does not answer alone."""
-        self._adapter = adapter(engine)
+        self._adapter = adapter(settings.deployment.spec.engine.type)
         self.publishing_roles = self._adapter.publishing_roles  # others, as SGLang's decode engines, keep no cache
         self._partner, self._pair_seconds = partner, pair_seconds
         # The place of an image's run is identified by the block before it, so the nonce has to fill a whole block.
         self._fills_a_block = self._adapter.learns_image_identity
-        self._preparer, self._ask = preparer, EngineRequests(upstream, engine_key).ask
-        self._model, self._key = served_model, key
+        self._preparer, self._ask = preparer, EngineRequests(upstream, settings.engine_key).ask
+        self._model, self._key = settings.served_model, settings.identity_key
 
     @property
     def possible(self) -> bool:

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.rig import cancelled, counts, resource, until
+from unit.router.test_prepare import settings
 
 from mmrouter_lib import feed
 from mmrouter_lib.engines.vllm.plugin_api import Status
@@ -173,8 +175,8 @@ class Rig:
         self.worker = fleet.join(Member("u", "w-0", "127.0.0.1", "worker", "worker", "n"))
         self.folder = SharedFolder(root, "router", limit, limit)
         own = resource(routing={"transfer": "shm"}, pools=[pool])
-        options = {"node": "n", "folder": self.folder, "clock": clock}
-        self.handover = Handover(own, fleet, Upstream(), "key", self.metrics, list, **options)
+        here = replace(settings(), deployment=own, node="n")
+        self.handover = Handover(here, fleet, Upstream(), self.metrics, list, self.folder, clock)
         self.answers: list[tuple[int, bytes] | Exception] = []
         self.got: list[list[bytes | None]] = []  # per request the images as the engine has them
         self.told: list[dict] = []

@@ -3,6 +3,7 @@
 import pytest
 from unit.router.rig import http_answer as answer
 from unit.router.rig import until
+from unit.router.test_prepare import settings
 from unit.router.test_sglang_pair import DIES, HANGS, IDS, MEETS, ROOM, SOON, Rig, make, rig  # noqa: F401  (fixtures)
 
 from mmrouter_lib.block_keys import Span
@@ -12,7 +13,7 @@ from mmrouter_router.verify.probe_requests import ProbeRequest, ProbeRequestErro
 
 async def prove(rig: Rig, name: str, rank: int = 0, seconds: float = 60) -> bytes:  # noqa: F811
     """Ask a question of the router's own."""
-    own = ProbeRequests("sglang", None, rig.upstream, "secret", "m", b"", rig.placer.partner, seconds)
+    own = ProbeRequests(settings(engine="sglang"), None, rig.upstream, rig.placer.partner, seconds)
     question = ProbeRequest(b'{"model": "m"}', IDS, Span(0, 1, b""))
     return await own.send(Target(rig.fleet.workers[name], rank, 16), question)
 
