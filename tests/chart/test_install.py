@@ -13,7 +13,7 @@ import yaml
 from artefacts import go_programs
 from chart.helm import CHART, MINIMAL, NAMESPACE, RELEASE, Helm
 from cluster.controlplane import ControlPlane
-from cluster.resources import apply, get, resource
+from cluster.resources import RBAC, apply, binding, get, resource
 from doc_commands import CHART_PAGE, ROOT, commands
 from waiting import wait_for
 
@@ -63,30 +63,23 @@ def older(admin: Helm, folder: Path) -> Path:
     return folder / f"mmrouter-{OLDER}.tgz"
 
 
-def definition_there(plane: ControlPlane) -> dict[str, Any]:
-    found = plane.request("GET", CRD).raise_for_status().json()
-    metadata: dict[str, Any] = found["metadata"]
-    return metadata
-
-
 def test_upgrade_and_uninstall_keep_the_definition_and_every_resource(
     admin: Helm, empty: ControlPlane, tmp_path: Path
 ) -> None:
     install(admin, older(admin, tmp_path))
     wait_for(partial(served, empty), 30, "the API is served")
-    before = definition_there(empty)
+    before = empty.read(CRD)["metadata"]
     assert set(before["annotations"][HASH_ANNOTATION]) == {"f"}
     with empty.namespace() as space:
         mine = apply(empty, space, resource("mine"))
 
         notes = install(admin, values={"deployments": {"theirs": {"namespace": space, "spec": MINIMAL}}})
         assert "`helm uninstall` removes no model: the CRD, every MMRouterDeployment and its pods stay." in notes
-        after = definition_there(empty)
+        after = empty.read(CRD)["metadata"]
         assert after["uid"] == before["uid"]
         assert after["annotations"][HASH_ANNOTATION] == definition()["metadata"]["annotations"][HASH_ANNOTATION]
         assert get(empty, RESOURCE, space, "mine") == mine
         theirs = get(empty, RESOURCE, space, "theirs")
-        assert theirs is not None
 
         # Leaving the values ends no model either.
         install(admin)
@@ -95,7 +88,7 @@ def test_upgrade_and_uninstall_keep_the_definition_and_every_resource(
         printed = admin.output("uninstall", RELEASE, HERE)
         assert "kept due to the resource policy" in printed
         assert NAME in printed
-        assert definition_there(empty)["uid"] == before["uid"]
+        assert empty.read(CRD)["metadata"]["uid"] == before["uid"]
         assert get(empty, RESOURCE, space, "mine") == mine
         assert get(empty, RESOURCE, space, "theirs") == theirs
         gone = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/mmrouter-operator"
@@ -105,7 +98,6 @@ def test_upgrade_and_uninstall_keep_the_definition_and_every_resource(
         # The same release takes what stayed.
         install(admin, values={"deployments": {"theirs": {"namespace": space, "spec": MINIMAL}}})
         found = get(empty, RESOURCE, space, "theirs")
-        assert found is not None
         assert (found["metadata"]["uid"], found["spec"]) == (theirs["metadata"]["uid"], theirs["spec"])
 
 
@@ -139,7 +131,7 @@ def test_the_commands_of_the_notes_work_as_they_stand(admin: Helm, empty: Contro
         assert done.returncode == 0, done.stderr
         printed = done.stdout
     assert printed.splitlines()[1].split()[:2] == ["qwen-vl", "vllm"]
-    assert get(empty, RESOURCE, "default", "qwen-vl") is not None
+    assert get(empty, RESOURCE, "default", "qwen-vl")
 
 
 def test_admission_takes_the_pods_in_a_restricted_namespace(admin: Helm, empty: ControlPlane) -> None:
@@ -163,7 +155,7 @@ def test_admission_takes_the_pods_in_a_restricted_namespace(admin: Helm, empty: 
 
 def test_a_team_installs_what_an_administrator_gave_the_rights_for(admin: Helm, empty: ControlPlane) -> None:
     with empty.namespace() as space:
-        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "team"}}
+        account = {"metadata": {"name": "team"}}
         empty.request("POST", f"/api/v1/namespaces/{space}/serviceaccounts", account).raise_for_status()
         bind(empty, space, "admin", {"kind": "ServiceAccount", "name": "team", "namespace": space})
         team = admin.at(empty.kubeconfig_for(space, "team"))
@@ -181,15 +173,8 @@ def test_a_team_installs_what_an_administrator_gave_the_rights_for(admin: Helm, 
 
 def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]) -> None:
     """Bind one of the cluster's roles in a namespace."""
-    group = "rbac.authorization.k8s.io"
-    binding = {
-        "apiVersion": f"{group}/v1",
-        "kind": "RoleBinding",
-        "metadata": {"name": role},
-        "roleRef": {"apiGroup": group, "kind": "ClusterRole", "name": role},
-        "subjects": [subject],
-    }
-    plane.request("POST", f"/apis/{group}/v1/namespaces/{namespace}/rolebindings", binding).raise_for_status()
+    body = {**binding("ClusterRole", role, subject), "kind": "RoleBinding", "metadata": {"name": role}}
+    plane.request("POST", f"/apis/{RBAC}/v1/namespaces/{namespace}/rolebindings", body).raise_for_status()
 
 
 def test_the_api_servers_addresses_come_from_the_cluster_unless_the_values_set_them(
@@ -209,9 +194,9 @@ def test_the_api_servers_addresses_come_from_the_cluster_unless_the_values_set_t
     def opened(**values: Any) -> tuple[list[str], list[str]]:
         """What the policy and the operator's file have."""
         install(admin, values=values)
-        policy = get_child(empty, "apis/networking.k8s.io/v1", "networkpolicies", "mmrouter-operator")
+        policy = get(empty, "NetworkPolicy", NAMESPACE, "mmrouter-operator")
         (rule,) = (row for row in policy["spec"]["egress"] if {"protocol": "TCP", "port": 6443} in row["ports"])
-        config = get_child(empty, "api/v1", "configmaps", "mmrouter-operator-config")["data"]["operator.yaml"]
+        config = get(empty, "ConfigMap", NAMESPACE, "mmrouter-operator-config")["data"]["operator.yaml"]
         peers = [peer["ipBlock"]["cidr"] for peer in rule.get("to", [])]
         return peers, yaml.safe_load(config).get("apiServerCidrs", [])
 
@@ -226,24 +211,16 @@ def test_the_api_servers_addresses_come_from_the_cluster_unless_the_values_set_t
     assert opened(networkPolicy=asking) == ([], [])
 
 
-def get_child(plane: ControlPlane, api: str, plural: str, name: str) -> dict[str, Any]:
-    """Return an object of the release."""
-    answer = plane.request("GET", f"/{api}/namespaces/{NAMESPACE}/{plural}/{name}").raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
-
-
 def test_users_may_do_with_models_what_they_may_do_with_deployments(admin: Helm, empty: ControlPlane) -> None:
     install(admin)
     with empty.namespace() as space:
         for role in ("view", "edit"):
-            bind(empty, space, role, {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": f"{role}er"})
+            bind(empty, space, role, {"apiGroup": RBAC, "kind": "User", "name": f"{role}er"})
 
         def may(user: str, verb: str, subresource: str = "") -> bool:
             attributes = {"namespace": space, "verb": verb, "group": "mmrouter.io", "resource": "mmrouterdeployments"}
             spec = {"user": user, "resourceAttributes": {**attributes, "subresource": subresource}}
-            body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SubjectAccessReview", "spec": spec}
-            answer = empty.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", body)
+            answer = empty.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
             return bool(answer.raise_for_status().json()["status"]["allowed"])
 
         wait_for(lambda: may("editer", "create"), 30, "the roles are aggregated")

@@ -1,11 +1,10 @@
 """Access to a cluster for tests, as an administrator: kubectl, the API, the keys and the audit log."""
 
-import base64
 import itertools
 import json
 import os
 import secrets
-import ssl
+import select
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+SERVING_SECONDS = 20.0
 
 
 class Access:
@@ -44,6 +45,38 @@ class Access:
         """Ask the API server as the administrator; cheaper than kubectl. The caller looks at the status."""
         content = None if body is None else json.dumps(body)
         return self.http.request(method, path, content=content, headers={"content-type": content_type}, params=params)
+
+    def read(self, path: str, **params: str) -> Any:
+        """Return what the API server has at a path. Raises ``httpx.HTTPStatusError``."""
+        return self.request("GET", path, **params).raise_for_status().json()
+
+    def pods(self, namespace: str, **labels: str) -> list[dict[str, Any]]:
+        """Return the pods of a namespace with these labels of ours (``role="worker"``)."""
+        selector = ",".join(f"mmrouter.io/{name}={value}" for name, value in labels.items())
+        found: list[dict[str, Any]] = self.read(f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector)["items"]
+        return found
+
+    @contextmanager
+    def serving(self, *arguments: str) -> Iterator[str]:
+        """Run a command of kubectl that serves until the block ends; gives its first line, which kubectl writes as a
+        whole. Raises ``AssertionError`` where none comes in time or ever.
+        """
+        command = [str(self.bin / "kubectl"), f"--kubeconfig={self.kubeconfig}", *arguments]
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+            try:
+                assert process.stdout is not None
+                ready, _, _ = select.select([process.stdout], [], [], SERVING_SECONDS)
+                line = process.stdout.readline() if ready else ""
+                if not line:
+                    process.kill()
+                    process.wait()
+                    errors.seek(0)
+                    raise AssertionError(f"kubectl {' '.join(arguments)} does not serve: {errors.read().strip()}")
+                yield line
+            finally:
+                process.terminate()
+                process.communicate()
 
     @contextmanager
     def namespace(self, **labels: str) -> Iterator[str]:
@@ -177,40 +210,13 @@ def _openssl(folder: Path, *arguments: str) -> None:
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
 
-class Existing(Access):
-    """A cluster by its kubeconfig, the current context. ``folder``: for kubectl's cache and, while the client is made,
-    its keys. ``bin``: the folder with kubectl. Raises ``AssertionError`` for a kubeconfig that kubectl does not read.
+@contextmanager
+def existing(folder: Path, bin: Path, kubeconfig: Path) -> Iterator[Access]:
+    """Reach a cluster by its kubeconfig, the current context, until the block ends. ``folder``: for kubectl's cache.
+    ``bin``: the folder with kubectl. Raises ``AssertionError`` for a kubeconfig that kubectl does not read.
     """
-
-    def __init__(self, folder: Path, bin: Path, kubeconfig: Path) -> None:
-        super().__init__(folder, bin, kubeconfig, prefix=f"mmrouter-test-{secrets.token_hex(3)}")
-        shown = self.kubectl("config", "view", "--raw", "--minify", "--flatten", "--output=json")
-        assert shown.returncode == 0, shown.stderr
-        config = json.loads(shown.stdout)
-        cluster, user = config["clusters"][0]["cluster"], config["users"][0].get("user") or {}
-        self.http = httpx.Client(
-            base_url=cluster["server"],
-            verify=_context(cluster, user, folder),
-            headers={"authorization": f"Bearer {user['token']}"} if "token" in user else {},
-            timeout=30,
-            trust_env=False,
-        )
-
-    def close(self) -> None:
-        self.http.close()
-
-
-def _context(cluster: dict[str, Any], user: dict[str, Any], folder: Path) -> ssl.SSLContext:
-    authority = _decoded(cluster.get("certificate-authority-data", ""))
-    context = ssl.create_default_context(cadata=authority or None)
-    if "client-certificate-data" in user:
-        # The standard library reads a client's key from a file only.
-        with tempfile.NamedTemporaryFile("w", dir=folder) as file:
-            file.write(_decoded(user["client-certificate-data"]) + "\n" + _decoded(user["client-key-data"]))
-            file.flush()
-            context.load_cert_chain(file.name)
-    return context
-
-
-def _decoded(text: str) -> str:
-    return base64.b64decode(text).decode()
+    made = Access(folder, bin, kubeconfig, prefix=f"mmrouter-test-{secrets.token_hex(3)}")
+    with made.serving("proxy", "--port=0") as line:
+        url = f"http://{line.split()[-1]}"
+        with httpx.Client(base_url=url, timeout=30, trust_env=False) as made.http:
+            yield made

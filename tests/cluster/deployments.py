@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import yaml
@@ -46,25 +46,36 @@ class Deployed:
         answer = self.plane.request("GET", self.path(kind, name))
         return answer.json() if answer.is_success else None
 
+    def child(self, kind: str, name: str) -> dict[str, Any]:
+        """Return an object that is there. Raises ``httpx.HTTPStatusError``."""
+        found: dict[str, Any] = self.plane.read(self.path(kind, name))
+        return found
+
     def children(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:
         found = {}
         for kind in CHILDREN:
-            items = self.plane.request("GET", self.path(kind), labelSelector=f"{LABEL}={name}").json()["items"]
+            items = self.plane.read(self.path(kind), labelSelector=f"{LABEL}={name}")["items"]
             found |= {(kind, item["metadata"]["name"]): item for item in items}
         return found
 
     def resource(self, name: str) -> dict[str, Any]:
-        found = self.get("mmrouterdeployments", name)
-        assert found is not None
-        return found
+        return self.child("mmrouterdeployments", name)
+
+    def patch(self, kind: str, name: str, change: dict[str, Any]) -> dict[str, Any]:
+        """Change an object as another manager does. Raises ``httpx.HTTPStatusError``."""
+        answer = self.plane.request("PATCH", self.path(kind, name), change, MERGE, fieldManager="someone")
+        changed: dict[str, Any] = answer.raise_for_status().json()
+        return changed
+
+    def delete(self, kind: str, name: str) -> None:
+        self.plane.request("DELETE", self.path(kind, name)).raise_for_status()
 
     def condition(self, name: str, type_: str) -> dict[str, Any] | None:
         """The condition, once it speaks of the resource's current generation."""
         resource = self.resource(name)
-        found = [item for item in resource.get("status", {}).get("conditions", []) if item["type"] == type_]
-        if not found or found[0].get("observedGeneration") != resource["metadata"]["generation"]:
-            return None
-        return found[0]
+        of_now = {"type": type_, "observedGeneration": resource["metadata"]["generation"]}.items()
+        conditions: list[dict[str, Any]] = resource.get("status", {}).get("conditions", [])
+        return next((item for item in conditions if of_now <= item.items()), None)
 
     def await_condition(self, name: str, type_: str, status: str, reason: str = "") -> dict[str, Any]:
         def there() -> dict[str, Any] | None:
@@ -129,8 +140,6 @@ def served(plane: ControlPlane, *definitions: dict[str, Any]) -> Iterator[None]:
             wait_for(lambda path=path: plane.request("GET", path).status_code == 404, SECONDS, f"{path} is gone")
 
 
-@contextmanager
-def pod_metrics(plane: ControlPlane) -> Iterator[None]:
+def pod_metrics(plane: ControlPlane) -> AbstractContextManager[None]:
     """Serve the API group of pod metrics until the block ends; it has no backend and gets no requests."""
-    with served(plane, definition("StandIn", "custom.metrics.k8s.io", "v1beta2")):
-        yield
+    return served(plane, definition("StandIn", "custom.metrics.k8s.io", "v1beta2"))

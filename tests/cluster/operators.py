@@ -13,7 +13,9 @@ from typing import Any
 
 import httpx
 import yaml
+from cluster.access import Access
 from cluster.controlplane import APPLY, ControlPlane, end
+from cluster.resources import binding
 from waiting import wait_for
 
 from mmrouter_cli.local.loopback_network import can_bind
@@ -76,7 +78,6 @@ def install(plane: ControlPlane) -> None:
     role, lease_role = (yaml.safe_load(file.read_text()) for file in (CLUSTER_ROLE, LEASE_ROLE))
     name, lease_name = role["metadata"]["name"], lease_role["metadata"]["name"]
     subject = {"kind": "ServiceAccount", "name": ACCOUNT, "namespace": NAMESPACE}
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": name}
     rbac = "/apis/rbac.authorization.k8s.io/v1"
     here = f"{rbac}/namespaces/{NAMESPACE}"
     for path, body in (
@@ -84,24 +85,8 @@ def install(plane: ControlPlane) -> None:
         (f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/{ACCOUNT}", {"apiVersion": "v1", "kind": "ServiceAccount"}),
         (f"{rbac}/clusterroles/{name}", role),
         (f"{here}/roles/{lease_name}", lease_role),
-        (
-            f"{here}/rolebindings/{lease_name}",
-            {
-                "apiVersion": role["apiVersion"],
-                "kind": "RoleBinding",
-                "roleRef": {**reference, "kind": "Role", "name": lease_name},
-                "subjects": [subject],
-            },
-        ),
-        (
-            f"{rbac}/clusterrolebindings/{name}",
-            {
-                "apiVersion": role["apiVersion"],
-                "kind": "ClusterRoleBinding",
-                "roleRef": reference,
-                "subjects": [subject],
-            },
-        ),
+        (f"{here}/rolebindings/{lease_name}", binding("Role", lease_name, subject)),
+        (f"{rbac}/clusterrolebindings/{name}", binding("ClusterRole", name, subject)),
     ):
         named = {**body, "metadata": {"name": path.rpartition("/")[2]}}
         plane.request("PATCH", path, named, APPLY, fieldManager="test", force="true").raise_for_status()
@@ -109,13 +94,7 @@ def install(plane: ControlPlane) -> None:
 
 @contextmanager
 def operator(
-    plane: ControlPlane,
-    identity: str = "operator",
-    *,
-    server: str = "",
-    options: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
-    wait: bool = True,
+    plane: ControlPlane, identity: str = "operator", *, server: str = "", options: Sequence[str] = (), wait: bool = True
 ) -> Iterator[Replica]:
     """Run a replica until the block ends; by default the block begins when it leads. ``options``: where it does not end
     in order, :data:`BRIEF` among them lets the next one lead without a long wait. ``server``: another URL than the API
@@ -131,7 +110,7 @@ def operator(
         *(sys.executable, "-m", "mmrouter_cli", "operator", f"--kubeconfig={config}", f"--identity={identity}"),
         *(f"--lease-namespace={NAMESPACE}", f"--bind={address}:{PORT}", "--log-format=text", *options),
     ]
-    replica = Replica(plane, identity, plane.spawn(identity, argv, env), address)
+    replica = Replica(plane, identity, plane.spawn(identity, argv), address)
     try:
         if wait:
             wait_for(replica.ready, 30, f"{identity} has filled its caches")
@@ -157,45 +136,47 @@ def idle(plane: ControlPlane, user: str, seconds: float, deadline: float) -> flo
     return float(wait_for(quiet, deadline, f"{user} writes nothing for {seconds:g} s", every=0.2))
 
 
-SECONDS = 60
+SECONDS = 120
 
 
 @dataclass(frozen=True)
 class Told:
+    """What `mmrouter doctor` said, of all subjects together."""
+
     status: int
-    subjects: Mapping[str, list[dict[str, str]]]
+    findings: list[dict[str, str]]
 
     def seen(self, check: str, level: str = "problem") -> list[str]:
-        findings = (item for items in self.subjects.values() for item in items)
-        return [item["seen"] for item in findings if (item["check"], item["level"]) == (check, level)]
+        return [item["seen"] for item in self.findings if (item["check"], item["level"]) == (check, level)]
 
     def advice(self, check: str) -> list[str]:
-        findings = (item for items in self.subjects.values() for item in items)
-        return [item["do"] for item in findings if item["check"] == check and item["do"]]
+        return [item["do"] for item in self.findings if item["check"] == check and item["do"]]
 
     @property
-    def problems(self) -> list[str]:
-        return [
-            f"{i['check']}: {i['seen']}" for items in self.subjects.values() for i in items if i["level"] == "problem"
-        ]
+    def problems(self) -> list[dict[str, str]]:
+        return [item for item in self.findings if item["level"] == "problem"]
 
 
-def mmrouter(plane: ControlPlane, *arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
+def mmrouter(
+    cluster: Access, *arguments: str, kubeconfig: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command with a kubeconfig, by default the administrator's; the caller looks at ``returncode``."""
-    argv = [sys.executable, "-m", "mmrouter_cli", *arguments, f"--kubeconfig={kubeconfig or plane.kubeconfig}"]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=False)
+    argv = [sys.executable, "-m", "mmrouter_cli", *arguments, f"--kubeconfig={kubeconfig or cluster.kubeconfig}"]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=SECONDS, check=False, env=env)
 
 
-def diagnosed(plane: ControlPlane, *arguments: str, kubeconfig: Path | None = None) -> Told:
-    done = mmrouter(plane, "doctor", *arguments, "--json", kubeconfig=kubeconfig)
+def diagnosed(
+    cluster: Access, *arguments: str, kubeconfig: Path | None = None, env: Mapping[str, str] | None = None
+) -> Told:
+    done = mmrouter(cluster, "doctor", *arguments, "--json", kubeconfig=kubeconfig, env=env)
     assert done.returncode in (0, 1), done.stderr
     report = json.loads(done.stdout)
     assert report["passed"] == (done.returncode == 0)
-    return Told(done.returncode, {one["subject"]: one["findings"] for one in report["subjects"]})
+    return Told(done.returncode, [item for subject in report["subjects"] for item in subject["findings"]])
 
 
-def views(plane: ControlPlane, *arguments: str) -> list[dict[str, Any]]:
-    done = mmrouter(plane, "status", *arguments, "--json")
+def views(cluster: Access, *arguments: str, env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    done = mmrouter(cluster, "status", *arguments, "--json", env=env)
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found

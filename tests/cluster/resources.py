@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 MANAGER = "test"
 MARK = "example.com/mark"
+RBAC = "rbac.authorization.k8s.io"
 Object = dict[str, Any]
 
 
@@ -58,11 +59,9 @@ def apply(plane: Access, namespace: str, body: Object) -> Object:
     return made
 
 
-def get(plane: Access, kind: str, namespace: str, name: str) -> Object | None:
-    answer = plane.request("GET", path(kind, namespace, name))
-    if answer.status_code == 404:
-        return None
-    found: Object = answer.raise_for_status().json()
+def get(plane: Access, kind: str, namespace: str, name: str) -> Object:
+    """Return an object that is there. Raises ``httpx.HTTPStatusError``."""
+    found: Object = plane.read(path(kind, namespace, name))
     return found
 
 
@@ -72,22 +71,27 @@ def delete(plane: Access, kind: str, namespace: str, name: str) -> None:
 
 def make_account(plane: Access, namespace: str, name: str, *rules: Object) -> None:
     """Make a ServiceAccount and a Role of these rules for it. Raises ``httpx.HTTPStatusError``."""
-    rbac = "rbac.authorization.k8s.io"
-    role = {"apiGroup": rbac, "kind": "Role", "name": name}
+    rbac = f"/apis/{RBAC}/v1/namespaces/{namespace}"
     subject = {"kind": "ServiceAccount", "name": name, "namespace": namespace}
     for where, body in (
         (f"/api/v1/namespaces/{namespace}/serviceaccounts", {}),
-        (f"/apis/{rbac}/v1/namespaces/{namespace}/roles", {"rules": list(rules)}),
-        (f"/apis/{rbac}/v1/namespaces/{namespace}/rolebindings", {"roleRef": role, "subjects": [subject]}),
+        (f"{rbac}/roles", {"rules": list(rules)}),
+        (f"{rbac}/rolebindings", binding("Role", name, subject)),
     ):
-        plane.request("POST", where, {"metadata": {"name": name}, **body}).raise_for_status()
+        plane.request("POST", where, {**body, "metadata": {"name": name}}).raise_for_status()
+
+
+def binding(kind: str, role: str, subject: Mapping[str, str]) -> Object:
+    """Return what binds a role of a kind (``Role``, ``ClusterRole``) to a subject; it has no name yet."""
+    reference = {"apiGroup": RBAC, "kind": kind, "name": role}
+    return {"apiVersion": f"{RBAC}/v1", "kind": f"{kind}Binding", "roleRef": reference, "subjects": [subject]}
 
 
 def children(plane: Access, namespace: str) -> dict[tuple[str, str], Object]:
     """Return every child of every deployment of a namespace: (kind, name) -> object."""
     found = {}
     for kind in CORE_CHILDREN:
-        for item in plane.request("GET", path(kind, namespace)).raise_for_status().json()["items"]:
+        for item in plane.read(path(kind, namespace))["items"]:
             owners = item["metadata"].get("ownerReferences") or []
             if any(owner["kind"] == RESOURCE and owner.get("controller") for owner in owners):
                 found[kind, item["metadata"]["name"]] = {**item, "kind": kind, "apiVersion": CORE_CHILDREN[kind].api}
@@ -111,9 +115,7 @@ def all_there(plane: Access, wanted: Iterable[tuple[str, str]], namespace: str) 
 
 
 def status(plane: Access, namespace: str, name: str = "demo") -> Object:
-    found = get(plane, RESOURCE, namespace, name)
-    assert found is not None
-    return dict(found.get("status") or {})
+    return dict(get(plane, RESOURCE, namespace, name).get("status") or {})
 
 
 def condition(plane: Access, type: str, namespace: str, name: str = "demo") -> Object:

@@ -72,7 +72,7 @@ def test_a_change_is_refused_where_it_would_be_another_deployment(crd: ControlPl
 
 def _as_stored(crd: ControlPlane, home: str, case: Case) -> dict[str, Any]:
     path = f"{PATH.format(home)}/{case.of}"
-    version = crd.request("GET", path).raise_for_status().json()["metadata"]["resourceVersion"]
+    version = crd.read(path)["metadata"]["resourceVersion"]
     return {**case.document, "metadata": {"name": case.of, "resourceVersion": version}}
 
 
@@ -106,7 +106,7 @@ def test_an_example_is_accepted(crd: ControlPlane, home: str, example: Path) -> 
 @pytest.mark.parametrize("name", sorted(good()))
 def test_what_the_server_fills_in_changes_nothing(crd: ControlPlane, home: str, name: str) -> None:
     """Otherwise an operator that reads from the cluster would render other pods than one that reads the file."""
-    stored = crd.request("GET", f"{PATH.format(home)}/{name}").raise_for_status().json()
+    stored = crd.read(f"{PATH.format(home)}/{name}")
     original, filled = parse_deployment({**good()[name], "metadata": stored["metadata"]}), parse_deployment(stored)
     assert filled.spec == original.spec
     assert to_json(filled) == to_json(original)

@@ -37,7 +37,6 @@ def between(crd: ControlPlane) -> Iterator[Proxy]:
 
 def settled(plane: ControlPlane, namespace: str, body: Object) -> bool:
     found = get(plane, RESOURCE, namespace, body["metadata"]["name"])
-    assert found is not None
     seen = condition(plane, "SpecValid", namespace).get("observedGeneration") == found["metadata"]["generation"]
     return seen and complete(plane, body, namespace)
 
@@ -181,7 +180,6 @@ class Killed:
 def runs(plane: ControlPlane, namespace: str) -> bool:
     """Whether the frontend is as large as it has to be, and none of its pods is an older one."""
     frontend = get(plane, "Deployment", namespace, "demo-frontend")
-    assert frontend is not None
     seen, wanted = frontend.get("status") or {}, frontend["spec"]["replicas"]
     is_seen = seen.get("observedGeneration") == frontend["metadata"]["generation"]
     return is_seen and {seen.get(name, 0) for name in ("replicas", "updatedReplicas", "availableReplicas")} == {wanted}

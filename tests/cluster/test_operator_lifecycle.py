@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from cluster.controlplane import ControlPlane
-from cluster.deployments import CHILDREN, LABEL, MERGE, MINIMAL, SECONDS, Deployed, named
+from cluster.deployments import CHILDREN, LABEL, MINIMAL, SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import Replica, operator
 from cluster.resources import Object, apply, condition, resource
@@ -88,7 +88,7 @@ def test_every_child_that_is_deleted_by_hand_comes_back(deployed: Deployed, repl
     children = deployed.settled("back")
     # The revision first: with the Secret the templates change, and the revision before is no longer needed.
     for (kind, name), child in sorted(children.items(), key=lambda item: item[0][0] != "controllerrevisions"):
-        deployed.plane.request("DELETE", deployed.path(kind, name)).raise_for_status()
+        deployed.delete(kind, name)
         uid = child["metadata"]["uid"]
 
         def another(kind: str = kind, name: str = name, uid: str = uid) -> bool:
@@ -102,30 +102,23 @@ def test_every_child_that_is_deleted_by_hand_comes_back(deployed: Deployed, repl
 def test_drift_in_our_fields_is_taken_back_and_other_managers_keep_theirs(deployed: Deployed) -> None:
     deployed.apply(named("drift"))
     deployed.settled("drift")
-    path = deployed.path("services", "drift")
-
-    def service() -> dict[str, Any]:
-        found = deployed.get("services", "drift")
-        assert found is not None
-        return found
-
-    def patch(change: dict[str, Any]) -> None:
-        deployed.plane.request("PATCH", path, change, MERGE, fieldManager="someone").raise_for_status()
 
     def has_event() -> bool:
-        events = deployed.plane.request("GET", deployed.path("events")).json()["items"]
+        events = deployed.plane.read(deployed.path("events"))["items"]
         return any(event["reason"] == "DriftRepaired" and "Service drift" in event["note"] for event in events)
 
-    ours, selector = service()["spec"]["ports"], service()["spec"]["selector"]
-    patch({"spec": {"ports": [{**ours[0], "port": 1234}]}})
-    wait_for(lambda: service()["spec"]["ports"] == ours, SECONDS, "the port is ours again")
+    def spec() -> Any:
+        return deployed.child("services", "drift")["spec"]
+
+    before = spec()
+    deployed.patch("services", "drift", {"spec": {"ports": [{**before["ports"][0], "port": 1234}]}})
+    wait_for(lambda: spec() == before, SECONDS, "the port is ours again")
     wait_for(has_event, SECONDS, "an Event says so")
-    patch({"metadata": {"annotations": {"example.org/theirs": "kept"}, "labels": {"team": "a"}}})
-    patch({"spec": {"selector": {"app": "elsewhere"}}})
-    wait_for(lambda: service()["spec"]["selector"] == selector, SECONDS, "the selector is ours again")
-    metadata = service()["metadata"]
-    assert metadata["annotations"]["example.org/theirs"] == "kept"
-    assert metadata["labels"]["team"] == "a"
+    theirs = {"annotations": {"example.org/theirs": "kept"}, "labels": {"team": "a"}}
+    deployed.patch("services", "drift", {"metadata": theirs, "spec": {"selector": {"app": "elsewhere"}}})
+    wait_for(lambda: spec() == before, SECONDS, "the selector is ours again")
+    metadata = deployed.child("services", "drift")["metadata"]
+    assert all(values.items() <= metadata[name].items() for name, values in theirs.items())
 
 
 @pytest.fixture(scope="module")
@@ -139,11 +132,13 @@ def drifted(replica: Replica, crd: ControlPlane) -> Iterator[tuple[Deployed, Chi
             if kind not in DRIFT:
                 continue
             change = {"metadata": {"annotations": {"example.org/theirs": "kept"}}, **DRIFT[kind](child)}
-            answer = crd.request("PATCH", deployed.path(kind, name), change, MERGE, fieldManager="someone")
-            answer.raise_for_status()
-            assert ours(answer.json()) != ours(child), f"{kind} {name} is as it was"
+            assert ours(deployed.patch(kind, name, change)) != ours(child), f"{kind} {name} is as it was"
         assert {kind for kind, _ in children} == {*DRIFT, "secrets", "controllerrevisions"}
         yield deployed, children
+
+
+def await_ours(deployed: Deployed, kind: str, name: str, before: dict[str, Any]) -> None:
+    wait_for(lambda: ours(deployed.child(kind, name)) == ours(before), SECONDS, f"{kind} {name} is as it was")
 
 
 @pytest.mark.parametrize("kind", sorted(DRIFT))
@@ -154,59 +149,34 @@ def test_drift_of_every_kind_is_taken_back_and_other_peoples_annotations_stay(
     of_kind = {name: child for (found, name), child in children.items() if found == kind}
     assert of_kind
     for name, child in of_kind.items():
-
-        def as_before(name: str = name, child: dict[str, Any] = child) -> bool:
-            now = deployed.get(kind, name)
-            return now is not None and ours(now) == ours(child)
-
-        wait_for(as_before, SECONDS, f"{kind} {name} is as it was")
-        now = deployed.get(kind, name)
-        assert now is not None
+        await_ours(deployed, kind, name, child)
+        now = deployed.child(kind, name)
         assert now["metadata"]["uid"] == child["metadata"]["uid"]
         assert now["metadata"]["annotations"]["example.org/theirs"] == "kept"
 
 
-@pytest.mark.parametrize("label", [LABEL, "app.kubernetes.io/managed-by"])
-def test_a_child_whose_label_was_taken_off_gets_it_back(deployed: Deployed, label: str) -> None:
-    deployed.apply(named("label"))
-    deployed.settled("label")
-    path = deployed.path("services", "label")
-    deployed.plane.request("PATCH", path, {"metadata": {"labels": {label: None}}}, MERGE).raise_for_status()
-
-    def labelled() -> bool:
-        service = deployed.get("services", "label")
-        assert service is not None
-        return label in service["metadata"]["labels"]
-
-    wait_for(labelled, SECONDS, "the label is back")
-
-
-def test_a_child_whose_owner_was_taken_off_gets_it_back(deployed: Deployed) -> None:
-    deployed.apply(named("owner"))
-    deployed.settled("owner")
-    uid = deployed.resource("owner")["metadata"]["uid"]
-    for kind, name in (("services", "owner"), ("deployments", "owner-worker")):
-        path = deployed.path(kind, name)
-        deployed.plane.request("PATCH", path, {"metadata": {"ownerReferences": None}}, MERGE).raise_for_status()
-
-        def owned(kind: str = kind, name: str = name) -> bool:
-            child = deployed.get(kind, name)
-            assert child is not None
-            return [item["uid"] for item in child["metadata"].get("ownerReferences", [])] == [uid]
-
-        wait_for(owned, SECONDS, f"{kind} {name} has its owner again")
+@pytest.mark.parametrize(
+    "taken",
+    [{"labels": {LABEL: None}}, {"labels": {"app.kubernetes.io/managed-by": None}}, {"ownerReferences": None}],
+    ids=["the label of its deployment", "the label of its manager", "its owner"],
+)
+def test_a_child_from_which_a_label_or_the_owner_was_taken_gets_it_back(
+    deployed: Deployed, taken: dict[str, Any]
+) -> None:
+    deployed.apply(named("taken"))
+    children = deployed.settled("taken")
+    for place in (("services", "taken"), ("deployments", "taken-worker")):
+        deployed.patch(*place, {"metadata": taken})
+        await_ours(deployed, *place, children[place])
 
 
 def test_a_name_of_another_owners_object_is_left_alone_and_reported(deployed: Deployed) -> None:
-    theirs = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "held"}}
-    theirs |= {"spec": {"ports": [{"port": 5}], "selector": {"app": "theirs"}}}
+    theirs = {"metadata": {"name": "held"}, "spec": {"ports": [{"port": 5}], "selector": {"app": "theirs"}}}
     deployed.plane.request("POST", deployed.path("services"), theirs).raise_for_status()
     deployed.apply(named("held"))
     degraded = deployed.await_condition("held", "Degraded", "True", "ChildNameTaken")
     assert "Service held" in degraded["message"]
-    service = deployed.get("services", "held")
-    assert service is not None
-    assert service["spec"]["selector"] == {"app": "theirs"}
+    assert deployed.child("services", "held")["spec"]["selector"] == {"app": "theirs"}
     assert ("deployments", "held-worker") in deployed.children("held")
 
 
@@ -234,7 +204,7 @@ def test_a_missing_reference_is_reported_until_it_exists(deployed: Deployed) -> 
     degraded = deployed.await_condition("needy", "Degraded", "True", "SecretMissing")
     assert "hub" in degraded["message"]
     assert "spec.model.tokenSecret" in degraded["message"]
-    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub"}, "stringData": {"token": "t"}}
+    secret = {"metadata": {"name": "hub"}, "stringData": {"token": "t"}}
     deployed.plane.request("POST", deployed.path("secrets"), secret).raise_for_status()
 
     def told_no_more() -> bool:
@@ -251,13 +221,11 @@ def test_a_paused_resource_is_not_touched_and_says_so(deployed: Deployed) -> Non
     paused["spec"]["paused"] = True
     deployed.apply(paused)
     deployed.await_condition("calm", "Progressing", "False", "Paused")
-    deployed.plane.request("DELETE", deployed.path("services", "calm")).raise_for_status()
+    deployed.delete("services", "calm")
     paused["spec"]["frontend"] = {"replicas": 3}
     deployed.apply(paused)
     deployed.await_condition("calm", "Progressing", "False", "Paused")
-    frontend = deployed.get("deployments", "calm-frontend")
-    assert frontend is not None
-    assert frontend["spec"]["replicas"] == 2
+    assert deployed.child("deployments", "calm-frontend")["spec"]["replicas"] == 2
     assert deployed.get("services", "calm") is None
     del paused["spec"]["paused"]
     deployed.apply(paused)
@@ -271,12 +239,12 @@ def test_a_pool_that_is_taken_out_takes_its_children_with_it(deployed: Deployed)
     deployed.settled("fewer")
     wait_for(lambda: deployed.get("deployments", "fewer-more"), SECONDS, "the second pool is there")
     deployed.apply(resource)
-    wait_for(
-        lambda: not [name for _, name in deployed.children("fewer") if name.startswith("fewer-more")],
-        SECONDS,
-        "nothing of the second pool is left",
-    )
-    assert deployed.get("deployments", "fewer-worker") is not None
+
+    def gone() -> bool:
+        return not [name for _, name in deployed.children("fewer") if name.startswith("fewer-more")]
+
+    wait_for(gone, SECONDS, "nothing of the second pool is left")
+    assert deployed.get("deployments", "fewer-worker")
 
 
 def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(deployed: Deployed) -> None:
@@ -284,21 +252,17 @@ def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(d
     children = deployed.settled("keys")
     [name] = [name for kind, name in children if kind == "secrets"]
     before = children["secrets", name]["data"]
-    path = deployed.path("secrets", name)
-    deployed.plane.request("DELETE", path).raise_for_status()
+    deployed.delete("secrets", name)
     degraded = deployed.await_condition("keys", "Degraded", "True", "SecretRecreated")
     assert name in degraded["message"]
-    after = deployed.get("secrets", name)
-    assert after is not None
+    after = deployed.child("secrets", name)
     assert all(after["data"][entry] != before[entry] for entry in before)
     garbled = {"data": {"identity.key": base64.b64encode(b"short").decode()}}
-    deployed.plane.request("PATCH", path, garbled, MERGE).raise_for_status()
+    deployed.patch("secrets", name, garbled)
     degraded = deployed.await_condition("keys", "Degraded", "True", "SecretMalformed")
     assert "identity.key" in degraded["message"]
-    kept = deployed.get("secrets", name)
-    assert kept is not None
-    assert kept["data"]["identity.key"] == garbled["data"]["identity.key"]
-    deployed.plane.request("DELETE", path).raise_for_status()
+    assert deployed.child("secrets", name)["data"]["identity.key"] == garbled["data"]["identity.key"]
+    deployed.delete("secrets", name)
     wait_for(lambda: deployed.get("secrets", name), SECONDS, "rotation by deletion makes a new one")
 
 

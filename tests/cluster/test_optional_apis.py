@@ -4,6 +4,7 @@ import copy
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +76,11 @@ def scaled(name: str) -> dict[str, Any]:
     return resource
 
 
-def spec_of(plane: ControlPlane, api: str, namespace: str, plural: str, name: str) -> dict[str, Any]:
-    path = f"/apis/{api}/namespaces/{namespace}/{plural}"
-    items = wait_for(
-        lambda: plane.request("GET", path, labelSelector=f"{LABEL}={name}").raise_for_status().json()["items"],
-        SECONDS,
-        f"{plural} of {name}",
-    )
-    found = {item["metadata"]["name"]: item["spec"] for item in items}
+def specs_of(deployed: Deployed, plural: str, name: str) -> dict[str, Any]:
+    read = partial(deployed.plane.read, deployed.path(plural), labelSelector=f"{LABEL}={name}")
+    items = wait_for(lambda: read()["items"], SECONDS, f"{plural} of {name}")
     assert all(item["metadata"]["ownerReferences"][0]["controller"] for item in items)
-    return found
+    return {item["metadata"]["name"]: item["spec"] for item in items}
 
 
 def test_children_that_cannot_exist_are_reported(crd: ControlPlane, namespace: str) -> None:
@@ -109,47 +105,40 @@ def test_pod_monitors_and_scaled_objects_are_made_where_they_are_served(
         deployed.apply(scaled("vl"))
         deployed.await_condition("vl", MONITORING, "True")
         deployed.await_condition("vl", AUTOSCALING, "True")
-        monitors = spec_of(plane, "monitoring.coreos.com/v1", namespace, "podmonitors", "vl")
+        monitors = specs_of(deployed, "podmonitors", "vl")
         assert set(monitors) == {"vl-frontend", "vl-engine"}
-        (scaler,) = spec_of(plane, "keda.sh/v1alpha1", namespace, "scaledobjects", "vl").values()
+        (scaler,) = specs_of(deployed, "scaledobjects", "vl").values()
         assert scaler["scaleTargetRef"]["name"] == "vl-worker"
         assert scaler["triggers"][0]["metadata"]["serverAddress"] == PROMETHEUS
         without = named("vl")
         without["spec"]["observability"] = {"podMonitor": "Disabled"}
         deployed.apply(without)
-        gone = f"/apis/monitoring.coreos.com/v1/namespaces/{namespace}/podmonitors"
-        wait_for(lambda: not plane.request("GET", gone).json()["items"], SECONDS, "PodMonitors are pruned")
+        wait_for(lambda: not plane.read(deployed.path("podmonitors"))["items"], SECONDS, "PodMonitors are pruned")
 
 
 def test_the_autoscaler_owns_the_replicas_and_an_edit_of_its_own_stays(
     crd: ControlPlane, kubelet: Hollow, namespace: str
 ) -> None:
     deployed = Deployed(crd, namespace)
-    with pod_metrics(crd), operator(crd):
-        _scale(deployed)
-
-
-def _scale(deployed: Deployed) -> None:
     resource = named("scaled")
     resource["spec"]["pools"][0] |= {"autoscaling": {"minReplicas": 1, "maxReplicas": 4}}
-    deployed.apply(resource)
-    deployed.settled("scaled")
-    autoscaler = wait_for(lambda: deployed.get("horizontalpodautoscalers", "scaled-worker"), SECONDS, "an autoscaler")
-    assert autoscaler["spec"]["scaleTargetRef"]["name"] == "scaled-worker"
-    path = deployed.path("deployments", "scaled-worker")
-    scale = {"spec": {"replicas": 3}}
-    deployed.plane.request("PATCH", f"{path}/scale", scale, MERGE, fieldManager="autoscaler").raise_for_status()
-    # A change of the spec makes the operator apply that very Deployment again.
-    resource["spec"]["pools"][0]["updates"] = {"maxSurge": 2}
-    deployed.apply(resource)
+    place = ("deployments", "scaled-worker")
+    with pod_metrics(crd), operator(crd):
+        deployed.apply(resource)
+        deployed.settled("scaled")
+        scaler = wait_for(lambda: deployed.get("horizontalpodautoscalers", place[1]), SECONDS, "an autoscaler")
+        assert scaler["spec"]["scaleTargetRef"]["name"] == place[1]
+        scale, path = {"spec": {"replicas": 3}}, f"{deployed.path(*place)}/scale"
+        crd.request("PATCH", path, scale, MERGE, fieldManager="autoscaler").raise_for_status()
+        # A change of the spec makes the operator apply that very Deployment again.
+        resource["spec"]["pools"][0]["updates"] = {"maxSurge": 2}
+        deployed.apply(resource)
 
-    def applied() -> dict[str, Any] | None:
-        worker = deployed.get("deployments", "scaled-worker")
-        assert worker is not None
-        return worker if worker["spec"]["strategy"]["rollingUpdate"]["maxSurge"] == 2 else None
+        def surge() -> Any:
+            return deployed.child(*place)["spec"]["strategy"]["rollingUpdate"]["maxSurge"]
 
-    worker = wait_for(applied, SECONDS, "the new surge is applied")
-    assert worker["spec"]["replicas"] == 3
+        wait_for(lambda: surge() == 2, SECONDS, "the new surge is applied")
+        assert deployed.child(*place)["spec"]["replicas"] == 3
 
 
 PATH = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
@@ -190,8 +179,7 @@ def test_defaults_of_a_newer_definition_are_no_fault_of_the_user_and_what_a_user
             def seen() -> bool:
                 # A watch shows an object in its new form when the object changes, and not before.
                 note = {"metadata": {"annotations": {"touched": str(next(touches))}}}
-                path = deployed.path("mmrouterdeployments", "old")
-                crd.request("PATCH", path, note, content_type=MERGE).raise_for_status()
+                deployed.patch("mmrouterdeployments", "old", note)
                 return FIELD in replica.metrics()
 
             wait_for(seen, SECONDS, "the operator has seen it")
@@ -204,5 +192,5 @@ def test_defaults_of_a_newer_definition_are_no_fault_of_the_user_and_what_a_user
             refused = deployed.await_condition("said", "SpecValid", "False")
             assert "spec.section: no such field" in refused["message"], yaml.safe_dump(refused)
             for name in ("said", "new"):
-                crd.request("DELETE", deployed.path("mmrouterdeployments", name)).raise_for_status()
+                deployed.delete("mmrouterdeployments", name)
         assert deployed.condition("old", "SpecValid") == before

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from cluster.controlplane import ControlPlane
-from cluster.load import describe, is_ready, load, pods
+from cluster.load import describe, is_ready, load
 from cluster.operators import USER, diagnosed, idle, mmrouter, views
 from cluster.resources import MARK, apply, condition, is_done, marked, resource, status
 from waiting import wait_for
@@ -46,7 +46,7 @@ ROLLOUT_SECONDS = 150
 
 
 def marks(plane: ControlPlane, namespace: str, role: str) -> list[str]:
-    found = [pod for pod in pods(plane, namespace, deployment="demo", role=role) if is_ready(pod)]
+    found = [pod for pod in plane.pods(namespace, deployment="demo", role=role) if is_ready(pod)]
     return [pod["metadata"]["annotations"][MARK] for pod in found]
 
 

@@ -5,12 +5,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from artefacts import Record, build_images, go_programs, name_needs, run_tool_or_skip, shared_images
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
-from cluster.access import Access, Existing
+from cluster.access import Access, existing
 from e2e.deploying import ROOT, Deployed, deployment, example
 from e2e.images import write_pause
 from e2e.node import Node, Programs, node
@@ -110,22 +111,16 @@ def bare(programs: Programs, tmp_path_factory: pytest.TempPathFactory, record: R
 @pytest.fixture(scope="session")
 def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, dumps: Dumps) -> Iterator[Access]:
     """A cluster that has the project's images: the one of ``MMROUTER_KUBECONFIG``, or a node of our own."""
-    for made in _cluster(request, tmp_path_factory):
-        with dumps.sharing(made):
-            yield made
-
-
-def _cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Access]:
-    if named := os.environ.get("MMROUTER_KUBECONFIG"):
-        bin = Path(shutil.which("kubectl") or go_programs("kubernetes") / "kubectl").parent
-        existing = Existing(tmp_path_factory.mktemp("existing"), bin, Path(named))
-        yield existing
-        existing.close()
-        return
-    archives, own = request.getfixturevalue("images"), request.getfixturevalue("bare")
-    for archive in archives:
-        own.load(archive)
-    yield own
+    with ExitStack() as stack:
+        if named := os.environ.get("MMROUTER_KUBECONFIG"):
+            bin = Path(shutil.which("kubectl") or go_programs("kubernetes") / "kubectl").parent
+            made = stack.enter_context(existing(tmp_path_factory.mktemp("existing"), bin, Path(named)))
+        else:
+            for archive in request.getfixturevalue("images"):
+                request.getfixturevalue("bare").load(archive)
+            made = request.getfixturevalue("bare")
+        stack.enter_context(dumps.sharing(made))
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ class Deployed:
 
     def secret(self) -> dict[str, bytes]:
         path = f"/api/v1/namespaces/{self.namespace}/secrets/{self.name}-secrets"
-        data = self.cluster.request("GET", path).raise_for_status().json()["data"]
+        data = self.cluster.read(path)["data"]
         return {name: base64.b64decode(value) for name, value in data.items()}
 
     def token(self) -> str:
@@ -99,7 +99,7 @@ def run_pod(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: f
     cluster.request("POST", f"{core}/pods", body).raise_for_status()
 
     def ready() -> str:
-        status = cluster.request("GET", f"{core}/pods/{name}").raise_for_status().json()["status"]
+        status = cluster.read(f"{core}/pods/{name}")["status"]
         states = {each["type"]: each["status"] for each in status.get("conditions") or []}
         return str(status["podIP"]) if states.get("Ready") == "True" else ""
 

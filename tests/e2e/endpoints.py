@@ -1,15 +1,13 @@
 """A deployment as this machine reaches it: by its own addresses where they are routed; and a web server beside it."""
 
 import base64
-import select
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import httpx
 import openai
@@ -20,7 +18,6 @@ from scenarios import Chat
 
 CONTROL_PORT = 8001
 CONNECT_SECONDS = 1.0
-KUBECTL_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -69,12 +66,12 @@ def at_service(deployed: Deployed, *, outlives: bool = False) -> Iterator[str]:
     forwarded port would end with its frontend.
     """
     path = f"/api/v1/namespaces/{deployed.namespace}/services/{deployed.name}"
-    spec = deployed.cluster.request("GET", path).raise_for_status().json()["spec"]
+    spec = deployed.cluster.read(path)["spec"]
     host, port = str(spec["clusterIP"]), int(spec["ports"][0]["port"])
     if _routed(deployed.cluster, host, port):
         yield f"http://{host}:{port}"
     elif outlives:
-        with _serving(deployed.cluster, "proxy", "--port=0") as line:
+        with deployed.cluster.serving("proxy", "--port=0") as line:
             yield f"http://{line.split()[-1]}{path}:{port}/proxy"
     else:
         with forwarded(deployed, f"service/{deployed.name}", port) as url:
@@ -98,7 +95,7 @@ def address(pod: dict[str, Any]) -> str:
 def forwarded(deployed: Deployed, target: str, port: int) -> Iterator[str]:
     """Forward a port of the cluster to a free one of this machine; gives its URL. Raises ``AssertionError``."""
     where = f"--namespace={deployed.namespace}"
-    with _serving(deployed.cluster, where, "port-forward", target, f":{port}") as line:
+    with deployed.cluster.serving(where, "port-forward", target, f":{port}") as line:
         yield f"http://{line.split()[2]}"
 
 
@@ -111,32 +108,6 @@ def _routed(cluster: Access, host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-@contextmanager
-def _serving(cluster: Access, *arguments: str) -> Iterator[str]:
-    """Run a command of kubectl that serves until the block ends; gives its first line. Raises ``AssertionError``."""
-    command = [str(cluster.bin / "kubectl"), f"--kubeconfig={cluster.kubeconfig}", *arguments]
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            assert process.stdout is not None
-            line = _line(process.stdout)
-            if not line:
-                process.kill()
-                process.wait()
-                errors.seek(0)
-                raise AssertionError(f"kubectl {' '.join(arguments)} does not serve: {errors.read().strip()}")
-            yield line
-        finally:
-            process.terminate()
-            process.communicate()
-
-
-def _line(stream: IO[str]) -> str:
-    """Return the next line, which kubectl writes as a whole; empty where none comes in time or ever."""
-    ready, _, _ = select.select([stream], [], [], KUBECTL_SECONDS)
-    return stream.readline() if ready else ""
 
 
 PORT = 8080

@@ -72,7 +72,7 @@ class Looker:
         self._token = secret["control.token"].decode()
         self._identity_key = secret["identity.key"]
         path = f"/apis/mmrouter.io/v1alpha1/namespaces/{deployed.namespace}/mmrouterdeployments/{deployed.name}"
-        model = deployed.cluster.request("GET", path).raise_for_status().json()["spec"]["model"]
+        model = deployed.cluster.read(path)["spec"]["model"]
         self._model, self._revision = model["id"], model.get("revision", "")
         self._http = stack.enter_context(httpx.Client(timeout=ASK_SECONDS, trust_env=False))
 

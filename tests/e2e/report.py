@@ -240,7 +240,7 @@ def _events(cluster: Access, namespace: str) -> list[Object]:
 
 
 def _items(cluster: Access, where: str) -> list[Object]:
-    items: list[Object] = cluster.request("GET", where).raise_for_status().json()["items"]
+    items: list[Object] = cluster.read(where)["items"]
     return items
 
 

@@ -74,7 +74,7 @@ class Chain:
     def warned(self, reason: str) -> int:
         """Return how often the operator has told of a condition that became bad for a reason: what passes is kept."""
         path = f"/apis/events.k8s.io/v1/namespaces/{self.deployed.namespace}/events"
-        items = self.deployed.cluster.request("GET", path).raise_for_status().json()["items"]
+        items = self.deployed.cluster.read(path)["items"]
         return sum(item["type"] == "Warning" and item.get("reason") == reason for item in items)
 
     def without(self, word: str) -> float:

@@ -67,7 +67,7 @@ SPEC = {
 @pytest.fixture(scope="module")
 def node(operated: Access) -> Iterator[str]:
     """A node that takes pods and says that it has an XPU; what it said before it says again afterwards."""
-    items = operated.request("GET", "/api/v1/nodes").raise_for_status().json()["items"]
+    items = operated.read("/api/v1/nodes")["items"]
     item = next(item for item in items if not item["spec"].get("taints"))
     name, had, offered = item["metadata"]["name"], item["metadata"]["labels"], item["status"]["capacity"]
     try:
@@ -220,7 +220,6 @@ def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_
     chain: Chain, chat: Chat
 ) -> None:
     body = get(chain.deployed.cluster, RESOURCE, chain.deployed.namespace, chain.name)
-    assert body is not None
     whole = {key: body[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": chain.name}}
     pools = [{**each, "replicas": 0} if each["role"] == "encoder" else each for each in whole["spec"]["pools"]]
     empty = {**whole, "spec": {**whole["spec"], "pools": pools}}

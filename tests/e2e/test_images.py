@@ -70,7 +70,7 @@ def test_the_modules_of_a_command_are_bytecode_already(deployed: Deployed, recor
 
 
 def test_the_operators_pods_run_the_same_image(deployed: Deployed) -> None:
-    items = deployed.cluster.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods").raise_for_status().json()["items"]
+    items = deployed.cluster.read(f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
     operators = {pod["status"]["containerStatuses"][0]["imageID"] for pod in items}
     frontends = {pod["status"]["containerStatuses"][0]["imageID"] for pod in deployed.pods("frontend")}
     assert operators == frontends

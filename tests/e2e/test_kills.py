@@ -186,7 +186,7 @@ def answers(url: str) -> bool:
 def successor(mortal: Deployed, victim: Victim) -> Process | None:
     """Return the process of the container that the API server has instead of the former one."""
     path = f"/api/v1/namespaces/{mortal.namespace}/pods/{victim.name}"
-    now = mortal.cluster.request("GET", path).raise_for_status().json()
+    now = mortal.cluster.read(path)
     same = container_id(now, victim.container) == container_id(victim.pod, victim.container)
     return None if same else process(now, victim.container)
 
@@ -282,9 +282,9 @@ def own(cluster: Access) -> Node:
 def test_a_killed_operator_is_not_missed_and_works_on(mortal: Deployed, looker: Looker, record: Record) -> None:
     cluster = own(mortal.cluster)
     path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/mmrouter-operator"
-    holder = cluster.request("GET", path).raise_for_status().json()["spec"]["holderIdentity"]
+    holder = cluster.read(path)["spec"]["holderIdentity"]
     name = holder.rpartition("_")[0]
-    leader = cluster.request("GET", f"/api/v1/namespaces/{NAMESPACE}/pods/{name}").raise_for_status().json()
+    leader = cluster.read(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
     budget = f"/apis/policy/v1/namespaces/{mortal.namespace}/poddisruptionbudgets/{mortal.name}-frontend"
     before = mortal.containers()
     with load(mortal, pause=0.1) as traffic, watching(looker) as watch:
@@ -327,5 +327,5 @@ def test_a_restarted_kubelet_restarts_nothing_else(mortal: Deployed, looker: Loo
 
 def renewed(cluster: Access) -> float:
     path = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NAME}"
-    spec = cluster.request("GET", path).raise_for_status().json()["spec"]
+    spec = cluster.read(path)["spec"]
     return datetime.fromisoformat(spec["renewTime"]).timestamp()

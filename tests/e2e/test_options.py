@@ -47,7 +47,7 @@ ThreadingHTTPServer(("", 4318), Handler).serve_forever()
 def collector(cluster: Access, namespace: str) -> str:
     """Run a collector in a pod from the operator's own image, which has OTLP's messages; return its address."""
     operator = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/mmrouter-operator"
-    found = cluster.request("GET", operator).raise_for_status().json()["spec"]["template"]["spec"]
+    found = cluster.read(operator)["spec"]["template"]["spec"]
     pod = copy.deepcopy(manifest(found["containers"][0]["image"]))
     pod["metadata"]["name"] = COLLECTOR
     container = pod["spec"]["containers"][0]

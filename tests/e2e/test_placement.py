@@ -38,7 +38,7 @@ LABELS = [key for row in ACCELERATORS.values() for key, _ in row.node_labels] + 
 @pytest.fixture
 def bare_node(operated: Access) -> Iterator[str]:
     """A node that takes pods, in a cluster without devices; what was there is there again afterwards."""
-    items = operated.request("GET", "/api/v1/nodes").raise_for_status().json()["items"]
+    items = operated.read("/api/v1/nodes")["items"]
     try:
         for item in items:
             equip(operated, item["metadata"]["name"], dict.fromkeys(LABELS), dict.fromkeys(DEVICES))

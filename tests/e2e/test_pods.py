@@ -103,11 +103,10 @@ def test_only_a_frontend_holds_a_token_of_the_api_server(inside: dict[tuple[str,
 
 def test_engine_and_sidecar_share_a_shared_memory_of_the_pools_size(deployed: Deployed) -> None:
     resource = get(deployed.cluster, RESOURCE, deployed.namespace, deployed.name)
-    assert resource is not None
     (pool,) = resource["spec"]["pools"]
     for pod in deployed.pods("worker"):
         name, word = pod["metadata"]["name"], secrets.token_hex(8)
-        node = deployed.cluster.request("GET", f"/api/v1/nodes/{pod['spec']['nodeName']}").raise_for_status().json()
+        node = deployed.cluster.read(f"/api/v1/nodes/{pod['spec']['nodeName']}")
         # No memory-backed volume is larger than the memory that its node gives to pods.
         most = int(quantity_bytes(node["status"]["allocatable"]["memory"]))
         size = min(int(quantity_bytes(pool["sharedMemory"]["size"])), most)

@@ -171,7 +171,6 @@ def test_of_a_deployment_everything_is_written_but_its_secrets(deployed: Deploye
     write_namespace(deployed.cluster, deployed.namespace, tmp_path)
 
     resource = get(deployed.cluster, RESOURCE, deployed.namespace, deployed.name)
-    assert resource is not None
     for item in resource["status"]["conditions"]:
         assert f"{deployed.name}: {item['type']} is {item['status']}" in (tmp_path / "conditions.txt").read_text()
     (written,) = yaml.safe_load_all((tmp_path / "resources.yaml").read_text())

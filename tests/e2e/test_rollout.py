@@ -60,7 +60,7 @@ class Replaced:
     def over(self) -> bool:
         """Look; whether all old pods are gone."""
         path = f"/api/v1/namespaces/{self.deployed.namespace}/pods"
-        items = self.deployed.cluster.request("GET", path).raise_for_status().json()["items"]
+        items = self.deployed.cluster.read(path)["items"]
         there = {pod["metadata"]["name"]: pod for pod in items}
         for name, pod in there.items():
             for each in pod["status"].get("conditions") or []:
@@ -212,7 +212,7 @@ def scaled(pool: Deployed, replicas: int) -> float:
 
     def settled() -> bool:
         path = f"/api/v1/namespaces/{pool.namespace}/pods"
-        pods = pool.cluster.request("GET", path, labelSelector=selector).raise_for_status().json()["items"]
+        pods = pool.cluster.read(path, labelSelector=selector)["items"]
         return len(pods) == replicas and is_done(pool.cluster, pool.namespace, pool.name, generation)
 
     wait_or_dump(pool.cluster, pool.namespace, settled, READY_SECONDS, f"the pool has {replicas} pods and is Ready")
@@ -271,11 +271,11 @@ def test_of_a_deleted_deployment_no_object_of_any_kind_stays(pool: Deployed, rec
 
 def listable(cluster: Access) -> list[tuple[str, str]]:
     """Return (path of the group's version and plural, kind) of every namespaced kind that the API server lists."""
-    groups = cluster.request("GET", "/apis").raise_for_status().json()["groups"]
+    groups = cluster.read("/apis")["groups"]
     versions = ["/api/v1", *(f"/apis/{group['preferredVersion']['groupVersion']}" for group in groups)]
     found = []
     for version in versions:
-        for each in cluster.request("GET", version).raise_for_status().json()["resources"]:
+        for each in cluster.read(version)["resources"]:
             whole = each["namespaced"] and "list" in each["verbs"] and "/" not in each["name"]
             if whole and each["kind"] not in OF_ITS_OWN:
                 found.append((f"{version} {each['name']}", each["kind"]))

@@ -40,7 +40,7 @@ def measured(deployed: Deployed) -> bool:
     """Whether the kubelets know how full the engines' volumes are, which they look at about once a minute."""
     for pod in deployed.pods("worker"):
         path = f"/api/v1/nodes/{pod['spec']['nodeName']}/proxy/stats/summary"
-        rows = deployed.cluster.request("GET", path).raise_for_status().json()["pods"]
+        rows = deployed.cluster.read(path)["pods"]
         (row,) = [row for row in rows if row["podRef"]["uid"] == pod["metadata"]["uid"]]
         if not any(volume["name"] == "shm" for volume in row.get("volume") or []):
             return False

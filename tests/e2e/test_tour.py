@@ -10,12 +10,12 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from artefacts import Record
-from cluster.access import Existing
+from cluster.access import existing
 from doc_commands import tour
 from e2e.conftest import ROOT
 from e2e.node import Programs
@@ -46,6 +46,7 @@ def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record, 
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     guard.send(f"+{process.pid}")
+    asking = ExitStack()
     try:
         wait_for(lambda: file.is_file() or process.poll() is not None, STAND_SECONDS, "the cluster stands", every=0.1)
         assert process.poll() is None, log.read_text()
@@ -54,12 +55,11 @@ def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record, 
         assert found, file.read_text()
         kubeconfig = Path(shlex.split(found[1])[0])
         (tmp_path / "asked").mkdir()
-        place.cluster = Existing(tmp_path / "asked", programs.kube, kubeconfig)
+        place.cluster = asking.enter_context(existing(tmp_path / "asked", programs.kube, kubeconfig))
         place.logs = (log.parent, kubeconfig.parent / "log")
         yield file
     finally:
-        if isinstance(place.cluster, Existing):
-            place.cluster.close()
+        asking.close()
         place.cluster, place.logs = None, (log.parent, logs)
         process.send_signal(signal.SIGINT)
         status = process.wait(STOP_SECONDS)

@@ -45,13 +45,13 @@ def other_version(helm: Helm, node: Node, folder: Path) -> Path:
 
 def operators(cluster: Access) -> dict[str, dict[str, Any]]:
     path = f"/api/v1/namespaces/{NAMESPACE}/pods"
-    items = cluster.request("GET", path).raise_for_status().json()["items"]
+    items = cluster.read(path)["items"]
     return {pod["metadata"]["name"]: pod for pod in items if pod["metadata"]["name"].startswith("mmrouter-operator-")}
 
 
 def configuration(cluster: Access) -> str:
     path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/mmrouter-operator-config"
-    return str(cluster.request("GET", path).raise_for_status().json()["data"]["operator.yaml"])
+    return str(cluster.read(path)["data"]["operator.yaml"])
 
 
 def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: str) -> float:
@@ -64,7 +64,7 @@ def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: st
     def replaced() -> bool:
         pods = operators(cluster)
         images = {pod["spec"]["containers"][0]["image"] for pod in pods.values()}
-        leader = cluster.request("GET", LEASE).raise_for_status().json()["spec"]["holderIdentity"]
+        leader = cluster.read(LEASE)["spec"]["holderIdentity"]
         return images == {f"{IMAGE.partition('/')[2]}:{version}"} and leader.partition("_")[0] in pods
 
     wait_or_dump(cluster, NAMESPACE, replaced, SECONDS, f"an operator of version {version} leads")
@@ -99,7 +99,7 @@ def running(deployed: Deployed) -> dict[str, Any]:
 
 def _list(deployed: Deployed, plural: str) -> list[dict[str, Any]]:
     path = f"/apis/apps/v1/namespaces/{deployed.namespace}/{plural}"
-    items: list[dict[str, Any]] = deployed.cluster.request("GET", path).raise_for_status().json()["items"]
+    items: list[dict[str, Any]] = deployed.cluster.read(path)["items"]
     return items
 
 
