@@ -116,9 +116,7 @@ class Chat:
         its cache what the router saw there.
         """
         messages = messages or self.messages(*content)
-        raw = self.client.chat.completions.with_raw_response.create(
-            model=self.model, messages=cast(Any, messages), max_tokens=4, temperature=0
-        )
+        raw = self._answer(messages)
         usage, headers = raw.parse().usage, raw.headers
         assert usage is not None
         assert usage.prompt_tokens_details is not None
@@ -131,7 +129,7 @@ class Chat:
             predicted_tokens=int(headers["x-mmrouter-prompt-tokens"]),
             tokens=usage.prompt_tokens,
             cached=usage.prompt_tokens_details.cached_tokens or 0,
-            image_at=self._image_at(headers["x-mmrouter-request-id"]),
+            image_at=next((int(image["offset"]) for image in self._decision(raw)["images"]), None),
         )
         assert seen.exactness == "exact"
         assert seen.predicted_tokens == seen.tokens
@@ -141,9 +139,21 @@ class Chat:
         self.settle(messages, seen.blocks)
         return seen
 
-    def _image_at(self, request_id: str) -> int | None:
-        images = self.controls[0].get(f"/control/decisions/{request_id}").raise_for_status().json()["images"]
-        return int(images[0]["offset"]) if images else None
+    def decided(self, *content: str) -> dict[str, Any]:
+        """Send one request and return its decision."""
+        raw = self._answer(self.messages(*content))
+        assert raw.parse().choices[0].message.content
+        return self._decision(raw)
+
+    def _answer(self, messages: list[Message]) -> Any:
+        return self.client.chat.completions.with_raw_response.create(
+            model=self.model, messages=cast(Any, messages), max_tokens=4, temperature=0
+        )
+
+    def _decision(self, raw: Any) -> dict[str, Any]:
+        path = f"/control/decisions/{raw.headers['x-mmrouter-request-id']}"
+        found: dict[str, Any] = self.controls[0].get(path).raise_for_status().json()
+        return found
 
     def settle(self, messages: list[Message], blocks: int) -> None:
         """Wait until every frontend sees so many blocks of a prompt at some engine."""
@@ -163,15 +173,6 @@ def open_chat(deployment: Deployment, **options: Any) -> Iterator[Chat]:
     with ExitStack() as stack:
         controls = [stack.enter_context(deployment.control(number)) for number in range(len(deployment.controls))]
         yield Chat("demo", stack.enter_context(deployment.client(**options)), controls)
-
-
-def decided(deployment: Deployment, chat: Chat, *content: str) -> dict[str, Any]:
-    """Send a chat and return its decision."""
-    raw = chat.client.chat.completions.with_raw_response.create(
-        model="demo", messages=cast(Any, chat.messages(*content)), max_tokens=4, temperature=0
-    )
-    assert raw.parse().choices[0].message.content
-    return deployment.decision(raw)
 
 
 def assert_whole(first: Seen, again: Seen) -> None:

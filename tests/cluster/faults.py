@@ -5,15 +5,16 @@ import json
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from anyio.from_thread import start_blocking_portal
 from cluster.controlplane import ControlPlane
 from cluster.operators import ACCOUNT, NAMESPACE, install
 from cluster.resources import Object, bare, children
@@ -31,14 +32,8 @@ class Fault:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def response(self) -> web.Response:
-        body = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "status": "Failure",
-            "reason": self.reason,
-            "message": f"injected: {self.reason}",
-            "code": self.status,
-        }
+        about = {"reason": self.reason, "message": f"injected: {self.reason}", "code": self.status}
+        body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", **about}
         return web.json_response(body, status=self.status, headers=self.headers)
 
 
@@ -65,42 +60,27 @@ class Proxy:
         self.expired = 0
         self.url = ""
         self._plane = plane
-        self._loop = asyncio.new_event_loop()
-        self._started = threading.Event()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()), name="proxy")
 
-    def start(self) -> None:
-        self._thread.start()
-        self._started.wait(10)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
-        self._loop.close()
-
-    async def _serve(self) -> None:
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
         context = ssl.create_default_context(cafile=str(self._plane.ca))
         connector = aiohttp.TCPConnector(ssl=context, limit=0)
         timeout = aiohttp.ClientTimeout(total=None, connect=10)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
-
-            async def handle(request: web.Request) -> web.StreamResponse:
-                return await self._handle(request, session)
-
             app = web.Application(client_max_size=2**24)
-            app.router.add_route("*", "/{path:.*}", handle)
+            app.router.add_route("*", "/{path:.*}", partial(self._handle, session))
             runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
             await runner.setup()
             site = web.TCPSite(runner, self._plane.address, 0)
             await site.start()
             host, port = runner.addresses[0][:2]
             self.url = f"http://{host}:{port}"
-            self._started.set()
-            await self._stop.wait()
-            await runner.cleanup()
+            try:
+                yield
+            finally:
+                await runner.cleanup()
 
-    async def _handle(self, request: web.Request, session: aiohttp.ClientSession) -> web.StreamResponse:
+    async def _handle(self, session: aiohttp.ClientSession, request: web.Request) -> web.StreamResponse:
         fault = self.faults(request.method, request.path)
         if fault is not None:
             self.injected += 1
@@ -145,11 +125,8 @@ class Proxy:
 @contextmanager
 def proxy(plane: ControlPlane) -> Iterator[Proxy]:
     made = Proxy(plane)
-    made.start()
-    try:
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(made.serving()):
         yield made
-    finally:
-        made.close()
 
 
 NEVER = 10**6
@@ -179,14 +156,9 @@ class Zygote:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         arguments = [
-            *(
-                f"--kubeconfig={self._kubeconfig}",
-                f"--namespace={namespace}",
-                "--identity=mortal",
-                "--bind=127.0.0.1:0",
-            ),
+            *(f"--kubeconfig={self._kubeconfig}", f"--namespace={namespace}", "--identity=mortal"),
+            *("--bind=127.0.0.1:0", "--log-format=text"),
             *(f"--lease-namespace={NAMESPACE}", "--lease-duration=2", "--renew-deadline=1.5", "--retry-period=0.3"),
-            "--log-format=text",
         ]
         self._process.stdin.write(json.dumps({"arguments": arguments, "calls": calls}) + "\n")
         self._process.stdin.flush()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from cluster.access import Access
-from cluster.resources import apply, is_done
+from cluster.resources import apply, get, is_done
 from e2e.report import dump, statuses
 from waiting import wait_for
 
@@ -34,10 +34,8 @@ class Deployed:
     name: str
 
     def pods(self, role: str) -> list[dict[str, Any]]:
-        labels = f"mmrouter.io/deployment={self.name},mmrouter.io/role={role}"
-        answer = self.cluster.request("GET", f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=labels)
-        items = answer.raise_for_status().json()["items"]
-        return [pod for pod in items if "deletionTimestamp" not in pod["metadata"]]
+        found = self.cluster.pods(self.namespace, deployment=self.name, role=role)
+        return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def execute(
         self, pod: str, container: str, *command: str, stdin: str | None = None
@@ -56,8 +54,7 @@ class Deployed:
         }
 
     def secret(self) -> dict[str, bytes]:
-        path = f"/api/v1/namespaces/{self.namespace}/secrets/{self.name}-secrets"
-        data = self.cluster.read(path)["data"]
+        data = get(self.cluster, "Secret", self.namespace, f"{self.name}-secrets")["data"]
         return {name: base64.b64decode(value) for name, value in data.items()}
 
     def token(self) -> str:
@@ -170,9 +167,6 @@ def _is_in(pid: int, container: str) -> bool:
     return container in Path(f"/proc/{pid}/cgroup").read_text()
 
 
-def status_of(pod: dict[str, Any], container: str) -> dict[str, Any]:
-    return next(each for each in statuses(pod) if each["name"] == container)
-
-
 def container_id(pod: dict[str, Any], container: str) -> str:
-    return str(status_of(pod, container).get("containerID", "")).rpartition("//")[2]
+    status = next(each for each in statuses(pod) if each["name"] == container)
+    return str(status.get("containerID", "")).rpartition("//")[2]

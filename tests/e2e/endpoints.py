@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 from cluster.access import Access
+from cluster.resources import path
 from e2e.deploying import Deployed, run_pod
 from e2e.node import Node
 from scenarios import Chat
@@ -65,14 +66,14 @@ def at_service(deployed: Deployed, *, outlives: bool = False) -> Iterator[str]:
     forwarded to one frontend. With ``outlives`` the API server passes each request on to a ready one instead: a
     forwarded port would end with its frontend.
     """
-    path = f"/api/v1/namespaces/{deployed.namespace}/services/{deployed.name}"
-    spec = deployed.cluster.read(path)["spec"]
+    place = path("Service", deployed.namespace, deployed.name)
+    spec = deployed.cluster.read(place)["spec"]
     host, port = str(spec["clusterIP"]), int(spec["ports"][0]["port"])
     if _routed(deployed.cluster, host, port):
         yield f"http://{host}:{port}"
     elif outlives:
         with deployed.cluster.serving("proxy", "--port=0") as line:
-            yield f"http://{line.split()[-1]}{path}:{port}/proxy"
+            yield f"http://{line.split()[-1]}{place}:{port}/proxy"
     else:
         with forwarded(deployed, f"service/{deployed.name}", port) as url:
             yield url
@@ -142,33 +143,16 @@ def pod_web(cluster: Access, namespace: str, image: str) -> PodWeb:
 
 
 def manifest(image: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": NAME},
-        "spec": {
-            "automountServiceAccountToken": False,
-            "terminationGracePeriodSeconds": 0,
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": 65532,
-                "fsGroup": 65532,
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [
-                {
-                    "name": "web",
-                    "image": image,
-                    "command": ["python3", "-m", "http.server", str(PORT), "--directory", FOLDER],
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "readOnlyRootFilesystem": True,
-                        "capabilities": {"drop": ["ALL"]},
-                    },
-                    "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
-                    "volumeMounts": [{"name": "files", "mountPath": FOLDER}],
-                }
-            ],
-            "volumes": [{"name": "files", "emptyDir": {}}],
-        },
+    command = ["python3", "-m", "http.server", str(PORT), "--directory", FOLDER]
+    restricted = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+    web = {
+        **{"name": "web", "image": image, "command": command, "securityContext": restricted},
+        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
+        "volumeMounts": [{"name": "files", "mountPath": FOLDER}],
     }
+    user = {"runAsNonRoot": True, "runAsUser": 65532, "fsGroup": 65532, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {
+        **{"automountServiceAccountToken": False, "terminationGracePeriodSeconds": 0, "securityContext": user},
+        **{"containers": [web], "volumes": [{"name": "files", "emptyDir": {}}]},
+    }
+    return {"metadata": {"name": NAME}, "spec": spec}

@@ -16,12 +16,14 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx
+from cluster.resources import get
 from e2e.deploying import Deployed
 from e2e.endpoints import CONTROL_PORT, at_pod
 from waiting import wait_for
 
 from mmrouter_lib.block_keys import Key, chain, namespace_seed, span_extra
 from mmrouter_lib.media_identity import foreign_identity, from_wire
+from mmrouter_operator.model.kinds import RESOURCE
 
 ENGINE_PORT = 8000
 EVERY_SECONDS = 0.02
@@ -71,8 +73,7 @@ class Looker:
         self._engine_key = secret["engine.key"].decode().strip()
         self._token = secret["control.token"].decode()
         self._identity_key = secret["identity.key"]
-        path = f"/apis/mmrouter.io/v1alpha1/namespaces/{deployed.namespace}/mmrouterdeployments/{deployed.name}"
-        model = deployed.cluster.read(path)["spec"]["model"]
+        model = get(deployed.cluster, RESOURCE, deployed.namespace, deployed.name)["spec"]["model"]
         self._model, self._revision = model["id"], model.get("revision", "")
         self._http = stack.enter_context(httpx.Client(timeout=ASK_SECONDS, trust_env=False))
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import yaml
 from cluster.access import Access
 from cluster.resources import Object, path
 
@@ -24,7 +23,10 @@ from mmrouter_operator.model.kinds import RESOURCE
 
 LOG_LINES = 5000
 OPERATOR = "mmrouter-system"
-KINDS = ("deployments.apps", "replicasets.apps", "services", "networkpolicies", "poddisruptionbudgets", "configmaps")
+KINDS = (
+    *("mmrouterdeployments", "pods", "deployments.apps", "replicasets.apps", "services", "networkpolicies"),
+    *("poddisruptionbudgets", "configmaps"),
+)
 LOOK = """\
 import sys, urllib.request
 token = open("/etc/mmrouter/secrets/control.token").read().strip()
@@ -76,7 +78,7 @@ def waited(cluster: Access, namespace: str, seen: Iterable[Object] = ()) -> list
     pods that the namespace had, as they were then; deleted ones are reported as well.
     """
     events = _events(cluster, namespace)
-    here = {pod["metadata"]["uid"]: pod for pod in _pods(cluster, namespace)}
+    here = {pod["metadata"]["uid"]: pod for pod in cluster.pods(namespace)}
     pods = {**here, **{pod["metadata"]["uid"]: pod for pod in seen}}
     return [
         (pod["metadata"]["name"], _waited(pod, events) + ("" if uid in here else "; gone since"))
@@ -92,8 +94,14 @@ def _waited(pod: Object, events: list[Object]) -> str:
 def dump(cluster: Access, namespace: str) -> str:
     """Return in short what is wrong in a namespace: conditions, pods that wait, warnings. The folder has everything."""
     try:
-        pods = [f"{pod['metadata']['name']}: {waits_for(pod) or 'Ready'}" for pod in _pods(cluster, namespace)]
-        return "\n".join([*_conditions(cluster, namespace), *pods, *_warnings(_events(cluster, namespace))])
+        pods = [f"{pod['metadata']['name']}: {waits_for(pod) or 'Ready'}" for pod in cluster.pods(namespace)]
+        conditions = [
+            f"{resource['metadata']['name']}: {each['type']} is {each['status']}, {each['reason']}: {each['message']}"
+            for resource in cluster.read(path(RESOURCE, namespace))["items"]
+            for each in (resource.get("status") or {}).get("conditions") or []
+        ]
+        warnings = [_of_event(event) for event in _events(cluster, namespace) if event["type"] == "Warning"]
+        return "\n".join([*conditions, *pods, *warnings])
     except httpx.HTTPError as error:
         return f"nothing can be read of {namespace}: {error!r}"
 
@@ -189,17 +197,14 @@ def write_node(logs: Iterable[Path], folder: Path) -> None:
 
 def _files(cluster: Access, namespace: str) -> Iterator[tuple[str, Callable[[], str]]]:
     yield "summary.txt", lambda: dump(cluster, namespace)
-    yield "conditions.txt", lambda: "\n".join(_conditions(cluster, namespace))
     yield "events.txt", lambda: "\n".join(map(_of_event, _events(cluster, namespace)))
     yield "boot.txt", lambda: "\n".join(f"{pod}: {text}" for pod, text in waited(cluster, namespace))
-    yield "resources.yaml", lambda: yaml.safe_dump_all(_resources(cluster, namespace))
-    yield "pods.yaml", lambda: yaml.safe_dump_all(_pods(cluster, namespace))
     yield "pods.txt", lambda: _kubectl(cluster, namespace, "describe", "pods")
     yield "objects.yaml", lambda: _kubectl(cluster, namespace, "get", ",".join(KINDS), "--output=yaml")
     try:
-        pods = _pods(cluster, namespace)
+        pods = cluster.pods(namespace)
     except httpx.HTTPError:
-        return  # pods.yaml says why
+        return  # summary.txt says why
     for pod in pods:
         name = pod["metadata"]["name"]
         for container in statuses(pod):
@@ -226,34 +231,9 @@ def _kubectl(cluster: Access, namespace: str, *arguments: str) -> str:
     return done.stdout if done.returncode == 0 else f"{done.stdout}kubectl: {done.returncode}\n{done.stderr}"
 
 
-def _pods(cluster: Access, namespace: str) -> list[Object]:
-    return _items(cluster, f"/api/v1/namespaces/{namespace}/pods")
-
-
-def _resources(cluster: Access, namespace: str) -> list[Object]:
-    return _items(cluster, path(RESOURCE, namespace))
-
-
 def _events(cluster: Access, namespace: str) -> list[Object]:
-    found = _items(cluster, f"/api/v1/namespaces/{namespace}/events")
+    found: list[Object] = cluster.read(f"/api/v1/namespaces/{namespace}/events")["items"]
     return sorted(found, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime")))
-
-
-def _items(cluster: Access, where: str) -> list[Object]:
-    items: list[Object] = cluster.read(where)["items"]
-    return items
-
-
-def _conditions(cluster: Access, namespace: str) -> list[str]:
-    return [
-        f"{resource['metadata']['name']}: {each['type']} is {each['status']}, {each['reason']}: {each['message']}"
-        for resource in _resources(cluster, namespace)
-        for each in (resource.get("status") or {}).get("conditions") or []
-    ]
-
-
-def _warnings(events: list[Object]) -> list[str]:
-    return [_of_event(event) for event in events if event["type"] == "Warning"]
 
 
 def _of_event(event: Object) -> str:

@@ -45,15 +45,6 @@ class Chain:
         with self.reached.chat(self.name) as made:
             yield made
 
-    def decided(self, chat: Chat, *content: str, **options: Any) -> dict[str, Any]:
-        raw = chat.client.chat.completions.with_raw_response.create(
-            model=self.name, messages=chat.messages(*content), max_tokens=4, temperature=0, **options
-        )
-        assert raw.parse().choices[0].message.content
-        path = f"/control/decisions/{raw.headers['x-mmrouter-request-id']}"
-        found: dict[str, Any] = chat.controls[0].get(path).raise_for_status().json()
-        return found
-
     def condition(self, type: str) -> dict[str, Any]:
         return condition(self.deployed.cluster, type, self.deployed.namespace, self.name)
 

@@ -164,7 +164,7 @@ def test_a_request_goes_through_every_stage_explain_shows_them_and_its_image_is_
     chain: Chain, chat: Chat
 ) -> None:
     before = {role: sum(encoded(chain.deployed, role).values()) for role in set(POOLS.values())}
-    decision = chain.decided(chat, chat.image("a"), "what?")
+    decision = chat.decided(chat.image("a"), "what?")
     assert decision["form"] == "encode-prefill-decode"
     assert {note["stage"]: note["outcome"] for note in decision["chain"]} == IN_ORDER
     assert all(note["seconds"] > 0 for note in decision["chain"])
@@ -173,7 +173,7 @@ def test_a_request_goes_through_every_stage_explain_shows_them_and_its_image_is_
     assert decision["answers"] == decode["metadata"]["name"]
     shown = chain.reached.mmrouter("explain", decision["request_id"])
     assert "stages, of the form encode-prefill-decode" in shown.stdout, shown.stdout + shown.stderr
-    chain.decided(chat, "and again, at another place?", chat.image("a"))
+    chat.decided("and again, at another place?", chat.image("a"))
     after = {role: sum(encoded(chain.deployed, role).values()) for role in before}
     spent = {role: after[role] - before[role] for role in before}
     assert spent == {"encoder": decision["images"][0]["tokens"], "prefill": 0, "decode": 0}
@@ -189,7 +189,7 @@ def test_images_reach_the_nodes_engines_as_files_of_which_nothing_stays(
     chain: Chain, chat: Chat, folder: NodeFolder
 ) -> None:
     before = handed(chain, "file")
-    decision = chain.decided(chat, chat.image("a"), chat.image("b"), "compare")
+    decision = chat.decided(chat.image("a"), chat.image("b"), "compare")
     encoders = next(note["workers"] for note in decision["chain"] if note["stage"] == "encode")
     reached = {(each["engine"], each["how"]) for each in decision["travelled"]}
     assert {engine for engine, _ in reached} >= {decision["worker"], decision["answers"]}
@@ -203,7 +203,7 @@ def test_encoders_get_images_by_the_rates_that_were_measured_and_not_by_their_ki
     chain: Chain, chat: Chat, record: Record
 ) -> None:
     def show(name: str) -> None:
-        chain.decided(chat, *(chat.image(f"{name}-{number}") for number in range(8)), "compare")
+        chat.decided(*(chat.image(f"{name}-{number}") for number in range(8)), "compare")
 
     show("so that both are measured")
     before = encoded(chain.deployed, "encoder")
@@ -232,7 +232,7 @@ def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_
         apply(chain.deployed.cluster, chain.deployed.namespace, empty)
         chain.wait(lambda: chain.conditions(*wanted) == wanted, "the conditions say that there are none")
         counted = chain.without("no_encoder")
-        decision = chain.decided(chat, chat.image("alone"), "what?")
+        decision = chat.decided(chat.image("alone"), "what?")
         assert (decision["degraded"], decision["form"]) == (["no_encoder"], "prefill-decode")
         assert chain.without("no_encoder") == counted + 1
         shown = chain.reached.mmrouter("explain", decision["request_id"])
@@ -240,7 +240,7 @@ def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_
     finally:
         apply(chain.deployed.cluster, chain.deployed.namespace, whole)
     chain.wait(chain.whole, "the encoders are back")
-    decision = chain.decided(chat, chat.image("together"), "what?")
+    decision = chat.decided(chat.image("together"), "what?")
     assert (decision["degraded"], decision["form"]) == ([], "encode-prefill-decode")
 
 
@@ -262,7 +262,7 @@ def test_a_pool_that_is_killed_costs_no_request_and_decision_condition_and_metri
     assert traffic.failed_before_streaming == [], traffic
     assert {each["form"] for each in without} == {form}
     assert chain.without(word) - counted == len(without)
-    assert chain.decided(chat, chat.image("back"), "what?")["degraded"] == []
+    assert chat.decided(chat.image("back"), "what?")["degraded"] == []
     chain.wait(folder.emptied, "no image is left", GONE_SECONDS)
 
 
@@ -274,7 +274,7 @@ def test_a_frontend_that_is_killed_leaves_no_image_for_long(
     with ThreadPoolExecutor(8) as clients:
         # What becomes of them is not asked: there is no other frontend.
         images = (chat.image(f"in the middle {number}") for number in range(24))
-        asked = [clients.submit(chain.decided, impatient, image, "what?") for image in images]
+        asked = [clients.submit(impatient.decided, image, "what?") for image in images]
         wait_for(folder.images, 30, "images lie in the folder", every=0.001)
         gone = victim.kill()
         left = folder.images()
@@ -294,7 +294,7 @@ def test_a_full_folder_is_reported_and_images_travel_as_bytes_until_there_is_spa
     try:
         os.posix_fallocate(file, 0, int(0.95 * SHARED_MIB * 2**20))
         chain.wait(lambda: chain.conditions(*wanted) == wanted, "the condition says that it is full")
-        decision = chain.decided(chat, chat.image("a"), "what?")
+        decision = chat.decided(chat.image("a"), "what?")
         assert {each["how"] for each in decision["travelled"]} == {"bytes"}
         assert {"how": "file", "reason": "full"} in decision["travelled"][0]["instead_of"]
         assert handed(chain, "file", "full") >= len(decision["travelled"])
@@ -303,7 +303,7 @@ def test_a_full_folder_is_reported_and_images_travel_as_bytes_until_there_is_spa
         os.unlink(f"{folder.path}/foreign-file")
     wanted = {"ShmPressure": ("False", "BelowHighWaterMark")}
     chain.wait(lambda: chain.conditions(*wanted) == wanted, "the condition says that there is room")
-    decision = chain.decided(chat, chat.image("b"), "what?")
+    decision = chat.decided(chat.image("b"), "what?")
     assert {each["how"] for each in decision["travelled"]} == {"file"}
 
 

@@ -37,7 +37,7 @@ def test_pairs_are_proved_and_a_picture_that_is_shown_again_is_a_whole_hit(pairs
     with pairs.chat() as chat:
         picture = chat.image("a")
         assert_whole(chat.send(picture, "what?"), chat.send(picture, "what?"))
-        decision = pairs.decided(chat, picture, "and where?")
+        decision = chat.decided(picture, "and where?")
     (decode,) = pairs.deployed.pods("decode")
     assert (decision["form"], decision["answers"]) == ("prefill-decode", decode["metadata"]["name"])
     assert decision["worker"] in {pod["metadata"]["name"] for pod in pairs.deployed.pods("prefill")}

@@ -13,7 +13,7 @@ import pytest
 from e2e.deploying import run_pod
 from e2e.images import write_pause
 from e2e.network import Network, hierarchies
-from e2e.node import Node, Programs
+from e2e.node import PAUSE, Node, Programs
 from e2e.report import Dumps, Place
 from waiting import wait_for
 
@@ -40,12 +40,8 @@ def left(network: Network, folder: Path) -> list[str]:
 
 
 def test_a_pod_runs_and_is_reached_from_this_machine(bare: Node) -> None:
-    manifest = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "pause"},
-        "spec": {"containers": [{"name": "pause", "image": "localhost/mmrouter-pause:1", "imagePullPolicy": "Never"}]},
-    }
+    container = {"name": "pause", "image": PAUSE, "imagePullPolicy": "Never"}
+    manifest = {"metadata": {"name": "pause"}, "spec": {"containers": [container]}}
     with bare.namespace() as namespace:
         ip = run_pod(bare, namespace, manifest, 30)
         with socket.socket() as client:
@@ -69,7 +65,6 @@ def test_nothing_is_left_of_a_node_whose_run_was_killed(programs: Programs, tmp_
     del dumps.places["killed"]
 
 
-TESTS = Path(__file__).resolve().parents[1]
 UNPRIVILEGED = 65534
 ASK = """\
 import os, sys

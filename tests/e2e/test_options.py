@@ -135,11 +135,7 @@ def test_an_init_container_brings_the_plugin_and_the_engines_own_command_runs_wi
 def test_what_the_renderer_processed_reaches_the_engine_by_the_last_way_that_is_left(plugged: Deployed) -> None:
     """Simulated engines have no NIXL, and pods of scope pod share no memory."""
     with reached(plugged) as place, place.chat(plugged.name) as chat:
-        raw = chat.client.chat.completions.with_raw_response.create(
-            model=plugged.name, messages=chat.messages(chat.image("plugin"), "what?"), max_tokens=3
-        )
-        path = f"/control/decisions/{raw.headers['x-mmrouter-request-id']}"
-        decision = chat.controls[0].get(path).raise_for_status().json()
+        decision = chat.decided(chat.image("plugin"), "what?")
     (one,) = decision["travelled"]
     assert one["how"] == "inline", decision["travelled"]
     assert {each["how"] for each in one["instead_of"]} >= {"nixl"}

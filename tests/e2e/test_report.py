@@ -22,8 +22,6 @@ FAILING = """\
 from waiting import wait_for
 
 POD = {{
-    "apiVersion": "v1",
-    "kind": "Pod",
     "metadata": {{"name": "loser"}},
     "spec": {{
         "terminationGracePeriodSeconds": 0,
@@ -133,22 +131,16 @@ def test_a_second_cluster_has_a_folder_of_its_own_beside_the_first_ones(deployed
     assert folder == dumps.folders["test_x.py::test_y"]
     assert [path.name for path in folder.iterdir()] == ["tour"]
     assert (folder / "tour" / "node" / "kubelet.log").read_text() == "it said so"
-    assert f"{deployed.name}: Ready is True" in (folder / "tour" / deployed.namespace / "conditions.txt").read_text()
+    assert f"{deployed.name}: Ready is True" in (folder / "tour" / deployed.namespace / "summary.txt").read_text()
 
 
 def test_a_replaced_pod_is_reported_with_its_boot_time(deployed: Deployed) -> None:
     boots = Boots(deployed.cluster)
     with deployed.cluster.namespace() as namespace:
         container = deployed.pods("frontend")[0]["spec"]["containers"][0]
-        pod = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "replaced", "labels": {"app.kubernetes.io/part-of": "mmrouter"}},
-            "spec": {
-                "terminationGracePeriodSeconds": 0,
-                "containers": [{"name": "only", "image": container["image"], "command": ["sleep", "1000"]}],
-            },
-        }
+        only = {"name": "only", "image": container["image"], "command": ["sleep", "1000"]}
+        metadata = {"name": "replaced", "labels": {"app.kubernetes.io/part-of": "mmrouter"}}
+        pod = {"metadata": metadata, "spec": {"terminationGracePeriodSeconds": 0, "containers": [only]}}
         run_pod(deployed.cluster, namespace, pod)
 
         def history() -> str:
@@ -172,9 +164,9 @@ def test_of_a_deployment_everything_is_written_but_its_secrets(deployed: Deploye
 
     resource = get(deployed.cluster, RESOURCE, deployed.namespace, deployed.name)
     for item in resource["status"]["conditions"]:
-        assert f"{deployed.name}: {item['type']} is {item['status']}" in (tmp_path / "conditions.txt").read_text()
-    (written,) = yaml.safe_load_all((tmp_path / "resources.yaml").read_text())
-    assert written["spec"] == resource["spec"]
+        assert f"{deployed.name}: {item['type']} is {item['status']}" in (tmp_path / "summary.txt").read_text()
+    written = yaml.safe_load((tmp_path / "objects.yaml").read_text())["items"]
+    assert [item["spec"] for item in written if item["kind"] == RESOURCE] == [resource["spec"]]
     pods = {pod["metadata"]["name"]: pod for pod in [*deployed.pods("frontend"), *deployed.pods("worker")]}
     boot = (tmp_path / "boot.txt").read_text()
     expected = set()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from local.rig import MEDIA, Deployment, deployed, example, metric, staged
-from scenarios import SCENARIOS, Chat, Folder, Scenario, decided, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 FORGETFUL = {
@@ -57,7 +57,7 @@ def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by
     settled: Deployment, chat: Chat
 ) -> None:
     before = {role: encoded_tokens(settled, role) for role in ("encoder", "prefill", "decode")}
-    decision = decided(settled, chat, chat.image("a"), "what?")
+    decision = chat.decided(chat.image("a"), "what?")
     assert decision["form"] == "encode-prefill-decode"
     assert stages(decision) == [("encode", "done"), ("prefill", "done"), ("answer", "first_byte")]
     assert all(note["seconds"] > 0 for note in decision["chain"])
@@ -66,7 +66,7 @@ def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by
     shown = settled.mmrouter("explain", settled.url, decision["request_id"]).stdout
     for part in ("stages, of the form encode-prefill-decode", decision["worker"], decision["answers"]):
         assert part in shown
-    decided(settled, chat, chat.image("a"), "and again, at another place?")
+    chat.decided(chat.image("a"), "and again, at another place?")
     after = {role: encoded_tokens(settled, role) for role in before}
     visual = decision["images"][0]["tokens"]
     assert {role: after[role] - before[role] for role in before} == {"encoder": visual, "prefill": 0, "decode": 0}
@@ -75,7 +75,7 @@ def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by
 def test_sidecars_find_the_embeddings_in_the_directory_of_their_node_and_routers_hear_of_it(
     settled: Deployment, chat: Chat
 ) -> None:
-    decided(settled, chat, chat.image("left in a file"), "what?")
+    chat.decided(chat.image("left in a file"), "what?")
 
     def seen() -> bool:
         workers = [worker for number in range(len(settled.controls)) for worker in settled.state(number)["workers"]]
@@ -101,7 +101,7 @@ def test_a_pool_that_is_down_costs_no_request_and_the_decision_says_so(
 
     def simpler() -> bool:
         kill(settled, role)  # again and again, because each starts again by itself
-        forms.append(decided(settled, chat, chat.image(os.urandom(4).hex()), "what?"))
+        forms.append(chat.decided(chat.image(os.urandom(4).hex()), "what?"))
         return without in forms[-1]["degraded"]
 
     # None of the requests on the way there fails either: each stage that breaks is done by the next engine.
@@ -110,7 +110,7 @@ def test_a_pool_that_is_down_costs_no_request_and_the_decision_says_so(
     counted = settled.metric("mmrouter_degraded_total", missing=without)
     assert counted == sum(without in each["degraded"] for each in forms)
     wait_for(settled.settled, 60, "the pool is back")
-    wait_for(lambda: not decided(settled, chat, "back?")["degraded"], 30, "requests use it again")
+    wait_for(lambda: not chat.decided("back?")["degraded"], 30, "requests use it again")
 
 
 def test_an_expired_transfer_fails_no_request_because_the_decode_engine_computes_the_prompt(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_an_expired_transfer_fails_no_request_because_the_decode_engine_computes
         (prefill,), (decode,) = deployment.workers("prefill"), deployment.workers("decode")
         before = metric(prefill["ip"], "vllm:nixl_num_kv_expired_reqs_total", 8000)
         with open_chat(deployment) as chat:
-            decision = decided(deployment, chat, chat.image("a"), "what?")
+            decision = chat.decided(chat.image("a"), "what?")
         assert metric(prefill["ip"], "vllm:nixl_num_kv_expired_reqs_total", 8000) == before + 1
     assert [each["outcome"] for each in decision["attempts"]] == ["transfer", "answered 200"]
     assert stages(decision) == [("prefill", "done"), ("prefill", "transfer"), ("answer", "first_byte")]

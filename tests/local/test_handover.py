@@ -11,7 +11,7 @@ import pytest
 from local.rig import MEDIA, Deployment, deployed, example
 from local.test_broken_routing import Second
 from local.test_failures import load
-from scenarios import SCENARIOS, Chat, Folder, Scenario, decided, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
@@ -82,7 +82,7 @@ def test_scenario(scenario: Scenario, mode: str, request: pytest.FixtureRequest,
 
 
 def test_an_image_travels_by_memory_that_is_shared_and_explain_says_so(settled: Deployment, chat: Chat) -> None:
-    decision = decided(settled, chat, chat.image("a"), "what?")
+    decision = chat.decided(chat.image("a"), "what?")
     (one,) = decision["travelled"]
     assert (one["how"], one["instead_of"]) == ("shm", [])
     assert (one["engine"], one["identity"]) == (decision["worker"], decision["images"][0]["identity"])
@@ -94,7 +94,7 @@ def test_an_image_travels_by_memory_that_is_shared_and_explain_says_so(settled: 
 
 def test_where_there_is_no_nixl_the_next_way_of_the_ladder_is_taken_and_counted(by_nixl: Deployment) -> None:
     with open_chat(by_nixl) as chat:
-        (one,) = decided(by_nixl, chat, chat.image("b"), "what?")["travelled"]
+        (one,) = chat.decided(chat.image("b"), "what?")["travelled"]
     assert one["how"] == "shm"
     assert one["instead_of"] == [{"how": "nixl", "reason": "absent"}]
     assert by_nixl.metric("mmrouter_handover_total", how="nixl", reason="absent") > 0
@@ -104,7 +104,7 @@ def test_every_stage_of_a_chain_gets_the_image_by_a_file(tmp_path: Path) -> None
     with started(tmp_path, "shm", 1, "demo-disaggregated.yaml") as chain:
         wait_for(chain.settled, 60, "every pod is verified")
         with open_chat(chain) as chat:
-            decision = decided(chain, chat, chat.image("c"), "what?")
+            decision = chat.decided(chat.image("c"), "what?")
         assert decision["form"] == "encode-prefill-decode"
         roles = {worker["name"]: worker["role"] for worker in chain.state()["workers"]}
         travelled = [(roles[one["engine"]], one["how"]) for one in decision["travelled"]]

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from local.rig import Deployment, metric, samples, staged
-from scenarios import SCENARIOS, Chat, Folder, Scenario, decided, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 
@@ -34,7 +34,7 @@ def test_the_gate_passes_through_pairs(settled: Deployment) -> None:
 
 
 def test_a_decision_names_both_engines_and_explain_shows_them(settled: Deployment, chat: Chat) -> None:
-    decision = decided(settled, chat, chat.image("a"), "what?")
+    decision = chat.decided(chat.image("a"), "what?")
     roles = {worker["name"]: worker["role"] for worker in settled.state()["workers"]}
     assert (roles[decision["worker"]], roles[decision["answers"]]) == ("prefill", "decode")
     assert decision["form"] == "prefill-decode"
@@ -49,7 +49,7 @@ def test_an_engine_that_is_killed_costs_no_request(settled: Deployment, chat: Ch
     names = {worker["name"] for worker in settled.workers(role)}
     name, process = min((name, one) for name, one in settled.processes("sglang").items() if name in names)
     with ThreadPoolExecutor(8) as pool:
-        sent = [pool.submit(decided, settled, chat, chat.image(os.urandom(4).hex()), "what?") for _ in range(48)]
+        sent = [pool.submit(chat.decided, chat.image(os.urandom(4).hex()), "what?") for _ in range(48)]
         wait_for(lambda: sum(one.done() for one in sent) >= 8, 30, "the first answers")
         process.send_signal(signal.SIGKILL)
         decisions = [one.result(60) for one in sent]
@@ -139,8 +139,8 @@ def test_the_same_image_is_encoded_by_the_same_encoder_whichever_engine_asks(bes
 
 def test_an_image_is_learned_and_its_repeat_is_a_whole_hit(beside: Deployment, shown: Chat) -> None:
     asked = (shown.image("learned"), "what is to be seen here?")
-    wait_for(lambda: decided(beside, shown, *asked)["exactness"] == "exact", 60, "the image is known")
-    again = decided(beside, shown, *asked)
+    wait_for(lambda: shown.decided(*asked)["exactness"] == "exact", 60, "the image is known")
+    again = shown.decided(*asked)
     assert again["identity"]["provider"] == "learned"
     assert (again["exactness"], again["overlap"]) == ("exact", len(again["keys"]))
 
@@ -153,13 +153,13 @@ def test_the_gate_passes_beside_encoders(beside: Deployment) -> None:
 def test_an_encoder_that_is_killed_costs_no_request_and_its_images_come_back(beside: Deployment, shown: Chat) -> None:
     one = shown.image("moves")
     before = images(beside)
-    decided(beside, shown, one, "where?")
+    shown.decided(one, "where?")
     (owner,) = grown(before, images(beside))
     (other,) = before.keys() - {owner}
     before, became = images(beside, other), outcomes(beside)
     beside.processes("sglang")[owner].send_signal(signal.SIGKILL)
     for _ in range(4):
-        decided(beside, shown, os.urandom(4).hex(), one, "where now?")
+        shown.decided(os.urandom(4).hex(), one, "where now?")
     assert grown(before, images(beside, other)) == {other}
 
     def is_back() -> bool:
@@ -168,7 +168,7 @@ def test_an_encoder_that_is_killed_costs_no_request_and_its_images_come_back(bes
             seen = images(beside)
         except httpx.TransportError:
             return False
-        decided(beside, shown, os.urandom(4).hex(), one, "where now?")
+        shown.decided(os.urandom(4).hex(), one, "where now?")
         return grown(seen, images(beside)) == {owner}
 
     wait_for(is_back, 60, f"{owner} is back and its image with it")

@@ -11,7 +11,7 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, sglang_manifest
 from local.rig import Deployment
-from scenarios import Chat, decided, open_chat
+from scenarios import Chat, open_chat
 from waiting import wait_for
 
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -70,7 +70,7 @@ def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deplo
         for _ in range(3):
             before, hits = asked(deployment), counted(deployment, "encoder_cache_hit_files_total")
             # Other words first: the engine has none of its blocks.
-            decided(deployment, chat, os.urandom(4).hex() * 20, one, "what?")
+            chat.decided(os.urandom(4).hex() * 20, one, "what?")
             now = grown(before, asked(deployment))
             again, encoders = bool(encoders), encoders | now
             assert bool(grown(hits, counted(deployment, "encoder_cache_hit_files_total"))) == again
@@ -84,7 +84,7 @@ def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deplo
 def test_an_image_is_learned_by_its_embedding_and_its_repeat_is_a_whole_hit(deployment: Deployment, chat: Chat) -> None:
     question = "What is to be seen here, and what of it is in the middle? " * 4
     one = chat.image("learned")
-    wait_for(lambda: decided(deployment, chat, one, question)["exactness"] == "exact", LEARN_SECONDS, "it is known")
-    again = decided(deployment, chat, one, question)
+    wait_for(lambda: chat.decided(one, question)["exactness"] == "exact", LEARN_SECONDS, "it is known")
+    again = chat.decided(one, question)
     assert again["identity"]["provider"] == "learned"
     assert (again["exactness"], again["overlap"]) == ("exact", len(again["keys"]))

@@ -19,7 +19,7 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, sglang_manifest
 from local.rig import MEDIA, Deployment
-from scenarios import SCENARIOS, Chat, Folder, Scenario, decided, open_chat, title, web
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title, web
 from waiting import wait_for
 
 from mmrouter_lib.engines.sglang.stage_requests import (
@@ -80,8 +80,8 @@ def test_the_gate_passes(pair: Deployment) -> None:
 
 def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicted(pair: Deployment, chat: Chat) -> None:
     question = "What is to be seen here, and what of it is in the middle? " * 4
-    first = decided(pair, chat, chat.image("one"), question)
-    again = decided(pair, chat, chat.image("one"), question)
+    first = chat.decided(chat.image("one"), question)
+    again = chat.decided(chat.image("one"), question)
     roles = {worker["name"]: worker["role"] for worker in pair.state()["workers"]}
     assert (roles[again["worker"]], roles[again["answers"]], again["form"]) == ("prefill", "decode", "prefill-decode")
     assert [(note["stage"], note["outcome"]) for note in again["chain"]] == [
