@@ -68,8 +68,8 @@ class Replica:
         return holder(self.plane) == self.identity
 
 
-def holder(plane: ControlPlane) -> str:
-    answer = plane.request("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{ACCOUNT}")
+def holder(cluster: Access) -> str:
+    answer = cluster.request("GET", f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{ACCOUNT}")
     return str(answer.json()["spec"].get("holderIdentity") or "") if answer.is_success else ""
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from artefacts import Record
 from cluster.access import Access
-from cluster.resources import apply, delete, get
+from cluster.resources import apply, delete, deployment, get
 from e2e.deploying import process_here
 from e2e.staged_deployments import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
-from e2e.test_placement import RACK, device, equip, label
+from e2e.test_placement import RACK, device, equip, label, without_devices
 from scenarios import SCENARIOS, Chat, Scenario, title
 from waiting import wait_for
 
@@ -36,6 +36,7 @@ SHARED_MIB = 64
 GONE_SECONDS = 5.0
 """Until nothing is left of what a killed process had in the folder."""
 IN_ORDER = {"encode": "done", "prefill": "done", "answer": "first_byte"}
+EC_ROLES = {"enc-cpu": "ec_producer", "enc-xpu": "ec_producer", "prefill": "ec_consumer", "decode": None}
 POOLS = {"enc-cpu": "encoder", "enc-xpu": "encoder", "prefill": "prefill", "decode": "decode"}
 
 
@@ -67,15 +68,9 @@ SPEC = {
 @pytest.fixture(scope="module")
 def node(operated: Access) -> Iterator[str]:
     """A node that takes pods and says that it has an XPU; what it said before it says again afterwards."""
-    items = operated.read("/api/v1/nodes")["items"]
-    item = next(item for item in items if not item["spec"].get("taints"))
-    name, had, offered = item["metadata"]["name"], item["metadata"]["labels"], item["status"]["capacity"]
-    try:
+    with without_devices(operated) as name:
         equip(operated, name, {label("xe"): "true", RACK: "7"}, {device("xe"): "1"})
         yield name
-    finally:
-        devices = {device("xe"): offered.get(device("xe"))}
-        equip(operated, name, {key: had.get(key) for key in (label("xe"), RACK)}, devices)
 
 
 @pytest.fixture(scope="module")
@@ -126,28 +121,17 @@ def test_each_pools_pods_run_on_their_devices_nodes_with_their_roles_flags(chain
         wants_xpu = name == "enc-xpu"
         assert engine["resources"].get("limits", {}) == ({device("xe"): "1"} if wants_xpu else {})
         assert (label("xe") in json.dumps(pod["spec"]["affinity"])) is wants_xpu
-    embeddings = {name: told(pod, "--ec-transfer-config") for name, pod in pods.items()}
-    assert {name: each and each["ec_role"] for name, each in embeddings.items()} == {
-        "enc-cpu": "ec_producer",
-        "enc-xpu": "ec_producer",
-        "prefill": "ec_consumer",
-        "decode": None,
-    }
-    blocks = {name: told(pod, "--kv-transfer-config") for name, pod in pods.items()}
-    assert {name: each and each["kv_buffer_device"] for name, each in blocks.items()} == {
-        "enc-cpu": None,
-        "enc-xpu": None,
-        "prefill": "cpu",
-        "decode": "cpu",
-    }
+    assert {name: told(pod, "--ec-transfer-config", "ec_role") for name, pod in pods.items()} == EC_ROLES
+    devices = {name: told(pod, "--kv-transfer-config", "kv_buffer_device") for name, pod in pods.items()}
+    assert devices == {"enc-cpu": None, "enc-xpu": None, "prefill": "cpu", "decode": "cpu"}
     layouts = {name: pod["metadata"]["labels"]["mmrouter.io/compatibility"] for name, pod in pods.items()}
     assert layouts["prefill"] == layouts["decode"]
 
 
-def told(pod: dict[str, Any], flag: str) -> Any:
-    """Return the value of a JSON flag of a pod's engine, ``None`` without it."""
+def told(pod: dict[str, Any], flag: str, field: str) -> Any:
+    """Return a field of a JSON flag of a pod's engine, ``None`` without the flag."""
     args = pod["spec"]["containers"][0]["args"]
-    return json.loads(args[args.index(flag) + 1]) if flag in args else None
+    return json.loads(args[args.index(flag) + 1])[field] if flag in args else None
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
@@ -220,7 +204,7 @@ def test_without_encoders_images_are_encoded_where_the_prompt_is_computed_until_
     chain: Chain, chat: Chat
 ) -> None:
     body = get(chain.deployed.cluster, RESOURCE, chain.deployed.namespace, chain.name)
-    whole = {key: body[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": chain.name}}
+    whole = deployment(chain.name, body["spec"])
     pools = [{**each, "replicas": 0} if each["role"] == "encoder" else each for each in whole["spec"]["pools"]]
     empty = {**whole, "spec": {**whole["spec"], "pools": pools}}
     wanted = {

@@ -20,12 +20,15 @@ import pytest
 from artefacts import Record
 from chart.helm import NAMESPACE
 from cluster.access import Access
+from cluster.operators import holder
+from cluster.resources import get
 from e2e.deploying import Deployed, Process, container_id, deployment, example, process, process_here
 from e2e.endpoints import address
 from e2e.equality import Looker, Pair, Watch, assert_equal, looking, watching
 from e2e.load import Sent, Traffic, load, router
 from e2e.node import NAME, Node
 from e2e.report import dump
+from e2e.staged_deployments import ENGINE_PORT, METRICS_PORT, samples
 from openai import DEFAULT_MAX_RETRIES
 from waiting import wait_for
 
@@ -51,8 +54,6 @@ BACK_SECONDS = 30
 BUSY_SECONDS = 60
 EQUAL_SECONDS = 30.0
 """Ends a hang: the index becomes equal within seconds of the first 200 of the readiness probe."""
-METRICS_PORT = 9090
-ENGINE_PORT = 8000
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +186,7 @@ def answers(url: str) -> bool:
 
 def successor(mortal: Deployed, victim: Victim) -> Process | None:
     """Return the process of the container that the API server has instead of the former one."""
-    path = f"/api/v1/namespaces/{mortal.namespace}/pods/{victim.name}"
-    now = mortal.cluster.read(path)
+    now = get(mortal.cluster, "Pod", mortal.namespace, victim.name)
     same = container_id(now, victim.container) == container_id(victim.pod, victim.container)
     return None if same else process(now, victim.container)
 
@@ -211,18 +211,15 @@ def test_a_killed_sidecar_continues_from_its_journal_and_a_replay(
 ) -> None:
     pod = workers(mortal)[0]
     process_here(pod, "sidecar")
+
+    def batches() -> float:
+        return samples(mortal, pod, METRICS_PORT, "mmrouter_sidecar_batches_total")
+
     with load(mortal, clients=2 * CLIENTS, pause=0.0, policy="roundRobin"):
-        wait_for(lambda: batches(pod) > 1.5 * REPLAY_STEPS, 60, "the engine's history is longer than what it replays")
+        wait_for(lambda: batches() > 1.5 * REPLAY_STEPS, 60, "the engine's history is longer than what it replays")
     before = epochs(looker, pod)
     kill(mortal, looker, record, Victim(pod, "sidecar"), f"http://{address(pod)}:{METRICS_PORT}/readyz")
     assert epochs(looker, pod) == before
-
-
-def batches(pod: dict[str, Any]) -> float:
-    page = httpx.get(f"http://{address(pod)}:{METRICS_PORT}/metrics", timeout=5, trust_env=False).text
-    return next(
-        float(line.split()[1]) for line in page.splitlines() if line.startswith("mmrouter_sidecar_batches_total")
-    )
 
 
 def test_a_killed_engine_is_a_new_epoch_and_no_request_fails(mortal: Deployed, looker: Looker, record: Record) -> None:
@@ -281,10 +278,7 @@ def own(cluster: Access) -> Node:
 
 def test_a_killed_operator_is_not_missed_and_works_on(mortal: Deployed, looker: Looker, record: Record) -> None:
     cluster = own(mortal.cluster)
-    path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/mmrouter-operator"
-    holder = cluster.read(path)["spec"]["holderIdentity"]
-    name = holder.rpartition("_")[0]
-    leader = cluster.read(f"/api/v1/namespaces/{NAMESPACE}/pods/{name}")
+    leader = get(cluster, "Pod", NAMESPACE, holder(cluster).rpartition("_")[0])
     budget = f"/apis/policy/v1/namespaces/{mortal.namespace}/poddisruptionbudgets/{mortal.name}-frontend"
     before = mortal.containers()
     with load(mortal, pause=0.1) as traffic, watching(looker) as watch:
@@ -326,6 +320,5 @@ def test_a_restarted_kubelet_restarts_nothing_else(mortal: Deployed, looker: Loo
 
 
 def renewed(cluster: Access) -> float:
-    path = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NAME}"
-    spec = cluster.read(path)["spec"]
-    return datetime.fromisoformat(spec["renewTime"]).timestamp()
+    renewed_at = get(cluster, "Lease", "kube-node-lease", NAME)["spec"]["renewTime"]
+    return datetime.fromisoformat(renewed_at).timestamp()

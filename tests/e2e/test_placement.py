@@ -1,9 +1,9 @@
 """Engine pods go where their accelerator is, and while there is none the resource says what it waits for."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import pytest
 from cluster.access import Access
 from cluster.resources import apply, condition
 from e2e.deploying import Deployed, deploy, example, make_model
@@ -35,19 +35,19 @@ DEVICES = [device(pool) for pool in POOLS if pool != "host"]
 LABELS = [key for row in ACCELERATORS.values() for key, _ in row.node_labels] + [RACK]
 
 
-@pytest.fixture
-def bare_node(operated: Access) -> Iterator[str]:
-    """A node that takes pods, in a cluster without devices; what was there is there again afterwards."""
-    items = operated.read("/api/v1/nodes")["items"]
+@contextmanager
+def without_devices(cluster: Access) -> Iterator[str]:
+    """Give a node that takes pods, in a cluster without devices; what was there is there again afterwards."""
+    items = cluster.read("/api/v1/nodes")["items"]
     try:
         for item in items:
-            equip(operated, item["metadata"]["name"], dict.fromkeys(LABELS), dict.fromkeys(DEVICES))
+            equip(cluster, item["metadata"]["name"], dict.fromkeys(LABELS), dict.fromkeys(DEVICES))
         yield next(item["metadata"]["name"] for item in items if not item["spec"].get("taints"))
     finally:
         for item in items:
             had, offered = item["metadata"]["labels"], item["status"]["capacity"]
             labels, devices = {key: had.get(key) for key in LABELS}, {key: offered.get(key) for key in DEVICES}
-            equip(operated, item["metadata"]["name"], labels, devices)
+            equip(cluster, item["metadata"]["name"], labels, devices)
 
 
 def equip(cluster: Access, name: str, labels: Patch, devices: Patch) -> None:
@@ -86,9 +86,9 @@ def where(mixed: Deployed) -> dict[str, str]:
 
 
 def test_each_pool_waits_for_a_node_of_its_kind_the_condition_says_so_and_once_there_it_has_what_it_asked_for(
-    operated: Access, bare_node: str
+    operated: Access,
 ) -> None:
-    with operated.namespace() as namespace:
+    with without_devices(operated) as bare_node, operated.namespace() as namespace:
         make_model(operated, namespace)
         mixed = Deployed(operated, namespace, "mixed")
 

@@ -59,9 +59,7 @@ class Replaced:
 
     def over(self) -> bool:
         """Look; whether all old pods are gone."""
-        path = f"/api/v1/namespaces/{self.deployed.namespace}/pods"
-        items = self.deployed.cluster.read(path)["items"]
-        there = {pod["metadata"]["name"]: pod for pod in items}
+        there = {pod["metadata"]["name"]: pod for pod in self.deployed.cluster.pods(self.deployed.namespace)}
         for name, pod in there.items():
             for each in pod["status"].get("conditions") or []:
                 if each["status"] == "True":
@@ -112,8 +110,8 @@ def first_of(traffic: Traffic, which: Callable[[Sent], bool], wanted: float) -> 
     return found
 
 
-def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str]) -> int:
-    """No request went to an old pod that was about to end, and those under way there have succeeded. Return how many
+def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str]) -> str:
+    """No request went to an old pod that was about to end, and those under way there have succeeded. Tell how many
     requests were under way at an old pod when it got its SIGTERM. ``where``: the pod of a request.
     """
     outlived, under_way = 0, 0
@@ -126,7 +124,7 @@ def assert_drained(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str
         outlived += sent.ended > deleted + NOTICE_SECONDS + STAMP_SECONDS
     assert pods.deleted.keys() == pods.old.keys()
     assert under_way
-    return outlived
+    return f"{outlived} outlived a SIGTERM"
 
 
 def assert_waited(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str], *conditions: str) -> None:
@@ -137,18 +135,16 @@ def assert_waited(pods: Replaced, traffic: Traffic, where: Callable[[Sent], str]
         assert min(waited.values()) >= -STAMP_SECONDS, (name, waited)
 
 
-def figures(traffic: Traffic, measured: dict[str, float], outlived: int) -> str:
+def figures(traffic: Traffic, measured: dict[str, float], *more: str) -> str:
     ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in measured.items() if name != "seconds")
-    return (
-        f"{len(traffic.sent)} requests, {len(traffic.failed)} failed, {outlived} outlived a SIGTERM; "
-        f"hit ratio {ratios}; {measured['seconds']:.1f} s"
-    )
+    return "; ".join([f"{len(traffic.sent)} requests, {len(traffic.failed)} failed", f"hit ratio {ratios}", *more])
 
 
 def test_a_pool_is_replaced_under_load_and_nothing_is_lost(mine: Deployed, record: Record) -> None:
     with load(mine, **CLIENTS) as traffic:
         pods, measured = rolled(mine, body(engine="2"), "worker", traffic)
-    record("pool replaced under load", figures(traffic, measured, assert_drained(pods, traffic, lambda s: s.worker)))
+    outlived = assert_drained(pods, traffic, lambda sent: sent.worker)
+    record("pool replaced under load", figures(traffic, measured, outlived, f"{measured['seconds']:.1f} s"))
     assert not traffic.failed, traffic
     assert measured["after"] > measured["before"] - SAME
 
@@ -169,7 +165,7 @@ def test_the_frontends_are_replaced_under_load_and_forget_nothing(mine: Deployed
         new = pods.new()
         measured["new"] = first_of(traffic, lambda sent: bool(router(sent, new)), measured["before"] - SAME)
     outlived = assert_drained(pods, traffic, lambda sent: router(sent, pods.old))
-    record("frontends replaced under load", figures(traffic, measured, outlived))
+    record("frontends replaced under load", figures(traffic, measured, outlived, f"{measured['seconds']:.1f} s"))
     assert not traffic.failed, traffic
     traffic.assert_exact()
     assert_waited(pods, traffic, lambda sent: router(sent, new), "Ready")
@@ -190,11 +186,9 @@ OF_ITS_OWN = {"Event", "PodMetrics"}
 
 
 def sized(replicas: int) -> dict[str, Any]:
-    made = example()
-    made["spec"]["engine"]["args"] = [f"--sim-decode-ms={STEP_MS}"]
+    made = body()
     made["spec"]["frontend"]["replicas"] = 1
-    made["spec"]["pools"][0]["replicas"] = replicas
-    made["spec"]["pools"][0]["updates"] = {"drainSeconds": 30}
+    made["spec"]["pools"][0] |= {"replicas": replicas, "updates": {"drainSeconds": 30}}
     return made
 
 
@@ -208,11 +202,9 @@ def scaled(pool: Deployed, replicas: int) -> float:
     """Scale the pool and wait until the deployment is Ready with so many pods; return the seconds that it took."""
     began = time.monotonic()
     generation = apply(pool.cluster, pool.namespace, sized(replicas))["metadata"]["generation"]
-    selector = f"mmrouter.io/deployment={pool.name},mmrouter.io/role=worker"
 
     def settled() -> bool:
-        path = f"/api/v1/namespaces/{pool.namespace}/pods"
-        pods = pool.cluster.read(path, labelSelector=selector)["items"]
+        pods = pool.cluster.pods(pool.namespace, deployment=pool.name, role="worker")
         return len(pods) == replicas and is_done(pool.cluster, pool.namespace, pool.name, generation)
 
     wait_or_dump(pool.cluster, pool.namespace, settled, READY_SECONDS, f"the pool has {replicas} pods and is Ready")
@@ -233,7 +225,8 @@ def test_a_pool_grows_and_shrinks_under_load_and_nothing_is_lost(pool: Deployed,
         down = scaled(pool, 1)
         since = time.time()
         after = traffic.recovered(before - SAME)
-    record("pool 1 -> 3 -> 1 under load", told(traffic, {"before": before, "after": after}, up, down))
+    measured = {"before": before, "after": after}
+    record("pool 1 -> 3 -> 1 under load", figures(traffic, measured, f"up {up} s, down {down} s"))
     assert not traffic.failed, traffic
     traffic.assert_exact()
     (left,) = {pod["metadata"]["name"] for pod in pool.pods("worker")}
@@ -247,11 +240,6 @@ def lasting(traffic: Traffic) -> set[str]:
     """Return the engines that have a long answer under way, which has just begun."""
     streams = [each for each in list(traffic.streams.values()) if each.client >= TALKING]
     return {each.worker for each in streams if time.time() - each.started < LASTS_SECONDS}
-
-
-def told(traffic: Traffic, ratios: dict[str, float], up: float, down: float) -> str:
-    rows = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
-    return f"{len(traffic.sent)} requests, {len(traffic.failed)} failed; hit ratio {rows}; up {up} s, down {down} s"
 
 
 def test_of_a_deleted_deployment_no_object_of_any_kind_stays(pool: Deployed, record: Record) -> None:
@@ -287,6 +275,6 @@ def everything(pool: Deployed, kinds: list[tuple[str, str]]) -> set[tuple[str, s
     found = set()
     for where, kind in kinds:
         version, _, plural = where.partition(" ")
-        answer = pool.cluster.request("GET", f"{version}/namespaces/{pool.namespace}/{plural}").raise_for_status()
-        found |= {(kind, item["metadata"]["name"]) for item in answer.json()["items"]}
+        items = pool.cluster.read(f"{version}/namespaces/{pool.namespace}/{plural}")["items"]
+        found |= {(kind, item["metadata"]["name"]) for item in items}
     return found

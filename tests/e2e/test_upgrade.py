@@ -10,7 +10,8 @@ import pytest
 from artefacts import Record, go_programs
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
-from cluster.resources import condition, delete, get
+from cluster.operators import holder
+from cluster.resources import condition, delete, get, path
 from e2e.deploying import Deployed, wait_or_dump
 from e2e.load import load
 from e2e.node import Node
@@ -21,7 +22,6 @@ NOW = "0.1.0"
 OTHER = "0.1.1"
 SECONDS = 60
 """Until both pods of the operator are new and one of them leads."""
-LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/mmrouter-operator"
 
 
 @pytest.fixture
@@ -44,14 +44,8 @@ def other_version(helm: Helm, node: Node, folder: Path) -> Path:
 
 
 def operators(cluster: Access) -> dict[str, dict[str, Any]]:
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods"
-    items = cluster.read(path)["items"]
-    return {pod["metadata"]["name"]: pod for pod in items if pod["metadata"]["name"].startswith("mmrouter-operator-")}
-
-
-def configuration(cluster: Access) -> str:
-    path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/mmrouter-operator-config"
-    return str(cluster.read(path)["data"]["operator.yaml"])
+    found = {pod["metadata"]["name"]: pod for pod in cluster.pods(NAMESPACE)}
+    return {name: pod for name, pod in found.items() if name.startswith("mmrouter-operator-")}
 
 
 def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: str) -> float:
@@ -64,8 +58,7 @@ def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: st
     def replaced() -> bool:
         pods = operators(cluster)
         images = {pod["spec"]["containers"][0]["image"] for pod in pods.values()}
-        leader = cluster.read(LEASE)["spec"]["holderIdentity"]
-        return images == {f"{IMAGE.partition('/')[2]}:{version}"} and leader.partition("_")[0] in pods
+        return images == {f"{IMAGE.partition('/')[2]}:{version}"} and holder(cluster).partition("_")[0] in pods
 
     wait_or_dump(cluster, NAMESPACE, replaced, SECONDS, f"an operator of version {version} leads")
     return time.monotonic() - began
@@ -74,33 +67,29 @@ def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: st
 def repaired(deployed: Deployed, kind: str, name: str) -> None:
     """Delete a child and wait for it: the leader has then reconciled this deployment."""
     cluster, namespace = deployed.cluster, deployed.namespace
-    found = get(cluster, kind, namespace, name)
-    assert found is not None
+    uid = get(cluster, kind, namespace, name)["metadata"]["uid"]
     delete(cluster, kind, namespace, name)
 
     def there() -> bool:
-        now = get(cluster, kind, namespace, name)
-        return now is not None and bool(now["metadata"]["uid"] != found["metadata"]["uid"])
+        now = cluster.request("GET", path(kind, namespace, name))
+        return now.is_success and bool(now.json()["metadata"]["uid"] != uid)
 
     wait_for(there, SECONDS, f"{kind} {name} is made anew", every=0.2)
 
 
 def running(deployed: Deployed) -> dict[str, Any]:
     """Return what a restart would change: pods and restarts of containers, and the templates that pods are made of."""
-    templates = {
-        (kind, item["metadata"]["name"]): json.dumps(item["spec"]["template"], sort_keys=True)
-        for kind in ("deployments", "replicasets")
-        for item in _list(deployed, kind)
+    here = f"/apis/apps/v1/namespaces/{deployed.namespace}"
+    made, sets, revisions = (
+        {item["metadata"]["name"]: item for item in deployed.cluster.read(f"{here}/{plural}")["items"]}
+        for plural in ("deployments", "replicasets", "controllerrevisions")
+    )
+    return {
+        "pods": deployed.containers(),
+        "templates": [{name: item["spec"]["template"] for name, item in each.items()} for each in (made, sets)],
+        "stored": {name: item["metadata"]["uid"] for name, item in revisions.items()},
+        "generations": {name: item["metadata"]["generation"] for name, item in made.items()},
     }
-    stored = {item["metadata"]["name"]: item["metadata"]["uid"] for item in _list(deployed, "controllerrevisions")}
-    generations = {item["metadata"]["name"]: item["metadata"]["generation"] for item in _list(deployed, "deployments")}
-    return {"pods": deployed.containers(), "templates": templates, "stored": stored, "generations": generations}
-
-
-def _list(deployed: Deployed, plural: str) -> list[dict[str, Any]]:
-    path = f"/apis/apps/v1/namespaces/{deployed.namespace}/{plural}"
-    items: list[dict[str, Any]] = deployed.cluster.read(path)["items"]
-    return items
 
 
 def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
@@ -115,8 +104,9 @@ def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
         seconds = [upgrade(cluster, helm, chart, OTHER, "--set=log.level=debug")]
         assert first.isdisjoint(operators(cluster))
         # What it would render now is another template: its routers and sidecars have the image of its own version.
-        assert f"{IMAGE.partition('/')[2]}:{OTHER}" in configuration(cluster)
-        assert f":{OTHER}" not in json.dumps([*before["templates"].values()])
+        configuration = get(cluster, "ConfigMap", NAMESPACE, "mmrouter-operator-config")["data"]["operator.yaml"]
+        assert f"{IMAGE.partition('/')[2]}:{OTHER}" in configuration
+        assert f":{OTHER}" not in json.dumps(before["templates"])
         repaired(deployed, "PodDisruptionBudget", f"{deployed.name}-worker")
         assert running(deployed) == before
 
