@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from cluster.controlplane import ControlPlane
 from cluster.load import describe, is_ready, load
-from cluster.operators import USER, diagnosed, idle, mmrouter, views
+from cluster.operators import USER, idle, mmrouter, views
 from cluster.resources import MARK, apply, condition, is_done, marked, resource, status
 from waiting import wait_for
 
@@ -82,16 +82,6 @@ def test_a_rollout_under_load_loses_no_request(real: ControlPlane, proved: str, 
     assert seen.failures == []
     assert least >= REPLICAS - 1
     assert condition(real, "ExactRoutingVerified", proved)["status"] == "True"
-
-
-def test_doctor_finds_no_problem_and_sees_events_and_proofs(real: ControlPlane, proved: str) -> None:
-    report = diagnosed(real, "demo", "-n", proved)
-    assert report.problems == []
-    assert report.status == 0
-    assert report.seen("events", "ok")[0].count("demo-worker-") == 2
-    assert report.seen("exactness", "ok")[0].count("demo-worker-") == 2
-    for check in ("definition", "operator", "nodes", "references", "pods", "frontends"):
-        assert report.seen(check, "ok"), check
 
 
 def test_status_shows_both_engines_proved(real: ControlPlane, proved: str) -> None:

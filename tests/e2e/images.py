@@ -130,9 +130,6 @@ def write_pause(archive: Path) -> None:
         raise FileNotFoundError("busybox")
     layer = archive.with_suffix(".layer")
     with tarfile.open(layer, "w") as out:
-        entry = tarfile.TarInfo("bin/busybox")
-        content = Path(found).read_bytes()
-        entry.size, entry.mode = len(content), 0o755
-        out.addfile(entry, io.BytesIO(content))
+        file(out, "bin/busybox", Path(found).read_bytes(), 0o755)
     write_image(archive, layer, PAUSE, {"Entrypoint": ["/bin/busybox", "sleep", "2147483647"]})
     layer.unlink()

@@ -1,15 +1,13 @@
 """What `helm test`, `mmrouter doctor` and `mmrouter status` say of a cluster, with the rights of a kubectl user."""
 
-import json
 import os
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 from artefacts import go_programs
 from chart.helm import NAMESPACE, RELEASE, Helm
 from cluster.access import Access
+from cluster.operators import diagnosed, views
 from cluster.resources import apply
 from cluster.resources import status as resource_status
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, example, make_model
@@ -25,22 +23,16 @@ CHECKS = (
 NEVER = {"name": "engine", "imagePullPolicy": "Never"}
 
 
-def told(deployed: Deployed, command: str) -> tuple[int, Any]:
-    """Run a command as a process that knows kubectl and stands in no pod; return its status and what it says."""
-    where = (f"--namespace={deployed.namespace}", f"--kubeconfig={deployed.cluster.kubeconfig}", "--json")
-    argv = [sys.executable, "-m", "mmrouter_cli", command, deployed.name, *where]
-    env = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
-    env["PATH"] = f"{deployed.cluster.bin}:{env['PATH']}"
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, env=env)
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+def env(cluster: Access) -> dict[str, str]:
+    """The environment of a process that knows kubectl and stands in no pod."""
+    kept = {name: value for name, value in os.environ.items() if name != "KUBERNETES_SERVICE_HOST"}
+    return {**kept, "PATH": f"{cluster.bin}:{kept['PATH']}"}
 
 
 def measured(deployed: Deployed) -> bool:
     """Whether the kubelets know how full the engines' volumes are, which they look at about once a minute."""
     for pod in deployed.pods("worker"):
-        path = f"/api/v1/nodes/{pod['spec']['nodeName']}/proxy/stats/summary"
-        rows = deployed.cluster.read(path)["pods"]
+        rows = deployed.cluster.read(f"/api/v1/nodes/{pod['spec']['nodeName']}/proxy/stats/summary")["pods"]
         (row,) = [row for row in rows if row["podRef"]["uid"] == pod["metadata"]["uid"]]
         if not any(volume["name"] == "shm" for volume in row.get("volume") or []):
             return False
@@ -49,15 +41,11 @@ def measured(deployed: Deployed) -> bool:
 
 def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked_at(deployed: Deployed) -> None:
     wait_for(lambda: measured(deployed), MEASURED_SECONDS, "the kubelet has measured the volumes", every=1)
-    status, report = told(deployed, "doctor")
-    findings = [item for subject in report["subjects"] for item in subject["findings"]]
-    assert [item for item in findings if item["level"] == "problem"] == []
-    assert status == 0
-    fine: dict[str, str] = {}
-    for item in findings:
-        if item["level"] == "ok":
-            fine[item["check"]] = f"{fine.get(item['check'], '')} {item['seen']}"
-    assert set(CHECKS) - set(fine) == set(), [item for item in findings if item["level"] != "ok"]
+    report = diagnosed(deployed.cluster, deployed.name, "-n", deployed.namespace, env=env(deployed.cluster))
+    assert report.problems == []
+    assert report.status == 0
+    fine = {check: " ".join(report.seen(check, "ok")) for check in CHECKS}
+    assert all(fine.values()), [item for item in report.findings if item["level"] != "ok"]
     engines = sorted(pod["metadata"]["name"] for pod in deployed.pods("worker"))
     for frontend in deployed.pods("frontend"):
         assert frontend["metadata"]["name"] in fine["frontends"]
@@ -84,6 +72,8 @@ BROKEN = (
         {"pods": ("container engine waits, ErrImageNeverPull", "Correct the image")},
     ),
 )
+WAITS = {"worker": "", "nowhere": "no node fits it", "absent": "engine: ErrImageNeverPull"}
+EXACT = {"worker": "True", "nowhere": "Unknown (no node fits it)", "absent": "Unknown (ErrImageNeverPull)"}
 
 
 def test_doctor_and_status_name_what_is_broken_beside_what_works(operated: Access) -> None:
@@ -97,43 +87,32 @@ def test_doctor_and_status_name_what_is_broken_beside_what_works(operated: Acces
         broken = Deployed(operated, namespace, body["metadata"]["name"])
 
         def settled() -> bool:
-            pools = {
-                pool["name"]: pool["verified"]
-                for pool in resource_status(operated, namespace, broken.name).get("pools") or []
-            }
+            pools = resource_status(operated, namespace, broken.name).get("pools") or []
+            proved = {pool["name"] for pool in pools if pool["verified"] == 1}
             waits = {pod["metadata"]["labels"]["mmrouter.io/pool"]: waits_for(pod) for pod in broken.pods("worker")}
-            return pools.get("worker") == 1 and waits == {
-                "worker": "",
-                "nowhere": "no node fits it",
-                "absent": "engine: ErrImageNeverPull",
-            }
+            return proved == {"worker"} and waits == WAITS
 
         wait_for(settled, READY_SECONDS, "one engine is proved and two cannot run", every=0.2)
-        status, report = told(broken, "doctor")
-        assert status == 1
-        findings = [item for subject in report["subjects"] for item in subject["findings"]]
-        problems = [item for item in findings if item["level"] == "problem"]
+        report = diagnosed(operated, broken.name, "-n", namespace, env=env(operated))
+        assert report.status == 1
+        problems = report.problems
         for change, checks in BROKEN:
             for check, (seen, do) in checks.items():
                 about = [item for item in problems if item["check"] == check and seen in item["seen"]]
                 assert [item for item in about if change["name"] in item["seen"] and do in item["do"]], problems
-        assert all(item["do"] for item in findings if item["level"] != "ok")
-        (proved,) = [item["seen"] for item in findings if (item["level"], item["check"]) == ("ok", "exactness")]
+        assert all(item["do"] for item in report.findings if item["level"] != "ok")
+        (proved,) = report.seen("exactness", "ok")
         assert proved.startswith(f"proved: {broken.name}-worker-")
         assert {item["check"] for item in problems} == {"conditions", "nodes", "pods"}, "nothing else is wrong"
 
-        _, (view,) = told(broken, "status")
+        (view,) = views(operated, broken.name, "-n", namespace, env=env(operated))
         exact = {worker["pool"]: worker["exact"] for worker in view["workers"]}
-        assert exact == {
-            "worker": "True",
-            "nowhere": "Unknown (no node fits it)",
-            "absent": "Unknown (ErrImageNeverPull)",
-        }
+        assert exact == EXACT
 
 
 def test_status_shows_every_engine_proved(deployed: Deployed) -> None:
-    status, (view,) = told(deployed, "status")
-    assert (status, view["phase"]) == (0, "Ready")
+    (view,) = views(deployed.cluster, deployed.name, "-n", deployed.namespace, env=env(deployed.cluster))
+    assert view["phase"] == "Ready"
     assert {worker["exact"] for worker in view["workers"]} == {"True"}
     where = {pod["metadata"]["name"]: pod["spec"]["nodeName"] for pod in deployed.pods("worker")}
     assert {worker["name"]: worker["where"] for worker in view["workers"]} == where
