@@ -41,6 +41,11 @@ class Rendered:
         return templates | {obj["metadata"]["name"]: obj["spec"] for obj in self.all("Pod")}
 
     @property
+    def config(self) -> str:
+        """The operator's file."""
+        return str(self.one("ConfigMap", "mmrouter-operator-config")["data"]["operator.yaml"])
+
+    @property
     def operator(self) -> Object:
         """The operator's container."""
         container: Object = self.pods["mmrouter-operator"]["containers"][0]

@@ -60,13 +60,6 @@ def test_a_panel_asks_for_series_that_are_exposed_by_labels_that_they_have(panel
             assert not unknown, f"{name} has no label {', '.join(sorted(unknown))}"
 
 
-def test_a_series_that_no_process_exposes_is_detected() -> None:
-    assert series('sum by (pool) (rate(mmrouter_gone_total{mmrouter_deployment=~"$d",code!="x"}[5m]))') == [
-        ("mmrouter_gone_total", {"mmrouter_deployment", "code"})
-    ]
-    assert "mmrouter_gone_total" not in EXPOSED
-
-
 def test_the_dashboard_has_a_stable_name_and_lets_people_choose() -> None:
     assert DASHBOARD["uid"] == "mmrouter"
     variables = {row["name"]: row for row in DASHBOARD["templating"]["list"]}

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from artefacts import go_programs
 from chart.helm import CHART, MINIMAL, NAMESPACE, RELEASE, Helm
 from cluster.controlplane import ControlPlane
 from cluster.resources import RBAC, apply, binding, get, resource
@@ -29,7 +28,7 @@ OLDER = "0.0.9"
 def empty(admin: Helm, server: ControlPlane) -> Iterator[ControlPlane]:
     """The control plane without release and CRD, before the test and after it."""
     metadata = {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}}
-    server.request("POST", "/api/v1/namespaces", {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+    server.request("POST", "/api/v1/namespaces", {"metadata": metadata})
     forget_definition(server)
     yield server
     admin.run("uninstall", RELEASE, HERE)
@@ -242,26 +241,19 @@ FOUND = [command for page, command in commands() if page == CHART_PAGE]
 TEAM = "team-a"
 
 
-@pytest.fixture
-def fresh(admin: Helm, server: ControlPlane) -> Iterator[ControlPlane]:
-    for name in (TEAM, "inference"):
-        space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-        server.request("POST", "/api/v1/namespaces", space)
-    forget_definition(server)
-    yield server
-    admin.run("uninstall", "mmrouter", f"--namespace={TEAM}")
-    forget_definition(server)
-
-
-def test_every_command_of_the_page_succeeds_in_its_order(fresh: ControlPlane, helm: Helm) -> None:
+def test_every_command_of_the_page_succeeds_in_its_order(empty: ControlPlane, helm: Helm, admin: Helm) -> None:
     assert len(FOUND) >= 8
-    path = f"{helm.command.parent}:{go_programs('kubernetes')}:{os.environ['PATH']}"
-    env = os.environ | {"KUBECONFIG": str(fresh.kubeconfig), "PATH": path, "HOME": str(helm.home)}
-    for command in FOUND:
-        if "kubectl delete mmrouterdeployment" in command:
-            apply(fresh, "inference", resource("qwen-vl"))
-        typed = command.replace(" --wait", "").replace("helm test", "helm get hooks")
-        done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        if "helm test" in command:
-            assert "kind: Pod" in done.stdout
+    for name in (TEAM, "inference"):
+        empty.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
+    path = f"{helm.command.parent}:{empty.bin}:{os.environ['PATH']}"
+    env = os.environ | {"KUBECONFIG": str(empty.kubeconfig), "PATH": path, "HOME": str(helm.home)}
+    try:
+        for command in FOUND:
+            if "kubectl delete mmrouterdeployment" in command:
+                apply(empty, "inference", resource("qwen-vl"))
+            typed = command.replace(" --wait", "").replace("helm test", "helm get hooks")
+            done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+            assert "helm test" not in command or "kind: Pod" in done.stdout
+    finally:
+        admin.run("uninstall", "mmrouter", f"--namespace={TEAM}")

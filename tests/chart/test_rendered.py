@@ -94,7 +94,7 @@ def test_every_object_says_whose_it_is(rendered: Rendered) -> None:
 
 def test_the_operator_can_read_its_file(rendered: Rendered, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("config") / "operator.yaml"
-    file.write_text(rendered.one("ConfigMap", "mmrouter-operator-config")["data"]["operator.yaml"])
+    file.write_text(rendered.config)
     config = load_config(file)
     assert config.image
     (mount,) = (row for row in rendered.operator["volumeMounts"] if row["name"] == "config")
@@ -122,9 +122,7 @@ def test_every_deployment_of_the_values_is_one_that_the_crd_accepts(helm: Helm) 
 
 def test_the_configuration_has_a_value_for_every_field(helm: Helm) -> None:
     values, options = CASES["everything"]
-    given = yaml.safe_load(
-        helm.render(values, *options).one("ConfigMap", "mmrouter-operator-config")["data"]["operator.yaml"]
-    )
+    given = yaml.safe_load(helm.render(values, *options).config)
     assert given == values["operatorConfig"]
     assert set(given) == {field.alias for field in OperatorConfig.model_fields.values()}
 
@@ -139,8 +137,7 @@ def test_another_configuration_restarts_the_operator(helm: Helm) -> None:
 
 def test_routers_and_sidecars_have_the_operators_image_unless_told_otherwise(helm: Helm) -> None:
     made = helm.render({"image": {"repository": "registry.example/m", "tag": "2"}})
-    config = yaml.safe_load(made.one("ConfigMap", "mmrouter-operator-config")["data"]["operator.yaml"])
-    assert config["image"] == made.operator["image"] == "registry.example/m:2"
+    assert yaml.safe_load(made.config)["image"] == made.operator["image"] == "registry.example/m:2"
 
 
 def test_a_pod_monitor_is_there_where_it_is_served_or_demanded(helm: Helm) -> None:

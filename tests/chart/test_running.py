@@ -36,8 +36,7 @@ def team(admin: Helm, server: ControlPlane) -> Iterator[str]:
 def operator(admin: Helm, server: ControlPlane, team: str, tmp_path: Path) -> Iterator[str]:
     """Run the operator's container as a process, and return its URL."""
     made = admin.render({"watchNamespaces": [team]})
-    config = tmp_path / "operator.yaml"
-    config.write_text(made.one("ConfigMap", "mmrouter-operator-config")["data"]["operator.yaml"])
+    (tmp_path / "operator.yaml").write_text(made.config)
     fields = {"metadata.name": f"{ACCOUNT}-0", "metadata.namespace": NAMESPACE}
     env = {row["name"]: fields[row["valueFrom"]["fieldRef"]["fieldPath"]] for row in made.operator["env"]}
     args = [str(arg).replace("/etc/mmrouter/", f"{tmp_path}/") for arg in made.operator["args"]]

@@ -133,8 +133,3 @@ def test_a_package_holds_everything(helm: Helm, tmp_path: Path) -> None:
     helm.output("package", CHART, f"--destination={tmp_path}")
     package = tmp_path / f"mmrouter-{META['version']}.tgz"
     assert helm.output("template", RELEASE, package) == helm.output("template", RELEASE, CHART)
-
-
-@pytest.mark.parametrize("name", ["values.yaml", "Chart.yaml"])
-def test_no_line_ends_in_a_blank(name: str) -> None:
-    assert not [line for line in (CHART / name).read_text().splitlines() if line != line.rstrip()]

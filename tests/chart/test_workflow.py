@@ -33,20 +33,6 @@ def jobs() -> dict[str, Any]:
     return found
 
 
-def lint(tools: Path, text: str) -> "subprocess.CompletedProcess[str]":
-    # Not the linters of other languages that it would call where they happen to be installed.
-    command = [tools / "actionlint", "-shellcheck=", "-pyflakes=", "-no-color", "-"]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=False, cwd=ROOT)
-
-
-def started(tools: Path, config: Path) -> str:
-    """Return why kind makes no cluster: where it finds no container runtime, it has read its configuration before."""
-    command = [tools / "kind", "create", "cluster", f"--config={config}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "/nowhere"})
-    assert done.returncode != 0
-    return done.stderr
-
-
 def steps(jobs: dict[str, Any], field: str) -> list[str]:
     return [step[field] for job in jobs.values() for step in job["steps"] if field in step]
 
@@ -58,15 +44,11 @@ def by_tag(text: str) -> str:
 
 @pytest.mark.parametrize("change", [str, by_tag])
 def test_actionlint_accepts_the_workflow(tools: Path, change: Callable[[str], str]) -> None:
-    done = lint(tools, change(WORKFLOW.read_text()))
+    # Not the linters of other languages that it would call where they happen to be installed.
+    command = [tools / "actionlint", "-shellcheck=", "-pyflakes=", "-no-color", "-"]
+    text = change(WORKFLOW.read_text())
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"), [("persist-credentials:", "persist-credential:"), ("github.workspace", "github.workplace")]
-)
-def test_actionlint_names_what_an_action_or_a_context_does_not_have(tools: Path, right: str, wrong: str) -> None:
-    assert wrong.strip(":").rpartition(".")[2] in lint(tools, by_tag(WORKFLOW.read_text().replace(right, wrong))).stdout
 
 
 def test_every_action_is_pinned_by_commit_and_says_its_version() -> None:
@@ -102,13 +84,10 @@ def test_every_job_has_a_time_limit_and_no_right_to_write(jobs: dict[str, Any]) 
 
 
 def test_kind_accepts_its_configuration(tools: Path) -> None:
-    assert "failed to get docker info" in started(tools, KIND_CONFIG)
-
-
-def test_kind_refuses_a_field_that_it_does_not_know(tools: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "kind-config.yaml"
-    broken.write_text(KIND_CONFIG.read_text().replace("labels:", "label:"))
-    assert "unable to decode config" in started(tools, broken)
+    command = [tools / "kind", "create", "cluster", f"--config={KIND_CONFIG}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "/nowhere"})
+    # Where it finds no container runtime, it has read its configuration before.
+    assert (done.returncode != 0, "failed to get docker info" in done.stderr) == (True, True), done.stderr
 
 
 def test_the_workflow_makes_the_cluster_with_the_kind_that_read_its_configuration(

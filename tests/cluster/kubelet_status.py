@@ -42,8 +42,8 @@ def failing(pod: Mapping[str, Any], container: str, reason: str, message: str) -
 
 def status_patch(
     pod: Mapping[str, Any], states: Mapping[str, ContainerState], ip: str, host: str, now: str
-) -> dict[str, Any] | None:
-    """Return the patch of ``status`` that a kubelet would write, ``None`` when it would write nothing. ``now``: RFC
+) -> dict[str, Any]:
+    """Return the patch of ``status`` that a kubelet would write: the same again where nothing has changed. ``now``: RFC
     3339. Readiness gates are honoured; conditions that are not a kubelet's stay as they are.
     """
     old = pod.get("status") or {}
@@ -86,7 +86,7 @@ def status_patch(
     status["containerStatuses"] = [
         _container(states[name], images[name], times.get(name) or now) for name in containers
     ]
-    return {"status": status} if _differs(old, status) else None
+    return {"status": status}
 
 
 def _condition(type: str, value: bool, reason: str, message: str) -> dict[str, str]:
@@ -126,24 +126,3 @@ def _container(state: ContainerState, image: str, since: str, how: Mapping[str, 
         "restartCount": state.restarts,
         "state": how or {"running": {"startedAt": since}},
     }
-
-
-def _differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    conditions = {c["type"]: _plain(c) for c in old.get("conditions") or []}
-    if any(conditions.get(c["type"]) != _plain(c) for c in new["conditions"]):
-        return True
-    return any(_bare(old.get(name)) != _bare(value) for name, value in new.items() if name != "conditions")
-
-
-def _plain(condition: Mapping[str, Any]) -> tuple[str, str, str]:
-    return condition["status"], condition.get("reason", ""), condition.get("message", "")
-
-
-def _bare(value: Any) -> Any:
-    """Drop what the server leaves out of an object, or puts into it: empty values."""
-    if isinstance(value, dict):
-        parts = {name: _bare(part) for name, part in value.items()}
-        return {name: part for name, part in parts.items() if part is not None} or None
-    if isinstance(value, list):
-        return [_bare(part) for part in value] or None
-    return value or None

@@ -15,12 +15,9 @@ from cluster.resources import apply, condition, make_account, resource
 from waiting import wait_for
 
 from mmrouter_cli.status.control_api import Unread, open_frontends
-from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME
 
 SECONDS = 30
-CRD_PATH = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
 MERGE = "application/merge-patch+json"
-ENGINES = {"mmrouter.io/role": "worker"}
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +70,11 @@ def settled(plane: ControlPlane, namespace: str, **spec: Any) -> None:
 
 def test_a_deployment_whose_pods_run_has_no_problem(plane: ControlPlane, namespace: str) -> None:
     settled(plane, namespace, pools=[pool()])
-    pods = f"/api/v1/namespaces/{namespace}/pods"
-    wait_for(lambda: _running(plane.request("GET", pods).json()["items"]) == 2, SECONDS, "both pods run")
+
+    def running() -> int:
+        return sum(pod["status"].get("phase") == "Running" for pod in plane.pods(namespace))
+
+    wait_for(lambda: running() == 2, SECONDS, "both pods run")
     report = diagnosed(plane, "demo", "-n", namespace)
     assert report.problems == []
     assert report.seen("definition", "ok")
@@ -82,31 +82,6 @@ def test_a_deployment_whose_pods_run_has_no_problem(plane: ControlPlane, namespa
     assert any("node-" in seen for seen in report.seen("nodes", "ok"))
     # Hollow pods do not answer, which is a warning and no problem.
     assert "cannot be queried" in report.seen("frontends", "warning")[0]
-
-
-def _running(pods: list[dict[str, Any]]) -> int:
-    return sum(pod["status"].get("phase") == "Running" for pod in pods)
-
-
-def test_another_definition_is_seen_until_it_is_ours_again(plane: ControlPlane) -> None:
-    def annotate(value: str) -> None:
-        body = {"metadata": {"annotations": {HASH_ANNOTATION: value}}}
-        plane.request("PATCH", CRD_PATH, body, MERGE).raise_for_status()
-
-    ours = plane.request("GET", CRD_PATH).json()["metadata"]["annotations"][HASH_ANNOTATION]
-    annotate("0123456789abcdef")
-    try:
-        assert "has the schema 0123456789abcdef" in diagnosed(plane, "-n", "default").seen("definition")[0]
-    finally:
-        annotate(ours)
-    assert diagnosed(plane, "-n", "default").seen("definition") == []
-
-
-def test_an_accelerator_that_no_node_has_is_named(plane: ControlPlane, namespace: str) -> None:
-    settled(plane, namespace, pools=[pool("amd")])
-    report = diagnosed(plane, "demo", "-n", namespace)
-    assert report.status == 1
-    assert "no node has the labels feature.node.kubernetes.io/amd-gpu=true or" in report.seen("nodes")[0]
 
 
 def test_doctors_own_advice_for_an_unlabelled_node_and_a_taint_gets_the_pod_a_node(
@@ -139,17 +114,6 @@ def test_devices_that_others_hold_are_not_free(plane: ControlPlane, kubelet: Hol
         assert "a pod requests 1 habana.ai/gaudi, free is spare: 0 habana.ai/gaudi" in seen
 
 
-def test_an_image_that_cannot_be_pulled_is_named_until_it_can(
-    plane: ControlPlane, kubelet: Hollow, namespace: str
-) -> None:
-    rule = kubelet.hold(namespace, ENGINES, "ImagePullBackOff", "no such image", "engine")
-    settled(plane, namespace, pools=[pool()])
-    wait_for(lambda: diagnosed(plane, "demo", "-n", namespace).seen("pods"), SECONDS, "the pod waits", every=1)
-    assert "ImagePullBackOff: no such image" in diagnosed(plane, "demo", "-n", namespace).seen("pods")[0]
-    kubelet.release(rule)
-    wait_for(lambda: not diagnosed(plane, "demo", "-n", namespace).seen("pods"), SECONDS, "the pod runs", every=1)
-
-
 def test_a_secret_that_is_named_and_not_there_is_a_problem_until_it_is(plane: ControlPlane, namespace: str) -> None:
     settled(plane, namespace, frontend={"replicas": 1, "apiKeys": {"secret": {"name": "tenants"}}}, pools=[pool()])
     missing = "spec.frontend.apiKeys.secret.name: Secret tenants does not exist"
@@ -163,13 +127,9 @@ def test_doctor_and_the_servers_admission_agree_on_a_namespace_that_refuses_pods
     with plane.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as name:
         model = {"id": "org/model"}
         settled(plane, name, model=model, pools=[pool(sharedMemory={"scope": "node"})])
-        report = diagnosed(plane, "demo", "-n", name)
-        assert (
-            "enforces restricted, and pods are not within it: pool worker: volume shared"
-            in (report.seen("Pod Security")[0])
-        )
-        pods = plane.request("GET", f"/api/v1/namespaces/{name}/pods").json()["items"]
-        assert {pod["metadata"]["labels"]["mmrouter.io/role"] for pod in pods} <= {"frontend"}
+        (seen,) = diagnosed(plane, "demo", "-n", name).seen("Pod Security")
+        assert "enforces restricted, and pods are not within it: pool worker: volume shared" in seen
+        assert {pod["metadata"]["labels"]["mmrouter.io/role"] for pod in plane.pods(name)} <= {"frontend"}
 
 
 def test_apis_that_the_spec_needs_and_the_cluster_lacks_are_problems(plane: ControlPlane, namespace: str) -> None:
@@ -206,10 +166,8 @@ def test_where_no_port_can_be_forwarded_kubectls_own_words_are_shown(
     monkeypatch.setenv("PATH", str(plane.bin), prepend=":")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     # An address as pods have it, and no kubelet behind it.
-    frontend = {
-        "metadata": {"name": "absent", "namespace": namespace},
-        "status": {"phase": "Running", "podIP": "10.0.0.9"},
-    }
+    metadata = {"name": "absent", "namespace": namespace}
+    frontend = {"metadata": metadata, "status": {"phase": "Running", "podIP": "10.0.0.9"}}
 
     async def way() -> str | Unread:
         async with open_frontends([frontend], plane.kubeconfig) as frontends:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from artefacts import go_programs
 from chart.helm import NAMESPACE, RELEASE, Helm
@@ -61,7 +62,7 @@ def test_doctor_finds_no_problem_in_a_proved_deployment_and_tells_what_it_looked
     assert f"port-forward --namespace={deployed.namespace}" not in listed
 
 
-BROKEN = (
+BROKEN: tuple[tuple[dict[str, Any], dict[str, tuple[str, str]]], ...] = (
     # pool, what is wrong with it, and check -> what doctor says of it and what to do
     (
         {"name": "nowhere", "accelerator": {"kind": "amd"}},

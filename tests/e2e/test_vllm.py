@@ -101,8 +101,6 @@ def volume(cluster: Access, namespace: str, name: str, folder: Path) -> Iterator
     access = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
     shared = f"{namespace}-{name}"
     held = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolume",
         "metadata": {"name": shared},
         "spec": {
             **access,
@@ -112,12 +110,8 @@ def volume(cluster: Access, namespace: str, name: str, folder: Path) -> Iterator
             "hostPath": {"path": str(folder), "type": "Directory"},
         },
     }
-    claim = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": name},
-        "spec": {**access, "volumeName": shared, "resources": {"requests": {"storage": "1Gi"}}},
-    }
+    wanted = {**access, "volumeName": shared, "resources": {"requests": {"storage": "1Gi"}}}
+    claim = {"metadata": {"name": name}, "spec": wanted}
     cluster.request("POST", "/api/v1/persistentvolumes", held).raise_for_status()
     try:
         path = f"/api/v1/namespaces/{namespace}/persistentvolumeclaims"
