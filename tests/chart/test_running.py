@@ -94,15 +94,19 @@ def test_the_rights_in_one_namespace_are_enough_there_and_reach_no_further(
     assert [str(row) for row in rows if row.writes and row.code == 403] == []
 
 
-def test_the_check_names_an_operator_that_is_not_ready(
-    server: ControlPlane, team: str, check: ModuleType, account: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("api", "named"),
+    [("", "the operator is not ready: "), ("/nothing", "the cluster does not serve mmrouter.io/v1alpha1 (")],
+    ids=["an operator that is not ready", "an API that is not served"],
+)
+def test_the_check_names(
+    server: ControlPlane,
+    team: str,
+    check: ModuleType,
+    account: str,
+    capsys: pytest.CaptureFixture[str],
+    api: str,
+    named: str,
 ) -> None:
-    assert check.main(f"http://{server.address}:{PORT}", server.url, account) == 1
-    assert "the operator is not ready: " in capsys.readouterr().out
-
-
-def test_the_check_names_an_api_that_is_not_served(
-    server: ControlPlane, check: ModuleType, account: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert check.main("http://nowhere.invalid", f"{server.url}/nothing", account) == 1
-    assert "the cluster does not serve mmrouter.io/v1alpha1 (" in capsys.readouterr().out
+    assert check.main(f"http://{server.address}:{PORT}", f"{server.url}{api}", account) == 1
+    assert named in capsys.readouterr().out

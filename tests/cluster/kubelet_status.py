@@ -1,6 +1,6 @@
 """What a kubelet would write into a pod's status. Pure: the pod and how its containers are doing in, a patch out."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,19 +61,13 @@ def status_patch(
     closed = [gate for gate in gates if given.get(gate) != "True"]
     why = f"containers with unready status: [{' '.join(unready)}]"
     what = f"corresponding condition of pod readiness gate {closed[0]!r} is not True" if closed else ""
-    status["conditions"] = _changed(
-        old.get("conditions") or [],
-        [
-            _condition(
-                "Initialized", begun and all(states[name].started for name in sidecars), "ContainersNotInitialized", ""
-            ),
-            _condition("ContainersReady", up, "ContainersNotReady", why),
-            _condition(
-                "Ready", up and not closed, "ReadinessGatesNotReady" if up else "ContainersNotReady", what or why
-            ),
-        ],
-        now,
-    )
+    unready_by = "ReadinessGatesNotReady" if up else "ContainersNotReady"
+    started = begun and all(states[name].started for name in sidecars)
+    status["conditions"] = [
+        _condition(old, "Initialized", started, "ContainersNotInitialized", "", now),
+        _condition(old, "ContainersReady", up, "ContainersNotReady", why, now),
+        _condition(old, "Ready", up and not closed, unready_by, what or why, now),
+    ]
     images = {
         c["name"]: c.get("image", "") for c in (*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"])
     }
@@ -89,21 +83,11 @@ def status_patch(
     return {"status": status}
 
 
-def _condition(type: str, value: bool, reason: str, message: str) -> dict[str, str]:
-    if value:
-        return {"type": type, "status": "True", "reason": "", "message": ""}
-    return {"type": type, "status": "False", "reason": reason, "message": message}
-
-
-def _changed(old: Iterable[Mapping[str, Any]], new: Iterable[dict[str, str]], now: str) -> list[dict[str, str]]:
-    before = {c["type"]: c for c in old}
-    made = []
-    for condition in new:
-        was = before.get(condition["type"])
-        same = was is not None and was["status"] == condition["status"]
-        since = was["lastTransitionTime"] if same and was is not None else now
-        made.append({**condition, "lastTransitionTime": since})
-    return made
+def _condition(old: Mapping[str, Any], type: str, value: bool, reason: str, message: str, now: str) -> dict[str, str]:
+    status = str(value)
+    times = {(each["type"], each["status"]): each.get("lastTransitionTime") for each in old.get("conditions") or []}
+    why = {"reason": "", "message": ""} if value else {"reason": reason, "message": message}
+    return {"type": type, "status": status, **why, "lastTransitionTime": times.get((type, status)) or now}
 
 
 def _times(old: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 The server's own Pod Security admission refuses exactly the pods that we name.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -103,12 +102,6 @@ def test_a_frontend_may_watch_the_pods_of_its_namespace_and_nothing_else(cluster
 ENFORCED = {"pod-security.kubernetes.io/enforce": "restricted", "pod-security.kubernetes.io/enforce-version": "latest"}
 
 
-@pytest.fixture
-def restricted(cluster: ControlPlane) -> Iterator[str]:
-    with cluster.namespace(**ENFORCED) as name:
-        yield name
-
-
 def refused(cluster: ControlPlane, namespace: str, dep: MMRouterDeployment) -> dict[str, str]:
     """Return pool -> what the server has against the security of its pod; a frontend is `frontend`."""
     metadata = dep.metadata.model_copy(update={"namespace": namespace, "uid": ""})
@@ -121,28 +114,19 @@ def refused(cluster: ControlPlane, namespace: str, dep: MMRouterDeployment) -> d
         if obj["kind"] != "Deployment":
             continue
         name = obj["metadata"]["name"].removeprefix(f"{dep.metadata.name}-")
-        answer = cluster.request("POST", f"/api/v1/namespaces/{namespace}/pods", _pod(name, obj), dryRun="All")
+        template = obj["spec"]["template"]
+        pod = {"metadata": {**template["metadata"], "name": name}, "spec": template["spec"]}
+        answer = cluster.request("POST", path("Pod", namespace), pod, dryRun="All")
         if "violates PodSecurity" in (message := str(answer.json().get("message", ""))):
             found[name] = message
     return found
 
 
-def _pod(name: str, obj: Object) -> Any:
-    template = obj["spec"]["template"]
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {**template["metadata"], "name": name},
-        "spec": template["spec"],
-    }
-
-
 @pytest.mark.parametrize("name", GOLDENS)
-def test_the_server_refuses_the_pods_of_our_exceptions_and_no_others(
-    cluster: ControlPlane, restricted: str, name: str
-) -> None:
+def test_the_server_refuses_the_pods_of_our_exceptions_and_no_others(cluster: ControlPlane, name: str) -> None:
     dep = golden(name)
-    found = refused(cluster, restricted, dep)
+    with cluster.namespace(**ENFORCED) as restricted:
+        found = refused(cluster, restricted, dep)
     assert set(found) == {pool for pool, _ in exceptions(dep)}, found
 
 

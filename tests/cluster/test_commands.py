@@ -107,6 +107,10 @@ def test_the_readme_applies_the_shortest_example() -> None:
 
 @pytest.mark.parametrize(("page", "command"), FOUND)
 def test_commands_succeed_as_they_stand(page: str, command: str, plane: ControlPlane, kube_bin: Path) -> None:
+    def has_status() -> bool:
+        done = plane.kubectl("get", "mmrd", "qwen-vl", "-o", "jsonpath={.status.phase}")
+        return done.returncode != 0 or bool(done.stdout)
+
     if command.startswith(STARTS_THE_OPERATOR):
         options = command.split()[2:]
         assert subprocess.run(
@@ -114,17 +118,8 @@ def test_commands_succeed_as_they_stand(page: str, command: str, plane: ControlP
         )
         return  # the fixture runs it
     if "qwen-vl" in command:
-        wait_for(lambda: _has_status(plane), 20, "the example has a status")
-    done = _shell(command, plane, kube_bin)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _has_status(plane: ControlPlane) -> bool:
-    done = plane.kubectl("get", "mmrd", "qwen-vl", "-o", "jsonpath={.status.phase}")
-    return done.returncode != 0 or bool(done.stdout)
-
-
-def _shell(command: str, plane: ControlPlane, kube_bin: Path) -> subprocess.CompletedProcess[str]:
+        wait_for(has_status, 20, "the example has a status")
     env = os.environ | {"KUBECONFIG": str(plane.kubeconfig), "PATH": f"{kube_bin}:{os.environ['PATH']}"}
-    command = command.replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli")
-    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    typed = command.replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli")
+    done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster.controlplane import API_PORT, ControlPlane
+from cluster.deployments import MERGE
 from cluster.resources import make_account
 from waiting import wait_for
 
@@ -28,8 +29,6 @@ class World:
         self.pods = f"/api/v1/namespaces/{namespace}/pods"
         self.server = ApiServer(cluster.address, str(API_PORT), folder)
         self._folder = folder
-
-    def prepare(self) -> None:
         watches = {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch"]}
         make_account(self.cluster, self.namespace, ACCOUNT, watches)
         self._folder.mkdir()
@@ -57,9 +56,7 @@ class World:
         return str(made.json()["metadata"]["uid"])
 
     def status(self, name: str, **status) -> None:
-        body = {"status": status}
-        merge = "application/merge-patch+json"
-        self.cluster.request("PATCH", f"{self.pods}/{name}/status", body, merge).raise_for_status()
+        self.cluster.request("PATCH", f"{self.pods}/{name}/status", {"status": status}, MERGE).raise_for_status()
 
     def delete(self, name: str, grace: int) -> None:
         self.cluster.request("DELETE", f"{self.pods}/{name}", gracePeriodSeconds=str(grace)).raise_for_status()
@@ -98,9 +95,7 @@ class Watch:
 
 @pytest.fixture
 def world(cluster: ControlPlane, namespace: str, tmp_path: Path) -> World:
-    world = World(cluster, namespace, tmp_path / "serviceaccount")
-    world.prepare()
-    return world
+    return World(cluster, namespace, tmp_path / "serviceaccount")
 
 
 async def in_thread(call, *arguments, **options):
@@ -114,13 +109,8 @@ async def test_pods_come_change_and_go(world: World) -> None:
     async with Watch(world).running() as watch:
         await watch.until(lambda: watch.names() == ["w0"])
         member = watch.now.members[0]
-        assert (member.uid, member.ip, member.pool, member.node, member.ready) == (
-            uid,
-            "10.0.0.1",
-            "worker",
-            "n1",
-            False,
-        )
+        facts = (member.uid, member.ip, member.pool, member.node, member.ready)
+        assert facts == (uid, "10.0.0.1", "worker", "n1", False)
 
         started = {"name": "sidecar", "started": True, "ready": True, "image": "", "imageID": "", "restartCount": 0}
         await in_thread(world.status, "w0", initContainerStatuses=[started])

@@ -1,7 +1,7 @@
 """Encoders on two kinds of devices, prefill and decode engines in real pods: proved, and simpler without a pool.
 
 The encoders' kinds say the opposite of what they are: those on the XPU are slow. So only what was measured explains who
-gets how much.
+gets how much. The last tests are of SGLang's engines, which are proved in pairs.
 """
 
 import json
@@ -16,10 +16,10 @@ import pytest
 from artefacts import Record
 from cluster.access import Access
 from cluster.resources import apply, delete, deployment, get
-from e2e.deploying import process_here
+from e2e.deploying import RESTRICTED, process_here
 from e2e.staged_deployments import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
 from e2e.test_placement import RACK, device, equip, label, without_devices
-from scenarios import SCENARIOS, Chat, Scenario, title
+from scenarios import SCENARIOS, Chat, Scenario, assert_whole, title
 from waiting import wait_for
 
 from mmrouter_lib.pod_paths import SHARED_DIR
@@ -297,3 +297,44 @@ def test_of_a_deleted_deployment_no_byte_stays_on_the_node(chain: Chain, folder:
     delete(chain.deployed.cluster, RESOURCE, chain.deployed.namespace, chain.name)
     chain.wait(lambda: not folder.entries(), "the folder is empty")
     record("a deleted deployment's folder is empty after, s", round(time.monotonic() - began, 1))
+
+
+SGLANG_SPEC = {
+    "engine": {"type": "sglang", "kvConnector": {"transferBackend": "nixl"}},
+    "pools": [
+        {"name": "prefill", "role": "prefill", "replicas": 2, "accelerator": {"kind": "cpu"}},
+        {"name": "decode", "role": "decode", "replicas": 1, "accelerator": {"kind": "cpu"}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(operated: Access, record: Record) -> Iterator[Chain]:
+    began = time.monotonic()
+    with operated.namespace(**RESTRICTED) as namespace, chained(operated, namespace, SGLANG_SPEC) as made:
+        record("SGLang's pairs Ready and proved after apply, s", round(time.monotonic() - began, 1))
+        yield made
+
+
+def test_pairs_are_proved_and_a_picture_that_is_shown_again_is_a_whole_hit(pairs: Chain) -> None:
+    expected = {
+        "Ready": ("True", "Serving"),
+        "ExactRoutingVerified": ("True", "Verified"),
+        "ChainComplete": ("True", "EveryStage"),
+    }
+    assert pairs.conditions(*expected) == expected
+    with pairs.chat() as chat:
+        picture = chat.image("a")
+        assert_whole(chat.send(picture, "what?"), chat.send(picture, "what?"))
+        decision = chat.decided(picture, "and where?")
+    (decode,) = pairs.deployed.pods("decode")
+    assert (decision["form"], decision["answers"]) == ("prefill-decode", decode["metadata"]["name"])
+    assert decision["worker"] in {pod["metadata"]["name"] for pod in pairs.deployed.pods("prefill")}
+
+
+def test_a_prefill_engine_that_is_killed_costs_no_request(pairs: Chain, record: Record) -> None:
+    traffic, since = strike(pairs, "prefill", "ReplicasMissing", count=1)
+    again = [each for each in pairs.decisions(since) if len(each["attempts"]) > 1]
+    summary = f"{len(traffic.sent)} requests, {len(again)} of them by another pair, {len(traffic.failed)} failed"
+    record("kill -9 of one of two SGLang prefill engines", summary)
+    assert traffic.failed_before_streaming == [], traffic

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -80,48 +80,43 @@ def test_the_logs_of_an_ended_cluster_are_kept_in_the_requested_folder(tmp_path:
     assert (where / "etcd.log").read_text() == "no room"
 
 
-class Shell:
-    def __init__(self, env: Path, home: Path) -> None:
-        self.env, self.home = env, home
-        self.running: list[subprocess.Popen[str]] = []
+@pytest.fixture
+def start(env: Path, tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
+    """Start a command in a shell of its own; what still runs after the test is ended."""
+    running: list[subprocess.Popen[str]] = []
 
-    def start(self, command: str) -> "subprocess.Popen[str]":
+    def do(command: str) -> "subprocess.Popen[str]":
         typed = command.replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli").removesuffix("&")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "HELM_"))}
         process = subprocess.Popen(
-            ["bash", "-c", f"source {self.env}\n{typed}"],
+            ["bash", "-c", f"source {env}\n{typed}"],
             cwd=ROOT,
-            env={**kept, "HOME": str(self.home)},
+            env={**kept, "HOME": str(tmp_path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
         )
-        self.running.append(process)
+        running.append(process)
         return process
 
-    def close(self) -> None:
-        for process in self.running:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            process.communicate()
+    yield do
+    for process in running:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        process.communicate()
 
 
-@pytest.fixture
-def shell(env: Path, tmp_path: Path) -> Iterator[Shell]:
-    made = Shell(env, tmp_path)
-    yield made
-    made.close()
-
-
-def test_every_command_of_the_tour_succeeds_in_its_order(shell: Shell, record: Record) -> None:
+def test_every_command_of_the_tour_succeeds_in_its_order(
+    start: Callable[[str], "subprocess.Popen[str]"], record: Record
+) -> None:
     outputs: dict[str, str] = {}
     request_id = ""
     for command in tour():
         if command.startswith(ELSEWHERE):
             continue
         began = time.monotonic()
-        process = shell.start(command.replace("REQUEST_ID", request_id))
+        process = start(command.replace("REQUEST_ID", request_id))
         if command.endswith("&"):
             continue
         outputs[command], _ = process.communicate(timeout=COMMAND_SECONDS)

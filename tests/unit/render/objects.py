@@ -1,7 +1,7 @@
 """What the render tests share: finding objects and containers, and deployments that differ in one thing."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -132,3 +132,21 @@ def rendered(dep: MMRouterDeployment, **site: Any) -> list[Object]:
 def children(dep: MMRouterDeployment, kind: str, **site: Any) -> list[Object]:
     """Return the rendered children of one kind."""
     return [obj for obj in rendered(dep, **site) if obj["kind"] == kind]
+
+
+def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a ``metav1.LabelSelector`` selects something with these labels, as for the API server; an empty one
+    selects everything.
+    """
+    for expression in selector.get("matchExpressions", []):
+        value, values = labels.get(expression["key"]), expression.get("values", [])
+        fits = {
+            "Exists": value is not None,
+            "DoesNotExist": value is None,
+            "In": value in values,
+            "NotIn": value not in values,
+        }
+        if not fits[expression["operator"]]:
+            return False
+    required: Mapping[str, str] = selector.get("matchLabels", {})
+    return required.items() <= labels.items()

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from label_selectors import selects
-from unit.render.objects import SHORTEST, WHOLE, change, children, valid
+from unit.render.objects import SHORTEST, WHOLE, change, children, selects, valid
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, to_json
 from mmrouter_operator.model.config import OperatorConfig

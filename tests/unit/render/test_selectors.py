@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from label_selectors import selects
+from unit.render.objects import selects
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_operator.model.config import OperatorConfig
