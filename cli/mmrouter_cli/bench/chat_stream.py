@@ -146,11 +146,10 @@ async def ask(
     Whatever the endpoint does is the answer's ``error``, never an exception.
     """
     answer = Answer(started, late)
-    message = client.message("/v1/chat/completions", {**IDENTITY, **headers}, body)
     began = clock()
     reader = StreamReader(answer, began)
     try:
-        await client.exchange(message, reader)
+        await client.post("/v1/chat/completions", {**IDENTITY, **headers}, body, reader)
     except TimeoutError:
         if not reader.complete:
             reader.error = AnswerError("timeout", f"no complete answer in {client.timeout:g} s")

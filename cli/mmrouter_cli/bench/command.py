@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -74,6 +74,7 @@ def bench(
     """
     from mmrouter_cli.bench import run_statistics, terminal
     from mmrouter_cli.bench.endpoint_probe import Target
+    from mmrouter_cli.bench.run import run
     from mmrouter_cli.bench.types import BenchError, LoadSpec
 
     if rate is not None and concurrency is not None:
@@ -82,7 +83,9 @@ def bench(
         if against is None and value is not None:
             leave(f"{option} goes with --against")
     _check_outputs(json_file, html)
-    width, height = _image_size(image_size)
+    width, _, height = image_size.partition("x")
+    if not (width.isdigit() and height.isdigit() and all(1 <= int(side) <= MOST_PIXELS for side in (width, height))):
+        leave(f"--image-size {image_size}: two numbers from 1 to {MOST_PIXELS}, like 448x448")
     load = LoadSpec(
         seed=seed,
         requests=requests,
@@ -96,8 +99,8 @@ def bench(
         output_tokens=output_tokens,
         image_share=image_share,
         image_reuse=image_reuse,
-        image_width=width,
-        image_height=height,
+        image_width=int(width),
+        image_height=int(height),
         longest=longest,
         ignore_eos=ignore_eos,
     )
@@ -109,16 +112,7 @@ def bench(
         """Return an endpoint to measure, or the runs of a file; ends on a bad one before anything is sent."""
         if not source.startswith(("http://", "https://")):
             return _read_results(Path(source))
-        return Target(
-            url=_base_url(source),
-            salt=salt or secrets.token_hex(4),
-            timeout=timeout,
-            model=model,
-            policy=by,
-            api_key=key,
-            control=control,
-            token=token,
-        )
+        return Target(_base_url(source), salt or secrets.token_hex(4), timeout, model, by, key, control, token)
 
     sides = [side(url, policy, api_key)]
     if against is not None:
@@ -127,13 +121,13 @@ def bench(
     if count > MOST_RUNS:
         leave(f"two runs are compared, and these are {count}")
     results: list[Result] = []
-    schedule: _Schedule | None = None
+    schedule: tuple[LoadSpec, list[Conversation], int] | None = None
     failure, status = "", USAGE
     try:
         for each in sides:
             if isinstance(each, Target):
                 schedule = schedule or _make_schedule(load, trace)
-                results.append(_run(each, schedule))
+                results.append(asyncio.run(run(each, *schedule, Console(stderr=True))))
                 terminal.show(console, results[-1])
                 if results[-1].interrupted or not results[-1].answered:
                     break
@@ -162,14 +156,8 @@ def bench(
     raise typer.Exit(FAILED if failed else 0)
 
 
-class _Schedule(NamedTuple):
-    load: "LoadSpec"
-    conversations: "list[Conversation]"
-    left_out: int
-
-
-def _make_schedule(load: "LoadSpec", file: Path | None) -> _Schedule:
-    """Return the conversations to send, and the load as it describes them."""
+def _make_schedule(load: "LoadSpec", file: Path | None) -> "tuple[LoadSpec, list[Conversation], int]":
+    """Return the load as the conversations to send describe it, these, and how many requests were left out."""
     from mmrouter_cli.bench import traces, workload
 
     if file is None:
@@ -182,15 +170,7 @@ def _make_schedule(load: "LoadSpec", file: Path | None) -> _Schedule:
         source = traces.conversations(trace, load)
     conversations, left_out = workload.select(source, load)
     count = sum(len(conversation.turns) for conversation in conversations)
-    return _Schedule(msgspec.structs.replace(load, requests=count), conversations, left_out)
-
-
-def _run(target: "Target", schedule: _Schedule) -> "Result":
-    from mmrouter_cli.bench.run import run
-    from mmrouter_cli.bench.terminal import ProgressScreen
-
-    screen = ProgressScreen(Console(stderr=True))
-    return asyncio.run(run(target, schedule.load, schedule.conversations, schedule.left_out, screen))
+    return msgspec.structs.replace(load, requests=count), conversations, left_out
 
 
 def _base_url(url: str) -> str:
@@ -213,13 +193,6 @@ def _read_results(file: Path) -> "list[Result]":
         leave(f"{file} is neither a URL nor a file that can be read: {error.strerror}")
     except msgspec.DecodeError as error:
         leave(f"{file} is no result of mmrouter bench: {error}")
-
-
-def _image_size(text: str) -> tuple[int, int]:
-    width, _, height = text.partition("x")
-    if not (width.isdigit() and height.isdigit() and all(1 <= int(side) <= MOST_PIXELS for side in (width, height))):
-        leave(f"--image-size {text}: two numbers from 1 to {MOST_PIXELS}, like 448x448")
-    return int(width), int(height)
 
 
 def _check_outputs(json_file: Path | None, html: Path | None) -> None:

@@ -129,12 +129,12 @@ class Client:
         self._authority, self._path = parts.netloc, parts.path.rstrip("/")
         self._idle: list[tuple[float, Connection]] = []
 
-    def message(self, path: str, headers: Mapping[str, str], body: bytes) -> bytes:
-        """Return a POST request. Raises ``ValueError`` for a header that would not be one line."""
-        return post_message(self._authority, self._path + path, headers, body)
+    async def post(self, path: str, headers: Mapping[str, str], body: bytes, receiver: Receiver) -> None:
+        """Send a request and return after ``receiver.on_end``.
 
-    async def exchange(self, message: bytes, receiver: Receiver) -> None:
-        """Send a request and return after ``receiver.on_end``. Raises :class:`ConnectError` and ``TimeoutError``."""
+        Raises :class:`ConnectError`, ``TimeoutError``, and ``ValueError`` for a header that would not be one line.
+        """
+        message = post_message(self._authority, self._path + path, headers, body)
         async with asyncio.timeout(self.timeout):
             connection = await self._connection()
             try:

@@ -7,11 +7,13 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from rich.console import Console
+
 from mmrouter_cli.bench import run_statistics
 from mmrouter_cli.bench.chat_stream import ask
 from mmrouter_cli.bench.endpoint_probe import Endpoint, Events, Target, event_state, examine
 from mmrouter_cli.bench.http_client import Client, clock
-from mmrouter_cli.bench.terminal import ProgressScreen
+from mmrouter_cli.bench.terminal import follow
 from mmrouter_cli.bench.types import Answer, BenchError, Conversation, LoadSpec, Result, Routing
 from mmrouter_cli.bench.workload import BodyWriter
 
@@ -28,7 +30,7 @@ MOST_WORKERS = 1_000
 
 
 async def run(
-    target: Target, load: LoadSpec, conversations: Sequence[Conversation], left_out: int, screen: ProgressScreen
+    target: Target, load: LoadSpec, conversations: Sequence[Conversation], left_out: int, console: Console
 ) -> Result:
     """Send all conversations and return the result; SIGINT and SIGTERM end the run early.
 
@@ -42,7 +44,7 @@ async def run(
     state = run_statistics.RunState(sum(len(conversation.turns) for conversation in conversations), clock() + ahead)
     started = datetime.datetime.now(datetime.UTC)
     with _stop_signals() as stop:
-        interrupted = await _send_all(target, endpoint, load, conversations, state, stop, screen)
+        interrupted = await _send_all(target, endpoint, load, conversations, state, stop, console)
     seconds = max(clock() - state.began, SHORTEST)
     after = await event_state(endpoint)
     answers = run_statistics.successes(state.answers)
@@ -87,7 +89,7 @@ async def _send_all(
     conversations: Sequence[Conversation],
     state: run_statistics.RunState,
     stop: asyncio.Event,
-    screen: ProgressScreen,
+    console: Console,
 ) -> bool:
     """Send everything; return whether ``stop`` cut it short."""
     writer = BodyWriter(target.salt, endpoint.tokens_per_word, endpoint.model, ignore_eos=load.ignore_eos)
@@ -132,7 +134,7 @@ async def _send_all(
 
     driving = asyncio.create_task(drive())
     stopped = asyncio.create_task(stop.wait())
-    observers = [asyncio.create_task(_sample_lag(state.lags)), asyncio.create_task(screen.follow(state, target.url))]
+    observers = [asyncio.create_task(_sample_lag(state.lags)), asyncio.create_task(follow(console, state, target.url))]
     try:
         await asyncio.wait((driving, stopped), return_when=asyncio.FIRST_COMPLETED)
         interrupted = not driving.done()

@@ -25,25 +25,19 @@ SLOW_CLIENT = 0.1
 STYLES = {"": "", "better": "green", "worse": "red"}
 
 
-class ProgressScreen:
-    """Shows the progress of a run."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    async def follow(self, state: RunState, url: str) -> None:
-        """Show a run until cancelled, and once more at its end."""
-        if not self._console.is_terminal:
+async def follow(console: Console, state: RunState, url: str) -> None:
+    """Show the progress of a run until cancelled, and once more at its end."""
+    if not console.is_terminal:
+        while True:
+            await asyncio.sleep(PRINT_SECONDS)
+            console.print(progress_line(state, url), soft_wrap=True)
+    with Live(console=console, auto_refresh=False) as screen:
+        try:
             while True:
-                await asyncio.sleep(PRINT_SECONDS)
-                self._console.print(progress_line(state, url), soft_wrap=True)
-        with Live(console=self._console, auto_refresh=False) as screen:
-            try:
-                while True:
-                    screen.update(progress_line(state, url), refresh=True)
-                    await asyncio.sleep(DRAW_SECONDS)
-            finally:
                 screen.update(progress_line(state, url), refresh=True)
+                await asyncio.sleep(DRAW_SECONDS)
+        finally:
+            screen.update(progress_line(state, url), refresh=True)
 
 
 def progress_line(state: RunState, url: str) -> Text:

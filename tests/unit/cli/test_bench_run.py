@@ -193,8 +193,7 @@ async def test_an_endpoint_without_a_listener_is_an_error_and_no_run() -> None:
 
 async def whole(url: str, load: LoadSpec, **options: str) -> Result:
     plan, left_out = workload.select(workload.synthetic(load), load)
-    screen = terminal.ProgressScreen(Console(file=io.StringIO()))
-    return await run(Target(url, "salt", 10.0, **options), load, plan, left_out, screen)
+    return await run(Target(url, "salt", 10.0, **options), load, plan, left_out, Console(file=io.StringIO()))
 
 
 async def test_any_endpoint_is_measured_with_prompts_as_long_as_its_tokenizer_makes_them() -> None:
