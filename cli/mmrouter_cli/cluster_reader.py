@@ -1,4 +1,4 @@
-"""Read-only access of `status` and `doctor` to a cluster: complete objects by their path."""
+"""Read-only access of `status`, `doctor` and `plan` to a cluster: complete objects by their path."""
 
 import os
 from collections.abc import AsyncIterator, Awaitable
@@ -43,10 +43,10 @@ class Reader(KubernetesCluster):
 @asynccontextmanager
 async def reading(kubeconfig: Path | None) -> AsyncIterator[Reader]:
     """Connect as the user's kubectl would. Raises :class:`ClusterError`, also for an ``ApiError`` of the block."""
-    if kubeconfig is None and not _has_default():
+    if kubeconfig is None and not _default_files() and "KUBERNETES_SERVICE_HOST" not in os.environ:
         raise ClusterError(
-            "no cluster is configured: there is no ~/.kube/config and KUBECONFIG names no file; give --kubeconfig, or "
-            "--url for a deployment that is not on a cluster"
+            "no cluster is configured: there is no ~/.kube/config and KUBECONFIG names no file; give --kubeconfig, or, "
+            "to `status` and `doctor`, --url of a deployment that is not on a cluster"
         )
     try:
         reader = Reader(await load(kubeconfig), user_agent="mmrouter", identity="")
@@ -83,11 +83,6 @@ def namespace_of(kubeconfig: Path | None) -> str:
     except (config.ConfigException, OSError, *NO_KUBECONFIG):
         return "default"
     return str(active.get("context", {}).get("namespace") or "default")
-
-
-def _has_default() -> bool:
-    """Whether kubectl has a default cluster: from a file, or in a pod by the pod's account."""
-    return "KUBERNETES_SERVICE_HOST" in os.environ or bool(_default_files())
 
 
 def _default_files() -> list[Path]:

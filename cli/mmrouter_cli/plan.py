@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_operator.cluster.kinds_and_rights import KINDS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
 from mmrouter_operator.model.kinds import CHILD_SELECTOR, DEPLOYMENT_LABEL, RESOURCE, Ref
@@ -101,19 +102,13 @@ def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: Operator
 async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config: OperatorConfig) -> ChangeReport:
     """Return the steps from what the cluster runs. Raises :class:`PlanError` and ``SpecError``."""
     # The cluster's client takes a second to import, and comparing files does not need it.
-    from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
-    from mmrouter_operator.cluster.connection import ConnectError, load
+    from mmrouter_cli.cluster_reader import ClusterError, reading
 
     try:
-        cluster = KubernetesCluster(await load(kubeconfig), user_agent="mmrouter-plan", identity="")
-    except ConnectError as error:
+        async with reading(kubeconfig) as cluster:
+            snapshot, live = await _observe(cluster, dep)
+    except ClusterError as error:
         raise PlanError(str(error)) from error
-    try:
-        snapshot, live = await _observe(cluster, dep)
-    except ApiError as error:
-        raise PlanError(f"the cluster cannot be read: {error}") from error
-    finally:
-        await cluster.close()
     known = dep.metadata.model_copy(update={"uid": snapshot.resource["metadata"].get("uid", "")})
     return _report(dep.model_copy(update={"metadata": known}), snapshot, live, config)
 
@@ -127,16 +122,17 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
     except SecretError as error:
         raise PlanError(f"Secret {secret_name(dep)}: {error}") from error
     capabilities = await cluster.capabilities()
-    kinds = [kind for kind in CHILD_KINDS.values() if not kind.optional or capabilities.serves(kind.api)]
     selector = f"{DEPLOYMENT_LABEL}={name}"
     objects: list[dict[str, Any]] = []
-    for kind in kinds:
-        listed = await cluster.list(kind.kind, namespace, f"{selector},{CHILD_SELECTOR}")
-        # A list shows metadata only, and not under the kind's own name.
+    for kind in CHILD_KINDS.values():
+        if kind.optional and not capabilities.serves(kind.api):
+            continue
+        if kind.kind in ("Deployment", "ControllerRevision"):
+            listed = await cluster.items(KINDS[kind.kind].path(namespace), labelSelector=f"{selector},{CHILD_SELECTOR}")
+        else:  # metadata only
+            listed = await cluster.list(kind.kind, namespace, f"{selector},{CHILD_SELECTOR}")
         objects += [{**item, "apiVersion": kind.api, "kind": kind.kind} for item in listed]
-    objects = await _in_full(cluster, objects, ("Deployment", "ControllerRevision"))
-    listed = [{**pod, "apiVersion": "v1", "kind": "Pod"} for pod in await cluster.list("Pod", namespace, selector)]
-    pods = await _in_full(cluster, listed, ("Pod",))
+    pods = await cluster.items(KINDS["Pod"].path(namespace), labelSelector=selector)
     uid = found["metadata"]["uid"] if found is not None else ""
     revisions = [o for o in objects if o["kind"] == "ControllerRevision" and child_view(o).owner == uid]
     snapshot = replace(
@@ -147,18 +143,7 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
         revisions=tuple(map(revision_view, revisions)),
         capabilities=capabilities,
     )
-    spec_only = None if found is None else {key: value for key, value in found.items() if key != "status"}
-    return snapshot, None if spec_only is None else parse_deployment(spec_only)
-
-
-async def _in_full(cluster: Any, objects: Sequence[dict[str, Any]], kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the objects, those of these kinds read in full; deleted ones are left out."""
-    found = []
-    for obj in objects:
-        whole = await cluster.get(Ref.of(obj)) if obj["kind"] in kinds else obj
-        if whole is not None:
-            found.append({**whole, "apiVersion": obj["apiVersion"], "kind": obj["kind"]})
-    return found
+    return snapshot, None if found is None else parse_deployment({k: v for k, v in found.items() if k != "status"})
 
 
 def _report(
@@ -174,7 +159,7 @@ def _report(
     return ChangeReport(
         name=dep.metadata.name,
         changes=changes,
-        restarts={name: _because(changes, pools.get(name, "")) for name in sorted(restarted)},
+        restarts={name: tuple(p for p in changes if _restarts(p, pools.get(name, ""))) for name in sorted(restarted)},
         rehearsal=rehearsal,
         adopting=_adopting(rendered, desired, snapshot, dep),
         warnings=tuple(pair.sentence() for pair in mismatches(dep)),
@@ -193,22 +178,16 @@ def _adopting(
     return {name: tuple(fields) for name, fields in differ.items() if fields}
 
 
-def _because(changes: Sequence[str], pool: str) -> tuple[str, ...]:
-    """Return the changed fields that can restart a pool's pods, or the frontend's."""
-    return tuple(path for path in changes if (_of_pool(path, pool) if pool else _of_frontend(path)))
-
-
-def _of_pool(path: str, pool: str) -> bool:
+def _restarts(path: str, pool: str) -> bool:
+    """Whether a change of this field can restart a pool's pods, or the frontend's where ``pool`` is empty."""
+    field = path.partition("].")[2] if path.startswith("pools[") else ""
+    if not pool:
+        if path.startswith("pools["):
+            return field.startswith(_OF_A_ROUTER) or path.endswith("]")
+        return not path.startswith(("frontend.replicas", "frontend.service", "paused", "networkPolicy", "sidecar"))
     if path.startswith("pools["):
-        mine = path.startswith(f"pools[{pool}]")
-        return mine and not path.removeprefix(f"pools[{pool}].").startswith(_NO_RESTART)
+        return path.startswith(f"pools[{pool}]") and not field.startswith(_NO_RESTART)
     return not path.startswith(("frontend", "paused", "networkPolicy", "observability", "verification"))
-
-
-def _of_frontend(path: str) -> bool:
-    if path.startswith("pools["):
-        return path.partition("].")[2].startswith(_OF_A_ROUTER) or path.endswith("]")
-    return not path.startswith(("frontend.replicas", "frontend.service", "paused", "networkPolicy", "sidecar"))
 
 
 def _explicit_spec(dep: MMRouterDeployment) -> dict[str, Any]:
