@@ -6,16 +6,19 @@ There is one form per engine. vLLM rows name their ``kind`` (``meta``, ``step``,
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from mmrouter_lib.engines.base.events import EventError
 from mmrouter_lib.families import Family, ModelFolderError, ProcessorLimits, load_family
 from mmrouter_lib.prompt import Prompter
 
 EngineName = Literal["vllm", "sglang"]
+KEY = bytes(range(32))
+"""An arbitrary key: a replay is one deployment."""
 _VLLM_KINDS = frozenset({"meta", "render", "generate", "replay"})
 
 
@@ -155,11 +158,6 @@ class ReplayReport:
         """Add a difference, as often as there are blocks that have it."""
         self.differences += [f"{row.where}: {difference}"] * times
 
-    def follows(self, row: Row, before: int | None, seq: int) -> None:
-        """Add a difference where batches are missing between two sequence numbers."""
-        if before is not None and seq != before + 1:
-            self.differs(row, f"batch {seq} follows {before}: {seq - before - 1} are missing")
-
     @property
     def line(self) -> str:
         return f"blocks={self.blocks} matched={self.matched} unexplained={self.unexplained}"
@@ -170,6 +168,29 @@ class ReplayReport:
             "unexplained": self.unexplained,
             "first_difference": self.differences[0] if self.differences else None,
         }
+
+
+class Stream:
+    """The frames of a capture so far. ``payloads`` are by sequence number."""
+
+    def __init__(self, report: ReplayReport, decode: Callable[[bytes], Any]) -> None:
+        self.report, self._decode = report, decode
+        self.payloads: dict[int, bytes] = {}
+        self._last: int | None = None
+
+    def events(self, row: Row, frame: Frame) -> Sequence[Any]:
+        """Return a frame's events. Batches that are missing before it, or that cannot be read, are differences."""
+        if self._last is not None and frame.seq != self._last + 1:
+            missing = frame.seq - self._last - 1
+            self.report.differs(row, f"batch {frame.seq} follows {self._last}: {missing} are missing")
+        self._last = frame.seq
+        self.payloads[frame.seq] = frame.payload
+        try:
+            events: Sequence[Any] = self._decode(frame.payload).events
+        except EventError as error:
+            self.report.differs(row, f"a batch cannot be read: {error}")
+            return ()
+        return events
 
 
 def load_model(folder: Path, limits: ProcessorLimits | None = None) -> tuple[Family, Prompter]:

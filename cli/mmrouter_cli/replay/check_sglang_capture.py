@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmrouter_cli.replay.capture import Capture, ReplayReport, Row, comparing, load_model
+from mmrouter_cli.replay.capture import KEY, Capture, ReplayReport, Row, Stream, comparing, load_model
 from mmrouter_lib.block_keys import chain, namespace_seed
-from mmrouter_lib.engines.base.events import Cleared, EventError, Stored
+from mmrouter_lib.engines.base.events import Cleared, Stored
 from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import (
     SENTINEL_BASE,
@@ -25,7 +25,6 @@ from mmrouter_lib.engines.sglang.identity import (
     sentinels,
 )
 
-KEY = bytes(range(32))
 _U64 = (1 << 64) - 1
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _HEX = re.compile(r"[0-9a-f]{16,64}")
@@ -63,28 +62,21 @@ def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
     return report
 
 
-class _Pages:
+class _Pages(Stream):
     """The pages published so far."""
 
     def __init__(self, report: ReplayReport, *, legacy: bool) -> None:
-        self._report, self._legacy = report, legacy
+        super().__init__(report, decode_batch)
+        self._legacy = legacy
         self._pages: dict[int, _Page] = {}
         self._hashes: dict[int, int] = {}  # key -> published hash
         self._images: dict[str, tuple[int, ...]] = {}
-        self._seq: int | None = None
 
     def compare(self, row: Row) -> None:
         """Compare a row's frames with its request and with every formula."""
         stored: list[Stored] = []
         for frame in row.frames:
-            self._report.follows(row, self._seq, frame.seq)
-            self._seq = frame.seq
-            try:
-                events = decode_batch(frame.payload).events
-            except EventError as error:
-                self._report.differs(row, f"a batch cannot be read: {error}")
-                continue
-            for event in events:
+            for event in self.events(row, frame):
                 if isinstance(event, Stored):
                     stored.append(event)
                     self._store(row, event)
@@ -95,14 +87,14 @@ class _Pages:
             self._compare_request(row, request, stored)
 
     def _store(self, row: Row, event: Stored) -> None:
-        self._report.blocks += len(event.hashes)
+        self.report.blocks += len(event.hashes)
         if event.parent is None:
             prior, key = salt_root(event.salt), namespace_seed(KEY, model="replay", salt=event.salt)
         elif (before := self._pages.get(event.parent)) is not None:
             prior, key = before.digest, before.key
         else:
             count = len(event.hashes)
-            self._report.differs(row, f"the parent {event.parent:016x} of {count} pages was never published", count)
+            self.report.differs(row, f"the parent {event.parent:016x} of {count} pages was never published", count)
             return
         size, parent = event.block_size, event.parent
         keys = chain(event.ids, size, len(event.hashes), {}, key)
@@ -110,11 +102,11 @@ class _Pages:
             ids = event.ids[number * size : (number + 1) * size]
             prior = page_digest(ids, prior)
             if int.from_bytes(prior[:8], "big") != published:
-                self._report.differs(row, f"page {number}: published {published:016x}, its ids make {prior[:8].hex()}")
+                self.report.differs(row, f"page {number}: published {published:016x}, its ids make {prior[:8].hex()}")
             elif self._hashes.setdefault(key, published) != published:
-                self._report.differs(row, f"page {number}: one key, two published hashes")
+                self.report.differs(row, f"page {number}: one key, two published hashes")
             else:
-                self._report.matched += 1
+                self.report.matched += 1
             self._pages[published] = _Page(prior, key, ids, parent)
             parent = published
 
@@ -123,28 +115,28 @@ class _Pages:
         given = _RANGE.fullmatch(str(request.get("input_ids", "")))
         names = _images(row, request)
         if given is not None:
-            self._report.prompts += 1
+            self.report.prompts += 1
             body = (row.raw.get("reply") or {}).get("body") or {}
             want = array("Q", range(int(given[1]), int(given[2]) + 1)) + array("Q", body.get("output_ids") or [])
             if prompt != want[: len(prompt)]:
-                self._report.differs(row, "template: the published ids are not those of the request")
+                self.report.differs(row, "template: the published ids are not those of the request")
         elif names:
-            self._report.prompts += 1
+            self.report.prompts += 1
             self._runs(row, request, prompt, names)
 
     def _runs(self, row: Row, request: Mapping[str, Any], prompt: "array[int]", names: Sequence[str]) -> None:
         # Two different images without a token between them would be one run here; templates put markers there.
         runs = list(_sentinel_runs(prompt))
         if len(runs) > len(names):
-            self._report.differs(row, f"count: {len(names)} images requested, {len(runs)} published")
+            self.report.differs(row, f"count: {len(names)} images requested, {len(runs)} published")
         for name, run in zip(names, runs, strict=False):
             width = 1 if self._legacy else 4
             values = tuple(run[:width])
             if run != run_ids(values, len(run)):
-                self._report.differs(row, f"identity: the run of image {name} does not repeat its first {width} ids")
+                self.report.differs(row, f"identity: the run of image {name} does not repeat its first {width} ids")
             want = _given(row, request, names, legacy=self._legacy) or self._images.setdefault(name, values)
             if values != want:
-                self._report.differs(row, f"identity: image {name} has the sentinels {values}, {want} are expected")
+                self.report.differs(row, f"identity: image {name} has the sentinels {values}, {want} are expected")
 
     def _back(self, last: int) -> "array[int]":
         """Return all ids from the root of the chain to a page."""

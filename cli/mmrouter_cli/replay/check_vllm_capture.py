@@ -9,24 +9,21 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_cli.replay.capture import Capture, ReplayReport, Row, comparing
+from mmrouter_cli.replay.capture import KEY, Capture, ReplayReport, Row, Stream, comparing
 from mmrouter_cli.replay.vllm_requests import UNKNOWN, NotRebuiltError, Prompt, Requests
 from mmrouter_lib.block_keys import block_keys, chain, namespace_seed
-from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.engines.base.events import Cleared, Ragged, Removed, Stored
 from mmrouter_lib.engines.vllm.events import decode_batch
-
-KEY = bytes(range(32))
-"""An arbitrary key: a replay is one deployment."""
 
 
 def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
     """Compare a capture. Raises ``CaptureError`` for a model folder or a row that cannot be used."""
     report = ReplayReport("vllm")
     requests = Requests(capture, model_dir)
-    stream = _Stream(report)
+    blocks = _Blocks(report)
     for row in capture.rows:
         with comparing(capture, row):
-            _explain_row(row, requests, stream, report)
+            _explain_row(row, requests, blocks, report)
     if model_dir is None:
         report.notes.append(f"{report.prompts} prompts as the engine returned them; --model renders them too")
     elif not report.rendered:
@@ -37,30 +34,27 @@ def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
     return report
 
 
-def _explain_row(row: Row, requests: Requests, stream: "_Stream", report: ReplayReport) -> None:
+def _explain_row(row: Row, requests: Requests, blocks: "_Blocks", report: ReplayReport) -> None:
     if row.kind == "replay":
-        stream.replayed(row)
+        blocks.replayed(row)
         return
     try:
         prompt = requests.prompt(row)
     except NotRebuiltError as error:
-        stream.skip(row, str(error))
+        blocks.skip(row, str(error))
         return
     if prompt is not None and prompt.returned is not None:
         report.rendered += 1
         if (difference := _ids_differ(prompt)) is not None:
             report.differs(row, difference)
-    stream.compare(row, prompt)
+    blocks.compare(row, prompt)
 
 
-class _Stream:
-    """The frames so far, in the router's keys."""
+class _Blocks(Stream):
+    """The blocks published so far, in the router's keys."""
 
     def __init__(self, report: ReplayReport) -> None:
-        self._report = report
-        self._seq: int | None = None
-        self._first: int | None = None
-        self._live: dict[int, bytes] = {}
+        super().__init__(report, decode_batch)
         self._keys: dict[int, int] = {}  # engine hash -> key
         self._hashes: dict[int, int] = {}  # key -> engine hash
         self._predicted: dict[int, None] = {}
@@ -75,65 +69,54 @@ class _Stream:
         """Apply a row's frames without comparison, so that later blocks find their parents."""
         blocks = 0
         for frame in row.frames:
-            self._follows(row, frame.seq, frame.payload)
-            blocks += sum(len(event["block_hashes"]) for event in _stores(frame.payload))
-            for event in self._events(row, frame.payload):
+            blocks += _stored_blocks(frame.payload)
+            for event in self.events(row, frame):
                 if isinstance(event, Stored | Ragged):
                     self._chain(event)
         if blocks or row.frames or "capture" in why:
-            self._report.skipped.append(f"{row.where}: {why}" + (f" ({blocks} blocks)" if blocks else ""))
+            self.report.skipped.append(f"{row.where}: {why}" + (f" ({blocks} blocks)" if blocks else ""))
 
     def compare(self, row: Row, prompt: Prompt | None) -> None:
         """Compare a row's frames with all requests so far."""
-        batches = [list(self._events(row, frame.payload)) for frame in row.frames]
+        batches = [self.events(row, frame) for frame in row.frames]
         stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
         own: array[int] = array("Q")
         announced = [event for batch in batches for event in batch if isinstance(event, Stored | Ragged)]
         size = self._size = announced[0].block_size if announced else self._size
         if prompt is not None:
-            self._report.prompts += 1
+            self.report.prompts += 1
             prompt = self._named_by_events(row, prompt, stored)
             if size:
                 own = block_keys(prompt.ids, size, prompt.spans, _seed(prompt.lora, prompt.salt))
                 self._predicted.update(dict.fromkeys(own))
         failed = False
         for frame, batch in zip(row.frames, batches, strict=True):
-            self._follows(row, frame.seq, frame.payload)
-            published = sum(len(event["block_hashes"]) for event in _stores(frame.payload))
+            published = _stored_blocks(frame.payload)
             matched = sum(self._apply(row, event, prompt) for event in batch)
-            self._report.blocks += published
-            self._report.matched += matched
+            self.report.blocks += published
+            self.report.matched += matched
             more = published - matched
             if more > 0 and not failed:
                 failed = True
-                self._report.differs(row, self._difference(prompt, stored, size))
-            self._report.differs(row, "one more block that nothing predicts", more - 1)
-        if row.frames and prompt is not None and size and self._first == 0 and not self._windowed and not failed:
+                self.report.differs(row, self._difference(prompt, stored, size))
+            self.report.differs(row, "one more block that nothing predicts", more - 1)
+        if row.frames and prompt is not None and size and self._complete and not self._windowed and not failed:
             whole = own[: prompt.prompt_tokens // size]
             for number in (number for number, key in enumerate(whole) if not self._held[key]):
-                self._report.differs(row, f"block {number} of {len(whole)} predicted, never published")
+                self.report.differs(row, f"block {number} of {len(whole)} predicted, never published")
 
     def replayed(self, row: Row) -> None:
         """Compare replayed batches with those that were sent live."""
         for part in row.raw.get("parts", []):
             if len(part) == 4 and part[3]:
-                live = self._live.get(seq := int(part[2], 16))
+                live = self.payloads.get(seq := int(part[2], 16))
                 if live is not None and live.hex() != part[3]:
-                    self._report.differs(row, f"batch {seq} is not the one that was sent live")
+                    self.report.differs(row, f"batch {seq} is not the one that was sent live")
 
-    def _events(self, row: Row, payload: bytes) -> Sequence[Any]:
-        try:
-            return decode_batch(payload).events
-        except EventError as error:
-            self._report.differs(row, f"a batch cannot be read: {error}")
-            return ()
-
-    def _follows(self, row: Row, seq: int, payload: bytes) -> None:
-        self._report.follows(row, self._seq, seq)
-        if self._first is None:
-            self._first = seq
-        self._seq = seq
-        self._live[seq] = payload
+    @property
+    def _complete(self) -> bool:
+        """Whether the capture has the stream from its first batch."""
+        return next(iter(self.payloads), None) == 0
 
     def _apply(self, row: Row, event: Any, prompt: Prompt | None) -> int:
         """Apply an event; return how many of its blocks are predicted."""
@@ -150,12 +133,10 @@ class _Stream:
                     key = self._keys.get(engine_hash)
                     if key is not None:
                         self._held[key] = max(0, self._held[key] - 1)
-                    elif self._first == 0:
-                        self._report.differs(row, f"removed block {engine_hash}, never published")
+                    elif self._complete:
+                        self.report.differs(row, f"removed block {engine_hash}, never published")
             case Cleared():
                 self._held.clear()
-            case Ignored():
-                pass
         return 0
 
     def _chain(self, event: Stored | Ragged) -> "array[int] | None":
@@ -176,9 +157,9 @@ class _Stream:
                 self._windows.follow(event, keys)
         for engine_hash, key in zip(hashes, keys, strict=True):
             if self._keys.setdefault(engine_hash, key) != key:
-                self._report.differences.append(f"engine block {engine_hash:016x} stands for two of our keys")
+                self.report.differences.append(f"engine block {engine_hash:016x} stands for two of our keys")
             if self._hashes.setdefault(key, engine_hash) != engine_hash:
-                self._report.differences.append(f"key {key:016x} stands for two of the engine's blocks")
+                self.report.differences.append(f"key {key:016x} stands for two of the engine's blocks")
         return keys
 
     def _named_by_events(self, row: Row, prompt: Prompt, stored: Sequence[Stored]) -> Prompt:
@@ -187,7 +168,7 @@ class _Stream:
             return prompt
         seen = {identity for event in stored for _, identity, _ in event.spans}
         name = seen.pop() if len(prompt.spans) == 1 and len(seen) == 1 else bytes(32)
-        self._report.notes.append(f"{row.where}: the image's file is missing; its name is taken from the events")
+        self.report.notes.append(f"{row.where}: the image's file is missing; its name is taken from the events")
         spans = [replace(span, identity=span.identity or name) for span in prompt.spans]
         return replace(prompt, spans=tuple(spans))
 
@@ -234,15 +215,15 @@ def _seed(lora: str | None, salt: str | None) -> int:
     return namespace_seed(KEY, model="replay", lora=lora, salt=salt)
 
 
-def _stores(payload: bytes) -> list[dict[str, Any]]:
-    """Return a payload's store events without the library's decoder, so that its omissions are noticed."""
+def _stored_blocks(payload: bytes) -> int:
+    """Return the number of a payload's stored blocks without the library's decoder, so that omissions are noticed."""
     try:
         events = msgspec.msgpack.decode(payload)[1]
     except (msgspec.DecodeError, IndexError, TypeError):
-        return []
+        return 0
     maps = [
         event if isinstance(event, dict) else {"type": event[0], "block_hashes": event[1]}
         for event in events
         if isinstance(event, dict) or (isinstance(event, list) and len(event) > 1)
     ]
-    return [event for event in maps if event.get("type") == "BlockStored"]
+    return sum(len(event["block_hashes"]) for event in maps if event.get("type") == "BlockStored")
