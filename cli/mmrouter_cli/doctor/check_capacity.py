@@ -51,7 +51,7 @@ def capacity_check(cluster: ClusterFacts, facts: DeploymentFacts, dep: MMRouterD
         used = facts.pods if not isinstance(facts.pods, Unread) else ()
     nodes = node_fit.nodes_of(cluster.nodes, used)
     try:
-        wanted = pods_wanted(dep, () if isinstance(facts.pods, Unread) else facts.pods, _scaled(facts, dep))
+        wanted = pods_wanted(dep, facts)
     except SpecError:
         return  # reported by the check of the spec
     # Missing pods take their nodes before the extra pods of rollouts.
@@ -65,16 +65,19 @@ def capacity_check(cluster: ClusterFacts, facts: DeploymentFacts, dep: MMRouterD
             yield _placed(demand, nodes)
 
 
-def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object], scaled: Mapping[str, int]) -> list[PodDemand]:
-    """Return what the deployment's pods request, the frontend's last. Raises ``SpecError``.
-
-    ``scaled``: pool -> replicas set by its autoscaler.
-    """
-    objects = [obj for obj in render(dep, secrets=new_secret_data()) if obj["kind"] == "Deployment"]
+def pods_wanted(dep: MMRouterDeployment, facts: DeploymentFacts) -> list[PodDemand]:
+    """Return what the deployment's pods request, the frontend's last. Raises ``SpecError``."""
+    pods = () if isinstance(facts.pods, Unread) else facts.pods
+    # A pool with an autoscaler wants as many as that wants.
+    autoscaled = {pool.name for pool in dep.spec.pools if pool.autoscaling is not None}
+    counts = (facts.resource.get("status") or {}).get("pools") or []
+    scaled = {each["name"]: each["desired"] for each in counts if each["name"] in autoscaled and "desired" in each}
     demands = []
-    for obj in objects:
+    for obj in render(dep, secrets=new_secret_data()):
+        if obj["kind"] != "Deployment":
+            continue
         spec = obj["spec"]
-        pool = obj["spec"]["selector"]["matchLabels"].get(POOL_LABEL, "")
+        pool = spec["selector"]["matchLabels"].get(POOL_LABEL, "")
         mine = [pod for pod in pods if _is_of(pod, pool)]
         rolling = spec["strategy"].get("rollingUpdate") or {}
         demands.append(
@@ -89,12 +92,6 @@ def pods_wanted(dep: MMRouterDeployment, pods: Sequence[Object], scaled: Mapping
             )
         )
     return demands
-
-
-def _scaled(facts: DeploymentFacts, dep: MMRouterDeployment) -> dict[str, int]:
-    counts = {pool["name"]: pool for pool in (facts.resource.get("status") or {}).get("pools") or []}
-    names = [pool.name for pool in dep.spec.pools if pool.autoscaling is not None]
-    return {name: counts[name]["desired"] for name in names if "desired" in counts.get(name, {})}
 
 
 def _is_of(pod: Object, pool: str) -> bool:
@@ -132,19 +129,14 @@ def _missing(demand: PodDemand, missing: int, nodes: Sequence[Node]) -> tuple[Fi
 
 
 def _open(demand: PodDemand, nodes: Sequence[Node]) -> list[Node]:
-    return [
-        node
-        for node in nodes
-        if node_fit.selects(demand.spec, node)
-        and node.ready
-        and not node.cordoned
-        and not node_fit.barring(demand.spec, node)
-    ]
+    usable = (node for node in nodes if node.ready and not node.cordoned)
+    return [node for node in usable if node_fit.selects(demand.spec, node) and not node_fit.barring(demand.spec, node)]
 
 
 def _why(demand: PodDemand, short: int, nodes: Sequence[Node], left: Sequence[Node]) -> tuple[str, str]:
     """Return why ``short`` pods find no node, by the first requirement that no node meets, and advice."""
-    devices = _devices(demand)
+    # Extended resources, whose names have a domain.
+    devices = {name: amount for name, amount in demand.asks.items() if "/" in name and amount > 0}
     if not nodes:
         return "the cluster has no nodes", "Add demand."
     selected = [node for node in nodes if node_fit.selects(demand.spec, node)]
@@ -175,9 +167,10 @@ def _why(demand: PodDemand, short: int, nodes: Sequence[Node], left: Sequence[No
     if not welcome:
         taint = node_fit.barring(demand.spec, usable[0])[0]
         text = f"{taint['key']}{'=' + taint['value'] if taint.get('value') else ''}:{taint['effect']}"
+        place = f"pools[{demand.pool}]" if demand.pool else "frontend.podTemplate.spec"
         return (
             f"{_names([node.name for node in usable])} has the taint {text}, which the pods do not tolerate",
-            f"Add to {_tolerations_of(demand)}: {{key: {taint['key']}, operator: Exists, effect: {taint['effect']}}}",
+            f"Add to spec.{place}.tolerations: {{key: {taint['key']}, operator: Exists, effect: {taint['effect']}}}",
         )
     offering = [node for node in welcome if not node_fit.lacking(devices, node.allocatable)]
     if not offering:
@@ -198,15 +191,6 @@ def _why(demand: PodDemand, short: int, nodes: Sequence[Node], left: Sequence[No
     )
 
 
-def _devices(demand: PodDemand) -> Amounts:
-    """Return the extended resources, whose names have a domain."""
-    return {name: amount for name, amount in demand.asks.items() if "/" in name and amount > 0}
-
-
-def _tolerations_of(demand: PodDemand) -> str:
-    return f"spec.pools[{demand.pool}].tolerations" if demand.pool else "spec.frontend.podTemplate.spec.tolerations"
-
-
 def _names(names: Sequence[str]) -> str:
     if len(names) <= _SHOWN:
         return ", ".join(names)
@@ -214,9 +198,8 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _amounts(amounts: Amounts) -> str:
-    return (
-        ", ".join(f"{_number(amount)} {name}" for name, amount in sorted(amounts.items()) if name != "pods") or "1 pod"
-    )
+    named = (f"{_number(amount)} {name}" for name, amount in sorted(amounts.items()) if name != "pods")
+    return ", ".join(named) or "1 pod"
 
 
 def _number(amount: Any) -> str:

@@ -158,16 +158,11 @@ def violated(dep: MMRouterDeployment, level: str) -> list[str]:
             pool = obj["spec"]["selector"]["matchLabels"].get(POOL_LABEL, "")
             who = f"pool {pool}" if pool else "frontend"
             for place, what in violations(obj["spec"]["template"]["spec"]):
-                if level != "baseline" or not _baseline_allows(what):
+                # Of the volumes, baseline forbids those of the node only.
+                other_volume = "is not among the volumes" in what and not what.startswith("hostPath ")
+                if level != "baseline" or not (other_volume or what.startswith(_ONLY_RESTRICTED)):
                     result.append(f"{who}: {place}: {what}")
     return list(dict.fromkeys(result))
-
-
-def _baseline_allows(what: str) -> bool:
-    # Of the volumes, baseline forbids those of the node only.
-    return what.startswith(_ONLY_RESTRICTED) or (
-        "is not among the volumes" in what and not what.startswith("hostPath ")
-    )
 
 
 TIGHT, FULL = 0.75, 0.9
@@ -189,7 +184,8 @@ def pod_check(facts: DeploymentFacts) -> Iterator[Finding]:
             container, reason, message = view.waiting
             if (view.pool, container, reason) not in reported:
                 reported.add((view.pool, container, reason))
-                others = _others(views, view, reason)
+                same = [v for v in views if v.pool == view.pool and v.waiting is not None and v.waiting[1] == reason]
+                others = f" and {len(same) - 1} more of its pool" if len(same) > 1 else ""
                 seen = f"{view.name}{others}: container {container} waits, {reason}: {message or 'no message'}"
                 yield problem(seen, _do(view, container, reason))
         elif view.unschedulable and (view.pool, "", "Unschedulable") not in reported:
@@ -262,11 +258,6 @@ def _do(view: PodView, container: str, reason: str) -> str:
     if reason == "CrashLoopBackOff":
         return f"Look at its log: kubectl logs -n {view.namespace} {view.name} -c {container} --previous"
     return f"kubectl describe pod -n {view.namespace} {view.name}"
-
-
-def _others(views: list[PodView], first: PodView, reason: str) -> str:
-    same = [v for v in views if v.pool == first.pool and v.waiting is not None and v.waiting[1] == reason]
-    return f" and {len(same) - 1} more of its pool" if len(same) > 1 else ""
 
 
 def _slowest(pods: Sequence[Object]) -> str:

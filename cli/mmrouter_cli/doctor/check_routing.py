@@ -17,8 +17,6 @@ _FOLLOWED = ("worker", "prefill", "decode")
 _PROVED = ("worker", "prefill")
 
 Worker = Mapping[str, Any]
-Answers = dict[str, tuple[State, State]]
-"""Frontend -> its two states."""
 
 
 def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
@@ -29,7 +27,7 @@ def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
             yield warning(f"{frontend.name} cannot be queried: {frontend.first.why}", do)
         elif not frontend.first.get("ready", True):
             yield warning(f"{frontend.name} is not ready: it waits for its engines", "Wait, then see events.")
-    answers = answered(facts)
+    answers = _answered(facts)
     if not facts.frontends:
         yield problem("none runs", "See pods and nodes.")
     if not answers:
@@ -50,7 +48,7 @@ def event_check(facts: RoutingFacts) -> Iterator[Finding]:
     """Check that every engine's events arrive: heartbeats, snapshot, sequence numbers."""
     heard = []
     bad: set[Finding] = set()  # findings that name no frontend are yielded once
-    for frontend, (first, second) in answered(facts).items():
+    for frontend, (first, second) in _answered(facts).items():
         before = {worker["uid"]: worker for worker in first["workers"]}
         for worker in second["workers"]:
             if worker["role"] not in _FOLLOWED or worker["draining"]:
@@ -92,7 +90,7 @@ def _of_events(frontend: str, before: Worker, worker: Worker, seconds: float) ->
 
 def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
     """Check that the blocks that frontends predict are those that engines publish."""
-    answers = answered(facts)
+    answers = _answered(facts)
     if not answers:
         return
     proved: set[str] = set()
@@ -105,7 +103,9 @@ def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
             if finding is None:
                 proved.add(worker["name"])
                 if worker["standing"] == "waiting":
-                    yield _of_gates(worker["name"])
+                    seen = f"{worker['name']} is proved but used only as a last resort"
+                    do = f"Why one is closed is in its conditions: kubectl describe pod {worker['name']}"
+                    yield warning(f"{seen}: its readiness gates are not open yet", f"The operator opens them. {do}")
             else:
                 others.setdefault(worker["name"], finding)
         for renderer in state.get("renderers") or []:
@@ -138,13 +138,6 @@ def _of_canary(worker: Worker) -> Finding | None:
     return warning(f"{name} is not proved yet: {message or 'its canary is under way'}", "Wait a moment.")
 
 
-def _of_gates(name: str) -> Finding:
-    seen = f"{name} is proved but used only as a last resort: its readiness gates are not open yet"
-    return warning(
-        seen, f"The operator opens them. Why one is closed is in its conditions: kubectl describe pod {name}"
-    )
-
-
 def _ratios(states: list[State]) -> Iterator[Finding]:
     decisions = sum(state.get("decisions", 0) for state in states)
     if decisions < ENOUGH:
@@ -163,7 +156,8 @@ def _ratios(states: list[State]) -> Iterator[Finding]:
         yield ok(summary)
 
 
-def answered(facts: RoutingFacts) -> Answers:
+def _answered(facts: RoutingFacts) -> dict[str, tuple[State, State]]:
+    """Return the two states of each frontend that answered."""
     return {
         frontend.name: (frontend.first, frontend.second)
         for frontend in facts.frontends

@@ -57,16 +57,15 @@ def of_cluster(facts: ClusterFacts) -> Diagnosis:
 def of_deployment(cluster: ClusterFacts, facts: DeploymentFacts, frontends: RoutingFacts | None) -> Diagnosis:
     """Check one deployment; ``frontends`` is ``None`` while it has none."""
     checks = {"spec": check_deployment.spec_check(facts), "conditions": check_deployment.condition_check(facts)}
-    dep = None if isinstance(facts.dep, SpecError) else facts.dep
-    if dep is not None:
-        checks |= {"APIs": check_cluster.api_check(cluster, dep), "references": check_deployment.reference_check(facts)}
-        checks |= {
-            "nodes": capacity_check(cluster, facts, dep),
-            "Pod Security": check_deployment.security_check(facts, dep),
-        }
+    if not isinstance(dep := facts.dep, SpecError):
+        checks["APIs"] = check_cluster.api_check(cluster, dep)
+        checks["references"] = check_deployment.reference_check(facts)
+        checks["nodes"] = capacity_check(cluster, facts, dep)
+        checks["Pod Security"] = check_deployment.security_check(facts, dep)
         checks["NetworkPolicy"] = check_deployment.network_check(dep)
     checks["pods"] = check_deployment.pod_check(facts)
-    checks |= {"shared memory": check_deployment.memory_check(facts, dep)} if dep is not None else {}
+    if not isinstance(dep, SpecError):
+        checks["shared memory"] = check_deployment.memory_check(facts, dep)
     checks |= _of_frontends(frontends) if frontends is not None else {}
     return _diagnosis(f"{facts.resource['metadata']['namespace']}/{facts.name}", checks)
 
@@ -157,11 +156,11 @@ async def read_routing(
     forward = f"kubectl port-forward -n {namespace} deployment/{facts.name}-frontend 8001"
     advice = f"In another terminal: {forward}. Then add --control http://127.0.0.1:8001"
     async with open_frontends(pods, kubeconfig) as frontends:
-        return await probe_frontends(frontends, secret, advice)
+        return (await probe_frontends(frontends, secret))._replace(advice=advice)
 
 
-async def probe_frontends(frontends: Sequence[Frontend], token: str, advice: str = "") -> RoutingFacts:
-    """Query each frontend twice, since progress shows in the difference. ``advice``: for an unreachable one."""
+async def probe_frontends(frontends: Sequence[Frontend], token: str) -> RoutingFacts:
+    """Query each frontend twice, since progress shows in the difference."""
     async with client(token) as http:
         first = await asyncio.gather(*(fetch(http, frontend) for frontend in frontends))
         if not all(isinstance(answer, Unread) for answer in first):
@@ -171,11 +170,8 @@ async def probe_frontends(frontends: Sequence[Frontend], token: str, advice: str
             return before if isinstance(before, Unread) else await fetch(http, frontend)
 
         second = await asyncio.gather(*map(again, frontends, first))
-    facts = tuple(
-        FrontendFacts(frontend.name, before, after)
-        for frontend, before, after in zip(frontends, first, second, strict=True)
-    )
-    return RoutingFacts(facts, BETWEEN_SECONDS, advice) if advice else RoutingFacts(facts, BETWEEN_SECONDS)
+    names = (frontend.name for frontend in frontends)
+    return RoutingFacts(tuple(map(FrontendFacts, names, first, second)), BETWEEN_SECONDS)
 
 
 async def control_token(reader: Reader, namespace: str, name: str) -> str:
@@ -204,17 +200,13 @@ async def _leases(reader: Reader) -> list[Object]:
 
 
 async def _renewed(reader: Reader, leases: Sequence[Object]) -> bool:
-    before = _versions(leases)
+    before = [lease["metadata"]["resourceVersion"] for lease in leases]
     deadline = time.monotonic() + LEASE_SECONDS
     while time.monotonic() < deadline:
         await asyncio.sleep(0.5)
-        if _versions(await _leases(reader)) - before:
+        if any(lease["metadata"]["resourceVersion"] not in before for lease in await _leases(reader)):
             return True
     return False
-
-
-def _versions(leases: Sequence[Object]) -> set[tuple[str, str]]:
-    return {(lease["metadata"]["uid"], lease["metadata"]["resourceVersion"]) for lease in leases}
 
 
 async def _shared_memory(reader: Reader, pods: Sequence[Object]) -> dict[str, tuple[int, int]] | Unread:
@@ -225,9 +217,8 @@ async def _shared_memory(reader: Reader, pods: Sequence[Object]) -> dict[str, tu
         if pod["metadata"]["labels"].get(POOL_LABEL) and (pod.get("status") or {}).get("phase") == "Running"
     }
     nodes = sorted({pod["spec"]["nodeName"] for pod in pods if pod["metadata"]["uid"] in engines})
-    answers = await asyncio.gather(
-        *(attempt(reader.read(f"/api/v1/nodes/{node}/proxy/stats/summary")) for node in nodes)
-    )
+    summaries = (f"/api/v1/nodes/{node}/proxy/stats/summary" for node in nodes)
+    answers = await asyncio.gather(*(attempt(reader.read(path)) for path in summaries))
     usage = {}
     for answer in answers:
         if isinstance(answer, Unread):

@@ -55,9 +55,8 @@ def problem(seen: str, do: str) -> Finding:
 
 def unread(what: str, value: Unread, *, them: bool = True) -> Finding:
     """Return a finding of facts that this user cannot read."""
-    return warning(
-        f"{what} cannot be read: {value.why}", f"Run this with the right to read {'them' if them else 'it'}."
-    )
+    do = f"Run this with the right to read {'them' if them else 'it'}."
+    return warning(f"{what} cannot be read: {value.why}", do)
 
 
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "bold red")}

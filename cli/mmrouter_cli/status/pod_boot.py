@@ -28,7 +28,9 @@ def steps(pod: Object, events: Iterable[Object] = ()) -> list[BootStep]:
     """
     made = _time(pod["metadata"]["creationTimestamp"])
     result, last = [], 0.0
-    for until, moment in _moments(pod, [event for event in events if _is_about(event, pod)]):
+    uid = pod["metadata"].get("uid")
+    about = [event for event in events if (event.get("involvedObject") or {}).get("uid") == uid]
+    for until, moment in _moments(pod, about):
         at = max(last, moment - made)
         result.append(BootStep(until, at, at - last))
         last = at
@@ -79,8 +81,7 @@ def _moments(pod: Object, events: Sequence[Object]) -> Iterator[tuple[str, float
     native = {c["name"] for c in spec.get("initContainers") or [] if c.get("restartPolicy") == "Always"}
     before = ""  # the native sidecar that must start before the next container
     for name, state in states.items():
-        pulls = [_at(event) for event in events if event.get("reason") == "Pulling" and _container(event) == name]
-        pulled = [_at(event) for event in events if event.get("reason") == "Pulled" and _container(event) == name]
+        pulls, pulled = (_times(events, reason, name) for reason in ("Pulling", "Pulled"))
         began = (pulls or pulled)[:1]
         if before and began:
             yield f"{before} had started up", began[0]
@@ -94,19 +95,15 @@ def _moments(pod: Object, events: Sequence[Object]) -> Iterator[tuple[str, float
         if run.get("finishedAt"):
             yield f"{name} was done", _time(run["finishedAt"])
         before = name if name in native else ""
+    names = [container["name"] for container in spec.get("containers") or []]
+    meanings = {"ContainersReady": f"{' and '.join(names)} answered"}
+    meanings |= {gate: _GATES.get(gate, f"{gate} held") for gate in _gates(pod)} | {"Ready": "the kubelet had seen it"}
     later = [
-        (words, _time(condition["lastTransitionTime"]), number)
-        for number, (kind, words) in enumerate(_conditions_of_a_start(pod))
+        (words, _time(condition["lastTransitionTime"]))
+        for kind, words in meanings.items()
         if _holds(condition := conditions.get(kind, {})) and condition.get("lastTransitionTime")
     ]
-    yield from ((words, at) for words, at, _ in sorted(later, key=lambda item: (item[1], item[2])))
-
-
-def _conditions_of_a_start(pod: Object) -> Iterator[tuple[str, str]]:
-    names = [container["name"] for container in (pod.get("spec") or {}).get("containers") or []]
-    yield "ContainersReady", f"{' and '.join(names)} answered"
-    yield from ((gate, _GATES.get(gate, f"{gate} held")) for gate in _gates(pod))
-    yield "Ready", "the kubelet had seen it"
+    yield from sorted(later, key=lambda item: item[1])
 
 
 def _of_containers(pod: Object) -> str:
@@ -147,18 +144,11 @@ def _holds(condition: Object) -> bool:
     return bool(condition.get("status") == "True")
 
 
-def _is_about(event: Object, pod: Object) -> bool:
-    return bool((event.get("involvedObject") or {}).get("uid") == pod["metadata"].get("uid"))
-
-
-def _container(event: Object) -> str:
-    """Return the container of an event: its field is ``spec.containers{engine}``."""
-    field: str = event["involvedObject"].get("fieldPath", "")
-    return field.partition("{")[2].rstrip("}")
-
-
-def _at(event: Object) -> float:
-    return _time(event.get("firstTimestamp") or event["eventTime"])
+def _times(events: Sequence[Object], reason: str, container: str) -> list[float]:
+    """Return the times of a container's events, whose field is like ``spec.containers{engine}``."""
+    about = (event for event in events if event.get("reason") == reason)
+    mine = (e for e in about if e["involvedObject"].get("fieldPath", "").partition("{")[2].rstrip("}") == container)
+    return [_time(event.get("firstTimestamp") or event["eventTime"]) for event in mine]
 
 
 def _time(text: str) -> float:

@@ -133,12 +133,9 @@ def of_states(url: str, answers: Mapping[str, State | Unread]) -> View:
         for worker in state["workers"]:
             rows_of.setdefault(worker["uid"], []).append(worker)
     workers = [_worker(rows) for rows in rows_of.values()]
-    workers += [
-        WorkerRow(
-            r["name"], r["pool"], r["answered"], "True" if r["verified"] else f"Unknown ({r['message'] or 'asked'})"
-        )
-        for r in (next(iter(states.values())).get("renderers") or [] if states else [])
-    ]
+    for row in (next(iter(states.values())).get("renderers") or []) if states else []:
+        exact = "True" if row["verified"] else f"Unknown ({row['message'] or 'asked'})"
+        workers.append(WorkerRow(row["name"], row["pool"], row["answered"], exact))
     workers.sort(key=lambda worker: (worker.pool, worker.name))
     phase = "Unreachable" if not states else "Ready" if workers and ready == len(answers) else "Starting"
     if phase == "Ready" and not all(worker.routable for worker in workers):
@@ -224,10 +221,11 @@ async def from_cluster(
                     yield [replace(view, notes=(*view.notes, note)) for view in views]
                     await asyncio.sleep(EVERY_SECONDS)
                     continue
-                of: dict[str, list[Object]] = {}
-                for pod in pods:
-                    of.setdefault(pod["metadata"]["labels"][DEPLOYMENT_LABEL], []).append(pod)
-                views = [of_resource(resource, of.get(resource["metadata"]["name"], [])) for resource in resources]
+                views = []
+                for resource in resources:
+                    own = resource["metadata"]["name"]
+                    mine = [pod for pod in pods if pod["metadata"]["labels"][DEPLOYMENT_LABEL] == own]
+                    views.append(of_resource(resource, mine))
                 yield views
                 if not watch:
                     return
@@ -258,13 +256,11 @@ def drawn(views: Sequence[View]) -> RenderableType:
 
 
 def _parts(view: View) -> list[RenderableType]:
-    good = view.phase == "Ready"
+    counts = f"  frontends {view.frontends}  exact {view.exact_ratio}  hit {view.hit_ratio}"
+    counts += f"  {view.endpoint}" if view.endpoint and view.endpoint != view.name else ""
     head = Text.assemble(
-        (view.name, "bold"), "  ", (view.phase, "green" if good else "yellow"), f"  frontends {view.frontends}  "
+        (view.name, "bold"), "  ", (view.phase, "green" if view.phase == "Ready" else "yellow"), counts
     )
-    head.append(f"exact {view.exact_ratio}  hit {view.hit_ratio}")
-    if view.endpoint and view.endpoint != view.name:
-        head.append(f"  {view.endpoint}")
     parts: list[RenderableType] = [head]
     parts += [_pool_table(view.pools)] if view.pools else []
     parts += [_worker_table(view.workers)] if view.workers else []
@@ -277,7 +273,7 @@ def _pool_table(pools: Sequence[PoolRow]) -> Table:
     shown = table("pools", "pool", "role", *numbers, right=numbers, title_justify="left")
     for pool in pools:
         of = "" if pool.desired is None else f"/{pool.desired}"
-        shown.add_row(pool.name, pool.role, f"{pool.ready}{of}", f"{pool.routable}{of}", f"{pool.verified}{of}")
+        shown.add_row(pool.name, pool.role, *(f"{count}{of}" for count in (pool.ready, pool.routable, pool.verified)))
     return shown
 
 
