@@ -38,10 +38,8 @@ def show(console: Console, trace: dict[str, Any]) -> None:
 
 def _prompt(trace: dict[str, Any]) -> str:
     """Return what was known of the prompt, and when."""
-    size, tokens = (
-        f"{trace['blocks']} blocks of {trace['block_size']} tokens",
-        f"{trace['prompt_tokens']} prompt tokens",
-    )
+    size = f"{trace['blocks']} blocks of {trace['block_size']} tokens"
+    tokens = f"{trace['prompt_tokens']} prompt tokens"
     predicted = trace.get("predicted", "before")
     if predicted == "before":
         return f"{trace['overlap']} of {size} held, {tokens}"

@@ -51,17 +51,13 @@ class Answers:
 
 def _checked(section: str, field: str, text: str) -> str:
     """Return the text if the rules of the resource accept it there. Raises :class:`AnswerError`."""
-    made: dict[str, Any] = resource(Answers())
+    made = resource(Answers())
     (made[section] if section == "metadata" else made["spec"][section])[field] = text.strip()
     try:
         parse_deployment(made)
     except SpecError as error:
         raise AnswerError(error.errors[0][1]) from error
     return text.strip()
-
-
-def _name(text: str) -> str:
-    return _checked("metadata", "name", text) if text.strip() else ""
 
 
 def _one_of(allowed: tuple[str, ...], text: str) -> str:
@@ -83,7 +79,7 @@ READ: Final[dict[str, Callable[[str], str | int]]] = {
     "engine": partial(_one_of, ENGINES),
     "accelerator": partial(_one_of, KINDS),
     "replicas": _replicas,
-    "name": _name,
+    "name": lambda text: _checked("metadata", "name", text) if text.strip() else "",
     "image": partial(_checked, "engine", "image"),
 }
 """Field of :class:`Answers` -> what reads an answer for it, and raises :class:`AnswerError`."""

@@ -72,12 +72,11 @@ async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool
                 typer.echo(line)
             last = line
         return
-    console = Console()
     if not live:
         async for now in views:
-            console.print(drawn(now))
+            Console().print(drawn(now))
         return
-    with Live(console=console, auto_refresh=False) as screen:
+    with Live(auto_refresh=False) as screen:
         async for now in views:
             screen.update(drawn(now), refresh=True)
 
@@ -96,13 +95,12 @@ def doctor(
 
     if url is None:
         from mmrouter_cli.cluster_reader import ClusterError
-        from mmrouter_cli.doctor.diagnose import AbsentError
 
         if control is not None and name is None:
             leave("--control belongs to one deployment: name it, or give --url")
         try:
             diagnoses = asyncio.run(diagnose.on_cluster(name, namespace, kubeconfig, control, token))
-        except (AbsentError, ClusterError) as error:
+        except (diagnose.AbsentError, ClusterError) as error:
             leave(str(error))
     else:
         _not_with_url(name, namespace, kubeconfig)

@@ -128,9 +128,9 @@ class Verifier:
         result = self._send(text, images)
         if (refused := _not_allowed(result, strict=self._strict)) is not None:
             return Check(name, False, refused)
-        before = (
-            result.before if result.before is not None else self._blocks_before(result.request_id, result.block_size)
-        )
+        before = result.before
+        if before is None:
+            before = self._blocks_before(result.request_id, result.block_size)
         if result.overlap > before:
             difference = f"predicted {result.overlap} held blocks, only {before} stand before the first image"
             return Check(name, False, f"{result.request_id}: {difference}: a different image is treated as equal")
@@ -176,12 +176,8 @@ class Verifier:
         content: list[dict[str, Any]] = [{"type": "text", "text": around}]
         content += [{"type": "image_url", "image_url": {"url": data_uri(image)}} for image in images]
         content.append({"type": "text", "text": around})
-        return {
-            "model": self._model,
-            "messages": [{"role": "user", "content": content}],
-            "max_tokens": 2,
-            "temperature": 0,
-        }
+        messages = [{"role": "user", "content": content}]
+        return {"model": self._model, "messages": messages, "max_tokens": 2, "temperature": 0}
 
 
 def _not_allowed(result: Observation, *, strict: bool) -> str | None:
@@ -217,10 +213,8 @@ def check_cached_tokens(name: str, repeats: Sequence[Observation]) -> Check:
             return Check(name, False, f"{result.request_id}: cached_tokens is absent")
         expected = expected_cached(result.overlap, result.block_size, result.engine_tokens)
         if result.cached < expected or (result.exactness == "exact" and result.cached != expected):
-            difference = (
-                f"the engine says {result.cached}, {result.overlap} blocks of {result.block_size} make {expected}"
-            )
-            return Check(name, False, f"{result.request_id}: {difference}")
+            predicted = f"{result.overlap} blocks of {result.block_size} make {expected}"
+            return Check(name, False, f"{result.request_id}: the engine says {result.cached}, {predicted}")
     return Check(name, True, f"{repeats[0].cached} tokens, as predicted")
 
 

@@ -109,7 +109,14 @@ class LocalCluster:
         for service in self._plan.services:
             await self._serve(service)
         self._notify()
-        self._write_run_file()
+        run = {
+            "deployment": self.name,
+            "pid": os.getpid(),
+            "endpoint": self.endpoint,
+            "frontends": [frontend._asdict() for frontend in self.frontends],
+            "control_token": str(self.control_token_path or ""),
+        }
+        write_atomically(self.run_dir / "run.json", json.dumps(run, indent=1))
         turn: AbstractAsyncContextManager[object] = asyncio.Lock() if serial else contextlib.nullcontext()
         for pod in self.pods:
             mine = contextlib.nullcontext() if is_frontend(pod) else turn
@@ -165,16 +172,6 @@ class LocalCluster:
                 write_atomically(folder / "workers.json", text)
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _write_run_file(self) -> None:
-        run = {
-            "deployment": self.name,
-            "pid": os.getpid(),
-            "endpoint": self.endpoint,
-            "frontends": [frontend._asdict() for frontend in self.frontends],
-            "control_token": str(self.control_token_path or ""),
-        }
-        write_atomically(self.run_dir / "run.json", json.dumps(run, indent=1))
 
 
 @asynccontextmanager

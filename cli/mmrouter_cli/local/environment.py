@@ -54,8 +54,7 @@ def _from(source: Mapping[str, Any], name: str, pod: PodPlan, plan: RunPlan) -> 
     if "fieldRef" in source:
         return _field(source["fieldRef"]["fieldPath"], name, pod)
     for kind in ("configMapKeyRef", "secretKeyRef"):
-        if kind in source:
-            reference = source[kind]
+        if (reference := source.get(kind)) is not None:
             data = _object(plan, reference, kind)
             if reference["key"] in data:
                 return data[reference["key"]].decode()
@@ -154,6 +153,4 @@ def engine_commands(engines: Engines, engine_env: Path | None, folder: Path) -> 
 
 def inherited_env() -> dict[str, str]:
     """Return the inherited environment of every process: paths, locale and devices, nothing private."""
-    return {
-        name: value for name, value in os.environ.items() if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)
-    }
+    return {name: v for name, v in os.environ.items() if name in _INHERITED or name.startswith(_INHERITED_PREFIXES)}

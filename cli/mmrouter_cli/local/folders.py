@@ -58,15 +58,11 @@ def _sweep(root: Path) -> None:
         raise LocalError(f"{root} is not a private folder of this user: remove it")
     for folder in root.iterdir():
         pid = folder.name.rpartition("-")[2]
-        if pid.isdigit() and not _alive(int(pid)):
+        if not pid.isdigit():
+            continue
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's
-    return True
+        except PermissionError:
+            pass  # it is another user's process

@@ -97,18 +97,17 @@ async def wait_verified(
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    settled = bool(endpoint.controls)
+                    counts = []
                     for control in endpoint.controls:
                         state = await fetch(http, Frontend(control, control))
                         workers = [] if isinstance(state, Unread) else state["workers"]
                         for worker in workers:
                             _show(console, shown, control, worker)
                         # SGLang's encoders only have to answer.
-                        done = sum(w["standing"] in SETTLED or w.get("cause") == NOT_PROBED for w in workers)
-                        if done < wanted:
-                            settled = False
-                            missing = f"{control} sees {done} of {wanted} workers verified"
-                    if settled:
+                        counts.append(sum(w["standing"] in SETTLED or w.get("cause") == NOT_PROBED for w in workers))
+                        if counts[-1] < wanted:
+                            missing = f"{control} sees {counts[-1]} of {wanted} workers verified"
+                    if counts and min(counts) >= wanted:
                         return
                     await asyncio.sleep(STEP_SECONDS)
         except TimeoutError:
@@ -119,7 +118,6 @@ def _show(console: Console, shown: dict[tuple[str, str], str], control: str, wor
     line = worker["standing"]
     if worker["canary"] == "False":
         line += f" ({worker['canary_cause']}: {worker['canary_message']})"
-    key = (control, worker["uid"])
-    if shown.get(key) != line:
+    if shown.get(key := (control, worker["uid"])) != line:
         shown[key] = line
         console.print(f"{control.removeprefix('http://')} {worker['name']}: {line}", highlight=False, markup=False)

@@ -59,10 +59,9 @@ def take_block(ports: Iterable[int]) -> AddressBlock:
 
 def can_bind(host: str, port: int) -> bool:
     probe = _listen(host, port)
-    if probe is None:
-        return False
-    probe.close()
-    return True
+    if probe is not None:
+        probe.close()
+    return probe is not None
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
@@ -99,9 +98,8 @@ class Forwarder:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for writer in list(self._open):
-            writer.transport.abort()
-        if self._server is not None:
+            for writer in list(self._open):
+                writer.transport.abort()
             await self._server.wait_closed()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:

@@ -176,11 +176,11 @@ class Container:
 
     async def _watch(self, child: Child) -> None:
         startup, readiness = self.plan.startup, self.plan.readiness
-        if startup is not None and not await self._start_up(startup, child):
-            return
-        self.started.set()
         if startup is not None:
+            if not await self._start_up(startup, child):
+                return
             self._has_come_up()
+        self.started.set()
         if readiness is None:
             self._set_ready(True, "")
             return

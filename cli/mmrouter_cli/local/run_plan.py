@@ -136,7 +136,9 @@ def make_plan(objects: Iterable[dict[str, Any]]) -> RunPlan:
             case "Deployment":
                 plan.pods += _pods(obj)
             case "Service":
-                plan.services.append(_service(obj))
+                spec = obj["spec"]
+                ports = tuple(ServicePort(p["port"], p.get("targetPort", p["port"])) for p in spec["ports"])
+                plan.services.append(ServicePlan(name, spec.get("selector") or {}, ports))
             case "ConfigMap":
                 plan.config_maps[name] = {key: text.encode() for key, text in (obj.get("data") or {}).items()}
                 plan.config_maps[name] |= _decoded(obj.get("binaryData"))
@@ -196,9 +198,3 @@ def _container(obj: dict[str, Any], where: str, *, init: bool = False) -> Contai
         readiness=parse_probe(obj.get("readinessProbe"), f"{where}: readinessProbe"),
         sidecar=init and obj.get("restartPolicy") == "Always",
     )
-
-
-def _service(obj: dict[str, Any]) -> ServicePlan:
-    spec = obj["spec"]
-    ports = tuple(ServicePort(p["port"], p.get("targetPort", p["port"])) for p in spec["ports"])
-    return ServicePlan(obj["metadata"]["name"], spec.get("selector") or {}, ports)

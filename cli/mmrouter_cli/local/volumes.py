@@ -56,9 +56,8 @@ def _host_path(source: Mapping[str, Any], base_dir: Path, tmpfs: Path, where: st
 
 def _write_source(source: Mapping[str, Any], plan: RunPlan, place: Path, where: str) -> None:
     for kind, objects in (("configMap", plan.config_maps), ("secret", plan.secrets)):
-        if kind not in source:
+        if (reference := source.get(kind)) is None:
             continue
-        reference = source[kind]
         optional = bool(reference.get("optional"))
         data = objects.get(reference["name"])
         if data is None:
@@ -68,20 +67,16 @@ def _write_source(source: Mapping[str, Any], plan: RunPlan, place: Path, where: 
         items = reference.get("items") or [{"key": key, "path": key} for key in data]
         for item in items:
             if item["key"] in data:
-                _write(place, item["path"], data[item["key"]], where)
+                target = place / item["path"]
+                if PurePosixPath(item["path"]).is_absolute() or ".." in PurePosixPath(item["path"]).parts:
+                    raise LocalError(f"{where}: {item['path']} points outside the volume")
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.touch(mode=0o600)
+                target.write_bytes(data[item["key"]])
             elif not optional:
                 raise LocalError(f"{where}: {kind} {reference['name']} has no key {item['key']}")
         return
     raise LocalError(f"{where}: {', '.join(source)} is not supported locally")
-
-
-def _write(place: Path, path: str, content: bytes, where: str) -> None:
-    if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
-        raise LocalError(f"{where}: {path} points outside the volume")
-    target = place / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.touch(mode=0o600)
-    target.write_bytes(content)
 
 
 def mount_paths(container: ContainerPlan, volumes: Mapping[str, Path], where: str) -> dict[str, str]:
@@ -90,11 +85,9 @@ def mount_paths(container: ContainerPlan, volumes: Mapping[str, Path], where: st
     for mount in container.mounts:
         if mount.volume not in volumes:
             raise LocalError(f"{where} mounts volume {mount.volume}, which the pod does not have")
-        target = volumes[mount.volume]
-        if mount.sub_path:
-            target = target / mount.sub_path
-            if not target.exists():
-                target.mkdir(parents=True)
+        target = volumes[mount.volume] / mount.sub_path
+        if not target.exists():
+            target.mkdir(parents=True)
         mounts[mount.path] = str(target)
     return mounts
 
