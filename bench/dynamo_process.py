@@ -15,6 +15,9 @@ from dynamo._core import SelectionService  # type: ignore[import-not-found, unus
 
 MODEL = "bench"
 POLL_SECONDS = 0.02
+SETTLE_SECONDS = 60
+THREADS = 4
+"""Threads of the indexer: the package's default."""
 
 
 class Service:
@@ -24,11 +27,9 @@ class Service:
         self.service: Any = None
         self.prompts: list[list[int]] = []
 
-    async def start(self, threads: int, block_size: int, endpoints: list[str]) -> dict[str, Any]:
-        """Create a service and its workers; it connects to their event sockets."""
-        if self.service is not None:
-            self.service.shutdown()
-        self.service = SelectionService(indexer_threads=threads)
+    async def start(self, block_size: int, endpoints: list[str]) -> dict[str, Any]:
+        """Create the service and its workers; it connects to their event sockets."""
+        self.service = SelectionService(indexer_threads=THREADS)
         for number, endpoint in enumerate(endpoints):
             worker = {
                 "worker_id": number + 1,
@@ -66,13 +67,13 @@ class Service:
         scores = await self.service.overlap_scores({"model_name": MODEL, "token_ids": self.prompts[number]})
         return next((int(w["device_blocks"]) for w in scores["workers"] if w["worker_id"] == worker + 1), 0)
 
-    async def settle(self, blocks: list[int], seconds: float) -> dict[str, Any]:
+    async def settle(self, blocks: list[int]) -> dict[str, Any]:
         """Wait until worker n holds the first ``blocks[n]`` blocks of prompt n; answer the CPU seconds used so far."""
-        end = time.monotonic() + seconds
+        end = time.monotonic() + SETTLE_SECONDS
         for number, wanted in enumerate(blocks):
             while (held := await self._overlap(number, number)) < wanted:
                 if time.monotonic() > end:
-                    raise RuntimeError(f"worker {number} shows {held} of {wanted} blocks after {seconds:g} s")
+                    raise RuntimeError(f"worker {number} shows {held} of {wanted} blocks after {SETTLE_SECONDS} s")
                 await asyncio.sleep(POLL_SECONDS)
         return {"cpu": time.process_time()}
 

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import venv
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,8 @@ from bench.placing.workload import BLOCK_SIZE, BlockWorkload, Event, vllm_payloa
 
 MODE = "MMROUTER_BENCH_PEERS"
 MODES = ("install", "present", "none")
-INSTALL_SECONDS = 300
+INSTALL_SECONDS, SUBSCRIBE_SECONDS = 300, 20
+SCRIPT = Path(__file__).with_name("dynamo_process.py")
 
 
 class PeerMissingError(Exception):
@@ -93,31 +94,35 @@ def _install(peer: Peer, home: Path) -> None:
         raise PeerMissingError(f"pip cannot install {peer} here")
 
 
-SCRIPT = Path(__file__).with_name("dynamo_process.py")
-SUBSCRIBE_SECONDS = 20
-THREADS = 4
-"""Threads of its indexer: the package's default."""
+class Dynamo(Child):
+    """The running service with one event socket per worker, as engines have them. Raises ``PeerMissingError`` where it
+    cannot be installed.
+    """
 
-
-class EngineSockets(AbstractContextManager["EngineSockets"]):
-    """One event socket per worker, as engines have them; XPUB, which shows when the peer has subscribed."""
-
-    def __init__(self, workers: int) -> None:
+    def __init__(self, load: BlockWorkload) -> None:
+        python = ensure(DYNAMO) / "python"
+        # -P keeps this folder off sys.path. No log: writing it would cost the peer time.
+        super().__init__(str(DYNAMO), [str(python), "-P", str(SCRIPT)], {"DYN_LOG": "off", "RUST_LOG": "off"})
+        self._work, self._sent = load, [0] * load.workers
         self._context = zmq.Context()
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._sent = [0] * workers
-        for _ in range(workers):
-            socket = self._context.socket(zmq.XPUB)
+        self._sockets = [self._context.socket(zmq.XPUB) for _ in self._sent]  # shows when the peer has subscribed
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        self._context.destroy(linger=0)
+
+    def start(self) -> None:
+        """Start the service with the workload's workers and probes. Raises :class:`ChildError`."""
+        for socket in self._sockets:
             socket.setsockopt(zmq.SNDHWM, 0)  # no loss: the peer's answers are compared
             socket.bind("tcp://127.0.0.1:*")
-            self._sockets.append(socket)
-        self.endpoints = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
-
-    def wait(self) -> None:
+        endpoints = [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in self._sockets]
+        self.call("start", block_size=BLOCK_SIZE, endpoints=endpoints)
         for socket in self._sockets:
             if not socket.poll(SUBSCRIBE_SECONDS * 1000):
                 raise ChildError(f"no subscription within {SUBSCRIBE_SECONDS} s")
             socket.recv()
+        self.load(self._work.probes)
 
     def publish(self, batches: Iterable[Sequence[Event]]) -> None:
         """Publish batches, each of one worker, as vLLM frames them."""
@@ -126,46 +131,20 @@ class EngineSockets(AbstractContextManager["EngineSockets"]):
             self._sockets[worker].send_multipart([b"", self._sent[worker].to_bytes(8, "big"), vllm_payload(*batch)])
             self._sent[worker] += 1
 
-    def __exit__(self, *_: object) -> None:
-        self._context.destroy(linger=0)
-
-
-class Dynamo(Child):
-    """The running service. Raises ``PeerMissingError`` where it cannot be installed."""
-
-    def __init__(self) -> None:
-        python = ensure(DYNAMO) / "python"
-        # -P keeps this folder off sys.path. No log: writing it would cost the peer time.
-        super().__init__(str(DYNAMO), [str(python), "-P", str(SCRIPT)], {"DYN_LOG": "off", "RUST_LOG": "off"})
-
-    def start(self, endpoints: Sequence[str], block_size: int) -> None:
-        self.call("start", threads=THREADS, block_size=block_size, endpoints=list(endpoints))
-
     def load(self, prompts: Sequence["array[int]"]) -> None:
         """Hand over prompts; other methods refer to them by number."""
         path = self.folder / "prompts"
         path.write_bytes(b"".join(ids.tobytes() for ids in prompts))
         self.call("load", path=str(path), lengths=[len(ids) for ids in prompts])
 
-    def select(self, number: int) -> tuple[float, int]:
-        """Place a prompt; return microseconds and the winner's overlap in blocks."""
-        answer = self.call("select", number=number)
-        return answer["us"], answer["overlap"]
-
-    def settle(self, blocks: Sequence[int], seconds: float = 60) -> float:
-        """Wait until worker n shows ``blocks[n]`` blocks of prompt n; return the CPU seconds used so far."""
-        return float(self.call("settle", blocks=list(blocks), seconds=seconds)["cpu"])
-
-    def cpu(self) -> float:
-        """Return the CPU seconds used so far."""
-        return float(self.call("cpu")["cpu"])
+    def settle(self) -> float:
+        """Wait until every worker shows all blocks of its probe; return the CPU seconds used so far."""
+        return float(self.call("settle", blocks=[len(ids) // BLOCK_SIZE for ids in self._work.probes])["cpu"])
 
 
 @contextmanager
-def fed_dynamo(load: BlockWorkload) -> Iterator[tuple[Dynamo, Callable[[Iterable[Sequence[Event]]], None]]]:
-    """Start the service with the workload's workers and probes; yields it and what publishes engines' batches."""
-    with Dynamo() as dynamo, EngineSockets(load.workers) as sockets:
-        dynamo.start(sockets.endpoints, BLOCK_SIZE)
-        sockets.wait()
-        dynamo.load(load.probes)
-        yield dynamo, sockets.publish
+def fed_dynamo(load: BlockWorkload) -> Iterator[Dynamo]:
+    """Start the service with the workload's workers and probes."""
+    with Dynamo(load) as dynamo:
+        dynamo.start()
+        yield dynamo

@@ -9,7 +9,7 @@ from array import array
 from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
 from bench.feed.router_ingest import IngestCase, feed_receiver
 from bench.peer_routers import DYNAMO, PeerMissingError, fed_dynamo
-from bench.placing.workload import BLOCK_SIZE, BlockWorkload, build
+from bench.placing.workload import BlockWorkload, build
 from bench.report import Row, not_run, row
 from bench.serving.router_processes import Ours
 from mmrouter_lib.block_keys import pack_keys
@@ -59,10 +59,10 @@ def index_growth(load: BlockWorkload) -> int:
 
 def dynamo_growth(load: BlockWorkload) -> int:
     """Return the bytes by which Dynamo's selection service grows. Raises :class:`PeerMissingError`."""
-    with fed_dynamo(load) as (dynamo, publish):
+    with fed_dynamo(load) as dynamo:
         before = dynamo.resident()
-        publish((event,) for event in load.events)
-        dynamo.settle([len(ids) // BLOCK_SIZE for ids in load.probes])
+        dynamo.publish((event,) for event in load.events)
+        dynamo.settle()
         return dynamo.resident() - before
 
 

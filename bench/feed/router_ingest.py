@@ -20,7 +20,7 @@ from bench.feed import sidecar_ingest
 from bench.feed.fake_sidecars import Curve, FakeSidecars, address
 from bench.peer_routers import DYNAMO, PeerMissingError, fed_dynamo
 from bench.placing import workload
-from bench.placing.workload import BLOCK_SIZE, STEP, STEPS, BlockWorkload, Event, build, split, steps
+from bench.placing.workload import STEP, STEPS, BlockWorkload, Event, build, split, steps
 from bench.report import Row, not_run, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
@@ -150,13 +150,12 @@ def feed_receiver(workers: int) -> Iterator[FeedReceiver]:
 
 def dynamo_ingest(case: IngestCase) -> float:
     """Feed Dynamo's selection service what engines would publish; return its CPU seconds, all threads."""
-    blocks = [len(ids) // BLOCK_SIZE for ids in case.load.probes]
-    with fed_dynamo(case.load) as (dynamo, publish):
-        before = dynamo.cpu()
-        publish(steps(case.events, case.step))
-        after = dynamo.settle(blocks)
+    with fed_dynamo(case.load) as dynamo:
+        before = float(dynamo.call("cpu")["cpu"])
+        dynamo.publish(steps(case.events, case.step))
+        after = dynamo.settle()
         # Polling for arrival costs it queries: one more poll shows how much.
-        return after - before - (dynamo.settle(blocks) - after)
+        return after - before - (dynamo.settle() - after)
 
 
 def _require_held(case: IngestCase, held: Sequence[int]) -> None:

@@ -128,9 +128,9 @@ def compare(load: BlockWorkload) -> list[Row]:
                 for name in sorted(deciders, reverse=number % 2 == 1):
                     times[name].measure(deciders[name], ids)
                 if dynamo is not None:
-                    took, overlap = dynamo.select(number)
-                    times["dynamo"].us.append(took)
-                    times["dynamo"].overlaps.append(overlap)
+                    answer = dynamo.call("select", number=number)
+                    times["dynamo"].us.append(answer["us"])
+                    times["dynamo"].overlaps.append(answer["overlap"])
         finally:
             gc.unfreeze()
         require_equal({**{name: timed.overlaps for name, timed in times.items()}, "naive": scan(load)})
@@ -150,9 +150,9 @@ def require_equal(answers: dict[str, Sequence[int]]) -> None:
 
 
 def _start_dynamo(stack: ExitStack, load: BlockWorkload) -> Dynamo:
-    dynamo, publish = stack.enter_context(fed_dynamo(load))
-    publish((event,) for event in load.events)
-    dynamo.settle([len(ids) // BLOCK_SIZE for ids in load.probes])
+    dynamo = stack.enter_context(fed_dynamo(load))
+    dynamo.publish((event,) for event in load.events)
+    dynamo.settle()
     dynamo.load(load.queries)
     return dynamo
 
