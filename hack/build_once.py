@@ -23,7 +23,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,9 @@ def captured(
     command: list[str], *, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command with its output captured as text, whatever its exit status."""
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=env, cwd=cwd)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=env, cwd=cwd, stdin=subprocess.DEVNULL
+    )
 
 
 def failed(what: str, done: "subprocess.CompletedProcess[str]") -> FailedError:
@@ -129,6 +132,36 @@ def failed(what: str, done: "subprocess.CompletedProcess[str]") -> FailedError:
     output = done.stderr.strip() or done.stdout.strip()
     note("\n".join(output.splitlines()[-LAST_LINES:]))
     return FailedError(f"{what} failed: {last_line(output)}")
+
+
+def pip_install(python: str, arguments: Iterable[str], what: str) -> None:
+    """Install packages beside an interpreter. Raises :class:`FailedError`, and :class:`CannotMakeError` where pip
+    reaches no index.
+    """
+    with index_of(python):
+        run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments], what)
+
+
+@contextmanager
+def index_of(python: str) -> Iterator[None]:
+    """Tell a build that fails from a machine whose pip reaches no index."""
+    try:
+        yield
+    except FailedError as error:
+        if why := unreached(python):
+            raise CannotMakeError(f"{why}: {error}") from error
+        raise
+
+
+def unreached(python: str) -> str:
+    """Return why an interpreter's pip reaches no index, empty where it reaches one.
+
+    Tries to; called after a failure only.
+    """
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--no-cache-dir"]
+    with tempfile.TemporaryDirectory(prefix="mmrouter-index-") as folder:
+        done = captured([*pip, f"--dest={folder}", "packaging"], env=quiet_env())
+    return "" if done.returncode == 0 or "No module named pip" in done.stderr else "pip reaches no index"
 
 
 def quiet_env() -> dict[str, str]:

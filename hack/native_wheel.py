@@ -39,11 +39,11 @@ from hack.build_once import (
     last_line,
     locked,
     note,
+    pip_install,
     quiet_env,
     run,
     status_of,
 )
-from hack.engines.vllm_env import unreached
 
 SOURCES = ROOT / "native"
 NAME = "mmrouter-native"
@@ -118,13 +118,9 @@ def builder(folder: Path) -> Path:
             run([sys.executable, "-m", "venv", str(env)], "python -m venv")
         except FailedError as error:
             raise CannotMakeError(str(error)) from error
-        pip = [str(env / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        try:
-            run([*pip, "--require-hashes", f"--requirement={lock}"], "pip install of maturin")
-        except FailedError as error:
-            if why := unreached(str(env / "bin" / "python")):
-                raise CannotMakeError(f"{why}: {error}") from error
-            raise
+        pip_install(
+            str(env / "bin" / "python"), ("--require-hashes", f"--requirement={lock}"), "pip install of maturin"
+        )
         (env / STAMP).write_text(wanted)
     return env / "bin" / "maturin"
 

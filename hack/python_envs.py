@@ -12,8 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hack.build_once import ROOT, CannotMakeError, FailedError, build_once, cache_dir, captured, digest, run, status_of
-from hack.engines.vllm_env import unreached
+from hack.build_once import ROOT, CannotMakeError, build_once, cache_dir, captured, digest, pip_install, run, status_of
 
 RELEASES = ("3.11", "3.12", "3.13", "3.14")
 """Releases that the project supports: the deployables' ``requires-python`` and up."""
@@ -50,14 +49,8 @@ def make(release: str) -> Path:
 
 def build(python: str, folder: Path) -> None:
     run([python, "-m", "venv", str(folder)], "python -m venv")
-    own = str(folder / "bin" / "python")
-    pip = [own, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-    try:
-        run([*pip, "--require-hashes", f"--requirement={LOCK}"], "pip install of requirements.lock")
-    except FailedError as error:
-        if why := unreached(own):
-            raise CannotMakeError(f"{why}: {error}") from error
-        raise
+    wanted = ("--require-hashes", f"--requirement={LOCK}")
+    pip_install(str(folder / "bin" / "python"), wanted, "pip install of requirements.lock")
 
 
 if __name__ == "__main__":

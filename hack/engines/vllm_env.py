@@ -38,9 +38,9 @@ from hack.build_once import (
     locked,
     main,
     note,
-    quiet_env,
     require_free,
     run,
+    unreached,
 )
 
 VLLM = "0.32.0"
@@ -158,17 +158,6 @@ def lacking(env: Path, error: str) -> str:
         if minor != "3.11":
             return f"the wheels are for Python 3.11, {engine_python()} is {minor}"
     return unreached(python)
-
-
-def unreached(python: str) -> str:
-    """Return why an interpreter's pip reaches no index, empty where it reaches one.
-
-    Tries to; called after a failure only.
-    """
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--no-cache-dir"]
-    with tempfile.TemporaryDirectory(prefix="mmrouter-index-") as folder:
-        done = captured([*pip, f"--dest={folder}", "packaging"], env=quiet_env())
-    return "" if done.returncode == 0 or "No module named pip" in done.stderr else "pip reaches no index"
 
 
 def build(env: Path) -> None:

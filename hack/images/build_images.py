@@ -22,21 +22,17 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
 import tomllib
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from hack import native_wheel
-from hack.build_once import ROOT, CannotMakeError, FailedError, captured, failed, last_line, note, status_of
-from hack.engines.vllm_env import unreached
+from hack.build_once import ROOT, CannotMakeError, FailedError, captured, failed, index_of, last_line, note, status_of
 
 IMAGES = ("mmrouter", "sim")
 REGISTRY = "docker.io"  # what a name without one means to Kubernetes; podman and buildah would say localhost
@@ -44,57 +40,47 @@ SECRETS = "/run/secrets"
 PIP_OPTIONS = ("index-url", "extra-index-url", "trusted-host", "proxy", "timeout", "default-timeout", "retries")
 
 
-@dataclass(frozen=True)
-class Secret:
-    """A file that a build step sees below ``/run/secrets`` and that no layer holds."""
-
-    name: str
-    file: Path
+Secrets = dict[str, Path]
+"""Name below ``/run/secrets`` -> a file that a build step sees there and that no layer holds."""
 
 
-@dataclass(frozen=True)
-class Build:
-    arguments: dict[str, str]
-    secrets: tuple[Secret, ...]
-    epoch: str
+class Builder:
+    """Buildah, which needs no daemon and, with chroot isolation, no container runtime; Podman builds with it."""
 
-
-class Builder(ABC):
     def __init__(self, program: str, storage: Path | None) -> None:
-        self.program, self.storage = program, storage
+        self.program = program
+        folders = [f"--root={storage / 'root'}", f"--runroot={storage / 'run'}"] if storage else []
+        self._place = [*folders, "--storage-driver=overlay"] if storage else []
 
-    @abstractmethod
     def why_not(self) -> str:
         """Return why it cannot build here, empty where it can."""
+        done = captured([self.program, *self._place, "images"])
+        return "" if done.returncode == 0 else f"{self.program} does not work here: {last_line(done.stderr)}"
 
-    @abstractmethod
     def load(self, archive: Path) -> str:
         """Load the one image of an archive and return its name. Raises :class:`FailedError`."""
+        self.call(*self._place, "pull", "--quiet", f"docker-archive:{archive}")
+        return name_in(archive)
 
-    @abstractmethod
-    def build(self, target: str, tag: str, build: Build) -> None:
+    def build(self, target: str, tag: str, arguments: dict[str, str], secrets: Secrets, epoch: str) -> None:
         """Build a stage of the Dockerfile. Raises :class:`FailedError`."""
+        isolation = ["--isolation=chroot"] if self.program.endswith("buildah") else []
+        options = [*isolation, "--layers", f"--timestamp={epoch}", *common(target, tag, arguments, secrets)]
+        with tempfile.NamedTemporaryFile("w", suffix=".Dockerfile") as file:
+            file.write(labelled((ROOT / "Dockerfile").read_text(), arguments))
+            file.flush()
+            self.call(*self._place, "build", "--format=docker", f"--file={file.name}", *options, ".")
 
-    @abstractmethod
     def export(self, tag: str, archive: Path) -> None:
         """Write an image to an archive. Raises :class:`FailedError`."""
+        self.call(*self._place, "push", "--quiet", tag, f"docker-archive:{archive}:{tag}")
 
-    def call(self, *arguments: str) -> str:
-        """Run the program and return what it printed. Raises :class:`FailedError`."""
-        done = captured([self.program, *arguments], cwd=ROOT, env=self.environment())
+    def call(self, *arguments: str, **environment: str) -> None:
+        """Run the program. Raises :class:`FailedError`."""
+        done = captured([self.program, *arguments], cwd=ROOT, env={**os.environ, **environment})
         if done.returncode != 0:
             note(done.stdout)  # the steps that went well before
             raise failed(f"{Path(self.program).name} {next(each for each in arguments if each[0] != '-')}", done)
-        return done.stdout
-
-    def environment(self) -> dict[str, str]:
-        return dict(os.environ)
-
-    def common(self, target: str, tag: str, build: Build) -> list[str]:
-        arguments = [f"--build-arg={name}={value}" for name, value in build.arguments.items()]
-        secrets = [f"--secret=id={secret.name},src={secret.file}" for secret in build.secrets]
-        # As this machine reaches the index, so does the build: on a host's loopback, through its proxy.
-        return ["--network=host", f"--target={target}", f"--tag={tag}", *arguments, *secrets]
 
 
 class Docker(Builder):
@@ -104,56 +90,27 @@ class Docker(Builder):
         done = captured([self.program, "info"])
         return "" if done.returncode == 0 else f"docker has no daemon: {last_line(done.stderr)}"
 
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "DOCKER_BUILDKIT": "1"}
-
     def load(self, archive: Path) -> str:
         self.call("load", "--quiet", "--input", str(archive))
         return name_in(archive)
 
-    def build(self, target: str, tag: str, build: Build) -> None:
-        epoch = f"--build-arg=SOURCE_DATE_EPOCH={build.epoch}"
-        self.call("build", *self.common(target, tag, build), epoch, ".")
+    def build(self, target: str, tag: str, arguments: dict[str, str], secrets: Secrets, epoch: str) -> None:
+        options = common(target, tag, {**arguments, "SOURCE_DATE_EPOCH": epoch}, secrets)
+        self.call("build", *options, ".", DOCKER_BUILDKIT="1")
 
     def export(self, tag: str, archive: Path) -> None:
         self.call("save", "--output", str(archive), tag)
 
 
-class Buildah(Builder):
-    """Buildah, which needs no daemon and, with chroot isolation, no container runtime; Podman builds with it."""
-
-    def why_not(self) -> str:
-        done = subprocess.run(
-            [self.program, *self.place(), "images"],
-            capture_output=True,
-            text=True,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        return "" if done.returncode == 0 else f"{self.program} does not work here: {last_line(done.stderr)}"
-
-    def place(self) -> list[str]:
-        if self.storage is None:
-            return []
-        return [f"--root={self.storage / 'root'}", f"--runroot={self.storage / 'run'}", "--storage-driver=overlay"]
-
-    def load(self, archive: Path) -> str:
-        self.call(*self.place(), "pull", "--quiet", f"docker-archive:{archive}")
-        return name_in(archive)
-
-    def build(self, target: str, tag: str, build: Build) -> None:
-        isolation = ["--isolation=chroot"] if self.program.endswith("buildah") else []
-        options = [*isolation, "--layers", f"--timestamp={build.epoch}", *self.common(target, tag, build)]
-        with tempfile.NamedTemporaryFile("w", suffix=".Dockerfile") as file:
-            file.write(labelled((ROOT / "Dockerfile").read_text(), build.arguments))
-            file.flush()
-            self.call(*self.place(), "build", "--format=docker", f"--file={file.name}", *options, ".")
-
-    def export(self, tag: str, archive: Path) -> None:
-        self.call(*self.place(), "push", "--quiet", tag, f"docker-archive:{archive}:{tag}")
+def common(target: str, tag: str, arguments: dict[str, str], secrets: Secrets) -> list[str]:
+    """Return the options that all builders take."""
+    values = [f"--build-arg={name}={value}" for name, value in arguments.items()]
+    files = [f"--secret=id={name},src={file}" for name, file in secrets.items()]
+    # As this machine reaches the index, so does the build: on a host's loopback, through its proxy.
+    return ["--network=host", f"--target={target}", f"--tag={tag}", *values, *files]
 
 
-BUILDERS: dict[str, type[Builder]] = {"docker": Docker, "podman": Buildah, "buildah": Buildah}
+BUILDERS: dict[str, type[Builder]] = {"docker": Docker, "podman": Builder, "buildah": Builder}
 
 
 def labelled(dockerfile: str, arguments: dict[str, str]) -> str:
@@ -198,21 +155,18 @@ def name_in(archive: Path) -> str:
 
 
 @contextmanager
-def secrets() -> Iterator[tuple[Secret, ...]]:
+def secrets() -> Iterator[Secrets]:
     """Write how this machine reaches its index to files that only this user reads, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="mmrouter-build-") as folder:
-        options = pip_options()
-        found = []
+        options, found = pip_options(), {"pip": Path(folder, "pip")}
         certificates = options.pop("cert", "")
         if certificates and Path(certificates).is_file():
-            found.append(Secret("ca", Path(folder, "ca")))
-            shutil.copyfile(certificates, found[0].file)
+            found["ca"] = Path(shutil.copyfile(certificates, Path(folder, "ca")))
             options["cert"] = f"{SECRETS}/ca"
-        pip = Secret("pip", Path(folder, "pip"))
         # pip reads its file as a configuration that interpolates: a percent sign is written twice.
         lines = [f"{name} = {value.replace('%', '%%')}" for name, value in options.items()]
-        pip.file.write_text("\n".join(["[global]", *lines]) + "\n")
-        yield (pip, *found)
+        found["pip"].write_text("\n".join(["[global]", *lines]) + "\n")
+        yield found
 
 
 def pip_options() -> dict[str, str]:
@@ -266,12 +220,8 @@ def build_all(images: Sequence[str], export: Path | None, storage: Path | None) 
         for image in images:
             tag = f"{REGISTRY}/mmrouter/{image}:{version()}"
             note(f"building {tag} with {program.program}")
-            try:
-                program.build(image, tag, Build(arguments, files, epoch))
-            except FailedError as error:
-                if why := unreached(sys.executable):
-                    raise CannotMakeError(f"{why}: {error}") from error
-                raise
+            with index_of(sys.executable):
+                program.build(image, tag, arguments, files, epoch)
             if export is None:
                 print(tag, flush=True)
                 continue

@@ -121,7 +121,8 @@ def test_a_failed_dockerfile_has_status_1_and_without_an_index_status_3(
     (programs / "cargo").unlink()  # the compiled form is not built either
     unreached = "" if reached else "pip reaches no index"
     code = (
-        f"import sys; from hack.images import build_images as it; it.unreached = lambda python: {unreached!r}\n"
+        f"import sys; from hack import build_once; build_once.unreached = lambda python: {unreached!r}\n"
+        "from hack.images import build_images as it\n"
         "sys.argv = ['images']; sys.exit(it.main())"
     )
     done = ran(programs, code, reached, MMROUTER_BUILDER="buildah")
@@ -132,7 +133,7 @@ def test_a_failed_dockerfile_has_status_1_and_without_an_index_status_3(
 
 def test_unreached_tries_pips_index(programs: Path) -> None:
     python = str(programs / "python3.11")
-    code = f"from hack.engines import vllm_env; print(vllm_env.unreached({python!r}))"
+    code = f"from hack import build_once; print(build_once.unreached({python!r}))"
     assert ran(programs, code, True).stdout == "\n"
     (programs.parent / "wheels").rmdir()
     assert ran(programs, code, False).stdout == "pip reaches no index\n"

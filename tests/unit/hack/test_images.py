@@ -84,8 +84,7 @@ def test_the_machines_index_comes_to_the_build_as_a_secret_that_only_its_user_re
     authority.write_text("CERTIFICATE")
     monkeypatch.setenv("PIP_INDEX_URL", SECRET)
     monkeypatch.setenv("PIP_CERT", str(authority))
-    with images.secrets() as files:
-        file_of = {secret.name: secret.file for secret in files}
+    with images.secrets() as file_of:
         content = file_of["pip"].read_text()
         assert file_of["ca"].read_text() == "CERTIFICATE"
         assert file_of["pip"].parent.stat().st_mode & 0o077 == 0
@@ -112,12 +111,12 @@ def test_each_builder_gets_stage_name_time_and_secrets(tmp_path: Path, program: 
     log = tmp_path / "said"
     command(tmp_path, program, f'printf "%s\\n" "$DOCKER_BUILDKIT" "$@" >{log}')
     builder = images.BUILDERS[program](str(tmp_path / program), tmp_path / "layers")
-    secret = images.Secret("pip", tmp_path / "pip")
-    builder.build("sim", "docker.io/mmrouter/sim:1", images.Build({"VERSION": "1"}, (secret,), "1700000000"))
+    pip = tmp_path / "pip"
+    builder.build("sim", "docker.io/mmrouter/sim:1", {"VERSION": "1"}, {"pip": pip}, "1700000000")
     buildkit, *argv = log.read_text().splitlines()
     assert argv[-1] == "."
     assert {"build", "--target=sim", "--tag=docker.io/mmrouter/sim:1", "--build-arg=VERSION=1"} <= set(argv)
-    assert f"--secret=id=pip,src={secret.file}" in argv
+    assert f"--secret=id=pip,src={pip}" in argv
     if program == "docker":  # by BuildKit, which takes the time as an argument and has layers of its own
         assert buildkit == "1"
         assert "--build-arg=SOURCE_DATE_EPOCH=1700000000" in argv
