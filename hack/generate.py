@@ -26,26 +26,19 @@ from pathlib import Path
 
 from hack.build_once import ROOT
 from hack.cluster import go_programs
-from hack.generators import chart_values_table, conditions_page, dashboard, metrics_tables
+from hack.generators import dashboard, tables
 from mmrouter_cli.resource_commands import crd_text
 from mmrouter_operator.cluster import kinds_and_rights
 
 CHART = ROOT / "charts" / "mmrouter"
 DOCS = ROOT / "docs"
+VALUES = (CHART / "README.md", CHART / "values.yaml")
 GOLDEN = (sys.executable, "-m", "pytest", "-q", "tests/unit/render", "-k", "golden_file or recorded_answers")
 UPDATE_GOLDEN = "MMROUTER_UPDATE_GOLDEN"
 
 
 def metrics_page() -> str:
-    return metrics_tables.current((DOCS / "observability.md").read_text())
-
-
-def conditions() -> str:
-    return conditions_page.current((DOCS / "conditions.md").read_text())
-
-
-def chart_readme() -> str:
-    return chart_values_table.current((CHART / "README.md").read_text(), (CHART / "values.yaml").read_text())
+    return tables.metrics_page((DOCS / "observability.md").read_text())
 
 
 def conformance_page() -> str:
@@ -57,9 +50,9 @@ def conformance_page() -> str:
 GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "crd": (ROOT / "crds" / "mmrouter.io_mmrouterdeployments.yaml", crd_text),
     "metrics": (DOCS / "observability.md", metrics_page),
-    "conditions": (DOCS / "conditions.md", conditions),
+    "conditions": (DOCS / "conditions.md", lambda: tables.conditions_page((DOCS / "conditions.md").read_text())),
     "dashboard": (CHART / "dashboards" / "mmrouter.json", dashboard.text),
-    "values": (CHART / "README.md", chart_readme),
+    "values": (CHART / "README.md", lambda: tables.chart_readme(*(file.read_text() for file in VALUES))),
     "rights": (CHART / "files" / "clusterrole.yaml", kinds_and_rights.cluster_role),
     "conformance": (DOCS / "conformance.md", conformance_page),
 }

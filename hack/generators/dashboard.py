@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from hack.generators.metrics_tables import registries, rows
+from hack.generators.tables import metric_rows, registries
 
 PANELS = Path(__file__).with_name("dashboard.yaml")
 COLUMNS = 24
@@ -41,7 +41,7 @@ def dashboard(sections: list[dict[str, Any]]) -> dict[str, Any]:
     help_texts = {
         re.sub(r"_total$", "", name): meaning
         for registry in registries().values()
-        for name, *_, meaning in rows(registry)
+        for name, *_, meaning in metric_rows(registry)
     }
     panels: list[dict[str, Any]] = []
     y = 0

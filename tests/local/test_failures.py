@@ -27,14 +27,40 @@ def demo():
         yield deployment
 
 
-class Load:
-    """Four clients that send short requests one after the other until told to stop."""
+class Clients:
+    """Clients in threads that send short requests one after the other until told to stop."""
+
+    def __init__(self) -> None:
+        self.answered: Counter[str] = Counter()
+        self.failed: list[str] = []
+        self._stop = threading.Event()
+
+    def more(self, count: int, url: str = "", *, seconds: float = 30) -> None:
+        """Wait for so many more answers, of one frontend or of any."""
+        total = lambda: self.answered[url] if url else self.answered.total()  # noqa: E731
+        goal = total() + count
+        wait_for(lambda: total() >= goal or self.failed, seconds, f"{count} more answers {url}")
+
+    @contextmanager
+    def asking(self):
+        threads = [threading.Thread(target=self._run, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join(60)
+        assert self.failed == []
+
+
+class Load(Clients):
+    """Clients of the whole deployment. Half of their answers are streams, which may break off once begun."""
 
     def __init__(self, deployment) -> None:
-        self._deployment, self._stop = deployment, threading.Event()
-        self.outcomes: Counter[str] = Counter()
-        self.broken: list[str] = []
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(4)]
+        super().__init__()
+        self._deployment = deployment
 
     def _run(self, number: int) -> None:
         client = self._deployment.client()
@@ -53,31 +79,18 @@ class Load:
                 if turn % 2 == 0:
                     for _ in stream:
                         began = True
-                self.outcomes["answered"] += 1
+                self.answered["any"] += 1
             except Exception as error:  # the client's transport has many ways to say that a stream broke off
                 # What had begun to stream cannot be taken back; everything else must have been answered.
-                self.outcomes["broke off" if began else "failed"] += 1
                 if not began:
-                    self.broken.append(f"{type(error).__name__}: {error}")
-
-    def answered(self, more: int, seconds: float = 20) -> None:
-        goal = self.outcomes["answered"] + more
-        wait_for(lambda: self.outcomes["answered"] >= goal, seconds, f"{more} more answers")
+                    self.failed.append(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
 def load(deployment):
-    running = Load(deployment)
-    for thread in running._threads:
-        thread.start()
-    try:
-        running.answered(12)
+    with Load(deployment).asking() as running:
+        running.more(12)
         yield running
-    finally:
-        running._stop.set()
-        for thread in running._threads:
-            thread.join(60)
-    assert running.outcomes["failed"] == 0, running.broken
 
 
 def assert_replicas_agree(deployment) -> None:
@@ -97,9 +110,9 @@ def struck(deployment, command):
     victim, process = sorted(deployment.processes(command).items())[0]
     with load(deployment) as running:
         process.kill()
-        running.answered(20)
+        running.more(20)
         wait_for(deployment.settled, 30, "it is back, and its engine verified")
-        running.answered(10)
+        running.more(10)
     after = {worker["name"]: worker for worker in deployment.state()["workers"]}
     return before.pop(victim), after.pop(victim), before, after
 
@@ -133,11 +146,11 @@ def test_a_killed_frontend_costs_no_request_and_its_successor_is_exact_within_tw
     other = 1 - number
     with load(settled) as running:
         process.kill()
-        running.answered(20)
+        running.more(20)
         listening = wait_for(lambda: _answers(settled, number) and time.monotonic(), 20, "the frontend listens again")
         wait_for(lambda: _verified(settled, number), 5, "its workers are verified")
         exact = time.monotonic() - listening
-        running.answered(10)
+        running.more(10)
     assert exact < 2
     uids = [worker["uid"] for worker in settled.state(other)["workers"]]
     wait_for(
@@ -177,17 +190,14 @@ def test_a_client_that_leaves_aborts_the_request_in_the_engine(settled):
 QUESTION = [{"role": "user", "content": "A question whose blocks both frontends know before and after. " * 8}]
 
 
-class Clients:
+class KeptConnections(Clients):
     """Clients that keep their connections, as most do. A new connection goes to a frontend of the Service; a kept one
     stays where it is until an answer says ``connection: close``.
     """
 
-    def __init__(self, service: list[str], count: int = 4) -> None:
+    def __init__(self, service: list[str]) -> None:
+        super().__init__()
         self.service = service
-        self.answered: Counter[str] = Counter()
-        self.failed: list[str] = []
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(count)]
 
     def _run(self, number: int) -> None:
         while not self._stop.is_set():
@@ -207,23 +217,6 @@ class Clients:
                     self.answered[url] += 1
                     if answer.headers.get("connection") == "close":
                         break
-
-    def more(self, count: int, url: str = "") -> None:
-        """Wait for so many more answers, of one frontend or of any."""
-        total = lambda: self.answered[url] if url else self.answered.total()  # noqa: E731
-        goal = total() + count
-        wait_for(lambda: total() >= goal or self.failed, 30, f"{count} more answers {url}")
-
-    @contextmanager
-    def asking(self):
-        for thread in self._threads:
-            thread.start()
-        try:
-            yield self
-        finally:
-            self._stop.set()
-            for thread in self._threads:
-                thread.join(60)
 
 
 class Story:
@@ -279,7 +272,7 @@ def test_a_frontend_is_replaced_under_load_and_no_request_is_lost(settled):
     ip = mine["url"].split("//")[1].split(":")[0]
     share_held(settled, other["url"])
     process = settled.processes("router")[mine["name"]]
-    clients = Clients([mine["url"], other["url"]])
+    clients = KeptConnections([mine["url"], other["url"]])
     with clients.asking():
         clients.more(20, mine["url"])
         # The order of the kubelet: the Service forgets the pod, preStop gives that time to spread, then the signal.
@@ -299,7 +292,6 @@ def test_a_frontend_is_replaced_under_load_and_no_request_is_lost(settled):
         wait_for(lambda: ready(ip), 30, "its successor is Ready")
         clients.service.append(mine["url"])
         clients.more(20)
-    assert clients.failed == []
     wait_for(settled.settled, 20, "every worker is verified on every frontend")
     assert_replicas_agree(settled)
     assert share_held(settled, mine["url"]) == 1.0

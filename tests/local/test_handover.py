@@ -226,6 +226,6 @@ def test_a_kill_while_images_are_handed_over_fails_no_request_and_leaves_nothing
             if ("render" in name) is (who == "renderer"):
                 process.send_signal(signal.SIGKILL)
                 break
-        sending.answered(20, 60)
+        sending.more(20, seconds=60)
     nothing_left(root)
     wait_for(settled.settled, 60, "every pod is back")

@@ -4,7 +4,6 @@ Writers, readers and a janitor are killed with -9. Every hand-over is read as it
 processes leave is removed by the janitors alone.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-import zmq
 from local.rig import metric
 from waiting import wait_for
 
+from bench.feed.fake_sidecars import Curve
 from handover.tests.shm.test_soak import FELL_BACK, READ, Soak
 from handover.tests.support import bytes_below, shared_root
 
@@ -69,19 +68,12 @@ class Sidecar:
 
 def configure(folder: Path) -> None:
     """Write what every pod of a deployment is given."""
-    secrets = folder / "config" / "secrets"
-    secrets.mkdir(parents=True)
     pool = {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}, "sharedMemory": {"scope": "node"}}
     spec = {"model": {"id": "org/model"}, "engine": {"type": "vllm"}, "pools": [pool]}
     kind = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment"}
     resource = {**kind, "metadata": {"name": "vl"}, "spec": spec}
-    (folder / "config" / "deployment.json").write_text(json.dumps(resource))
-    (secrets / "identity.key").write_bytes(bytes(range(32)))
-    (secrets / "engine.key").write_text("secret")
-    for name in ("sidecar", "router"):
-        public, secret = zmq.curve_keypair()
-        (secrets / f"{name}.curve.public").write_bytes(public)
-        (secrets / f"{name}.curve.secret").write_bytes(secret)
+    secrets = {"identity.key": bytes(range(32)), "engine.key": b"secret"}
+    Curve.fresh().write_config(folder / "config", resource, secrets)
 
 
 @pytest.fixture

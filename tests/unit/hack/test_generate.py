@@ -10,7 +10,7 @@ from unit.render.objects import container, pod_of, variables
 
 import mmrouter_router
 from hack import generate
-from hack.generators import chart_values_table, conditions_page, dashboard, metrics_tables, tables
+from hack.generators import dashboard, tables
 from mmrouter_lib.api import parse_deployment
 
 PAGE = (generate.DOCS / "observability.md").read_text()
@@ -42,27 +42,27 @@ def test_a_page_without_the_marks_of_a_table_is_refused() -> None:
 
 
 def test_a_chart_value_without_a_comment_is_refused() -> None:
-    with pytest.raises(chart_values_table.UndescribedError, match=r"^a\.c$"):
-        list(chart_values_table.rows("a:\n  # One.\n  b: 1\n  c: 2\n"))
+    with pytest.raises(tables.UndescribedError, match=r"^a\.c$"):
+        list(tables.value_rows("a:\n  # One.\n  b: 1\n  c: 2\n"))
 
 
 def test_a_row_of_a_chart_value_has_the_default_and_the_whole_comment() -> None:
-    assert list(chart_values_table.rows("# Of the file.\n\na:\n  # One\n  # and two.\n  b: {c: 1}\n")) == [
+    assert list(tables.value_rows("# Of the file.\n\na:\n  # One\n  # and two.\n  b: {c: 1}\n")) == [
         ("a.b", '{"c": 1}', "One and two.")
     ]
 
 
 def test_every_metric_begins_with_its_process() -> None:
-    for process, registry in metrics_tables.registries().items():
+    for process, registry in tables.registries().items():
         prefix = "mmrouter_" if process == "router" else f"mmrouter_{process}_"
-        assert [name for name, *_ in metrics_tables.rows(registry) if not name.startswith(prefix)] == []
+        assert [name for name, *_ in tables.metric_rows(registry) if not name.startswith(prefix)] == []
 
 
 def test_a_row_of_a_metric_has_name_type_labels_unit_and_meaning() -> None:
     registry = CollectorRegistry()
     Counter("a_bytes_total", "Of a.", ["b", "c"], registry=registry)
     Histogram("d_seconds", "Time.", registry=registry)
-    assert list(metrics_tables.rows(registry)) == [
+    assert list(tables.metric_rows(registry)) == [
         ("a_bytes_total", "counter", "`b`, `c`", "bytes", "Of a"),
         ("d_seconds", "histogram", "", "seconds", "Time"),
     ]
@@ -72,7 +72,7 @@ def test_a_metric_without_a_meaning_is_refused() -> None:
     registry = CollectorRegistry()
     Counter("a", "", registry=registry)
     with pytest.raises(ValueError, match="a has no meaning"):
-        list(metrics_tables.rows(registry))
+        list(tables.metric_rows(registry))
 
 
 def test_the_example_reaches_the_router() -> None:
@@ -91,9 +91,9 @@ def test_the_page_names_every_stage_of_a_request() -> None:
 
 
 def test_a_reason_without_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conditions_page, "REASONS", {**conditions_page.REASONS, "Ready": {"Sunny": "True"}})
+    monkeypatch.setattr(tables, "REASONS", {**tables.REASONS, "Ready": {"Sunny": "True"}})
     with pytest.raises(ValueError, match=r"differ in Ready: .*Sunny"):
-        conditions_page.current((generate.DOCS / "conditions.md").read_text())
+        tables.conditions_page((generate.DOCS / "conditions.md").read_text())
 
 
 def test_a_panel_selects_what_was_chosen_and_takes_description_and_legend_from_its_metric() -> None:
