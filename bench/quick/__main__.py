@@ -68,7 +68,7 @@ def attempts(committed: dict[str, float], first: Measure, again: Measure) -> lis
     """Return the verdicts; where times alone are worse, the least of up to :data:`ATTEMPTS` counts."""
     figures = first()
     for _ in range(ATTEMPTS - 1):
-        worse = {verdict.name for verdict in judge(committed, figures) if verdict.fails}
+        worse = {verdict.figure.name for verdict in judge(committed, figures) if verdict.fails}
         if not worse or not all(figure.noisy for figure in figures if figure.name in worse):
             break
         figures = least(figures, (figure for figure in again() if figure.noisy))

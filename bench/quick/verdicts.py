@@ -37,12 +37,9 @@ class Figure(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """A figure beside its baseline."""
 
-    name: str
+    figure: Figure
     committed: float | None
-    value: float | None
-    unit: str
     state: State
-    why: str = ""
 
     @property
     def fails(self) -> bool:
@@ -50,43 +47,34 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.state in FAILS
 
     def text(self) -> str:
-        if self.state == "not run":
-            return f"{self.name}: not run: {self.why}"
-        if self.state == "gone":
-            return f"{self.name}: committed as {self.committed:g}, and no longer measured"
-        if self.state == "new":
-            return f"{self.name}: {self.value:.4g} {self.unit}, and no value is committed"
-        assert self.value is not None
-        assert self.committed is not None
-        change = f", {self.value / self.committed - 1:+.0%}" if self.committed else ""
-        return f"{self.name}: {self.value:.4g} {self.unit}, committed {self.committed:.4g}{change}"
+        name, value, unit = self.figure.name, self.figure.value, self.figure.unit
+        if value is None:
+            return f"{name}: {self.state}: {self.figure.why}"
+        if self.committed is None:
+            return f"{name}: {value:.4g} {unit}, and no value is committed"
+        change = f", {value / self.committed - 1:+.0%}" if self.committed else ""
+        return f"{name}: {value:.4g} {unit}, committed {self.committed:.4g}{change}"
 
 
 def judge(committed: Mapping[str, float], measured: Sequence[Figure], *, gate_times: bool = True) -> list[Verdict]:
     """Return a verdict for each figure that was measured or is committed. Without ``gate_times`` a worse time is
     ``slower``, which does not fail.
     """
-    names = {figure.name for figure in measured}
-    gone = [
-        Verdict(name, value, None, "", "gone", "nothing measures it")
-        for name, value in committed.items()
-        if name not in names
-    ]
-    return [_judged(figure, committed.get(figure.name), gate_times) for figure in measured] + gone
+    gone = committed.keys() - {figure.name for figure in measured}
+    verdicts = [Verdict(each, committed.get(each.name), _state(each, committed, gate_times)) for each in measured]
+    why = "committed, and no longer measured"
+    return verdicts + [Verdict(Figure(name, None, "", why=why), committed[name], "gone") for name in sorted(gone)]
 
 
-def _judged(figure: Figure, base: float | None, gate_times: bool) -> Verdict:
+def _state(figure: Figure, committed: Mapping[str, float], gate_times: bool) -> State:
     if figure.value is None:
-        state: State = "not run"
-    elif base is None:
-        state = "new"
-    elif figure.value > max(base * figure.allowed, base + figure.slack):
-        state = "slower" if figure.noisy and not gate_times else "worse"
-    elif figure.value < min(base / figure.allowed, base - figure.slack):
-        state = "better"
-    else:
-        state = "ok"
-    return Verdict(figure.name, base, figure.value, figure.unit, state, figure.why)
+        return "not run"
+    base = committed.get(figure.name)
+    if base is None:
+        return "new"
+    if figure.value > max(base * figure.allowed, base + figure.slack):
+        return "slower" if figure.noisy and not gate_times else "worse"
+    return "better" if figure.value < min(base / figure.allowed, base - figure.slack) else "ok"
 
 
 def least(first: Sequence[Figure], again: Iterable[Figure]) -> list[Figure]:

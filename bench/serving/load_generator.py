@@ -40,74 +40,59 @@ def chat_body(
     return json.dumps(body).encode()
 
 
-class Repeated(Receiver):
-    """Sends one request ``count`` times over its connection, each after the answer before it.
+class Answer(Receiver):
+    """Collects one answer; ``began`` resolves with its first token."""
 
-    Answers must contain ``expected``. ``us``: microseconds of each; ``tokens``: events with text in all of them.
-    """
-
-    def __init__(self, connection: Connection, message: bytes, count: int, expected: bytes) -> None:
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.us: list[float] = []
-        self.tokens = 0
-        self._message, self._left, self._expected = message, count, expected
+    def __init__(self) -> None:
+        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.body = b""
+        self.error: Exception | None = None
         self._status = 0
-        self._body: list[bytes] = []
-        self._began = time.perf_counter_ns()
-        connection.send(message, self)
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         self._status = status
 
     def on_data(self, data: bytes) -> None:
-        self._body.append(data)
+        self.body += data
+        if not self.began.done() and b'"delta"' in self.body:
+            self.began.set_result(None)
 
     def on_end(self, error: Exception | None) -> None:
-        self.us.append((time.perf_counter_ns() - self._began) / 1000)
-        body = b"".join(self._body)
-        self._body.clear()
-        if error is None and (self._status != 200 or self._expected not in body):
-            error = ValueError(f"status {self._status}: {body[:200].decode(errors='replace')}")
-        if error is not None:
-            self.done.set_exception(error)
-            return
-        self.tokens += body.count(b'"delta"')
-        self._left -= 1
-        if self._left:
-            self._began = time.perf_counter_ns()
-            self.connection.send(self._message, self)
-        else:
-            self.connection.close()
-            self.done.set_result(None)
-
-
-class Held(Receiver):
-    """A stream that is held open: ``began`` resolves with its first token."""
-
-    def __init__(self, connection: Connection, message: bytes) -> None:
-        self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._body = b""
-        connection.send(message, self)
-
-    def on_data(self, data: bytes) -> None:
+        self.error = error
         if not self.began.done():
-            self._body += data
-            if b'"delta"' in self._body:
-                self.began.set_result(None)
+            self.began.set_exception(ConnectionError(f"ended before its first token ({error}): {self.body[:200]!r}"))
+            self.began.exception()  # of a plain answer, which has no tokens
 
-    def on_end(self, error: Exception | None) -> None:
-        if not self.began.done():
-            self.began.set_exception(ConnectionError(f"ended before its first token ({error}): {self._body[:200]!r}"))
+    def check(self, expected: bytes) -> None:
+        """Raise the answer's error, or ``ValueError`` where it lacks what is expected."""
+        if self.error is not None:
+            raise self.error
+        if self._status != 200 or expected not in self.body:
+            raise ValueError(f"status {self._status}: {self.body[:200].decode(errors='replace')}")
 
 
-async def _repeat(host: str, port: int, count: int, bodies: Sequence[bytes], expected: bytes) -> list[Repeated]:
+async def _repeat(
+    host: str, port: int, count: int, bodies: Sequence[bytes], expected: bytes
+) -> tuple[list[float], int]:
+    """Send each body ``count`` times over a connection of its own, each after the answer before it. Return the
+    microseconds of all answers, which must contain ``expected``, and the number of events with text in them.
+    """
     connections = await asyncio.gather(*(connect(host, port) for _ in bodies))
-    receivers = [
-        Repeated(connection, _message(host, port, body), count, expected)
-        for connection, body in zip(connections, bodies, strict=True)
-    ]
-    await asyncio.gather(*(receiver.done for receiver in receivers))
-    return receivers
+    times, tokens = list[float](), 0
+
+    async def one_after_the_other(connection: Connection, message: bytes) -> None:
+        nonlocal tokens
+        for _ in range(count):
+            answer, began = Answer(), time.perf_counter_ns()
+            await connection.exchange(message, answer)
+            times.append((time.perf_counter_ns() - began) / 1000)
+            answer.check(expected)
+            tokens += answer.body.count(b'"delta"')
+        connection.close()
+
+    messages = (_message(host, port, body) for body in bodies)
+    await asyncio.gather(*map(one_after_the_other, connections, messages))
+    return times, tokens
 
 
 def _message(host: str, port: int, body: bytes) -> bytes:
@@ -118,8 +103,7 @@ class LoadGenerator:
     async def plain(self, host: str, port: int, count: int, connections: int = 1, image: str = "") -> dict[str, Any]:
         """Send requests over connections at once, one after the other on each; answer the microseconds of each."""
         bodies = [chat_body(stream=False, image=image)] * connections
-        receivers = await _repeat(host, port, count, bodies, b"lazy dog")
-        return {"us": [us for receiver in receivers for us in receiver.us]}
+        return {"us": (await _repeat(host, port, count, bodies, b"lazy dog"))[0]}
 
     async def streams(
         self, host: str, port: int, connections: int, count: int, pause_ms: int | None, repeats: int = 1
@@ -133,8 +117,7 @@ class LoadGenerator:
             chat_body(stream=True, pause_ms=pause_ms, repeats=repeats, number=number + 1 if repeats > 1 else 0)
             for number in range(connections)
         ]
-        receivers = await _repeat(host, port, count, bodies, b"[DONE]")
-        tokens = sum(receiver.tokens for receiver in receivers)
+        _, tokens = await _repeat(host, port, count, bodies, b"[DONE]")
         if tokens != connections * count * TOKENS:
             raise ValueError(f"{tokens} tokens of {connections * count * TOKENS} arrived")
         return {"tokens": tokens, "seconds": time.perf_counter() - began}
@@ -143,10 +126,12 @@ class LoadGenerator:
         """Open streams that pause after their first token; they stay open until this process ends."""
         message = _message(host, port, chat_body(stream=True, pause_ms=IDLE_PAUSE_MS))
         for first in range(0, connections, OPENED_AT_ONCE):
-            opened = await asyncio.gather(
-                *(connect(host, port) for _ in range(min(OPENED_AT_ONCE, connections - first)))
-            )
-            await asyncio.gather(*(Held(connection, message).began for connection in opened))
+            count = min(OPENED_AT_ONCE, connections - first)
+            answers = []
+            for connection in await asyncio.gather(*(connect(host, port) for _ in range(count))):
+                connection.send(message, answer := Answer())
+                answers.append(answer.began)
+            await asyncio.gather(*answers)
         return {}
 
 

@@ -26,10 +26,9 @@ PAIR = (FRONTEND, address(900))
 
 @dataclass(frozen=True, slots=True)
 class RouterUsage:
-    """One router under the load of many clients: its largest memory in MiB, its CPU seconds, or its failure."""
+    """One router under the load of many clients: its largest memory in MiB, or its failure."""
 
     mib: float = 0.0
-    cpu: float = 0.0
     error: str = ""
 
 
@@ -55,7 +54,6 @@ def _usage(target: Server) -> RouterUsage:
                 samples.append(target.resident() / 2**20)
 
         sampler = threading.Thread(target=sample_memory)
-        before = target.cpu()
         try:
             idle.call("idle", **target.address, connections=IDLE)
             sampler.start()
@@ -66,7 +64,7 @@ def _usage(target: Server) -> RouterUsage:
             done.set()
             if sampler.is_alive():
                 sampler.join()
-        return RouterUsage(max(samples), target.cpu() - before)
+        return RouterUsage(max(samples))
 
 
 def connection_rows(usages: dict[str, RouterUsage], missing: Sequence[str]) -> list[Row]:
@@ -79,7 +77,7 @@ def connection_rows(usages: dict[str, RouterUsage], missing: Sequence[str]) -> l
     peers = {peer: usage for peer, usage in usages.items() if peer != "mmrouter"}
     results = [f"{peer}: {usage.error or f'{usage.mib:.4g} MiB'}" for peer, usage in peers.items()]
     complete = [usage.mib for usage in peers.values() if not usage.error]
-    figures = [failed, row(f"{name}: resident", ours.mib, "MiB"), row(f"{name}: CPU", ours.cpu, "s")]
+    figures = [failed, row(f"{name}: resident", ours.mib, "MiB")]
     ratio = f"{name}: resident, over the better Rust router"
     if not complete:
         return [*figures, not_run(ratio, "x", "; ".join([*results, *missing]), goal="<= 1.5")]

@@ -18,7 +18,7 @@ def figure(name: str, value: float | None, **more) -> Figure:
 
 
 def states(*measured: Figure) -> dict[str, str]:
-    return {verdict.name: verdict.state for verdict in judge(COMMITTED, measured)}
+    return {verdict.figure.name: verdict.state for verdict in judge(COMMITTED, measured)}
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def states(*measured: Figure) -> dict[str, str]:
 )
 def test_more_than_a_quarter_or_the_figures_own_factor_or_slack_is_worse(measured, state):
     verdicts = judge(COMMITTED | {"kept": 0.0}, [measured])
-    assert [verdict.state for verdict in verdicts if verdict.name == measured.name] == [state]
+    assert [verdict.state for verdict in verdicts if verdict.figure.name == measured.name] == [state]
 
 
 def test_a_new_or_unmeasured_figure_fails_and_one_that_cannot_be_measured_does_not():
@@ -63,7 +63,7 @@ def test_only_times_are_measured_again_and_the_least_counts():
     judged = command.attempts(
         COMMITTED, lambda: [figure("time: a", 6.0), figure("calls: b", 100.0)], lambda: next(again)
     )
-    assert [(verdict.state, verdict.value) for verdict in judged] == [("ok", 4.5), ("ok", 100.0)]
+    assert [(verdict.state, verdict.figure.value) for verdict in judged] == [("ok", 4.5), ("ok", 100.0)]
     never = pytest.fail
     judged = command.attempts(COMMITTED, lambda: [figure("time: a", 6.0), figure("calls: b", 126.0)], never)
     assert [verdict.state for verdict in judged] == ["worse", "worse"]
