@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chart.helm import CHART, Helm
 
-from hack.generators.metrics_tables import registries
+from hack.generators.tables import registries
 from mmrouter_operator.render.podmonitor import DEPLOYMENT_TARGET_LABEL, POOL_TARGET_LABEL, ROLE_TARGET_LABEL
 
 DASHBOARD = json.loads((CHART / "dashboards" / "mmrouter.json").read_text())
