@@ -101,8 +101,8 @@ class Job:
         options = self.body.stream_options or StreamOptions()
         try:
             async for chunk in self.chunks():
-                if self.shows_usage or options.include_usage or options.continuous_usage_stats:
-                    chunk["usage"] = self.usage() if options.continuous_usage_stats else None
+                if self.shows_usage or options.include_usage:
+                    chunk["usage"] = None
                 yield _frame(chunk)
             if options.include_usage:
                 kind = "chat.completion.chunk" if self.chat else "text_completion"

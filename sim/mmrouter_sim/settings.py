@@ -71,9 +71,9 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
         ("--sim-prefill-rate", float, defaults.prefill_rate, "prompt tokens per second"),
         ("--sim-encode-seconds", float, defaults.encode_seconds, "encoder seconds per visual token"),
         ("--sim-decode-ms", float, defaults.decode_seconds * 1e3, "milliseconds per decoding step"),
-        ("--sim-kv-seconds", float, defaults.kv, "seconds per token whose KV blocks are received"),
-        ("--sim-process-seconds", float, defaults.process, "seconds per visual token that is processed"),
-        ("--sim-embedding-seconds", float, defaults.embedding, "seconds per visual token handed over"),
+        ("--sim-kv-seconds", float, defaults.kv_seconds, "seconds per token whose KV blocks are received"),
+        ("--sim-process-seconds", float, defaults.process_seconds, "seconds per visual token that is processed"),
+        ("--sim-embedding-seconds", float, defaults.embedding_seconds, "seconds per visual token handed over"),
         ("--sim-jitter", float, defaults.jitter, "half-width of the random factor on each step's time"),
         ("--sim-seed", int, 0, "of times and answers"),
         ("--sim-blocks", int, None, "blocks of the KV cache, the reserved one included"),
@@ -112,22 +112,14 @@ def common_settings(args: argparse.Namespace, events: EventsConfig) -> dict[str,
     if args.ranks < 1:
         raise ValueError("--data-parallel-size must be at least 1")
     template, steps = args.chat_template, args.sim_replay_steps
+    args.sim_decode_seconds = args.sim_decode_ms / 1e3
     if template is not None and "{" not in template:
         template = Path(template).read_text(encoding="utf-8")
     names = {field.name for field in fields(Settings)}
     return {name: value for name, value in vars(args).items() if name in names} | {
         "chat_template": template,
         "events": events if steps is None else msgspec.structs.replace(events, buffer_steps=steps),
-        "cost": Cost(
-            prefill_rate=args.sim_prefill_rate,
-            encode_seconds=args.sim_encode_seconds,
-            decode_seconds=args.sim_decode_ms / 1e3,
-            kv=args.sim_kv_seconds,
-            process=args.sim_process_seconds,
-            embedding=args.sim_embedding_seconds,
-            jitter=args.sim_jitter,
-            speed=args.sim_speed,
-        ),
+        "cost": Cost(**{each.name: getattr(args, f"sim_{each.name}") for each in fields(Cost)}),
         "seed": args.sim_seed,
         "answer_tokens": args.sim_answer_tokens,
     }

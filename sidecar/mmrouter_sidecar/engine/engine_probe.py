@@ -156,8 +156,10 @@ async def watch_listener(ip: str, port: int, ended: Callable[[], None]) -> None:
     connection: asyncio.StreamWriter | None = None
     try:
         while True:
-            opened = await _connect(ip, port)
-            if opened is None:
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    reader, writer = await asyncio.open_connection(ip, port)
+            except OSError:  # a timeout is one
                 if connection is not None:
                     connection = None
                     ended()
@@ -165,22 +167,11 @@ async def watch_listener(ip: str, port: int, ended: Callable[[], None]) -> None:
                 continue
             if connection is not None:
                 await asyncio.sleep(RECONNECT_SECONDS)  # do not reconnect in a tight loop
-            reader, connection = opened
-            await _until_closed(reader)
+            connection = writer
+            with contextlib.suppress(OSError):
+                while await reader.read(1024):
+                    pass
             connection.close()
     finally:
         if connection is not None:
             connection.close()
-
-
-async def _connect(ip: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(CONNECT_SECONDS):
-            return await asyncio.open_connection(ip, port)
-    return None
-
-
-async def _until_closed(reader: asyncio.StreamReader) -> None:
-    with contextlib.suppress(OSError):
-        while await reader.read(1024):
-            pass

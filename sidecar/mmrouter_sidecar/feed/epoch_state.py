@@ -1,8 +1,8 @@
 """State of the feed's current epoch: recent deltas, recent raw batches, and the canary claim. Pure; no I/O."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from mmrouter_lib.feed import Accepted, CanaryClaim, CanaryReport, CanaryResult, ClaimAnswer, Delta, RawBatch, Refused
@@ -17,14 +17,13 @@ T = TypeVar("T", Delta, RawBatch)
 
 
 class History(Generic[T]):
-    """The last deltas or raw batches of the epoch, bounded by count and bytes; ``weigh`` returns the bytes of one.
+    """The last deltas or raw batches of the epoch, bounded by count and bytes.
 
     ``floor``: those of deltas up to this number may be missing.
     """
 
-    def __init__(self, items: int, weigh: Callable[[T], int]) -> None:
+    def __init__(self, items: int) -> None:
         self._items = items
-        self._weigh: Callable[[T], int] = weigh
         self.clear(0)
 
     def clear(self, seq: int) -> None:
@@ -35,10 +34,10 @@ class History(Generic[T]):
 
     def append(self, item: T) -> None:
         self._held.append(item)
-        self._bytes += self._weigh(item)
+        self._bytes += _bytes(item)
         while len(self._held) > self._items or self._bytes > MAX_BYTES:
             old = self._held.popleft()
-            self._bytes -= self._weigh(old)
+            self._bytes -= _bytes(old)
             self.floor = old.seq
 
     def parts(self, first: int, end: int | None = None) -> Iterator[tuple[tuple[T, ...], bool]]:
@@ -49,19 +48,15 @@ class History(Generic[T]):
             if item.seq < first or (end is not None and item.seq > end):
                 continue
             part.append(item)
-            size += self._weigh(item)
+            size += _bytes(item)
             if len(part) >= PART_ITEMS or size >= PART_BYTES:
                 yield tuple(part), False
                 part, size = [], 0
         yield tuple(part), True
 
 
-def delta_bytes(delta: Delta) -> int:
-    return len(delta.stored) + len(delta.removed) + 64
-
-
-def batch_bytes(batch: RawBatch) -> int:
-    return len(batch.payload)
+def _bytes(item: Delta | RawBatch) -> int:
+    return len(item.payload) if isinstance(item, RawBatch) else len(item.stored) + len(item.removed) + 64
 
 
 @dataclass(slots=True)
@@ -71,10 +66,7 @@ class EpochCanary:
     epoch: int
     result: CanaryReport | None = None
     _holder: str = ""
-    _until: float = field(default=0.0)
-
-    def begin(self, epoch: int) -> None:
-        self.epoch, self.result, self._holder, self._until = epoch, None, "", 0.0
+    _until: float = 0.0
 
     def claim(self, request: CanaryClaim, now: float) -> ClaimAnswer | Refused:
         """Grant the claim unless another router holds it or there is a definite result. ``now``: monotonic seconds."""

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import reduce
 from operator import or_
+from types import SimpleNamespace
 
 import msgspec
 import zmq
@@ -30,16 +31,6 @@ REFUSED: dict[int, str] = {
 WATCHED = reduce(or_, REFUSED, int(zmq.Event.HANDSHAKE_SUCCEEDED))
 
 
-class RouterKeyOnly:
-    """ZAP credentials provider: without one, CURVE accepts every client that has the server's public key."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return domain == DOMAIN and key == self._key
-
-
 class Publisher:
     """The PUB socket for frames and the ROUTER socket for requests."""
 
@@ -63,7 +54,10 @@ class Publisher:
         """Serve until cancelled. Raises ``zmq.ZMQError`` if an address cannot be bound."""
         self._authenticator.start()
         try:
-            self._authenticator.configure_curve_callback(DOMAIN, RouterKeyOnly(self._settings.curve.client))
+            # Without a provider of credentials, CURVE accepts every client that has the server's public key.
+            client = self._settings.curve.client
+            router_only = SimpleNamespace(callback=lambda domain, key: domain == DOMAIN and key == client)
+            self._authenticator.configure_curve_callback(DOMAIN, router_only)
             ports = self._settings.ports
             monitors = [socket.get_monitor_socket(WATCHED) for socket in (self._pub, self._router)]
             self._pub.bind(f"tcp://{self._settings.pod_ip}:{ports.pub}")

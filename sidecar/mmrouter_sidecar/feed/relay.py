@@ -9,6 +9,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import msgspec
 
@@ -18,7 +19,7 @@ from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import EventError
 from mmrouter_sidecar.blocks.journal import CanaryOutcome, Epoch, Flush, Journal, Record
 from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp
-from mmrouter_sidecar.feed.epoch_state import EpochCanary, History, batch_bytes, delta_bytes
+from mmrouter_sidecar.feed.epoch_state import EpochCanary, History
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings, SettingsError
 
@@ -34,7 +35,7 @@ SAME_ENGINE = frozenset({"history", "backlog", "unanswered"})
 class EngineFacts(msgspec.Struct, frozen=True):
     """Properties of the engine that its events do not contain."""
 
-    state: str = "starting"
+    state: Literal["starting", "up", "down"] = "starting"
     version: str = ""
     block_size: int = 0
     draining: bool = False
@@ -69,8 +70,8 @@ class EventRelay:
         self.shared: feed.SharedDirectory | None = None  # usage of the node's shared directory, for the next heartbeat
         self.boot, self.epoch, self.seq = "", 0, 0
         self.proofs: dict[int, tuple[int, int]] = {}  # rank -> (engine number, digest) of the last batch applied
-        self._deltas = History(settings.buffer_events, delta_bytes)
-        self._raw = History(settings.buffer_events, batch_bytes)
+        self._deltas = History[feed.Delta](settings.buffer_events)
+        self._raw = History[feed.RawBatch](settings.buffer_events)
         self.batches = 0
         self.sent = 0.0  # the engine's time of the last batch
         self._unpublished: list[tuple[int, int, bytes]] = []
@@ -149,16 +150,14 @@ class EventRelay:
         return f"{self._settings.pod_uid}/{self.boot}"
 
     def beat(self) -> None:
-        facts = self.facts
-        state, self._announced = facts.state, self.ledger.groups
-        assert state in ("starting", "up", "down")
+        facts, self._announced = self.facts, self.ledger.groups
         self._publish(
             feed.Heartbeat(
                 worker=self.worker,
                 epoch=self.epoch,
                 seq=self.seq,
                 engine=self._settings.engine,
-                engine_state=state,  # type: ignore[arg-type]
+                engine_state=facts.state,
                 engine_version=facts.version,
                 block_size=self.ledger.block_size or facts.block_size,
                 model=self._settings.model,
@@ -271,7 +270,7 @@ class EventRelay:
         self._deltas.clear(0)
         self._raw.clear(0)
         self._snapshot = None
-        self.canary.begin(self.epoch)
+        self.canary = EpochCanary(self.epoch)
         log.info("epoch %d begins for %s: %s", self.epoch, self.worker, reason)
         self._metrics.epochs.labels(reason).inc()
         self._write(Epoch(boot, self.epoch, fresh, dict(self.proofs), taken.ops))
@@ -283,7 +282,7 @@ class EventRelay:
                 match record:
                     case Epoch(boot, epoch, fresh, last, ops):
                         self.boot, self.epoch, self.seq = boot, epoch, 0
-                        self.canary.begin(epoch)
+                        self.canary = EpochCanary(epoch)
                         if fresh:
                             self.ledger.reset()
                         self._redo(last, ops)

@@ -15,16 +15,11 @@ from weakref import WeakValueDictionary
 
 from mmrouter_sim.core.requests import Media, Request
 
-NULL_BLOCK = 0
-"""Block 0 is reserved: the engine points unused table entries at it and never hands it out."""
-
-
-class OutOfBlocksError(RuntimeError):
-    """More blocks were requested than are free; the scheduler checks this before."""
-
 
 class BlockPool:
-    """``size`` blocks, block 0 reserved. ``on_evict`` is called with the digest of every evicted copy."""
+    """``size`` blocks. Block 0 is reserved: the engine points unused table entries at it and never hands it out.
+    ``on_evict`` is called with the digest of every evicted copy.
+    """
 
     def __init__(self, size: int, on_evict: Callable[[bytes], None]) -> None:
         if size < 2:
@@ -67,9 +62,9 @@ class BlockPool:
             self._refs[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks and evict their contents. Raises :class:`OutOfBlocksError`."""
+        """Allocate ``count`` blocks and evict their contents. Raises ``ValueError`` if fewer are free."""
         if count > len(self._free):
-            raise OutOfBlocksError(f"{count} blocks wanted, {len(self._free)} free")
+            raise ValueError(f"{count} blocks wanted, {len(self._free)} free")
         taken = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)

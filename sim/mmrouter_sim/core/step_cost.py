@@ -21,17 +21,17 @@ class Cost:
     prefill_rate: float = 20_000.0  # tokens per second
     encode_seconds: float = 20e-6  # per visual token
     decode_seconds: float = 2e-3  # per step that decodes
-    kv: float = 3e-6  # seconds per token whose KV blocks are copied from another engine: 28 KB at 10 GB/s
-    embedding: float = 5e-7  # seconds per visual token whose embedding is copied
-    process: float = 1e-6  # seconds per visual token that the API server processes
+    kv_seconds: float = 3e-6  # seconds per token whose KV blocks are copied from another engine: 28 KB at 10 GB/s
+    embedding_seconds: float = 5e-7  # seconds per visual token whose embedding is copied
+    process_seconds: float = 1e-6  # seconds per visual token that the API server processes
     jitter: float = 0.1  # half-width of the uniform factor, as a share
     speed: float = 1.0  # divides every time
 
     def __post_init__(self) -> None:
         if self.prefill_rate <= 0 or self.speed <= 0:
             raise ValueError("prefill rate and speed must be above 0")
-        times = (self.encode_seconds, self.decode_seconds, self.kv, self.embedding, self.process)
-        if min(times) < 0 or not 0 <= self.jitter < 1:
+        seconds = (self.kv_seconds, self.embedding_seconds, self.process_seconds)
+        if min(self.encode_seconds, self.decode_seconds, *seconds) < 0 or not 0 <= self.jitter < 1:
             raise ValueError("times must not be negative and jitter must be in [0, 1)")
 
     def seconds(self, *, prefill: int, visual: int, decoding: bool, rng: random.Random) -> float:

@@ -170,17 +170,16 @@ def _job(
             f"of {length + wanted} tokens: {length} tokens from the input messages and {wanted} tokens for the "
             "completion."
         )
-    asked = body.routed_dp_rank if body.routed_dp_rank is not None else body.data_parallel_rank
     rank_text = next((http.headers[name] for name in RANK_HEADERS if name in http.headers), None)
     pairs = engine.settings.pairs
     try:
         at = place(http.headers) if pairs is not None else None
-        if at is not None and pairs is not None and pairs.mode == "prefill" and rank_text is None and asked is None:
+        if at is not None and pairs is not None and pairs.mode == "prefill" and rank_text is None:
             rank_text = str(at.room % engine.settings.ranks)
-        rank, runner = engine.pick(rank_text if rank_text is not None else None if asked is None else str(asked))
+        rank, runner = engine.pick(rank_text)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    name = http.headers.get(RID_HEADER) or body.rid or uuid.uuid4().hex
+    name = http.headers.get(RID_HEADER) or uuid.uuid4().hex
     ids = prompt.padded if prompt.padded is not None else padded(prompt.ids, [])
     prefills = pairs is not None and pairs.mode == "prefill"
     request = request_of(

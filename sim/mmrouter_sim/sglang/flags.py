@@ -95,7 +95,6 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--disaggregation-mode", choices=("null", "prefill", "decode"), default="null")
     add("--disaggregation-transfer-backend", choices=_BACKENDS, default="mooncake", help="no effect here")
     add("--disaggregation-bootstrap-port", type=int, default=8998)
-    add("--disaggregation-decode-enable-radix-cache", action="store_true")
     add_no_effect(parser, _NO_EFFECT, _NO_EFFECT_SWITCHES, "store_true")
     add_sim_flags(parser)
 
@@ -114,14 +113,13 @@ def _settings(args: argparse.Namespace) -> Settings:
     limits = msgspec.json.decode(args.limit_mm_data_per_request, type=dict[str, int])
     blocks = args.max_total_tokens // args.block_size + 1 if args.max_total_tokens else args.sim_blocks
     mode = args.disaggregation_mode
-    keeps = mode != "decode" or args.disaggregation_decode_enable_radix_cache
     return Settings(
         **common_settings(args, EventsConfig(enable_kv_cache_events=events.publisher == "zmq", **given)),
         model=model,
         served_names=(args.served_model_name or model,),
         api_keys=(args.api_key,) if args.api_key else (),
         blocks=blocks,
-        prefix_caching=keeps and not args.disable_radix_cache,
+        prefix_caching=mode != "decode" and not args.disable_radix_cache,
         processor=process.get("image", {}),
         image_limit=limits.get("image"),
         shutdown_seconds=DRAIN_SECONDS,

@@ -114,7 +114,7 @@ class PairRooms:
         """Fetch a prompt's blocks from a room's prefill engine. Raises :class:`TransferError`. Returns its tokens, and
         how many of them that engine had in its cache.
         """
-        room, seconds = _Room(at.room), self._cost.kv / self._cost.speed
+        room, seconds = _Room(at.room), self._cost.kv_seconds / self._cost.speed
         ready = await fetch(at.host, at.port, room, room, seconds, self.config.waiting_seconds)
         return ready.tokens, ready.cached
 

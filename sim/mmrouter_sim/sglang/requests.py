@@ -16,13 +16,7 @@ from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
 from mmrouter_sim.vllm.requests import Generation, Prompt
 
 
-class _Routed(Generation, kw_only=True):
-    rid: str | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-
-
-class ChatRequest(_Routed, kw_only=True):
+class ChatRequest(Generation, kw_only=True):
     """``/v1/chat/completions``."""
 
     messages: list[dict[str, Any]]
@@ -31,7 +25,7 @@ class ChatRequest(_Routed, kw_only=True):
     return_prompt_token_ids: bool = False
 
 
-class CompletionRequest(_Routed, kw_only=True):
+class CompletionRequest(Generation, kw_only=True):
     """``/v1/completions``."""
 
     prompt: str | list[int | str]

@@ -39,8 +39,6 @@ class KvTransfer(msgspec.Struct, frozen=True):
 
     kv_connector: Literal["NixlConnector"]
     kv_role: Literal["kv_both", "kv_producer", "kv_consumer"] = "kv_both"
-    engine_id: str | None = None
-    kv_buffer_device: str = "cuda"
     kv_load_failure_policy: Literal["recompute", "fail"] = "fail"
     kv_connector_extra_config: dict[str, Any] = {}
 
@@ -159,7 +157,7 @@ class ConnectorTransfers:
 
     def __init__(self, config: ConnectorConfig, cost: Cost) -> None:
         self.config = config
-        self.engine_id = (config.kv.engine_id if config.kv else None) or str(uuid4())
+        self.engine_id = str(uuid4())
         self._cost = cost
         self._held: dict[str, tuple[Scheduler, Request, asyncio.TimerHandle]] = {}
         self._received: OrderedDict[str, None] = OrderedDict()
@@ -171,9 +169,8 @@ class ConnectorTransfers:
         config = self.config.kv
         if config is None or request.id not in scheduler.held:
             return None
-        loop = asyncio.get_running_loop()
         lease = float(config.kv_connector_extra_config.get("kv_lease_duration", 30))
-        timer = loop.call_later(lease, self._expire, request.id)
+        timer = asyncio.get_running_loop().call_later(lease, self._expire, request.id)
         self._held[request.id] = (scheduler, request, timer)
         return {
             "do_remote_prefill": True,
@@ -195,7 +192,7 @@ class ConnectorTransfers:
     async def take(self, params: Mapping[str, Any]) -> int:
         """Fetch the blocks of a prefill and return its tokens. Raises :class:`TransferError`."""
         ask = TransferRequest(kv=str(params.get("remote_request_id", "")))
-        return await self._fetch(params.get("remote_host"), params.get("remote_port"), ask, self._cost.kv)
+        return await self._fetch(params.get("remote_host"), params.get("remote_port"), ask, self._cost.kv_seconds)
 
     def _expire(self, name: str) -> None:
         self._held[name][0].counters.expired += 1
@@ -214,7 +211,7 @@ class ConnectorTransfers:
                 continue
             try:
                 ask = TransferRequest(ec=name)
-                await self._fetch(peer["peer_host"], peer.get("peer_port"), ask, self._cost.embedding)
+                await self._fetch(peer["peer_host"], peer.get("peer_port"), ask, self._cost.embedding_seconds)
             except TransferError as error:
                 log.warning("embedding %s: %s", name, error)
                 continue

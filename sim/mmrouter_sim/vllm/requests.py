@@ -21,7 +21,6 @@ from mmrouter_sim.errors import RequestError, parameter_error, validation_error
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class Generation(msgspec.Struct, kw_only=True):
@@ -239,6 +238,6 @@ def _name(
         if fetched is None:
             raise RequestError(f"Cache miss for image at index {number} but data is not provided.")
         count = engine.model.count(fetched[1].width, fetched[1].height)
-        time.sleep(count * engine.settings.cost.process / engine.settings.cost.speed)
+        time.sleep(count * engine.settings.cost.process_seconds / engine.settings.cost.speed)
         engine.images.put(identifier, count)
     return identifier, count

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 from unit.sim.conftest import CHAT, LONG, cached_tokens, chat_body, image, png, text
@@ -82,10 +83,7 @@ def prefill(serve_sglang, unused_port):
 
 @pytest.fixture
 def decode(serve_sglang):
-    async def start(*flags):
-        return await serve_sglang("--disaggregation-mode", "decode", *flags)
-
-    return start
+    return partial(serve_sglang, "--disaggregation-mode", "decode")
 
 
 def at(client, room=7, **more):
@@ -128,12 +126,6 @@ async def test_only_the_prefill_engine_computes_and_only_it_keeps_a_cache(prefil
     for client in (first, second):
         await until(lambda client=client: client.engine.runners[0].scheduler.idle and not held(client))
     assert second.engine.runners[0].scheduler.pool.used == 0
-
-
-async def test_a_decode_engine_keeps_a_cache_where_a_flag_says_so(prefill, decode):
-    first, second = await prefill(), await decode("--disaggregation-decode-enable-radix-cache")
-    await both(first, second)
-    assert second.engine.held()["ranks"]["0"]
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
