@@ -1,4 +1,4 @@
-"""Captures of a real vLLM 0.32 (requests with their expanded prompts, images and frames), and engines served here."""
+"""Folders of captures and models, and engines served here."""
 
 import asyncio
 import base64
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import pytest
 import uvicorn
 import zmq.asyncio
@@ -22,7 +21,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from unit.conftest import shared_folder
 
 from mmrouter_sim import model
-from mmrouter_sim.core.requests import Media
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang import app as sglang_app
@@ -35,30 +33,6 @@ CHAT = "/v1/chat/completions"
 LONG = "describe the picture and say what is in the front and how many there are " * 4
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """One answered request of a capture, with everything that the engine's hashes depend on."""
-
-    label: str
-    prompt: list[int]
-    answer: list[int]
-    media: tuple[Media, ...]
-    salt: str | None
-    lora: tuple[str, str] | None
-    report_hits: bool
-    cached_tokens: int | None
-    created_tokens: int | None
-    payloads: tuple[bytes, ...]
-
-    @property
-    def ids(self) -> list[int]:
-        return self.prompt + self.answer
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        return [event for payload in self.payloads for event in msgspec.msgpack.decode(payload)[1]]
-
-
 @pytest.fixture(scope="session")
 def captures() -> Path:
     return shared_folder("MMROUTER_CAPTURES", "captures/vllm")
@@ -67,90 +41,6 @@ def captures() -> Path:
 @pytest.fixture(scope="session")
 def models() -> Path:
     return shared_folder("MMROUTER_MODELS", "models")
-
-
-@pytest.fixture(scope="session")
-def recorded(captures: Path) -> Callable[..., list[Recorded]]:
-    def read(name: str, pad: int, lora_path: str | None = None, engine: str = "") -> list[Recorded]:
-        names: dict[str, str] = {}
-        steps = [json.loads(line) for line in (captures / f"{name}.jsonl").read_text().splitlines()]
-        chosen = [
-            step
-            for step in steps
-            if step.get("kind") == "step"
-            and step["label"].startswith(engine)
-            and (step["status"] != 200 or "prompt_token_ids" in step["reply"] or step["label"] == "reset_prefix_cache")
-        ]
-        return [_recorded(step, pad, lora_path, names) for step in chosen if step["status"] == 200]
-
-    return read
-
-
-def _recorded(step: dict[str, Any], pad: int, lora_path: str | None, names: dict[str, str]) -> Recorded:
-    payloads = tuple(bytes.fromhex(frame["payload"]) for frame in step["frames"])
-    events = [event for payload in payloads for event in msgspec.msgpack.decode(payload)[1]]
-    stored = [event for event in events if event["type"] == "BlockStored"]
-    body = step["request"]["body"] or {}
-    prompt = step["reply"].get("prompt_token_ids") or []
-    ids = prompt + (step["reply"].get("output_token_ids") or [])
-    usage = (step["reply"].get("usage") or {}).get("prompt_tokens_details") or {}
-    lora = stored[0]["lora_name"] if stored else None
-    return Recorded(
-        label=step["label"],
-        prompt=prompt,
-        answer=step["reply"].get("output_token_ids") or [],
-        media=tuple(_media(ids, stored, pad, _image_names(body), names)),
-        salt=body.get("cache_salt"),
-        lora=(lora, lora_path or "") if lora else None,
-        report_hits=body.get("vllm_xargs", {}).get("kv_cache_report_mode") == "full",
-        cached_tokens=usage.get("cached_tokens"),
-        created_tokens=usage.get("created_cache_tokens"),
-        payloads=payloads,
-    )
-
-
-def _image_names(body: dict[str, Any]) -> list[str]:
-    """A name per image of a request that is equal exactly when the engine calls the images equal."""
-    parts = [p for m in body.get("messages", []) if isinstance(m["content"], list) for p in m["content"]]
-    extra = json.dumps([body.get("mm_processor_kwargs"), body.get("media_io_kwargs")])
-    return [
-        (part.get("uuid") or ((part.get("image_url") or {}).get("url") or {}).get("$image", "")) + extra
-        for part in parts
-        if part.get("type") == "image_url"
-    ]
-
-
-def _media(
-    ids: list[int], stored: list[dict[str, Any]], pad: int, images: list[str], names: dict[str, str]
-) -> Iterator[Media]:
-    """Placeholder runs, each with the identifier that the events give it or, when it was a hit, gave it before."""
-    known: dict[int, str] = {}
-    for event in stored:
-        size, tokens = event["block_size"], event["token_ids"]
-        start = next(s for s in range(0, len(ids), size) if ids[s : s + len(tokens)] == tokens and _parented(event, s))
-        for number, keys in enumerate(event.get("extra_keys") or []):
-            for key in keys or []:
-                if isinstance(key, list):
-                    known[start + number * size + key[1]] = key[0]
-    for number, (offset, length) in enumerate(_runs(ids, pad)):
-        name = images[number] if number < len(images) else ""
-        identifier = known.get(offset) or names.get(name) or name.removesuffix(json.dumps([None, None]))
-        names[name] = identifier
-        yield Media(identifier, offset, length)
-
-
-def _parented(event: dict[str, Any], start: int) -> bool:
-    return (start == 0) == (event["parent_block_hash"] is None)
-
-
-def _runs(ids: list[int], pad: int) -> Iterator[tuple[int, int]]:
-    start = None
-    for position, token in enumerate([*ids, None]):
-        if token == pad and start is None:
-            start = position
-        elif token != pad and start is not None:
-            yield start, position - start
-            start = None
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,20 @@
 """The commands as processes: installed scripts, flags, start, drain and failure."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 
 import aiohttp
 import pytest
+from unit.engines.conftest import deployment, role
 
 import mmrouter_sim
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_sim.model import find_folder
 from mmrouter_sim.vllm.flags import parse
 
@@ -98,39 +100,26 @@ def test_invalid_settings_end_the_process_with_a_reason(args, status, words, tin
     assert words in capsys.readouterr().err + caplog.text
 
 
-def test_the_rendered_command_line_is_understood():
-    events = {"enable_kv_cache_events": True, "publisher": "zmq", "buffer_steps": 10000, "hwm": 10000}
-    events |= {"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5657"}
-    settings = parse([
-        "serve", "/models/m", "--served-model-name", "qwen-vl", "--host", "127.1.0.3", "--port", "8000",
-        "--block-size", "32", "--enable-prefix-caching", "--prefix-caching-hash-algo", "sha256_cbor",
-        "--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details",
-        "--limit-mm-per-prompt", '{"image":32}', "--shutdown-timeout", "60", "--revision", "main",
-        "--mm-processor-kwargs", '{"min_pixels":3136,"max_pixels":100352}', "--data-parallel-size", "2",
-        "--tensor-parallel-size", "2", "--trust-remote-code", "--enforce-eager", "--load-format=dummy",
-        "--max_num_seqs", "4", "--gpu-memory-utilization", "0.9", "--no-enable-chunked-prefill",
-    ])  # fmt: skip
-    assert settings.events.endpoint == "tcp://127.0.0.1:5557"
-    assert (settings.block_size, settings.image_limit, settings.ranks, settings.max_seqs) == (32, 32, 2, 4)
-    assert settings.processor == {"min_pixels": 3136, "max_pixels": 100352}
-    assert settings.token_details
-    assert settings.shutdown_seconds == 60
+MORE = {
+    "vllm": ["--max_num_seqs", "4", "--load-format=dummy", "--no-enable-chunked-prefill", "--enforce-eager"],
+    "sglang": ["--max_running_requests", "4", "--load-format=dummy", "--mm-preprocess-cache-size-mb", "256"],
+}
 
 
-def test_every_rendered_flag_is_known(tiny):
-    api = pytest.importorskip("mmrouter_lib.api")
-    from mmrouter_lib.engines.vllm.launch import launch
-
-    worker = {"name": "w", "role": "worker", "accelerator": {"kind": "cpu"}, "parallelism": {"data": 2, "tensor": 2}}
-    engine = {"type": "vllm", "blockSize": 32, "processor": {"minPixels": 3136, "maxPixels": 100352}}
-    spec = {"model": {"id": "a/b", "trustRemoteCode": True}, "engine": engine, "pools": [worker]}
-    kind = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "m"}}
-    deployment = api.parse_deployment({**kind, "spec": spec})
-    made = launch(deployment, deployment.spec.pools[0])
-    settings = parse([*made.command[1:], *made.args])
-    assert settings.model == "a/b"
-    assert settings.events.publishes
-    assert settings.events.hwm == 10_000
+@pytest.mark.parametrize("engine", MORE)
+def test_the_rendered_command_line_and_flags_of_users_are_understood(engine):
+    worker = role("worker", "cpu", parallelism={"data": 2, "tensor": 2}, blockSize=32, args=MORE[engine])
+    fields = {"type": engine, "processor": {"maxPixels": 100352}}
+    model = {"id": "a/b", "revision": "main", "trustRemoteCode": True}
+    resource = deployment(worker, engine=fields, model=model, routing={"media": {"maxImages": 5}})
+    made = LAUNCHERS[engine].launch(resource, resource.spec.pools[0])
+    settings = import_module(f"mmrouter_sim.{engine}.flags").parse([*made.command[1:], *made.args])
+    assert (settings.model, settings.served_names, settings.engine) == ("a/b", ("vl",), engine)
+    assert (settings.block_size, settings.image_limit, settings.ranks, settings.max_seqs) == (32, 5, 2, 4)
+    assert settings.processor == {"max_pixels": 100352}
+    assert (settings.token_details, bool(settings.api_keys)) == (True, engine == "sglang")  # or in the environment
+    assert (settings.events.publishes, settings.events.hwm, settings.bind or False) == (True, 10_000, False)
+    assert settings.events.endpoint == "tcp://$(POD_LOOPBACK):5557"
 
 
 def test_simulator_flags_have_environment_variables(monkeypatch):

@@ -36,12 +36,6 @@ from mmrouter_sim.sglang.pages import (
 from mmrouter_sim.sglang.pages import sentinels as sentinels_of
 
 U64 = (1 << 64) - 1
-RENDERED = [
-    *("--served-model-name", "tiny", "--host", "127.0.0.1", "--port", "8000", "--api-key", "k", "--page-size", "16"),
-    *("--enable-metrics", "--enable-cache-report", "--limit-mm-data-per-request", '{"image":2}', "--device", "cpu"),
-    *("--trust-remote-code", "--mm-process-config", '{"image":{"max_pixels":1003520}}', "--revision", "main"),
-    *("--mm-preprocess-cache-size-mb", "256", "--data-parallel-size", "2", "--tensor-parallel-size", "2"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -247,19 +241,6 @@ async def test_errors_have_the_engines_shape(serve_sglang):
     status, same = await client.chat("hi", mm_hashes=["00"])
     assert status == 200
     assert same["choices"]
-
-
-def test_the_rendered_command_line_is_taken(tiny):
-    events = json.dumps(
-        {"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5657"}
-    )
-    settings = parse(
-        ["serve", "--model-type", "llm", "--model-path", str(tiny), *RENDERED, "--kv-events-config", events]
-    )
-    assert (settings.engine, settings.block_size, settings.ranks, settings.bind) == ("sglang", 16, 2, False)
-    assert (settings.api_keys, settings.token_details, settings.image_limit) == (("k",), True, 2)
-    assert settings.processor == {"max_pixels": 1003520}
-    assert settings.arguments["mm_preprocess_cache_size_mb"] == 256
 
 
 @pytest.mark.parametrize(
