@@ -127,13 +127,13 @@ class SimulatedEngine:
         process = settings.arguments.get("mm_process_config") or {}
         return fingerprint(model.model_type, list(model.architectures) or None, settings.revision, process)
 
-    def pick(self, header: str | None) -> tuple[int, Runner]:
+    def pick(self, header: str | None) -> Runner:
         """Return the rank that a request is pinned to, or else the least loaded. Raises ``ValueError``."""
         if header is None:
-            return min(enumerate(self.runners), key=lambda pair: pair[1].load)
+            return min(self.runners, key=lambda runner: runner.load)
         if not header.isdecimal() or int(header) >= len(self.runners):
             raise ValueError(f"data_parallel_rank {header} is out of range [0, {len(self.runners)}).")
-        return int(header), self.runners[int(header)]
+        return self.runners[int(header)]
 
     async def run(self) -> None:
         """Open the event sockets and step until cancelled. Raises ``zmq.ZMQError`` for an address in use."""

@@ -42,7 +42,6 @@ class Job:
     """Whether every chunk has a field for usage."""
 
     engine: SimulatedEngine
-    rank: int
     runner: Runner
     body: Generation
     prompt: Prompt

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from mmrouter_lib import families
 from mmrouter_lib.families import Family, ImageSizeError
-from mmrouter_lib.prompt import Prompter, PromptImage
+from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage, TemplateError, render_arguments
 from mmrouter_sim.core.requests import Media, Sampler
 from mmrouter_sim.errors import RequestError
 
@@ -50,13 +51,25 @@ class Model:
         except ImageSizeError as error:
             raise RequestError(f"Failed to apply the image processor of {self.family.name}: {error}") from error
 
+    def render(self, messages: list[dict[str, Any]], body: msgspec.Struct) -> str:
+        """Return the text of a chat, with the fields of its ``body``. Raises :class:`RequestError`."""
+        try:
+            return self.prompter.render(messages, **render_arguments(msgspec.structs.asdict(body)))
+        except TemplateError as error:
+            raise RequestError(str(error)) from error
+
     def expand(
         self, text: str, images: Sequence[tuple[str, int]], *, add_special_tokens: bool
     ) -> tuple["array[int]", tuple[Media, ...]]:
-        """Return token ids and media of a prompt; ``images`` are (identifier, token count) in prompt order."""
+        """Return token ids and media of a prompt; ``images`` are (identifier, token count) in prompt order. Raises
+        :class:`RequestError`.
+        """
         # The prompter passes 32 bytes per image through: here the image's number.
         parts = [PromptImage(identity=n.to_bytes(32, "big"), count=count) for n, (_, count) in enumerate(images)]
-        expanded = self.prompter.expand(text, parts, add_special_tokens=add_special_tokens)
+        try:
+            expanded = self.prompter.expand(text, parts, add_special_tokens=add_special_tokens)
+        except PlaceholderError as error:
+            raise RequestError(str(error)) from error
         media = (
             Media(images[int.from_bytes(span.identity, "big")][0], span.offset, span.length) for span in expanded.spans
         )

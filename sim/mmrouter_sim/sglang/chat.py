@@ -89,11 +89,11 @@ class SglangJob(Job):
                 async for piece in super().pieces():
                     yield piece
                 return
-            ranks = self.engine.settings.ranks
-            if at.room % ranks != self.rank:
+            rank, implied = self.engine.runners.index(self.runner), at.room % self.engine.settings.ranks
+            if rank != implied:
                 raise TransferError(
-                    f"follow_bootstrap_room conflict: dispatched to dp_rank {self.rank} but bootstrap_room {at.room} "
-                    f"implies dp_rank {at.room % ranks}"
+                    f"follow_bootstrap_room conflict: dispatched to dp_rank {rank} but bootstrap_room {at.room} "
+                    f"implies dp_rank {implied}"
                 )
             self.request.hold = True
             try:
@@ -176,7 +176,7 @@ def _job(
         at = place(http.headers) if pairs is not None else None
         if at is not None and pairs is not None and pairs.mode == "prefill" and rank_text is None:
             rank_text = str(at.room % engine.settings.ranks)
-        rank, runner = engine.pick(rank_text)
+        runner = engine.pick(rank_text)
     except ValueError as error:
         raise RequestError(str(error)) from error
     name = http.headers.get(RID_HEADER) or uuid.uuid4().hex
@@ -186,4 +186,4 @@ def _job(
         engine, body, prompt, name, ids=ids, max_tokens=1 if prefills else min(wanted or room, room - length)
     )
     # The engine serves any model name and repeats it.
-    return SglangJob(engine, rank, runner, body, prompt, request, name, at=at)
+    return SglangJob(engine, runner, body, prompt, request, name, at=at)

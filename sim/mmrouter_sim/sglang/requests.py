@@ -5,10 +5,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from PIL import Image
 
-from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
 from mmrouter_sim import media
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
@@ -60,12 +58,8 @@ def from_messages(
     """
     parts = images_of(engine, body.messages)
     images = encoded if encoded is not None else [_name(engine, number, part) for number, part in enumerate(parts)]
-    try:
-        text = engine.model.prompter.render(body.messages, **render_arguments(msgspec.structs.asdict(body)))
-        named = [(str(item), count) for item, count in images]
-        ids, where = engine.model.expand(text, named, add_special_tokens=False)
-    except (TemplateError, PlaceholderError) as error:
-        raise RequestError(str(error)) from error
+    named = [(str(item), count) for item, count in images]
+    ids, where = engine.model.expand(engine.model.render(body.messages, body), named, add_special_tokens=False)
     runs = [(int(item.identifier), item.offset, item.length) for item in where]
     return Prompt(ids, where, padded(ids, runs, first_only=engine.model.model_type in ONE_VALUE))
 

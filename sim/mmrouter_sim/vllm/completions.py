@@ -112,12 +112,13 @@ class VllmJob(Job):
 
 
 def prompt_details(settings: Settings, request: Request, prompt: Prompt) -> dict[str, Any]:
-    cached, size, visual = request.cached_tokens or 0, settings.block_size, prompt.visual_tokens
-    return {
-        "cached_tokens": cached,
-        "created_cache_tokens": request.prompt_length // size * size - cached if settings.prefix_caching else 0,
-        "multimodal_tokens": None if visual is None else {"image": visual},
-    }
+    cached, size = request.cached_tokens or 0, settings.block_size
+    return _details(cached, request.prompt_length // size * size - cached if settings.prefix_caching else 0, prompt)
+
+
+def _details(cached: int, created: int, prompt: Prompt) -> dict[str, Any]:
+    images = None if prompt.visual_tokens is None else {"image": prompt.visual_tokens}
+    return {"cached_tokens": cached, "created_cache_tokens": created, "multimodal_tokens": images}
 
 
 async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
@@ -202,7 +203,7 @@ def _job(
             length,
         )
     try:
-        rank, runner = engine.pick(http.headers.get(RANK_HEADER))
+        runner = engine.pick(http.headers.get(RANK_HEADER))
     except ValueError as error:
         raise RequestError(str(error)) from error
     if engine.draining:
@@ -219,7 +220,7 @@ def _job(
         external=received,
         hold=engine.settings.handover.kv is not None and bool((body.kv_transfer_params or {}).get("do_remote_decode")),
     )
-    return VllmJob(engine, rank, runner, body, prompt, request, name, received=received)
+    return VllmJob(engine, runner, body, prompt, request, name, received=received)
 
 
 async def _encode(engine: SimulatedEngine, encoder: ImageEncoder, body: Generation, prompt: Prompt) -> Response:
@@ -230,9 +231,7 @@ async def _encode(engine: SimulatedEngine, encoder: ImageEncoder, body: Generati
     length = len(prompt.ids)
     usage: dict[str, Any] = {"prompt_tokens": length, "total_tokens": length, "completion_tokens": 0}
     if engine.settings.token_details:
-        images = None if prompt.visual_tokens is None else {"image": prompt.visual_tokens}
-        details = {"cached_tokens": 0, "created_cache_tokens": 0, "multimodal_tokens": images}
-        usage["prompt_tokens_details"] = details
+        usage["prompt_tokens_details"] = _details(0, 0, prompt)
     empty: dict[str, Any] = {"role": "assistant", "content": "", "refusal": None, "tool_calls": [], "reasoning": None}
     choice = {"index": 0, "message": empty, "logprobs": None, "finish_reason": "stop", "stop_reason": None}
     return json_response(

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from mmrouter_lib.prompt import PlaceholderError, TemplateError, render_arguments
 from mmrouter_sim import media
 from mmrouter_sim.core.requests import Media
 from mmrouter_sim.engine import SimulatedEngine
@@ -157,11 +156,8 @@ def from_messages(engine: SimulatedEngine, body: ChatRequest) -> Prompt:
     # All parts are fetched and decoded before the first is looked up by its name.
     pictures = [_fetch(engine, part) for part in parts]
     images = [_name(engine, n, part, fetched) for n, (part, fetched) in enumerate(zip(parts, pictures, strict=True))]
-    try:
-        text = engine.model.prompter.render(body.messages, **render_arguments(msgspec.structs.asdict(body)))
-        return Prompt(*engine.model.expand(text, images, add_special_tokens=body.add_special_tokens))
-    except (TemplateError, PlaceholderError) as error:
-        raise RequestError(str(error)) from error
+    text = engine.model.render(body.messages, body)
+    return Prompt(*engine.model.expand(text, images, add_special_tokens=body.add_special_tokens))
 
 
 def features(prompt: Prompt) -> dict[str, Any] | None:
@@ -188,10 +184,7 @@ def from_text(engine: SimulatedEngine, prompt: str | list[int | str], *, special
         if len(prompt) != 1:
             raise parameter_error("A list of prompts is not simulated.", "prompt")
         prompt = str(prompt[0])
-    try:
-        return Prompt(*engine.model.expand(prompt, [], add_special_tokens=special))
-    except (TemplateError, PlaceholderError) as error:
-        raise RequestError(str(error)) from error
+    return Prompt(*engine.model.expand(prompt, [], add_special_tokens=special))
 
 
 def _image_parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_handover.shm import Entry, Ledger
-from mmrouter_lib import feed
 from mmrouter_sidecar.shared_memory import cleanup_rules as rules
 from mmrouter_sidecar.shared_memory.folder_access import MODE, SharedFolderError, main, open_folder
 
@@ -137,11 +136,6 @@ def test_bytes_are_summed_by_state_and_by_top_level_entry() -> None:
     assert rules.by_state(found) == {"owner": 4096, "leased": 60, "idle": 50, "expired": 40, "encoder": 60, "other": 70}
     assert rules.by_top_level(found) == {"pool-a": (4, 4156), "pool-b": (2, 90), "c": (2, 130)}
     assert sum(rules.by_state(found).values()) == found.bytes == rules.shared(found, 0, was_above=False).taken
-
-
-def test_usage_is_a_frame_of_the_feed() -> None:
-    found = book(encoders("a", 90, 1), capacity=1000, available=700)
-    assert rules.shared(found, 100, was_above=False) == feed.SharedDirectory(90, 100, 700, 1000, True)
 
 
 GROUP = 65533

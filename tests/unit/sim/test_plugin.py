@@ -80,7 +80,6 @@ class Two:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("VLLM_PLUGINS", "others,mmrouter")
     monkeypatch.setenv("MMROUTER_SHARED_DIR", str(tmp_path))
     monkeypatch.setenv("MMROUTER_HANDOVER_WAYS", "shm,nixl,inline")
