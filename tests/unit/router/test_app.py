@@ -95,15 +95,10 @@ async def test_ready_at_the_deadline_without_all_snapshots(monkeypatch):
         assert r.ready
 
 
-async def test_readiness_survives_new_and_lost_workers(r):
+async def test_readiness_survives_new_and_lost_workers_until_the_own_pod_is_deleted(r):
     for members in ((), (member("a"), member("b")), ()):
         r.apply_membership(Membership(members))
         assert r.ready
-
-
-async def test_deletion_of_own_pod_ends_readiness(r):
-    r.apply_membership(Membership(()))
-    assert r.ready
     r.apply_membership(Membership((), leaving=True))
     assert not r.ready
     assert not r.shutdown.stopping.is_set()

@@ -153,12 +153,9 @@ def test_weights_eight_to_one_over_18_requests():
     assert counted.index("b") not in (0, 8)  # smooth: in the middle of its round
 
 
-def test_per_image_mode_takes_turns_by_image():
+def test_per_image_mode_takes_turns_by_image_and_shares_by_weight():
     outcome = machine("perImage").place("r", images(range(6)), 0.0)
     assert where(outcome) == ["fast", "middle", "slow"] * 2
-
-
-def test_encoders_share_by_weight():
     encoders = weighted("perImage", a=5, b=3, c=2, d=0)
     chosen = [where(encoders.place(f"r{n}", [image(n)], 0.0))[0] for n in range(100)]
     assert [chosen.count(name) for name in "abcd"] == [50, 30, 20, 0]
@@ -213,10 +210,7 @@ def test_answers_keep_the_order_of_the_images():
     outcome = encoders.place("r", images("abc"), 0.0)
     ready = [encoders.finished(start.run, 1.0, start.image.key).ready for start in reversed(outcome.starts)]
     assert ready == [{}, {}, {"r": (b"a", b"b", b"c")}]
-
-
-def test_request_without_images_is_ready_at_once():
-    assert machine().place("r", [], 0.0).ready == {"r": ()}
+    assert encoders.place("without images", [], 0.0).ready == {"without images": ()}
 
 
 def test_full_queues_refuse_the_whole_request():

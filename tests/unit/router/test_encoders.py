@@ -256,8 +256,9 @@ async def test_only_engines_that_ask_encoders_get_the_list(rig, role):
     assert dict(rig.sidecars["asks"].told[0].encoders)["e1"] == rig.fleet.workers["e1"].member.ip
 
 
-async def test_change_is_announced_at_once_and_repeated(rig):
+async def test_change_of_even_an_empty_list_is_announced_at_once_and_repeated(rig):
     rig.pod("w", "worker")
+    assert await rig.names() == {"w": [[]]}
     one = rig.pod("e1", "encoder")
     assert await rig.names() == {"w": [["e1"]]}
     assert await rig.names() == {}
@@ -287,8 +288,3 @@ async def test_silent_sidecar_is_retried_without_blocking_others(rig):
     assert await rig.names() == {"w2": [["e1"]]}
     rig.sidecars["w1"].silent = False
     assert await rig.names() == {"w1": [["e1"]]}
-
-
-async def test_empty_list_is_announced(rig):
-    rig.pod("w", "worker")
-    assert await rig.names() == {"w": [[]]}

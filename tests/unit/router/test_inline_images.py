@@ -198,12 +198,6 @@ def shown(body: bytes):
     return [messages[1]["content"][0], messages[1]["content"][2], messages[2]["content"][0]]
 
 
-def test_plain_body_holds_all_image_bytes():
-    request = outgoing()
-    assert [one["image_url"]["url"] for one in shown(request.plain)] == [URI] * 3
-    assert shown(request.plain)[0]["image_url"]["detail"] == "low"
-
-
 def test_each_image_is_sent_by_its_url_or_its_bytes():
     request = outgoing()
     before = copy.deepcopy(request.fields)
@@ -214,6 +208,8 @@ def test_each_image_is_sent_by_its_url_or_its_bytes():
     assert (third["image_url"], third["uuid"]) == (None, "m1-a")
     assert json.loads(body)["seed"] == 1
     assert request.fields == before
+    assert [one["image_url"]["url"] for one in shown(request.plain)] == [URI] * 3
+    assert shown(request.plain)[0]["image_url"]["detail"] == "low"
 
 
 def test_unused_image_bytes_are_not_encoded():

@@ -216,16 +216,10 @@ def prepared(exactness: str = "exact") -> Prepared:
     return Prepared(None, None, (image,), array("I", IDS), SPANS, exactness, (), SEED, 1)
 
 
-def test_exact_prompt_expects_all_complete_blocks(rig):
-    found = expected_blocks(prepared(), rig.worker, 0, BLOCK)
-    assert found.keys == rig.expected().keys
-    assert found.prediction.placeholder_id == PAD
-
-
-def test_partial_prompt_expects_blocks_before_its_image(rig):
-    found = expected_blocks(prepared("partial"), rig.worker, 0, BLOCK)
-    assert found.keys == rig.expected().keys[:1]
-    assert found.prediction.spans == ()
+def test_exact_prompt_expects_all_complete_blocks_and_a_partial_one_those_before_its_image(rig):
+    whole, partial = (expected_blocks(prepared(kind), rig.worker, 0, BLOCK) for kind in ("exact", "partial"))
+    assert (whole.keys, whole.prediction.placeholder_id) == (rig.expected().keys, PAD)
+    assert (partial.keys, partial.prediction.spans) == (rig.expected().keys[:1], ())
 
 
 def test_affinity_or_short_prompt_expects_nothing(rig):
@@ -250,17 +244,11 @@ def cause(p, *events):
     return found.cause if found else None
 
 
-def test_equal_streams_have_no_difference():
-    p = prediction()
-    assert cause(p, published()) is None
+def test_equal_streams_have_no_difference_beside_events_of_other_requests():
     first, rest = published(end=2), published(start=2)
-    assert cause(p, first, rest) is None
-    assert cause(p, rest) is None
-
-
-def test_events_of_other_requests_are_ignored():
     other = published(ids=[50 + i for i in range(17)], spans=(), name=7)
-    assert cause(prediction(), other, published()) is None
+    for events in ((published(),), (first, rest), (rest,), (other, published())):
+        assert cause(prediction(), *events) is None
 
 
 def test_missing_images_block_size_truncation_and_silence_are_distinct_causes():

@@ -45,7 +45,7 @@ def changed(**places):
         for parent in parents:
             at = at[parent]
         if value is None:
-            at.pop(last)
+            at.pop(last, None)
         else:
             at[last] = value
     return pod
@@ -56,10 +56,10 @@ def labelled(**labels):
     return changed(metadata__labels=names)
 
 
-def test_engine_pod_is_a_member():
-    assert parse_pod(POD) == Member(
-        "u1", "demo-worker-1", "10.0.0.7", "worker", "worker", "n1", ready=True, draining=False
-    )
+@pytest.mark.parametrize("deleted", [None, "2026-01-01T00:00:00Z"])
+def test_engine_pod_is_a_member_which_drains_once_deleted(deleted):
+    found, draining = parse_pod(changed(metadata__deletionTimestamp=deleted)), deleted is not None
+    assert found == Member("u1", "demo-worker-1", "10.0.0.7", "worker", "worker", "n1", ready=True, draining=draining)
 
 
 BOTH = {"compatibility": "ab12", "kv-layout": "cd34"}
@@ -104,30 +104,23 @@ def test_renderer_is_ready_with_its_containers():
     assert parse_pod(pod).ready
 
 
-def test_deleted_pod_drains():
-    assert parse_pod(changed(metadata__deletionTimestamp="2026-01-01T00:00:00Z")).draining
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("podIP", None), ("podIP", ""), ("phase", "Failed"), ("phase", "Succeeded")]
-)
-def test_pod_without_address_or_ended_is_ignored(name, value):
-    assert parse_pod(changed(**{f"status__{name}": value})) is None
-
-
 @pytest.mark.parametrize("role", ["worker", "prefill", "decode", "encoder", "renderer"])
 def test_every_role_is_parsed(role):
     assert parse_pod(labelled(pool="p", role=role)).role == role
 
 
-@pytest.mark.parametrize("labels", [{"pool": "p", "role": "unheard-of"}, {"role": "worker"}, {"pool": "p"}, {}])
-def test_pod_of_no_pool_or_unknown_role_is_ignored(labels):
-    assert parse_pod(labelled(**labels)) is None
+IGNORED = {
+    "no or an empty address": [changed(status__podIP=None), changed(status__podIP="")],
+    "ended": [changed(status__phase="Failed"), changed(status__phase="Succeeded")],
+    "no pool or an unknown role": [labelled(**own) for own in ({"pool": "p", "role": "new"}, {"role": "worker"}, {})],
+    "no role": [labelled(pool="p")],
+    "incomplete": [{}, {"metadata": None, "status": None}, {"metadata": {"uid": "u"}, "status": {}}],
+}
 
 
-@pytest.mark.parametrize("pod", [{}, {"metadata": None, "status": None}, {"metadata": {"uid": "u"}, "status": {}}])
-def test_incomplete_object_is_ignored(pod):
-    assert parse_pod(pod) is None
+@pytest.mark.parametrize("case", IGNORED)
+def test_object_that_is_no_pod_of_a_pool_is_ignored(case):
+    assert [parse_pod(pod) for pod in IGNORED[case]] == [None] * len(IGNORED[case])
 
 
 def test_membership_excludes_the_router_itself():

@@ -199,18 +199,13 @@ async def test_lost_renderer_is_unusable_until_it_answers(rig, server):
     assert rig.renderer.state()[0]["verified"] is False
 
 
-async def test_renderer_is_verified_after_rendering_the_probe_image(rig):
-    await rig.with_servers(Server())
-    await until(lambda: rig.renderer.state()[0]["verified"])
-    state = rig.renderer.state()[0]
-    assert (state["answered"], state["message"]) == (True, "")
-
-
-async def test_renderer_that_loses_the_probe_image_is_unverified(rig):
+@pytest.mark.parametrize(
+    ("raw", "message"), [(None, ""), (b'{"token_ids": [1, 2]}', "one image became 0 in the prompt")]
+)
+async def test_renderer_is_verified_only_after_rendering_the_probe_image(rig, raw, message):
     server = Server()
-    server.raw = b'{"token_ids": [1, 2]}'
+    server.raw = raw
     await rig.with_servers(server)
-    await until(lambda: rig.renderer.state()[0]["message"])
+    await until(lambda: rig.renderer.state()[0]["message" if message else "verified"])
     state = rig.renderer.state()[0]
-    assert (state["answered"], state["verified"]) == (True, False)
-    assert state["message"] == "one image became 0 in the prompt"
+    assert (state["answered"], state["verified"], state["message"]) == (True, not message, message)

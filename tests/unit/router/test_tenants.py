@@ -63,13 +63,10 @@ def test_salts_differ_by_tenant_and_agree_between_routers(folder):
     assert len(red.salt) == 67
 
 
-def test_without_keys_there_is_one_tenant_without_salt(tmp_path):
+def test_without_keys_there_is_one_tenant_without_salt_or_none_where_keys_are_required(tmp_path):
     tenants = Tenants(tmp_path / "absent", KEY)
     assert ask(tenants) == ask(tenants, b"Bearer whatever") == Tenant("", None)
     assert not tenants.authenticating
-
-
-def test_required_but_missing_keys_refuse_all_requests(tmp_path):
     tenants = Tenants(tmp_path / "absent", KEY, required=True)
     assert denied(tenants, b"Bearer whatever")
     assert tenants.problems
