@@ -24,11 +24,10 @@ from mmrouter_router.handover.request_delivery import BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer, PromptModel
-from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer, small_pictures
 from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
-from mmrouter_router.scheduling.placer import Decision, Placer
+from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
 from mmrouter_router.sentinels.evidence import SentinelStore
 from mmrouter_router.telemetry.metrics import Metrics
@@ -131,7 +130,7 @@ def build_dispatch(base: Base, renderer: Renderer, placer: Placer, verification:
     offload = OffloadPolicy(spec.routing.min_prefill_tokens)
     shared = spec.engine.type, base.roles, base.fleet, placer, base.metrics, exchange.ask
     stages = Stages(*shared, encoding=encoding, offload=offload, delivery=delivery)
-    on_send = verification.learning.on_send if verification.learning is not None else _ignore_sent
+    on_send = verification.learning.on_send if verification.learning is not None else lambda sent, prepared: None
     forwarder = Forwarder(placer, exchange, base.metrics, stages, delivery=delivery, on_send=on_send)
     return Dispatch(handover, encoding, encoder_list, stages, forwarder)
 
@@ -166,7 +165,3 @@ def build_tracing(endpoint: str, metrics: Metrics) -> Tracing:
     from mmrouter_router.telemetry.otlp_export import OtlpTracing  # noqa: PLC0415
 
     return OtlpTracing.to(endpoint, os.environ, lambda result, count: metrics.spans.labels(result).inc(count))
-
-
-def _ignore_sent(decision: Decision, prepared: Prepared) -> None:
-    """Engines without sentinels have nothing to learn from sent requests."""

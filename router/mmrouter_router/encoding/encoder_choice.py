@@ -93,8 +93,6 @@ class WeightedRoundRobin:
 
         Equal credit goes to the smallest id, so routers with equal histories agree. Raises ``ValueError`` without ids.
         """
-        if not weights:
-            raise ValueError("no encoder to choose from")
         shares = dict(weights) if any(weights.values()) else dict.fromkeys(weights, 1)
         for encoder, share in shares.items():
             self._credit[encoder] = self._credit.get(encoder, 0) + share

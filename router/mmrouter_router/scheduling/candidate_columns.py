@@ -83,7 +83,8 @@ class CandidateGroup:
         rows = [row for row in compress(range(len(overlap)), begun) if self.scored[row]]
         coming = [0] * len(overlap) if rows else []
         for row in rows:
-            coming[row] = _run(keys, overlap[row], self.promised[row])
+            promised = map(self.promised[row].__contains__, keys[overlap[row] :])
+            coming[row] = indexOf(chain(promised, (False,)), False)
         return coming
 
     def _encode(
@@ -105,11 +106,6 @@ def column_getter(rows: Sequence[int]) -> "itemgetter[Any]":
     if len(rows) == 1 or (first >= 0 and list(rows) == list(range(first, end))):
         return itemgetter(slice(first, end or None))
     return itemgetter(*rows)
-
-
-def _run(keys: "array[int]", hit: int, promised: set[int]) -> int:
-    """Return the number of blocks right after a hit that are promised."""
-    return indexOf(chain(map(promised.__contains__, keys[hit:]), (False,)), False)
 
 
 def _to_encode(spans: Sequence[Span], hit: int) -> int:

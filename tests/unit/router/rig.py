@@ -136,7 +136,8 @@ class Rig:
 
     def __init__(self, **verification) -> None:
         self.clock = Clock()
-        self.fleet = Fleet(Metrics(), clock=self.clock)
+        self.metrics = Metrics()
+        self.fleet = Fleet(self.metrics, clock=self.clock)
         self.placer = Placer(deployment(**verification), self.fleet)
 
     def worker(self, name: str, keys=(), canary: str = "True", ranks: int = 1, admitted: bool = True, **beat) -> Worker:

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from unit.router.rig import cancelled, refused, running, until
+from unit.router.rig import cancelled, heartbeat, refused, running, until
 
 from mmrouter_lib import feed
 from mmrouter_router.encoding.encoder_pods import ANNOUNCE_AGAIN_SECONDS, EncoderAnnouncer
@@ -229,9 +229,7 @@ class Rig:
         return worker
 
     def beat(self, worker, state="up", draining=False):
-        name = worker.member.name
-        beat = feed.Heartbeat(f"{name}/1", 1, 0, "sglang", state, "0", 16, "m", "", {}, 1, draining)
-        self.fleet.on_published(worker, beat)
+        heartbeat(self.fleet, worker, engine="sglang", engine_state=state, draining=draining)
 
     async def names(self):
         """Tell, and return what each sidecar was newly told."""

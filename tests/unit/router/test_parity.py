@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from unit.router.rig import counts, running, synced, until, value
+from unit.router.rig import Rig, counts, running, until, value
 
 from mmrouter_lib import feed
-from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.media_identity import to_wire
@@ -17,7 +17,7 @@ from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.differences import Prediction, first_difference
 from mmrouter_router.explain.parity_check import ExpectedBlocks, check_parity, expected_blocks, verdict_json
 from mmrouter_router.fleet.feed_client import FeedRequestError
-from mmrouter_router.fleet.workers import Fleet, Member
+from mmrouter_router.fleet.workers import Fleet
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify import sampling
@@ -47,27 +47,25 @@ def prediction(ids=IDS) -> Prediction:
     return Prediction(array("I", ids), SPANS, BLOCK, None, PAD)
 
 
-class Rig:
+class Parity(Rig):
+    """A rig with one unverified worker."""
+
     def __init__(self) -> None:
-        self.metrics = Metrics()
+        super().__init__()
         self.metrics.parity.describe("vllm", "qwen2_vl")
-        self.fleet = Fleet(self.metrics)
-        self.worker = synced(self.fleet, Member("a", "a", "127.0.0.1", "worker", "worker"), canary="")
+        self.engine = self.worker("a", canary="")
 
     def expected(self, ids=IDS) -> ExpectedBlocks:
         keys = block_keys(array("I", ids), BLOCK, SPANS, SEED)
-        return ExpectedBlocks("a", 0, 1, 0, keys, prediction(ids))
+        return ExpectedBlocks("uid-a", 0, 1, 0, keys, prediction(ids))
 
     def stores(self, keys) -> None:
-        """A delta of the worker."""
-        seq = self.worker.sync.seq + 1
-        delta = feed.Delta(1, seq, 0.0, 0, 0, "GPU", pack_keys(keys), b"")
-        self.fleet.on_published(self.worker, delta)
+        self.delta(self.engine, keys)
 
 
 @pytest.fixture
-def rig() -> Rig:
-    return Rig()
+def rig() -> Parity:
+    return Parity()
 
 
 def batch(ids=IDS, spans=SPANS, salt=None, *, start=0, end=None, size=BLOCK, name=100) -> bytes:
@@ -92,7 +90,7 @@ def batch(ids=IDS, spans=SPANS, salt=None, *, start=0, end=None, size=BLOCK, nam
     return msgspec.msgpack.encode([0.0, [event], 0])
 
 
-async def verdict(rig: Rig, sidecar: Sidecar):
+async def verdict(rig: Parity, sidecar: Sidecar):
     return await check_parity(rig.expected(), rig.fleet, sidecar, seconds=0.02)
 
 
@@ -164,13 +162,13 @@ async def test_missing_evidence_gives_unknown(rig):
 
 
 async def test_restarted_engine_gives_unknown(rig):
-    rig.worker.sync.epoch = 2
+    rig.engine.sync.epoch = 2
     found = await verdict(rig, sidecar := Sidecar([batch(salt="x")]))
     assert found.result == "Unknown"
     assert sidecar.asked == []
 
 
-def trace(rig: Rig, request_id: str) -> DecisionTrace:
+def trace(rig: Parity, request_id: str) -> DecisionTrace:
     return DecisionTrace(request_id, None, len(IDS), array("Q"), [], expected=rig.expected())
 
 
@@ -217,20 +215,20 @@ def prepared(exactness: str = "exact") -> Prepared:
 
 
 def test_exact_prompt_expects_all_complete_blocks_and_a_partial_one_those_before_its_image(rig):
-    whole, partial = (expected_blocks(prepared(kind), rig.worker, 0, BLOCK) for kind in ("exact", "partial"))
+    whole, partial = (expected_blocks(prepared(kind), rig.engine, 0, BLOCK) for kind in ("exact", "partial"))
     assert (whole.keys, whole.prediction.placeholder_id) == (rig.expected().keys, PAD)
     assert (partial.keys, partial.prediction.spans) == (rig.expected().keys[:1], ())
 
 
 def test_affinity_or_short_prompt_expects_nothing(rig):
-    assert expected_blocks(prepared("affinity"), rig.worker, 0, BLOCK) is None
-    assert expected_blocks(prepared(), rig.worker, 0, 64) is None
+    assert expected_blocks(prepared("affinity"), rig.engine, 0, BLOCK) is None
+    assert expected_blocks(prepared(), rig.engine, 0, 64) is None
 
 
 def test_sliding_window_expects_the_blocks_of_a_hit(rig):
-    rig.worker.group = feed.CacheGroup(0, "sliding_window", 5)
+    rig.engine.group = feed.CacheGroup(0, "sliding_window", 5)
     whole = rig.expected().keys
-    found = expected_blocks(prepared(), rig.worker, 0, BLOCK)
+    found = expected_blocks(prepared(), rig.engine, 0, BLOCK)
     assert found.keys == whole[3:4]
 
 

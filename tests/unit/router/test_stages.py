@@ -29,7 +29,6 @@ from mmrouter_router.scheduling.pipeline_stages import (
     canary_applies,
     choose_form,
 )
-from mmrouter_router.telemetry.metrics import Metrics
 
 LENGTH = 2 * SHORT_TOKENS
 IDS = array("I", range(LENGTH))
@@ -49,7 +48,6 @@ class Staging(Rig):
 
     def __init__(self, *roles: str) -> None:
         super().__init__()
-        self.roles, self.metrics = roles, Metrics()
         self.prefills: list[dict] = []
         self.encoded: list[str] = []
         self.prefill_answer: tuple[int, dict] | Exception | asyncio.Event = (200, {"kv_transfer_params": PARAMS})
