@@ -21,14 +21,6 @@ def rig():
     return Rig()
 
 
-def test_longest_prefix_holder_is_chosen_exactly(rig):
-    rig.worker("a", KEYS[:2])
-    rig.worker("b", KEYS)
-    rig.worker("c")
-    decision = rig.placer.place(prepared())
-    assert (decision.target.worker.member.name, decision.choice.winner.overlap, decision.exactness) == ("b", 6, "exact")
-
-
 @pytest.mark.parametrize(
     ("canary", "policy", "seconds", "standing", "gated"),
     [
@@ -234,9 +226,13 @@ def test_each_block_size_uses_its_own_keys(rig):
     assert (scores["b"].overlap, scores["b"].blocks) == (3, 3)
 
 
-def test_excluded_workers_are_skipped(rig):
+def test_longest_prefix_holder_is_chosen_exactly_and_excluded_workers_are_skipped(rig):
     rig.worker("a", KEYS)
-    rig.worker("b")
-    assert rig.placer.place(prepared(), exclude={"uid-a"}).target.worker.member.name == "b"
+    rig.worker("b", KEYS[:2])
+    rig.worker("c")
+    held = ((), ("a", 6, "exact")), ({"uid-a"}, ("b", 2, "exact")), ({"uid-a", "uid-b"}, ("c", 0, "exact"))
+    for exclude, expected in held:
+        decision = rig.placer.place(prepared(), exclude=exclude)
+        assert (decision.target.worker.member.name, decision.choice.winner.overlap, decision.exactness) == expected
     with pytest.raises(NoWorkerError):
-        rig.placer.place(prepared(), exclude={"uid-a", "uid-b"})
+        rig.placer.place(prepared(), exclude={"uid-a", "uid-b", "uid-c"})
