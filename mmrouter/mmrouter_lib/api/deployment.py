@@ -51,10 +51,7 @@ class MMRouterDeployment(Resource):
 
     def pool(self, name: str) -> Pool:
         """Return the pool of that name. Raises ``KeyError`` when there is none."""
-        for pool in self.spec.pools:
-            if pool.name == name:
-                return pool
-        raise KeyError(name)
+        return {pool.name: pool for pool in self.spec.pools}[name]
 
 
 class SpecError(ValueError):

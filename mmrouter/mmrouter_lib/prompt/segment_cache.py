@@ -51,11 +51,6 @@ class SegmentCache:
         self.size_bytes = 0
         self._lock = Lock()
 
-    @property
-    def cuts(self) -> bool:
-        """Whether texts are cut at all; otherwise nothing is cached."""
-        return self._cut is not None
-
     def __len__(self) -> int:
         return len(self._cached)
 

@@ -93,17 +93,20 @@ def test_offline_hashes_items_and_salts_are_rebuilt() -> None:
     assert checked > 20
 
 
+def by_bytes(sha256: str, fingerprint: identity.Fingerprint = QWEN3) -> tuple[int, ...]:
+    """The sentinels that the artifact path gives to an image."""
+    return identity.sentinels(identity.artifact_hash_of(sha256, fingerprint, {}), legacy=False)
+
+
+def published_sentinels(taken: dict[str, Any]) -> list[int]:
+    tokens = (token for event in events(taken) for token in event.get("token_ids", ()))
+    return [token for token in tokens if token >= identity.SENTINEL_BASE]
+
+
 def test_the_artifact_path_is_predicted_from_encoded_bytes_alone() -> None:
     for case in ("chat_A", "chat_B"):
         taken = row("qwen3_vl", case)
-        ids = [token for event in events(taken) for token in event["token_ids"]]
-        seen = [token for token in ids if token >= identity.SENTINEL_BASE]
-        assert (
-            identity.run_ids(
-                identity.sentinels(identity.artifact_hash_of(taken["sha256"], QWEN3, {}), legacy=False), 12
-            ).tolist()
-            == seen
-        )
+        assert identity.run_ids(by_bytes(taken["sha256"]), 12).tolist() == published_sentinels(taken)
 
 
 def test_the_flag_moves_qwen25_to_the_artifact_path() -> None:
@@ -112,17 +115,13 @@ def test_the_flag_moves_qwen25_to_the_artifact_path() -> None:
     assert found
     seen = tuple(int(number) for number in found[1].split(","))
     sha = row("qwen3_vl", "chat_A")["sha256"]
-    assert identity.sentinels(identity.artifact_hash_of(sha, QWEN25, {}), legacy=False) == seen
+    assert by_bytes(sha, QWEN25) == seen
 
 
 def test_caller_given_hashes_become_the_item_hash() -> None:
     for case in ("gen_A_mm_hash16", "gen_A_mm_hash64"):
         taken = row("qwen2_vl", case)
-        seen = [
-            token for event in events(taken) for token in event.get("token_ids", ()) if token >= identity.SENTINEL_BASE
-        ]
-        assert seen
-        assert set(seen) == set(identity.sentinels(int(taken["mm_hashes"][0], 16), legacy=False))
+        assert set(published_sentinels(taken)) == set(identity.sentinels(int(taken["mm_hashes"][0], 16), legacy=False))
 
 
 def test_a_prompt_with_sentinels_has_the_published_hashes() -> None:
@@ -130,9 +129,7 @@ def test_a_prompt_with_sentinels_has_the_published_hashes() -> None:
     taken = row("qwen3_vl", "chat_A")
     ids = array("Q", taken["prompt_token_ids"])
     start, length = ids.index(SGLANG_PLACEHOLDER), ids.count(SGLANG_PLACEHOLDER)
-    ids[start : start + length] = identity.run_ids(
-        identity.sentinels(identity.artifact_hash_of(taken["sha256"], QWEN3, {}), legacy=False), length
-    )
+    ids[start : start + length] = identity.run_ids(by_bytes(taken["sha256"]), length)
     published = [number & (1 << 64) - 1 for event in events(taken) for number in event["block_hashes"]]
     assert identity.page_hashes(ids, 4).tolist()[: len(published)] == published
 

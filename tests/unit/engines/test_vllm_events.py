@@ -80,18 +80,6 @@ def test_every_captured_frame_is_decoded(captures: Any) -> None:
     assert reasons == set()
 
 
-def test_replayed_batches_are_the_live_ones_byte_for_byte(captures: Any) -> None:
-    compared = 0
-    for name in captures.names():
-        live = dict(captures.frames(name))
-        for _, parts in captures.replays(name):
-            for seq, raw in parts:
-                if seq in live:
-                    assert raw == live[seq]
-                    compared += 1
-    assert compared > 50
-
-
 @pytest.mark.parametrize("name", BLOCKS)
 def test_case_50_event_keys_equal_the_keys_predicted_from_the_request(captures: Any, name: str) -> None:
     """Nothing is learned from the events: identities come from file bytes and uuids, ids from the answer."""

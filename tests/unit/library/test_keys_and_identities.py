@@ -176,11 +176,6 @@ def test_case_15_item_hashes_that_share_their_low_thirty_bits_share_no_wide_sent
     assert sentinels(low, legacy=True) == sentinels(low | 1 << bit, legacy=True)
 
 
-@pytest.mark.parametrize(("item_hash", "pad"), [(0, 1_000_000), (2**30, 1_000_000), (2**30 - 1, 1_000_000 + 2**30 - 1)])
-def test_case_16_the_older_single_value_wraps_at_thirty_bits(item_hash: int, pad: int):
-    assert sentinels(item_hash, legacy=True) == (pad,)
-
-
 def proved() -> dict[int, set[str]]:
     """Case -> the test files that have it in a name."""
     files: dict[int, set[str]] = {}

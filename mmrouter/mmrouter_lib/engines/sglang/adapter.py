@@ -98,8 +98,6 @@ REFUSED_FIELDS: Final = (
 REFUSED_PART_FIELDS: Final = ("content_hash", "uuid")
 """Fields of a content part and of its ``image_url`` that identify the content."""
 
-REQUEST_ID_HEADER: Final = "x-override-rid"
-
 
 def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
     part = without(part, REFUSED_PART_FIELDS, "", removed)
@@ -157,7 +155,7 @@ SGLANG: Final = EngineAdapter(
     rewrite_part=_rewrite_part,
     prompt_error_field=prompt_error_field,
     refused_fields=REFUSED_FIELDS,
-    request_id_header=REQUEST_ID_HEADER,
+    request_id_header="x-override-rid",
     divergent_fields={
         "tools": None,
         "documents": None,

@@ -117,7 +117,6 @@ MIME_SUFFIXES: Final = {
 """File suffixes, for people who list the folder: the engine detects the format from the content."""
 
 _REFUSED: Final = re.compile(rb"allowed-local-media-path|\[Errno \d+\]")
-_STATUSES: Final = frozenset({400, 500})
 
 
 def file_url(path: PurePath) -> str:
@@ -131,7 +130,7 @@ def is_file_refused(status: int, raw: bytes) -> bool:
     vLLM 0.32 answers 500 with the system's error text for a file that it cannot read, 500 for any file when started
     without a folder, and 400 for a file outside of it.
     """
-    return status in _STATUSES and _REFUSED.search(raw) is not None
+    return status in (400, 500) and _REFUSED.search(raw) is not None
 
 
 VLLM: Final = EngineAdapter(
