@@ -1,4 +1,7 @@
-"""Engines' command lines: the wiring, the fields of the resource, and flags that users must not set."""
+"""Engines' command lines: fields of the resource, connectors, and flags that users must not set.
+
+The golden files of tests/unit/render hold the complete command lines of every role and accelerator.
+"""
 
 import json
 from functools import partial
@@ -23,12 +26,7 @@ MODEL = {"id": "org/model", "revision": "abc", "trustRemoteCode": True}
 TEMPLATE = {"configMap": {"name": "t", "key": "template"}}
 FOUR_GPUS = {"accelerator": {"kind": "nvidia", "count": 4}, "parallelism": {"tensor": 2, "data": 2}}
 FIVE_IMAGES = {"media": {"maxImages": 5}}
-EVENTS = {
-    **{"publisher": "zmq", "endpoint": "tcp://$(POD_LOOPBACK):5557", "replay_endpoint": "tcp://$(POD_LOOPBACK):5657"},
-    **{"buffer_steps": 10_000, "hwm": 10_000},
-}
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cuda"} | RECOMPUTE
 KV, EC = "--kv-transfer-config", "--ec-transfer-config"
 
 
@@ -47,29 +45,6 @@ def as_json(args: list[str], flag: str) -> Any:
 
 def flags(line: Launch) -> set[str]:
     return {arg.partition("=")[0] for arg in line.args if arg.startswith("--")}
-
-
-def test_the_shortest_resource_gets_the_complete_command_line_of_vllm() -> None:
-    line = vllm()
-    assert (line.command, line.health_path, line.args[0]) == (["vllm", "serve"], "/health", "org/model")
-    wanted = "--served-model-name --host --block-size --prefix-caching-hash-algo"
-    assert values(line.args, wanted) == ["vl", "$(POD_IP)", "16", "sha256_cbor"]
-    assert as_json(line.args, "--kv-events-config") == {"enable_kv_cache_events": True} | EVENTS
-    assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= flags(line)
-    optional = {"--chat-template", "--mm-processor-kwargs", "--data-parallel-size", "--trust-remote-code"}
-    assert not optional & flags(line)
-
-
-def test_the_shortest_resource_gets_the_complete_command_line_of_sglang() -> None:
-    line = sglang()
-    assert (line.command[:2], line.health_path, line.env) == (["sglang", "serve"], "/ready", {})
-    wanted = "--model-path --served-model-name --host --page-size"
-    assert values(line.args, wanted) == ["org/model", "vl", "$(POD_IP)", "16"]
-    assert f"--api-key=$({API_KEY_ENV})" in line.args
-    assert as_json(line.args, "--kv-events-config") == EVENTS
-    assert {"--enable-metrics", "--enable-cache-report"} <= flags(line)
-    optional = {"--mm-preprocess-cache-size-mb", "--mm-process-config", "--device", "--chat-template"}
-    assert not optional & flags(line)
 
 
 def test_sglang_takes_a_key_that_begins_with_a_dash() -> None:
@@ -154,36 +129,9 @@ def test_qwen_vl_engines_name_images_by_their_bytes(model: str, named: bool) -> 
     assert ("--mm-preprocess-cache-size-mb" in sglang(model={"id": model}).args) is named
 
 
-@pytest.mark.parametrize(
-    ("kind", "page", "device"),
-    [
-        ("nvidia", "16", None),
-        ("amd", "16", None),
-        ("intel-xe", "64", "xpu"),
-        ("gaudi", "64", "hpu"),
-        ("cpu", "16", "cpu"),
-    ],
-)
-def test_pages_and_device_of_sglang_follow_the_accelerator(kind: str, page: str, device: str | None) -> None:
-    line = sglang(pool={"accelerator": {"kind": kind}})
-    assert value(line.args, "--page-size") == page
-    assert (value(line.args, "--device") if "--device" in line.args else None) == device
-    assert line.env == ({"SGLANG_USE_CPU_ENGINE": "1"} if kind == "cpu" else {})
-
-
 def test_users_may_set_the_preprocessing_cache() -> None:
     args = sglang(fields={"args": ["--mm-preprocess-cache-size-mb", "1024"]}).args
     assert value(args, "--mm-preprocess-cache-size-mb") == "1024"
-
-
-@pytest.mark.parametrize("name", ["prefill", "decode"])
-def test_prefill_and_decode_of_vllm_exchange_blocks_over_nixl_on_the_pods_address(name: str) -> None:
-    line = vllm(name, pools=EPD)
-    assert as_json(line.args, KV) == NIXL
-    assert line.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
-    assert line.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-    assert line.ports == {"side-channel": 5600}
-    assert {"--kv-events-config", "--enable-prefix-caching"} <= flags(line)
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
@@ -202,28 +150,6 @@ def test_blocks_are_transferred_from_the_accelerators_memory(kind: str, buffer: 
     line = vllm("decode", pools=[role("prefill", kind), role("decode", kind)])
     assert as_json(line.args, KV)["kv_buffer_device"] == buffer
     assert line.env.get("UCX_TLS") == ("tcp,self,sm" if kind == "cpu" else None)
-
-
-def test_an_encoder_of_vllm_gets_producer_flags_and_no_cache_flags() -> None:
-    line = vllm("encoder", pools=EPD)
-    config = as_json(line.args, EC)
-    assert (config["ec_connector"], config["ec_role"]) == ("ECCPUConnector", "ec_producer")
-    # Half of the pod's shared memory, in bytes: the region lies in /dev/shm.
-    assert config["ec_connector_extra_config"] == {"ec_cpu_bytes": 4 * 2**30, "ec_enable_nixl": True}
-    assert (line.env["VLLM_EC_SIDE_CHANNEL_HOST"], line.env["VLLM_EC_SIDE_CHANNEL_PORT"]) == ("$(POD_IP)", "5600")
-    assert line.env["VLLM_USE_V2_MODEL_RUNNER"] == "1"
-    # It gets nothing else, and would encode the longest video at its start.
-    assert as_json(line.args, "--limit-mm-per-prompt") == {"image": 32, "video": 0, "audio": 0}
-    cache = {"--block-size", "--enable-prefix-caching", "--kv-events-config", "--enable-prompt-tokens-details"}
-    assert not (cache | {KV}) & flags(line)
-
-
-def test_an_encoder_of_sglang_gets_encoder_flags_and_a_long_probe_timeout() -> None:
-    line = sglang("encoder", pools=EPD)
-    assert {"--encoder-only", "--enable-prefix-mm-cache"} <= flags(line)
-    assert value(line.args, "--encoder-transfer-backend") == "zmq_to_tokenizer"
-    assert not {"--page-size", "--kv-events-config", "--enable-cache-report"} & flags(line)
-    assert (line.health_path, line.health_seconds) == ("/health", 30)
 
 
 @pytest.mark.parametrize(
