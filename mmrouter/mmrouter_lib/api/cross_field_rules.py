@@ -1,7 +1,8 @@
 """Rules over several fields: one declaration is the model's validator and the API server's CEL rule.
 
 A rule is a method of the model that returns whether it holds, with the same check in CEL (Kubernetes' Common Expression
-Language), the error sentence and the field to correct. Tests run both forms over random specs and compare the results.
+Language) and the field to correct; its docstring is the error sentence. Tests run both forms over random specs and
+compare the results.
 """
 
 from collections.abc import Callable
@@ -39,14 +40,15 @@ Check = TypeVar("Check", bound=Callable[[Any], bool | Broken])
 _MARK: Final = "__mmrouter_rule__"
 
 
-def rule(path: str, sentence: str, cel: str, *, says: str = "") -> Callable[[Check], Check]:
-    """Declare a method as a rule: it returns whether the rule holds, or what is ``Broken``. ``path`` names
-    the field to correct, without list indexes, as CEL knows none. In ``cel`` optional fields without a default need
-    ``has()``. ``says`` is a CEL expression for a sentence with values in it.
+def rule(path: str, cel: str, *, says: str = "") -> Callable[[Check], Check]:
+    """Declare a method as a rule: it returns whether the rule holds, or what is ``Broken``; its docstring is the error
+    sentence. ``path`` names the field to correct, without list indexes, as CEL knows none. In ``cel`` optional fields
+    without a default need ``has()``. ``says`` is a CEL expression for a sentence with values in it.
     """
 
     def mark(check: Check) -> Check:
-        setattr(check, _MARK, Rule(path, sentence, cel, says, check))
+        assert check.__doc__, f"{check} has no sentence"
+        setattr(check, _MARK, Rule(path, check.__doc__, cel, says, check))
         return check
 
     return mark

@@ -30,12 +30,9 @@ class ProcessorOptions(Resource):
     num_crops: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Phi-3-vision: maximum number of tiles per image. Default: the model's own."""
 
-    @rule(
-        "minPixels",
-        "minPixels must not exceed maxPixels",
-        "!has(self.minPixels) || !has(self.maxPixels) || self.minPixels <= self.maxPixels",
-    )
+    @rule("minPixels", "!has(self.minPixels) || !has(self.maxPixels) || self.minPixels <= self.maxPixels")
     def _ordered(self) -> bool:
+        """minPixels must not exceed maxPixels"""
         return self.min_pixels is None or self.max_pixels is None or self.min_pixels <= self.max_pixels
 
 

@@ -18,8 +18,9 @@ class Verification(Resource):
     timeout_seconds: Annotated[int, Field(ge=1, le=86_400)] = 300
     """Time within which a new worker must be verified."""
 
-    @rule("sampleRatio", "sampleRatio is a share between 0 and 1", "double(self.sampleRatio) <= 1.0")
+    @rule("sampleRatio", "double(self.sampleRatio) <= 1.0")
     def _ratio(self) -> bool:
+        """sampleRatio is a share between 0 and 1"""
         return float(self.sample_ratio) <= 1
 
 

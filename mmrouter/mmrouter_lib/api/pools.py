@@ -59,20 +59,19 @@ class Autoscaling(Resource):
     target: Decimal = "0.7"
     """Target value of the metric."""
 
-    @rule("minReplicas", "minReplicas must not exceed maxReplicas", "self.minReplicas <= self.maxReplicas")
+    @rule("minReplicas", "self.minReplicas <= self.maxReplicas")
     def _ordered(self) -> bool:
+        """minReplicas must not exceed maxReplicas"""
         return self.min_replicas <= self.max_replicas
 
-    @rule("target", "target must be above 0", "double(self.target) > 0.0")
+    @rule("target", "double(self.target) > 0.0")
     def _aims_at_something(self) -> bool:
+        """target must be above 0"""
         return float(self.target) > 0
 
-    @rule(
-        "target",
-        "kvUsage and encoderUtilization are shares: target is at most 1",
-        "self.metric == 'queueDepth' || double(self.target) <= 1.0",
-    )
+    @rule("target", "self.metric == 'queueDepth' || double(self.target) <= 1.0")
     def _shares_are_at_most_one(self) -> bool:
+        """kvUsage and encoderUtilization are shares: target is at most 1"""
         return self.metric == "queueDepth" or float(self.target) <= 1
 
 
@@ -86,12 +85,9 @@ class Updates(Resource):
     drain_seconds: Annotated[int, Field(ge=0, le=3600)] = 60
     """Time for an old replica to finish its requests."""
 
-    @rule(
-        "maxSurge",
-        "maxSurge and maxUnavailable cannot both be 0: no update would ever proceed",
-        "self.maxSurge > 0 || self.maxUnavailable > 0",
-    )
+    @rule("maxSurge", "self.maxSurge > 0 || self.maxUnavailable > 0")
     def _moves(self) -> bool:
+        """maxSurge and maxUnavailable cannot both be 0: no update would ever proceed"""
         return self.max_surge > 0 or self.max_unavailable > 0
 
 
@@ -109,24 +105,19 @@ class Toleration(Resource):
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     """How long the pod stays after the taint, with effect NoExecute."""
 
-    @rule(
-        "value",
-        "operator Exists takes no value",
-        "!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''",
-    )
+    @rule("value", "!has(self.operator) || self.operator != 'Exists' || !has(self.value) || self.value == ''")
     def _exists_takes_no_value(self) -> bool:
+        """operator Exists takes no value"""
         return self.operator != "Exists" or not self.value
 
-    @rule("key", "operator Equal needs a key", "has(self.key) || (has(self.operator) && self.operator == 'Exists')")
+    @rule("key", "has(self.key) || (has(self.operator) && self.operator == 'Exists')")
     def _equal_needs_a_key(self) -> bool:
+        """operator Equal needs a key"""
         return self.key is not None or self.operator == "Exists"
 
-    @rule(
-        "tolerationSeconds",
-        "tolerationSeconds needs effect NoExecute",
-        "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
-    )
+    @rule("tolerationSeconds", "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')")
     def _seconds_need_eviction(self) -> bool:
+        """tolerationSeconds needs effect NoExecute"""
         return self.toleration_seconds is None or self.effect == "NoExecute"
 
 
@@ -140,12 +131,9 @@ class Claim(Resource):
     resource_claim_template_name: ObjectName | None = None
     """A ResourceClaimTemplate, from which every pod gets its own claim."""
 
-    @rule(
-        "resourceClaimName",
-        "set exactly one of resourceClaimName and resourceClaimTemplateName",
-        "has(self.resourceClaimName) != has(self.resourceClaimTemplateName)",
-    )
+    @rule("resourceClaimName", "has(self.resourceClaimName) != has(self.resourceClaimTemplateName)")
     def _one_kind(self) -> bool:
+        """set exactly one of resourceClaimName and resourceClaimTemplateName"""
         return (self.resource_claim_name is None) != (self.resource_claim_template_name is None)
 
 
@@ -173,45 +161,38 @@ class Accelerator(Resource):
             return self.count
         return 0 if self.kind == "cpu" or self.claims else 1
 
-    @rule(
-        "count",
-        "a cpu pool has no devices: leave count out or set it to 0",
-        "self.kind != 'cpu' || !has(self.count) || self.count == 0",
-    )
+    @rule("count", "self.kind != 'cpu' || !has(self.count) || self.count == 0")
     def _cpu_counts_nothing(self) -> bool:
+        """a cpu pool has no devices: leave count out or set it to 0"""
         return self.kind != "cpu" or not self.count
 
-    @rule(
-        "resourceName",
-        "a cpu pool has no devices: leave resourceName out",
-        "self.kind != 'cpu' || !has(self.resourceName)",
-    )
+    @rule("resourceName", "self.kind != 'cpu' || !has(self.resourceName)")
     def _cpu_names_no_resource(self) -> bool:
+        """a cpu pool has no devices: leave resourceName out"""
         return self.kind != "cpu" or self.resource_name is None
 
-    @rule("claims", "a cpu pool has no devices: leave claims out", f"self.kind != 'cpu' || !{_CLAIMS}")
+    @rule("claims", f"self.kind != 'cpu' || !{_CLAIMS}")
     def _cpu_claims_nothing(self) -> bool:
+        """a cpu pool has no devices: leave claims out"""
         return self.kind != "cpu" or not self.claims
 
-    @rule("resourceName", "use either claims or resourceName, not both", f"!{_CLAIMS} || !has(self.resourceName)")
+    @rule("resourceName", f"!{_CLAIMS} || !has(self.resourceName)")
     def _claims_or_a_resource(self) -> bool:
+        """use either claims or resourceName, not both"""
         return not self.claims or self.resource_name is None
 
-    @rule(
-        "count",
-        "use either claims or count, not both: a claim defines its number of devices",
-        f"!{_CLAIMS} || !has(self.count) || self.count == 0",
-    )
+    @rule("count", f"!{_CLAIMS} || !has(self.count) || self.count == 0")
     def _claims_or_a_count(self) -> bool:
+        """use either claims or count, not both: a claim defines its number of devices"""
         return not self.claims or not self.count
 
     @rule(
         "count",
-        "every kind but cpu needs at least one device or a claim",
         f"self.kind == 'cpu' || {_CLAIMS} || !has(self.count) || self.count > 0",
         says="'a pool of kind ' + self.kind + ' needs at least one device or a claim'",
     )
     def _has_a_device(self) -> bool | Broken:
+        """every kind but cpu needs at least one device or a claim"""
         held = self.kind == "cpu" or self.claims or self.devices > 0
         return bool(held) or Broken("count", f"a pool of kind {self.kind} needs at least one device or a claim")
 
@@ -260,39 +241,33 @@ class Pool(Resource):
     pod_template: Opaque = Field(default={})
     """Strategic merge patch over the rendered pod template (`metadata` and `spec` of a pod)."""
 
-    @rule(
-        "name",
-        "`frontend` is the name of the routers' own pods; choose another name for the pool",
-        "self.name != 'frontend'",
-    )
+    @rule("name", "self.name != 'frontend'")
     def _name_is_free(self) -> bool:
+        """`frontend` is the name of the routers' own pods; choose another name for the pool"""
         return self.name != "frontend"
 
-    @rule("weight", "weight is for encoder pools", "self.role == 'encoder' || !has(self.weight)")
+    @rule("weight", "self.role == 'encoder' || !has(self.weight)")
     def _weight_is_for_encoders(self) -> bool:
+        """weight is for encoder pools"""
         return self.role == "encoder" or "weight" not in self.model_fields_set
 
-    @rule(
-        "replicas",
-        "an autoscaled pool starts with 1 replica or more: nothing is measured at 0, so it would stay there",
-        "!has(self.autoscaling) || self.replicas > 0",
-    )
+    @rule("replicas", "!has(self.autoscaling) || self.replicas > 0")
     def _scaling_starts_above_nothing(self) -> bool:
+        """an autoscaled pool starts with 1 replica or more: nothing is measured at 0, so it would stay there"""
         return self.autoscaling is None or self.replicas > 0
 
-    @rule(
-        "autoscaling", "renderer pools have no metric to scale by", "!has(self.autoscaling) || self.role != 'renderer'"
-    )
+    @rule("autoscaling", "!has(self.autoscaling) || self.role != 'renderer'")
     def _scaling_has_a_metric(self) -> bool:
+        """renderer pools have no metric to scale by"""
         return self.autoscaling is None or self.role != "renderer"
 
     @rule(
         "accelerator.count",
-        "every rank needs a device: accelerator.count must be at least parallelism.tensor x parallelism.data",
         "self.accelerator.kind == 'cpu' || (has(self.accelerator.claims) && size(self.accelerator.claims) > 0) || "
         f"self.parallelism.tensor * self.parallelism.data <= {_DEVICES}",
     )
     def _a_device_for_every_rank(self) -> bool | Broken:
+        """every rank needs a device: accelerator.count must be at least parallelism.tensor x parallelism.data"""
         tensor, data, accelerator = self.parallelism.tensor, self.parallelism.data, self.accelerator
         if accelerator.kind == "cpu" or accelerator.claims or tensor * data <= accelerator.devices:
             return True

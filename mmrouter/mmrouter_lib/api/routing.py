@@ -103,28 +103,19 @@ class Media(Resource):
     max_images: Annotated[int, Field(ge=0, le=1000)] = 32
     """Maximum number of images in one request."""
 
-    @rule(
-        "allowedHosts",
-        "fetch: allowList needs at least one entry in allowedHosts",
-        f"self.fetch != 'allowList' || {_some('allowedHosts')}",
-    )
+    @rule("allowedHosts", f"self.fetch != 'allowList' || {_some('allowedHosts')}")
     def _a_list_to_allow(self) -> bool:
+        """fetch: allowList needs at least one entry in allowedHosts"""
         return self.fetch != "allowList" or bool(self.allowed_hosts)
 
-    @rule(
-        "allowedHosts",
-        "allowedHosts has no effect with fetch: dataOnly; set fetch to allowList or public",
-        f"self.fetch != 'dataOnly' || !{_some('allowedHosts')}",
-    )
+    @rule("allowedHosts", f"self.fetch != 'dataOnly' || !{_some('allowedHosts')}")
     def _hosts_matter(self) -> bool:
+        """allowedHosts has no effect with fetch: dataOnly; set fetch to allowList or public"""
         return self.fetch != "dataOnly" or not self.allowed_hosts
 
-    @rule(
-        "allowedCIDRs",
-        "allowedCIDRs has no effect with fetch: dataOnly; set fetch to allowList or public",
-        f"self.fetch != 'dataOnly' || !{_some('allowedCIDRs')}",
-    )
+    @rule("allowedCIDRs", f"self.fetch != 'dataOnly' || !{_some('allowedCIDRs')}")
     def _ranges_matter(self) -> bool:
+        """allowedCIDRs has no effect with fetch: dataOnly; set fetch to allowList or public"""
         return self.fetch != "dataOnly" or not self.allowed_cidrs
 
 

@@ -59,71 +59,56 @@ class Spec(Resource):
             first[pool.name] = number
         return self
 
-    @rule("pools", "a prefill pool needs a decode pool beside it", f"!{_any('prefill')} || {_any('decode')}")
+    @rule("pools", f"!{_any('prefill')} || {_any('decode')}")
     def _prefill_has_decode(self) -> bool | Broken:
+        """a prefill pool needs a decode pool beside it"""
         return self._together("prefill", "decode")
 
-    @rule("pools", "a decode pool needs a prefill pool beside it", f"!{_any('decode')} || {_any('prefill')}")
+    @rule("pools", f"!{_any('decode')} || {_any('prefill')}")
     def _decode_has_prefill(self) -> bool | Broken:
+        """a decode pool needs a prefill pool beside it"""
         return self._together("decode", "prefill")
 
-    @rule(
-        "pools",
-        "worker pools cannot be combined with prefill and decode pools: a request would have two ways to be served",
-        f"!{_any('worker')} || !{_any('prefill')}",
-    )
+    @rule("pools", f"!{_any('worker')} || !{_any('prefill')}")
     def _one_way_to_go(self) -> bool | Broken:
+        """worker pools cannot be combined with prefill and decode pools: a request would have two ways to be served"""
         worker = self._first("worker")
         return worker is None or self._first("prefill") is None or Broken(f"pools[{worker}].role")
 
-    @rule(
-        "pools",
-        "no pool generates text: add a worker pool, or a prefill and a decode pool",
-        f"{_any('worker')} || {_any('prefill')} || {_any('decode')}",
-    )
+    @rule("pools", f"{_any('worker')} || {_any('prefill')} || {_any('decode')}")
     def _something_generates(self) -> bool:
+        """no pool generates text: add a worker pool, or a prefill and a decode pool"""
         return any(pool.role in ("worker", "prefill", "decode") for pool in self.pools)
 
     @rule(
-        "pools",
-        "one encoder pool must have a weight above 0",
-        f"!{_any('encoder')} || self.pools.exists(p, p.role == 'encoder' && (!has(p.weight) || p.weight > 0))",
+        "pools", f"!{_any('encoder')} || self.pools.exists(p, p.role == 'encoder' && (!has(p.weight) || p.weight > 0))"
     )
     def _some_encoder_has_weight(self) -> bool | Broken:
+        """one encoder pool must have a weight above 0"""
         weights = [pool.weight for pool in self.pools if pool.role == "encoder"]
         return not weights or any(weights) or Broken(f"pools[{self._first('encoder')}].weight")
 
-    @rule(
-        "pools",
-        "renderer pools exist for engine type vllm only",
-        f"{_engine_is(lambda traits: traits.has_renderers)} || !{_any('renderer')}",
-    )
+    @rule("pools", f"{_engine_is(lambda traits: traits.has_renderers)} || !{_any('renderer')}")
     def _renderers_are_supported(self) -> bool | Broken:
+        """renderer pools exist for engine type vllm only"""
         renderer = self._first("renderer")
         return ENGINE_TYPES[self.engine.type].has_renderers or renderer is None or Broken(f"pools[{renderer}].role")
 
     @rule(
-        "routing.transfer",
-        "transfer: shm and nixl are for engine type vllm; SGLang engines process images themselves",
-        f"{_engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer == 'none'",
+        "routing.transfer", f"{_engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer == 'none'"
     )
     def _transfer_is_supported(self) -> bool:
+        """transfer: shm and nixl are for engine type vllm; SGLang engines process images themselves"""
         return ENGINE_TYPES[self.engine.type].supports_transfer or self.routing.transfer == "none"
 
-    @rule(
-        "routing.transfer",
-        "transfer: nixl carries images that a renderer has processed: add a renderer pool, or set shm or none",
-        f"self.routing.transfer != 'nixl' || {_any('renderer')}",
-    )
+    @rule("routing.transfer", f"self.routing.transfer != 'nixl' || {_any('renderer')}")
     def _nixl_has_a_renderer(self) -> bool:
+        """transfer: nixl carries images that a renderer has processed: add a renderer pool, or set shm or none"""
         return self.routing.transfer != "nixl" or self._first("renderer") is not None
 
-    @rule(
-        "pools",
-        "routing.transfer: shm needs scope: node on every pool",
-        "self.routing.transfer != 'shm' || self.pools.all(p, p.sharedMemory.scope == 'node')",
-    )
+    @rule("pools", "self.routing.transfer != 'shm' || self.pools.all(p, p.sharedMemory.scope == 'node')")
     def _transfer_has_a_place(self) -> bool | Broken:
+        """routing.transfer: shm needs scope: node on every pool"""
         for number, pool in enumerate(self.pools):
             if pool.shared_memory.scope != "node":
                 return self.routing.transfer != "shm" or Broken(f"pools[{number}].sharedMemory.scope")
