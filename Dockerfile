@@ -43,37 +43,33 @@ COPY docker/project.sh docker/
 COPY --from=wheel /build/dist dist
 RUN docker/project.sh /opt/sim
 
-FROM ${MMROUTER_BASE_IMAGE} AS sim
+FROM ${MMROUTER_BASE_IMAGE} AS runtime
 COPY --from=tools /build/library /
+ENV PATH=/opt/mmrouter/bin:/opt/sim/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+LABEL org.opencontainers.image.licenses="Apache-2.0"
+WORKDIR /tmp
+
+# The version stands last: what comes before it stays in the builder's cache.
+FROM runtime AS sim
 COPY --from=sim-tools /opt/sim /opt/sim
 COPY --from=sim-wheel /build/own /
-ENV PATH=/opt/sim/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
-WORKDIR /tmp
+CMD ["vllm", "--help"]
+LABEL org.opencontainers.image.title="mmrouter-sim" \
+      org.opencontainers.image.description="Simulated vLLM and SGLang engines for mmrouter: the real flags and the real wire, no GPU"
 ARG VERSION=0
 ARG REVISION=
-LABEL org.opencontainers.image.title="mmrouter-sim" \
-      org.opencontainers.image.description="Simulated vLLM and SGLang engines for mmrouter: the real flags and the real wire, no GPU" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
-CMD ["vllm", "--help"]
+LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
 
-FROM ${MMROUTER_BASE_IMAGE} AS mmrouter
-COPY --from=tools /build/library /
+FROM runtime AS mmrouter
 COPY --from=tools /opt/mmrouter /opt/mmrouter
 COPY --from=wheel /build/own /
-ENV PATH=/opt/mmrouter/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 65532:65532
-WORKDIR /tmp
-ARG VERSION=0
-ARG REVISION=
-LABEL org.opencontainers.image.title="mmrouter" \
-      org.opencontainers.image.description="Proved-exact KV-cache routing for vision-language models on Kubernetes" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.licenses="Apache-2.0"
 ENTRYPOINT ["mmrouter"]
 CMD ["--help"]
+LABEL org.opencontainers.image.title="mmrouter" \
+      org.opencontainers.image.description="Proved-exact KV-cache routing for vision-language models on Kubernetes"
+ARG VERSION=0
+ARG REVISION=
+LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"

@@ -1,7 +1,9 @@
-"""Wait for a condition, with a bound that only ends a hang."""
+"""Wait for a condition, with a bound that only ends a hang. Repeat an act beside what waits."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 PATIENCE = 5
@@ -20,3 +22,21 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str, *, every: 
         if time.monotonic() >= deadline:
             raise TimeoutError(f"not within {PATIENCE * seconds:g} s: {what}")
         time.sleep(every)
+
+
+@contextmanager
+def repeating(act: Callable[[], Any], pause: float) -> Iterator[None]:
+    """Call ``act`` again and again in a thread until the block ends, each time after a pause in seconds."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(pause):
+            act()
+
+    thread = threading.Thread(target=run, name=f"repeating {act}")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()

@@ -3,7 +3,6 @@
 import base64
 import itertools
 import secrets
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 import httpx
 from cluster.controlplane import ControlPlane
 from cluster.operators import mmrouter
+from waiting import repeating
 
 from mmrouter_cli.sample_images import data_uri, picture
 
@@ -44,13 +44,14 @@ def load(plane: ControlPlane, namespace: str, model: str) -> Iterator[Load]:
     data = plane.read(f"/api/v1/namespaces/{namespace}/secrets/{model}-secrets")["data"]
     # With the token the router's answers say how exactly it predicted.
     headers = {"x-mmrouter-control": base64.b64decode(data["control.token"]).decode()}
-    stop = threading.Event()
     image = {"type": "image_url", "image_url": {"url": data_uri(picture(secrets.token_hex(4)))}}
     prompts = [
         [{"role": "user", "content": [{"type": "text", "text": f"{number} {TEXT}"}, image]}] for number in range(4)
     ]
+    numbers = itertools.count()
 
-    def send(number: int) -> None:
+    def send() -> None:
+        number = next(numbers)
         frontends = plane.pods(namespace, deployment=model, role="frontend")
         ready = [pod["status"]["podIP"] for pod in frontends if is_ready(pod)]
         if not ready:
@@ -69,19 +70,8 @@ def load(plane: ControlPlane, namespace: str, model: str) -> Iterator[Load]:
         else:
             seen.failures.append(f"{url}: {answer.status_code} {answer.text[:200]}")
 
-    def run() -> None:
-        for number in itertools.count():
-            if stop.wait(PAUSE_SECONDS):
-                return
-            send(number)
-
-    thread = threading.Thread(target=run, name="load")
-    thread.start()
-    try:
+    with repeating(send, PAUSE_SECONDS):
         yield seen
-    finally:
-        stop.set()
-        thread.join()
 
 
 LOG_LINES = 40

@@ -1,7 +1,6 @@
 """Of two replicas one writes, and the other takes over; the audit log is witness. What stays without an operator."""
 
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from cluster.deployments import SECONDS, Deployed, named
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import BRIEF, USER, Replica, holder, idle, operator
 from cluster.resources import apply, complete, delete, resource
-from waiting import wait_for
+from waiting import repeating, wait_for
 
 LEASE_SECONDS = 6
 
@@ -33,20 +32,13 @@ def work(plane: ControlPlane, namespace: str) -> Iterator[None]:
     body = resource()
     apply(plane, namespace, body)
     wait_for(lambda: complete(plane, body, namespace), 20, "all children are there")
-    stop = threading.Event()
 
     def disturb() -> None:
-        while not stop.wait(0.05):
-            if complete(plane, body, namespace):
-                delete(plane, "Service", namespace, "demo")
+        if complete(plane, body, namespace):
+            delete(plane, "Service", namespace, "demo")
 
-    thread = threading.Thread(target=disturb)
-    thread.start()
-    try:
+    with repeating(disturb, 0.05):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 def writes(plane: ControlPlane, since: float) -> list[AuditRow]:

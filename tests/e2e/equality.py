@@ -6,7 +6,6 @@ frontend's answer is compared with the engine's before and after it: it holds al
 that was held neither time. Where nothing happens these are the same, and the comparison is equality.
 """
 
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ import httpx
 from cluster.resources import get
 from e2e.deploying import Deployed
 from e2e.endpoints import CONTROL_PORT, at_pod
-from waiting import wait_for
+from waiting import repeating, wait_for
 
 from mmrouter_lib.block_keys import Key, chain, namespace_seed, span_extra
 from mmrouter_lib.media_identity import foreign_identity, from_wire
@@ -193,19 +192,9 @@ def looking(deployed: Deployed) -> Iterator[Looker]:
 
 @contextmanager
 def watching(looker: Looker) -> Iterator[Watch]:
-    watch, stop = Watch(looker.pairs), threading.Event()
-
-    def run() -> None:
-        while not stop.wait(EVERY_SECONDS):
-            watch.seen += looker.look()
-
-    thread = threading.Thread(target=run, name="watch")
-    thread.start()
-    try:
+    watch = Watch(looker.pairs)
+    with repeating(lambda: watch.seen.extend(looker.look()), EVERY_SECONDS):
         yield watch
-    finally:
-        stop.set()
-        thread.join()
 
 
 def assert_equal(looker: Looker, seconds: float = 5.0) -> None:

@@ -100,6 +100,11 @@ class Deployment:
             worker["standing"] == "verified" and worker["heard_seconds_ago"] < 0.7 for worker in workers
         )
 
+    def assert_gate_passes(self, *options: str) -> None:
+        """``mmrouter verify`` finds that what was predicted is what the engines did."""
+        done = self.mmrouter("verify", *options, self.url)
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def mmrouter(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "mmrouter_cli", *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT

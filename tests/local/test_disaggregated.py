@@ -49,8 +49,7 @@ def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
 
 
 def test_the_gate_passes_through_the_whole_chain(settled: Deployment) -> None:
-    done = settled.mmrouter("verify", settled.url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settled.assert_gate_passes()
 
 
 def test_a_request_goes_through_every_stage_and_its_image_is_encoded_once_and_by_an_encoder(

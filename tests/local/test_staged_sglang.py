@@ -29,8 +29,7 @@ def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
 
 
 def test_the_gate_passes_through_pairs(settled: Deployment) -> None:
-    done = settled.mmrouter("verify", settled.url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    settled.assert_gate_passes()
 
 
 def test_a_decision_names_both_engines_and_explain_shows_them(settled: Deployment, chat: Chat) -> None:
@@ -146,8 +145,7 @@ def test_an_image_is_learned_and_its_repeat_is_a_whole_hit(beside: Deployment, s
 
 
 def test_the_gate_passes_beside_encoders(beside: Deployment) -> None:
-    done = beside.mmrouter("verify", "--no-strict", beside.url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    beside.assert_gate_passes("--no-strict")
 
 
 def test_an_encoder_that_is_killed_costs_no_request_and_its_images_come_back(beside: Deployment, shown: Chat) -> None:

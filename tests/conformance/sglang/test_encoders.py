@@ -58,8 +58,7 @@ def grown(before: dict[str, float], after: dict[str, float]) -> set[str]:
 
 
 def test_the_gate_passes(deployment: Deployment) -> None:
-    done = deployment.mmrouter("verify", "--no-strict", deployment.url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    deployment.assert_gate_passes("--no-strict")
 
 
 def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deployment, chat: Chat) -> None:

@@ -74,8 +74,7 @@ def chat(pair: Deployment) -> Iterator[Chat]:
 
 
 def test_the_gate_passes(pair: Deployment) -> None:
-    done = pair.mmrouter("verify", pair.url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    pair.assert_gate_passes()
 
 
 def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicted(pair: Deployment, chat: Chat) -> None:

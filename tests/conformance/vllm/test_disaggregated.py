@@ -85,8 +85,7 @@ def long_text(chat: Chat) -> Messages:
 
 
 def test_the_gate_passes(deployment: Deployment) -> None:
-    done = deployment.mmrouter("verify", deployment.url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    deployment.assert_gate_passes()
 
 
 def test_every_token_of_a_prompt_is_computed_once_by_the_prefill_engine_and_fetched(

@@ -121,8 +121,7 @@ def without_pixels(renderer: Pod, body: Body, params: Mapping[str, Any]) -> Body
 
 
 def test_the_gate_passes(deployment: Deployment) -> None:
-    done = deployment.mmrouter("verify", deployment.url)
-    assert done.returncode == 0, done.stdout + done.stderr
+    deployment.assert_gate_passes()
 
 
 def test_an_image_is_encoded_by_the_encoder_and_its_blocks_are_predicted(deployment: Deployment, chat: Chat) -> None:
