@@ -4,16 +4,19 @@ A level that cannot run says why: every skip below begins with ``not run:``.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from artefacts import name_needs, run_tool_or_skip
 from conformance.report import Cells, run_folder
+from local.rig import Deployment
+from scenarios import Chat, open_chat, web
 
 from hack.engines.shrink_model import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["web"]
 CELLS = pytest.StashKey[list[Cells]]()
 
 
@@ -22,6 +25,14 @@ Shrunk = Callable[[str], Path]
 
 def models_dir() -> Path:
     return Path(os.environ.get("MMROUTER_MODELS") or ROOT.parent / "shared" / "models")
+
+
+def model_folder(name: str) -> Path:
+    """Return a real model's folder, ``org--name``; skips the test without it."""
+    folder = models_dir() / name
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip(f"not run: no model folder {name} in MMROUTER_MODELS")
+    return folder
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,12 +82,17 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Shrunk:
     root = tmp_path_factory.mktemp("models")
 
     def make(repository: str) -> Path:
-        source = models_dir() / repository.replace("/", "--")
-        if not (source / "tokenizer.json").is_file():
-            pytest.skip(f"not run: no model folder {source.name} in MMROUTER_MODELS")
+        source = model_folder(repository.replace("/", "--"))
         out = root / source.name
         if not out.exists():
             shrink(source, out)
         return out
 
     return make
+
+
+@pytest.fixture
+def chat(deployment: Deployment) -> Iterator[Chat]:
+    """A conversation with the deployment of the test's module."""
+    with open_chat(deployment, max_retries=0) as chat:
+        yield chat

@@ -292,6 +292,16 @@ KEPT = {"VLLM_CACHE_ROOT": str(cache_dir() / "engines" / "kept-vllm")}
 """Cache the inspection of a model class per machine: without it, every start loads vLLM in another process for it."""
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 """Disable PyTorch's compilation at the first request, which takes half a minute per engine."""
+VLLM_ENVIRONMENT = {
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    **ONE_PROCESS,
+    **FORKED,
+    **KEPT,
+    **EAGER,
+}
 SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **EAGER}
 
 
@@ -319,18 +329,11 @@ def environment(env: Path, ip: str, scratch: Path) -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if name not in dropped},
         "PATH": f"{env / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "VLLM_TARGET_DEVICE": "cpu",
+        **VLLM_ENVIRONMENT,
         "VLLM_HOST_IP": ip,
-        "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(scratch / "hf"),
         "HF_MODULES_CACHE": str(scratch / "hf" / "modules"),  # a model folder's own modules are copied there
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        **ONE_PROCESS,
-        **FORKED,
-        **KEPT,
-        **EAGER,
     }
 
 

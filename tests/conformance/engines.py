@@ -20,18 +20,14 @@ import psutil
 import yaml
 from conformance.engine_process import (
     BLOCK_SIZE,
-    EAGER,
-    FORKED,
-    KEPT,
-    ONE_PROCESS,
     SGLANG_ENVIRONMENT,
     START_SECONDS,
+    VLLM_ENVIRONMENT,
     engine_args,
     replay,
     sglang_args,
 )
-from local.rig import Deployment, running
-from prometheus_client.parser import text_string_to_metric_families
+from local.rig import Deployment, metric, running
 
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines import adapter
@@ -53,9 +49,7 @@ class Pod:
         return next(key for process in self.processes if (key := process.environ().get("VLLM_API_KEY")))
 
     def value(self, name: str, **labels: str) -> float:
-        page = httpx.get(f"http://{self.ip}:8000/metrics", timeout=20).raise_for_status().text
-        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-        return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+        return metric(self.ip, name, 8000, **labels)
 
     def ask(self, body: Mapping[str, Any], path: str = "/v1/chat/completions") -> httpx.Response:
         headers = {"authorization": f"Bearer {self.key}"}
@@ -85,16 +79,6 @@ REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
 SHARED = "/var/lib/mmrouter/shared"
 MAX_PIXELS = 200_704
 """An encoder measures its largest image when it starts: minutes on a CPU, unless images are small."""
-ENVIRONMENT = {
-    "VLLM_TARGET_DEVICE": "cpu",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    **ONE_PROCESS,
-    **FORKED,
-    **KEPT,
-    **EAGER,
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 FILES = {"ec_connector": "ECExampleConnector", "ec_connector_extra_config": {"shared_storage_path": SHARED}}
 """An encoder's connector on a CPU, where vLLM's other connectors do not run."""
 SGLANG_IMAGE = "example.invalid/sglang:0.5.23"  # SGLang has no default image for CPUs; local processes need none
@@ -102,7 +86,7 @@ LOOPBACK_MEDIA = {"fetch": "public", "allowedCIDRs": ["127.0.0.0/8"]}
 
 
 def pool(
-    role: str, variables: Mapping[str, str] = MappingProxyType(ENVIRONMENT), *, replicas: int = 1, **more: Any
+    role: str, variables: Mapping[str, str] = MappingProxyType(VLLM_ENVIRONMENT), *, replicas: int = 1, **more: Any
 ) -> dict[str, Any]:
     """Return a pool of CPU engines with an environment, named by its role."""
     return {

@@ -13,7 +13,7 @@ from conformance.workload import Case
 from mmrouter_lib import families
 from mmrouter_lib.block_keys import Span, block_keys, chain, namespace_seed
 from mmrouter_lib.engines.base.adapter import ImageRewrite
-from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Removed, Stored
+from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Stored
 from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family
 from mmrouter_lib.image_size import probe
@@ -111,123 +111,96 @@ def decode(url: str) -> bytes:
 
 @dataclass(frozen=True)
 class Exchange:
-    """A request and the engine's answer to it, in the order in which they were sent one after the other."""
+    """A request and what the engine said of it. ``answer_ids``: the generated tokens that it computed with, so without
+    the last one, which was sampled and never fed back. ``image_tokens``: those of the prompt.
+    """
 
     case: Case
-    answer: dict[str, Any]
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return list(self.answer["prompt_token_ids"])
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """The generated tokens that the engine computed with: the last one was sampled and never fed back."""
-        return list(self.answer["choices"][0]["token_ids"])[:-1]
-
-    @property
-    def cached_tokens(self) -> int:
-        return int(self.answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-    @property
-    def image_tokens(self) -> int:
-        details = self.answer["usage"]["prompt_tokens_details"].get("multimodal_tokens") or {}
-        return int(details.get("image", 0))
-
-
-@dataclass
-class Published:
-    """What an engine's events say that it holds, in our keys."""
-
-    keys: dict[int, str] = field(default_factory=dict)  # key -> where it was first published, in that order
-    stored: list[int] = field(default_factory=list)  # the key of every block of a store event, re-stored ones again
-    ragged: int = 0  # events that name fewer blocks than they have tokens
-    faults: list[str] = field(default_factory=list)
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    cached_tokens: int
+    image_tokens: int
 
 
 @dataclass
 class Report:
-    """``blocks`` counts published blocks that were compared; ``mismatches`` names every difference."""
+    """Counts of published blocks: those compared, those predicted (``matched``), and events that name fewer blocks than
+    they have tokens (``ragged``). ``mismatches`` names every difference.
+    """
 
+    mismatches: list[str] = field(default_factory=list)
     requests: int = 0
     blocks: int = 0
-    predicted: int = 0
     matched: int = 0
     ragged: int = 0
-    mismatches: list[str] = field(default_factory=list)
 
     @property
     def line(self) -> str:
         return f"requests {self.requests}, blocks compared {self.blocks}, mismatches {len(self.mismatches)}"
 
 
-def published(batches: Iterable[Batch], predictor: Predictor) -> Published:
-    """Rebuild the keys of every stored block from the engine's tokens, identities and parents."""
-    seen = Published()
-    by_hash: dict[int, int] = {}
-    windows = WindowBlocks()
-    for number, batch in enumerate(batches):
-        for event in batch.events:
-            if isinstance(event, Stored):
-                _add_stored(event, f"batch {number}", predictor, by_hash, seen, windows)
-            elif isinstance(event, Ragged):
-                _add_ragged(event, f"batch {number}", predictor, by_hash, seen, windows)
-            elif isinstance(event, Cleared) and not by_hash:
-                continue  # SGLang says so once when it starts
-            else:
-                # The cache is far larger than the workload, so an eviction means that something else is going on.
-                kind = (
-                    "removed" if isinstance(event, Removed) else "cleared" if isinstance(event, Cleared) else "ignored"
-                )
-                seen.faults.append(f"batch {number}: {kind}: {event}")
-    return seen
+class Published:
+    """What an engine's events say that it holds, in our keys, which are rebuilt from its tokens, identities and
+    parents. ``keys``: key -> where it was first published, in that order; ``stored``: the key of every block of a store
+    event, re-stored ones again; ``ragged``: events that name fewer blocks than they have tokens.
+    """
 
+    def __init__(self, batches: Iterable[Batch], predictor: Predictor) -> None:
+        self.keys: dict[int, str] = {}
+        self.stored: list[int] = []
+        self.ragged = 0
+        self.faults: list[str] = []
+        self._predictor, self._windows = predictor, WindowBlocks()
+        self._by_hash: dict[int, int] = {}
+        for number, batch in enumerate(batches):
+            for event in batch.events:
+                self._take(event, f"batch {number}")
 
-def _add_stored(
-    event: Stored, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: WindowBlocks
-) -> None:
-    if event.block_size != predictor.block_size:
-        seen.faults.append(f"{where}: block size {event.block_size}, predicted with {predictor.block_size}")
-    if event.parent is None:
-        parent = predictor.seed(event.salt)
-    elif event.parent in by_hash:
-        parent = by_hash[event.parent]
-    elif (followed := windows.key(event.parent)) is not None:
-        parent = followed
-    else:
-        seen.faults.append(f"{where}: parent {event.parent} was never published")
-        return
-    keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-    if event.window:
-        windows.follow(event, keys)
-    _add(event.hashes, keys, where, by_hash, seen)
+    def _take(self, event: Any, where: str) -> None:
+        if isinstance(event, Stored):
+            self._add_stored(event, where)
+        elif isinstance(event, Ragged):
+            # The event does not say which of its tokens its blocks are: the sidecar's own code finds out.
+            placed = self._windows.place(event, lambda _, salt: self._predictor.seed(salt))
+            if placed.rest:
+                self.faults.append(f"{where}: {len(placed.rest)} hashes of a ragged event are not explained")
+            self.ragged += 1
+            self._add(placed.hashes, placed.keys, where)
+        elif not isinstance(event, Cleared) or self._by_hash:  # SGLang is cleared once when it starts
+            # The cache is far larger than the workload, so an eviction means that something else is going on.
+            self.faults.append(f"{where}: {event}")
 
+    def _add_stored(self, event: Stored, where: str) -> None:
+        if event.block_size != self._predictor.block_size:
+            self.faults.append(f"{where}: block size {event.block_size}, predicted with {self._predictor.block_size}")
+        if event.parent is None:
+            parent = self._predictor.seed(event.salt)
+        elif event.parent in self._by_hash:
+            parent = self._by_hash[event.parent]
+        elif (followed := self._windows.key(event.parent)) is not None:
+            parent = followed
+        else:
+            self.faults.append(f"{where}: parent {event.parent} was never published")
+            return
+        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+        if event.window:
+            self._windows.follow(event, keys)
+        self._add(event.hashes, keys, where)
 
-def _add_ragged(
-    event: Ragged, where: str, predictor: Predictor, by_hash: dict[int, int], seen: Published, windows: WindowBlocks
-) -> None:
-    """The event does not say which of its tokens its blocks are: the sidecar's own code finds out."""
-    placed = windows.place(event, lambda _, salt: predictor.seed(salt))
-    if placed.rest:
-        seen.faults.append(f"{where}: {len(placed.rest)} hashes of a ragged event are not explained")
-    seen.ragged += 1
-    _add(placed.hashes, placed.keys, where, by_hash, seen)
-
-
-def _add(hashes: Sequence[int], keys: Sequence[int], where: str, by_hash: dict[int, int], seen: Published) -> None:
-    seen.stored += keys
-    for place, (engine_hash, key) in enumerate(zip(hashes, keys, strict=True)):
-        if by_hash.setdefault(engine_hash, key) != key:
-            seen.faults.append(f"{where}, block {place}: one engine hash, two keys")
-        seen.keys.setdefault(key, f"{where}, block {place}")
-    if len(set(by_hash.values())) != len(by_hash):
-        seen.faults.append(f"{where}: two engine hashes, one key")
+    def _add(self, hashes: Sequence[int], keys: Sequence[int], where: str) -> None:
+        self.stored += keys
+        for place, (engine_hash, key) in enumerate(zip(hashes, keys, strict=True)):
+            if self._by_hash.setdefault(engine_hash, key) != key:
+                self.faults.append(f"{where}, block {place}: one engine hash, two keys")
+            self.keys.setdefault(key, f"{where}, block {place}")
+        if len(set(self._by_hash.values())) != len(self._by_hash):
+            self.faults.append(f"{where}: two engine hashes, one key")
 
 
 def compare(exchanges: Sequence[Exchange], batches: Sequence[Batch], predictor: Predictor) -> Report:
     """Compare every id, key and ``cached_tokens`` of a run without evictions that began with an empty cache."""
-    seen = published(batches, predictor)
-    report = Report(requests=len(exchanges), blocks=len(seen.stored), ragged=seen.ragged, mismatches=list(seen.faults))
+    seen = Published(batches, predictor)
+    report = Report(seen.faults, requests=len(exchanges), blocks=len(seen.stored), ragged=seen.ragged)
     held: dict[int, None] = {}
     order = {key: number for number, key in enumerate(seen.keys)}
     for exchange in exchanges:
@@ -235,7 +208,6 @@ def compare(exchanges: Sequence[Exchange], batches: Sequence[Batch], predictor: 
             f"{exchange.case.name}: {text}"
             for text in _compare_one(exchange, predictor, held, order, windowed=seen.ragged > 0)
         )
-    report.predicted = len(held)
     report.matched = sum(key in held for key in seen.stored)
     report.mismatches += (f"{where}: published, never predicted" for key, where in seen.keys.items() if key not in held)
     return report

@@ -173,7 +173,7 @@ class Run:
         cells.compared(self.kind, name, report, repeats(self.exchanges))
         print(f"\n{name}: {report.line}")
         assert report.mismatches == []
-        assert report.blocks >= report.predicted > least
+        assert report.matched == report.blocks > least
         return report
 
     def assert_scenarios(self, cells: Cells) -> None:

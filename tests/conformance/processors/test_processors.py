@@ -1,19 +1,24 @@
 """Every family against a third-party image processor: Hugging Face's, for Phi-3 that of mlx-vlm."""
 
+import json
+import os
 import random
+import subprocess
+import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.conftest import Shrunk
-from conformance.processors.conftest import Ask, Drawn
+from conformance.conftest import Shrunk, model_folder
 from conformance.vllm.conftest import FAMILIES
 from conformance.workload import picture
 
+from hack.build_once import cache_dir
 from mmrouter_handover.plugin.start import install
 from mmrouter_lib import families
 from mmrouter_lib.families import Family, ImageSizeError
@@ -30,6 +35,104 @@ HUGGING_FACE = [
 PHI3 = "microsoft--Phi-3-vision-128k-instruct"
 CROPS = [16, 4, 1, 9]
 PICTURE_CROPS = 4
+THIRD_PARTY = Path(__file__).with_name("third_party.py")
+MLX_VLM = "0.7.10"
+SIZES = 20_000
+PICTURES = 300
+UNITS = (14, 16, 28, 32, 336)
+
+KINDS = [
+    *[("PNG", mode) for mode in ("RGB", "RGBA", "L", "LA", "P", "1", "I;16")],
+    *[("JPEG", mode) for mode in ("RGB", "L", "CMYK")] * 2,
+    *[("WEBP", mode) for mode in ("RGB", "RGBA")],
+    ("GIF", "P"),
+]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    path: Path
+    text: str
+
+
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def sizes() -> list[tuple[int, int]]:
+    """Drawn sizes: any, small ones, ones beside a whole number of units, ones of simple ratios, and very thin ones."""
+    draw = random.Random(20_261_121)
+
+    def side() -> int:
+        return round(2 ** draw.uniform(0, 13))
+
+    def near() -> int:
+        unit = draw.choice(UNITS)
+        return max(1, unit * draw.randint(1, 4000 // unit) * draw.choice((1, 2)) // 2 + draw.randint(-1, 1))
+
+    def one() -> tuple[int, int]:
+        match draw.randrange(5):
+            case 0:
+                return draw.randint(1, 4096), draw.randint(1, 4096)
+            case 1:
+                return draw.randint(1, 200), draw.randint(1, 200)
+            case 2:
+                return near(), near()
+            case 3:
+                unit, wide, high = draw.randint(1, 500), draw.randint(1, 12), draw.randint(1, 12)
+                return unit * wide, unit * high
+        return side(), side()
+
+    return [one() for _ in range(SIZES)]
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Drawn]:
+    draw, folder = random.Random(300), tmp_path_factory.mktemp("pictures")
+    drawn = []
+    for number in range(PICTURES):
+        form, mode = draw.choice(KINDS)
+        long = round(2 ** draw.uniform(3, 9.6))
+        wide, high = draw.sample([long, max(1, round(long / 2 ** draw.uniform(0, 4)))], 2)
+        turned = draw.randint(1, 8) if form in ("JPEG", "WEBP", "PNG") and draw.random() < 0.5 else 1
+        path = folder / f"{number}_{mode.replace(';', '')}_{wide}x{high}_{turned}.{form.lower()}"
+        path.write_bytes(picture(wide, high, seed=number, form=form, mode=mode, turned=turned))
+        drawn.append(
+            Drawn(path, draw.choice(("What is this?", " Zwei  Räume\n", "図 <b>3</b>", "x" * draw.randint(1, 40))))
+        )
+    return drawn
+
+
+@pytest.fixture(scope="session")
+def ask(vllm_env: Path) -> Ask:
+    def run(what: str, *arguments: str, **request: Any) -> Any:
+        done = subprocess.run(
+            [str(vllm_env / "bin" / "python"), str(THIRD_PARTY), what, *arguments],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def mlx_vlm() -> Path:
+    """The wheel of mlx-vlm, from the package index or from an earlier run."""
+    folder = cache_dir() / "processors"
+    wheel = folder / f"mlx_vlm-{MLX_VLM}-py3-none-any.whl"
+    if not wheel.is_file():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+        done = subprocess.run(
+            [*command, "--dest", str(folder), f"mlx-vlm=={MLX_VLM}"], capture_output=True, text=True, check=False
+        )
+        if done.returncode or not wheel.is_file():
+            pytest.skip(f"not run: mlx-vlm {MLX_VLM} cannot be had from the package index")
+    return wheel
 
 
 def load(folder: Path, **options: int) -> Family:
@@ -67,31 +170,29 @@ def chats(pictures: list[Drawn]) -> list[list[Drawn]]:
 
 
 @pytest.fixture(scope="module")
-def hugging_face(
-    ask: Ask, model: Callable[[str], Path], sizes: list[tuple[int, int]], pictures: list[Drawn]
-) -> dict[str, Any]:
+def hugging_face(ask: Ask, sizes: list[tuple[int, int]], pictures: list[Drawn]) -> dict[str, Any]:
     """The answers for all five folders, of one process: it takes longer to start than to answer."""
     asked = [{"files": [str(drawn.path) for drawn in group], "text": group[0].text} for group in chats(pictures)]
-    answers = ask("hugging_face", models=[str(model(name)) for name in HUGGING_FACE], sizes=sizes, chats=asked)
+    answers = ask("hugging_face", models=[str(model_folder(name)) for name in HUGGING_FACE], sizes=sizes, chats=asked)
     return {Path(folder).name: answer for folder, answer in answers.items()}
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_case_24_counts_of_drawn_sizes_are_those_of_the_hugging_face_processor(
-    name: str, hugging_face: dict[str, Any], model: Callable[[str], Path], sizes: list[tuple[int, int]], record: Record
+    name: str, hugging_face: dict[str, Any], sizes: list[tuple[int, int]], record: Record
 ) -> None:
     theirs = hugging_face[name]["counts"]
-    wrong = different(sizes, list(counted(load(model(name)), sizes)), theirs)
+    wrong = different(sizes, list(counted(load(model_folder(name)), sizes)), theirs)
     record(f"processor {name}: sizes, refused, mismatches", [len(sizes), theirs.count(None), len(wrong)])
     assert not wrong, wrong[:10]
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_processor(
-    name: str, hugging_face: dict[str, Any], model: Callable[[str], Path], pictures: list[Drawn], record: Record
+    name: str, hugging_face: dict[str, Any], pictures: list[Drawn], record: Record
 ) -> None:
-    family = load(model(name))
-    prompter = Prompter.load(model(name), family=family)
+    family = load(model_folder(name))
+    prompter = Prompter.load(model_folder(name), family=family)
     wrong = []
     groups = chats(pictures)
     for group, ids in zip(groups, hugging_face[name]["ids"], strict=True):
@@ -112,18 +213,18 @@ def mlx(ask: Ask, mlx_vlm: Path, sizes: list[tuple[int, int]], pictures: list[Dr
 
 @pytest.mark.parametrize("crops", CROPS)
 def test_case_24_phi3_counts_of_drawn_sizes_are_those_of_mlx_vlm(
-    crops: int, mlx: Any, model: Callable[[str], Path], sizes: list[tuple[int, int]], record: Record
+    crops: int, mlx: Any, sizes: list[tuple[int, int]], record: Record
 ) -> None:
     theirs = mlx["counts"][str(crops)]
-    wrong = different(sizes, list(counted(load(model(PHI3), num_crops=crops), sizes)), theirs)
+    wrong = different(sizes, list(counted(load(model_folder(PHI3), num_crops=crops), sizes)), theirs)
     record(f"processor {PHI3}, {crops} crops: sizes, refused, mismatches", [len(sizes), theirs.count(None), len(wrong)])
     assert not wrong, wrong[:10]
 
 
 def test_case_24_phi3_tiles_and_tokens_of_drawn_pictures_are_those_of_mlx_vlm(
-    mlx: Any, model: Callable[[str], Path], pictures: list[Drawn], record: Record
+    mlx: Any, pictures: list[Drawn], record: Record
 ) -> None:
-    family = load(model(PHI3), num_crops=PICTURE_CROPS)
+    family = load(model_folder(PHI3), num_crops=PICTURE_CROPS)
     wrong = [
         drawn.path.name
         for drawn, theirs in zip(pictures, mlx["pictures"], strict=True)
@@ -159,10 +260,8 @@ def prompts() -> list[dict[str, Any]]:
     return drawn
 
 
-def test_case_34_phi3_prompts_of_drawn_text_are_those_of_vllms_own_class(
-    ask: Ask, model: Callable[[str], Path], record: Record
-) -> None:
-    folder = model("microsoft--Phi-3-vision-128k-instruct")
+def test_case_34_phi3_prompts_of_drawn_text_are_those_of_vllms_own_class(ask: Ask, record: Record) -> None:
+    folder = model_folder(PHI3)
     family = families.load_family(folder, None)
     assert family is not None
     prompter, drawn = Prompter.load(folder, family=family), prompts()

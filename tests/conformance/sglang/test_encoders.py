@@ -1,17 +1,15 @@
 """Real encoders of SGLang and a real engine that asks them through its sidecar."""
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, sglang_manifest
-from local.rig import Deployment
-from scenarios import Chat, open_chat
+from local.rig import Deployment, metric
+from scenarios import Chat
 from waiting import wait_for
 
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -30,23 +28,11 @@ def deployment(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPa
 
 
 def proved(deployment: Deployment) -> bool:
-    return {w["standing"] for w in deployment.state()["workers"] if w["role"] == "worker"} == {"verified"}
-
-
-@pytest.fixture
-def chat(deployment: Deployment) -> Iterator[Chat]:
-    with open_chat(deployment) as chat:
-        yield chat
+    return {worker["standing"] for worker in deployment.workers("worker")} == {"verified"}
 
 
 def counted(deployment: Deployment, name: str) -> dict[str, float]:
-    found = {}
-    for worker in deployment.state()["workers"]:
-        if worker["role"] == "encoder":
-            text = httpx.get(f"http://{worker['ip']}:8000/metrics", timeout=10).raise_for_status().text
-            values = re.findall(rf"^sglang:{name}\{{[^}}]*\}} ([\d.e+]+)", text, re.MULTILINE)
-            found[worker["name"]] = sum(map(float, values))
-    return found
+    return {each["name"]: metric(each["ip"], f"sglang:{name}", 8000) for each in deployment.workers("encoder")}
 
 
 def asked(deployment: Deployment) -> dict[str, float]:

@@ -19,7 +19,7 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, sglang_manifest
 from local.rig import MEDIA, Deployment
-from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title, web
+from scenarios import SCENARIOS, Chat, Folder, Scenario, title
 from waiting import wait_for
 
 from mmrouter_lib.engines.sglang.stage_requests import (
@@ -34,8 +34,6 @@ from mmrouter_lib.engines.sglang.stage_requests import (
 )
 from mmrouter_sim.encoders import EncodeRequest, split_shares
 
-__all__ = ["web"]
-
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 PROVE_SECONDS = 120.0
 SENDS = """
@@ -48,7 +46,7 @@ import mooncake.engine
 
 
 @pytest.fixture(scope="module")
-def pair(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+def deployment(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     require_memory()
     tried = subprocess.run([str(sglang_env / "bin" / "python"), "-c", SENDS], capture_output=True, text=True)
     if tried.returncode != 0:
@@ -67,21 +65,17 @@ def proved(deployment: Deployment) -> bool:
     return standings == {("prefill", "verified"), ("decode", "verified")}
 
 
-@pytest.fixture
-def chat(pair: Deployment) -> Iterator[Chat]:
-    with open_chat(pair) as chat:
-        yield chat
+def test_the_gate_passes(deployment: Deployment) -> None:
+    deployment.assert_gate_passes()
 
 
-def test_the_gate_passes(pair: Deployment) -> None:
-    pair.assert_gate_passes()
-
-
-def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicted(pair: Deployment, chat: Chat) -> None:
+def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicted(
+    deployment: Deployment, chat: Chat
+) -> None:
     question = "What is to be seen here, and what of it is in the middle? " * 4
     first = chat.decided(chat.image("one"), question)
     again = chat.decided(chat.image("one"), question)
-    roles = {worker["name"]: worker["role"] for worker in pair.state()["workers"]}
+    roles = {worker["name"]: worker["role"] for worker in deployment.state()["workers"]}
     assert (roles[again["worker"]], roles[again["answers"]], again["form"]) == ("prefill", "decode", "prefill-decode")
     assert [(note["stage"], note["outcome"]) for note in again["chain"]] == [
         ("prefill", "done"),

@@ -39,22 +39,6 @@ OTHER_TEMPLATE = ("tools", "continued answer", "no generation prompt")
 """Requests for which SGLang renders another prompt than the template alone says; the router calls none exact."""
 
 
-class SglangExchange(Exchange):
-    """Answers of SGLang. One token is generated and never fed back, so none of it is in a block."""
-
-    @property
-    def prompt_ids(self) -> list[int]:
-        return list(self.answer["choices"][0]["prompt_token_ids"])
-
-    @property
-    def answer_ids(self) -> list[int]:
-        return []
-
-    @property
-    def image_tokens(self) -> int:
-        return int(self.answer["usage"]["prompt_tokens_details"].get("image_tokens") or 0)
-
-
 @dataclass(frozen=True)
 class SglangPredictor(Predictor):
     """Fills in sentinels with the router's own code. ``fingerprint``: the digest that its provider tries first."""
@@ -120,9 +104,12 @@ def fingerprint_of(served: Engine) -> str:
     return chosen.candidates[0].digest()
 
 
-def ask(served: Engine, predictor: SglangPredictor, one: Case) -> SglangExchange:
-    body = predictor.request(one) | {"return_prompt_token_ids": True, "max_tokens": 1}
-    return SglangExchange(one, served.chat(body))
+def ask(served: Engine, predictor: SglangPredictor, one: Case) -> Exchange:
+    """Ask for one token, which is never fed back: none of the answer is in a block."""
+    answer = served.chat(predictor.request(one) | {"return_prompt_token_ids": True, "max_tokens": 1})
+    details = answer["usage"]["prompt_tokens_details"]
+    prompt_ids = answer["choices"][0]["prompt_token_ids"]
+    return Exchange(one, prompt_ids, [], details["cached_tokens"], details.get("image_tokens") or 0)
 
 
 def test_every_published_page_is_the_predicted_one(run: Run, record: Record, cells: Cells) -> None:
@@ -146,16 +133,13 @@ def test_sentinels_stand_in_the_published_ids(run: Run) -> None:
     assert {value for value in published if value >= 1_000_000} <= predicted
 
 
-def test_another_fingerprint_is_noticed(run: Run) -> None:
-    assert run.compared(fingerprint="sha256:" + "0" * 64).mismatches
-
-
-def test_swapped_images_are_noticed(run: Run) -> None:
-    assert any(text.startswith("two images: ") for text in run.compared(swapped=True).mismatches)
-
-
-def test_a_wrong_page_size_is_noticed(run: Run) -> None:
-    assert run.compared(block_size=64).mismatches
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [({"fingerprint": "sha256:" + "0" * 64}, ""), ({"swapped": True}, "two images: "), ({"block_size": 64}, "")],
+    ids=["another fingerprint", "swapped images", "a wrong page size"],
+)
+def test_a_broken_prediction_is_noticed(run: Run, changes: dict[str, Any], where: str) -> None:
+    assert any(text.startswith(where) for text in run.compared(**changes).mismatches)
 
 
 def test_the_replay_holds_what_was_published_live(run: Run) -> None:

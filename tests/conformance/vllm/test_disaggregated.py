@@ -7,7 +7,6 @@ embedding connectors do not run on a CPU.
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from conformance.engine_process import BLOCK_SIZE, require_memory
 from conformance.engines import REPOSITORY, History, deployed, pods, pool, resource
 from local.rig import Deployment
 from openai.types.chat import ChatCompletion
-from scenarios import Chat, open_chat
+from scenarios import Chat
 from waiting import wait_for
 
 Messages = list[dict[str, Any]]
@@ -43,12 +42,6 @@ def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPath
     made = resource(shrunk(REPOSITORY), pools, args=args, minPrefillTokens=LONG)
     with deployed(vllm_env, tmp_path_factory.mktemp("disaggregated"), made) as deployment:
         yield deployment
-
-
-@pytest.fixture
-def chat(deployment: Deployment) -> Iterator[Chat]:
-    with open_chat(deployment, max_retries=0) as chat:
-        yield chat
 
 
 def decided(deployment: Deployment, chat: Chat, messages: Messages) -> tuple[dict[str, Any], ChatCompletion]:
@@ -114,26 +107,6 @@ def test_every_token_of_a_prompt_is_computed_once_by_the_prefill_engine_and_fetc
         ("decode", "external_kv_transfer"): tokens,
     }
     assert engines["decode"].value(FAILED) == 0
-
-
-def test_what_a_transfer_costs_is_measured(deployment: Deployment, chat: Chat, record: Record) -> None:
-    """Record the best of three times to first token on idle engines, with and without a prefill engine."""
-    engines = pods(deployment)
-    seconds: dict[str, list[float]] = {"whole": [], "apart": []}
-    tokens = 0
-    for _ in range(3):
-        for way, samples in seconds.items():
-            asked = {"model": "demo", "max_tokens": 1, "messages": fresh(chat).messages(VERY_LONG)}
-            began = time.monotonic()
-            if way == "apart":
-                left = engines["prefill"].ask({**asked, "kv_transfer_params": REMOTE_DECODE}).raise_for_status().json()
-                asked["kv_transfer_params"] = left["kv_transfer_params"]
-            answer = engines["decode"].ask(asked).raise_for_status().json()
-            samples.append(time.monotonic() - began)
-            tokens = answer["usage"]["prompt_tokens"]
-    best = {way: round(min(samples), 3) for way, samples in seconds.items()}
-    record(f"disaggregated: seconds to the first token of a prompt of {tokens} tokens", best)
-    assert tokens > 5000
 
 
 def test_the_answer_does_not_depend_on_which_engines_encode_and_prefill(deployment: Deployment, chat: Chat) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 from conformance.conftest import Shrunk
-from conformance.engine_process import RENDERS, require_memory
-from conformance.engines import ENVIRONMENT, REPOSITORY, History, Pod, deployed, environment, pods, pool, resource
+from conformance.engine_process import RENDERS, VLLM_ENVIRONMENT, require_memory
+from conformance.engines import REPOSITORY, History, Pod, deployed, environment, pods, pool, resource
 from conformance.vllm.test_handover import WEIGHTS, weighted
 from local.rig import Deployment
 from scenarios import Chat, assert_only_text, assert_whole, open_chat
@@ -41,7 +41,7 @@ def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPath
     require_memory(engines=2)
     folder = tmp_path_factory.mktemp("encoders")
     model = weighted(shrunk(REPOSITORY), folder / "models", vllm_env)
-    forgets = {"spec": {"containers": [{"name": "engine", "env": environment({**ENVIRONMENT, **FORGETS})}]}}
+    forgets = {"spec": {"containers": [{"name": "engine", "env": environment({**VLLM_ENVIRONMENT, **FORGETS})}]}}
     pools = [pool("encoder"), pool("worker", args=[RENDERS], podTemplate=forgets), pool("renderer")]
     made = resource(model, pools, args=WEIGHTS, frontend={"MMROUTER_HANDOVER": "always"}, transfer="shm")
     with deployed(vllm_env, folder, made) as deployment:
@@ -49,12 +49,6 @@ def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPath
             # The router queries the plugins' capabilities periodically.
             wait_for(lambda: set(ways(asked(deployment, chat, chat.image("a"))[0])) == {"shm"}, 60, "images go by shm")
         yield deployment
-
-
-@pytest.fixture
-def chat(deployment: Deployment) -> Iterator[Chat]:
-    with open_chat(deployment, max_retries=0) as chat:
-        yield chat
 
 
 def asked(deployment: Deployment, chat: Chat, *content: str) -> tuple[Body, Body]:

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from artefacts import ROOT, Record
+from artefacts import ROOT
 from conformance.conftest import Shrunk
 from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine
 from conformance.rendering import Renderer, renderer
@@ -38,7 +38,6 @@ MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 SMALL, LARGE = (224, 224), (1008, 1008)
 SECONDS = 60.0
 WEIGHTS = ("--load-format", "auto")
-FIGURE_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -282,56 +281,8 @@ def test_both_sides_report_equal_settings_and_the_engine_keeps_the_plugins_of_it
     assert len(variable) > 1
 
 
-def test_figures_of_processing_and_of_each_way(sides: Sides, record: Record):
-    """Record the times on this machine beside its load; no time is asserted."""
-    load = psutil.getloadavg()[0]
-    for label, size, form in (("224x224", SMALL, "PNG"), ("1008x1008", LARGE, "JPEG")):
-        own, ways = [], {way: ([], [], []) for way in wire.WAYS}
-        length = 0
-        for round_ in range(FIGURE_ROUNDS):
-            data = picture(*size, seed=100 + round_, form=form)
-            # The second request finds the image processed; everything else is the same in both.
-            uuid = name(label, round_)
-            body = chat(sides, (uuid, data), tokens=1)
-            forget(sides)
-            first = timed(lambda body=body: sides.engine.chat(body))
-            for cache in ("prefix", "encoder"):
-                sides.engine.client.post(f"/reset_{cache}_cache").raise_for_status()
-            again = timed(lambda body=body, uuid=uuid: sides.engine.chat(without_bytes(body, {uuid})))
-            own.append(first - again)
-            for way, (renders, renders_again, takes) in ways.items():
-                forget(sides)
-                named = name(label, round_, way)
-                body = chat(sides, (named, data), tokens=1)
-                made: list[wire.Rendered] = []
-                renders.append(timed(lambda body=body, way=way, made=made: made.append(rendered(sides, body, way))))
-                renders_again.append(
-                    timed(lambda body=body, way=way, made=made: made.append(rendered(sides, body, way)))
-                )
-                takes.append(timed(lambda made=made: taken(sides, made[0].offers)))
-                length = made[0].offers[named].length
-                for one in made:
-                    release(sides, one)
-        record(f"handover {label}: processed bytes", length)
-        record(f"handover {label}: engine's own decoding and processing, with the bytes' way, ms", middle(own))
-        for way, (renders, renders_again, takes) in ways.items():
-            times = f"render {middle(renders)}, again from its cache {middle(renders_again)}, take {middle(takes)}"
-            record(f"handover {label}: {way}, ms", times)
-    record("handover: load average at its begin", round(load, 1))
-
-
 def clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def timed(act: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    act()
-    return 1e3 * (time.perf_counter() - began)
-
-
-def middle(values: Sequence[float]) -> float:
-    return round(sorted(values)[len(values) // 2], 1)
 
 
 def test_a_killed_renderer_fails_what_it_offered_with_a_reason_drains_no_pool_and_leaves_no_byte(sides: Sides):

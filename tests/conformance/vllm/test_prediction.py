@@ -8,6 +8,7 @@ the remote code of its folder (``hack/engines/phi3v``).
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from artefacts import Record
@@ -79,7 +80,11 @@ def ask(served: Engine, predictor: Predictor, one: Case, refused: dict[str, int]
         # vLLM remembers the image of a request that it refuses for its length, and answers the next one that has the
         # image with 500: such a request would spoil the one after it.
         if len(predicted.ids) + one.body.get("max_tokens", 2) <= context:
-            yield Exchange(one, served.chat(predictor.request(one)))
+            answer = served.chat(predictor.request(one))
+            details = answer["usage"]["prompt_tokens_details"]
+            images = (details.get("multimodal_tokens") or {}).get("image", 0)
+            answer_ids = answer["choices"][0]["token_ids"][:-1]
+            yield Exchange(one, answer["prompt_token_ids"], answer_ids, details["cached_tokens"], images)
 
 
 LAST = case("last", user("The last request of the run: when its blocks are seen, all blocks are. " * 3))
@@ -141,19 +146,14 @@ def test_a_wrong_family_is_noticed(run: Run, shrunk: Shrunk) -> None:
     assert run.compared(family=other.family).mismatches
 
 
-@pytest.mark.parametrize("size", [16, 64])
-def test_a_wrong_block_size_is_noticed(run: Run, size: int) -> None:
-    assert run.compared(block_size=size).mismatches
-
-
-def test_swapped_identities_are_noticed(run: Run) -> None:
-    """Also where the swapped request was sent as well, so that every key exists: only its place in the run is wrong."""
-    report = run.compared(swapped=True)
-    assert any(text.startswith("two images: ") for text in report.mismatches)
-
-
-def test_another_identity_key_is_noticed(run: Run) -> None:
-    assert run.compared(key=bytes(32)).mismatches
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    # Also where the swapped request was sent as well, so that every key exists: only its place in the run is wrong.
+    [({"block_size": 16}, ""), ({"block_size": 64}, ""), ({"swapped": True}, "two images: "), ({"key": bytes(32)}, "")],
+    ids=["a smaller block", "a larger block", "swapped identities", "another identity key"],
+)
+def test_a_broken_prediction_is_noticed(run: Run, changes: dict[str, Any], where: str) -> None:
+    assert any(text.startswith(where) for text in run.compared(**changes).mismatches)
 
 
 def test_a_lost_event_is_noticed(run: Run) -> None:

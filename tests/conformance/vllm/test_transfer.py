@@ -19,14 +19,11 @@ from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import REPOSITORY, deployed, pool, resource
-from local.rig import Deployment
-from prometheus_client.parser import text_string_to_metric_families
-from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title, web
+from local.rig import Deployment, samples
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 from mmrouter_handover.plugin.start import install
-
-__all__ = ["web"]
 
 WAYS = {"nixl": "nixl", "shm": "shm", "none": ""}
 """Mode -> how a new image reaches an engine; empty where nothing is handed over."""
@@ -62,12 +59,6 @@ def mode(request: pytest.FixtureRequest, deployment: Deployment) -> str:
     return mode
 
 
-@pytest.fixture
-def chat(deployment: Deployment) -> Iterator[Chat]:
-    with open_chat(deployment, max_retries=0) as chat:
-        yield chat
-
-
 def way(deployment: Deployment, chat: Chat, image: str) -> str:
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=chat.messages(image, "what?"), max_tokens=1
@@ -78,13 +69,8 @@ def way(deployment: Deployment, chat: Chat, image: str) -> str:
 
 def counted(deployment: Deployment) -> dict[tuple[str, str], float]:
     """Return (way, reason) -> number of images; the reason says why another way was not taken."""
-    page = httpx.get(deployment.controls[0].replace(":8001", ":9090") + "/metrics").text
-    samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-    return {
-        (sample.labels["how"], sample.labels["reason"]): sample.value
-        for sample in samples
-        if sample.name == "mmrouter_handover_total"
-    }
+    found = samples(str(httpx.URL(deployment.controls[0]).host), "mmrouter_handover_total")
+    return {(each.labels["how"], each.labels["reason"]): each.value for each in found}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
