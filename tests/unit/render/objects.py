@@ -68,8 +68,13 @@ def deployments(objects: list[Object]) -> list[Object]:
     return [obj for obj in objects if obj["kind"] == "Deployment"]
 
 
-def named(objects: list[Object], kind: str, name: str) -> Object:
-    return next(obj for obj in objects if (obj["kind"], obj["metadata"]["name"]) == (kind, name))
+def name(obj: Object) -> str:
+    found: str = obj["metadata"]["name"]
+    return found
+
+
+def named(objects: list[Object], kind: str, called: str) -> Object:
+    return next(obj for obj in objects if (obj["kind"], obj["metadata"]["name"]) == (kind, called))
 
 
 def containers(obj: Object) -> Iterator[Object]:

@@ -113,31 +113,12 @@ def test_any_number_of_devices_becomes_the_limit(kind: str, count: int) -> None:
     assert one["resources"]["limits"] == {ACCELERATORS[kind].resource: str(count)}  # type: ignore[index]
 
 
-def test_a_mig_slice_replaces_the_resource_and_keeps_labels_and_toleration() -> None:
-    slice_ = {"kind": "nvidia", "count": 2, "resourceName": "nvidia.com/mig-3g.40gb"}
-    pod = pod_of(with_pool(SHORTEST, accelerator=slice_), "worker")
-    assert container(pod, "engine")["resources"]["limits"] == {"nvidia.com/mig-3g.40gb": "2"}
-    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-    assert required_labels(pod)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_pod_narrows_the_devices_that_its_plugin_has_chosen(kind: str) -> None:
     """Plugins number a pod's devices from 0, or hand out names: a mask of ours would name the wrong ones."""
     pod = pod_of(with_pool(SHORTEST, accelerator={"kind": kind}, image=IMAGE), "worker")
     masks = {f"{name}_VISIBLE_DEVICES" for name in ("CUDA", "HIP", "HABANA")} | {"ZE_AFFINITY_MASK"}
     assert not masks & set(variables(container(pod, "engine")))
-
-
-def test_an_engine_has_a_default_image() -> None:
-    def default(engine: str, kind: str) -> Any:
-        dep = with_pool(change(SHORTEST, engine={"type": engine}), accelerator={"kind": kind})
-        return container(pod_of(dep, "worker"), "engine")["image"]
-
-    variants = {"nvidia": "", "amd": "-rocm", "intel-i915": "-xpu", "intel-xe": "-xpu", "cpu": "-cpu"}
-    for kind, variant in variants.items():
-        assert default("vllm", kind) == f"vllm/vllm-openai{variant}:v0.32.0"
-    assert default("sglang", "nvidia") == "lmsysorg/sglang:v0.5.23"
 
 
 @pytest.mark.parametrize(("engine", "kind"), [("vllm", "gaudi"), *(("sglang", k) for k in KINDS if k != "nvidia")])

@@ -44,21 +44,15 @@ def scaled() -> MMRouterDeployment:
 def test_one_kind_of_autoscaler_is_rendered_or_none(
     scaled: MMRouterDeployment, capabilities: Capabilities, config: OperatorConfig, hpas: int, objects: int
 ) -> None:
-    assert len(children(scaled, "HorizontalPodAutoscaler", capabilities=capabilities, config=config)) == hpas
-    assert len(children(scaled, "ScaledObject", capabilities=capabilities, config=config)) == objects
-
-
-def test_a_pool_that_asks_for_no_scaling_gets_none() -> None:
-    assert children(WHOLE, "HorizontalPodAutoscaler", capabilities=BOTH, config=PROMETHEUS) == []
-    assert children(WHOLE, "ScaledObject", capabilities=KEDA, config=PROMETHEUS) == []
-
-
-def test_an_hpa_is_valid_for_the_api(scaled: MMRouterDeployment) -> None:
-    valid(children(scaled, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE))
+    for kind, count in {"HorizontalPodAutoscaler": hpas, "ScaledObject": objects}.items():
+        assert len(children(scaled, kind, capabilities=capabilities, config=config)) == count
+        assert children(WHOLE, kind, capabilities=capabilities, config=config) == [], "no pool asks for scaling"
 
 
 def test_an_hpa_scales_its_pools_deployment_by_the_mean_of_its_pods(scaled: MMRouterDeployment) -> None:
-    spec = children(scaled, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE)[0]["spec"]
+    scalers = children(scaled, "HorizontalPodAutoscaler", capabilities=ADAPTER)
+    valid(scalers)
+    spec = scalers[0]["spec"]
     assert spec["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "qwen-vl-big"}
     assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 8)
     (metric,) = spec["metrics"]
@@ -119,7 +113,7 @@ def test_no_pool_is_scaled_by_a_metric_that_its_role_does_not_have(role: str, me
     worker = to_json(SHORTEST)["spec"]["pools"][0]
     extra = {**worker, "name": "extra", "role": role, "autoscaling": {"maxReplicas": 3, "metric": metric}}
     dep = change(SHORTEST, pools=[worker, extra])
-    assert len(children(dep, "HorizontalPodAutoscaler", capabilities=ADAPTER, config=BARE)) == possible
+    assert len(children(dep, "HorizontalPodAutoscaler", capabilities=ADAPTER)) == possible
 
 
 @pytest.mark.parametrize(

@@ -150,30 +150,30 @@ def test_names_are_resolved_wherever_the_name_server_is(closed: MMRouterDeployme
     assert passes(policies(closed), pod, STRANGER, 5353, "UDP")  # OpenShift
 
 
-def test_weights_come_from_the_hub_only_where_there_is_no_volume(closed: MMRouterDeployment) -> None:
-    for pod in (frontend(), engine("worker")):
-        assert passes(policies(SHORTEST), pod, INTERNET, 443)
-        assert not passes(policies(SHORTEST), pod, METADATA, 80)
-        assert not passes(policies(closed), pod, INTERNET, 443)
+PRIVATE = (INTRANET, STRANGER, Host("fd00::7"))
 
 
-def test_nothing_private_is_reached_for_the_hub_unless_the_site_names_a_mirror() -> None:
-    for pod in (frontend(), engine("worker")):
-        for private in (INTRANET, STRANGER, Host("fd00::7")):
-            assert not passes(policies(SHORTEST), pod, private, 443)
-            assert passes(policies(SHORTEST, hub_endpoint="https://mirror.example"), pod, private, 443)
-        assert not passes(policies(SHORTEST), pod, INTERNET, 80)
-        assert not passes(policies(SHORTEST, pod_cidrs=("8.8.8.0/24",)), pod, INTERNET, 443)
-
-
-def test_a_mirror_of_the_hub_may_be_pods_on_any_port(closed: MMRouterDeployment) -> None:
-    mirrored = policies(SHORTEST, hub_endpoint="http://mirror.models.svc:8080")
-    for pod in (frontend(), engine("worker")):
-        assert passes(mirrored, pod, STRANGER, 8080)
-        assert passes(mirrored, pod, INTRANET, 8080)
-        assert not passes(policies(SHORTEST), pod, STRANGER, 8080)
-        assert not passes(mirrored, pod, METADATA, 8080)
-        assert not passes(policies(closed, hub_endpoint="http://mirror.models.svc:8080"), pod, STRANGER, 8080)
+@pytest.mark.parametrize(
+    ("site", "reached", "refused"),
+    [
+        ({}, [(INTERNET, 443)], [(INTERNET, 80), (METADATA, 80), (STRANGER, 8080), *((one, 443) for one in PRIVATE)]),
+        ({"pod_cidrs": ("8.8.8.0/24",)}, [], [(INTERNET, 443)]),
+        ({"hub_endpoint": "https://mirror.example"}, [(one, 443) for one in PRIVATE], [(METADATA, 443)]),
+        ({"hub_endpoint": "http://mirror.svc:8080"}, [(STRANGER, 8080), (INTRANET, 8080)], [(METADATA, 8080)]),
+    ],
+    ids=["the public hub", "pods with public addresses", "a mirror may be private", "a mirror may be pods on any port"],
+)
+@pytest.mark.parametrize("pod", [frontend(), engine("worker")])
+def test_weights_come_from_the_hub_or_its_mirror_and_only_where_there_is_no_volume(
+    closed: MMRouterDeployment,
+    site: dict[str, Any],
+    reached: list[tuple[Pod | Host, int]],
+    refused: list[tuple[Pod | Host, int]],
+    pod: Pod,
+) -> None:
+    assert all(passes(policies(SHORTEST, **site), pod, whom, port) for whom, port in reached)
+    assert not any(passes(policies(SHORTEST, **site), pod, whom, port) for whom, port in refused)
+    assert not any(passes(policies(closed, **site), pod, whom, port) for whom, port in reached)
 
 
 @pytest.mark.parametrize(

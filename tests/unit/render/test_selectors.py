@@ -4,19 +4,15 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from unit.render.objects import selects
+from unit.render.objects import Object, containers, name, rendered, selects
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.credentials import SecretData
 from mmrouter_operator.model.kinds import KEDA_API, POD_METRICS_APIS, POD_MONITOR_API, Capabilities
-from mmrouter_operator.render import render
 
-Object = dict[str, Any]
 Rendered = tuple[MMRouterDeployment, list[Object]]
 
 CONFIG = OperatorConfig(prometheus_address="http://prometheus:9090", pod_cidrs=("10.244.0.0/16",))
@@ -38,9 +34,9 @@ POOL_NAMES = ["a", "b", "b-c", "engine", "transfer", "config"]
 def pools(draw: st.DrawFn, roles: tuple[str, ...]) -> list[Object]:
     names = draw(st.permutations(POOL_NAMES))
     found = []
-    for name, role in zip(names, roles, strict=False):
+    for called, role in zip(names, roles, strict=False):
         pool: Object = {
-            "name": name,
+            "name": called,
             "role": role,
             "replicas": draw(st.integers(0, 3)),
             "accelerator": {"kind": "cpu" if role == "renderer" else "nvidia"},
@@ -55,7 +51,7 @@ def pools(draw: st.DrawFn, roles: tuple[str, ...]) -> list[Object]:
 
 @st.composite
 def deployments(draw: st.DrawFn) -> MMRouterDeployment:
-    name = draw(st.sampled_from(NAMES))
+    called = draw(st.sampled_from(NAMES))
     spec: Object = {
         "model": {"id": "org/model", "revision": "0" * 40},
         "engine": {"type": "vllm"},
@@ -70,16 +66,15 @@ def deployments(draw: st.DrawFn) -> MMRouterDeployment:
         {
             "apiVersion": "mmrouter.io/v1alpha1",
             "kind": "MMRouterDeployment",
-            "metadata": {"name": name, "namespace": "inference", "uid": f"uid-of-{name}"},
+            "metadata": {"name": called, "namespace": "inference", "uid": f"uid-of-{called}"},
             "spec": spec,
         }
     )
 
 
 def children(dep: MMRouterDeployment, served: tuple[str, ...]) -> list[Object]:
-    secrets = SecretData(bytes(32), *(letter * 40 for letter in "abcdef"))
     try:
-        return render(dep, secrets=secrets, capabilities=Capabilities(frozenset(served)), config=CONFIG)
+        return rendered(dep, capabilities=Capabilities(frozenset(served)), config=CONFIG)
     except SpecError:
         assume(False)
         raise
@@ -87,11 +82,6 @@ def children(dep: MMRouterDeployment, served: tuple[str, ...]) -> list[Object]:
 
 def of(objects: list[Object], *kinds: str) -> Iterator[Object]:
     return (obj for obj in objects if obj["kind"] in kinds)
-
-
-def name(obj: Object) -> str:
-    found: str = obj["metadata"]["name"]
-    return found
 
 
 def pods(objects: list[Object]) -> dict[str, dict[str, str]]:
@@ -122,9 +112,7 @@ def selectors(objects: list[Object]) -> Iterator[tuple[str, Object]]:
 
 def container_ports(obj: Object) -> dict[str, int]:
     """Name -> number of every port that a pod's containers name."""
-    pod = obj["spec"]["template"]["spec"]
-    containers = [*pod.get("initContainers", []), *pod["containers"]]
-    return {port["name"]: port["containerPort"] for container in containers for port in container.get("ports", [])}
+    return {port["name"]: port["containerPort"] for one in containers(obj) for port in one.get("ports", [])}
 
 
 LIMITS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -165,6 +153,8 @@ def test_a_selector_takes_the_pods_that_it_is_for(drawn: Rendered) -> None:
         assert taken(obj["spec"]["selector"]) == {name(obj)}
     (service,) = of(objects, "Service")
     assert taken({"matchLabels": service["spec"]["selector"]}) == {frontend}
+    closed = [taken(obj["spec"]["podSelector"]) for obj in of(objects, "NetworkPolicy")]
+    assert set().union(*closed) == (set(labels) if dep.spec.network_policy.enabled else set())
     for obj in of(objects, "NetworkPolicy"):
         expected = {frontend} if name(obj) == frontend else engines
         if name(obj) == f"{dep.metadata.name}-transfer":
@@ -185,15 +175,6 @@ def test_no_selector_takes_pods_of_another_deployment(
     strangers["not ours"] = {"app": "shop"}
     for who, selector in selectors(children(dep, served)):
         assert not [pod for pod, labels in strangers.items() if selects(selector, labels)], who
-
-
-@random
-def test_every_pod_is_closed_by_a_policy_where_policies_are_on(drawn: Rendered) -> None:
-    dep, objects = drawn
-    policies = list(of(objects, "NetworkPolicy"))
-    for labels in pods(objects).values():
-        closed = any(selects(policy["spec"]["podSelector"], labels) for policy in policies)
-        assert closed is dep.spec.network_policy.enabled
 
 
 @random
