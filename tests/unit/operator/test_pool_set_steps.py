@@ -1,5 +1,6 @@
 """Switching a set of pools: whole rollouts replayed against replicas that start, fail and stop at random."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,9 +21,8 @@ class Fleet:
     """Name, role, surge, unavailable."""
     targets: list[int]
     wanted: dict[tuple[str, str], int] = field(default_factory=dict)
-    ready: dict[tuple[str, str], int] = field(default_factory=dict)
-    starting: dict[tuple[str, str], int] = field(default_factory=dict)
-    leaving: dict[tuple[str, str], int] = field(default_factory=dict)
+    ready: Counter[tuple[str, str]] = field(default_factory=Counter)
+    starting: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def view(self) -> list[SetPool]:
         return [
@@ -33,16 +33,16 @@ class Fleet:
                 surge,
                 unavailable,
                 {
-                    generation: Side(count, self.total((pool, generation)), self.ready.get((pool, generation), 0))
-                    for (pool, generation), count in self.wanted.items()
-                    if pool == name
+                    key[1]: Side(count, self.total(key), self.ready[key])
+                    for key, count in self.wanted.items()
+                    if key[0] == name
                 },
             )
             for (name, role, surge, unavailable), target in zip(self.pools, self.targets, strict=True)
         ]
 
     def total(self, key: tuple[str, str]) -> int:
-        return self.ready.get(key, 0) + self.starting.get(key, 0)
+        return self.ready[key] + self.starting[key]
 
     def carry_out(self, now: SetStep) -> None:
         for key in [key for key in self.wanted if key[1] in now.drop]:
@@ -51,21 +51,21 @@ class Fleet:
         for key, count in now.replicas.items():
             self.wanted[key] = count
             while self.total(key) > count:
-                if self.starting.get(key, 0):
+                if self.starting[key]:
                     self.starting[key] -= 1
                 else:
                     self.ready[key] -= 1
-            self.starting[key] = count - self.ready.get(key, 0)
+            self.starting[key] = count - self.ready[key]
 
     def become_ready(self, key: tuple[str, str], count: int) -> None:
-        moved = min(count, self.starting.get(key, 0))
-        self.starting[key] = self.starting.get(key, 0) - moved
-        self.ready[key] = self.ready.get(key, 0) + moved
+        moved = min(count, self.starting[key])
+        self.starting[key] -= moved
+        self.ready[key] += moved
 
     def fail(self, key: tuple[str, str], count: int) -> None:
-        moved = min(count, self.ready.get(key, 0))
-        self.ready[key] = self.ready.get(key, 0) - moved
-        self.starting[key] = self.starting.get(key, 0) + moved
+        moved = min(count, self.ready[key])
+        self.ready[key] -= moved
+        self.starting[key] += moved
 
     def serving(self) -> list[int]:
         """Ready replicas per pool of generations that have a ready pod of every role."""
@@ -74,11 +74,10 @@ class Fleet:
             generation
             for generation in {generation for _, generation in self.wanted}
             if all(
-                any(self.ready.get((name, generation), 0) for name, other, _, _ in self.pools if other == role)
-                for role in roles
+                any(self.ready[name, generation] for name, other, _, _ in self.pools if other == role) for role in roles
             )
         ]
-        return [sum(self.ready.get((name, generation), 0) for generation in pairs) for name, *_ in self.pools]
+        return [sum(self.ready[name, generation] for generation in pairs) for name, *_ in self.pools]
 
     def pods(self) -> list[int]:
         return [sum(self.total(key) for key in self.wanted if key[0] == name) for name, *_ in self.pools]
@@ -88,7 +87,7 @@ class Fleet:
 
     def finished(self, goal: str) -> bool:
         return self.generations() == {goal} and all(
-            self.ready.get((name, goal), 0) == self.wanted[name, goal] == target
+            self.ready[name, goal] == self.wanted[name, goal] == target
             for (name, *_), target in zip(self.pools, self.targets, strict=True)
         )
 
@@ -138,12 +137,6 @@ def fleets(draw: st.DrawFn) -> Fleet:
     return standing(Fleet(pools, targets), "a")
 
 
-@given(fleets())
-@settings(max_examples=100, deadline=None)
-def test_a_switch_ends_with_every_replica_of_the_new_revision(fleet: Fleet) -> None:
-    finish(fleet, "b")
-
-
 chance = st.tuples(st.sampled_from(["ready", "fail", "step", "step"]), st.integers(0, 5), st.integers(1, 3))
 
 
@@ -171,21 +164,11 @@ def test_no_step_goes_below_the_floor_or_above_the_surge_whatever_fails_and_what
     finish(fleet, goal)
 
 
-@given(fleets(), st.integers(0, 20))
-@settings(max_examples=60, deadline=None)
-def test_going_back_is_possible_after_any_number_of_steps(fleet: Fleet, steps: int) -> None:
-    for _ in range(steps):
-        for key in list(fleet.wanted):
-            fleet.become_ready(key, 1)
-        advance(fleet, "b")
-    finish(fleet, "a")
-
-
 def test_the_worked_example_of_the_module() -> None:
     fleet = standing(Fleet([("p", "prefill", 1, 0), ("d", "decode", 1, 0)], [4, 2]), "old")
     seen = []
     for _ in range(20):
-        sides = [[fleet.ready.get((pool, name), 0) for name in ("old", "new")] for pool in "pd"]
+        sides = [[fleet.ready[pool, name] for name in ("old", "new")] for pool in "pd"]
         seen.append(" ".join(f"{old}/{new}" for old, new in sides))
         if fleet.finished("new"):
             break

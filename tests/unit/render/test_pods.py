@@ -130,7 +130,9 @@ _addresses = count(os.getpid() % 200 * 250)
 
 
 @pytest.mark.parametrize(("name", "pool", "role"), ENGINE_PODS)
-def test_probes_leave_time_to_load_and_never_hurry_a_restart(name: str, pool: str, role: str) -> None:
+def test_probes_leave_time_to_load_and_the_grace_period_holds_notice_drain_and_stop(
+    name: str, pool: str, role: str
+) -> None:
     dep = load(name)
     obj = named(rendered(dep), "Deployment", f"{dep.metadata.name}-{pool}")
     one = container(obj["spec"]["template"]["spec"], "engine")
@@ -147,14 +149,9 @@ def test_probes_leave_time_to_load_and_never_hurry_a_restart(name: str, pool: st
     expected = "/ready" if sglang and role != "encoder" else "/health"
     assert {probe["httpGet"]["path"] for probe in (startup, readiness, liveness)} == {expected}
 
-
-@pytest.mark.parametrize(("name", "pool", "role"), ENGINE_PODS)
-def test_the_grace_period_holds_notice_drain_and_stop(name: str, pool: str, role: str) -> None:
-    dep = load(name)
-    pod = pod_of(dep, pool)
     drain = dep.pool(pool).updates.drain_seconds
-    assert pod["terminationGracePeriodSeconds"] >= NOTICE_SECONDS + drain + 10
-    hook = container(pod, "engine")["lifecycle"]["preStop"]
+    assert obj["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= NOTICE_SECONDS + drain + 10
+    hook = one["lifecycle"]["preStop"]
     assert ("sleep" in hook) is (role == "renderer")
     if "exec" in hook:
         assert hook["exec"]["command"][-1] == str(NOTICE_SECONDS)
