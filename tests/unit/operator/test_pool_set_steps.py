@@ -1,7 +1,7 @@
 """Switching a set of pools: whole rollouts replayed against replicas that start, fail and stop at random."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,28 +17,17 @@ ROUNDS = 400
 class Fleet:
     """Pods of the set's Deployments. A ReplicaSet removes pods that are not ready first, as the real one does."""
 
-    pools: list[tuple[str, str, int, int]]
-    """Name, role, surge, unavailable."""
-    targets: list[int]
+    pools: list[SetPool]
+    """Their sides are not used."""
     wanted: dict[tuple[str, str], int] = field(default_factory=dict)
     ready: Counter[tuple[str, str]] = field(default_factory=Counter)
     starting: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def view(self) -> list[SetPool]:
+        sides = {key: Side(count, self.total(key), self.ready[key]) for key, count in self.wanted.items()}
         return [
-            SetPool(
-                name,
-                role,
-                target,
-                surge,
-                unavailable,
-                {
-                    key[1]: Side(count, self.total(key), self.ready[key])
-                    for key, count in self.wanted.items()
-                    if key[0] == name
-                },
-            )
-            for (name, role, surge, unavailable), target in zip(self.pools, self.targets, strict=True)
+            replace(pool, sides={key[1]: side for key, side in sides.items() if key[0] == pool.name})
+            for pool in self.pools
         ]
 
     def total(self, key: tuple[str, str]) -> int:
@@ -69,26 +58,23 @@ class Fleet:
 
     def serving(self) -> list[int]:
         """Ready replicas per pool of generations that have a ready pod of every role."""
-        roles = {role for (_, role, _, _), target in zip(self.pools, self.targets, strict=True) if target}
         pairs = [
             generation
-            for generation in {generation for _, generation in self.wanted}
-            if all(
-                any(self.ready[name, generation] for name, other, _, _ in self.pools if other == role) for role in roles
-            )
+            for generation in self.generations()
+            if {p.role for p in self.pools if p.target}
+            <= {p.role for p in self.pools if self.ready[p.name, generation]}
         ]
-        return [sum(self.ready[name, generation] for generation in pairs) for name, *_ in self.pools]
+        return [sum(self.ready[pool.name, generation] for generation in pairs) for pool in self.pools]
 
     def pods(self) -> list[int]:
-        return [sum(self.total(key) for key in self.wanted if key[0] == name) for name, *_ in self.pools]
+        return [sum(self.total(key) for key in self.wanted if key[0] == pool.name) for pool in self.pools]
 
     def generations(self) -> set[str]:
         return {generation for _, generation in self.wanted}
 
     def finished(self, goal: str) -> bool:
         return self.generations() == {goal} and all(
-            self.ready[name, goal] == self.wanted[name, goal] == target
-            for (name, *_), target in zip(self.pools, self.targets, strict=True)
+            self.ready[pool.name, goal] == self.wanted[pool.name, goal] == pool.target for pool in self.pools
         )
 
 
@@ -98,12 +84,10 @@ def advance(fleet: Fleet, goal: str) -> SetStep:
     now = step(fleet.view(), goal)
     fleet.carry_out(now)
     after, stand = fleet.serving(), fleet.pods()
-    for (name, _, surge, unavailable), target, was, is_, had, has in zip(
-        fleet.pools, fleet.targets, before, after, stood, stand, strict=True
-    ):
-        assert is_ >= min(was, max(0, target - unavailable)), f"{name} fell below its floor: {was} -> {is_}"
-        assert has <= max(had, target + surge), f"{name} surged too far: {has} > {target} + {surge}"
-    if all(fleet.targets) and any(before):
+    for pool, was, is_, had, has in zip(fleet.pools, before, after, stood, stand, strict=True):
+        assert is_ >= min(was, max(0, pool.target - pool.unavailable)), f"{pool} fell below its floor: {was} -> {is_}"
+        assert has <= max(had, pool.target + pool.surge), f"{pool} surged too far: {has}"
+    if all(pool.target for pool in fleet.pools) and any(before):
         assert any(after), "no pair of one generation was left"
     return now
 
@@ -128,13 +112,13 @@ def standing(fleet: Fleet, goal: str) -> Fleet:
 @st.composite
 def fleets(draw: st.DrawFn) -> Fleet:
     roles = draw(st.sampled_from([("prefill", "decode"), ("prefill", "prefill", "decode")]))
-    pools, targets = [], []
+    pools = []
     for number, role in enumerate(roles):
         target = draw(st.integers(1, 8))
         surge = draw(st.integers(1 if target == 1 else 0, 3))
-        pools.append((f"{role}{number}", role, surge, draw(st.integers(0 if surge else 1, 3))))
-        targets.append(target)
-    return standing(Fleet(pools, targets), "a")
+        unavailable = draw(st.integers(0 if surge else 1, 3))
+        pools.append(SetPool(f"{role}{number}", role, target, surge, unavailable, {}))
+    return standing(Fleet(pools), "a")
 
 
 chance = st.tuples(st.sampled_from(["ready", "fail", "step", "step"]), st.integers(0, 5), st.integers(1, 3))
@@ -159,13 +143,13 @@ def test_no_step_goes_below_the_floor_or_above_the_surge_whatever_fails_and_what
                 assert len(fleet.generations()) <= 2
         if data.draw(st.booleans()):
             place = data.draw(st.integers(0, len(fleet.pools) - 1))
-            least = 2 if not fleet.pools[place][2] else 1
-            fleet.targets[place] = data.draw(st.integers(least, 9))
+            pool = fleet.pools[place]
+            fleet.pools[place] = replace(pool, target=data.draw(st.integers(1 if pool.surge else 2, 9)))
     finish(fleet, goal)
 
 
 def test_the_worked_example_of_the_module() -> None:
-    fleet = standing(Fleet([("p", "prefill", 1, 0), ("d", "decode", 1, 0)], [4, 2]), "old")
+    fleet = standing(Fleet([SetPool("p", "prefill", 4, 1, 0, {}), SetPool("d", "decode", 2, 1, 0, {})]), "old")
     seen = []
     for _ in range(20):
         sides = [[fleet.ready[pool, name] for name in ("old", "new")] for pool in "pd"]
@@ -180,7 +164,7 @@ def test_the_worked_example_of_the_module() -> None:
 
 
 def test_a_broken_revision_never_takes_the_serving_one_away() -> None:
-    fleet = standing(Fleet([("p", "prefill", 1, 1), ("d", "decode", 1, 1)], [4, 2]), "good")
+    fleet = standing(Fleet([SetPool("p", "prefill", 4, 1, 1, {}), SetPool("d", "decode", 2, 1, 1, {})]), "good")
     for _ in range(50):  # no pod of the new revision ever becomes ready
         advance(fleet, "broken")
     assert fleet.serving() == [3, 1]
@@ -203,7 +187,7 @@ def test_a_pool_of_one_without_surge_blocks_a_switch_unless_nothing_serves(servi
 
 
 def test_an_outage_of_both_revisions_does_not_stop_a_third() -> None:
-    fleet = standing(Fleet([("p", "prefill", 0, 2), ("d", "decode", 0, 1)], [3, 2]), "a")
+    fleet = standing(Fleet([SetPool("p", "prefill", 3, 0, 2, {}), SetPool("d", "decode", 2, 0, 1, {})]), "a")
     for _ in range(5):
         advance(fleet, "b")
     for key in list(fleet.wanted):
