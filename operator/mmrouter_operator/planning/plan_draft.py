@@ -51,16 +51,16 @@ def live_deployment(snapshot: Snapshot, name: str) -> DeploymentView | None:
 
 
 def is_foreign(snapshot: Snapshot, kind: str, name: str) -> bool:
-    """Whether the name of a child belongs to an object of another owner.
-
-    An object with our label and without a controller was orphaned, or lost its owner reference; it is adopted.
-    """
+    """Whether the name of a child belongs to an object of another owner."""
     view = snapshot.children.get((kind, name))
     return view is not None and not is_owned(snapshot, view)
 
 
 def is_owned(snapshot: Snapshot, view: ChildView) -> bool:
-    """Whether a child belongs to the resource, or did before its reference was taken off; see :func:`is_foreign`."""
+    """Whether a child belongs to the resource.
+
+    An object with our label and without a controller was orphaned, or lost its owner reference; it is adopted.
+    """
     return view.owner in ("", snapshot.resource["metadata"].get("uid", ""))
 
 

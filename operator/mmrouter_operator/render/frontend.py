@@ -19,7 +19,6 @@ from mmrouter_operator.render.pod import parts, shared_memory
 from mmrouter_operator.render.pod.spec_hashes import frontend_inputs
 from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
 from mmrouter_operator.render.pool import KIND
-from mmrouter_operator.render.serviceaccount import frontend_account
 
 __all__ = ["CONTROL_PORT", "HTTP_PORT", "KIND", "frontend_template", "render"]
 
@@ -72,7 +71,7 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         secret = {"secretName": dep.spec.frontend.api_keys.secret.name, "defaultMode": 0o440}
         volumes.append({"name": "api-keys", "secret": secret})
     return {
-        "serviceAccountName": frontend_account(dep),
+        "serviceAccountName": frontend_name(dep),
         "automountServiceAccountToken": True,  # the router watches the engine pods
         "enableServiceLinks": False,
         "securityContext": parts.pod_security() | (shared_memory.groups() if shared else {}),

@@ -3,12 +3,13 @@
 Also which metric scales a pool, and which kind of autoscaler a cluster can use.
 """
 
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Final, Literal
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, Role
-from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.kinds import KEDA_API, POD_METRICS_APIS, Capabilities
+from mmrouter_lib.api.pools import Autoscaling
+from mmrouter_operator.model.kinds import KEDA_API, POD_METRICS_APIS
 from mmrouter_operator.render.child import ChildKind, RenderInputs, object_metadata, pool_labels, pool_name
 
 KIND: Final = ChildKind("HorizontalPodAutoscaler", "autoscaling/v2")
@@ -16,13 +17,10 @@ KIND: Final = ChildKind("HorizontalPodAutoscaler", "autoscaling/v2")
 
 def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return one HorizontalPodAutoscaler per autoscaled pool; none in clusters without metrics of pods."""
-    pools = scaled_pools(inputs.dep, "HorizontalPodAutoscaler", inputs.capabilities, inputs.config)
-    return [_hpa(inputs.dep, pool) for pool in pools]
+    return [_hpa(inputs.dep, pool, scaling) for pool, scaling in scaled_pools(inputs, "HorizontalPodAutoscaler")]
 
 
-def _hpa(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
-    scaling = pool.autoscaling
-    assert scaling is not None  # scaled_pools() returns no other
+def _hpa(dep: MMRouterDeployment, pool: Pool, scaling: Autoscaling) -> dict[str, Any]:
     name = pool_name(dep, pool)
     target = {"type": "AverageValue", "averageValue": quantity(scaling.target)}
     return KIND.manifest(
@@ -57,25 +55,14 @@ SCALE_DOWN_SECONDS = 300
 """How long the load must be low before a replica is removed: its cache is lost, and the next replica starts cold."""
 
 
-def scaler(capabilities: Capabilities, config: OperatorConfig) -> Scaler | None:
-    """Return the kind of autoscaler for this cluster, or ``None``. Never both kinds: they would fight over replicas."""
-    if capabilities.serves(*POD_METRICS_APIS):
-        return "HorizontalPodAutoscaler"
-    if capabilities.serves(KEDA_API) and config.prometheus_address:
-        return "ScaledObject"
-    return None
-
-
-def scaled_pools(
-    dep: MMRouterDeployment, kind: Scaler, capabilities: Capabilities, config: OperatorConfig
-) -> list[Pool]:
-    if scaler(capabilities, config) != kind:
-        return []
-    return [pool for pool in dep.spec.pools if pool.autoscaling is not None and measured(pool)]
-
-
-def measured(pool: Pool) -> bool:
-    return pool.autoscaling is not None and pool.role in ROLES[pool.autoscaling.metric]
+def scaled_pools(inputs: RenderInputs, kind: Scaler) -> Iterator[tuple[Pool, Autoscaling]]:
+    """Yield the pools that this kind of autoscaler scales. Never both kinds: they would fight over replicas."""
+    by_hpa = inputs.capabilities.serves(*POD_METRICS_APIS)
+    by_keda = not by_hpa and inputs.capabilities.serves(KEDA_API) and inputs.config.prometheus_address
+    if by_hpa if kind == "HorizontalPodAutoscaler" else by_keda:
+        for pool in inputs.dep.spec.pools:
+            if pool.autoscaling is not None and pool.role in ROLES[pool.autoscaling.metric]:
+                yield pool, pool.autoscaling
 
 
 def scale_down() -> dict[str, Any]:

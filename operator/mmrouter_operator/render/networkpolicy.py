@@ -195,7 +195,6 @@ NOT_PUBLIC: Final = _networks(
 
 PUBLIC: Final = _networks("0.0.0.0/0 2000::/3")
 """What can be public at all; of IPv6 nothing else is global unicast."""
-EVERYWHERE: Final = _networks("0.0.0.0/0 ::/0")
 
 _NAT64 = IPv6Network("64:ff9b::/96")
 _MAPPED = IPv6Network("::ffff:0:0/96")
@@ -203,7 +202,7 @@ _MAPPED = IPv6Network("::ffff:0:0/96")
 
 def anywhere() -> list[dict[str, Any]]:
     """Return peers for every address but :data:`NEVER`."""
-    return [peer for base in EVERYWHERE for peer in _block(base, NEVER)]
+    return [peer for base in _networks("0.0.0.0/0 ::/0") for peer in _block(base, NEVER)]
 
 
 def public(internal: Iterable[str]) -> list[dict[str, Any]]:

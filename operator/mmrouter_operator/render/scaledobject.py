@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool
-from mmrouter_operator.model.config import OperatorConfig
+from mmrouter_lib.api.pools import Autoscaling
 from mmrouter_operator.model.kinds import KEDA_API
 from mmrouter_operator.render.child import ChildKind, RenderInputs, object_metadata, pool_labels, pool_name
 from mmrouter_operator.render.hpa import METRICS, scale_down, scaled_pools
@@ -18,20 +18,18 @@ FAILURES = 3
 
 def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return one ScaledObject per autoscaled pool; none if HorizontalPodAutoscalers are used, or KEDA cannot be."""
-    pools = scaled_pools(inputs.dep, "ScaledObject", inputs.capabilities, inputs.config)
-    return [_scaled_object(inputs.dep, pool, inputs.config) for pool in pools]
+    return [_scaled_object(inputs, pool, scaling) for pool, scaling in scaled_pools(inputs, "ScaledObject")]
 
 
-def _scaled_object(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict[str, Any]:
-    scaling = pool.autoscaling
-    assert scaling is not None  # scaled_pools() returns no other
+def _scaled_object(inputs: RenderInputs, pool: Pool, scaling: Autoscaling) -> dict[str, Any]:
+    dep = inputs.dep
     name = pool_name(dep, pool)
     trigger = {
         "type": "prometheus",
         # The sum over the pods divided by the replicas; the fallback below exists for this type only.
         "metricType": "AverageValue",
         "metadata": {
-            "serverAddress": config.prometheus_address,
+            "serverAddress": inputs.config.prometheus_address,
             "query": _query(dep, pool, METRICS[scaling.metric]),
             "threshold": scaling.target,
             # An empty answer is an error, after which the fallback applies, and not a load of zero.

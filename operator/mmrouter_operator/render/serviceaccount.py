@@ -3,14 +3,9 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.render.child import ChildKind, RenderInputs, object_metadata
+from mmrouter_operator.render.child import ChildKind, RenderInputs, frontend_name, object_metadata
 
 KIND: Final = ChildKind("ServiceAccount", "v1", wave=1, guard="creation", lifecycle="permanent")
-
-
-def frontend_account(dep: MMRouterDeployment) -> str:
-    """Name of the frontend's account, whose pods watch the engine pods (:mod:`mmrouter_operator.render.role`)."""
-    return f"{dep.metadata.name}-frontend"
 
 
 def engine_account(dep: MMRouterDeployment) -> str:
@@ -19,13 +14,13 @@ def engine_account(dep: MMRouterDeployment) -> str:
 
 
 def render(inputs: RenderInputs) -> list[dict[str, Any]]:
-    """Return both accounts.
+    """Return both accounts; the frontend's, whose pods watch the engine pods, has the frontend's name.
 
     Neither mounts its token by default. The frontend's pod template asks for it, so another pod that uses the account
     gets none. ``imagePullSecrets`` are left to other managers.
     """
     dep = inputs.dep
-    accounts = ((frontend_account(dep), "frontend"), (engine_account(dep), "engine"))
+    accounts = ((frontend_name(dep), "frontend"), (engine_account(dep), "engine"))
     return [
         KIND.manifest(object_metadata(dep, name, component), automountServiceAccountToken=False)
         for name, component in accounts

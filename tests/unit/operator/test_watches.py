@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from mmrouter_operator.model.snapshot import Key
 
 SERVICE = {**manifest("Service", "s"), "spec": {"ports": []}}
 DEPLOYMENT = {**manifest(RESOURCE, "d"), "apiVersion": "mmrouter.io/v1alpha1"}
+
+
+PASSING = (401, 403, 404, 410, 429, 500)
 
 
 class Listened:
@@ -73,22 +77,20 @@ def test_events_add_change_and_remove(table: Table, cache: WatchCache) -> None:
     assert cache.children(KEY) == {}
 
 
-@pytest.mark.parametrize("status", [400, 405])
-def test_a_refusal_that_lasts_ends_the_watch(cache: WatchCache, status: int) -> None:
+@pytest.mark.parametrize(("status", "lasts"), [(400, True), (405, True), *((s, False) for s in PASSING)])
+def test_a_refusal_that_lasts_ends_the_watch_and_one_that_may_pass_is_repeated(
+    cache: WatchCache, status: int, lasts: bool
+) -> None:
     made = Listened(cache)
-    with pytest.raises(WatchError, match="Service cannot be listed"):
-        made.listener.failed("refused", RefusedError(status, "no"))
-
-
-@pytest.mark.parametrize("status", [401, 403, 404, 410, 429, 500])
-def test_a_refusal_that_may_pass_is_repeated(cache: WatchCache, status: int) -> None:
-    made = Listened(cache)
-    made.list()
+    listener = made.listener
+    if not lasts:
+        made.list()
     error = RefusedError(status, "no")
-    made.listener.failed(error.reason, error)
-    assert "Service cannot be watched in all namespaces" in made.listener.trouble
-    made.listener.connected()
-    assert made.listener.trouble == ""
+    with pytest.raises(WatchError, match="Service cannot be listed") if lasts else nullcontext():
+        listener.failed(error.reason, error)
+    assert ("Service cannot be watched in all namespaces" in listener.trouble) is not lasts
+    listener.connected()
+    assert listener.trouble == ""
 
 
 def test_a_failure_is_logged_once(cache: WatchCache, caplog: pytest.LogCaptureFixture) -> None:
@@ -178,40 +180,46 @@ def obj(kind: str, name: str, uid: str, version: int, **more: Any) -> dict[str, 
     return made
 
 
-def resource(version: int = 1, **spec: Any) -> dict[str, Any]:
-    metadata = {"name": "d", "namespace": "n", "uid": "r", "resourceVersion": str(version), "generation": 1}
-    return {"apiVersion": "mmrouter.io/v1alpha1", "kind": RESOURCE, "metadata": metadata, "spec": spec}
-
-
 def test_a_deployment_is_known_by_its_resource_and_gone_with_it(cache: WatchCache) -> None:
     cache.put("ConfigMap", obj("ConfigMap", "c", "1", 1))
     assert cache.deployments() == []
-    assert cache.put(RESOURCE, resource()) == (KEY,)
+    resource = obj(RESOURCE, "d", "r", 1, status={"phase": "Ready"})
+    resource["metadata"] |= TOUCHED
+    assert cache.put(RESOURCE, resource) == (KEY,)
     assert cache.deployments() == [KEY]
+    found = cache.resource(KEY)
+    assert found is not None
+    assert found["status"] == {"phase": "Ready"}
+    assert "managedFields" not in found["metadata"]
     assert cache.remove(RESOURCE, "r") == (KEY,)
     assert cache.deployments() == []
     assert cache.resource(KEY) is None
 
 
-def test_an_unchanged_object_reports_no_deployment(cache: WatchCache) -> None:
-    service = obj("Service", "s", "1", 1, spec={"ports": []})
-    assert cache.put("Service", service) == (KEY,)
-    again = obj("Service", "s", "1", 2, spec={"ports": []})
-    again["metadata"]["managedFields"] = [{"manager": "x", "fieldsV1": {}}]
-    assert cache.put("Service", again) == ()
-    assert cache.put("Service", obj("Service", "s", "1", 3, spec={"ports": [1]})) == (KEY,)
+TOUCHED = {"managedFields": [{"manager": "x", "fieldsV1": {}}]}
+COUNTED = {"annotations": {"deployment.kubernetes.io/revision": "1"}}
 
 
-def test_the_deployment_controllers_counting_is_no_change_but_its_status_is(cache: WatchCache) -> None:
-    deployment = obj("Deployment", "w", "1", 1, spec={"replicas": 2}, status={})
-    cache.put("Deployment", deployment)
-    counted = obj("Deployment", "w", "1", 2, spec={"replicas": 2}, status={})
-    counted["metadata"]["annotations"] = {"deployment.kubernetes.io/revision": "1"}
-    assert cache.put("Deployment", counted) == ()
-    ready = obj("Deployment", "w", "1", 3, spec={"replicas": 2}, status={"readyReplicas": 1})
-    content = cache.content(KEY, "Deployment", "w")
-    assert cache.put("Deployment", ready) == (KEY,)
-    assert cache.content(KEY, "Deployment", "w") == content
+@pytest.mark.parametrize(
+    ("kind", "metadata", "fields", "is_change"),
+    [
+        ("Service", TOUCHED, {}, False),
+        ("Service", {}, {"spec": {"replicas": 3}}, True),
+        ("Deployment", COUNTED, {}, False),
+        ("Deployment", {}, {"status": {"readyReplicas": 1}}, True),
+        (RESOURCE, TOUCHED, {}, False),
+        (RESOURCE, {}, {"status": {"phase": "Ready"}}, True),
+    ],
+)
+def test_what_servers_and_controllers_count_is_no_change_and_a_status_is_one(
+    cache: WatchCache, kind: str, metadata: dict[str, Any], fields: dict[str, Any], is_change: bool
+) -> None:
+    assert cache.put(kind, obj(kind, "d", "1", 1, spec={"replicas": 2})) == (KEY,)
+    content = cache.content(KEY, kind, "d")
+    again = obj(kind, "d", "1", 2, **{"spec": {"replicas": 2}, **fields})
+    again["metadata"] |= metadata
+    assert cache.put(kind, again) == ((KEY,) if is_change else ())
+    assert (cache.content(KEY, kind, "d") == content) is ("spec" not in fields), "the status is no content of a child"
 
 
 @pytest.mark.parametrize(("version", "is_news"), [(8, False), (10, True)])
@@ -281,15 +289,3 @@ def test_revisions_are_the_owners_in_order_with_what_they_keep(cache: WatchCache
     foreign["metadata"]["ownerReferences"][0]["uid"] = "other"
     cache.put("ControllerRevision", foreign)
     assert [(view.number, view.data) for view in cache.revisions(KEY, "r")] == [(n, {"n": n}) for n in (1, 2, 3)]
-
-
-def test_the_status_of_a_resource_counts_as_a_change_and_its_managed_fields_do_not(cache: WatchCache) -> None:
-    cache.put(RESOURCE, resource(1))
-    touched = resource(2)
-    touched["metadata"]["managedFields"] = [{"manager": "kubectl"}]
-    assert cache.put(RESOURCE, touched) == ()
-    assert cache.put(RESOURCE, resource(3) | {"status": {"phase": "Ready"}}) == (KEY,)
-    found = cache.resource(KEY)
-    assert found is not None
-    assert found["status"] == {"phase": "Ready"}
-    assert "managedFields" not in found["metadata"]

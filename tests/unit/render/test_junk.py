@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from unit.render.objects import change, children, load, rendered, with_pool
+from unit.render.objects import Object, change, children, containers, load, rendered, with_pool
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
 from mmrouter_operator.model.external_refs import references
@@ -49,10 +49,6 @@ def paths(value: Any, here: tuple[Step, ...] = ()) -> Iterator[tuple[Step, ...]]
         yield from paths(inner, (*here, step))
 
 
-def unused(text: str) -> tuple[Step, ...]:
-    return tuple(int(part) if part.isdigit() else part for part in text.split("."))
-
-
 def patch(path: tuple[Step, ...], leaf: Any, template: Any) -> Any:
     """Return a patch that reaches ``path`` of a template, through list elements by their merge keys."""
     if not path:
@@ -68,29 +64,33 @@ def patch(path: tuple[Step, ...], leaf: Any, template: Any) -> Any:
 
 
 def patches(template: dict[str, Any]) -> st.SearchStrategy[Any]:
-    places = [*(path for path in paths(template) if path), *map(unused, UNUSED.split())]
+    unused = (tuple(int(part) if part.isdigit() else part for part in text.split(".")) for text in UNUSED.split())
+    places = [*(path for path in paths(template) if path), *unused]
     return st.builds(lambda path, leaf: patch(path, leaf, template), st.sampled_from(places), JUNK)
 
 
-def everything(dep: MMRouterDeployment) -> None:
-    """Do all that a reconcile does with a rendering, short of the cluster."""
+def everything(dep: MMRouterDeployment) -> list[Object]:
+    """Do all that a reconcile does with a rendering, short of the cluster. Returns the Deployments."""
     references(dep)
-    for obj in children(dep, "Deployment"):
+    found = children(dep, "Deployment")
+    for obj in found:
         list(violations(obj["spec"]["template"]["spec"]))
         asks_of(obj)
         strategy(obj)
         json.dumps(obj)
     overridden(dep)
+    return found
 
 
-def refused_at(dep: MMRouterDeployment, path: str) -> None:
-    """Render; whatever is refused is refused with a field below ``path``."""
-    refused: tuple[tuple[str, str], ...] = ()
+def refused_at(dep: MMRouterDeployment, path: str) -> list[Object]:
+    """Return the Deployments, none where the spec is refused, which it is with a field below ``path``."""
     try:
-        everything(dep)
+        return everything(dep)
     except SpecError as error:
-        refused = error.errors or (("", ""),)
+        refused = error.errors
+    assert refused
     assert all(place.startswith(path) and sentence for place, sentence in refused)
+    return []
 
 
 @settings(max_examples=200, deadline=None)
@@ -140,18 +140,8 @@ def test_any_connector_renders_or_is_refused_with_its_field(
     roles = ("encoder", "prefill", "decode")
     pools = [{"name": role, "role": role, "accelerator": {"kind": "nvidia"}} for role in roles]
     dep = change(BASE, engine={"type": engine, "kvConnector": kv, "ecConnector": ec}, pools=pools)
-    refused_at(dep, "spec.engine.")
-    arguments = _arguments(dep)
-    assert not any(argument in ("None", "[]", "True", "") for argument in arguments)
-
-
-def _arguments(dep: MMRouterDeployment) -> list[str]:
-    try:
-        rendered = children(dep, "Deployment")
-    except SpecError:
-        return []
-    containers = [one for obj in rendered for one in obj["spec"]["template"]["spec"]["containers"]]
-    return [argument for one in containers for argument in one.get("args", [])]
+    found = [one for obj in refused_at(dep, "spec.engine.") for one in containers(obj)]
+    assert not {"None", "[]", "True", ""} & {argument for one in found for argument in one.get("args", [])}
 
 
 def engine(**fields: Any) -> dict[str, Any]:

@@ -238,18 +238,14 @@ def test_what_may_well_be_equal_is_left_to_the_engines(
     assert set(labels(dep).values()) == {None}
 
 
-def block_sizes(engine: str, prefill: int, decode: int) -> MMRouterDeployment:
+@pytest.mark.parametrize(
+    ("engine", "decode", "differs"),
+    [("vllm", 128, []), ("sglang", 128, [{"blockSize": ("64", "128")}]), ("sglang", 64, [])],
+)
+def test_block_sizes_are_translated_by_vllm_and_not_by_sglang(engine: str, decode: int, differs: list[Any]) -> None:
     dep = with_arguments(engine, [], [])
-    sizes = {"prefill": prefill, "decode": decode}
-    pools = [{**pool, "blockSize": sizes.get(pool["role"], 64)} for pool in to_json(dep)["spec"]["pools"]]
-    return change(dep, pools=pools)
-
-
-def test_block_sizes_are_translated_by_vllm_and_not_by_sglang() -> None:
-    assert mismatches(block_sizes("vllm", 64, 128)) == []
-    (pair,) = mismatches(block_sizes("sglang", 64, 128))
-    assert pair.differs == {"blockSize": ("64", "128")}
-    assert mismatches(block_sizes("sglang", 64, 64)) == []
+    other = change(dep, pools=pools(dep, "decode", blockSize=decode))
+    assert [pair.differs for pair in mismatches(other)] == differs
 
 
 def test_the_others_backend_is_taken_where_one_side_names_none() -> None:

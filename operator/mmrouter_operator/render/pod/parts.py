@@ -98,8 +98,7 @@ def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
 
 def resources(section: Resources) -> dict[str, Any]:
     """Return a container's resources without empty fields, so that writing out a default changes nothing."""
-    fields: dict[str, Any] = section.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return fields
+    return section.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
 def hub_env(dep: MMRouterDeployment, endpoint: str) -> list[dict[str, Any]]:

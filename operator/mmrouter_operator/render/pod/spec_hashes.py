@@ -28,13 +28,12 @@ SCALING_FIELDS: Final = ("replicas", "weight", "autoscaling")
 def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
     """Return the hash of the inputs of the frontend's pods; ``secrets`` is the Secret's fingerprint."""
     spec = _spec(dep)
-    frontend = spec.get("frontend", {})
     shared = {pool.name: pool.shared_memory.size for pool in dep.spec.pools if is_shared(pool)}
     return _hash(
         {
             **{key: spec[key] for key in ("model", "routing", "verification", "observability") if key in spec},
             "engine": _only(spec["engine"], ROUTER_ENGINE_FIELDS),
-            "frontend": _only(frontend, ("apiKeys", "resources", "podTemplate")),
+            "frontend": _only(spec.get("frontend", {}), ("apiKeys", "resources", "podTemplate")),
             "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
             **({"shared": shared} if frontends_share(dep) else {}),
             "secrets": secrets,
@@ -116,8 +115,7 @@ def kv_layout(dep: MMRouterDeployment, pool: Pool, image: str) -> Layout:
 
 def _spec(dep: MMRouterDeployment) -> dict[str, Any]:
     # Without defaults: writing one out, as the API server does, must restart nothing.
-    spec: dict[str, Any] = dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return spec
+    return dep.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
 
 
 def _only(section: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
