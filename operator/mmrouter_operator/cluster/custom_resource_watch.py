@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import kopf
+from kubernetes.aio.client.configuration import Configuration
 
 from mmrouter_operator.cluster.cache import WatchCache
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
+from mmrouter_operator.cluster.connection import kopf_credentials
 from mmrouter_operator.cluster.kinds_and_rights import KINDS
 from mmrouter_operator.cluster.watches import WatchError
 from mmrouter_operator.model.kinds import RESOURCE
@@ -69,7 +71,7 @@ class ResourceWatch:
 
     def __init__(
         self,
-        login: Callable[[], Awaitable[kopf.ConnectionInfo]],
+        configuration: Configuration,
         cache: WatchCache,
         comparison: "Comparison",
         namespaces: Sequence[str],
@@ -85,7 +87,7 @@ class ResourceWatch:
         self._older: set[asyncio.Task[Any]] = set()
 
         async def connect(**_: Any) -> kopf.ConnectionInfo:
-            return await login()
+            return await kopf_credentials(configuration)
 
         kopf.on.login(registry=self._registry)(connect)
         group, _, version = KINDS[RESOURCE].api.partition("/")

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from mmrouter_operator.cluster.client import KubernetesCluster, Refused
 from mmrouter_operator.cluster.lease import boot_time
+from mmrouter_operator.model.external_refs import Reference
 from mmrouter_operator.model.kinds import Ref
-from mmrouter_operator.model.snapshot import Missing
 
 EXISTING_SECONDS = 60.0
 """How long an object counts as existing after it was found."""
@@ -23,14 +23,14 @@ class ExistenceCache:
         self._cluster = cluster
         self._answers: dict[Ref, tuple[bool, float]] = {}
 
-    async def missing(self, named: Sequence[tuple[Ref, str]]) -> tuple[Missing, ...]:
-        """Return the missing ones of these objects, with the fields that name them. Raises ``ApiError``."""
+    async def missing(self, named: Sequence[Reference]) -> tuple[Reference, ...]:
+        """Return those of these objects that are missing. Raises ``ApiError``."""
         now = boot_time()
         if len(self._answers) > 10_000:
             self._answers = {ref: answer for ref, answer in self._answers.items() if _fresh(answer, now)}
         stale = {ref for ref, _ in named if not _fresh(self._answers.get(ref), now)}
         await asyncio.gather(*(self._look(ref, now) for ref in stale))
-        return tuple(Missing(ref.kind, ref.name, path) for ref, path in named if not self._answers[ref][0])
+        return tuple((ref, path) for ref, path in named if not self._answers[ref][0])
 
     async def _look(self, ref: Ref, now: float) -> None:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData
+from mmrouter_operator.model.external_refs import Reference
 from mmrouter_operator.model.kinds import Capabilities
 
 Key = tuple[str, str]
@@ -133,15 +134,6 @@ class FrontendReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """A missing object that the resource refers to. ``path``: the field with its name."""
-
-    kind: str
-    name: str
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
 class RevisionView:
     """A ControllerRevision: pod templates by Deployment name, as they were rendered and applied."""
 
@@ -164,7 +156,8 @@ class Snapshot:
     pods: tuple[PodView, ...] = ()
     reports: Mapping[str, FrontendReport | None] = field(default_factory=dict)
     secrets: SecretData | None = None
-    missing: tuple[Missing, ...] = ()
+    missing: tuple[Reference, ...] = ()
+    """Objects that the resource refers to and that do not exist."""
     revisions: tuple[RevisionView, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
     config: OperatorConfig = field(default_factory=OperatorConfig)

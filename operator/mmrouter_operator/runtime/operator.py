@@ -17,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 import mmrouter_lib as mmrouter
 from mmrouter_operator.cluster.cache import WatchCache
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
-from mmrouter_operator.cluster.connection import kopf_credentials
 from mmrouter_operator.cluster.custom_resource_watch import Comparison, ResourceWatch
 from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.kinds_and_rights import CORE_CHILDREN, KINDS, OPTIONAL_CHILDREN
@@ -114,7 +113,7 @@ class Operator:
         kinds = watched_kinds(capabilities)
         watches = self._watches = ChildWatches(self._connect, self._cache, kinds, namespaces, self._changed)
         resource_watch = ResourceWatch(
-            lambda: kopf_credentials(self._configuration),
+            self._configuration,
             self._cache,
             comparison,
             self._options.namespaces,

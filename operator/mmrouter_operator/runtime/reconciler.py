@@ -25,7 +25,7 @@ from mmrouter_operator.cluster.work_queue import ObjectDeleted, Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData, new_secret_data
-from mmrouter_operator.model.external_refs import references
+from mmrouter_operator.model.external_refs import Reference, references
 from mmrouter_operator.model.kinds import FRONTEND_ROLE, Capabilities, Ref
 from mmrouter_operator.model.newer_crd_fields import schema_in, without_defaults
 from mmrouter_operator.model.snapshot import (
@@ -34,7 +34,6 @@ from mmrouter_operator.model.snapshot import (
     SECRET_MALFORMED,
     SECRET_RECREATED,
     Key,
-    Missing,
     Problem,
     Snapshot,
 )
@@ -261,7 +260,7 @@ class Reconciler:
             self._recreated[key] = Problem(SECRET_RECREATED, "Secret", ref.name, message)
 
     def _snapshot(
-        self, key: Key, resource: Mapping[str, Any], secrets: SecretData | None, missing: tuple[Missing, ...]
+        self, key: Key, resource: Mapping[str, Any], secrets: SecretData | None, missing: tuple[Reference, ...]
     ) -> Snapshot:
         return Snapshot(
             resource=resource,

@@ -129,8 +129,8 @@ def _group(type_: str, rollouts: Sequence[Rollout]) -> Condition | None:
 
 
 def _problems(snapshot: Snapshot, plan: RolloutPlan, advice: Sequence[Problem]) -> Iterator[tuple[str, str]]:
-    for missing in snapshot.missing:
-        yield c.MISSING[missing.kind], f"{missing.path}: there is no {missing.kind} {missing.name}"
+    for ref, path in snapshot.missing:
+        yield c.MISSING[ref.kind], f"{path}: there is no {ref.kind} {ref.name}"
     for problem in advice:
         yield problem.reason, problem.message
     if isinstance(plan.outcome, Blocked) and plan.outcome.reason != "Paused":

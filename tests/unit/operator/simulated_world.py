@@ -79,14 +79,10 @@ class World:
         self._names = itertools.count()
         self._rendered: dict[str, list[dict[str, Any]]] = {}
 
-    def snapshot(self, *, verified: bool = True) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         children = {("Deployment", name): deployment_view(self._live(name)) for name in self.children}
         pods = tuple(self.pods())
-        workers = {
-            pod.uid: WorkerReport(pod.uid, pod.pool, pod.role, True, "True" if verified else "Unknown")
-            for pod in pods
-            if pod.pool
-        }
+        workers = {pod.uid: WorkerReport(pod.uid, pod.pool, pod.role, True, "True") for pod in pods if pod.pool}
         return Snapshot(
             resource={
                 "metadata": self.dep.metadata.model_dump(by_alias=True),
@@ -125,10 +121,6 @@ class World:
         planned = plan(chosen, self.snapshot())
         if revision is not None and planned.apply:
             self.revisions.append(revision_view({**revision, "metadata": {**revision["metadata"], "uid": "r"}}))
-        self.carry_out(planned)
-        return planned
-
-    def carry_out(self, planned: RolloutPlan) -> None:
         for manifest in planned.apply:
             self._apply(manifest)
         for kind, name, _ in planned.prune:
@@ -138,6 +130,7 @@ class World:
                 self.revisions = [revision for revision in self.revisions if revision.name != name]
             else:
                 del self.others[kind, name]
+        return planned
 
     def control(self, name: str) -> None:
         """Let one Deployment's controller look, and do what it may."""
@@ -292,6 +285,23 @@ def checked(world: World) -> RolloutPlan:
             assert_stages_before_are_over(world, STAGES[role_of(child.manifest)])
     assert_success_is_of_new_pods(world, planned)
     return planned
+
+
+def happen(world: World, what: str, number: int) -> RolloutPlan | None:
+    """Let one thing happen: a step of the ``plan``, or of one of the Deployments. Returns the plan of a step."""
+    name = sorted(world.children)[number % len(world.children)]
+    match what:
+        case "plan":
+            return checked(world)
+        case "settle":
+            world.settle()
+        case "control":
+            world.control(name)
+        case "start":
+            world.start(name, 1)
+        case "fail":
+            world.fail(name)
+    return None
 
 
 def goal_hashes(world: World) -> dict[str, str]:

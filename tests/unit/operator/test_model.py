@@ -16,7 +16,6 @@ from mmrouter_operator.cluster.existence import ExistenceCache
 from mmrouter_operator.model.external_refs import references
 from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.model.newer_crd_fields import schema_in, without_defaults
-from mmrouter_operator.model.snapshot import Missing
 
 RESOURCE: dict[str, Any] = {
     "metadata": {"name": "vl"},
@@ -191,7 +190,7 @@ async def test_an_answer_that_fails_does_not_have_the_others_asked_for_again() -
         with pytest.raises(Unavailable):
             await lookup.missing(NAMED)
     few.broken = False
-    expected = (Missing("Secret", "gone", "spec.gone"), Missing("Secret", "broken", "spec.broken"))
+    expected = ((GONE, "spec.gone"), (BROKEN, "spec.broken"))
     assert await lookup.missing(NAMED) == expected
     assert await lookup.missing(NAMED) == expected
     assert few.asked == {"there": 1, "gone": 1, "broken": 4}

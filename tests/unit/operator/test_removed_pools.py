@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.operator.simulated_world import World, checked, finish, pair, pool, pools, standing, want
+from unit.operator.simulated_world import World, finish, happen, pair, pool, pools, standing, want
 from unit.operator.test_status import pods, with_view
 
 from mmrouter_operator.planning.planner import Blocked, Complete, Progress, plan
@@ -170,16 +170,7 @@ def test_some_pool_always_serves_while_pools_appear_vanish_and_change_their_name
 def held_to_the_floor(world: World, what: str, number: int) -> Any:
     """Let one thing happen. No engine's replicas that may not be missed are lost by it, and never all that serve."""
     before, served = wanted_by_role(world), pairs_and_workers(world)
-    outcome = None
-    name = sorted(world.children)[number % len(world.children)]
-    if what == "plan":
-        outcome = checked(world).outcome
-    elif what == "settle":
-        world.settle()
-    elif what == "control":
-        world.control(name)
-    else:
-        world.start(name, 1)
+    planned = happen(world, what, number)
     now = ready_by_role(world)
     assert not served or pairs_and_workers(world), "no pool serves any more"
     spec = world.dep.spec.pools
@@ -187,7 +178,7 @@ def held_to_the_floor(world: World, what: str, number: int) -> Any:
         for role in {p.role for p in spec}:
             least = sum(p.replicas - p.updates.max_unavailable for p in spec if p.role == role)
             assert now[role] >= min(before[role], least), f"{role}: below the floor"
-    return outcome
+    return planned and planned.outcome
 
 
 def ready_by_role(world: World) -> Counter[str]:

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.operator.simulated_world import World, checked, finish, pair, standing, want, whole
+from unit.operator.simulated_world import World, finish, happen, pair, standing, want, whole
 
 variants = st.builds(
     whole,
@@ -28,18 +28,10 @@ moves = st.lists(st.tuples(st.sampled_from(["plan", "control", "start", "fail"])
 
 def live(world: World, story: list[tuple[str, int]]) -> None:
     for what, number in story:
-        if what == "plan":
-            checked(world)
-            continue
-        name = sorted(world.children)[number % len(world.children)]
         had, ready = world_counts(world)
+        happen(world, what, number)
         if what == "control":
-            world.control(name)
             assert_within_limits(world, had, ready)
-        elif what == "start":
-            world.start(name, 1)
-        else:
-            world.fail(name)
 
 
 def world_counts(world: World) -> tuple[dict[str, int], dict[str, int]]:

@@ -9,7 +9,8 @@ from unit.operator.simulated_world import World, deployment, finish, pair, stand
 
 from mmrouter_lib.api import SpecError
 from mmrouter_lib.api.status import Status
-from mmrouter_operator.model.snapshot import FrontendReport, Missing, PodView, Problem, Snapshot, WorkerReport
+from mmrouter_operator.model.kinds import Ref
+from mmrouter_operator.model.snapshot import FrontendReport, PodView, Problem, Snapshot, WorkerReport
 from mmrouter_operator.planning.planner import plan
 from mmrouter_operator.status.builder import status_of, urgent
 from mmrouter_operator.status.conditions import transitions
@@ -193,7 +194,7 @@ def test_a_ratio_without_a_decision_is_left_out() -> None:
     assert judged(world, counted(prompt_blocks=3, hit_blocks=1))["routing"] == {"hitRatio": "0.333"}
 
 
-KATA = Missing("RuntimeClass", "kata", "spec.pools[0].podTemplate.spec.runtimeClassName")
+KATA = (Ref("node.k8s.io/v1", "RuntimeClass", "", "kata"), "spec.pools[0].podTemplate.spec.runtimeClassName")
 MALFORMED = Problem("SecretMalformed", "Secret", "vl-secrets", "Secret vl-secrets: identity.key has 3 bytes")
 STUCK = "0/2 nodes are available: 2 node(s) didn't match Pod's node affinity/selector."
 
