@@ -130,17 +130,14 @@ def _plan_deployment(
         desired = live.replicas
     elif live is not None:
         desired = replicas_without_autoscaler(manifest, snapshot, live.replicas)
-    if is_foreign(snapshot, "Deployment", name):
-        blocked = child_name_taken("Deployment", name)
-        draft.blocked.append(blocked)
-        rollout = assess(manifest, None, snapshot, desired)
-        draft.rollouts.append(replace(rollout, blocked=blocked))
-        return
-    rollout = assess(manifest, live, snapshot, desired)
+    foreign = is_foreign(snapshot, "Deployment", name)
+    rollout = assess(manifest, None if foreign else live, snapshot, desired)
     fixed = scaled and live is not None and any(manager != MANAGER for manager in live.replicas_managers)
     replicas = None if fixed else desired
     seen = live.resource_version if scaled and live is not None and not fixed else ""
-    if live is None:
+    if foreign:
+        rollout = replace(rollout, blocked=child_name_taken("Deployment", name))
+    elif live is None:
         draft.apply.append(with_replicas(manifest, replicas))
         draft.steps.append(Step("create", "Deployment", name, f"{rollout.subject}: {desired} replicas"))
         draft.waits.append(f"{rollout.subject} is being created")

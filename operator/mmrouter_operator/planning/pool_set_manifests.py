@@ -63,7 +63,6 @@ def plan_set(
     manifests: Sequence[dict[str, Any]], snapshot: Snapshot, draft: PlanDraft, *, held: bool, scaled: Iterable[str]
 ) -> bool:
     """Add the set's next step to the draft; return whether it is switching. ``held``: an earlier stage is not over."""
-    by_pool = {pool_of(manifest): manifest for manifest in manifests}
     live = _live(manifests, snapshot)
     goal = compatibility_of(manifests[0])
     pools = [_numbers(manifest, live, snapshot, goal, manifest["metadata"]["name"] in scaled) for manifest in manifests]
@@ -75,15 +74,19 @@ def plan_set(
     switching = not now.done
     if now.blocked:
         draft.blocked.append(Blocked("SetCannotOverlap", now.blocked))
-    for pool in pools:
-        manifest = by_pool[pool.name]
+    for pool, manifest in zip(pools, manifests, strict=True):
         generations = sorted({*pool.sides, now.towards} - now.drop, key=lambda name: name != now.towards)
         for generation in generations:
             replicas = now.replicas.get((pool.name, generation), 0)
             view = live.get((pool.name, generation))
             _apply(manifest, generation, replicas, view, snapshot, draft, held, switching, pool, scaled)
         draft.rollouts.append(_sum(manifest, live, snapshot, pool, draft, held))
-    _keep_removed_pools(live, by_pool, now, goal, draft)
+    # A pool that left the spec goes with its generation: what is left of that generation may still need it.
+    for (left, generation), view in live.items():
+        if generation in now.drop:
+            draft.drop.add(view.name)
+        elif left not in {pool.name for pool in pools} and generation != goal and not now.done:
+            draft.keep.add(view.name)
     for name in sorted(now.drop):
         draft.waits.append(f"the set's revision {name[:DIGITS]} is being removed")
     return switching
@@ -215,18 +218,3 @@ def _sum(
     if not rollout.complete:
         draft.waits.append(progress_message(rollout))
     return rollout
-
-
-def _keep_removed_pools(
-    live: Mapping[tuple[str, str], DeploymentView],
-    by_pool: Mapping[str, Any],
-    now: sets.SetStep,
-    goal: str,
-    draft: PlanDraft,
-) -> None:
-    """A pool that left the spec goes with its generation: what is left of that generation may still need it."""
-    for (pool, generation), view in live.items():
-        if generation in now.drop:
-            draft.drop.add(view.name)
-        elif pool not in by_pool and generation != goal and not now.done:
-            draft.keep.add(view.name)
