@@ -63,8 +63,6 @@ class PodView:
     name: str
     namespace: str
     uid: str
-    deployment: str
-    """Label ``mmrouter.io/deployment``."""
     pool: str
     """Label ``mmrouter.io/pool``; empty for a frontend."""
     role: str
@@ -80,7 +78,6 @@ class PodView:
     started: float | None = None
     """When its containers became ready (transition of ContainersReady), seconds since the epoch."""
     template_hash: str = ""
-    compatibility: str = ""
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates of the spec -> whether the condition is True now."""
     gate_times: Mapping[str, str] = field(default_factory=dict)
@@ -113,7 +110,6 @@ class WorkerReport:
     """True, False or Unknown."""
     cause: str = ""
     message: str = ""
-    draining: bool = False
     shared: SharedReport | None = None
     """Of a pod that shares its node's memory, once its sidecar has looked at it."""
 

@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Final
 
-from mmrouter_operator.model.kinds import (
-    COMPATIBILITY,
-    DEPLOYMENT_LABEL,
-    POOL_LABEL,
-    RENDERING_HASH,
-    ROLE_LABEL,
-    SET_TARGET,
-)
+from mmrouter_operator.model.kinds import COMPATIBILITY, POOL_LABEL, RENDERING_HASH, ROLE_LABEL, SET_TARGET
 from mmrouter_operator.model.snapshot import ChildView, DeploymentView, PodView, RevisionView
 
 CRASH_LOOP = "CrashLoopBackOff"
@@ -79,7 +72,6 @@ def pod_view(obj: Mapping[str, Any]) -> PodView:
         name=metadata["name"],
         namespace=metadata.get("namespace", ""),
         uid=metadata.get("uid", ""),
-        deployment=marks["labels"].get(DEPLOYMENT_LABEL, ""),
         pool=marks["labels"].get(POOL_LABEL, ""),
         role=marks["labels"].get(ROLE_LABEL, ""),
         ip=status.get("podIP", ""),
@@ -91,7 +83,6 @@ def pod_view(obj: Mapping[str, Any]) -> PodView:
         created=_seconds(metadata.get("creationTimestamp")) or 0.0,
         started=_seconds(containers_ready.get("lastTransitionTime")) if _is_true(containers_ready) else None,
         template_hash=marks["annotations"].get(RENDERING_HASH, ""),
-        compatibility=marks["labels"].get(COMPATIBILITY, ""),
         gates={gate: _is_true(conditions.get(gate)) for gate in gates},
         gate_times={gate: time for gate in gates if (time := conditions.get(gate, {}).get("lastTransitionTime"))},
         unschedulable=scheduled.get("message", "") if stuck else "",

@@ -142,7 +142,7 @@ def _plan_deployment(
         draft.steps.append(Step("create", "Deployment", name, f"{rollout.subject}: {desired} replicas"))
         draft.waits.append(f"{rollout.subject} is being created")
     elif held and _is_new(manifest, live, snapshot):
-        rollout = replace(rollout, held=True, blocked=None)
+        rollout = replace(rollout, blocked=None)
         old = stored_template(snapshot.revisions, name, live.template_hash)
         if old is not None:
             spec = {**manifest["spec"], "template": old}

@@ -210,7 +210,6 @@ def _sum(
         available=rollout.available + sum(other.available for other in views.values()),
         total=rollout.total + sum(other.total for other in views.values()),
         settled=rollout.settled and not views,
-        held=waits,
         blocked=None if waits else rollout.blocked,
     )
     if rollout.blocked is not None:

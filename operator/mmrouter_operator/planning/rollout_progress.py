@@ -59,8 +59,6 @@ class Rollout:
     """The Deployment has the wanted template, and its controller has seen it."""
     settled: bool = False
     """No pod of an older template is left or expected; replicas may still be missing."""
-    held: bool = False
-    """The new template waits for an earlier stage."""
     blocked: Blocked | None = None
     asks: str = ""
     """What a node must have to fit one of its pods, in words."""

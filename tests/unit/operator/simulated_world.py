@@ -104,7 +104,7 @@ class World:
                 state: Any = {"phase": "Running", "ready": pod.ready, "containers_ready": pod.ready}
                 state |= {"started": 0.0 if pod.ready else None, "template_hash": pod.hash, "ip": "10.0.0.1"}
                 pool, role = marks.get("mmrouter.io/pool", ""), marks["mmrouter.io/role"]
-                yield PodView(pod.name, "team", pod.name, "vl", pool, role, **state)
+                yield PodView(pod.name, "team", pod.name, pool, role, **state)
 
     def desired(self) -> list[dict[str, Any]]:
         key = self.dep.model_dump_json()

@@ -19,7 +19,7 @@ from mmrouter_operator.model.snapshot import PodView
 
 CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"namespace": "n", "name": "c"}, "data": {"a": "1"}}
 REF = Ref("v1", "ConfigMap", "n", "c")
-POD = PodView(name="p", namespace="n", uid="u", deployment="d", pool="w", role="worker")
+POD = PodView(name="p", namespace="n", uid="u", pool="w", role="worker")
 
 
 @dataclass

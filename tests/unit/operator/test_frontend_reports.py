@@ -24,11 +24,11 @@ TIMEOUT = 300.0
 def engine(role: str = "worker", **fields: Any) -> PodView:
     closed = {ROUTABLE: False, VERIFIED: False}
     shown: dict[str, Any] = {"containers_ready": True, "started": NOW - 1, "gates": closed, **fields}
-    return PodView("e", "team", "e", "vl", "work", role, **shown)
+    return PodView("e", "team", "e", "work", role, **shown)
 
 
 def frontend(number: int, ready: bool = True) -> PodView:
-    return PodView(f"f{number}", "team", f"f{number}", "vl", "", "frontend", ready=ready)
+    return PodView(f"f{number}", "team", f"f{number}", "", "frontend", ready=ready)
 
 
 def heard(routable: bool, verified: str = "Unknown", role: str = "worker", **words: str) -> FrontendReport:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import os
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from unit.router.frontend import PORT, Frontend
@@ -21,6 +21,7 @@ class Operator:
     def __init__(self, **options) -> None:
         self.changes: list[tuple[str, str]] = []
         self.streams = FrontendStreams(self.changes.append, last_backoff=0.3, **options)
+        self.aclose = self.streams.close
 
     async def until(self, condition, seconds: float = 10.0) -> None:
         async with asyncio.timeout(seconds):
@@ -36,13 +37,8 @@ class Operator:
         return self.streams.reports(KEY)[uid]
 
 
-@asynccontextmanager
-async def operator(**options):
-    made = Operator(**options)
-    try:
-        yield made
-    finally:
-        await made.streams.close()
+def operator(**options):
+    return aclosing(Operator(**options))
 
 
 @asynccontextmanager

@@ -33,7 +33,7 @@ def test_a_new_template_waits_for_the_frontend_and_its_replicas_do_not() -> None
     planned = world.reconcile()
     assert template_hash(world.children["vl-work"].manifest) == old
     assert world.children["vl-work"].manifest["spec"]["replicas"] == 3
-    assert next(r for r in planned.rollouts if r.pool == "work").held
+    assert ("hold", "vl-work") in {(step.action, step.name) for step in planned.steps}
     finish(world)
     assert template_hash(world.children["vl-work"].manifest) != old
 

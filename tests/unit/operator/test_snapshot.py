@@ -113,7 +113,7 @@ def test_a_pod_is_seen_with_its_gates_and_the_time_when_its_containers_were_read
     assert (view.ready, view.containers_ready, view.node, view.ip) == (False, True, "gpu-1", "10.1.2.3")
     assert view.started is not None
     assert view.started - view.created == 240
-    assert (view.pool, view.role, view.deployment, view.template_hash) == ("work", "worker", "vl", "abc")
+    assert (view.pool, view.role, view.template_hash) == ("work", "worker", "abc")
     assert view.waiting is None
 
 

@@ -52,11 +52,6 @@ def test_an_edit_during_a_run_that_fails_does_not_wait_for_the_backoff_of_what_i
     assert q.failed(A, 2.0, at_least=9.0, reset=True) >= 9.0, "a server that asks for a pause gets it all the same"
 
 
-def test_a_server_that_asks_for_a_pause_gets_it() -> None:
-    q = running()
-    assert q.failed(A, 0.0, at_least=30.0) >= 30.0
-
-
 def test_success_ends_the_backoff_and_schedules_the_resync() -> None:
     q = running(failures=6)
     q.succeeded(A, 0.0)
