@@ -20,16 +20,11 @@ from mmrouter_operator.model.kinds import Capabilities
 from mmrouter_operator.runtime.operator import watched_kinds
 
 
-def test_a_file_is_read_in_camel_case(tmp_path: Path) -> None:
+def test_a_file_is_read_in_camel_case_and_what_is_not_in_it_has_its_default(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("prometheusAddress: http://prometheus:9090\npodCidrs: [10.244.0.0/16, 'fd00:0::/8']\n")
-    config = load_config(path)
-    assert config.prometheus_address == "http://prometheus:9090"
-    assert config.pod_cidrs == ("10.244.0.0/16", "fd00::/8")
-
-
-def test_without_a_file_or_with_an_empty_one_everything_has_its_default(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
+    expected = OperatorConfig(prometheus_address="http://prometheus:9090", pod_cidrs=("10.244.0.0/16", "fd00::/8"))
+    assert load_config(path) == expected
     path.write_text("")
     assert load_config(path) == load_config(None) == OperatorConfig()
 
@@ -71,15 +66,12 @@ def record(message: str = "m", **fields: str) -> logging.LogRecord:
     return made
 
 
-def test_a_log_line_is_json_with_the_objects_key() -> None:
-    line = json.loads(JsonFormatter().format(record("put right", namespace="n", object="d", child="")))
-    assert line["message"] == "put right"
-    assert (line["level"], line["namespace"], line["object"]) == ("warning", "n", "d")
-    assert "child" not in line
-
-
-def test_a_log_line_of_many_lines_stays_one_line() -> None:
-    assert "\n" not in JsonFormatter().format(record("a\nb"))
+def test_a_log_line_is_json_on_one_line_with_the_objects_key() -> None:
+    text = JsonFormatter().format(record("put\nright", namespace="n", object="d", child=""))
+    assert "\n" not in text
+    del (line := json.loads(text))["time"]
+    about = {"namespace": "n", "object": "d"}
+    assert line == {"level": "warning", "logger": "l", "message": "put\nright", **about}
     assert TextFormatter().format(record(object="d")).endswith("m object=d")
 
 

@@ -148,6 +148,7 @@ def test_an_operator_that_has_just_started_keeps_what_was_said_last() -> None:
     world.status = {}
     assert conditions(judged(world, started))["ExactRoutingVerified"] == ("Unknown", "FrontendNotHeard")
     assert "routing" not in judged(world, started)
+    assert judged(world, counted(prompt_blocks=3, hit_blocks=1))["routing"] == {"hitRatio": "0.333"}, "of no decision"
 
 
 def test_frontends_that_stay_silent_are_no_proof() -> None:
@@ -186,12 +187,6 @@ def test_exactness_is_what_the_frontends_say(change: Callable[[Snapshot], Snapsh
     world = standing(whole())
     world.now = 100.0
     assert conditions(judged(world, change))["ExactRoutingVerified"] == expected
-
-
-def test_a_ratio_without_a_decision_is_left_out() -> None:
-    world = standing(whole())
-    assert "routing" not in judged(world)
-    assert judged(world, counted(prompt_blocks=3, hit_blocks=1))["routing"] == {"hitRatio": "0.333"}
 
 
 KATA = (Ref("node.k8s.io/v1", "RuntimeClass", "", "kata"), "spec.pools[0].podTemplate.spec.runtimeClassName")
@@ -264,8 +259,8 @@ def test_an_invalid_resource_that_never_was_valid_shows_only_what_is_known() -> 
 def test_without_its_secret_a_deployment_is_blocked_and_says_why() -> None:
     world = standing(whole())
     status = status_of(world.dep, world.snapshot(), None, (MALFORMED,), judged(world))
-    assert conditions(status)["Ready"] == ("False", "SecretUnusable")
-    assert conditions(status)["Degraded"] == ("True", "SecretMalformed")
+    shown = conditions(status)
+    assert (shown["Ready"], shown["Degraded"]) == (("False", "SecretUnusable"), ("True", "SecretMalformed"))
     assert status["phase"] == "Blocked"
 
 

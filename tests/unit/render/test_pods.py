@@ -25,7 +25,6 @@ from unit.render.objects import (
     template_labels,
     valid,
     variables,
-    with_pool,
 )
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, to_json
@@ -69,12 +68,6 @@ def test_a_volume_that_can_be_read_only_is_so_that_no_kubelet_gives_its_files_to
         volume = next(v for v in pod_of(dep, component)["volumes"] if v["name"] == "model")
         assert volume[kind].get("readOnly") is read_only
     valid(children(dep, "Deployment"))
-
-
-def test_drain_seconds_reach_the_engine() -> None:
-    dep = with_pool(SHORTEST, updates={"drainSeconds": 7})
-    args = container(pod_of(dep, "worker"), "engine")["args"]
-    assert args[args.index("--shutdown-timeout") + 1] == "7"
 
 
 def test_a_field_that_is_written_with_its_default_changes_no_pod() -> None:
@@ -150,6 +143,8 @@ def test_probes_leave_time_to_load_and_the_grace_period_holds_notice_drain_and_s
     assert {probe["httpGet"]["path"] for probe in (startup, readiness, liveness)} == {expected}
 
     drain = dep.pool(pool).updates.drain_seconds
+    if not sglang and role != "renderer":
+        assert one["args"][one["args"].index("--shutdown-timeout") + 1] == str(drain)
     assert obj["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= NOTICE_SECONDS + drain + 10
     hook = one["lifecycle"]["preStop"]
     assert ("sleep" in hook) is (role == "renderer")
