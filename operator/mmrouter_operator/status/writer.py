@@ -1,7 +1,7 @@
 """Writes a deployment's status, Events and condition metrics: only changes, and changed ratios rarely."""
 
 import logging
-from dataclasses import dataclass
+import math
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
@@ -27,15 +27,6 @@ REFUSED_FOR = 60.0
 """Seconds without another try after the server refused the status of a spec."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Last:
-    """The last written status, the live status after it, and when it was written."""
-
-    status: Status
-    live: Status
-    at: float
-
-
 class StatusWriter:
     """Writes statuses, and remembers the last one of each deployment."""
 
@@ -43,7 +34,7 @@ class StatusWriter:
         self._cluster = cluster
         self._cache = cache
         self._metrics = metrics
-        self._written: dict[Key, _Last] = {}
+        self._written: dict[Key, tuple[Status, Status, float]] = {}  # key -> status, live status after it, and when
         self._refused: dict[Key, tuple[object, float]] = {}  # key -> generation, and when
 
     async def write(
@@ -58,10 +49,10 @@ class StatusWriter:
         """Write what changed. Returns the seconds until the next reconcile, if one is due."""
         before: dict[str, Any] = resource.get("status") or {}
         status = status_of(spec, snapshot, planned, tuple(written.problems), before)
-        last = self._written.get(key)
-        if _shows(before, status) or (last is not None and (last.status, last.live) == (status, before)):
+        shown, live, at = self._written.get(key, (None, None, -math.inf))
+        if _shows(before, status) or (shown, live) == (status, before):
             pass
-        elif last is not None and not urgent(before, status) and (wait := last.at + QUIET_INTERVAL - boot_time()) > 0:
+        elif not urgent(before, status) and (wait := at + QUIET_INTERVAL - boot_time()) > 0:
             written.retry_in(wait)
         else:
             await self._send(key, resource, before, status, written)
@@ -99,7 +90,7 @@ class StatusWriter:
                 await self._event(resource, "Warning", "StatusRefused", "Reconcile", note)
             return
         self._refused.pop(key, None)
-        self._written[key] = _Last(status, live.get("status") or {}, boot_time())
+        self._written[key] = (status, live.get("status") or {}, boot_time())
         self._cache.put(RESOURCE, live)
         if live["metadata"].get("generation") != generation:
             # The spec changed meanwhile. The response is in the cache already, so the watch event will change nothing.

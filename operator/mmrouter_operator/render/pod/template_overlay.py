@@ -4,7 +4,7 @@ Types are checked by the Kubernetes client's own models. A field that they do no
 it passes: only what can be no such object in any version is refused, and everything after this may rely on the types.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -169,13 +169,9 @@ def _faults(model: type[BaseModel], value: Mapping[str, Any]) -> list[Fault]:
 
 def _passes(detail: ErrorDetails) -> bool:
     """Whether the API server may take what the models do not."""
-    match detail["type"]:
-        case "extra_forbidden":
-            return True
-        case "missing":
-            return detail["loc"][-1] in _ZEROES
-        case _:
-            return _is_quantity(detail["loc"], detail["input"])
+    if detail["type"] == "missing":
+        return detail["loc"][-1] in _ZEROES
+    return detail["type"] == "extra_forbidden" or _is_quantity(detail["loc"], detail["input"])
 
 
 def _is_quantity(location: Location, value: Any) -> bool:
@@ -187,19 +183,17 @@ def _is_quantity(location: Location, value: Any) -> bool:
 
 def _place(location: Location, value: Any) -> str:
     """Return a path as a user reads it: elements that have a name by it, because positions are those after merging."""
-    return "".join(_steps(location, value)).removeprefix(".")
-
-
-def _steps(location: Location, value: Any) -> Iterator[str]:
     path: tuple[str, ...] = ()
+    text = ""
     for part in location:
         if isinstance(part, int):
             value = value[part] if isinstance(value, list) else None
             name = value.get(MERGE_KEYS.get(path, "name")) if isinstance(value, dict) else None
-            yield f"[{name if isinstance(name, str | int) else part}]"
+            text += f"[{name if isinstance(name, str | int) else part}]"
         elif part in _TYPES and not (isinstance(value, dict) and part in value):
-            return  # one of the types that the value could have had
+            break  # one of the types that the value could have had
         else:
             value = value.get(part) if isinstance(value, dict) else None
             path = (*path, part)
-            yield f".{part}"
+            text += f".{part}"
+    return text.removeprefix(".")
