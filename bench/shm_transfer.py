@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.child_process import Child, serve
-from bench.report import Row, not_run, row
+from bench.report import AnswersDifferError, Row, not_run, row
 from mmrouter_handover.shm import Pool, Reader, read_handle
 
 MB = 1 << 20
@@ -45,10 +45,6 @@ class PayloadReader:
         resumed = time.perf_counter()
         view.release()
         return {**answer, "seconds": opened - began + time.perf_counter() - resumed}
-
-
-class PayloadsDifferError(Exception):
-    """A reader read other bytes than were written, so times are not comparable."""
 
 
 @dataclass
@@ -94,7 +90,7 @@ def rows(times: Times, size: int, in_flight: int) -> list[Row]:
 
 
 def measure(size: int, in_flight: int, rounds: int) -> Times:
-    """Return the times of rounds in which copy and hand-over take turns. Raises :class:`PayloadsDifferError`."""
+    """Return the times of rounds in which copy and hand-over take turns. Raises :class:`AnswersDifferError`."""
     payloads = [random.Random(number).randbytes(size) for number in range(in_flight)]
     sums = [zlib.crc32(payload) for payload in payloads]
     floors = [memoryview(mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)) for _ in payloads]
@@ -136,7 +132,7 @@ def _ours(into: Times, payloads: list[bytes], pool: Pool, reader: Child, expecte
     for number, handle in enumerate(sent):
         answer = reader.call("read", sent=handle, summed=bool(expected))
         if expected and answer["sum"] != expected[number]:
-            raise PayloadsDifferError(f"payload {number}: CRC-32 {answer['sum']} instead of {expected[number]}")
+            raise AnswersDifferError(f"payload {number}: CRC-32 {answer['sum']} instead of {expected[number]}")
         into.read.append(answer["seconds"])
 
 

@@ -6,8 +6,9 @@ event, and blocks are named by the caller, because traces have no token ids.
 
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from mmrouter_sim.core.caches import BlockPool, EncoderCache
@@ -183,7 +184,7 @@ class VirtualEngine:
             wanted, fresh = self._encode(sequence, min(sequence.length - sequence.computed, budget), visual)
             if wanted <= 0:
                 continue
-            if not self._fit(sequence, wanted):
+            if not self._fit(sequence, partial(self._allocate, sequence, wanted)):
                 break
             visual += self._encoded(sequence, fresh)
             planned[sequence] = wanted
@@ -250,17 +251,13 @@ class VirtualEngine:
         for sequence in sorted(growing, key=lambda s: s.order):
             if not sequence.decodes:
                 continue  # preempted
-            while not self.pool.free:
-                victim = next(reversed(self.running))
-                self._preempt(victim)
-                if victim is sequence:
-                    break
-            else:
+            if self._fit(sequence, lambda: self.pool.free > 0):
                 sequence.blocks += self.pool.take(1)
                 heapq.heappush(self._growths, (self._steps + self._size, sequence.order, sequence.life, sequence))
 
-    def _fit(self, sequence: EngineRequest, wanted: int) -> bool:
-        while not self._allocate(sequence, wanted):
+    def _fit(self, sequence: EngineRequest, fits: Callable[[], bool]) -> bool:
+        """Preempt the youngest until a request fits. ``False``: it was the youngest itself."""
+        while not fits():
             victim = next(reversed(self.running))
             self._preempt(victim)
             if victim is sequence:

@@ -251,6 +251,6 @@ def running_sidecar() -> Iterator[tuple[Process, Wires, int]]:
     with tempfile.TemporaryDirectory(prefix="mmrouter-bench-") as folder, Wires() as wires:
         environment = configure(Path(folder), wires.curve)
         (last_key,) = block_keys(LAST_IDS, BLOCK_SIZE, (), load(environment).seed(None, None))
-        with Process("sidecar", [sys.executable, "-m", "mmrouter_sidecar"], environment) as sidecar:
+        with Process("sidecar", [sys.executable, "-m", "mmrouter_sidecar"], environment, stderr=None) as sidecar:
             wires.connect()
             yield sidecar, wires, last_key

@@ -36,6 +36,7 @@ WORKERS = 64
 HELD = 500
 """Blocks per worker."""
 TURNS = 4
+LOOKUPS = "dictionary lookups"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class Scenario:
     name: str
     unit: str
     against: str
-    fresh: Callable[[], Any]
     once: Callable[[Any], object]
     floor: Callable[[Any], object]
+    fresh: Callable[[], Any] = lambda: None
     units: int = 1
 
 
@@ -93,18 +94,12 @@ def placement_scenarios() -> list[Scenario]:
             "block keys",
             "8k tokens",
             "a loop of xxh3",
-            _nothing,
-            lambda _: block_keys(ids, BLOCK_SIZE, (), SEED),
-            digests,
+            once=lambda _: block_keys(ids, BLOCK_SIZE, (), SEED),
+            floor=digests,
         ),
-        Scenario("index", "prompt", "dictionary lookups", _nothing, lambda _: ours.index.match(keys, slots), lookups),
+        Scenario("index", "prompt", LOOKUPS, once=lambda _: ours.index.match(keys, slots), floor=lookups),
         Scenario(
-            "keys, index and placement, 64 workers",
-            "prompt",
-            "dictionary lookups",
-            _nothing,
-            lambda _: ours.place(ids),
-            lookups,
+            "keys, index and placement, 64 workers", "prompt", LOOKUPS, once=lambda _: ours.place(ids), floor=lookups
         ),
     ]
 
@@ -124,9 +119,9 @@ def ingest_scenarios(folder: Path) -> list[Scenario]:
                 f"feed into the index, {size}-block deltas",
                 "block",
                 "dictionary stores",
-                partial(_feed, frames),
                 _apply,
                 partial(_store, keys),
+                partial(_feed, frames),
                 blocks,
             )
         )
@@ -135,9 +130,9 @@ def ingest_scenarios(folder: Path) -> list[Scenario]:
                 f"engine events into the feed, {size}-block events",
                 "block",
                 "msgpack",
-                partial(_relay, folder, seqs),
                 lambda relay, payloads=payloads: sidecar_ingest.relay_batches(relay, payloads),  # type: ignore[misc]
                 lambda _, payloads=payloads: [msgspec.msgpack.decode(payload) for payload in payloads],  # type: ignore[misc]
+                partial(_relay, folder, seqs),
                 own,
             )
         )
@@ -161,7 +156,7 @@ def tokenization_scenario() -> Scenario:
     def floor(texts: list[str]) -> list[Any]:
         return [whole.encode_batch_fast([text], add_special_tokens=False) for text in texts]
 
-    return Scenario(f"tokens, {PROMPT_TOKENS} and a new turn", "prompt", "the whole text", texts, once, floor, TURNS)
+    return Scenario(f"tokens, {PROMPT_TOKENS} and a new turn", "prompt", "the whole text", once, floor, texts, TURNS)
 
 
 def image_scenario() -> Scenario:
@@ -174,7 +169,7 @@ def image_scenario() -> Scenario:
         decoded = decode(uri, 1 << 26)
         return media_identity(decoded, {}, key=key), probe(decoded, max_pixels=1 << 30, exif=True)
 
-    return Scenario("image of 1 MB", "image", "base64", _nothing, once, lambda _: pybase64.b64decode(uri[23:]))
+    return Scenario("image of 1 MB", "image", "base64", once, lambda _: pybase64.b64decode(uri[23:]))
 
 
 def request_scenario(ours: request_path.Ours, loop: asyncio.AbstractEventLoop) -> Scenario:
@@ -187,14 +182,10 @@ def request_scenario(ours: request_path.Ours, loop: asyncio.AbstractEventLoop) -
         "whole routing cost, 8k tokens and an image of 1 MB",
         "request",
         "the naive way",
-        lambda: bodies.body(next(numbers)),
         lambda raw: loop.run_until_complete(ours.route(raw)),
         naive.route,
+        lambda: bodies.body(next(numbers)),
     )
-
-
-def _nothing() -> None:
-    return None
 
 
 def _feed(frames: list[tuple[int, bytes]]) -> tuple[Any, list[tuple[int, bytes]]]:

@@ -97,7 +97,7 @@ def work(size: int) -> Scenario:
     def once(_: object) -> int:
         return sum(map(abs, [n % 7 for n in range(size)]))
 
-    return Scenario("work", "unit", "a tenth of it", lambda: None, once, lambda _: sum(range(size // 10)))
+    return Scenario("work", "unit", "a tenth of it", once, lambda _: sum(range(size // 10)))
 
 
 def test_twice_the_work_is_twice_the_calls_and_memory():
@@ -105,7 +105,7 @@ def test_twice_the_work_is_twice_the_calls_and_memory():
     assert twice.value == pytest.approx(2 * once.value, rel=0.1)
 
     def called(times: int) -> Scenario:
-        return Scenario("calls", "unit", "", lambda: None, lambda _: [abs(n) for n in range(times)], len, times)
+        return Scenario("calls", "unit", "", lambda _: [abs(n) for n in range(times)], len, units=times)
 
     assert measurements.calls([called(1000)])[0].value == pytest.approx(1.0, abs=0.01)
     (slow,) = measurements.times([work(50_000)], rounds=3)
@@ -114,7 +114,7 @@ def test_twice_the_work_is_twice_the_calls_and_memory():
 
 def test_what_a_repetition_keeps_is_seen():
     leak: list[object] = []
-    keeps = Scenario("leak", "unit", "", lambda: None, lambda _: leak.extend([object() for _ in range(100)]), len)
+    keeps = Scenario("leak", "unit", "", lambda _: leak.extend([object() for _ in range(100)]), len)
     assert measurements.kept(keeps).value == pytest.approx(100, abs=5)
     assert measurements.kept(work(100)).value < measurements.BLOCKS_SLACK
 

@@ -85,14 +85,11 @@ def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("", "broken"),
     ],
 )
-def test_a_missing_or_old_go_is_not_used(bin: Path, prints: str | None, reason: str) -> None:
+def test_a_missing_or_old_go_is_not_used_and_a_newer_one_is(bin: Path, prints: str | None, reason: str) -> None:
     if prints is not None:
         command(bin, "go", f"echo {prints}")
     with pytest.raises(CannotMakeError, match=reason):
         go_programs.find_go()
-
-
-def test_a_newer_go_is_used(bin: Path) -> None:
     command(bin, "go", "echo go1.30")
     assert go_programs.find_go() == str(bin / "go")
 
