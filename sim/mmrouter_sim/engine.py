@@ -50,11 +50,7 @@ class SimulatedEngine:
         # An encode-only engine has no KV cache, and so no ranks.
         events = settings.events
         self.runners = [
-            Runner(
-                self._scheduler(rank),
-                Publisher(events, rank, bind=settings.bind) if events.publishes else None,
-                tells_when_idle=sglang,
-            )
+            Runner(self._scheduler(rank), Publisher(events, rank) if events.publishes else None, tells_when_idle=sglang)
             for rank in range(0 if self.encoder else settings.ranks)
         ]
         self.metrics = EngineMetrics(settings, [runner.scheduler for runner in self.runners], self.encoder)

@@ -84,22 +84,10 @@ class EngineMetrics(Collector):
             yield self._geometry()
 
     def _geometry(self) -> Metric:
-        rows = []
+        names = ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching", "prefix_caching_hash_algo")
+        info = Gauge("vllm:cache_config_info", "Geometry of the KV cache", labels=names)
+        caching = (self._settings.prefix_caching, self._settings.hash_algorithm)
         for rank, scheduler in enumerate(self._ranks):
-            limits = scheduler.limits
-            values = {
-                "block_size": limits.block_size,
-                "cache_dtype": "auto",
-                "enable_prefix_caching": self._settings.prefix_caching,
-                "engine": rank,
-                "hash_block_size": limits.block_size,
-                "kv_cache_size_tokens": (limits.blocks - 1) * limits.block_size,
-                "num_gpu_blocks": limits.blocks,
-                "num_gpu_blocks_override": self._settings.blocks,
-                "prefix_caching_hash_algo": self._settings.hash_algorithm,
-            }
-            rows.append(values)
-        info = Gauge("vllm:cache_config_info", "Geometry of the KV cache", labels=tuple(rows[0]))
-        for values in rows:
-            info.add_metric([str(value) for value in values.values()], 1)
+            values = (rank, scheduler.limits.block_size, scheduler.limits.blocks, *caching)
+            info.add_metric([str(value) for value in values], 1)
         return info

@@ -40,6 +40,11 @@ class EventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def publishes(self) -> bool:
         return self.enable_kv_cache_events and self.publisher != "null"
 
+    @property
+    def binds(self) -> bool:
+        """Whether the engine's PUB socket binds the endpoint; it connects to any other."""
+        return "*" in self.endpoint or "::" in self.endpoint or self.endpoint.startswith(("ipc://", "inproc://"))
+
     def of_rank(self, rank: int) -> "EventsConfig":
         """Return the configuration of one rank, with its own ports. Raises ``ValueError``."""
         return msgspec.structs.replace(
@@ -61,19 +66,10 @@ def offset_port(endpoint: str, rank: int) -> str:
     return f"{host}:{int(port) + rank if int(port) else 0}"
 
 
-def binds(endpoint: str) -> bool:
-    """Return whether the engine's PUB socket binds this endpoint; it connects to any other."""
-    return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
-
-
 class Publisher:
     """The sockets of one rank. ``clock`` gives the seconds since 1970 that go into each batch."""
 
-    def __init__(
-        self, config: EventsConfig, rank: int, clock: Callable[[], float] = time.time, *, bind: bool | None = None
-    ) -> None:
-        """``bind``: whether the PUB socket binds; ``None``: by its address (:func:`binds`)."""
-        self._bind = binds(config.endpoint) if bind is None else bind
+    def __init__(self, config: EventsConfig, rank: int, clock: Callable[[], float] = time.time) -> None:
         self.config = config.of_rank(rank)
         self._rank = rank
         self._clock = clock
@@ -87,7 +83,7 @@ class Publisher:
     def start(self) -> None:
         """Open the sockets; needs a running loop. Raises ``zmq.ZMQError`` for an invalid address or one in use."""
         self._pub.set_hwm(self.config.hwm)
-        if self._bind:
+        if self.config.binds:
             self._pub.bind(self.config.endpoint)
         else:
             self._pub.connect(self.config.endpoint)

@@ -51,7 +51,6 @@ class Settings:
     renders: bool = False  # only preprocess: ``vllm launch render``
     pairs: PairSide | None = None  # one side of a prefill/decode pair (SGLang)
     engine: Literal["vllm", "sglang"] = "vllm"
-    bind: bool | None = None  # whether the event socket binds; None: by its address
     preprocess_cache_mb: int = 0
     encodes_only: bool = False  # an encoder of SGLang
     encoder_urls: tuple[str, ...] = ()  # encoders of an SGLang engine

@@ -32,17 +32,12 @@ _NO_EFFECT_SWITCHES = """
 _BACKENDS = ("mooncake", "nixl", "ascend", "mori", "mooncake_tcp")  # not the fake one, which needs no peer
 
 
-class _Events(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Events(EventsConfig, frozen=True, forbid_unknown_fields=True):
     """``--kv-events-config``, with the engine's defaults (docs/engine-facts/sglang.md#kv-event-flags)."""
 
-    publisher: Literal["null", "zmq"] = "null"
-    endpoint: str = "tcp://*:5557"
+    enable_kv_cache_events: bool = True  # the publisher decides
+    publisher: Literal["null", "zmq"] | None = "null"
     bind: bool | None = None
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
     format: Literal["default"] = "default"  # the other one is not simulated
 
     @property
@@ -108,13 +103,12 @@ def _settings(args: argparse.Namespace) -> Settings:
     if args.language_only and not args.urls:
         raise ValueError("--language-only without --encoder-urls is not simulated")
     events = msgspec.json.decode(args.kv_events_config, type=_Events)
-    given = {name: value for name, value in msgspec.structs.asdict(events).items() if name not in ("bind", "format")}
     process = msgspec.json.decode(args.mm_process_config, type=dict[str, dict[str, Any]])
     limits = msgspec.json.decode(args.limit_mm_data_per_request, type=dict[str, int])
     blocks = args.max_total_tokens // args.block_size + 1 if args.max_total_tokens else args.sim_blocks
     mode = args.disaggregation_mode
     return Settings(
-        **common_settings(args, EventsConfig(enable_kv_cache_events=events.publisher == "zmq", **given)),
+        **common_settings(args, events),
         model=model,
         served_names=(args.served_model_name or model,),
         api_keys=(args.api_key,) if args.api_key else (),
@@ -125,7 +119,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         shutdown_seconds=DRAIN_SECONDS,
         engine="sglang",
         pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
-        bind=events.binds,
         encoder_urls=tuple(args.urls) if args.language_only else (),
         arguments={
             "model_path": model,

@@ -15,7 +15,7 @@ from unit.sim.conftest import CHAT, LONG, chat_body, image, png, text
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
 from mmrouter_lib.media_identity import foreign_identity, to_wire
 from mmrouter_sim.core.events import AllBlocksCleared, BlockStored
-from mmrouter_sim.rank_runner import EventsConfig, Publisher, binds, offset_port
+from mmrouter_sim.rank_runner import EventsConfig, Publisher, offset_port
 
 END = b"\xff" * 8
 
@@ -191,8 +191,10 @@ def test_endpoints_that_ranks_would_share_are_refused(endpoint):
 
 
 def test_wildcards_bind_and_concrete_addresses_connect():
-    assert all(map(binds, ["tcp://*:5557", "tcp://[::]:5557", "ipc:///x", "inproc://x"]))
-    assert not any(map(binds, ["tcp://127.0.0.1:5557", "tcp://0.0.0.0:5557", "tcp://host:1"]))
+    for endpoint in ("tcp://*:5557", "tcp://[::]:5557", "ipc:///x", "inproc://x"):
+        assert EventsConfig(endpoint=endpoint).binds, endpoint
+    for endpoint in ("tcp://127.0.0.1:5557", "tcp://0.0.0.0:5557", "tcp://host:1"):
+        assert not EventsConfig(endpoint=endpoint).binds, endpoint
 
 
 OURS = bytes(range(32))

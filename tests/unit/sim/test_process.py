@@ -118,7 +118,7 @@ def test_the_rendered_command_line_and_flags_of_users_are_understood(engine):
     assert (settings.block_size, settings.image_limit, settings.ranks, settings.max_seqs) == (32, 5, 2, 4)
     assert settings.processor == {"max_pixels": 100352}
     assert (settings.token_details, bool(settings.api_keys)) == (True, engine == "sglang")  # or in the environment
-    assert (settings.events.publishes, settings.events.hwm, settings.bind or False) == (True, 10_000, False)
+    assert (settings.events.publishes, settings.events.hwm, settings.events.binds) == (True, 10_000, False)
     assert settings.events.endpoint == "tcp://$(POD_LOOPBACK):5557"
 
 
