@@ -190,10 +190,6 @@ class EncoderCache:
         self._kept = 0
         self.held = 0  # visual tokens that requests still need
 
-    @property
-    def identifiers(self) -> set[str]:
-        return set(self._size)
-
     def plan(
         self, request: str, media: Sequence[Media], computed: int, wanted: int, budget: int
     ) -> tuple[int, list[Media]]:

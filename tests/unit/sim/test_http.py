@@ -133,8 +133,8 @@ async def test_identity_is_the_uuid_and_else_the_engines_hash_of_the_file(serve)
     data = png()
     await client.chat([image(data)])
     await client.chat([image(data, "u-9")])
-    rank = client.engine.runners[0].scheduler
-    assert rank.encoder.identifiers == {default_identifier("m", data), "u-9"}
+    held = client.engine.held()["ranks"]["0"]
+    assert {name for block in held for name, _ in block["media"]} == {default_identifier("m", data), "u-9"}
 
 
 def test_the_engines_own_image_name_is_that_of_a_real_engine(captures):
