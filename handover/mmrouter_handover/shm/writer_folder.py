@@ -92,11 +92,8 @@ class WriterFolder:
         self.limit_bytes, self.mark_bytes = limit_bytes, high_water * limit_bytes
         self.bytes = 0  # of its files, in whole pages
         self._root, self._now, self._high_water = Path(root), now, high_water
-        self._total, self._used, self._scanned = (
-            total_bytes,
-            0,
-            -math.inf,
-        )  # of all writers, when they were last counted
+        self._total = total_bytes
+        self._used, self._scanned = 0, -math.inf  # bytes of all writers, and when they were last counted
         self._mutex = threading.RLock()
         self._closed = False
         with files.folder(root) as number:

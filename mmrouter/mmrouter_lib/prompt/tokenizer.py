@@ -70,11 +70,10 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
     claimed = _claimed_tokens(folder, config)
-    present = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    added = tokenizer.get_added_tokens_decoder().values()
+    present = {repr(token) for token in added}
     missing = [token for _, token in sorted(claimed.items()) if repr(token) not in present]
-    vocabulary = {token.content for token in tokenizer.get_added_tokens_decoder().values()} | {
-        token.content for token in missing
-    }
+    vocabulary = {token.content for token in (*added, *missing)}
     missing += [AddedToken(text, special=True) for text in _special_texts(config) if text not in vocabulary]
     named = {_text(config.get(name)) for name in _NAMED}
     for token in missing:

@@ -18,18 +18,14 @@ def limits(**options: int) -> SimpleNamespace:
 
 
 @pytest.fixture
-def make_folder(tmp_path: Path) -> FolderMaker:
+def make_folder(write_folder: FolderMaker) -> FolderMaker:
     """Return a maker of folders with Qwen2-VL's geometry; keyword arguments change preprocessor_config.json."""
 
     def make(model_type: str = "qwen2_vl", patch: int = 14, **processor: Any) -> Path:
         vision = {"patch_size": patch, "spatial_merge_size": 2}
         config = {"model_type": model_type, "image_token_id": 7, "vision_config": vision}
         values = {"patch_size": patch, "merge_size": 2, **processor}
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        (tmp_path / "preprocessor_config.json").write_text(
-            json.dumps({key: value for key, value in values.items() if value is not None})
-        )
-        return tmp_path
+        return write_folder(config=config, preprocessor_config={k: v for k, v in values.items() if v is not None})
 
     return make
 
