@@ -186,11 +186,8 @@ def _join(events: Sequence[Stored]) -> _Run:
 
 def _common(ids: "array[int]", published: Sequence[int], start: int) -> int:
     """Number of leading tokens of ``published`` that equal ``ids`` from ``start`` on."""
-    limit = min(len(ids) - start, len(published))
-    for number in range(limit):
-        if ids[start + number] != published[number]:
-            return number
-    return max(limit, 0)
+    limit = max(0, min(len(ids) - start, len(published)))
+    return next((number for number in range(limit) if ids[start + number] != published[number]), limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,9 +301,7 @@ def _tokens(
     ours, theirs = want[begin:want_end], got[begin:got_end]
     if ours == theirs:
         return None
-    shorter = min(len(ours), len(theirs))
-    same = next((n for n in range(shorter) if ours[n] != theirs[n]), shorter)
-    position = begin + same
+    position = begin + _common(ours, theirs, 0)
     message = f"token {position}: predicted {_token(want, position)}, rendered {_token(got, position)}"
     return Difference("template", message), position
 
