@@ -48,17 +48,27 @@ class Folder:
         return f"{self.url}/{name}"
 
 
-@pytest.fixture
-def web(tmp_path: Path) -> Iterator[Folder]:
+@contextmanager
+def served(folder: Path) -> Iterator[Folder]:
+    """Serve a folder on loopback until the block ends."""
+
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path)))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Folder(tmp_path, f"http://127.0.0.1:{server.server_port}")
-    server.shutdown()
-    server.server_close()
+    try:
+        yield Folder(folder, f"http://127.0.0.1:{server.server_port}")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[Folder]:
+    with served(tmp_path) as web:
+        yield web
 
 
 @dataclass(frozen=True)

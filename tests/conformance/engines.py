@@ -27,6 +27,7 @@ from conformance.engine_process import (
     replay,
     sglang_args,
 )
+from conformance.workload import Case
 from local.rig import Deployment, metric, running
 
 from mmrouter_lib.block_keys import chain, namespace_seed
@@ -104,7 +105,6 @@ def manifest(
     engine: Mapping[str, Any],
     pools: Iterable[Mapping[str, Any]],
     *,
-    name: str = "demo",
     repository: str = REPOSITORY,
     frontends: int = 1,
     frontend: Mapping[str, Any] = MappingProxyType({}),
@@ -114,7 +114,7 @@ def manifest(
     return {
         "apiVersion": "mmrouter.io/v1alpha1",
         "kind": "MMRouterDeployment",
-        "metadata": {"name": name},
+        "metadata": {"name": "demo"},
         "spec": {
             "model": {"id": repository, "volume": {"hostPath": {"path": str(model_dir)}}},
             "engine": {"blockSize": BLOCK_SIZE, **engine},
@@ -220,8 +220,10 @@ class History:
 class Answer:
     """One answered request: what the router predicted and decided, and what the engine said."""
 
-    def __init__(self, headers: Mapping[str, str], usage: Mapping[str, Any], decision: dict[str, Any]) -> None:
-        self.request_id, self.worker = headers["x-mmrouter-request-id"], headers["x-mmrouter-worker"]
+    def __init__(
+        self, case: Case, headers: Mapping[str, str], usage: Mapping[str, Any], decision: dict[str, Any]
+    ) -> None:
+        self.case, self.worker = case, headers["x-mmrouter-worker"]
         self.exactness = headers["x-mmrouter-exactness"]
         names = ("overlap-blocks", "prompt-blocks", "prompt-tokens")
         self.overlap, self.blocks, self.predicted_tokens = (int(headers[f"x-mmrouter-{name}"]) for name in names)

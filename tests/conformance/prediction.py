@@ -3,7 +3,7 @@
 from array import array
 from base64 import b64decode
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -54,12 +54,6 @@ class Predictor:
         family = families.load_family(model_dir, None)
         assert family is not None, f"{model_dir} is of no family that is modelled"
         return cls(family, Prompter.load(model_dir, family=family), model_dir.name, block_size)
-
-    def of_family(self, model_dir: Path) -> Self:
-        """Return this predictor with another model's image geometry, as a wrong family would count."""
-        family = families.load_family(model_dir, None)
-        assert family is not None
-        return replace(self, family=family)
 
     def predict(self, case: Case) -> Predicted:
         """Raises a ``ValueError`` of the library for a request that it refuses."""
@@ -249,14 +243,16 @@ def _compare_one(
         held[key] = None
 
 
-def repeats(exchanges: Sequence[Exchange]) -> tuple[int, int]:
-    """Return, over all requests that were sent before word for word, the blocks that hit and those that could."""
+def repeats(sent: Iterable[tuple[Case, int, int]]) -> tuple[int, int]:
+    """Return, over all requests that were sent before word for word, the blocks that hit and those that could.
+    ``sent``: each request with its cached tokens and its prompt's tokens, in order.
+    """
     seen: set[str] = set()
     hits = most = 0
-    for exchange in exchanges:
-        sent = repr((exchange.case.body, exchange.case.salt))
-        if sent in seen:
-            hits += exchange.cached_tokens // BLOCK_SIZE
-            most += (len(exchange.prompt_ids) - 1) // BLOCK_SIZE
-        seen.add(sent)
+    for case, cached, tokens in sent:
+        words = repr((case.body, case.salt))
+        if words in seen:
+            hits += cached // BLOCK_SIZE
+            most += (tokens - 1) // BLOCK_SIZE
+        seen.add(words)
     return hits, most

@@ -60,9 +60,9 @@ class Cell:
     blocks: int = 0
     matched: int = 0
     mismatches: int = 0
+    scenarios: dict[str, list[str]] = field(default_factory=dict)
     hits: int = 0
     repeats: int = 0
-    scenarios: dict[str, list[str]] = field(default_factory=dict)
     not_run: str = ""
     note: str = ""
 

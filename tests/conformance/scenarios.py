@@ -8,13 +8,12 @@ Images come by ``http:`` from an origin on loopback; what the router's own fetch
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from artefacts import Record
@@ -22,6 +21,7 @@ from conformance.engine_process import Engine
 from conformance.prediction import Exchange, Predicted, Predictor, Report, compare, image_places, repeats
 from conformance.report import Cells
 from conformance.workload import Case, case, data_uri, picture, said, user
+from scenarios import served
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.engines.base.events import Batch
@@ -32,7 +32,7 @@ Hit = Literal["whole", "before image", "common"]
 """What a request finds of the ones before it: all of itself, the blocks before its first image, or what it begins with
 in common with the request before it. A scenario's first request is never asked about."""
 
-IMAGES = {f"/{name}.png": picture(320, 240, seed=seed) for name, seed in (("a", 71), ("b", 72), ("c", 73))}
+IMAGES = {f"{name}.png": picture(320, 240, seed=seed) for name, seed in (("a", 71), ("b", 72), ("c", 73))}
 
 
 @dataclass(frozen=True)
@@ -126,28 +126,10 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
 
 @contextmanager
 def served_images() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler))
-    thread = threading.Thread(target=server.serve_forever, name="images")
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        data = IMAGES.get(self.path.partition("?")[0])
-        self.send_response(200 if data else 404)
-        self.send_header("Content-Type", "image/png")
-        self.send_header("Content-Length", str(len(data or b"")))
-        self.end_headers()
-        self.wfile.write(data or b"")
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+    with TemporaryDirectory() as folder, served(Path(folder)) as web:
+        for name, data in IMAGES.items():
+            web.put(name, data)
+        yield web.url
 
 
 @dataclass(frozen=True)
@@ -170,7 +152,8 @@ class Run:
         """Every block is the predicted one, of at least so many."""
         report, name = self.compared(), self.predictor.family.name
         record(f"prediction, {self.kind} {name}", report.line)
-        cells.compared(self.kind, name, report, repeats(self.exchanges))
+        sent = ((one.case, one.cached_tokens, len(one.prompt_ids)) for one in self.exchanges)
+        cells.compared(self.kind, name, report, repeats(sent))
         print(f"\n{name}: {report.line}")
         assert report.mismatches == []
         assert report.matched == report.blocks > least

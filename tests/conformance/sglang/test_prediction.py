@@ -10,7 +10,7 @@ import time
 from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 from artefacts import Record
@@ -44,10 +44,6 @@ class SglangPredictor(Predictor):
     """Fills in sentinels with the router's own code. ``fingerprint``: the digest that its provider tries first."""
 
     fingerprint: str = ""
-
-    @classmethod
-    def of(cls, model_dir: Path, fingerprint: str) -> Self:
-        return replace(cls.load(model_dir, BLOCK_SIZE), fingerprint=fingerprint)
 
     def predict(self, case: Case) -> Predicted:
         plain = super().predict(case)
@@ -85,7 +81,7 @@ def run(
         log = tmp_path_factory.mktemp(f"sglang-{family}") / "engine.log"
         with engine(env, folder, log, kind="sglang") as served:
             began = time.monotonic()
-            predictor = SglangPredictor.of(folder, fingerprint_of(served))
+            predictor = replace(SglangPredictor.load(folder, BLOCK_SIZE), fingerprint=fingerprint_of(served))
             workload = (*texts(), *sizes(), *positions(), *several(), *salted())
             modelled = [one for one in workload if one.name not in OTHER_TEMPLATE]
             cases = [*(one for scenario in ten for one in scenario.cases), *modelled, LAST]

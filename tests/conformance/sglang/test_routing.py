@@ -7,8 +7,7 @@ SGLang publishes events with a delay (docs/engine-facts/sglang.md#block-size-and
 state, never for a time.
 """
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,7 @@ from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, env_version, require_memory
 from conformance.engines import Answer, History, deployed, sglang_manifest
-from conformance.prediction import Report, image_places
+from conformance.prediction import Report, image_places, repeats
 from conformance.report import Cell, Cells
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, image_part, picture, said, user
@@ -42,27 +41,21 @@ NO_CACHE = ("--mm-preprocess-cache-size-mb", "0")
 OTHER_TEXT = "A text of its own, in which a picture is shown so that a reader learns what it is. " * 2
 
 
-class CaseAnswer(Answer):
-    def __init__(self, case: Case, headers: Mapping[str, str], usage: Mapping[str, Any], decision: Any) -> None:
-        super().__init__(headers, usage, decision)
-        self.case = case
-
-
 @dataclass
 class Served:
     provider: Literal["learned", "artifact"]
     deployment: Deployment
     repository: str
-    answers: list[CaseAnswer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
 
-    def ask(self, one: Case) -> CaseAnswer:
+    def ask(self, one: Case) -> Answer:
         """Send a request; the promised overlap never exceeds the engine's hit."""
         headers = {"x-mmrouter-control": self.deployment.token}
         answer = httpx.post(
             f"{self.deployment.url}/v1/chat/completions", json=self._body(one), headers=headers, timeout=60
         )
         assert answer.status_code == 200, answer.text
-        made = CaseAnswer(one, answer.headers, answer.json()["usage"], self.deployment.decision(answer))
+        made = Answer(one, answer.headers, answer.json()["usage"], self.deployment.decision(answer))
         self.answers.append(made)
         assert made.predicted_tokens == made.tokens, one.name
         assert made.promised <= made.cached, one.name
@@ -72,13 +65,13 @@ class Served:
             assert made.overlap <= made.before_image, one.name
         return made
 
-    def known(self, one: Case) -> CaseAnswer:
+    def known(self, one: Case) -> Answer:
         """Repeat the request until every image is known; the router probes an image after its second request."""
         answer = wait_for(partial(self._exact, one), LEARN_SECONDS, f"{one.name}: the images are known")
-        assert isinstance(answer, CaseAnswer)
+        assert isinstance(answer, Answer)
         return answer
 
-    def _exact(self, one: Case) -> CaseAnswer | None:
+    def _exact(self, one: Case) -> Answer | None:
         answer = self.ask(one)
         return answer if answer.exactness == "exact" else None
 
@@ -88,23 +81,20 @@ class Served:
         assert response.status_code == 200, response.text
         return str(response.json()["exactness"])
 
-    def published(self, answer: CaseAnswer) -> CaseAnswer:
+    def published(self, answer: Answer) -> Answer:
         """Wait until the router's index has every predicted key: the engine has published each of them."""
         wait_for(lambda: set(answer.keys) <= self.index(), PUBLISH_SECONDS, f"{answer.case.name}: its keys came")
         return answer
 
     def _body(self, one: Case) -> dict[str, Any]:
-        return {"model": self.deployment.run["deployment"], "max_tokens": 1, "temperature": 0, **one.body}
+        return {"model": "demo", "max_tokens": 1, "temperature": 0, **one.body}
 
     def index(self) -> set[str]:
         (worker,) = self.deployment.state()["workers"]
         return set(self.deployment.keys(worker["uid"])["keys"].get("0", ()))
 
     def became(self, event: str) -> int:
-        host = httpx.URL(self.deployment.run["frontends"][0]["url"]).host
-        text = httpx.get(f"http://{host}:9090/metrics", timeout=10).text
-        found = re.search(rf'^mmrouter_sentinels_total\{{[^}}]*"{event}"[^}}]*\}} ([\d.]+)', text, re.MULTILINE)
-        return int(float(found[1])) if found else 0
+        return int(self.deployment.metric("mmrouter_sentinels_total", event=event))
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
@@ -121,7 +111,6 @@ def served(
         cell.version, cell.note = env_version(env), "through router and sidecar"
         args = NO_CACHE if provider == "learned" else ()
         written = sglang_manifest(shrunk(repository), repository, [("worker", 1)], *args)
-        written["metadata"]["name"] = provider
     with deployed(env, tmp_path_factory.mktemp(f"sglang-{provider}"), written) as deployment:
         wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
         yield Served(provider, deployment, repository)
@@ -154,7 +143,7 @@ def routed(served: Served, scenario: Scenario) -> list[str]:
             case(f"an image of a scenario {crc32(url.encode()):x}", said("system", OTHER_TEXT), user(part, OTHER_TEXT))
         )
     found: list[str] = []
-    before: CaseAnswer | None = None
+    before: Answer | None = None
     for one, hit in zip(scenario.cases, ("first", *scenario.hits), strict=True):
         answer = served.published(served.ask(one))
         want = expected(hit, answer, before)
@@ -166,7 +155,7 @@ def routed(served: Served, scenario: Scenario) -> list[str]:
     return found if provider == served.provider else [*found, f"identities are {provider}"]
 
 
-def expected(hit: Hit | Literal["first"], answer: CaseAnswer, before: CaseAnswer | None) -> int:
+def expected(hit: Hit | Literal["first"], answer: Answer, before: Answer | None) -> int:
     """Return the blocks that must be predicted and hit; the first request of a scenario finds what its text shares."""
     match hit:
         case "whole":
@@ -238,7 +227,7 @@ def test_the_engines_own_history_is_what_was_predicted(served: Served, cells: Ce
     ours = {answer.keys[0] for answer in exact}
     wait_for(lambda: set(history(served)) == served.index(), PUBLISH_SECONDS, "index and engine agree")
     blocks = {key for key, root in history(served).items() if root in ours}
-    hits, most = repeats(served.answers)
+    hits, most = repeats((answer.case, answer.cached, answer.tokens) for answer in served.answers)
     report = Report(
         requests=len(served.answers),
         blocks=len(blocks),
@@ -255,19 +244,6 @@ def test_the_engines_own_history_is_what_was_predicted(served: Served, cells: Ce
     assert report.mismatches == []
     assert report.blocks > 50
     assert 0 < hits == most
-
-
-def repeats(answers: Sequence[CaseAnswer]) -> tuple[int, int]:
-    """Return the blocks that requests which were sent again took from the engine's cache, and could."""
-    seen: set[str] = set()
-    hits = most = 0
-    for answer in answers:
-        sent = repr(answer.case.body)
-        if sent in seen:
-            hits += answer.cached // BLOCK_SIZE
-            most += answer.most // BLOCK_SIZE
-        seen.add(sent)
-    return hits, most
 
 
 def history(served: Served) -> dict[str, str]:

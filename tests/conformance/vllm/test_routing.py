@@ -6,20 +6,19 @@ index must equal what an independent reader makes of the engines' own event hist
 
 import asyncio
 import json
-import re
 import threading
 from collections import Counter
+from itertools import product
 
-import httpx
 import msgspec
 import openai
 import pytest
 from conformance.engine_process import BLOCK_SIZE as BLOCK
 from conformance.engine_process import engine_args, require_memory
 from conformance.engines import Answer, History, deployed, manifest, pool
-from conformance.scenarios import scenarios, served_images, shared
 from conformance.workload import Case, image_part, picture, user, workload
-from local.rig import Deployment
+from local.rig import Deployment, metric
+from scenarios import SCENARIOS, title
 from waiting import wait_for
 
 from mmrouter_cli.bench.endpoint_probe import Target, examine
@@ -36,18 +35,15 @@ def deployment(request, vllm_env, shrunk, tmp_path_factory):
     """Two frontends; one family after the other, because each engine takes 3 GB."""
     require_memory()
     repository = request.param
-    name = repository.split("/")[1].split("-2B")[0].lower()
     flags = [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
     pools = [pool("worker", replicas=REPOSITORIES[repository])]
     engine = {"type": "vllm", "args": flags}
-    made = manifest(shrunk(repository), engine, pools, name=name, repository=repository, frontends=2)
+    made = manifest(shrunk(repository), engine, pools, repository=repository, frontends=2)
     with deployed(vllm_env, tmp_path_factory.mktemp("routing"), made) as deployment:
-        deployment.name, deployment.repository = name, repository
+        deployment.repository = repository
         yield deployment
 
 
-COUNTED = re.compile(r"^vllm:prefix_cache_(queries|hits)_total(?:{.*})? (\S+)$", re.MULTILINE)
-"""Prompt tokens that an engine looked for in its cache, and those that it found there."""
 MIX = (
     *("--requests", "36", "--concurrency", "2", "--turns", "4", "--system-prompts", "2", "--system-tokens", "200"),
     *("--text-tokens", "40", "--output-tokens", "4", "--image-share", "1", "--image-reuse", "1"),
@@ -56,10 +52,10 @@ MIX = (
 
 
 def counted(deployment: Deployment) -> Counter[str]:
+    """Return the prompt tokens that the engines looked for in their caches (queries), and those found there (hits)."""
     found = Counter[str]()
-    for worker in deployment.state()["workers"]:
-        text = httpx.get(f"http://{worker['ip']}:{HTTP_PORT}/metrics", timeout=10, trust_env=False).text
-        found.update({name: int(float(value)) for name, value in COUNTED.findall(text)})
+    for worker, name in product(deployment.state()["workers"], ("queries", "hits")):
+        found[name] += int(metric(worker["ip"], f"vllm:prefix_cache_{name}_total", HTTP_PORT))
     return found
 
 
@@ -85,9 +81,9 @@ def send(deployment: Deployment, case: Case, max_tokens: int = 2) -> Answer:
     body = dict(case.body)
     messages = body.pop("messages")
     raw = client.chat.completions.with_raw_response.create(
-        model=deployment.name, messages=messages, max_tokens=max_tokens, temperature=0, extra_body=body
+        model="demo", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=body
     )
-    return Answer(raw.headers, raw.parse().usage.model_dump(), deployment.decision(raw))
+    return Answer(case, raw.headers, raw.parse().usage.model_dump(), deployment.decision(raw))
 
 
 def uids(deployment: Deployment) -> dict[str, str]:
@@ -99,7 +95,7 @@ def wait_until_published(deployment: Deployment, seen: Answer) -> None:
     uid = uids(deployment)[seen.worker]
     for number in range(2):
         missing = lambda number=number: set(seen.keys) - set(deployment.keys(uid, number)["keys"].get("0", ()))  # noqa: E731
-        wait_for(lambda m=missing: not m(), 10, f"{seen.request_id}: predicted keys that were never published")
+        wait_for(lambda m=missing: not m(), 10, f"{seen.case.name}: predicted keys that were never published")
 
 
 def test_the_gate_passes_on_real_engines(deployment):
@@ -130,32 +126,15 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
             mismatches.append((case.name, "repeat", vars(again)))
         blocks += first.blocks
         requests += 2
-    record(f"routing {deployment.name}: blocks compared", blocks)
-    record(f"routing {deployment.name}: requests, refused, mismatches", (requests, refused, len(mismatches)))
+    record(f"routing {deployment.repository}: blocks compared", blocks)
+    record(f"routing {deployment.repository}: requests, refused, mismatches", (requests, refused, len(mismatches)))
     assert not mismatches, mismatches[:3]
     assert blocks > 1000
 
 
-def test_the_ten_scenarios_are_exact_through_router_and_sidecars(deployment, record):
-    faults = []
-    with served_images() as origin:
-        for scenario in scenarios(origin):
-            before = None
-            for case, hit in zip(scenario.cases, ("first", *scenario.hits), strict=True):
-                seen = send(deployment, case)
-                wait_until_published(deployment, seen)
-                want = {
-                    "first": seen.overlap,
-                    "whole": seen.blocks,
-                    "before image": seen.before_image if seen.decision["images"] else 0,
-                    "common": shared(before.keys, seen.keys) if before else 0,
-                }[hit]
-                outcome = (seen.exactness, seen.predicted_tokens, seen.cached, seen.overlap)
-                if outcome != ("exact", seen.tokens, seen.promised, want) or (hit != "first" and want == 0):
-                    faults.append((case.name, hit, want, vars(seen)))
-                before = seen
-    record(f"routing {deployment.name}: scenarios", faults or "10 of 10")
-    assert not faults, faults[:3]
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario, chat, web):
+    scenario(chat, web)
 
 
 def test_a_different_image_never_hits_past_the_text_before_it(deployment):
@@ -201,7 +180,7 @@ def test_concurrent_identical_requests_eviction_and_restore_leave_index_and_engi
         compared += len(truth.keys())
         evicted += truth.removed
         copies += truth.most_copies
-    record(f"routing {deployment.name}: keys held at the end, removals seen", (compared, evicted))
+    record(f"routing {deployment.repository}: keys held at the end, removals seen", (compared, evicted))
     assert evicted > 50
     assert copies > len(deployment.state()["workers"])  # some block had two physical copies at once
 
@@ -221,7 +200,7 @@ def test_bench_reports_the_hits_that_the_engines_count_and_kv_has_more_of_them(d
         assert (result.prompt_tokens, sum(row.cached for row in result.rows)) == (counts["queries"], counts["hits"])
         assert result.hit_ratio == counts["hits"] / counts["queries"] > 0
         ratios[policy] = result.hit_ratio
-    record(f"bench {deployment.name}: hit ratio, equal to the engines' counters", ratios)
+    record(f"bench {deployment.repository}: hit ratio, equal to the engines' counters", ratios)
     if len(policies) > 1:
         assert ratios["kv"] >= ratios["roundRobin"]
         files = (str(tmp_path / f"{policy}.json") for policy in policies)
