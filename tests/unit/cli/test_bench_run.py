@@ -302,18 +302,16 @@ async def test_without_an_answer_to_the_first_run_there_is_no_second_one() -> No
     assert shown.splitlines()[-1] == "mmrouter: not compared: there is no second run"
 
 
-async def test_each_of_two_endpoints_gets_its_own_key() -> None:
+@pytest.mark.parametrize(
+    ("options", "second", "refused"),
+    [(("--against-api-key", "two"), "two", ""), (("--salt", "s"), "one", "not compared: both sent the same words")],
+)
+async def test_each_endpoint_gets_its_key_and_the_same_words_twice_are_no_comparison(
+    options: tuple[str, ...], second: str, refused: str
+) -> None:
     engine = Engine()
     async with serving(engine) as url:
-        options = ("--api-key", "one", "--against-api-key", "two")
-        status, _, shown = await bench(url, "--against", url, *SMALL, *options)
-    assert (status, engine.keys) == (0, ["Bearer one"] * 6 + ["Bearer two"] * 6), shown
-
-
-async def test_the_same_words_twice_to_one_endpoint_are_no_comparison() -> None:
-    engine = Engine()
-    async with serving(engine) as url:
-        status, out, shown = await bench(url, "--against", url, *SMALL, "--salt", "s", "--api-key", "one")
-    assert (status, "second against first" in out) == (1, False)
-    assert "not compared: both sent the same words" in shown
-    assert engine.keys == ["Bearer one"] * 12
+        status, out, shown = await bench(url, "--against", url, *SMALL, "--api-key", "one", *options)
+    assert engine.keys == ["Bearer one"] * 6 + [f"Bearer {second}"] * 6, shown
+    assert (status, "second against first" in out) == ((1, False) if refused else (0, True))
+    assert refused in shown

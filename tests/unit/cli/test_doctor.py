@@ -282,10 +282,6 @@ def test_every_reason_that_is_not_good_has_advice() -> None:
     assert bad <= findings.REASONS.keys()
 
 
-def test_every_cause_of_a_difference_has_advice() -> None:
-    assert set(get_args(Cause)) == findings.CAUSES.keys()
-
-
 def secured(level: str, **pool: Any) -> list[Finding]:
     labels = {"pod-security.kubernetes.io/enforce": level} if level else {}
     facts = replace(pooled(**pool), namespace={"metadata": {"labels": labels}})

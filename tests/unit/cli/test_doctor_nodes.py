@@ -113,10 +113,8 @@ def test_requests_of_sidecars_add_to_containers_and_init_containers_replace_them
     assert requests(pod)["cpu"] == Decimal("6.25")
     pod["initContainers"].pop()
     assert requests(pod)["cpu"] == Decimal("3.75")
-
-
-def test_a_limit_without_a_request_is_the_request() -> None:
-    assert requests({"containers": [{"resources": {"limits": {"x/y": "2"}}}]})["x/y"] == 2
+    limited = {"containers": [{"resources": {"limits": {"x/y": "2"}}}]}
+    assert requests(limited)["x/y"] == 2, "a limit without a request is the request"
 
 
 @pytest.mark.parametrize(
@@ -135,23 +133,19 @@ def test_node_affinity_is_that_of_kubernetes(expression: str, taken: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("toleration", "taken"),
+    ("toleration", "effect", "taken"),
     [
-        ({"key": "team", "value": "vision"}, True),
-        ({"key": "team", "value": "other"}, False),
-        ({"operator": "Exists"}, True),
-        ({"key": "team", "operator": "Exists", "effect": "NoExecute"}, False),
-        ({"key": "other", "operator": "Exists"}, False),
+        ({"key": "team", "value": "vision"}, "NoSchedule", True),
+        ({"key": "team", "value": "other"}, "NoSchedule", False),
+        ({"operator": "Exists"}, "NoSchedule", True),
+        ({"key": "team", "operator": "Exists", "effect": "NoExecute"}, "NoSchedule", False),
+        ({"key": "other", "operator": "Exists"}, "NoSchedule", False),
+        ({"key": "other", "operator": "Exists"}, "PreferNoSchedule", True),
     ],
 )
-def test_tolerations_are_those_of_kubernetes(toleration: dict[str, str], taken: bool) -> None:
-    (node,) = nodes_of([d.node("a", taints=[TAINT])], [])
+def test_tolerations_are_those_of_kubernetes(toleration: dict[str, str], effect: str, taken: bool) -> None:
+    (node,) = nodes_of([d.node("a", taints=[TAINT | {"effect": effect}])], [])
     assert (not barring({"tolerations": [toleration]}, node)) is taken
-
-
-def test_a_preferred_taint_does_not_bar_pods() -> None:
-    (node,) = nodes_of([d.node("a", taints=[{**TAINT, "effect": "PreferNoSchedule"}])], [])
-    assert barring({}, node) == []
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.integers(1, 4), st.integers(0, 20))

@@ -83,19 +83,20 @@ def test_every_step_has_its_time_and_the_longest_is_named() -> None:
     assert waits_for(pod) == ""
 
 
-def test_events_tell_an_image_apart_from_the_sidecars_start() -> None:
-    seen = [event("Pulled", "sidecar", 2), event("Pulling", "engine", 3), event("Pulled", "engine", 63)]
-    others = [event("Pulling", "engine", 9, uid="another"), event("Killing", "engine", 9)]
-    pod = engine_pod(engine=64, answers=70, gates=(71, 72))
-    most = longest(steps(pod, seen + others))
-    assert most is not None
-    assert (most.until, most.took) == ("the image of engine was pulled", 60)
+PULLS = [event("Pulled", "sidecar", 2), event("Pulling", "engine", 3), event("Pulled", "engine", 63)]
+OTHERS = [event("Pulling", "engine", 9, uid="another"), event("Killing", "engine", 9)]
 
 
-def test_a_gate_that_took_longest_is_named_by_what_it_stands_for() -> None:
-    most = longest(steps(engine_pod(answers=6, gates=(60, 61))))
-    assert most is not None
-    assert most.until == "every frontend held its index"
+@pytest.mark.parametrize(
+    ("pod", "events", "step"),
+    [
+        (engine_pod(engine=64, answers=70, gates=(71, 72)), PULLS + OTHERS, ("the image of engine was pulled", 63, 60)),
+        (engine_pod(answers=6, gates=(60, 61)), [], ("every frontend held its index", 60, 54)),
+    ],
+    ids=["an image apart from the sidecar's start", "a gate by what it stands for"],
+)
+def test_the_longest_step_is_named(pod: Object, events: list[Object], step: tuple[str, float, float]) -> None:
+    assert longest(steps(pod, events)) == step
 
 
 def test_a_pod_that_was_there_at_once_waited_for_nothing() -> None:

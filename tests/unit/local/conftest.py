@@ -1,3 +1,5 @@
+import contextlib
+import json
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -6,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
+import psutil
 import pytest
 
 from mmrouter_cli.local.cluster import LocalCluster, run_local
@@ -74,6 +78,19 @@ def service(name: str, port: int = 8801, target: int | str = "http", **selector:
 def kit() -> SimpleNamespace:
     """What the tests build objects with."""
     return SimpleNamespace(container=container, server=server, deployment=deployment, service=service)
+
+
+async def ask(url: str) -> dict[str, Any]:
+    """Return the answer of a ``server.py``, over a connection of its own."""
+    async with aiohttp.ClientSession() as session, session.get(url, headers={"connection": "close"}) as answer:
+        found: dict[str, Any] = json.loads(await answer.read())
+        return found
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may go between any two looks
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 Run = Callable[..., AbstractAsyncContextManager[LocalCluster]]

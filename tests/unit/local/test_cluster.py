@@ -1,7 +1,6 @@
 """A whole run: Services, discovery, the run folder, two runs side by side, and an end that leaves nothing."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+from unit.local.conftest import alive, ask
 
 from mmrouter_cli.local.environment import engine_commands, inherited_env
 from mmrouter_cli.local.folders import SHM, LocalError, make_folders, run_root
@@ -23,8 +23,7 @@ FRONTEND = {"mmrouter.io/role": "frontend"}
 
 
 async def who(url: str) -> str:
-    async with aiohttp.ClientSession() as session, session.get(url, headers={"connection": "close"}) as answer:
-        return str(json.loads(await answer.read())["env"]["POD_IP"])
+    return str((await ask(url))["env"]["POD_IP"])
 
 
 async def test_a_service_takes_ready_pods_in_turn_and_the_next_one_where_one_is_gone(run: Any, kit: Any) -> None:
@@ -160,24 +159,18 @@ async def test_a_killed_run_leaves_no_process_and_no_file(root: Path) -> None:
     )
     assert process.stdout is not None
     folders = [Path(text) for text in json.loads(await process.stdout.readline())]
-    family: list[psutil.Process] = []
+    family: list[int] = []
     async with asyncio.timeout(10):
         while len(family) < 4:  # the guard, the container and its two children
-            family = psutil.Process(process.pid).children(recursive=True)
+            family = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
             await asyncio.sleep(0.01)
     assert all(folder.exists() for folder in folders)
     process.kill()
     await process.wait()
     async with asyncio.timeout(10):
-        while any(_alive(member) for member in family) or any(folder.exists() for folder in folders):
+        while any(map(alive, family)) or any(folder.exists() for folder in folders):
             await asyncio.sleep(0.02)
     assert list(root.iterdir()) == []
-
-
-def _alive(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def test_the_next_run_removes_what_a_dead_one_left(root: Path) -> None:
@@ -227,8 +220,7 @@ def test_commands_mean_this_interpreter_the_simulator_or_an_environment(tmp_path
 def test_an_engine_that_is_started_by_python_has_the_python_and_the_command_of_its_environment(tmp_path: Path) -> None:
     folder = tmp_path / "venv" / "bin"
     folder.mkdir(parents=True)
-    for name in ("python3", "vllm"):
-        (folder / name).touch(mode=0o755)
+    (folder / "python3").touch(mode=0o755)
     real = engine_commands("path", tmp_path / "venv", tmp_path)
     assert real.resolve("python3", {"PATH": "/usr/bin"}) == [str(folder / "python3")]
     assert real.path({"PATH": "/usr/bin"}) == f"{folder}:/usr/bin"

@@ -10,25 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 import pytest
+from unit.local.conftest import alive, ask
 
 from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.pod_processes import VAIN_STARTS, VainError
-
-
-async def ask(url: str) -> dict[str, Any]:
-    async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        found: dict[str, Any] = json.loads(await answer.read())
-        return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it may go between any two looks
-        return False
 
 
 async def test_init_then_sidecar_then_container_each_when_the_one_before_is_up(run: Any, kit: Any, log: Any) -> None:

@@ -120,12 +120,9 @@ def test_data_is_read_in_all_its_forms() -> None:
         ({"volumeMounts": [{"name": "v", "mountPath": "/"}]}, "nothing can be mounted at /"),
     ],
 )
-def test_a_container_that_cannot_be_run_is_refused(kit: Any, change: dict[str, Any], message: str) -> None:
+def test_a_container_or_a_kind_that_cannot_be_run_is_refused(kit: Any, change: dict[str, Any], message: str) -> None:
     with pytest.raises(LocalError, match=message):
         make_plan([kit.deployment("web", {**kit.server(), **change})])
-
-
-def test_a_kind_that_would_be_missed_is_refused() -> None:
     with pytest.raises(LocalError, match="StatefulSet x cannot be run locally"):
         make_plan([{"kind": "StatefulSet", "metadata": {"name": "x"}}])
 
@@ -150,9 +147,20 @@ def test_references_are_expanded_as_in_kubernetes(text: str, result: str) -> Non
     assert expand(text, {"A": "1", "B": "2"}) == result
 
 
-def test_a_value_sees_only_what_stands_before_it() -> None:
-    env = [{"name": "X", "value": "$(Y)"}, {"name": "Y", "value": "1"}, {"name": "Z", "value": "$(Y)$(X)"}]
-    assert resolve_env(env, [], POD, RunPlan()) == {"X": "$(Y)", "Y": "1", "Z": "1$(Y)"}
+CLUSTER = {"MMROUTER_DISCOVERY": "kubernetes", "MMROUTER_BIND": "all", "POD_LOOPBACK": "127.0.0.1"}
+OWN = {"MMROUTER_DISCOVERY": "file", "MMROUTER_BIND": "pod", "POD_LOOPBACK": "127.1.9.2"}
+
+
+@pytest.mark.parametrize(
+    ("env", "result"),
+    [
+        ({"X": "$(Y)", "Y": "1", "Z": "$(Y)$(X)"}, {"X": "$(Y)", "Y": "1", "Z": "1$(Y)"}),
+        ({**CLUSTER, "E": "tcp://$(POD_LOOPBACK):1"}, {**OWN, "E": "tcp://127.1.9.2:1"}),
+    ],
+    ids=["a value sees what stands before it", "a frontend reads its roster from a file and keeps to its address"],
+)
+def test_variables_have_their_local_values(env: dict[str, str], result: dict[str, str]) -> None:
+    assert resolve_env([{"name": name, "value": value} for name, value in env.items()], [], POD, RunPlan()) == result
 
 
 def test_downward_api_secrets_and_config_maps_become_values() -> None:
@@ -218,10 +226,3 @@ def test_what_was_put_in_is_not_looked_at_again(text: str) -> None:
     assert rewriter({"/tmp": "/tmp/a/tmp"})(text) == marked.replace("<>", "/tmp/a/tmp")
     assert marked.replace("<>", "/tmp") == text
     assert rewriter({})(text) == text, "without mounts nothing changes"
-
-
-def test_a_local_frontend_reads_its_roster_from_the_file_and_keeps_to_its_address_whatever_a_cluster_does() -> None:
-    cluster = {"MMROUTER_DISCOVERY": "kubernetes", "MMROUTER_BIND": "all", "POD_LOOPBACK": "127.0.0.1"}
-    env = [{"name": name, "value": value} for name, value in {**cluster, "E": "tcp://$(POD_LOOPBACK):1"}.items()]
-    own = {"POD_LOOPBACK": "127.1.9.2", "E": "tcp://127.1.9.2:1"}
-    assert resolve_env(env, [], POD, RunPlan()) == {"MMROUTER_DISCOVERY": "file", "MMROUTER_BIND": "pod", **own}
