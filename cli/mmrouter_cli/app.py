@@ -47,6 +47,7 @@ def up(
     wait: Annotated[float, typer.Option(help="Seconds until everything must be ready.")] = 600.0,
 ) -> None:
     """Run a deployment's pods as local processes, in the foreground, until ctrl-C."""
+    from mmrouter_cli.chat_probe import ProbeError
     from mmrouter_cli.local import foreground
     from mmrouter_cli.local.folders import LocalError
 
@@ -66,7 +67,7 @@ def up(
         result = asyncio.run(run)
     except LocalError as error:
         leave(str(error))
-    except (foreground.NotReadyError, foreground.DemoError) as error:
+    except (foreground.NotReadyError, ProbeError) as error:
         # Unwrapped, so that names and paths can be copied.
         console.print(Text.assemble(("mmrouter:", "red"), f" {error}"), soft_wrap=True, highlight=False)
         raise typer.Exit(FAILED) from error

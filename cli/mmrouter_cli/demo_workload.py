@@ -111,10 +111,6 @@ def picture_server(nonce: str) -> Iterator[str]:
             server.server_close()
 
 
-class DemoError(Exception):
-    """The workload could not be sent."""
-
-
 @dataclass(frozen=True)
 class DemoResult:
     """The workload by the deployment's policy, and by round robin on the same engines."""
@@ -137,11 +133,11 @@ class DemoResult:
 
 
 def run(endpoint: ControlEndpoint, model: str) -> DemoResult:
-    """Send the workload by the deployment's policy, then by round robin. Raises :class:`DemoError`."""
+    """Send the workload by the deployment's policy, then by round robin. Raises ``ProbeError``."""
     try:
         return DemoResult(_run(endpoint, model), _run(endpoint, model, policy="roundRobin"))
     except (ProbeError, httpx.HTTPError) as error:
-        raise DemoError(f"the demo's workload failed: {error}") from error
+        raise ProbeError(f"the demo's workload failed: {error}") from error
 
 
 def _run(endpoint: ControlEndpoint, model: str, *, policy: str | None = None) -> list[StepRow]:
@@ -193,10 +189,6 @@ def hit_ratio(rows: Sequence[StepRow]) -> float:
     return sum(max(row.cached_tokens, 0) for row in rows) / total if total else 0.0
 
 
-def _computed(rows: Sequence[StepRow]) -> int:
-    return sum(row.prompt_tokens - max(row.cached_tokens, 0) for row in rows)
-
-
 def show(console: Console, result: DemoResult) -> None:
     wide = console.width >= WIDE
     legend = "overlap: blocks that mmrouter predicted to be cached; cached_tokens: what the engine then reports"
@@ -219,7 +211,8 @@ def show(console: Console, result: DemoResult) -> None:
                 console.print(f"{row.name}: {row.failure}", style="red", markup=False)
         console.print(f"a terminal of {WIDE} columns also shows reasons, as `mmrouter explain` does")
     ours, theirs = hit_ratio(result.rows), hit_ratio(result.baseline)
+    computed = [sum(r.prompt_tokens - max(r.cached_tokens, 0) for r in rows) for rows in (result.rows, result.baseline)]
     console.print(
         f"prompt tokens served from cache: [bold]{ours:.1%}[/bold] by kv, {theirs:.1%} by round robin "
-        f"({_computed(result.rows)} against {_computed(result.baseline)} tokens to compute)"
+        f"({computed[0]} against {computed[1]} tokens to compute)"
     )

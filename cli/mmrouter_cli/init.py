@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final, cast, get_args
 
 import yaml
 
@@ -104,7 +104,7 @@ def resource(answers: Answers) -> dict[str, Any]:
 
 
 def text(answers: Answers) -> str:
-    row = ACCELERATORS[_kind(answers.accelerator)]
+    row = ACCELERATORS[cast(AcceleratorKind, answers.accelerator)]
     pool_notes = _pool_notes(answers)
     return f"""\
 # {answers.engine} serves {_comment(answers.model)} on {answers.accelerator}. Apply it: kubectl apply -f FILE
@@ -175,11 +175,7 @@ def _image_lines(answers: Answers) -> str:
 
 
 def _published(engine_type: str, kind: str) -> str:
-    return ACCELERATORS[_kind(kind)].images.get(engine_type, "")
-
-
-def _kind(text: str) -> AcceleratorKind:
-    return next(kind for kind in KINDS if kind == text)
+    return ACCELERATORS[cast(AcceleratorKind, kind)].images.get(engine_type, "")
 
 
 def _quoted(value: str) -> str:

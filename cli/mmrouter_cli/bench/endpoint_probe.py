@@ -1,5 +1,6 @@
 """Examines a URL before a run: its model, tokens per word, and whether it is an mmrouter with a known control API."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,8 +73,9 @@ async def examine(target: Target) -> Endpoint:
     # The token accompanies every request: send it only where that control API knows the endpoint's requests.
     async with control_api.client(control_endpoint.token) as http:
         for each in control_endpoint.controls:
-            if await _has_decision(http, each, request_id):
-                return replace(endpoint, control=control_endpoint)
+            with suppress(httpx.HTTPError):
+                if (await http.get(f"{each}/control/decisions/{request_id}")).status_code == 200:
+                    return replace(endpoint, control=control_endpoint)
     urls = ", ".join(control_endpoint.controls)
     return replace(endpoint, why=f"{urls} does not know the requests of {url}, or rejects this token")
 
@@ -96,13 +98,6 @@ async def event_state(endpoint: Endpoint) -> Events:
                     return "off", f"{row['name']} is {row['standing']} on {url}, not verified", epochs
                 epochs[row["uid"]] = str(row["epoch"])
     return "on", "", epochs
-
-
-async def _has_decision(http: httpx.AsyncClient, control: str, request_id: str) -> bool:
-    try:
-        return (await http.get(f"{control}/control/decisions/{request_id}")).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 async def _first_model(http: httpx.AsyncClient) -> str:

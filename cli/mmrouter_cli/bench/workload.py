@@ -10,7 +10,7 @@ import functools
 import io
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -131,15 +131,12 @@ def select(conversations: Iterable[Conversation], load: LoadSpec) -> tuple[list[
             break
     if not selected:
         raise BenchError(f"no request is left: {left_out} are longer than {load.longest} tokens")
-    return (_stretch(selected, load.rate) if load.rate and load.kind == "mooncake" else selected), left_out
-
-
-def _stretch(conversations: Sequence[Conversation], rate: float) -> list[Conversation]:
-    """Return the conversations with their starts scaled to ``rate`` per second on average."""
-    begin = conversations[0].at
-    span = conversations[-1].at - begin
-    factor = (len(conversations) - 1) / rate / span if span else 0.0
-    return [replace(each, at=(each.at - begin) * factor) for each in conversations]
+    if load.rate and load.kind == "mooncake":
+        begin = selected[0].at
+        span = selected[-1].at - begin
+        factor = (len(selected) - 1) / load.rate / span if span else 0.0
+        selected = [replace(each, at=(each.at - begin) * factor) for each in selected]
+    return selected, left_out
 
 
 def draw_text(salt: str, tokens_per_word: float, words: Words) -> str:

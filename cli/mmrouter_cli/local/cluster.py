@@ -48,7 +48,6 @@ class LocalCluster:
         self.run_dir = folders.run
         self.pods: list[LocalPod] = []
         self.endpoint = ""
-        self.endpoints: dict[str, str] = {}
         self._plan, self._folders, self._block, self._guard, self._log = plan, folders, block, guard, log
         self._forwarders: list[Forwarder] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -71,10 +70,6 @@ class LocalCluster:
     def control_token(self) -> str:
         path = self.control_token_path
         return path.read_text().strip() if path is not None else ""
-
-    def pod(self, name: str) -> LocalPod:
-        """Return a pod by name. Raises ``KeyError``."""
-        return {pod.name: pod for pod in self.pods}[name]
 
     async def wait_ready(self, timeout: float) -> None:
         """Wait until every pod is Ready.
@@ -145,7 +140,6 @@ class LocalCluster:
                 raise LocalError(f"Service {service.name}: cannot listen on {self._block.service}:{listen}") from error
             self._forwarders.append(forwarder)
             url = f"http://{self._block.service}:{listen}"
-            self.endpoints[service.name] = url
             self.endpoint = self.endpoint or url
             self._log(service.name, f"Service port {port.port} at {url}")
 

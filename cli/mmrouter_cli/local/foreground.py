@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from mmrouter_cli import demo_workload
-from mmrouter_cli.demo_workload import DemoError, DemoResult
+from mmrouter_cli.demo_workload import DemoResult
 from mmrouter_cli.local.cluster import LocalCluster, run_local
 from mmrouter_cli.local.environment import Engines
 from mmrouter_cli.local.pod_processes import VainError
@@ -18,8 +18,6 @@ from mmrouter_cli.verify import NOT_PROBED
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
-
-__all__ = ["DemoError", "NotReadyError", "run"]
 
 
 async def run(
@@ -37,7 +35,7 @@ async def run(
 
     ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
     the deployment refers to. When this returns or raises, no process and no file of the deployment is left. Raises
-    :class:`NotReadyError`, :class:`DemoError`, ``LocalError`` or ``mmrouter_lib.api.SpecError``.
+    :class:`NotReadyError`, ``ProbeError``, ``LocalError`` or ``mmrouter_lib.api.SpecError``.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

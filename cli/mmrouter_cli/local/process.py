@@ -126,9 +126,7 @@ async def spawn(
     return Child(process, asyncio.create_task(_pump(reader_end, line)), guard, began)
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    if not sys.platform.startswith("linux"):
-        return None
+def _die_with_parent() -> Callable[[], None]:
     # Resolved here, because between fork and exec only the call itself is safe.
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
@@ -167,9 +165,9 @@ LogSink = Callable[[str, str], None]
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 
 
-def console_sink(console: Console | None = None) -> LogSink:
-    """Return a sink that prints to ``console`` (default: standard error), coloured where it is a terminal."""
-    target = console or Console(stderr=True)
+def console_sink() -> LogSink:
+    """Return a sink that prints to standard error, coloured where it is a terminal."""
+    target = Console(stderr=True)
     width = 0
 
     def sink(source: str, line: str) -> None:

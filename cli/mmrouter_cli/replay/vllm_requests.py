@@ -40,7 +40,6 @@ class Prompt:
 class _Image(NamedTuple):
     identity: bytes
     size: tuple[int, int] | None
-    missing: str
 
 
 class Requests:
@@ -140,13 +139,8 @@ class Requests:
         loaded = self._prompters.get(key := repr(sorted(options.items())))
         if loaded is None:
             assert self._model_dir is not None
-            processor = (
-                SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
-                if options
-                else None
-            )
-            loaded = load_model(self._model_dir, processor)
-            self._prompters[key] = loaded
+            limits = SimpleNamespace(**{"min_pixels": None, "max_pixels": None, "num_crops": None, **options})
+            loaded = self._prompters[key] = load_model(self._model_dir, limits if options else None)
         return loaded
 
     def _image(self, part: Mapping[str, Any], body: Mapping[str, Any]) -> _Image:
@@ -159,7 +153,6 @@ class Requests:
             self._by_uuid.setdefault(uuid, name)
         path = self._images / name
         data = path.read_bytes() if name and path.is_file() and path.parent == self._images else None
-        missing = "" if data is not None else (name or "an image without a file")
         try:
             identifier = default_identifier(
                 data,
@@ -179,7 +172,7 @@ class Requests:
                 size = (header.width, header.height)
             except (ImageHeaderError, TooManyPixels):
                 pass  # the engine rejected it too, or the row shows that it did not
-        return _Image(identity, size, missing)
+        return _Image(identity, size)
 
     def _places(
         self, ids: Sequence[int], images: Sequence[_Image], reply: Mapping[str, Any]

@@ -57,8 +57,9 @@ def find_control(url: str, control: str | None, token: str | None) -> ControlEnd
         if urlsplit(url).netloc in {urlsplit(each).netloc for each in urls}:
             with suppress(OSError):  # it is ending
                 return ControlEndpoint(url, controls, Path(run["control_token"]).read_text().strip())
-    if (of_pod := _from_own_pod(url, os.environ)) is not None:
-        return of_pod
+    own_token = Path(os.environ.get("MMROUTER_CONFIG", CONFIG_DIR), "secrets", "control.token")
+    if (ip := os.environ.get("POD_IP", "")) and own_token.is_file():
+        return ControlEndpoint(url, (_control_url(ip),), own_token.read_text().strip())
     if control:
         raise UnreachableError("--control needs --token too, or the environment's MMROUTER_CONTROL_TOKEN")
     running = f"there is {', '.join(run['endpoint'] for run in runs)}" if runs else "none runs here"
@@ -73,12 +74,6 @@ def _runs() -> Iterator[dict[str, Any]]:
     for path in sorted(run_root().glob("*/run.json")):
         with suppress(OSError, ValueError):  # that run is ending
             yield json.loads(path.read_text())
-
-
-def _from_own_pod(url: str, env: Mapping[str, str]) -> ControlEndpoint | None:
-    token = Path(env.get("MMROUTER_CONFIG", CONFIG_DIR), "secrets", "control.token")
-    ip = env.get("POD_IP", "")
-    return ControlEndpoint(url, (_control_url(ip),), token.read_text().strip()) if ip and token.is_file() else None
 
 
 def _control_url(ip: str) -> str:
