@@ -15,7 +15,7 @@ from mmrouter_cli.doctor import check_deployment, diagnose, findings
 from mmrouter_cli.doctor.check_cluster import api_check, definition_check, looks_stale, operator_check
 from mmrouter_cli.doctor.check_routing import STALE_SECONDS, event_check, exactness_check, frontend_check
 from mmrouter_cli.doctor.findings import Diagnosis, Finding, FrontendFacts, RoutingFacts
-from mmrouter_cli.status.control_api import NOT_RUNNING, Unread, open_frontends
+from mmrouter_cli.status.control_api import NOT_RUNNING, Unread
 from mmrouter_lib.api.crd import HASH_ANNOTATION
 from mmrouter_operator.cluster.kinds_and_rights import KINDS
 from mmrouter_operator.model.kinds import Ref
@@ -310,23 +310,11 @@ def test_pods_are_within_every_level_and_with_changes_within_those_that_allow_th
     assert node_memory == "ok" or "pool worker: volume shared: hostPath" in finding.seen
 
 
-async def test_a_frontend_whose_pod_does_not_run_is_not_to_be_forwarded_to() -> None:
-    failing = d.pod("f", "", ready=False, phase="Pending", podIP="10.1.2.3")
-    async with open_frontends([failing], None) as (frontend,):
-        assert frontend.url == Unread(NOT_RUNNING)
-
-
 def test_what_every_frontend_says_of_an_engine_is_said_once() -> None:
     starting = d.state(d.worker(engine_state="starting"))
     one = d.heard(starting).frontends[0]
     facts = d.heard(starting)._replace(frontends=(one, one._replace(name="another")))
     assert d.levels(event_check(facts)) == ["warning"]
-
-
-def test_a_name_that_is_longer_than_a_line_is_shown_whole() -> None:
-    file, name = io.StringIO(), "registry.example/" + "a" * 90
-    findings.show(Console(file=file, width=60), [Diagnosis("x", (Finding("problem", "pods", name, "look"),))])
-    assert name in "".join(line.strip() for line in file.getvalue().splitlines()).replace("PROBLEM  pods  ", "")
 
 
 def test_an_unreachable_frontend_is_judged_by_nothing_else() -> None:
@@ -354,17 +342,20 @@ def test_a_canary_that_failed_is_a_problem_with_its_cause_and_advice(cause: str)
 
 
 def test_what_is_shown_has_every_finding_and_markup_is_text() -> None:
+    name = "registry.example/" + "a" * 90
     found = (
         Finding("ok", "spec", "spec.pools[0] is [bold]fine[/bold]"),
         Finding("problem", "pods", "it fell", "Lift it"),
+        Finding("ok", "pods", name),
     )
-    console = Console(width=100, record=True, file=io.StringIO())
+    console = Console(width=60, record=True, file=io.StringIO())
     findings.show(console, [Diagnosis("home/vl", found)])
     text = console.export_text()
     assert "spec.pools[0] is [bold]fine[/bold]" in text
     assert "PROBLEM" in text
     assert "-> Lift it" in text
     assert "1 problem, 0 warnings" in text
+    assert name in "".join(line.strip() for line in text.splitlines()), "a name longer than a line is shown whole"
     report = json.loads(json.dumps(findings.as_json([Diagnosis("home/vl", found)])))
     assert (report["passed"], report["problems"]) == (False, 1)
     shown = {"level": "problem", "check": "pods", "seen": "it fell", "do": "Lift it"}

@@ -249,9 +249,6 @@ def test_a_terminal_of_80_columns_shows_a_pods_whole_name_and_no_column_of_nothi
     assert "0 for all: decode" in out
 
 
-def test_a_refusal_is_shown_with_its_field():
-    def refusal(param: str | None) -> httpx.Response:
-        return httpx.Response(400, json={"error": {"message": "No.", "param": param}})
-
-    assert error_text(refusal("messages")) == "messages: No."
-    assert error_text(refusal(None)) == "No."
+@pytest.mark.parametrize(("param", "says"), [("messages", "messages: No."), (None, "No.")])
+def test_a_refusal_is_shown_with_its_field(param, says):
+    assert error_text(httpx.Response(400, json={"error": {"message": "No.", "param": param}})) == says

@@ -162,7 +162,8 @@ async def test_a_connection_failure_is_shown() -> None:
 
 
 async def ways(*ips: str) -> list[str | Unread]:
-    pods = [d.pod(f"f-{ip}", "", podIP=ip) for ip in ips]
+    """The URLs of frontends' pods; one whose address ends in an exclamation mark does not run."""
+    pods = [d.pod(f"f-{ip}", "", podIP=ip.strip("!"), phase="Pending" if "!" in ip else "Running") for ip in ips]
     async with control_api.open_frontends(pods, None) as frontends:
         return [frontend.url for frontend in frontends]
 
@@ -172,11 +173,11 @@ async def test_a_token_goes_to_a_pods_address_only_where_that_address_is_the_pod
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    loopback, elsewhere, nowhere = await ways("127.0.0.9", "10.0.0.9", "")
+    loopback, elsewhere, nowhere, failing = await ways("127.0.0.9", "10.0.0.9", "", "10.1.2.3!")
     assert loopback == "http://127.0.0.9:8001"
     assert isinstance(elsewhere, Unread)
     assert "no kubectl" in elsewhere.why
-    assert nowhere == Unread("its pod does not run")
+    assert nowhere == failing == Unread("its pod does not run")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     assert await ways("10.0.0.9", "fd00::9") == ["http://10.0.0.9:8001", "http://[fd00::9]:8001"]
 
