@@ -47,7 +47,7 @@ async def run(
         interrupted = await _send_all(target, endpoint, load, conversations, state, stop, console)
     seconds = max(clock() - state.began, SHORTEST)
     after = await event_state(endpoint)
-    answers = run_statistics.successes(state.answers)
+    answers = [answer for answer in state.answers if not answer.error]
     late_share, latest = run_statistics.lateness(state.answers)
     ratio, unknown = run_statistics.hit_ratio(answers)
     return Result(

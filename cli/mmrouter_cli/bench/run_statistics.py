@@ -67,10 +67,6 @@ def spread(values: Sequence[float], count: int | None = None) -> Spread | None:
     return Spread(count or len(values), statistics.fmean(values), at[50], p90, p95, p99, at[100])
 
 
-def successes(answers: Iterable[Answer]) -> list[Answer]:
-    return [answer for answer in answers if not answer.error]
-
-
 def failures(answers: Iterable[Answer]) -> dict[str, Failure]:
     """Return the failures by kind, most frequent first."""
     counts: Counter[str] = Counter()

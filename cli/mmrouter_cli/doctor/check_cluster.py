@@ -7,7 +7,7 @@ import mmrouter_lib as mmrouter
 from mmrouter_cli.doctor.findings import ClusterFacts, Finding, Object, ok, problem, unread, warning
 from mmrouter_cli.status.control_api import Unread
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, VERSION, definition
+from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
 from mmrouter_operator.model.kinds import DRA_API, KEDA_API, POD_METRICS_APIS, POD_MONITOR_API, Capabilities
 from mmrouter_operator.model.views import pod_view
 
@@ -135,10 +135,6 @@ def api_check(facts: ClusterFacts, dep: MMRouterDeployment) -> Iterator[Finding]
         yield ok(f"{what}: {available[0]} is served") if available else problem(missing, how)
     if not wanted:
         yield ok("the spec needs none beyond the core")
-
-
-def served_version(facts: ClusterFacts) -> bool:
-    return isinstance(facts.apis, Unread) or f"{NAME.partition('.')[2]}/{VERSION}" in facts.apis
 
 
 def looks_stale(leases: Sequence[Object], now: float) -> bool:

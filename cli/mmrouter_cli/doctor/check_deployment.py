@@ -1,7 +1,6 @@
 """Checks of a deployment's spec, conditions, references, security, pods and their shared memory. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from mmrouter_cli.doctor.findings import REASONS, DeploymentFacts, Finding, Object, ok, problem, unread, warning
 from mmrouter_cli.status.control_api import Unread
@@ -69,24 +68,17 @@ def condition_check(facts: DeploymentFacts) -> Iterator[Finding]:
             f"the status is of generation {status.get('observedGeneration', 0)}, the spec of {generation}",
             "Wait a moment; where that does not help, see the operator's log.",
         )
-    bad = [item for item in conditions if _is_bad(item)]
-    yield from (_of_condition(item) for item in bad)
+    # Ready and Degraded report the same as Progressing, in more detail.
+    judged = [item for item in conditions if item["type"] != c.PROGRESSING]
+    bad = [item for item in judged if item["status"] != ("False" if item["type"] in c.ABNORMAL else "True")]
+    for item in bad:
+        reason = item["reason"]
+        seen = f"{item['type']} is {item['status']}, {reason}: {item.get('message', '')}"
+        do = REASONS.get(reason, f"See docs/conditions.md, {reason}.")
+        mild = item["type"] in _ADVICE_ONLY or reason in _UNDER_WAY or item["status"] == "Unknown"
+        yield warning(seen, do) if mild else problem(seen, do)
     if not any(item["type"] not in _ADVICE_ONLY for item in bad):
         yield ok(f"{status.get('phase', 'Unknown')}: all conditions of a working deployment hold")
-
-
-def _is_bad(item: Mapping[str, Any]) -> bool:
-    if item["type"] == c.PROGRESSING:
-        return False  # Ready and Degraded report the same in more detail
-    return bool(item["status"] != ("False" if item["type"] in c.ABNORMAL else "True"))
-
-
-def _of_condition(item: Mapping[str, Any]) -> Finding:
-    reason = item["reason"]
-    seen = f"{item['type']} is {item['status']}, {reason}: {item.get('message', '')}"
-    do = REASONS.get(reason, f"See docs/conditions.md, {reason}.")
-    mild = item["type"] in _ADVICE_ONLY or reason in _UNDER_WAY or item["status"] == "Unknown"
-    return warning(seen, do) if mild else problem(seen, do)
 
 
 def reference_check(facts: DeploymentFacts) -> Iterator[Finding]:

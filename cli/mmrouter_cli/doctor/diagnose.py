@@ -17,6 +17,7 @@ from mmrouter_cli.doctor.findings import ClusterFacts, DeploymentFacts, Diagnosi
 from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, State, Unread, client, fetch, open_frontends
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
+from mmrouter_lib.api.crd import VERSION
 from mmrouter_operator.cluster.client import NotFound
 from mmrouter_operator.cluster.kinds_and_rights import KINDS
 from mmrouter_operator.model.external_refs import references
@@ -34,7 +35,7 @@ async def on_cluster(
     async with reading(kubeconfig) as reader:
         cluster = await read_cluster(reader)
         diagnoses = [of_cluster(cluster)]
-        if not check_cluster.served_version(cluster):
+        if not isinstance(cluster.apis, Unread) and f"{CRD.partition('.')[2]}/{VERSION}" not in cluster.apis:
             return diagnoses
         for resource in await resources(reader, namespace, name):
             facts = await read_deployment(reader, resource)

@@ -113,7 +113,7 @@ class _Pages(Stream):
     def _compare_request(self, row: Row, request: Mapping[str, Any], stored: Sequence[Stored]) -> None:
         prompt = self._back(stored[-1].hashes[-1])
         given = _RANGE.fullmatch(str(request.get("input_ids", "")))
-        names = _images(row, request)
+        names = _images(request)
         if given is not None:
             self.report.prompts += 1
             body = (row.raw.get("reply") or {}).get("body") or {}
@@ -134,7 +134,7 @@ class _Pages(Stream):
             values = tuple(run[:width])
             if run != run_ids(values, len(run)):
                 self.report.differs(row, f"identity: the run of image {name} does not repeat its first {width} ids")
-            want = _given(row, request, names, legacy=self._legacy) or self._images.setdefault(name, values)
+            want = _given(request, names, legacy=self._legacy) or self._images.setdefault(name, values)
             if values != want:
                 self.report.differs(row, f"identity: image {name} has the sentinels {values}, {want} are expected")
 
@@ -174,7 +174,7 @@ def _offline(row: Row, report: ReplayReport) -> None:
                 report.differences.append(f"{where}: page {published} is not made of the row's tokens")
 
 
-def _images(row: Row, request: Mapping[str, Any]) -> list[str]:
+def _images(request: Mapping[str, Any]) -> list[str]:
     """Return names that identify the row's images: equal names are equal bytes."""
     named = request.get("images")
     if isinstance(named, list):
@@ -184,7 +184,7 @@ def _images(row: Row, request: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _given(row: Row, request: Mapping[str, Any], names: Sequence[str], *, legacy: bool) -> tuple[int, ...] | None:
+def _given(request: Mapping[str, Any], names: Sequence[str], *, legacy: bool) -> tuple[int, ...] | None:
     """Return the sentinels of a caller-given item hash; the engine ignores malformed or surplus ones."""
     hashes = request.get("mm_hashes")
     if "image_data" not in request or not isinstance(hashes, list) or len(hashes) != len(names):

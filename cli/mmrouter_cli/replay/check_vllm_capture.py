@@ -23,7 +23,19 @@ def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
     blocks = _Blocks(report)
     for row in capture.rows:
         with comparing(capture, row):
-            _explain_row(row, requests, blocks, report)
+            if row.kind == "replay":
+                blocks.replayed(row)
+                continue
+            try:
+                prompt = requests.prompt(row)
+            except NotRebuiltError as error:
+                blocks.skip(row, str(error))
+                continue
+            if prompt is not None and prompt.returned is not None:
+                report.rendered += 1
+                if (difference := _ids_differ(prompt)) is not None:
+                    report.differs(row, difference)
+            blocks.compare(row, prompt)
     if model_dir is None:
         report.notes.append(f"{report.prompts} prompts as the engine returned them; --model renders them too")
     elif not report.rendered:
@@ -32,22 +44,6 @@ def explain(capture: Capture, model_dir: Path | None) -> ReplayReport:
         by = f"{report.rendered} of {report.prompts} prompts rendered by the library"
         report.notes.append(f"{by}, the others as the engine returned them")
     return report
-
-
-def _explain_row(row: Row, requests: Requests, blocks: "_Blocks", report: ReplayReport) -> None:
-    if row.kind == "replay":
-        blocks.replayed(row)
-        return
-    try:
-        prompt = requests.prompt(row)
-    except NotRebuiltError as error:
-        blocks.skip(row, str(error))
-        return
-    if prompt is not None and prompt.returned is not None:
-        report.rendered += 1
-        if (difference := _ids_differ(prompt)) is not None:
-            report.differs(row, difference)
-    blocks.compare(row, prompt)
 
 
 class _Blocks(Stream):
@@ -202,12 +198,10 @@ def _ids_differ(prompt: Prompt) -> str | None:
     if predicted == returned:
         return None
     at = next((n for n, pair in enumerate(zip(predicted, returned, strict=False)) if pair[0] != pair[1]), None)
-    where = (
-        "" if at is None else f", the first difference at token {at}: {predicted[at]} predicted, {returned[at]} used"
-    )
-    cause = "template"
-    if at is not None and prompt.placeholder_id in (predicted[at], returned[at]):
-        cause = "count"
+    where, cause = "", "template"
+    if at is not None:
+        where = f", the first difference at token {at}: {predicted[at]} predicted, {returned[at]} used"
+        cause = "count" if prompt.placeholder_id in (predicted[at], returned[at]) else cause
     return f"{cause}: {len(predicted)} prompt tokens predicted, {len(returned)} used{where}"
 
 

@@ -218,7 +218,6 @@ def test_the_hit_ratio_is_one_of_sums_and_unknown_where_any_answer_is_silent() -
 def test_errors_are_counted_by_kind_with_what_the_first_one_said() -> None:
     answers = [answer(), *(answer(error="timeout", message=str(n)) for n in range(3)), answer(error="connect")]
     assert run_statistics.failures(answers) == {"timeout": Failure(3, "0"), "connect": Failure(1, "")}
-    assert len(run_statistics.successes(answers)) == 1
 
 
 def test_time_per_token_counts_the_tokens_that_the_endpoint_counted() -> None:
