@@ -10,17 +10,26 @@ PATIENCE = 5
 """How many times longer than expected a test waits: a busy machine is slow, and that is no failure."""
 
 
-def wait_for(condition: Callable[[], Any], seconds: float, what: str, *, every: float = 0.02) -> Any:
+def wait_for(
+    condition: Callable[[], Any],
+    seconds: float,
+    what: str,
+    *,
+    every: float = 0.02,
+    known: Callable[[], object] | None = None,
+) -> Any:
     """Poll until ``condition`` returns something true and return it. Raises ``TimeoutError`` that names ``what``.
 
-    ``seconds``: more than it takes on an idle machine; the bound is :data:`PATIENCE` times that.
+    ``seconds``: more than it takes on an idle machine; the bound is :data:`PATIENCE` times that. ``known``: returns
+    what the error tells in addition.
     """
     deadline = time.monotonic() + PATIENCE * seconds
     while True:
         if value := condition():
             return value
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"not within {PATIENCE * seconds:g} s: {what}")
+            more = f"\n{known()}" if known is not None else ""
+            raise TimeoutError(f"not within {PATIENCE * seconds:g} s: {what}{more}")
         time.sleep(every)
 
 

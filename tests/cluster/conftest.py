@@ -1,6 +1,7 @@
 """The control plane that the tests of this level share. Where it cannot run, every test says ``not run:`` and why."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,8 @@ def proved(real: ControlPlane) -> Iterator[str]:
     """The namespace of a deployment ``demo`` that runs, is ready and proved; tests share it and change it."""
     with real.namespace() as name:
         generation = apply(real, name, marked())["metadata"]["generation"]
-        try:
-            wait_for(lambda: is_done(real, name, "demo", generation), 90, "Ready is True")
-        except TimeoutError as error:
-            pytest.fail(f"{error}\n{describe(real, name)}", pytrace=False)
+        done = partial(is_done, real, name, "demo", generation)
+        wait_for(done, 90, "Ready is True", known=partial(describe, real, name))
         yield name
 
 

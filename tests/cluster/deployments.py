@@ -83,10 +83,8 @@ class Deployed:
             fits = found and found["status"] == status and reason in ("", found["reason"])
             return found if fits else None
 
-        try:
-            found: dict[str, Any] = wait_for(there, SECONDS, f"{type_}={status} {reason}")
-        except TimeoutError as error:
-            raise AssertionError(f"{error}; status is {self.resource(name).get('status')}") from error
+        what = f"{type_}={status} {reason}"
+        found: dict[str, Any] = wait_for(there, SECONDS, what, known=lambda: self.resource(name).get("status"))
         return found
 
     def settled(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def make_model(cluster: Access, namespace: str) -> None:
 
 
 def deploy(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: float = READY_SECONDS) -> Deployed:
-    """Apply a resource and wait until it is Ready, which says exactness too. Raises ``AssertionError`` with a dump."""
+    """Apply a resource and wait until it is Ready, which says exactness too. Raises ``TimeoutError`` with a dump."""
     name = body["metadata"]["name"]
     generation = apply(cluster, namespace, dict(body))["metadata"]["generation"]
     wait_or_dump(cluster, namespace, lambda: is_done(cluster, namespace, name, generation), seconds, "Ready is True")
@@ -89,7 +90,7 @@ def deployment(cluster: Access, body: Mapping[str, Any]) -> Iterator[Deployed]:
 
 
 def run_pod(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: float = 60) -> str:
-    """Run a pod and return its address once it is Ready. Raises ``AssertionError`` with a dump."""
+    """Run a pod and return its address once it is Ready. Raises ``TimeoutError`` with a dump."""
     core, name = f"/api/v1/namespaces/{namespace}", body["metadata"]["name"]
     account = f"{core}/serviceaccounts/default"
     wait_for(lambda: cluster.request("GET", account).is_success, 10, "the namespace has its account")
@@ -104,10 +105,7 @@ def run_pod(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: f
 
 
 def wait_or_dump(cluster: Access, namespace: str, condition: Callable[[], Any], seconds: float, what: str) -> Any:
-    try:
-        return wait_for(condition, seconds, what, every=0.2)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}\n{dump(cluster, namespace)}") from error
+    return wait_for(condition, seconds, what, every=0.2, known=partial(dump, cluster, namespace))
 
 
 GONE_SECONDS = 10.0

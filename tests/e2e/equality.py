@@ -27,6 +27,7 @@ from mmrouter_operator.model.kinds import RESOURCE
 ENGINE_PORT = 8000
 EVERY_SECONDS = 0.02
 ASK_SECONDS = 2.0
+EQUAL = "the index equals the engines' caches"
 Seeds = Callable[[str | None, str | None], Key]
 Held = dict[str, set[Key]]
 """Rank -> keys."""
@@ -176,11 +177,11 @@ class Watch:
         """Wait until all pairs were equal after ``moment``, as of :meth:`equal_since`; return how long after it. Raises
         ``TimeoutError``.
         """
-        what = "the index equals the engines' caches"
-        try:
-            equal = wait_for(lambda: self.equal_since(moment, newer, filled), seconds, what)
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}\n" + "\n".join(map(str, self.seen[-2 * len(self.pairs) :]))) from error
+
+        def last() -> str:
+            return "\n".join(map(str, self.seen[-2 * len(self.pairs) :]))
+
+        equal = wait_for(lambda: self.equal_since(moment, newer, filled), seconds, EQUAL, known=last)
         return float(equal - moment)
 
 
@@ -199,10 +200,7 @@ def watching(looker: Looker) -> Iterator[Watch]:
 
 def assert_equal(looker: Looker, seconds: float = 5.0) -> None:
     """The index of every frontend becomes what the engines hold, without a request under way."""
-    try:
-        wait_for(lambda: not looker.differences(), seconds, "the index equals the engines' caches", every=EVERY_SECONDS)
-    except TimeoutError as error:
-        raise AssertionError(f"{error}: {looker.differences()}") from error
+    wait_for(lambda: not looker.differences(), seconds, EQUAL, every=EVERY_SECONDS, known=looker.differences)
 
 
 def _tried(ask: Callable[[Any], T], whom: Any) -> T | str:

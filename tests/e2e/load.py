@@ -133,14 +133,15 @@ class Traffic:
 
     def go_on(self, count: int = 20, seconds: float = 60.0) -> float:
         """Wait until ``count`` more requests were begun and answered; return when that began. They are
-        ``between(result)`` then, so a state is measured by requests and not by time. Raises ``AssertionError``, which
+        ``between(result)`` then, so a state is measured by requests and not by time. Raises ``TimeoutError``, which
         tells what failed.
         """
         since = time.time()
-        try:
-            wait_for(lambda: len(self.between(since)) >= count, seconds, f"{count} more answers")
-        except TimeoutError as error:
-            raise AssertionError(f"{error}, but {len(self.between(since))}: {self}") from error
+
+        def answered() -> int:
+            return len(self.between(since))
+
+        wait_for(lambda: answered() >= count, seconds, f"{count} answers", known=lambda: f"{answered()}: {self}")
         return since
 
     def __str__(self) -> str:

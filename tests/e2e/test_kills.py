@@ -170,10 +170,7 @@ def epochs_of(looker: Looker, worker: str) -> dict[Pair, int]:
 
 def served(traffic: Traffic, watch: Watch, worker: str, since: float, epochs: dict[Pair, int]) -> None:
     """Wait until a worker answered requests of ``since`` or later, and every frontend knows what it holds of them."""
-    try:
-        wait_for(lambda: worker in traffic.workers(since), BUSY_SECONDS, f"{worker} answers again")
-    except TimeoutError as error:
-        raise AssertionError(f"{error}: {traffic}") from error
+    wait_for(lambda: worker in traffic.workers(since), BUSY_SECONDS, f"{worker} answers again", known=traffic.__str__)
     watch.again(time.time(), BACK_SECONDS, epochs, filled=worker)
 
 
