@@ -162,13 +162,9 @@ def _row(event: dict[str, Any]) -> AuditRow:
         agent=event.get("userAgent", ""),
         code=(event.get("responseStatus") or {}).get("code", 0),
         stage=event["stage"],
-        began=_seconds(event["requestReceivedTimestamp"]),
-        ended=_seconds(event["stageTimestamp"]),
+        began=datetime.fromisoformat(event["requestReceivedTimestamp"]).timestamp(),
+        ended=datetime.fromisoformat(event["stageTimestamp"]).timestamp(),
     )
-
-
-def _seconds(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
 
 
 DAYS = "30"

@@ -93,14 +93,10 @@ class Hollow:
         self._plane.request("POST", "/api/v1/nodes", body).raise_for_status()
         now = _now()
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": now}
+        addresses = {"InternalIP": self._plane.address, "Hostname": name}
         status = {
-            "capacity": resources,
-            "allocatable": resources,
-            "conditions": [{**ready, "lastTransitionTime": now}],
-            "addresses": [
-                {"type": "InternalIP", "address": self._plane.address},
-                {"type": "Hostname", "address": name},
-            ],
+            **{"capacity": resources, "allocatable": resources, "conditions": [{**ready, "lastTransitionTime": now}]},
+            "addresses": [{"type": type, "address": address} for type, address in addresses.items()],
         }
         path = f"/api/v1/nodes/{name}"
         self._plane.request("PATCH", f"{path}/status", {"status": status}, STRATEGIC).raise_for_status()

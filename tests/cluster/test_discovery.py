@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from asyncio import to_thread
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -98,14 +99,9 @@ def world(cluster: ControlPlane, namespace: str, tmp_path: Path) -> World:
     return World(cluster, namespace, tmp_path / "serviceaccount")
 
 
-async def in_thread(call, *arguments, **options):
-    """Ask the server without stopping the watch that is looked at."""
-    return await asyncio.to_thread(lambda: call(*arguments, **options))
-
-
 async def test_pods_come_change_and_go(world: World) -> None:
-    uid = await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
-    await in_thread(world.pod, "other", deployment="other", podIP="10.0.0.9", phase="Running")
+    uid = await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    await to_thread(world.pod, "other", deployment="other", podIP="10.0.0.9", phase="Running")
     async with Watch(world).running() as watch:
         await watch.until(lambda: watch.names() == ["w0"])
         member = watch.now.members[0]
@@ -113,63 +109,63 @@ async def test_pods_come_change_and_go(world: World) -> None:
         assert facts == (uid, "10.0.0.1", "worker", "n1", False)
 
         started = {"name": "sidecar", "started": True, "ready": True, "image": "", "imageID": "", "restartCount": 0}
-        await in_thread(world.status, "w0", initContainerStatuses=[started])
+        await to_thread(world.status, "w0", initContainerStatuses=[started])
         await watch.until(lambda: watch.now.members[0].ready)
 
-        await in_thread(world.pod, "w1")
-        await in_thread(world.status, "w1", podIP="10.0.0.2", phase="Running")
+        await to_thread(world.pod, "w1")
+        await to_thread(world.status, "w1", podIP="10.0.0.2", phase="Running")
         await watch.until(lambda: watch.names() == ["w0", "w1"])
 
-        await in_thread(world.delete, "w0", 30)
+        await to_thread(world.delete, "w0", 30)
         await watch.until(lambda: watch.now.members[0].draining)
         assert watch.names() == ["w0", "w1"]
-        await in_thread(world.delete, "w0", 0)
+        await to_thread(world.delete, "w0", 0)
         await watch.until(lambda: watch.names() == ["w1"])
 
-        await in_thread(world.status, "w1", phase="Failed")
+        await to_thread(world.status, "w1", phase="Failed")
         await watch.until(lambda: watch.names() == [])
         assert watch.metrics.registry.get_sample_value("mmrouter_discovery_synced") == 1
 
 
 async def test_peers_are_the_other_frontends_and_the_own_pods_end_is_reported(world: World) -> None:
-    own = await in_thread(world.pod, OWN, "frontend", podIP="10.0.1.1", phase="Running")
-    await in_thread(world.pod, "demo-frontend-1", "frontend", podIP="10.0.1.2", phase="Running")
+    own = await to_thread(world.pod, OWN, "frontend", podIP="10.0.1.1", phase="Running")
+    await to_thread(world.pod, "demo-frontend-1", "frontend", podIP="10.0.1.2", phase="Running")
     async with Watch(world, own).running() as watch:
         await watch.until(lambda: watch.told)
         assert [peer.name for peer in watch.now.peers] == ["demo-frontend-1"]
         assert not watch.now.leaving
-        await in_thread(world.delete, OWN, 30)
+        await to_thread(world.delete, OWN, 30)
         await watch.until(lambda: watch.now.leaving)
 
 
 async def test_no_pod_is_dropped_while_the_api_server_restarts_and_changes_follow(world: World) -> None:
-    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     async with Watch(world).running() as watch:
         await watch.until(lambda: watch.names() == ["w0"])
-        await in_thread(world.cluster.stop, "apiserver")
+        await to_thread(world.cluster.stop, "apiserver")
         await watch.until(lambda: watch.errors("unreachable") >= 2)
         assert watch.metrics.registry.get_sample_value("mmrouter_discovery_synced") == 0
-        await in_thread(world.cluster.start, "apiserver")
-        await in_thread(world.pod, "w1", podIP="10.0.0.2", phase="Running")
+        await to_thread(world.cluster.start, "apiserver")
+        await to_thread(world.pod, "w1", podIP="10.0.0.2", phase="Running")
         await watch.until(lambda: watch.names() == ["w0", "w1"], 40)
         assert all("w0" in [member.name for member in roster.members] for roster in watch.told)
 
 
 async def test_a_version_that_the_server_has_forgotten_begins_with_a_new_list(world: World) -> None:
-    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     async with Watch(world).running() as watch:
         await watch.until(lambda: watch.names() == ["w0"])
         # The server's memory begins with its start, and something was written after the last event of this watch.
         other = f"/api/v1/namespaces/{world.namespace}/configmaps"
-        (await in_thread(world.cluster.request, "POST", other, {"metadata": {"name": "c"}})).raise_for_status()
-        await in_thread(world.cluster.restart_apiserver)
+        (await to_thread(world.cluster.request, "POST", other, {"metadata": {"name": "c"}})).raise_for_status()
+        await to_thread(world.cluster.restart_apiserver)
         await watch.until(lambda: watch.errors("expired"), 40)
-        await in_thread(world.delete, "w0", 0)
+        await to_thread(world.delete, "w0", 0)
         await watch.until(lambda: watch.names() == [])
 
 
 async def test_a_token_is_read_again_and_a_wrong_one_drops_no_pod(world: World) -> None:
-    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     good = (world.server.folder / "token").read_text()
     world.token("not.a.token")
     async with Watch(world).running() as watch:
@@ -181,7 +177,7 @@ async def test_a_token_is_read_again_and_a_wrong_one_drops_no_pod(world: World) 
 
 async def test_without_the_role_nothing_is_known_and_the_reason_is_counted(world: World) -> None:
     rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{world.namespace}/rolebindings/{ACCOUNT}"
-    await in_thread(world.cluster.request, "DELETE", rbac)
+    await to_thread(world.cluster.request, "DELETE", rbac)
     async with Watch(world).running() as watch:
         await watch.until(lambda: watch.errors("forbidden") >= 2)
         assert watch.told == []
@@ -189,7 +185,7 @@ async def test_without_the_role_nothing_is_known_and_the_reason_is_counted(world
 
 async def test_an_idle_deployment_costs_one_list_and_one_watch(world: World) -> None:
     began = time.time()
-    await in_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
+    await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     async with Watch(world).running() as watch:
         await watch.until(lambda: watch.names() == ["w0"])
         await asyncio.sleep(2)
