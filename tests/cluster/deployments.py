@@ -91,6 +91,11 @@ class Deployed:
         self.await_condition(name, "SpecValid", "True")
         return self.children(name)
 
+    def made(self, name: str) -> dict[tuple[str, str], dict[str, Any]]:
+        """Apply the deployment of :func:`named` and return its children once they are there."""
+        self.apply(named(name))
+        return self.settled(name)
+
 
 def named(name: str) -> dict[str, Any]:
     resource = copy.deepcopy(MINIMAL)
@@ -107,8 +112,6 @@ def definition(kind: str, group: str, version: str, spec: Mapping[str, Any] | No
     # The API server keeps some groups for Kubernetes' own projects.
     approved = {"api-approved.kubernetes.io": "unapproved, a test"} if group.endswith("k8s.io") else {}
     return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
         "metadata": {"name": f"{plural}.{group}", "annotations": approved},
         "spec": {
             "group": group,

@@ -63,7 +63,6 @@ class Hollow:
     def __init__(
         self, plane: ControlPlane, runner: LocalRunner | None = None, client: httpx.AsyncClient | None = None
     ) -> None:
-        self.linger_seconds = 0.0
         self._plane, self._runner = plane, runner
         self._nodes: set[str] = set()
         self._rules: list[Rule] = []
@@ -269,7 +268,6 @@ class Hollow:
         metadata = seen.pod["metadata"]
         if self._runner is not None:
             await self._runner.stop(uid, float(metadata.get("deletionGracePeriodSeconds") or 0))
-        await asyncio.sleep(self.linger_seconds)
         path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
         body = json.dumps({"gracePeriodSeconds": 0, "preconditions": {"uid": uid}})
         while True:

@@ -142,10 +142,6 @@ class LocalRunner:
         self._block.close()
         self._log.close()
 
-    def processes(self, namespace: str) -> dict[str, dict[str, int | None]]:
-        found = (running.pod for running in list(self._running.values()))
-        return {pod.name: pod.pids for pod in found if pod.plan.namespace == namespace}
-
     async def _open(self) -> tuple[PodBuilder, httpx.AsyncClient]:
         # In the kubelet's event loop, whose things these are.
         if self._maker is None or self._client is None:

@@ -9,7 +9,7 @@ from itertools import groupby
 import pytest
 from cluster.access import AuditRow
 from cluster.controlplane import ControlPlane
-from cluster.deployments import SECONDS, Deployed, named
+from cluster.deployments import SECONDS, Deployed
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import BRIEF, USER, Replica, holder, idle, operator
 from cluster.resources import apply, complete, delete, resource
@@ -104,8 +104,7 @@ def test_deleting_collects_everything_with_the_operator_down(
 ) -> None:
     deployed = Deployed(crd, namespace)
     with operator(crd):
-        deployed.apply(named("doomed"))
-        deployed.settled("doomed")
+        deployed.made("doomed")
     assert deployed.children("doomed")
     deployed.delete("mmrouterdeployments", "doomed")
     wait_for(lambda: not deployed.children("doomed"), 60, "all children are collected")
@@ -117,8 +116,7 @@ def test_a_new_operator_finds_everything_in_order_and_changes_nothing(
 ) -> None:
     deployed = Deployed(crd, namespace)
     with operator(crd, "first"):
-        deployed.apply(named("still"))
-        deployed.settled("still")
+        deployed.made("still")
         idle(crd, USER, 1.0, SECONDS)  # the pods are up, and the status says so
     before = versions(deployed)
     with operator(crd, "second") as second:

@@ -83,9 +83,7 @@ def test_every_example_gets_all_its_children(deployed: Deployed) -> None:
 
 
 def test_every_child_that_is_deleted_by_hand_comes_back(deployed: Deployed, replica: Replica) -> None:
-    resource = named("back")
-    deployed.apply(resource)
-    children = deployed.settled("back")
+    children = deployed.made("back")
     # The revision first: with the Secret the templates change, and the revision before is no longer needed.
     for (kind, name), child in sorted(children.items(), key=lambda item: item[0][0] != "controllerrevisions"):
         deployed.delete(kind, name)
@@ -100,8 +98,7 @@ def test_every_child_that_is_deleted_by_hand_comes_back(deployed: Deployed, repl
 
 
 def test_drift_in_our_fields_is_taken_back_and_other_managers_keep_theirs(deployed: Deployed) -> None:
-    deployed.apply(named("drift"))
-    deployed.settled("drift")
+    deployed.made("drift")
 
     def has_event() -> bool:
         events = deployed.plane.read(deployed.path("events"))["items"]
@@ -126,8 +123,7 @@ def drifted(replica: Replica, crd: ControlPlane) -> Iterator[tuple[Deployed, Chi
     """A deployment, and its children before another writer changed a field of ours in each and added an annotation."""
     with crd.namespace() as namespace:
         deployed = Deployed(crd, namespace)
-        deployed.apply(named("all"))
-        children = deployed.settled("all")
+        children = deployed.made("all")
         for (kind, name), child in children.items():
             if kind not in DRIFT:
                 continue
@@ -163,8 +159,7 @@ def test_drift_of_every_kind_is_taken_back_and_other_peoples_annotations_stay(
 def test_a_child_from_which_a_label_or_the_owner_was_taken_gets_it_back(
     deployed: Deployed, taken: dict[str, Any]
 ) -> None:
-    deployed.apply(named("taken"))
-    children = deployed.settled("taken")
+    children = deployed.made("taken")
     for place in (("services", "taken"), ("deployments", "taken-worker")):
         deployed.patch(*place, {"metadata": taken})
         await_ours(deployed, *place, children[place])
@@ -189,8 +184,7 @@ def test_a_resource_that_an_older_crd_accepted_is_reported_with_its_field_and_af
     deployed.apply(bad)
     spec_valid = deployed.await_condition("bad", "SpecValid", "False")
     assert "spec.pools[0].podTemplate" in spec_valid["message"]
-    deployed.apply(named("good"))
-    assert ("deployments", "good-worker") in deployed.settled("good")
+    assert ("deployments", "good-worker") in deployed.made("good")
     assert not [place for place in deployed.children("bad") if place[0] == "deployments"]
     deployed.apply(named("bad"))
     deployed.await_condition("bad", "SpecValid", "True")
@@ -215,8 +209,7 @@ def test_a_missing_reference_is_reported_until_it_exists(deployed: Deployed) -> 
 
 
 def test_a_paused_resource_is_not_touched_and_says_so(deployed: Deployed) -> None:
-    deployed.apply(named("calm"))
-    deployed.settled("calm")
+    deployed.made("calm")
     paused = named("calm")
     paused["spec"]["paused"] = True
     deployed.apply(paused)
@@ -248,8 +241,7 @@ def test_a_pool_that_is_taken_out_takes_its_children_with_it(deployed: Deployed)
 
 
 def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(deployed: Deployed) -> None:
-    deployed.apply(named("keys"))
-    children = deployed.settled("keys")
+    children = deployed.made("keys")
     [name] = [name for kind, name in children if kind == "secrets"]
     before = children["secrets", name]["data"]
     deployed.delete("secrets", name)

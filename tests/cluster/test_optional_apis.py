@@ -167,8 +167,7 @@ def test_defaults_of_a_newer_definition_are_no_fault_of_the_user_and_what_a_user
 ) -> None:
     deployed = Deployed(crd, namespace)
     with operator(crd) as replica:
-        deployed.apply(named("old"))
-        deployed.settled("old")
+        deployed.made("old")
         before = deployed.condition("old", "SpecValid")
         with newer(crd):
             wait_for(
@@ -184,8 +183,7 @@ def test_defaults_of_a_newer_definition_are_no_fault_of_the_user_and_what_a_user
 
             wait_for(seen, SECONDS, "the operator has seen it")
             assert deployed.condition("old", "SpecValid") == before, "not even for a moment: its time is as it was"
-            deployed.apply(named("new"))
-            deployed.settled("new")
+            deployed.made("new")
             resource = named("said")
             resource["spec"]["section"] = {"two": "word"}
             deployed.apply(resource)
