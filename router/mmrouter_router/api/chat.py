@@ -26,16 +26,8 @@ from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, predicted_afterwards
-from mmrouter_router.http.client_channel import (
-    AsgiClient,
-    BodyBudget,
-    BodyReservation,
-    Client,
-    ClientGoneError,
-    Receive,
-    Scope,
-    Send,
-)
+from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
+from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
 from mmrouter_router.intake.api_key_auth import Tenant, Tenants
@@ -108,9 +100,9 @@ class Chat:
         span = self._tracing.request(client.method, path, client.headers)
         enter(span)
         code = "499"
-        reservation = BodyReservation(self.body_budget)
+        held = BodyReservation(self.body_budget, refuse=client.refuse_body)
         try:
-            code = str(await self._answer(client, request_id, received, reservation))
+            code = str(await self._answer(client, request_id, received, held))
         except RequestError as error:
             code = str(error.status)
             if error.code in OVERLOADED:
@@ -132,7 +124,7 @@ class Chat:
             code = "500"
             raise
         finally:
-            reservation.release()
+            held.release()
             self._metrics.in_flight -= 1
             _child(self._answer_counters, self._metrics.requests, path, code).inc()
             if span:
@@ -177,13 +169,14 @@ class Chat:
             return parse_chat(raw, self._limits, self._served_model, self._engine)
         return parse_forwarded(raw, self._limits, self._served_model)
 
-    async def _answer(self, client: Client, request_id: str, received: float, reservation: BodyReservation) -> int:
+    async def _answer(self, client: Client, request_id: str, received: float, held: BodyReservation) -> int:
         path, headers = client.path, client.headers
         if client.method != "POST":
             raise RequestError.method_not_allowed(client.method, path)
         tenant = self.tenants.authenticate(headers)
+        held.tenant = tenant.name
         with child_span("receive") as span:
-            raw = await client.body(self._limits.max_request_bytes, reservation.grow)
+            raw = await client.body(self._limits.max_request_bytes, held)
             if span:
                 span.set_attributes({"http.request.body.size": len(raw)})
         trusted = self._trusted(headers)

@@ -1,8 +1,8 @@
-"""The interface through which a request is read and answered, its implementation for ASGI servers, and clients' limits.
+"""The interface through which a request is read and answered, its implementation for ASGI servers, and timeouts.
 
-:class:`.hot_request.HotRequest` implements the interface for the router's own connections. The limits: a budget in
-bytes for the bodies that a router holds, and timeouts: a slow client holds memory, a share of the budget or an engine.
-The server checks every connection about once a second, so requests pay nothing for it.
+:class:`.hot_request.HotRequest` implements the interface for the router's own connections. A slow client holds memory,
+a part of the body budget (:mod:`.body_budget`) or an engine, so its time is limited. The server checks every connection
+about once a second, so requests pay nothing for it.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.upstream import Sink
 
 Scope = MutableMapping[str, Any]
@@ -22,6 +23,9 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]  # names in lower case
+
+
+_MAX_DIGITS: Final = 18  # of a content-length; Python refuses to read thousands
 
 
 class ClientGoneError(Exception):
@@ -52,8 +56,11 @@ class Client(Protocol):
     def gone(self) -> bool:
         """Whether the client disconnected before the end of its answer."""
 
-    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
-        """Return the body; ``grow`` gets its size as early as it is known. Raises 413, ``grow``'s, ClientGoneError."""
+    async def body(self, limit: int, held: BodyReservation) -> bytes | bytearray:
+        """Return the body, charged as it arrives. Raises 413, ClientGoneError, and what the reservation raises."""
+
+    def refuse_body(self, error: RequestError) -> None:
+        """Let :meth:`body` raise an error where it still waits for bytes."""
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """Send a whole answer; ``headers`` hold the body's length."""
@@ -62,14 +69,13 @@ class Client(Protocol):
         """Send an answer that begins with ``first`` and continues with ``source``. Raises what the source raises."""
 
 
-def declared_length(headers: Headers, limit: int, grow: Callable[[int], None]) -> int | None:
+def declared_length(headers: Headers, limit: int, held: BodyReservation) -> int | None:
     """Return the body's length where the head declares it. Raises what :meth:`Client.body` raises for it."""
     for name, value in headers:
         if name == b"content-length" and value.isdigit():
-            length = int(value)
-            if length > limit:
+            if len(value) > _MAX_DIGITS or (length := int(value)) > limit:
                 raise RequestError.too_large(limit)
-            grow(length)  # a body beyond the budget is refused before it arrives
+            held.expect(length)
             return length
     return None
 
@@ -84,13 +90,24 @@ class AsgiClient:
         self.gone = False
         self._receive, self._send = receive, send
         self._disconnect_watch: asyncio.Task[None] | None = None
+        self._refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes:
-        declared_length(self.headers, limit, grow)
+    def refuse_body(self, error: RequestError) -> None:
+        if not self._refused.done():
+            self._refused.set_exception(error)
+
+    async def body(self, limit: int, held: BodyReservation) -> bytes:
+        declared_length(self.headers, limit, held)
         pieces: list[bytes] = []
         size = 0
         while True:
-            message = await self._receive()
+            receiving = asyncio.ensure_future(self._receive())
+            either: set[asyncio.Future[Any]] = {receiving, self._refused}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if self._refused.done():
+                receiving.cancel()
+                self._refused.result()
+            message = receiving.result()
             if message["type"] == "http.disconnect":
                 self.gone = True
                 raise ClientGoneError
@@ -98,10 +115,11 @@ class AsgiClient:
             size += len(piece)
             if size > limit:
                 raise RequestError.too_large(limit)
-            grow(size)
+            held.grow(size)
             pieces.append(piece)
             if not message.get("more_body"):
                 break
+        held.complete()
         self._disconnect_watch = asyncio.create_task(self._cancel_on_disconnect(asyncio.current_task()))
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -128,37 +146,6 @@ class AsgiClient:
         self.gone = True
         assert task is not None
         task.cancel()
-
-
-@dataclass
-class BodyBudget:
-    """``limit`` bytes for the bodies of all requests together."""
-
-    limit: int
-    used: int = 0
-
-
-class BodyReservation:
-    """One request's share of the budget. Call ``release`` in every case."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.size = 0
-
-    def grow(self, size: int) -> None:
-        """Reserve ``size`` bytes in all, always for the only request. Raises 429 where others leave too little."""
-        budget, more = self._budget, size - self.size
-        if more <= 0:
-            return
-        if budget.used > self.size and budget.used + more > budget.limit:
-            raise RequestError.router_full(budget.used, budget.limit)
-        budget.used += more
-        self.size = size
-
-    def release(self) -> None:
-        """Return the bytes to the budget; idempotent."""
-        self._budget.used -= self.size
-        self.size = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.client_channel import ClientTimeouts, Headers, StallTimer, unread_bytes
 from mmrouter_router.http.hot_request import Handler, HotRequest
 
@@ -44,7 +45,7 @@ class ClientConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._hot: Mapping[bytes, Handler] = getattr(self.app, "hot", {})
-        self._request: HotRequest | None = None
+        self.request: HotRequest | None = None
         self._body_receiver: HotRequest | _DiscardedBody | None = None  # None: the body belongs to an ASGI request
         self.unparsed = 0  # bytes received since the parser's last callback
         self.input_ended = self._lingering = False  # whether further input is discarded
@@ -102,7 +103,7 @@ class ClientConnection(HttpToolsProtocol):
         headers, self.headers = self.headers, []  # trailers are no headers of the request (RFC 9110 6.5.1)
         chunked = parser.get_http_version() != "1.0"
         request = HotRequest(self, self.url.decode("ascii"), headers, chunked and parser.should_keep_alive(), chunked)
-        self._request = self._body_receiver = request
+        self.request = self._body_receiver = request
         self.cycle = request  # type: ignore[assignment] # implements what uvicorn uses of a cycle
         if any(name == b"content-length" and len(value) > _SMALL_LENGTH_DIGITS for name, value in headers):
             self.flow.pause_reading()  # until the task provides a buffer
@@ -143,18 +144,20 @@ class ClientConnection(HttpToolsProtocol):
         else:
             super().on_message_complete()
 
-    def read_body(self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None:
+    def read_body(
+        self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray], held: BodyReservation
+    ) -> None:
         """Read a body of ``length`` bytes, which begins with ``pieces``, into one buffer without the parser."""
         self.flow.pause_reading()
-        self._body_reader = _BodyReader(self, pieces, length, done)
+        self._body_reader = _BodyReader(self, pieces, length, done, held)
         self.transport.set_protocol(self._body_reader)
         self.flow.resume_reading()
 
     def resume_parsing(self) -> None:
         self._reset_parser()
         self._body_reader = self._body_receiver = None
-        if self._request is not None:
-            self._request.more_body = False
+        if self.request is not None:
+            self.request.more_body = False
         self.transport.set_protocol(self)
         self.flow.resume_reading()
 
@@ -226,7 +229,7 @@ class ClientConnection(HttpToolsProtocol):
         elif isinstance(cycle, HotRequest):
             awaited = ("body", cycle) if cycle.waiting else None
             if self._stall.expired(awaited, timeouts.body_seconds(self.body_received), now):
-                cycle.fail_body(RequestError.too_slow())
+                cycle.refuse_body(RequestError.too_slow())
         else:
             awaited = ("body", cycle) if cycle.more_body else None
             if self._stall.expired(awaited, timeouts.body_seconds(self.body_received), now):
@@ -245,12 +248,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self._request is not None:
-            self._request.disconnect()
+        if self.request is not None:
+            self.request.disconnect()
         if self.on_writable is not None:
             self.on_writable()
         # Break the reference cycles so that the connection is freed without a pass of the garbage collector.
-        self._request = self._body_receiver = self.cycle = None  # type: ignore[assignment]
+        self.request = self._body_receiver = self.cycle = None  # type: ignore[assignment]
 
 
 def _head_size(url: bytes, headers: Headers) -> int:
@@ -261,9 +264,14 @@ class _BodyReader(asyncio.BufferedProtocol):
     """Replaces the connection's protocol to read a large body of known length in place, and no byte behind it."""
 
     def __init__(
-        self, connection: ClientConnection, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]
+        self,
+        connection: ClientConnection,
+        pieces: list[bytes],
+        length: int,
+        done: asyncio.Future[bytearray],
+        held: BodyReservation,
     ) -> None:
-        self._connection, self._length, self._done = connection, length, done
+        self._connection, self._length, self._done, self._held = connection, length, done, held
         self._body = bytearray(length)
         self._view, self.received = memoryview(self._body), 0
         for piece in pieces:
@@ -275,7 +283,14 @@ class _BodyReader(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self.received += nbytes
+        try:
+            self._held.grow(self.received)
+        except RequestError as error:
+            if self._connection.request is not None:
+                self._connection.request.refuse_body(error)
+            return
         if self.received == self._length:
+            self._held.complete()
             self._connection.flow.pause_reading()
             self._connection.loop.call_soon(self._finish)
 

@@ -10,6 +10,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared_length
 
 log = logging.getLogger("mmrouter.http")
@@ -27,7 +28,9 @@ class Connection(Protocol):
     server_state: ServerState
     on_writable: Callable[[], None] | None
 
-    def read_body(self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray]) -> None: ...
+    def read_body(
+        self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray], held: BodyReservation
+    ) -> None: ...
 
     def linger(self) -> None: ...
 
@@ -86,7 +89,7 @@ class HotRequest:
     def waiting(self) -> bool:
         return self._wake is not None and not self._wake.done()
 
-    def fail_body(self, error: RequestError) -> None:
+    def refuse_body(self, error: RequestError) -> None:
         if self._wake is not None and not self._wake.done():
             self.keep_alive = False
             self._wake.set_exception(error)
@@ -103,25 +106,26 @@ class HotRequest:
         if (not self.more_body or self._wake_per_piece) and self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def body(self, limit: int, grow: Callable[[int], None]) -> bytes | bytearray:
-        length = declared_length(self.headers, limit, grow)
+    async def body(self, limit: int, held: BodyReservation) -> bytes | bytearray:
+        length = declared_length(self.headers, limit, held)
         self._wake_per_piece = length is None
         if length is not None and length - self.size > LARGE_BODY and self.more_body:
             done: asyncio.Future[bytearray] = self._connection.loop.create_future()
             self._wake = done
-            self._connection.read_body(self._pieces, length, done)
+            self._connection.read_body(self._pieces, length, done, held)
             return await done
         self._connection.flow.resume_reading()
         while True:
             if self.size > limit:
                 raise RequestError.too_large(limit)
-            grow(self.size)
+            held.grow(self.size)
             if not self.more_body:
                 break
             if self.disconnected:
                 raise ClientGoneError
             self._wake = self._connection.loop.create_future()
             await self._wake
+        held.complete()
         pieces, self._pieces = self._pieces, []
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
+from mmrouter_router.core.fair_slots import FairSlots
 from mmrouter_router.media.cache import Stored, freshness, modification
 from mmrouter_router.media.content import MediaError
 from mmrouter_router.media.guard import Address, Guard, Target, redirected
@@ -66,13 +67,16 @@ class Fetcher:
         self._threads = ThreadPoolExecutor(limits.concurrent, "media-lookup")
         self._lookup = lookup or self._system_lookup
         self._tls: ssl.SSLContext | bool = tls or True
-        self._slots = asyncio.Semaphore(limits.concurrent)
+        self._slots = FairSlots(limits.concurrent, limits.concurrent // 2)
 
-    async def fetch(self, url: str, stored: Stored | None = None) -> Fetched | NotModified:
-        """Return the bytes behind a URL, or that ``stored`` is still valid. Raises ``MediaError``."""
+    async def fetch(self, url: str, stored: Stored | None = None, tenant: str = "") -> Fetched | NotModified:
+        """Return the bytes behind a URL, or that ``stored`` is still valid. Raises ``MediaError``.
+
+        A tenant holds at most half of the slots, so that its silent hosts leave the others some.
+        """
         try:
             async with asyncio.timeout(self._limits.queue_s):
-                await self._slots.acquire()
+                await self._slots.take(tenant)
         except TimeoutError as error:
             raise MediaError("busy", "Too many media URLs are being fetched. Try again.") from error
         try:
@@ -81,7 +85,7 @@ class Fetcher:
         except TimeoutError as error:
             raise MediaError("timeout", "The media's host did not deliver in time.") from error
         finally:
-            self._slots.release()
+            self._slots.release(tenant)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -125,7 +125,7 @@ class MediaResolver:
     async def _fetch(self, key: Key) -> Media:
         stored = self._cache.get(key)
         with self._metrics.media_fetching.track_inprogress(), self._metrics.media_fetch_seconds.time():
-            answer = await self._fetcher.fetch(key[1], stored)
+            answer = await self._fetcher.fetch(key[1], stored, key[0])
         if isinstance(answer, NotModified):
             assert stored is not None
             self._cache.renew(key, self._clock() + answer.fresh_s)

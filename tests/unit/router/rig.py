@@ -19,6 +19,7 @@ from mmrouter_lib.block_keys import block_keys, pack_keys
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
+from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.server import Server
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Placer
@@ -129,6 +130,11 @@ def synced(fleet: Fleet, member: Member, keys=(), canary: str = "True", ranks: i
     sync(fleet, worker, keys, rank=ranks - 1)
     heartbeat(fleet, worker, canary, ranks=ranks, **beat)
     return worker
+
+
+def unlimited(refuse=lambda error: None) -> BodyReservation:
+    """A reservation that no body exceeds."""
+    return BodyReservation(BodyBudget(1 << 40), refuse)
 
 
 class Rig:

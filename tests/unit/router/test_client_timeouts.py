@@ -10,9 +10,11 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.rig import PORT, at_rest, until
+from unit.router.rig import PORT, at_rest, unlimited, until
 from unit.router.test_hostile_clients import FRAMED, LIMIT, LINES, POST, Front, answer_to, connected, request
 
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, MAX_STEP_SECONDS, ProcessClock, unread_bytes
 
 LATER = 1e6
@@ -52,7 +54,7 @@ async def test_stalled_body_times_out_with_408(hot, body):
     async with Front(hot=hot) as front, connected(front) as (reader, writer):
         writer.write(POST + body)
         # An ASGI request always waits for its body; the task of a hot request may not have started yet.
-        await until(lambda: front.received() == 5 and getattr(front.connection().cycle, "waiting", front.held))
+        await until(lambda: front.received() == 5 and getattr(front.connection().cycle, "waiting", front.reading))
         front.look(LATER)
         front.look(LATER + CLIENT_TIMEOUTS.body_stall_seconds)
         assert len(front.server.server_state.connections) == 1
@@ -136,7 +138,7 @@ async def test_sending_client_gets_the_answer_that_closes_its_connection(begin, 
 @BOTH_PATHS
 async def test_invalid_input_is_refused_after_the_pending_answer(hot):
     async def streams(client) -> None:
-        await client.body(LIMIT, lambda size: None)
+        await client.body(LIMIT, unlimited())
         await client.stream(200, [], b"one", Slow())
 
     class Slow:
@@ -161,12 +163,35 @@ async def test_invalid_input_is_refused_after_the_pending_answer(hot):
             assert (await end_of(reader)).startswith(b"0\r\n\r\nHTTP/1.1 400 ")
 
 
+@BOTH_PATHS
+@pytest.mark.parametrize("length", [10, LIMIT])
+async def test_a_body_that_gives_way_is_answered_while_it_stalls(hot: bool, length: int) -> None:
+    async with Front(hot=hot) as front, connected(front) as (reader, writer):
+        budget, clients = BodyBudget(10), []
+
+        async def answer(client) -> None:
+            clients.append(client)
+            held = BodyReservation(budget, client.refuse_body)
+            try:
+                await client.body(LIMIT, held)
+            except RequestError as error:
+                body = error.to_body()
+                await client.respond(error.status, [(b"content-length", b"%d" % len(body))], body)
+
+        front.serve(answer)
+        writer.write(POST + b"content-length: %d\r\n\r\n" % length + b"z" * 5)
+        await until(lambda: clients and getattr(clients[0], "waiting", True))
+        clients[0].refuse_body(RequestError.router_full(1, 1))
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert head.startswith(b"HTTP/1.1 429 ")
+
+
 async def test_exit_answers_pending_requests_and_reads_pending_bodies():
     async with Front() as front, contextlib.AsyncExitStack() as stack:
         waits, sends, idle = [await stack.enter_async_context(connected(front)) for _ in range(3)]
         waits[1].write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]))
         sends[1].write(POST + b"content-length: %d\r\n\r\n" % LIMIT + b"z" * 10)
-        await until(lambda: front.seen and front.held == LIMIT)
+        await until(lambda: front.seen and front.reading == 2)
         await front.connected(3)
         front.server.should_exit = True
         assert await end_of(idle[0]) == b""
@@ -182,10 +207,10 @@ async def test_exit_answers_pending_requests_and_reads_pending_bodies():
 async def test_reset_within_a_body_leaves_no_task_or_connection():
     async with Front() as front:
         for body in BODIES:
-            front.held, front.disconnected = 0, asyncio.Event()
+            front.reading, front.disconnected = 0, asyncio.Event()
             async with connected(front) as (_, writer):
                 writer.write(POST + body)
-                await until(lambda: front.held)
+                await until(lambda: front.reading)
                 linger = struct.pack("ii", 1, 0)
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             await asyncio.wait_for(front.disconnected.wait(), 5)
@@ -223,7 +248,7 @@ async def test_client_that_reads_nothing_is_aborted_and_slow_reader_is_not(hot):
 
     async def streams(client) -> None:
         try:
-            await client.body(LIMIT, lambda size: None)
+            await client.body(LIMIT, unlimited())
             await client.stream(200, [], b"one", endless)
         except asyncio.CancelledError:
             endless.cut.set()

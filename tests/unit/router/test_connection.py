@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from unit.router.rig import LoopbackServer, at_rest
+from unit.router.rig import LoopbackServer, at_rest, unlimited
 from unit.router.test_hostile_clients import connected
 from unit.router.test_upstream import HEAD, Engine, chunk
 
@@ -32,7 +32,7 @@ class App:
 
     async def __call__(self, scope, receive, send) -> None:
         client = AsgiClient(scope, receive, send)
-        body = b"asgi %d" % len(await client.body(LIMIT, lambda size: None))
+        body = b"asgi %d" % len(await client.body(LIMIT, unlimited()))
         await client.respond(200, [(b"content-length", b"%d" % len(body))], body)
         await client.close()
 
@@ -46,12 +46,13 @@ class Front(LoopbackServer):
         self.upstream = Upstream(connect_seconds=10)
         self.failed: list[BaseException] = []
         self.bodies: list[bytes] = []
-        self.sizes: list[int] = []
+        self.held = unlimited()
         self.disconnects = 0
 
     async def _direct(self, client) -> None:
+        self.held = unlimited()
         try:
-            self.bodies.append(await client.body(LIMIT, self.sizes.append))
+            self.bodies.append(await client.body(LIMIT, self.held))
         except asyncio.CancelledError:
             self.disconnects += client.gone
             raise
@@ -248,7 +249,7 @@ def test_body_is_complete_for_any_fragmentation_and_framing(cases):
                     await made.writer.drain()
                     await asyncio.sleep(0)
                 assert (await made.read(number))[-1] == b"ok"
-                assert front.sizes[-1] == len(body)
+                assert front.held.size == len(body)
         return front.bodies
 
     assert asyncio.run(received()) == [body for body, _, _ in cases]
@@ -320,7 +321,7 @@ async def test_failing_handler_is_a_500_and_missing_answer_closes_the_connection
         raise ZeroDivisionError
 
     async def forgets(client) -> None:
-        await client.body(LIMIT, lambda size: None)
+        await client.body(LIMIT, unlimited())
 
     for handler, answers in ((fails, [b"Internal Server Error"]), (forgets, [])):
         front.server.config.app.hot = {b"/": handler}

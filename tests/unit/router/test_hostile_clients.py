@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from unit.router.rig import PORT, LoopbackServer, until
+from unit.router.rig import PORT, LoopbackServer, unlimited, until
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, AsgiClient, ClientGoneError
@@ -29,7 +29,7 @@ class Front(LoopbackServer):
         super().__init__(self._app(hot))
         self.seen: list[bytes] = []
         self.disconnected = asyncio.Event()
-        self.held = 0
+        self.reading = 0  # requests whose body was asked for
         self.go = asyncio.Event()
 
     def _app(self, hot: bool):
@@ -62,15 +62,13 @@ class Front(LoopbackServer):
     async def _describe(self, client) -> bytes:
         if (b"authorization", b"no") in client.headers:
             raise RequestError.unauthorized()  # before the body is read
-        body = await client.body(LIMIT, self._grow)
+        self.reading += 1
+        body = await client.body(LIMIT, unlimited(client.refuse_body))
         self.seen.append(bytes(body))
         if (b"x-wait", b"yes") in client.headers:
             await self.go.wait()
         names = [(name.decode(), value.decode("latin-1")) for name, value in client.headers]
         return json.dumps([client.method, client.path, names, len(body), body[:20].hex()]).encode() + b"\n"
-
-    def _grow(self, size: int) -> None:
-        self.held = size
 
     def look(self, now: float) -> None:
         for connection in tuple(self.server.server_state.connections):

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, closing, contextmanager
 import httpx
 import pytest
 import uvloop
-from unit.router.rig import PORT, Engine, LoopbackServer, loopback, until
+from unit.router.rig import PORT, Engine, LoopbackServer, loopback, unlimited, until
 from uvicorn.config import STARTUP_FAILURE
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
@@ -288,7 +288,7 @@ async def cold(scope, receive, send) -> None:
 
 async def hot(client) -> None:
     try:
-        await client.body(1024, lambda size: None)
+        await client.body(1024, unlimited())
     except asyncio.CancelledError:  # the client disconnected
         return
     await client.respond(200, [(b"content-length", b"2")], b"hi")

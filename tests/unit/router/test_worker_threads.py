@@ -1,11 +1,15 @@
-"""Worker threads: the event loop goes on, tenants take turns, and cancelled work does not begin."""
+"""Worker threads and slots: the event loop goes on, tenants take turns, and cancelled work does not begin."""
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mmrouter_router.core.fair_slots import FairSlots
 from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
 
 LARGE = INLINE_BYTES + 1
@@ -77,3 +81,49 @@ async def test_a_thread_that_cannot_be_interrupted_counts_until_it_ends(one: Wor
     assert not waiting.done()
     gate.opened.set()
     assert await waiting == (3, 1)
+
+
+async def test_a_tenant_leaves_the_others_some_slots() -> None:
+    slots = FairSlots(4, per_tenant=2)
+    greedy = [asyncio.create_task(slots.take("greedy")) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert [task.done() for task in greedy] == [True, True, False]
+    async with asyncio.timeout(5):
+        await slots.take("modest")
+        slots.release("greedy")
+        await greedy[2]
+    for name in ("greedy", "greedy", "modest"):
+        slots.release(name)
+
+
+async def test_a_router_without_tenants_uses_all_slots() -> None:
+    slots = FairSlots(4, per_tenant=2)
+    async with asyncio.timeout(5):
+        for _ in range(4):
+            await slots.take("")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "release", "cancel"])), max_size=60))
+def test_slots_are_never_lost_and_never_exceeded(steps: list[tuple[str, str]]) -> None:
+    async def run() -> None:
+        slots = FairSlots(3, per_tenant=2)
+        held, waiting = Counter[str](), list[tuple[str, asyncio.Task[None]]]()
+        for tenant, step in steps:
+            if step == "take":
+                waiting.append((tenant, asyncio.create_task(slots.take(tenant))))
+            elif step == "release" and held[tenant]:
+                slots.release(tenant)
+                held[tenant] -= 1
+            elif step == "cancel" and waiting:
+                waiting[-1][1].cancel()
+            for _ in range(3):
+                await asyncio.sleep(0)
+            held += Counter(name for name, task in waiting if task.done() and not task.cancelled())
+            waiting = [(name, task) for name, task in waiting if not task.done()]
+            assert held.total() <= 3
+            assert max(held.values(), default=0) <= 2
+            assert all(held.total() == 3 or held[name] == 2 for name, _ in waiting), "a slot is free for it"
+        for _, task in waiting:
+            task.cancel()
+
+    asyncio.run(run())
