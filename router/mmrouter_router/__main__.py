@@ -3,6 +3,7 @@
 import gc
 import logging
 import sys
+import warnings
 from typing import Final
 
 import uvloop
@@ -18,6 +19,9 @@ GC_THRESHOLD: Final = 10_000  # with Python's 700, collections in a burst of req
 def main() -> int:
     """Run the router until a signal ends it. Returns the exit status."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    # Pillow comments on every tag of a damaged image, of which a client chooses thousands.
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it logs every step of three servers
     try:
         settings = load()

@@ -20,7 +20,7 @@ from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, serve
+from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
@@ -131,7 +131,14 @@ class Router:
 
     async def run(self) -> None:
         settings = self.settings
-        clients = Server(self.client_app(), settings.host, CLIENT_PORT, drain_seconds=settings.drain_seconds)
+        clients = Server(
+            self.client_app(),
+            settings.host,
+            CLIENT_PORT,
+            drain_seconds=settings.drain_seconds,
+            max_connections=raise_open_files(),
+            count=lambda outcome: self.metrics.connections.labels(outcome).inc(),
+        )
         metrics = metrics_app(self.metrics, lambda: self.ready)
         control = port_apps.control_app(
             settings.control_token,

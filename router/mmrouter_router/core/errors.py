@@ -88,6 +88,11 @@ class RequestError(Exception):
         return cls(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     @classmethod
+    def keys_unreadable(cls) -> Self:
+        message = "The router cannot read its API keys. Try again."
+        return cls(503, message, type="server_error", code="keys_unreadable", headers={"Retry-After": "1"})
+
+    @classmethod
     def not_found(cls, method: str, path: str) -> Self:
         return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.", code="unknown_url")
 

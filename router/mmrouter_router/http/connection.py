@@ -54,6 +54,11 @@ class ClientConnection(HttpToolsProtocol):
         self._asgi_body_size = 0
         self._stall = StallTimer()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered: a connection between requests, or in front of its first one."""
+        return self.cycle is None or self.cycle.response_complete
+
     def data_received(self, data: bytes) -> None:
         if self.timeout_keep_alive_task is not None:
             self._unset_keepalive_if_required()

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -32,7 +33,20 @@ TIMEOUT_CHECK_TICKS = 10  # ticks of uvicorn's clock, ten a second, between two 
 ADMIN_DRAIN_SECONDS = 1.0  # drain time of the servers for control and metrics
 BATCH: Final = 8  # connections accepted per turn; a whole burst at once would leave engines idle, then flood them
 RETRY_SECONDS: Final = 1.0  # pause without file descriptors; connections wait in the kernel's queue meanwhile
+MAX_ADMIN_CONNECTIONS: Final = 256  # of a port for control or metrics
+FILES_KEPT: Final = 256 + 2 * MAX_ADMIN_CONNECTIONS  # for feeds, media, files of keys and the other ports
+IDLE_BATCH: Final = 64  # idle connections closed at a time where new ones exceed the limit
 _EXHAUSTED: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+
+def raise_open_files() -> int:
+    """Raise the soft limit of open files to the hard one; return how many clients may be connected under it.
+
+    A client takes two files: its connection and one to an engine.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max((hard - FILES_KEPT) // 2, 1)
 
 
 class Shutdown:
@@ -65,8 +79,19 @@ class Shutdown:
 class Server(uvicorn.Server):
     """One port. ``should_exit`` ends it; :func:`serve` handles signals for all servers of the process."""
 
-    def __init__(self, app: Any, host: str, port: int, *, drain_seconds: float) -> None:
-        """``drain_seconds``: how long answers in progress may take once the server is to exit."""
+    def __init__(
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        *,
+        drain_seconds: float,
+        max_connections: int = MAX_ADMIN_CONNECTIONS,
+        count: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        """``drain_seconds``: how long answers in progress may take once the server is to exit. ``count``: gets the
+        outcome of every connection that exceeds ``max_connections``: ``refused``, or ``idle`` for one closed instead.
+        """
         super().__init__(
             uvicorn.Config(
                 app,
@@ -85,6 +110,7 @@ class Server(uvicorn.Server):
             )
         )
         self.linger = 0.0
+        self._max_connections, self._count = max_connections, count
         self._clock = ProcessClock()
 
     @contextmanager
@@ -98,11 +124,24 @@ class Server(uvicorn.Server):
             ClientConnection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         try:
-            listener = Listener(factory, self.config.host, self.config.port, self.config.backlog)
+            listener = Listener(factory, self.config.host, self.config.port, self.config.backlog, self._admit)
         except OSError as error:
             log.error("cannot listen on %s, port %d: %s", self.config.host, self.config.port, error)
             sys.exit(STARTUP_FAILURE)
         self.servers = [listener]  # type: ignore[list-item] # implements what uvicorn uses of a server
+
+    def _admit(self) -> bool:
+        """Return whether one more connection may be served; close idle ones for it where there are too many."""
+        connections = self.server_state.connections
+        if len(connections) < self._max_connections:
+            return True
+        idle = [one for one in connections if isinstance(one, ClientConnection) and one.idle][:IDLE_BATCH]
+        for connection in idle:
+            connection.transport.abort()
+            self._count("idle")
+        if not idle:
+            self._count("refused")
+        return bool(idle)
 
     async def on_tick(self, counter: int) -> bool:
         if counter % TIMEOUT_CHECK_TICKS == 0:
@@ -162,12 +201,19 @@ class Listener:
     asyncio accepts one connection per turn of the event loop: the last of a burst would wait for all others' requests.
     """
 
-    def __init__(self, protocol_factory: Callable[[], asyncio.Protocol], host: str, port: int, backlog: int) -> None:
-        """Raises ``OSError`` where the address cannot be bound."""
+    def __init__(
+        self,
+        protocol_factory: Callable[[], asyncio.Protocol],
+        host: str,
+        port: int,
+        backlog: int,
+        admit: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """``admit``: whether to serve a connection, else it is closed. Raises ``OSError`` for an address in use."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=backlog)
         self._socket.setblocking(False)
-        self._protocol_factory = protocol_factory
+        self._protocol_factory, self._admit = protocol_factory, admit
         self._max_batches = backlog // BATCH + 1  # until the kernel's queue is empty
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()  # accepted, not yet handed to their protocol
@@ -208,6 +254,9 @@ class Listener:
                     self._pause(error)
                     return False
                 raise
+            if not self._admit():
+                connection.close()
+                continue
             opening = self._loop.create_task(self._loop.connect_accepted_socket(self._protocol_factory, connection))
             self._opening.add(opening)
             opening.add_done_callback(self._opened)

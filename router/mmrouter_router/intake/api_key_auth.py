@@ -5,6 +5,7 @@ comments are skipped. Without the folder there is one tenant, no authentication 
 deployment's identity key and the tenant's name: all replicas agree on them and no client can guess one.
 """
 
+import errno
 import hashlib
 import logging
 import time
@@ -21,8 +22,10 @@ log = logging.getLogger("mmrouter.tenants")
 SALT_SCHEME = "t1"
 CHECK_SECONDS = 1.0  # interval at which the folder is checked for changes
 MAX_FILE_BYTES = 1024 * 1024
+_EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO))
 
 Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, modification time and size of every file
+_UNREAD: Signature = (("", 0, 0, 0),)  # of a folder that has never been read
 
 
 class Tenant(NamedTuple):
@@ -49,18 +52,19 @@ class Tenants:
         self._keys: dict[bytes, Tenant] = {}
         self._checked = clock()
         self.problems: tuple[str, ...] = ()  # problems of the folder, for logs and conditions; contains no key
-        self._signature = _signature(folder)
-        self._load()
+        self._signature: Signature | None = _UNREAD
+        self._reload()
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
-        """Return the tenant by the ``Authorization`` header (names in lower case). Raises RequestError (401)."""
+        """Return the tenant by the ``Authorization`` header (names in lower case). Raises RequestError (401; 503 where
+        the keys could not be read yet).
+        """
         now = self._clock()
         if now - self._checked >= CHECK_SECONDS:
             self._checked = now
-            signature = _signature(self._folder)
-            if signature != self._signature:
-                self._signature = signature
-                self._load()
+            self._reload()
+        if self._signature is _UNREAD:
+            raise RequestError.keys_unreadable()
         if not self.authenticating:
             return DEFAULT
         values = [value for name, value in headers if name == b"authorization"]
@@ -80,15 +84,25 @@ class Tenants:
         hasher.update(b"tenant salt:" + tenant.encode())
         return f"{SALT_SCHEME}-{hasher.hexdigest()}"
 
-    def _load(self) -> None:
-        if self._signature is None:
+    def _reload(self) -> None:
+        """Read the folder where it has changed. Where the process lacks files or memory the keys stay as they are."""
+        try:
+            signature = _signature(self._folder)
+            if signature != self._signature:
+                self._load(signature)
+                self._signature = signature
+        except OSError as error:
+            log.warning("API keys cannot be read, will retry: %s", error.strerror)
+
+    def _load(self, signature: Signature | None) -> None:
+        if signature is None:
             self._keys = {}
             self._report([f"{self._folder.name}: the folder is missing"] if self.authenticating else [])
             return
         self.authenticating = True
         problems: list[str] = []
         owners: dict[bytes, set[str]] = {}
-        for name, *_ in self._signature:
+        for name, *_ in signature:
             keys = _read(self._folder / name, problems)
             if not keys:
                 problems.append(f"{name}: no key")
@@ -107,22 +121,32 @@ class Tenants:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Return the folder's signature, ``None`` where it is missing. Skips dot files, which mounted Secrets contain."""
+    """Return the folder's signature, ``None`` where it is missing. Skips dot files, which mounted Secrets contain.
+
+    Raises ``OSError`` where the process lacks a resource, which says nothing about the folder.
+    """
     try:
         files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
+        _reraise_exhausted(error)
         log.warning("API keys: %s: %s", folder.name, error.strerror)
         return ()  # an unreadable folder leaves no valid key
     files_seen = []
     for path in files:
         try:
             status = path.stat()
-        except OSError:
+        except OSError as error:
+            _reraise_exhausted(error)
             continue  # it is being replaced; the next check sees the new one
         files_seen.append((path.name, status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(files_seen)
+
+
+def _reraise_exhausted(error: OSError) -> None:
+    if error.errno in _EXHAUSTED:
+        raise error
 
 
 def _read(path: Path, problems: list[str]) -> set[bytes]:
@@ -130,6 +154,7 @@ def _read(path: Path, problems: list[str]) -> set[bytes]:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
+        _reraise_exhausted(error)
         problems.append(f"{path.name}: {error.strerror}")
         return set()
     if len(raw) > MAX_FILE_BYTES:

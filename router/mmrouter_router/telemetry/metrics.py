@@ -74,6 +74,11 @@ class Metrics(Collector):
         self.stripped = counter(
             "stripped_fields", "Fields removed from requests because clients may not set them", "field"
         )
+        self.connections = counter(
+            "connections_over_limit",
+            "Connections beyond the limit of open files: refused, or idle ones closed for them",
+            "outcome",
+        )
         self.disconnects = counter("client_disconnects", "Clients that disconnected before the end of their answer")
         self.workers = gauge("workers", "Workers by standing", "standing")
         self.discovery_errors = counter("discovery_errors", "Failed lists and watches of pods, by reason", "reason")

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import os
+import resource as limits
 from array import array
 from collections.abc import AsyncIterator
 
@@ -135,6 +136,19 @@ def synced(fleet: Fleet, member: Member, keys=(), canary: str = "True", ranks: i
 def unlimited(refuse=lambda error: None) -> BodyReservation:
     """A reservation that no body exceeds."""
     return BodyReservation(BodyBudget(1 << 40), refuse)
+
+
+@contextlib.contextmanager
+def no_free_descriptors():
+    """Exhaust the process's file descriptors."""
+    before = limits.getrlimit(limits.RLIMIT_NOFILE)
+    with open(os.devnull) as free:
+        number = free.fileno()
+    limits.setrlimit(limits.RLIMIT_NOFILE, (number, before[1]))
+    try:
+        yield
+    finally:
+        limits.setrlimit(limits.RLIMIT_NOFILE, before)
 
 
 class Rig:

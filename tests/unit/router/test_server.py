@@ -4,16 +4,16 @@ import asyncio
 import functools
 import gc
 import os
-import resource
 import signal
 import socket
 import weakref
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import asynccontextmanager, closing, suppress
+from typing import Final
 
 import httpx
 import pytest
 import uvloop
-from unit.router.rig import PORT, Engine, LoopbackServer, loopback, unlimited, until
+from unit.router.rig import PORT, Engine, LoopbackServer, loopback, no_free_descriptors, unlimited, until
 from uvicorn.config import STARTUP_FAILURE
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
@@ -68,19 +68,6 @@ class Rig:
 
     async def received(self, client: socket.socket) -> bytes:
         return await asyncio.to_thread(client.recv, 100)
-
-
-@contextmanager
-def no_free_descriptors():
-    """Exhaust the process's file descriptors."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with open(os.devnull) as free:
-        number = free.fileno()
-    resource.setrlimit(resource.RLIMIT_NOFILE, (number, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @in_uvloop
@@ -328,3 +315,32 @@ async def test_engine_connection_is_freed_without_garbage_collection():
         del reply
         upstream.close()
         await until(lambda: connection() is None)
+
+
+class Holding:
+    """An application whose only route never answers."""
+
+    hot: Final = {b"/": lambda client: asyncio.sleep(60)}
+
+
+async def test_idle_connections_close_where_new_ones_exceed_the_limit_and_busy_ones_do_not() -> None:
+    outcomes: list[str] = []
+    front = LoopbackServer(Holding())
+    front.server = Server(Holding(), front.ip, PORT, drain_seconds=1, max_connections=2, count=outcomes.append)
+    request = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+    async with front:
+        connections = front.server.server_state.connections
+        clients: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        for number, sent in enumerate((request, b"", request, b""), 1):
+            reader, writer = await asyncio.open_connection(front.ip, PORT)
+            writer.write(sent)
+            clients.append((reader, writer))
+            await until(lambda: len(connections) + len(outcomes) == number)  # noqa: B023 - waited for in the loop
+            await until(lambda: len(connections) <= 2)
+            busy = (number + 1) // 2
+            await until(lambda: sum(one.cycle is not None for one in connections) == busy)  # noqa: B023
+        assert outcomes == ["idle", "refused"]
+        for closed, _ in (clients[1], clients[3]):
+            with suppress(ConnectionResetError):
+                assert await asyncio.wait_for(closed.read(), 5) == b""
+        assert not any(clients[number][0].at_eof() for number in (0, 2))

@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from unit.router.rig import Clock
+from unit.router.rig import Clock, no_free_descriptors
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake.api_key_auth import CHECK_SECONDS, Tenant, Tenants
@@ -109,6 +109,29 @@ def test_authentication_is_never_switched_off(folder, clock):
     folder.with_name("elsewhere").rename(folder)
     clock.now += CHECK_SECONDS
     assert ask(tenants, b"Bearer red-1").name == "red"
+
+
+def test_a_process_without_free_files_keeps_its_keys(folder, clock):
+    tenants = Tenants(folder, KEY, clock=clock)
+    (folder / "red").write_text("red-3")
+    clock.now += CHECK_SECONDS
+    with no_free_descriptors():
+        assert ask(tenants, b"Bearer blue-1").name == "blue"
+        assert denied(tenants, b"Bearer red-3")
+    clock.now += CHECK_SECONDS
+    assert ask(tenants, b"Bearer red-3").name == "red"
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_keys_that_were_never_read_are_no_401_and_no_open_door(folder, clock, required):
+    with no_free_descriptors():
+        tenants = Tenants(folder, KEY, required=required, clock=clock)
+        with pytest.raises(RequestError) as caught:
+            ask(tenants, b"Bearer blue-1")
+    assert (caught.value.status, caught.value.code) == (503, "keys_unreadable")
+    clock.now += CHECK_SECONDS
+    assert ask(tenants, b"Bearer blue-1").name == "blue"
+    assert denied(tenants, b"Bearer red-3")
 
 
 def test_new_keys_switch_authentication_on(tmp_path, clock):
