@@ -33,8 +33,12 @@ class _DiscardedBody:
         pass
 
 
-class _HeadTooLargeError(Exception):
-    """A complete head is larger than :data:`HEAD_LIMIT`."""
+class _HeadRefusedError(Exception):
+    """A complete head is refused; ends the parser, so that no later request of the same bytes is served."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__()
+        self.error = error
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -75,8 +79,8 @@ class ClientConnection(HttpToolsProtocol):
                     unread = memoryview(unread)[offer.args[0] :]
                     self._parse_without_upgrade()
         except httptools.HttpParserError as error:
-            if isinstance(error.__context__, _HeadTooLargeError):
-                self._end_input(RequestError.head_too_large(HEAD_LIMIT))
+            if isinstance(refusal := error.__context__, _HeadRefusedError):
+                self._end_input(refusal.error)
             else:
                 self._end_input(RequestError.invalid("The request is not valid HTTP.", code="invalid_http"))
         else:
@@ -92,9 +96,12 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         parser, handler = self.parser, self._hot.get(self.url)
         if self.unparsed > HEAD_LIMIT and _head_size(self.url, self.headers) > HEAD_LIMIT:
-            raise _HeadTooLargeError
+            raise _HeadRefusedError(RequestError.head_too_large(HEAD_LIMIT))
         self.unparsed = 0
-        if parser.should_upgrade() and parser.get_method() != b"CONNECT":
+        version = parser.get_http_version()
+        if (error := self._malformed(version)) is not None:
+            raise _HeadRefusedError(error)
+        if parser.should_upgrade():
             self._body_receiver = _DiscardedBody()  # see _parse_without_upgrade
             return
         if (
@@ -106,7 +113,7 @@ class ClientConnection(HttpToolsProtocol):
             self._begin_asgi_request()
             return
         headers, self.headers = self.headers, []  # trailers are no headers of the request (RFC 9110 6.5.1)
-        chunked = parser.get_http_version() != "1.0"
+        chunked = version != "1.0"
         request = HotRequest(self, self.url.decode("ascii"), headers, chunked and parser.should_keep_alive(), chunked)
         self.request = self._body_receiver = request
         self.cycle = request  # type: ignore[assignment] # implements what uvicorn uses of a cycle
@@ -115,6 +122,17 @@ class ClientConnection(HttpToolsProtocol):
         task = request.task = self.loop.create_task(request.run(handler))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+    def _malformed(self, version: str) -> RequestError | None:
+        """Return why a head that the parser accepts is refused."""
+        if version not in ("1.0", "1.1"):
+            return RequestError.invalid("HTTP/1.0 and HTTP/1.1 are served.", code="invalid_http")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and version == "1.1"):  # RFC 9112 3.2
+            return RequestError.invalid("The request must have one 'Host' header.", code="invalid_http")
+        if self.parser.get_method() == b"CONNECT":
+            return RequestError.method_not_allowed("CONNECT", self.url.decode("latin-1"))
+        return None
 
     def _begin_asgi_request(self) -> None:
         self._body_receiver = None

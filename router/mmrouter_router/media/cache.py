@@ -113,6 +113,6 @@ def _seconds(text: str) -> float:
 def _date(text: str | None) -> datetime | None:
     try:
         moment = parsedate_to_datetime(text or "")
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -180,11 +180,16 @@ def parse(text: str) -> Target:
     if _FORBIDDEN.search(text):
         raise MediaError("url", "The URL holds white space, a control character or a backslash.")
     try:
-        url = URL(text)
-        host, port = url.raw_host, url.port
-        named = url.raw_user is not None or url.raw_password is not None or "@" in url.raw_authority
+        return _target(text)
     except ValueError as error:
         raise MediaError("url", "The URL is malformed.") from error
+
+
+def _target(text: str) -> Target:
+    """Raises ``MediaError`` for a URL that is not served, ``ValueError`` for one that is malformed."""
+    url = URL(text)
+    host, port = url.raw_host, url.port
+    named = url.raw_user is not None or url.raw_password is not None or "@" in url.raw_authority
     if not host or not port:
         raise MediaError("url", "The URL names no host or no port.")
     if named or "@" in urlsplit(text).netloc:

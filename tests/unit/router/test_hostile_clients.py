@@ -228,6 +228,30 @@ def test_pipelined_requests_are_answered_as_by_asgi_for_any_fragmentation(pair, 
 # -- endless input -----------------------------------------------------------------------------------------------------
 
 
+NO_HEADS = {
+    "no host": (b"POST / HTTP/1.1\r\n", 400),
+    "two hosts": (b"POST / HTTP/1.1\r\nhost: x\r\nhost: x\r\n", 400),
+    "two hosts of HTTP/1.0": (b"POST / HTTP/1.0\r\nhost: x\r\nhost: y\r\n", 400),
+    "another version": (b"POST / HTTP/2.0\r\nhost: x\r\n", 400),
+    "connect": (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n", 405),
+    "connect to a path": (b"CONNECT / HTTP/1.1\r\nhost: x\r\n", 405),
+    "a length of 5,000 digits": (POST + b"content-length: " + b"9" * 5000 + b"\r\n", 400),
+    "a length of 19 digits": (POST + b"content-length: " + b"9" * 19 + b"\r\n", 413),
+}
+
+
+@pytest.mark.parametrize("hot", [True, False])
+@pytest.mark.parametrize(("head", "status"), NO_HEADS.values(), ids=list(NO_HEADS))
+async def test_a_head_that_is_not_served_is_answered_once(hot: bool, head: bytes, status: int) -> None:
+    length = b"" if b"content-length" in head else b"content-length: 3\r\n"
+    async with Front(hot=hot) as front, connected(front) as (reader, writer):
+        writer.write(head + length + b"\r\nabc" + POST + b"content-length: 0\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 %d " % status)
+        if status != 413:
+            assert (await asyncio.wait_for(reader.read(), 5)).count(b"HTTP/1.1 4") == 0
+        assert front.seen == []
+
+
 @pytest.mark.parametrize("hot", [True, False])
 @pytest.mark.parametrize(
     ("begin", "more"),

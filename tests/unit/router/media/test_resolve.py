@@ -321,6 +321,7 @@ AT, HALF = "Expires: Tue, 01 Jan 2030 00:01:00 GMT", "Date: Tue, 01 Jan 2030 00:
         ([AT, HALF], 30.0),
         ([AT, "Cache-Control: max-age=5"], 5.0),
         (["Expires: 0"], 0.0),
+        (["Expires: Tue, 01 Jan 99999999999999999999 00:00:00 GMT"], 0.0),
         (["Expires: Tue, 01 Jan 2019 00:00:00 GMT"], 0.0),
     ],
 )
