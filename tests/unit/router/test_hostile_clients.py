@@ -29,7 +29,7 @@ class Front(LoopbackServer):
         super().__init__(self._app(hot))
         self.seen: list[bytes] = []
         self.disconnected = asyncio.Event()
-        self.reading = 0  # requests whose body was asked for
+        self.reading = 0  # requests whose body is being read
         self.go = asyncio.Event()
 
     def _app(self, hot: bool):
