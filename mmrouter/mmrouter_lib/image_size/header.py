@@ -53,17 +53,3 @@ def metadata(data: bytes, start: int, end: int) -> bytes:
     if end - start > MAX_METADATA:
         raise ImageHeaderError(f"metadata of more than {MAX_METADATA} bytes")
     return data[start:end]
-
-
-class Steps:
-    """Counts the steps of one reader. Raises :class:`ImageHeaderError` beyond ``limit``."""
-
-    __slots__ = ("_left", "_what")
-
-    def __init__(self, what: str, limit: int = MAX_STEPS) -> None:
-        self._what, self._left = what, limit
-
-    def take(self) -> None:
-        self._left -= 1
-        if self._left < 0:
-            raise ImageHeaderError(f"the header holds too many {self._what}")

@@ -3,29 +3,31 @@
 import re
 import struct
 
-from mmrouter_lib.image_size.header import MAX_METADATA, MAX_PADDING, Header, ImageHeaderError, Steps
+from mmrouter_lib.image_size.header import MAX_METADATA, MAX_PADDING, MAX_STEPS, Header, ImageHeaderError
 
-_FILL = re.compile(rb"\xff{1,%d}+" % (MAX_PADDING + 1))
+_PADDING = re.compile(rb"\xff{1,%d}+" % (MAX_PADDING + 1))
 
 
 def read(data: bytes, exif: bool) -> Header:
     """Read the segments; the last frame header counts, as it does for Pillow, which also skips junk between them."""
-    header, parts, steps = Header(), list[bytes](), Steps("segments")
+    header, parts = Header(), list[bytes]()
     at, end, size = 2, len(data), 0
-    while at + 4 <= end:
-        steps.take()
+    for _ in range(MAX_STEPS):
+        if at + 4 > end:
+            break
         if data[at] != 0xFF:
             at = data.find(b"\xff", at)
             if at < 0:
                 break
-        fill = _FILL.match(data, at)
-        assert fill is not None
-        if fill.end() - at > MAX_PADDING:
-            raise ImageHeaderError("the header holds too much padding")
-        at = fill.end() - 1
-        if at + 4 > end:
-            break
+            continue
         marker = data[at + 1]
+        if marker == 0xFF:
+            padding = _PADDING.match(data, at)
+            assert padding is not None
+            if padding.end() - at > MAX_PADDING:
+                raise ImageHeaderError("the header holds too much padding")
+            at = padding.end() - 1
+            continue
         if marker == 0 or 0xD0 <= marker <= 0xD9 or marker == 0xC8 or 0xF0 <= marker <= 0xFD:
             at += 2
             continue
@@ -46,5 +48,7 @@ def read(data: bytes, exif: bool) -> Header:
         elif marker not in (0xC4, 0xCC) and (0xC0 <= marker <= 0xCF or marker == 0xDE):
             header.height, header.width = struct.unpack_from(">HH", data, at + 5)
         at += 2 + max(length, 2)
+    else:
+        raise ImageHeaderError(f"more than {MAX_STEPS} segments")
     header.exif = b"".join(parts)
     return header

@@ -3,7 +3,7 @@
 import struct
 import zlib
 
-from mmrouter_lib.image_size.header import Header, Steps, metadata
+from mmrouter_lib.image_size.header import Header, ImageHeaderError, metadata
 
 _MAX_CHUNKS = 32_768  # a PNG of 20 MB has 2,560 chunks of the usual 8 KiB
 _MAX_TEXTS = 8  # texts that can hold an orientation; writers write one
@@ -13,11 +13,11 @@ _XMP, _PROFILE = b"XML:com.adobe.xmp", b"Raw profile type exif"
 
 def read(data: bytes, exif: bool) -> Header:
     """Walk the chunks; only those that can hold an orientation are read."""
-    header, profile = Header(), b""
-    chunks, texts = Steps("chunks", _MAX_CHUNKS), Steps("texts", _MAX_TEXTS)
-    at, pixels, animated = 8, False, False
-    while at + 8 <= len(data):
-        chunks.take()
+    header, profile, texts = Header(), b"", 0
+    at, end, pixels, animated = 8, len(data), False, False
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > end:
+            break
         length, kind = struct.unpack_from(">I4s", data, at)
         if kind == b"IHDR" and not pixels:
             header.width, header.height = struct.unpack_from(">II", data, at + 8)
@@ -31,7 +31,9 @@ def read(data: bytes, exif: bool) -> Header:
             # A keyword is at most 79 bytes long.
             keyword = data[at + 8 : at + 8 + min(length, 80)].partition(b"\0")[0]
             if keyword in (_XMP, _PROFILE):
-                texts.take()
+                texts += 1
+                if texts > _MAX_TEXTS:
+                    raise ImageHeaderError(f"more than {_MAX_TEXTS} texts with an orientation")
                 text = _text(kind, metadata(data, at + 9 + len(keyword), at + 8 + length))
                 if keyword == _XMP:
                     header.xmp = text
@@ -42,6 +44,8 @@ def read(data: bytes, exif: bool) -> Header:
         elif kind == b"IEND" or (kind == b"fcTL" and animated and pixels):
             break
         at += 12 + length
+    else:
+        raise ImageHeaderError(f"more than {_MAX_CHUNKS} chunks")
     if exif and profile and not header.exif:
         try:
             # ImageMagick's text form: three lines of label and length, then hexadecimal.

@@ -2,7 +2,7 @@
 
 import struct
 
-from mmrouter_lib.image_size.header import Header, Steps, metadata
+from mmrouter_lib.image_size.header import MAX_STEPS, Header, ImageHeaderError, metadata
 
 _EXIF, _XMP = 0x08, 0x04  # flags of an extended WebP; libwebp ignores a metadata chunk whose flag is not set
 
@@ -21,14 +21,14 @@ def read(data: bytes, exif: bool) -> Header:
     flags = data[20]
     if not exif or not flags & (_EXIF | _XMP):
         return header
-    steps = Steps("chunks")
     at, end = 12, min(len(data), 8 + int.from_bytes(data[4:8], "little"))
-    while at + 8 <= end:
-        steps.take()
+    for _ in range(MAX_STEPS):
+        if at + 8 > end:
+            return header
         kind, length = struct.unpack_from("<4sI", data, at)
         if kind == b"EXIF" and flags & _EXIF and not header.exif:
             header.exif = metadata(data, at + 8, at + 8 + length)
         elif kind == b"XMP " and flags & _XMP and not header.xmp:
             header.xmp = metadata(data, at + 8, at + 8 + length)
         at += 8 + length + (length & 1)
-    return header
+    raise ImageHeaderError(f"more than {MAX_STEPS} chunks")
