@@ -19,7 +19,7 @@ from mmrouter_lib import feed
 SECONDS = 20
 FEED = 7557
 """The port of what sidecars publish; the next one is for questions."""
-QUESTIONS = {
+QUESTIONS: dict[str, feed.Request] = {
     "ask what an engine holds": feed.SnapshotRequest(1),
     "forge a verdict": feed.CanaryResult(1, feed.CanaryReport(0, "False", "template", "made up", 1, "intruder")),
 }

@@ -21,7 +21,7 @@ from mmrouter_cli.bench.workload import PATCH, arrival_gap, catalogue_index, pau
 BLOCK = 512
 """Tokens per block of Mooncake's traces."""
 INSTRUCTIONS = 0.85
-"""Share of a client's shortest text that all its requests start with."""
+"""Share of a client's shortest text that all its requests start with; in trace_c of ServeGen 368 of 404 to 455."""
 FROM_TRACE = (
     *("system_prompts", "system_tokens", "text_tokens", "output_tokens"),
     *("image_share", "image_width", "image_height"),

@@ -193,11 +193,16 @@ def _entry(kind: str, key: Key, obj: Mapping[str, Any]) -> _Entry:
     entry.view = child_view(raw)
     entry.content = content_of(obj)
     if kind == "Secret":
-        try:
-            entry.secret = read_secret(obj)
-        except SecretError as error:
-            entry.secret = str(error)
+        entry.secret = keys_of(obj)
     return entry
+
+
+def keys_of(secret: Mapping[str, Any]) -> SecretData | str:
+    """Return the keys of a raw Secret, or a sentence about what is wrong with them."""
+    try:
+        return read_secret(secret)
+    except SecretError as error:
+        return str(error)
 
 
 def _older(version: str, than: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import NO_SUCH_FIELD
-from mmrouter_operator.cluster.cache import WatchCache
+from mmrouter_operator.cluster.cache import WatchCache, keys_of
 from mmrouter_operator.cluster.child_writer import ChildWriter, WriteResult, belongs_to_other
 from mmrouter_operator.cluster.client import (
     AlreadyExists,
@@ -219,10 +219,10 @@ class Reconciler:
     async def _secrets(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | None:
         """Return the deployment's keys, created if there are none. ``None``, with a problem, if they are unusable."""
         name = secret_name(dep)
-        if self._cache.secret(key, name) is None and not dep.spec.paused:
-            await self._create_secret(key, dep, written)
-        seen = self._cache.children(key).get(("Secret", name))
         found = self._cache.secret(key, name)
+        if found is None and not dep.spec.paused:
+            found = await self._create_secret(key, dep, written)
+        seen = self._cache.children(key).get(("Secret", name))
         if seen is not None and seen.owner not in ("", dep.metadata.uid):
             message = f"Secret {name} is not this resource's"
             written.problems.append(Problem(CHILD_NAME_TAKEN, "Secret", name, message))
@@ -233,7 +233,7 @@ class Reconciler:
             return found
         return None
 
-    async def _create_secret(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> None:
+    async def _create_secret(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | str | None:
         """Put new keys into the cluster and the cache, or those that another replica of the operator has just made."""
         manifest = render_secret(dep, new_secret_data())
         ref = Ref.of(manifest)
@@ -252,12 +252,13 @@ class Reconciler:
                 message = f"Secret {ref.name} is not this resource's"
                 written.problems.append(Problem(CHILD_NAME_TAKEN, "Secret", ref.name, message))
                 written.retry_in(RECHECK_SECONDS)
-                return
+                return None
             live, lost = existing, False
         self._cache.put("Secret", live)
         if lost:
             message = f"Secret {ref.name} was lost and is created again: every pod restarts with new keys"
             self._recreated[key] = Problem(SECRET_RECREATED, "Secret", ref.name, message)
+        return keys_of(live)
 
     def _snapshot(
         self, key: Key, resource: Mapping[str, Any], secrets: SecretData | None, missing: tuple[Reference, ...]

@@ -13,9 +13,10 @@ VOLUMES: Final = {
 }
 """Volume sources that `restricted` allows."""
 SYSCTLS: Final = {
-    *("kernel.shm_rmid_forced", "net.ipv4.ping_group_range", "net.ipv4.tcp_fin_timeout", "net.ipv4.tcp_syncookies"),
-    *(f"net.ipv4.ip_{name}" for name in ("local_port_range", "local_reserved_ports", "unprivileged_port_start")),
-    *(f"net.ipv4.tcp_keepalive_{name}" for name in ("intvl", "probes", "time")),
+    *("kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports"),
+    *("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range", "net.ipv4.tcp_fin_timeout"),
+    *("net.ipv4.tcp_keepalive_intvl", "net.ipv4.tcp_keepalive_probes", "net.ipv4.tcp_keepalive_time"),
+    *("net.ipv4.tcp_syncookies",),
 }
 SELINUX_TYPES: Final = frozenset({"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"})
 PROFILES: Final = ("RuntimeDefault", "Localhost")
