@@ -27,6 +27,7 @@ NODE = "local"
 UNPRIVILEGED_PORT = 8000
 """Port of a Service whose own port this user may not bind."""
 
+RETRY_SECONDS = 1.0
 TOKEN_FILE = "secrets/control.token"  # noqa: S105 - a file's name
 
 
@@ -161,9 +162,13 @@ class LocalCluster:
     def _notify(self) -> None:
         text = roster(self.pods)
         if text != self._roster:
-            self._roster = text
-            for folder in self._config_folders():
-                write_atomically(folder / "workers.json", text)
+            try:
+                for folder in self._config_folders():
+                    write_atomically(folder / "workers.json", text)
+                self._roster = text
+            except OSError as error:  # a full disk must not end the supervisor that reports a pod
+                self._log(self.name, f"workers.json cannot be written, will retry: {error.strerror}")
+                asyncio.get_running_loop().call_later(RETRY_SECONDS, self._notify)
         self._changed.set()
         self._changed = asyncio.Event()
 

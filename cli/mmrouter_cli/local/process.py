@@ -176,6 +176,7 @@ def console_sink() -> LogSink:
         colour = COLOURS[zlib.crc32(source.encode()) % len(COLOURS)]
         # Styled text, because output must not be interpreted as markup.
         prefix = Text(f"{source:<{width}} | ", style=colour)
-        target.print(prefix + Text.from_ansi(line, style=""), soft_wrap=True, highlight=False)
+        with contextlib.suppress(OSError):  # a full disk must not end the process that a line is about
+            target.print(prefix + Text.from_ansi(line, style=""), soft_wrap=True, highlight=False)
 
     return sink

@@ -41,6 +41,7 @@ from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failur
 log = logging.getLogger("mmrouter.chat")
 
 FORWARDED = ("/v1/completions", "/v1/responses")
+STORED = "previous_response_id"
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"  # with the control token: this request's policy, to compare policies on the same engines
@@ -144,6 +145,9 @@ class Chat:
         try:
             with child_span("intake"):
                 request = await self._threads.run(tenant.name, len(raw), self._parse, path, raw)
+            if tenant.salt is not None and request.body.get(STORED) is not None and path != CHAT:
+                message = "Stored responses are not served with API keys, because engines keep them for all clients."
+                raise RequestError.invalid(f"'{STORED}': {message}", param=STORED, code="unsupported_parameter")
         finally:
             parsed = time.perf_counter()
             self._intake_seconds.observe(parsed - began)

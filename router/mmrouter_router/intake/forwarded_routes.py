@@ -19,6 +19,8 @@ HEAD_CHARACTERS = 2048  # characters of a prompt's JSON form that identify its b
 
 _PROMPTS = ("input", "prompt", "previous_input_messages", "messages")  # top-level fields of messages or prompts
 _MEDIA: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+_IDENTITIES = ("uuid", "content_hash")
+"""Fields beside and within a medium that would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid)."""
 _FILE_REFERENCES = frozenset({"file_url", "file_id"})
 NO_EMBEDDINGS = "send media, not embeddings"
 _EMBEDDINGS = frozenset({"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"})
@@ -68,10 +70,9 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
             if name in _FILE_REFERENCES:
                 raise json_body.unsupported(place, "engines fetch and keep nothing; put the media into the request")
             if name in _MEDIA:
-                # A client's uuid would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid).
-                if value.pop("uuid", None) is not None:
-                    removed.add("uuid")
                 holder, key, url, param = json_body.media_url(value, name, place)
+                for part in (value, holder):
+                    removed.update(field for field in _IDENTITIES if part.pop(field, None) is not None)
                 holder[key] = ""
                 yield MediaPart(holder, key, url, param, _MEDIA[name])
             elif isinstance(item, dict | list):

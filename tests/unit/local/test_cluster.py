@@ -1,6 +1,7 @@
 """A whole run: Services, discovery, the run folder, two runs side by side, and an end that leaves nothing."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ import psutil
 import pytest
 from unit.local.conftest import alive, ask
 
+from mmrouter_cli.local import cluster as local_cluster
+from mmrouter_cli.local.cluster import write_atomically
 from mmrouter_cli.local.environment import engine_commands, inherited_env
 from mmrouter_cli.local.folders import SHM, LocalError, make_folders, run_root
 
@@ -92,6 +95,38 @@ async def test_frontends_learn_who_is_there_and_ready(run: Any, kit: Any) -> Non
         await cluster.wait_until(lambda: not first.ready, 5)
         assert [w["ready"] for w in json.loads(files[1].read_text())["workers"]] == [False, True]
         assert [f.control for f in cluster.frontends] == [f"http://{pod.ip}:8802" for pod in cluster.pods[2:]]
+
+
+async def test_a_pod_is_restarted_and_reported_though_the_disk_is_full(
+    run: Any, kit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = True
+
+    def write(path: Path, text: str) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomically(path, text)
+
+    monkeypatch.setattr(local_cluster, "RETRY_SECONDS", 0.05)
+    config = {"volumes": [{"name": "config", "emptyDir": {}}]}
+    front = kit.server(volumeMounts=[{"name": "config", "mountPath": "/etc/mmrouter"}])
+    worker = {"mmrouter.io/pool": "big", "mmrouter.io/role": "worker"}
+    objects = [
+        kit.deployment("web", kit.server(), labels=worker),
+        kit.deployment("front", front, labels=FRONTEND, **config),
+    ]
+    async with run(*objects) as cluster:
+        pod, file = cluster.pods[0], cluster.pods[1].volumes["config"] / "workers.json"
+        before = file.read_text()
+        monkeypatch.setattr(local_cluster, "write_atomically", write)
+        os.kill(pod.pids["web"], signal.SIGKILL)
+        await cluster.wait_until(lambda: not pod.ready, 30)
+        await cluster.wait_until(lambda: pod.ready, 30)
+        assert file.read_text() == before
+        full = False
+        os.kill(pod.pids["web"], signal.SIGKILL)
+        await cluster.wait_until(lambda: not pod.ready, 30)
+        assert not json.loads(file.read_text())["workers"][0]["ready"]
 
 
 async def test_a_run_describes_itself_while_it_lasts_and_leaves_nothing(run: Any, kit: Any, root: Path) -> None:

@@ -146,6 +146,17 @@ async def test_requests_to_cold_routes_are_counted_without_client_paths_as_label
     assert counted == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
 
 
+async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):
+    (tmp_path / "api-keys").mkdir()
+    (tmp_path / "api-keys" / "tenant").write_text("key")
+    body = {"model": "t", "input": "go on", "previous_response_id": "resp_1"}
+    async with router(tmp_path) as r, client_of(r) as client:
+        answer = await client.post("/v1/responses", json=body, headers={"authorization": "Bearer key"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
+    async with router() as r, client_of(r) as client:
+        assert (await client.post("/v1/responses", json=body)).status_code == 503, "there is no engine"
+
+
 async def test_model_list_without_valid_key_is_a_counted_401(tmp_path):
     (tmp_path / "api-keys").mkdir()
     (tmp_path / "api-keys" / "tenant").write_text("key")

@@ -11,7 +11,7 @@ from mmrouter_router.intake import parse_forwarded
 CONTENT = [
     {"type": "input_text", "text": "http://not-media.example/"},
     {"type": "input_image", "image_url": "http://secret.example/1", "uuid": "mine", "file_id": None},
-    {"type": "image_url", "image_url": {"url": "http://secret.example/2"}},
+    {"type": "image_url", "image_url": {"url": "http://secret.example/2", "content_hash": "mine"}},
 ]
 
 
@@ -32,12 +32,13 @@ def test_media_of_a_forwarded_request_are_collected_at_any_depth():
         ("image", "http://secret.example/2", "input[0].content[2].image_url.url"),
         ("image", "http://secret.example/3", "input[1].output.image_url"),
     ]
-    assert request.removed == ("uuid",)
+    assert request.removed == ("content_hash", "uuid")
     assert "secret" not in json.dumps(request.body)
     assert "mine" not in json.dumps(request.body)
     for part in request.media:
         part.embed("data:,x")
-    expected = re.sub(r"http://secret.example/\d", "data:,x", json.dumps(RESPONSES).replace('"uuid": "mine", ', ""))
+    expected = re.sub(r"http://secret.example/\d", "data:,x", json.dumps(RESPONSES))
+    expected = re.sub(r'"uuid": "mine", |, "content_hash": "mine"', "", expected)
     assert request.body == json.loads(expected)
 
 

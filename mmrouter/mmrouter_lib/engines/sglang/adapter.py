@@ -86,6 +86,7 @@ REFUSED_FIELDS: Final = (
     "bootstrap_port",
     "bootstrap_room",
     "rid",  # a client could choose that of another tenant
+    "request_id",  # the same, in a response
     "session_id",
     "session_params",
     "lora_path",
