@@ -109,13 +109,19 @@ class LeaderElection:
         if not held:
             return
         try:
-            lease = await self._cluster.get(self._ref)
-            if lease and lease["spec"].get("holderIdentity") == self._identity:
-                # The API requires a positive duration.
-                lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _timestamp()}
-                await self._cluster.replace(lease)
+            try:
+                await self._give_up()
+            except Conflict:  # a renewal that was under way came between
+                await self._give_up()
         except ApiError as error:
             log.warning("the lease was not released: %s", error)
+
+    async def _give_up(self) -> None:
+        lease = await self._cluster.get(self._ref)
+        if lease and lease["spec"].get("holderIdentity") == self._identity:
+            # The API requires a positive duration.
+            lease["spec"] |= {"holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _timestamp()}
+            await self._cluster.replace(lease)
 
     async def attempt(self) -> None:
         started = self._clock()

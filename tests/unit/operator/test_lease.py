@@ -161,6 +161,25 @@ async def test_a_released_lease_is_taken_at_once_and_the_one_who_released_it_sta
     assert second.valid()
 
 
+async def test_a_renewal_under_way_does_not_keep_a_lease_from_being_released() -> None:
+    server = Server()
+    client = Client(server)
+    one = leader(server, "a", Time(), client)
+    await one.attempt()
+    read = client.get
+
+    async def get(ref: Ref) -> Object | None:
+        lease = await read(ref)
+        client.get = read  # type: ignore[method-assign]
+        await client.replace(copy.deepcopy(lease))  # type: ignore[arg-type] # the server takes a renewal meanwhile
+        return lease
+
+    client.get = get  # type: ignore[method-assign]
+    await one.release()
+    assert server.lease is not None
+    assert server.lease["spec"]["holderIdentity"] == ""
+
+
 async def test_releasing_leaves_the_lease_of_another_holder() -> None:
     server, first, _ = await deposed()
     await first.release()
