@@ -148,7 +148,7 @@ def test_a_wrong_family_is_named_by_its_token_count(demo, model):
 
 def test_a_wrong_template_is_named_by_canary_and_live_parity_and_the_client_notices_nothing(demo, other_template):
     def sample_everything(router):
-        router.sampler = router.sampler.__class__(1.0, router.fleet, router.feed, router.metrics, seconds=3)
+        router.sampler = router.sampler.__class__(1.0, router.fleet, router.feed, router.metrics)
 
     second = Second(demo, other_template)
     with second.running(sample_everything):

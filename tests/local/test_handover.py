@@ -131,7 +131,8 @@ def asks_otherwise(path: str, instead: Callable[[Ask, bytes], Any]) -> Callable[
     """Have a request to a plugin changed on its way, or answered in its place."""
 
     def broken(handover: Any, patch: pytest.MonkeyPatch) -> None:
-        upstream = handover._processed._upstream
+        requests = handover._processed._ask.__self__
+        upstream = requests._upstream
 
         async def ask(address: Any, method: str, where: str, headers: Any, body: bytes, **options: Any) -> Any:
             async def sent(other_body: bytes) -> bytes:
@@ -139,7 +140,7 @@ def asks_otherwise(path: str, instead: Callable[[Ask, bytes], Any]) -> Callable[
 
             return 200, await (instead(sent, body) if where == path else sent(body))
 
-        patch.setattr(handover._processed, "_upstream", SimpleNamespace(ask=ask))
+        patch.setattr(requests, "_upstream", SimpleNamespace(ask=ask))
 
     return broken
 

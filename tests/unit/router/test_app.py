@@ -1,8 +1,10 @@
 """Readiness of a router, its reaction to membership changes, and its cold routes; feeds are driven by the tests."""
 
+import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from unit.router.test_prepare import settings
 from mmrouter_router import app
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.membership import Membership, Peer
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.body_budget import BodyReservation
@@ -28,9 +31,11 @@ async def router(config: Path = Path("/nowhere"), own=None):
     public, secret = zmq.curve_keypair()
     keys = CurveKeys(public, secret, public)
     made = Router(replace(settings(), deployment=own or deployment(), pod_ip=OWN_IP, config_dir=config, curve=keys))
-    async with made.lifespan():
-        yield made
-        made.apply_membership(Membership(()))
+    # A feed of its own would connect again at any time and ask for a snapshot that no sidecar sends.
+    with patch.object(FeedClient, "run", lambda feed: asyncio.Event().wait()):
+        async with made.lifespan():
+            yield made
+            made.apply_membership(Membership(()))
 
 
 @pytest.fixture
