@@ -46,8 +46,6 @@ class Seen:
 
     pod: dict[str, Any]
     ip: str = ""
-    written: dict[str, Any] | None = None
-    """The last patch of its status that the server took."""
     ending: "asyncio.Task[None] | None" = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -94,7 +92,9 @@ class Hollow:
         ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "lastHeartbeatTime": now}
         addresses = {"InternalIP": self._plane.address, "Hostname": name}
         status = {
-            **{"capacity": resources, "allocatable": resources, "conditions": [{**ready, "lastTransitionTime": now}]},
+            "capacity": resources,
+            "allocatable": resources,
+            "conditions": [{**ready, "lastTransitionTime": now}],
             "addresses": [{"type": type, "address": address} for type, address in addresses.items()],
         }
         path = f"/api/v1/nodes/{name}"
@@ -233,11 +233,8 @@ class Hollow:
             else:
                 states = (self._runner.states(uid) if self._runner is not None else None) or running(pod)
             patch = status_patch(pod, states, seen.ip, self._plane.address, _now())
-            if patch != seen.written:
-                if await self._write(seen, patch):
-                    seen.written = patch
-                else:
-                    self._look_again(uid)
+            if patch is not None and not await self._write(seen, patch):
+                self._look_again(uid)
 
     async def _address(self, pod: dict[str, Any]) -> str:
         if self._runner is not None:

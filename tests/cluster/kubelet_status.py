@@ -1,6 +1,6 @@
 """What a kubelet would write into a pod's status. Pure: the pod and how its containers are doing in, a patch out."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,8 @@ def failing(pod: Mapping[str, Any], container: str, reason: str, message: str) -
 
 def status_patch(
     pod: Mapping[str, Any], states: Mapping[str, ContainerState], ip: str, host: str, now: str
-) -> dict[str, Any]:
-    """Return the patch of ``status`` that a kubelet would write: the same again where nothing has changed. ``now``: RFC
+) -> dict[str, Any] | None:
+    """Return the patch of ``status`` that a kubelet would write, ``None`` when it would write nothing. ``now``: RFC
     3339. Readiness gates are honoured; conditions that are not a kubelet's stay as they are.
     """
     old = pod.get("status") or {}
@@ -61,13 +61,19 @@ def status_patch(
     closed = [gate for gate in gates if given.get(gate) != "True"]
     why = f"containers with unready status: [{' '.join(unready)}]"
     what = f"corresponding condition of pod readiness gate {closed[0]!r} is not True" if closed else ""
-    unready_by = "ReadinessGatesNotReady" if up else "ContainersNotReady"
-    started = begun and all(states[name].started for name in sidecars)
-    status["conditions"] = [
-        _condition(old, "Initialized", started, "ContainersNotInitialized", "", now),
-        _condition(old, "ContainersReady", up, "ContainersNotReady", why, now),
-        _condition(old, "Ready", up and not closed, unready_by, what or why, now),
-    ]
+    status["conditions"] = _changed(
+        old.get("conditions") or [],
+        [
+            _condition(
+                "Initialized", begun and all(states[name].started for name in sidecars), "ContainersNotInitialized", ""
+            ),
+            _condition("ContainersReady", up, "ContainersNotReady", why),
+            _condition(
+                "Ready", up and not closed, "ReadinessGatesNotReady" if up else "ContainersNotReady", what or why
+            ),
+        ],
+        now,
+    )
     images = {
         c["name"]: c.get("image", "") for c in (*(pod["spec"].get("initContainers") or []), *pod["spec"]["containers"])
     }
@@ -80,14 +86,24 @@ def status_patch(
     status["containerStatuses"] = [
         _container(states[name], images[name], times.get(name) or now) for name in containers
     ]
-    return {"status": status}
+    return {"status": status} if _differs(old, status) else None
 
 
-def _condition(old: Mapping[str, Any], type: str, value: bool, reason: str, message: str, now: str) -> dict[str, str]:
-    status = str(value)
-    times = {(each["type"], each["status"]): each.get("lastTransitionTime") for each in old.get("conditions") or []}
-    why = {"reason": "", "message": ""} if value else {"reason": reason, "message": message}
-    return {"type": type, "status": status, **why, "lastTransitionTime": times.get((type, status)) or now}
+def _condition(type: str, value: bool, reason: str, message: str) -> dict[str, str]:
+    if value:
+        return {"type": type, "status": "True", "reason": "", "message": ""}
+    return {"type": type, "status": "False", "reason": reason, "message": message}
+
+
+def _changed(old: Iterable[Mapping[str, Any]], new: Iterable[dict[str, str]], now: str) -> list[dict[str, str]]:
+    before = {c["type"]: c for c in old}
+    made = []
+    for condition in new:
+        was = before.get(condition["type"])
+        same = was is not None and was["status"] == condition["status"]
+        since = was["lastTransitionTime"] if same and was is not None else now
+        made.append({**condition, "lastTransitionTime": since})
+    return made
 
 
 def _times(old: Mapping[str, Any]) -> dict[str, str]:
@@ -110,3 +126,24 @@ def _container(state: ContainerState, image: str, since: str, how: Mapping[str, 
         "restartCount": state.restarts,
         "state": how or {"running": {"startedAt": since}},
     }
+
+
+def _differs(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    conditions = {c["type"]: _plain(c) for c in old.get("conditions") or []}
+    if any(conditions.get(c["type"]) != _plain(c) for c in new["conditions"]):
+        return True
+    return any(_bare(old.get(name)) != _bare(value) for name, value in new.items() if name != "conditions")
+
+
+def _plain(condition: Mapping[str, Any]) -> tuple[str, str, str]:
+    return condition["status"], condition.get("reason", ""), condition.get("message", "")
+
+
+def _bare(value: Any) -> Any:
+    """Drop what the server leaves out of an object, or puts into it: empty values."""
+    if isinstance(value, dict):
+        parts = {name: _bare(part) for name, part in value.items()}
+        return {name: part for name, part in parts.items() if part is not None} or None
+    if isinstance(value, list):
+        return [_bare(part) for part in value] or None
+    return value or None

@@ -311,7 +311,12 @@ def test_a_container_that_does_not_run_is_reported_until_it_does(
     plane = replica.plane
     rule = kubelet.hold(namespace, {"mmrouter.io/role": "worker"}, waiting, "the runtime's own words", "engine")
     apply(plane, namespace, resource())
-    wait_for(lambda: blocked(plane, namespace)[0] == reason, SECONDS, f"Progressing says {reason}")
+    wait_for(
+        lambda: blocked(plane, namespace)[0] == reason,
+        SECONDS,
+        f"Progressing says {reason}",
+        known=lambda: (condition(plane, "Degraded", namespace), plane.pods(namespace)),
+    )
     assert "the runtime's own words" in blocked(plane, namespace)[1]
     assert condition(plane, "Ready", namespace)["status"] == "False"
     kubelet.release(rule)
