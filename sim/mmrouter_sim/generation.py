@@ -3,6 +3,7 @@
 import asyncio
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ class Piece:
 
 
 @dataclass
-class Job:
+class Job(ABC):
     """One generation, ready to run. Engines add the shapes of usage, answers and chunks."""
 
     aborted: ClassVar[RequestError]
@@ -53,14 +54,14 @@ class Job:
     def chat(self) -> bool:
         return hasattr(self.body, "messages")
 
-    def details(self) -> dict[str, Any] | None:
-        raise NotImplementedError
+    @abstractmethod
+    def details(self) -> dict[str, Any] | None: ...
 
-    def answer(self, pieces: list[Piece]) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def answer(self, pieces: list[Piece]) -> dict[str, Any]: ...
 
-    def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        raise NotImplementedError
+    @abstractmethod
+    def chunks(self) -> AsyncIterator[dict[str, Any]]: ...
 
     def usage(self) -> dict[str, Any]:
         """Return the usage so far, in the engine's order of keys."""

@@ -4,6 +4,7 @@ An event is a msgpack map with ``type`` first; fields that have a default are le
 msgpack array of time, events and data-parallel rank. SGLang's are of the same form.
 """
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ def encode_events(ts: float, events: Sequence[Event], rank: int) -> bytes:
     return _ENCODER.encode((ts, events, rank))
 
 
-class Dialect:
+class Dialect(ABC):
     """Digests of one engine's blocks and the events about them. ``single``: a block is held only once, and generated
     blocks become findable when their request ends.
     """
@@ -87,13 +88,13 @@ class Dialect:
         for number in range(len(request.digests), len(request.ids) // size):
             request.digests.append(self.digest(request, number, request.ids[number * size : (number + 1) * size]))
 
+    @abstractmethod
     def digest(self, request: Request, number: int, ids: "array[int]") -> bytes:
         """Return the digest of a block of a request, whose blocks before have theirs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stored(self, request: Request, first: int, last: int) -> Event:
         """Return the event about blocks [first, last) of a request."""
-        raise NotImplementedError
 
     def _fields(self, request: Request, first: int, last: int) -> dict[str, Any]:
         """Return the fields that the events of both engines have."""

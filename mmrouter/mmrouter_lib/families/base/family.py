@@ -1,5 +1,6 @@
 """The interface of a model family, and the values that cross it."""
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def refuse_options(limits: ProcessorLimits | None, *names: str, family: str) -> 
             raise ModelFolderError(f"spec.engine.processor: {name} is no option of {family}")
 
 
-class Family:
+class Family(ABC):
     """Image size -> placeholder tokens, and prompt text -> token ids, for one model folder.
 
     By default the placeholder is one token of the vocabulary: the text is tokenized once, then tokens are replaced.
@@ -94,9 +95,9 @@ class Family:
         """The processor options in force: they change pixels, so they belong to the media identity."""
         return {}
 
+    @abstractmethod
     def count(self, width: int, height: int) -> int:
         """Return the placeholder tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
-        raise NotImplementedError
 
     def check(self, codec: "TokenizerCodec") -> None:
         """Raise :class:`ModelFolderError` for a tokenizer that has the placeholder under another id."""
