@@ -28,7 +28,7 @@ EXEMPT = {"hack/prose_lint.py", "tests/unit/hack/test_prose_lint.py", "LICENSE",
 """This file and its test quote what they ban; the others are text that the project did not write."""
 BE = "(?:is|are|was|were|be|been|being)"
 BANNED = {
-    '(?<!renderer_)(?<!")nobody': "name who does not, or use the passive: 'no client', 'is not used'",
+    "nobody": "name who does not, or use the passive: 'no client', 'is not used'",
     "somebody": "name who: 'a client', 'another process', 'a user'",
     "anybody": "name who: 'any user', 'any process'",
     "(?:whoever|whomever)": "name who: 'the caller', 'a client that'",

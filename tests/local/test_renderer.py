@@ -67,7 +67,7 @@ def test_without_an_answer_of_the_renderer_it_is_served_by_affinity_with_the_rea
     with second.running(without):
         trace = second.control(second.ask("A bell rings over the empty quay. " * 6))
         assert trace["exactness"] == "affinity"
-        assert trace["reasons"] == ["renderer_nobody:unheard_of", "family:unheard_of"]
+        assert trace["reasons"] == ["renderer_unavailable:unheard_of", "family:unheard_of"]
 
 
 def test_a_known_family_is_sampled_and_its_renderer_agrees(demo):
@@ -98,8 +98,8 @@ def test_a_renderer_that_is_gone_is_unknown_and_never_a_difference(demo):
     second = Second(demo, workers=2)
     with second.running(lose_the_renderer):
         found = sampled(second, "Hi")
-        assert (found["result"], found["cause"]) == ("Unknown", "renderer_nobody")
-        assert parity(second, "Unknown", "renderer_nobody") == 1
+        assert (found["result"], found["cause"]) == ("Unknown", "renderer_unavailable")
+        assert parity(second, "Unknown", "renderer_unavailable") == 1
 
 
 def image(seed: str, side: int = 112) -> dict:

@@ -137,7 +137,7 @@ class Renderer:
     async def _render(self, key: bytes, request: Mapping[str, Any]) -> Rendered:
         usable = self.usable
         if not usable:
-            raise EngineRequestError("nobody", "no renderer is ready")
+            raise EngineRequestError("unavailable", "no renderer is ready")
         rendered = await self._render_at(usable[next(self._turn) % len(usable)], orjson.dumps(request))
         self._cache[key] = rendered
         self._free_tokens -= len(rendered[0])

@@ -15,7 +15,7 @@ _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _FETCH = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
-RENDERER_CAUSES = frozenset(f"renderer_{cause}" for cause in ("nobody", "timeout", "lost", "refused", "unusable"))
+RENDERER_CAUSES = frozenset(f"renderer_{cause}" for cause in ("unavailable", "timeout", "lost", "refused", "unusable"))
 # Values of the label ``cause``; any other cause counts as unknown.
 PARITY_CAUSES = RENDERER_CAUSES | {"", "template", "count", "identity", "block_size", "salt", "truncation", "unknown"}
 

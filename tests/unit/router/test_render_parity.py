@@ -261,12 +261,12 @@ async def test_wrong_prediction_is_counted_with_its_cause(rig, prepare):  # noqa
 
 async def test_failing_renderer_gives_unknown(rig, prepare):  # noqa: F811
     prompt = await prepare(text("look"))
-    assert (await rig.asked(prompt)).cause == "renderer_nobody"
+    assert (await rig.asked(prompt)).cause == "renderer_unavailable"
     await rig.with_renderer()
     other = replace(prompt, request=replace(prompt.request, body={**prompt.request.body, "messages": []}))
     found = await rig.asked(other)
     assert (found.result, found.cause) == ("Unknown", "renderer_refused")
-    assert (rig.counted("Unknown", "renderer_nobody"), rig.counted("Unknown", "renderer_refused")) == (1, 1)
+    assert (rig.counted("Unknown", "renderer_unavailable"), rig.counted("Unknown", "renderer_refused")) == (1, 1)
 
 
 async def test_render_samples_and_bytes_are_bounded(rig, prepare, monkeypatch):  # noqa: F811

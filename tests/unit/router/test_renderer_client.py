@@ -179,7 +179,7 @@ async def test_renderers_take_turns_and_removed_ones_are_skipped(rig):
 
 async def test_every_failure_has_a_counted_cause(rig):
     unavailable = await refused(rig.renderer.render(chat(A)), EngineRequestError)
-    assert (unavailable.cause, rig.counted("nobody")) == ("nobody", 1)
+    assert (unavailable.cause, rig.counted("unavailable")) == ("unavailable", 1)
     assert "no renderer is ready" in str(unavailable)
     await rig.with_servers(server := Server())
     server.status, server.raw = 400, b'{"error": {"message": "bad template"}}'
