@@ -54,6 +54,7 @@ class LocalCluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self._roster = ""
+        self._retry: asyncio.TimerHandle | None = None
 
     @property
     def frontends(self) -> tuple[FrontendAddress, ...]:
@@ -128,6 +129,8 @@ class LocalCluster:
         await asyncio.gather(*(pod.stop() for pod in self.pods))
         for forwarder in self._forwarders:
             await forwarder.close()
+        if self._retry is not None:
+            self._retry.cancel()
 
     async def _serve(self, service: ServicePlan) -> None:
         for port in service.ports:
@@ -168,7 +171,9 @@ class LocalCluster:
                 self._roster = text
             except OSError as error:  # a full disk must not end the supervisor that reports a pod
                 self._log(self.name, f"workers.json cannot be written, will retry: {error.strerror}")
-                asyncio.get_running_loop().call_later(RETRY_SECONDS, self._notify)
+                if self._retry is not None:
+                    self._retry.cancel()
+                self._retry = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._notify)
         self._changed.set()
         self._changed = asyncio.Event()
 
