@@ -48,7 +48,7 @@ class Header:
     xmp: bytes = b""
 
 
-def metadata(data: bytes, start: int, end: int) -> bytes:
+def read_metadata(data: bytes, start: int, end: int) -> bytes:
     """Return the bytes of a packet of metadata. Raises :class:`ImageHeaderError` for a long one, before a copy."""
     if end - start > MAX_METADATA:
         raise ImageHeaderError(f"metadata of more than {MAX_METADATA} bytes")

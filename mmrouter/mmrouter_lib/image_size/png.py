@@ -3,7 +3,7 @@
 import struct
 import zlib
 
-from mmrouter_lib.image_size.header import Header, ImageHeaderError, metadata
+from mmrouter_lib.image_size.header import Header, ImageHeaderError, read_metadata
 
 _MAX_CHUNKS = 32_768  # a PNG of 20 MB has 2,560 chunks of the usual 8 KiB
 _MAX_TEXTS = 8  # texts that can hold an orientation; writers write one
@@ -26,7 +26,7 @@ def read(data: bytes, exif: bool) -> Header:
                 break
             pixels = True
         elif kind == b"eXIf":
-            header.exif = metadata(data, at + 8, at + 8 + length)
+            header.exif = read_metadata(data, at + 8, at + 8 + length)
         elif kind in (b"tEXt", b"zTXt", b"iTXt"):
             # A keyword is at most 79 bytes long.
             keyword = data[at + 8 : at + 8 + min(length, 80)].partition(b"\0")[0]
@@ -34,7 +34,7 @@ def read(data: bytes, exif: bool) -> Header:
                 texts += 1
                 if texts > _MAX_TEXTS:
                     raise ImageHeaderError(f"more than {_MAX_TEXTS} texts with an orientation")
-                text = _text(kind, metadata(data, at + 9 + len(keyword), at + 8 + length))
+                text = _text(kind, read_metadata(data, at + 9 + len(keyword), at + 8 + length))
                 if keyword == _XMP:
                     header.xmp = text
                 else:

@@ -7,7 +7,7 @@ from PIL import Image
 from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import TiffImageFile
 
-from mmrouter_lib.image_size.header import MAX_TAGS, MAX_VALUES, Header, ImageHeaderError, metadata
+from mmrouter_lib.image_size.header import MAX_TAGS, MAX_VALUES, Header, ImageHeaderError, read_metadata
 
 _BYTES = (1, 2, 6, 7)  # types whose values stay one byte string, however many there are
 
@@ -17,7 +17,7 @@ def read(data: bytes, exif: bool) -> Header:
     check_directory(data)
     with TiffImageFile(io.BytesIO(data)) as image:
         xmp = b"" if Base.Orientation in image.tag_v2 else image.info.get("xmp", b"")
-        return Header(*image.size, xmp=metadata(xmp, 0, len(xmp)) if isinstance(xmp, bytes) else b"")
+        return Header(*image.size, xmp=read_metadata(xmp, 0, len(xmp)) if isinstance(xmp, bytes) else b"")
 
 
 def orientation(exif: bytes) -> object:

@@ -2,7 +2,7 @@
 
 import struct
 
-from mmrouter_lib.image_size.header import MAX_STEPS, Header, ImageHeaderError, metadata
+from mmrouter_lib.image_size.header import MAX_STEPS, Header, ImageHeaderError, read_metadata
 
 _EXIF, _XMP = 0x08, 0x04  # flags of an extended WebP; libwebp ignores a metadata chunk whose flag is not set
 
@@ -27,8 +27,8 @@ def read(data: bytes, exif: bool) -> Header:
             return header
         kind, length = struct.unpack_from("<4sI", data, at)
         if kind == b"EXIF" and flags & _EXIF and not header.exif:
-            header.exif = metadata(data, at + 8, at + 8 + length)
+            header.exif = read_metadata(data, at + 8, at + 8 + length)
         elif kind == b"XMP " and flags & _XMP and not header.xmp:
-            header.xmp = metadata(data, at + 8, at + 8 + length)
+            header.xmp = read_metadata(data, at + 8, at + 8 + length)
         at += 8 + length + (length & 1)
     raise ImageHeaderError(f"more than {MAX_STEPS} chunks")

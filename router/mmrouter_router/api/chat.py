@@ -187,7 +187,7 @@ class Chat:
         policy = _policy(headers) if trusted else None
         shown = trusted or self.debug_headers
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
-        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._finish, path, prepared)
+        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._for_engine, path, prepared)
         call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy)
         reply = await self._forwarder.send(call, fingerprint)
         try:
@@ -210,7 +210,8 @@ class Chat:
         finally:
             reply.close()
 
-    def _finish(self, path: str, prepared: Prepared) -> tuple[Outgoing, bytes]:
+    def _for_engine(self, path: str, prepared: Prepared) -> tuple[Outgoing, bytes]:
+        """Return the engine's request and the fingerprint by which the quarantine recognises it."""
         return self._outgoing(path, prepared), _fingerprint(prepared)
 
     def _outgoing(self, path: str, prepared: Prepared) -> Outgoing:

@@ -103,11 +103,13 @@ class AsgiClient:
         while True:
             receiving = asyncio.ensure_future(self._receive())
             either: set[asyncio.Future[Any]] = {receiving, self._refused}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if self._refused.done():
-                receiving.cancel()
-                self._refused.result()
-            message = receiving.result()
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if self._refused.done():
+                    self._refused.result()
+                message = receiving.result()
+            finally:
+                receiving.cancel()  # no more than a pending one
             if message["type"] == "http.disconnect":
                 self.gone = True
                 raise ClientGoneError

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, Final
 
 import uvicorn
@@ -35,18 +36,25 @@ BATCH: Final = 8  # connections accepted per turn; a whole burst at once would l
 RETRY_SECONDS: Final = 1.0  # pause without file descriptors; connections wait in the kernel's queue meanwhile
 MAX_ADMIN_CONNECTIONS: Final = 256  # of a port for control or metrics
 FILES_KEPT: Final = 256 + 2 * MAX_ADMIN_CONNECTIONS  # for feeds, media, files of keys and the other ports
+MOST_FILES: Final = 1 << 20  # what Linux allows a process by default
 IDLE_BATCH: Final = 64  # idle connections closed at a time where new ones exceed the limit
 _EXHAUSTED: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files to the hard one; return how many clients may be connected under it.
+    """Raise the soft limit of open files as far as the hard one allows; return how many clients may be connected."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MOST_FILES if hard == resource.RLIM_INFINITY else max(soft, min(hard, MOST_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return client_limit(files)
 
-    A client takes two files: its connection and one to an engine.
+
+def client_limit(files: int) -> int:
+    """Return how many clients may be connected under a limit of open files.
+
+    A client takes two files, its connection and one to an engine. A quarter of a small limit is kept for other files.
     """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max((hard - FILES_KEPT) // 2, 1)
+    return max((files - min(FILES_KEPT, files // 4)) // 2, 1)
 
 
 class Shutdown:
@@ -135,7 +143,7 @@ class Server(uvicorn.Server):
         connections = self.server_state.connections
         if len(connections) < self._max_connections:
             return True
-        idle = [one for one in connections if isinstance(one, ClientConnection) and one.idle][:IDLE_BATCH]
+        idle = list(islice((one for one in connections if isinstance(one, ClientConnection) and one.idle), IDLE_BATCH))
         for connection in idle:
             connection.transport.abort()
             self._count("idle")

@@ -56,8 +56,9 @@ class Tenants:
         self._reload()
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
-        """Return the tenant by the ``Authorization`` header (names in lower case). Raises RequestError (401; 503 where
-        the keys could not be read yet).
+        """Return the tenant by the ``Authorization`` header (names in lower case).
+
+        Raises :class:`RequestError`: 401, or 503 where the keys could not be read yet.
         """
         now = self._clock()
         if now - self._checked >= CHECK_SECONDS:

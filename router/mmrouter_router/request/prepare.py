@@ -35,6 +35,8 @@ PROBE_CACHE = 4096
 MAX_TEXT = 4 * 1024**2
 """Bytes of a body without its images up to which its prompt is predicted: a million tokens. Each takes 65 bytes of
 memory while it is tokenized."""
+MAX_ROTATED = 16_000_000
+"""Pixels up to which it is tried whether a PNG or WebP rotates: 8 bytes of memory each. A JPEG is decoded smaller."""
 SEEDS = 4096  # tenants whose namespace seeds are cached
 _IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images only: every image becomes unresolved
 
@@ -127,7 +129,7 @@ class Preparer:
         if unseen:
             exactness = "affinity"
             reasons.append("policy:routing.policy")
-        elif len(request.source) > MAX_TEXT and exactness != "affinity":
+        elif _text_size(request) > MAX_TEXT and exactness != "affinity":
             exactness = "affinity"
             reasons.append("prompt_size:messages")
         ids, spans = array("I"), tuple[Span, ...]()
@@ -143,7 +145,7 @@ class Preparer:
                     ids, spans = rendered
                     images = _counted(images, spans)
             elif exactness != "affinity":
-                ids, spans = await self._expanded(request, images, tenant)
+                ids, spans = await self._expand_off_loop(request, images, tenant)
             elif self.family is not None and self.family.fragile:
                 await self._refuse_harmful(request, images, tenant)
             if span:
@@ -176,16 +178,16 @@ class Preparer:
         if len(images_of_body) > 1:  # a forwarded route renders prompts by its own rules
             message = "This model takes several images only in chat completions."
             raise RequestError.invalid(message, param=images_of_body[1].param, code="too_many_images")
-        if len(request.source) > MAX_TEXT:
+        if _text_size(request) > MAX_TEXT:
             message = f"This model takes at most {MAX_TEXT} bytes of text."
             raise RequestError.invalid(message, param="messages", code="request_too_large")
         try:
-            await self._expanded(request, images, tenant)
+            await self._expand_off_loop(request, images, tenant)
         except RequestError as error:
             if isinstance(error.__cause__, PlaceholderError):
                 raise
 
-    async def _expanded(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
+    async def _expand_off_loop(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
         return await self._threads.run(tenant, len(request.source), self._expand, request, images)
 
     def _expand(self, request: ChatRequest, images: Images) -> Rendered:
@@ -247,6 +249,8 @@ class Preparer:
                 return identity, _Probed(size.width, size.height, certain=False)
             exif = self.family is not None and self.family.rotates_exif
             size = probe(data, max_pixels=self._max_pixels, exif=exif)
+            if size.turned and size.format != "JPEG" and size.width * size.height > MAX_ROTATED:
+                return identity, _Probed(size.width, size.height, certain=False)
             return identity, _Probed(size.width, size.height, turned=size.turned)
         except (ImageHeaderError, TooManyPixels) as error:
             raise _invalid_image(error, param) from error
@@ -271,6 +275,11 @@ class Preparer:
             if image.message < 2:
                 raw += image.identity
         return xxh3_64_intdigest(raw)
+
+
+def _text_size(request: ChatRequest) -> int:
+    """Return the bytes of a body without its images."""
+    return len(request.source) - sum(len(image.url) for image in request.images)
 
 
 def _mark_unresolved(request: ChatRequest, images: Images) -> Images:

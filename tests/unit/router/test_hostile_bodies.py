@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import io
+import random
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +13,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from PIL import Image
 from unit.router.rig import deployment
 from unit.router.test_app import HELLO, client_of, router
 
@@ -114,6 +117,28 @@ async def test_a_prompt_beyond_the_bound_is_placed_by_affinity(r: Router) -> Non
     for size, exactness in ((1000, "exact"), (MAX_TEXT, "affinity")):
         prepared = await r.chat.prepare(CHAT, orjson.dumps(chat("x" * size)), r.chat.tenants.authenticate([]))
         assert (prepared.exactness, bool(prepared.reasons)) == (exactness, exactness != "exact")
+
+
+async def test_an_image_that_stays_in_the_body_does_not_count_as_text(r: Router) -> None:
+    out = io.BytesIO()
+    Image.frombytes("RGB", (1400, 1100), random.Random(1).randbytes(1400 * 1100 * 3)).save(out, "BMP")
+    url = f"data:image/bmp;name=x;base64,{base64.b64encode(out.getvalue()).decode()}"  # no form that is extracted
+    assert len(url) > MAX_TEXT
+    body = orjson.dumps(chat([{"type": "image_url", "image_url": {"url": url}}]))
+    prepared = await r.chat.prepare(CHAT, body, r.chat.tenants.authenticate([]))
+    assert (prepared.exactness, prepared.reasons) == ("exact", ())
+
+
+@pytest.mark.parametrize(("side", "certain"), [(400, True), (4200, False)])
+async def test_a_large_rotated_png_is_not_decoded_and_not_certain(r: Router, side: int, certain: bool) -> None:
+    tags, out = Image.Exif(), io.BytesIO()
+    tags[0x0112] = 6
+    Image.new("1", (side, side // 2 * 2 - 2)).save(out, "PNG", exif=tags)
+    url = "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+    body = orjson.dumps(chat([{"type": "image_url", "image_url": {"url": url}}]))
+    prepared = await r.chat.prepare(CHAT, body, r.chat.tenants.authenticate([]))
+    assert (prepared.exactness == "exact") == certain
+    assert (prepared.images[0].width, prepared.images[0].height) == (side - 2, side)
 
 
 async def test_percent_escapes_are_bounded(client: httpx.AsyncClient) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import gc
 import os
+import resource
 import signal
 import socket
 import weakref
@@ -18,7 +19,7 @@ from uvicorn.config import STARTUP_FAILURE
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.http import server as http_server
-from mmrouter_router.http.server import BATCH, Listener, Server, Shutdown, serve
+from mmrouter_router.http.server import BATCH, Listener, Server, Shutdown, client_limit, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream
 
 OTHER_TURNS = 6
@@ -344,3 +345,22 @@ async def test_idle_connections_close_where_new_ones_exceed_the_limit_and_busy_o
             with suppress(ConnectionResetError):
                 assert await asyncio.wait_for(closed.read(), 5) == b""
         assert not any(clients[number][0].at_eof() for number in (0, 2))
+
+
+@pytest.mark.parametrize(("files", "clients"), [(64, 24), (1024, 384), (4096, 1664), (1 << 20, 523_904)])
+def test_the_limit_of_clients_leaves_each_a_connection_to_an_engine_and_files_for_the_rest(
+    files: int, clients: int
+) -> None:
+    assert client_limit(files) == clients
+    assert 2 * clients < files
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_never_lowered() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+        assert raise_open_files() >= 1
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert raised == (min(before[1], 1 << 20), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
