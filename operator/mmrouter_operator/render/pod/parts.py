@@ -23,10 +23,23 @@ from mmrouter_operator.render.pod.template_overlay import volume_faults
 USER = 65532
 METRICS_PORT = 9090
 
-READ_ONLY_SOURCES = {
-    *("azureDisk", "azureFile", "cephfs", "cinder", "csi", "fc", "flexVolume", "glusterfs", "iscsi", "nfs"),
-    *("persistentVolumeClaim", "portworxVolume", "rbd"),
-}
+READ_ONLY_SOURCES = frozenset(
+    (
+        "azureDisk",
+        "azureFile",
+        "cephfs",
+        "cinder",
+        "csi",
+        "fc",
+        "flexVolume",
+        "glusterfs",
+        "iscsi",
+        "nfs",
+        "persistentVolumeClaim",
+        "portworxVolume",
+        "rbd",
+    )
+)
 """Volume sources with a ``readOnly`` field of their own."""
 
 

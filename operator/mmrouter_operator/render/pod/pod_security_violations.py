@@ -7,17 +7,34 @@ Linux can break them: a namespace that enforces the level refuses exactly these 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-VOLUMES: Final = {
-    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image", "persistentVolumeClaim"),
-    *("projected", "secret"),
-}
+VOLUMES: Final = frozenset(
+    (
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "image",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    )
+)
 """Volume sources that `restricted` allows."""
-SYSCTLS: Final = {
-    *("kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_local_reserved_ports"),
-    *("net.ipv4.ip_unprivileged_port_start", "net.ipv4.ping_group_range", "net.ipv4.tcp_fin_timeout"),
-    *("net.ipv4.tcp_keepalive_intvl", "net.ipv4.tcp_keepalive_probes", "net.ipv4.tcp_keepalive_time"),
-    *("net.ipv4.tcp_syncookies",),
-}
+SYSCTLS: Final = frozenset(
+    (
+        "kernel.shm_rmid_forced",
+        "net.ipv4.ip_local_port_range",
+        "net.ipv4.ip_local_reserved_ports",
+        "net.ipv4.ip_unprivileged_port_start",
+        "net.ipv4.ping_group_range",
+        "net.ipv4.tcp_fin_timeout",
+        "net.ipv4.tcp_keepalive_intvl",
+        "net.ipv4.tcp_keepalive_probes",
+        "net.ipv4.tcp_keepalive_time",
+        "net.ipv4.tcp_syncookies",
+    )
+)
 SELINUX_TYPES: Final = frozenset({"", "container_t", "container_init_t", "container_kvm_t", "container_engine_t"})
 PROFILES: Final = ("RuntimeDefault", "Localhost")
 
