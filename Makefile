@@ -16,7 +16,7 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster images conformance bench bench-quick soak lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster images conformance bench bench-quick soak campaign lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ bench-quick: venv ## fail where a figure is a quarter worse than committed; ARGS
 
 soak: venv ## hand-overs between processes that are killed a thousand times; MMROUTER_SOAK takes another number of kills
 	@MMROUTER_SOAK=$${MMROUTER_SOAK:-1000} $(PY) -m pytest -q handover/tests/shm/test_soak.py $(ARGS)
+
+campaign: venv ## hostile inputs for two hours, and one table; CAMPAIGN_SECONDS takes another time, ARGS names targets
+	@PYTHONPATH=.:tests $(PY) -m campaign $(ARGS)
 
 # pip-tools stays out of the development environment: it is needed here only, and brings its own pins.
 lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upgrade takes newer versions

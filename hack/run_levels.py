@@ -114,6 +114,7 @@ LEVELS = {
             Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
             Step("unit tests of connections", tests=CONNECTIONS),
+            Step("campaign, short form", tests="tests/campaign"),
             Step("unit tests of other packages", tests=(UNIT, "handover/tests"), without=(*LARGE, *TOOLS)),
             *(Step(f"unit tests of {Path(folder).name}", tests=folder, without=CONNECTIONS) for folder in LARGE),
             program("ruff", "format", "--check", "."),

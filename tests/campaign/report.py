@@ -1,0 +1,29 @@
+"""The table of a campaign."""
+
+from collections.abc import Mapping
+
+from campaign.target import FLAT_BYTES, Counts
+
+_COLUMNS = ("target", "inputs", "outcomes", "crashes", "hangs", "5xx", "differences", "worst ms", "MiB", "grown MiB")
+_KINDS = ("crash", "hang", "5xx", "difference")
+
+
+def table(results: Mapping[str, Counts], seed: str) -> str:
+    """Return a Markdown table. ``worst ms``: CPU time of the slowest input; ``grown``: in the second half."""
+    rows = [_COLUMNS, tuple("---" if column == "target" else "--:" for column in _COLUMNS)]
+    for name, counts in results.items():
+        size = counts.memory[-1][1] if counts.memory else 0
+        figures = (f"{counts.inputs:,}", str(len(counts.outcomes)), *(str(counts.kinds[kind]) for kind in _KINDS))
+        rows.append((name, *figures, f"{counts.worst_s * 1e3:.1f}", _mib(size), _mib(counts.growth)))
+    total = sum(counts.inputs for counts in results.values())
+    return "\n".join(["| " + " | ".join(row) + " |" for row in rows]) + f"\n\n{total:,} inputs, seed {seed}"
+
+
+def problems(results: Mapping[str, Counts]) -> list[str]:
+    """Return a line for every target whose process has grown, and for every one without inputs."""
+    grown = [f"{name}: memory grew by {_mib(c.growth)} MiB" for name, c in results.items() if c.growth > FLAT_BYTES]
+    return [*grown, *(f"{name}: no input was checked" for name, counts in results.items() if not counts.inputs)]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 1024**2:.1f}"

@@ -1,0 +1,7 @@
+"""The targets of the campaign, by name."""
+
+from campaign.target import Target
+from campaign.targets.chat_bodies import ChatBodies
+from campaign.targets.http_streams import HttpStreams
+
+TARGETS: dict[str, type[Target]] = {target.name: target for target in (HttpStreams, ChatBodies)}
