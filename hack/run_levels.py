@@ -91,7 +91,7 @@ RELEASES = files(f"{UNIT}/hack", "python_releases")
 TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 """Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
 LOCAL = "tests/local"
-DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer")
+DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer", "upgrade")
 """Tests that start and break deployments of their own; the other files share one."""
 STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang")
 SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
@@ -126,6 +126,7 @@ LEVELS = {
             program("lint-imports"),
             Step("prose, citations and links", module("hack.prose_lint")),
             Step("generated files", module("hack.generate", "--check")),
+            Step("licences", module("hack.supply_chain.bill_of_materials", "--check")),
             Step("other Python releases", tests=RELEASES, limit_s=900),  # the first time, they install the lock
         ),
         limit_s=300,

@@ -7,17 +7,12 @@ import json
 import signal
 import threading
 import time
-from collections import Counter
-from contextlib import contextmanager
 
 import httpx
 import pytest
+from local.load import KeptConnections, assert_replicas_agree, load, ready, refuses
 from local.rig import ROOT, running
 from waiting import wait_for
-
-from mmrouter_cli.sample_images import data_uri, picture
-
-IMAGES = [data_uri(picture(f"load {n}", 112, 112)) for n in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -25,83 +20,6 @@ def demo():
     """A deployment of its own: these tests break it."""
     with running(ROOT / "examples" / "demo.yaml") as deployment:
         yield deployment
-
-
-class Clients:
-    """Clients in threads that send short requests one after the other until told to stop."""
-
-    def __init__(self) -> None:
-        self.answered: Counter[str] = Counter()
-        self.failed: list[str] = []
-        self._stop = threading.Event()
-
-    def more(self, count: int, url: str = "", *, seconds: float = 30) -> None:
-        """Wait for so many more answers, of one frontend or of any."""
-        total = lambda: self.answered[url] if url else self.answered.total()  # noqa: E731
-        goal = total() + count
-        wait_for(lambda: total() >= goal or self.failed, seconds, f"{count} more answers {url}")
-
-    @contextmanager
-    def asking(self):
-        threads = [threading.Thread(target=self._run, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield self
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(60)
-        assert self.failed == []
-
-
-class Load(Clients):
-    """Clients of the whole deployment. Half of their answers are streams, which may break off once begun."""
-
-    def __init__(self, deployment) -> None:
-        super().__init__()
-        self._deployment = deployment
-
-    def _run(self, number: int) -> None:
-        client = self._deployment.client()
-        turn = 0
-        while not self._stop.is_set():
-            turn += 1
-            content = [
-                {"type": "text", "text": f"Client {number} asks about the picture in the {turn % 3}. room. " * 4},
-                {"type": "image_url", "image_url": {"url": IMAGES[turn % 4]}},
-            ]
-            began = False
-            try:
-                stream = client.chat.completions.create(
-                    model="demo", messages=[{"role": "user", "content": content}], max_tokens=3, stream=turn % 2 == 0
-                )
-                if turn % 2 == 0:
-                    for _ in stream:
-                        began = True
-                self.answered["any"] += 1
-            except Exception as error:  # the client's transport has many ways to say that a stream broke off
-                # What had begun to stream cannot be taken back; everything else must have been answered.
-                if not began:
-                    self.failed.append(f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def load(deployment):
-    with Load(deployment).asking() as running:
-        running.more(12)
-        yield running
-
-
-def assert_replicas_agree(deployment) -> None:
-    """Both indexes hold the same keys for every worker: what the sidecars say they hold."""
-
-    def same() -> bool:
-        uids = [worker["uid"] for worker in deployment.state(0)["workers"]]
-        views = [{uid: deployment.keys(uid, n) for uid in uids} for n in range(2)]
-        return views[0] == views[1]
-
-    wait_for(same, 20, "both frontends hold the same index")
 
 
 def struck(deployment, command):
@@ -190,35 +108,6 @@ def test_a_client_that_leaves_aborts_the_request_in_the_engine(settled):
 QUESTION = [{"role": "user", "content": "A question whose blocks both frontends know before and after. " * 8}]
 
 
-class KeptConnections(Clients):
-    """Clients that keep their connections, as most do. A new connection goes to a frontend of the Service; a kept one
-    stays where it is until an answer says ``connection: close``.
-    """
-
-    def __init__(self, service: list[str]) -> None:
-        super().__init__()
-        self.service = service
-
-    def _run(self, number: int) -> None:
-        while not self._stop.is_set():
-            url = self.service[number % len(self.service)]
-            number += 1
-            with httpx.Client(base_url=url, timeout=30) as client:
-                while not self._stop.is_set():
-                    messages = [{"role": "user", "content": f"Client {number} asks about the sea again. " * 6}]
-                    body = {"model": "demo", "messages": messages, "max_tokens": 3, "stream": number % 2 == 0}
-                    try:
-                        answer = client.post("/v1/chat/completions", json=body)
-                    except httpx.HTTPError as error:
-                        self.failed.append(f"{url}: {error!r}")
-                        break
-                    if answer.status_code != 200:
-                        self.failed.append(f"{url}: {answer.status_code} {answer.text[:200]}")
-                    self.answered[url] += 1
-                    if answer.headers.get("connection") == "close":
-                        break
-
-
 class Story:
     """One long answer, 7 seconds of it, that is read in the background."""
 
@@ -238,24 +127,6 @@ class Story:
                 if line.startswith("data: "):
                     self.pieces += 1
                     self.end = line
-
-
-def ready(ip: str) -> bool:
-    try:
-        return httpx.get(f"http://{ip}:9090/readyz", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def refuses(url: str) -> bool:
-    """Whether a new connection is refused."""
-    try:
-        httpx.get(f"{url}/health", timeout=2)
-    except httpx.ConnectError:
-        return True
-    except httpx.TransportError:
-        return False
-    return False
 
 
 def share_held(deployment, url: str) -> float:

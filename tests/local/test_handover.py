@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from local.load import load
 from local.rig import MEDIA, Deployment, deployed, example
 from local.test_broken_routing import Second
-from local.test_failures import load
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
