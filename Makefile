@@ -16,7 +16,7 @@ ENGINE ?= sim
 ARGS ?=
 WRITE ?=
 
-.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster images conformance bench bench-quick soak campaign lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster images conformance bench bench-quick soak campaign sbom audit lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +90,12 @@ soak: venv ## hand-overs between processes that are killed a thousand times; MMR
 campaign: venv ## hostile inputs for two hours, and one table; CAMPAIGN_SECONDS takes another time, ARGS names targets
 	@PYTHONPATH=.:tests $(PY) -m campaign $(ARGS)
 
+sbom: venv ## write the bills of materials of wheel and images to build/sbom; ARGS="--images DIR" reads built images
+	@$(PY) -m hack.supply_chain.bill_of_materials build/sbom $(ARGS)
+
+audit: venv ## compare the locked dependencies with the known vulnerabilities; needs the internet
+	@$(PY) -m hack.supply_chain.audit $(ARGS)
+
 # pip-tools stays out of the development environment: it is needed here only, and brings its own pins.
 lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upgrade takes newer versions
 	@test -x build/lock/bin/pip-compile || { $(PYTHON) -m venv build/lock && \
@@ -100,7 +106,10 @@ lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upg
 	build/lock/bin/pip-compile --quiet --generate-hashes --strip-extras --no-header \
 		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
 		$(ARGS) --output-file native/build.lock native/build.in
-	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock native/build.lock || \
+	build/lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
+		$(ARGS) --output-file hack/supply_chain/audit.lock hack/supply_chain/audit.in
+	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock native/build.lock hack/supply_chain/audit.lock || \
 		{ echo "make: a lock names a host" >&2; exit 1; }
 
 clean: ## remove what was made in the checkout, .venv too; the cache outside it stays

@@ -9,6 +9,9 @@ import pytest
 from artefacts import Record
 from e2e.conftest import NAMESPACE, ROOT, Deployed
 
+from hack.supply_chain.bill_of_materials import OWN, bill, locked_names, read_lock
+from hack.supply_chain.image_content import read_image
+
 TITLES = {"mmrouter": "mmrouter", "sim": "mmrouter-sim"}
 TRIES = 4
 # A second sidecar in the container of the first, on another address that neither engine nor routers use.
@@ -98,3 +101,14 @@ def test_the_images_carry_their_labels_and_run_unprivileged(images: list[Path], 
         assert image["config"]["User"] == "65532:65532"
         # The build's secrets are in no step of the image's history.
         assert not any("index-url" in json.dumps(step) for step in image["history"])
+
+
+def test_an_image_holds_what_its_bill_of_materials_lists(images: list[Path]) -> None:
+    for archive in images:
+        content = read_image(archive)
+        listed = {each["name"]: each["version"] for each in bill(archive.stem, archive)["components"]}
+        assert content.python.items() - {(name, content.python.get(name)) for name in OWN} <= listed.items()
+        assert {name: version for name, (version, _) in content.debian.items()}.items() <= listed.items()
+        assert {"libc6", "base-files"} <= set(content.debian)
+        # Without the archive, the same dependencies: nothing is installed that the lock's part does not name.
+        assert set(locked_names(archive.stem, read_lock())) <= set(content.python)
