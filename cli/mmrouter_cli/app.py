@@ -202,38 +202,6 @@ def explain(
         explained.show(Console(), answer.json())
 
 
-@app.command()
-def replay(
-    capture: Annotated[Path, typer.Argument(help="A recorded event stream: JSON lines, one per request.")],
-    model: Annotated[
-        Path | None, typer.Option(help="The model's folder: render every prompt instead of taking the returned ids.")
-    ] = None,
-    engine: Annotated[
-        Literal["vllm", "sglang"] | None, typer.Option(help="The engine; default: from the rows.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Explain every block of a recorded event stream from its requests; exit status 1 on any difference."""
-    from mmrouter_cli.replay import CaptureError
-    from mmrouter_cli.replay import replay as explain_capture
-
-    try:
-        report = explain_capture(capture, model_dir=model, engine=engine)
-    except CaptureError as error:
-        leave(str(error))
-    if as_json:
-        typer.echo(json.dumps(report.as_json()))
-    else:
-        typer.echo(report.line)
-        if report.differences:
-            typer.echo(f"first difference: {report.differences[0]}")
-        for skipped in report.skipped:
-            typer.echo(f"not rebuilt: {skipped}")
-        for note in report.notes:
-            typer.echo(f"note: {note}")
-    raise typer.Exit(FAILED if report.differences else 0)
-
-
 def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
     """Return the file's deployment, and the ConfigMaps and Secrets beside it that it may name."""
     try:

@@ -1,4 +1,4 @@
-"""Record a short capture from a real vLLM on CPU, for `mmrouter replay`: requests, answers and every event frame.
+"""Record a short capture from a real vLLM on CPU, which unit tests compare with the library: requests, answers, frames.
 
     .venv/bin/python -m hack.engines.record_capture ENGINE_ENV OUT_DIR
 

@@ -1,22 +1,27 @@
-"""Recorded frames of real engines and the requests that caused them; of SGLang also an excerpt beside this file."""
+"""Recorded frames of real engines and the requests that caused them; a short one of each engine is beside this file."""
 
 import json
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from unit.conftest import shared_folder
+from unit.engines.image_names import default_identifier
 
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.engines.vllm.block_hashes import default_identifier
 from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 PLACEHOLDER = {"qwen": 151655, "llava": 32000, "phi3v": 32044}
+DATA = Path(__file__).parent / "data"
+OWN = "tiny-qwen2-vl.jsonl"
+"""The capture of this repository, which `hack/engines/record_capture.py` recorded; the others are in ``../shared``."""
+OWN_PLACEHOLDER = 1029
 TINY_PLACEHOLDER = 364  # of the small vocabulary that the other captures were made with
 
 
@@ -80,11 +85,15 @@ def json_lines(file: Path) -> list[dict[str, Any]]:
 class Captures:
     """What was recorded of vLLM."""
 
-    def __init__(self) -> None:
-        self.folder = shared_folder("MMROUTER_CAPTURES", "captures/vllm")
+    @cached_property
+    def folder(self) -> Path:
+        return shared_folder("MMROUTER_CAPTURES", "captures/vllm")
+
+    def folder_of(self, name: str) -> Path:
+        return DATA / "vllm" if name == OWN else self.folder
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        return json_lines(self.folder / name)
+        return json_lines(self.folder_of(name) / name)
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("*.jsonl"))
@@ -110,15 +119,17 @@ class Captures:
                 continue
             body = line["request"]["body"]
             prompt = reply["prompt_token_ids"]
-            images = self.folder / "images"
+            images = self.folder_of(name) / "images"
             files = [part["image_url"]["url"]["$image"] for part in image_parts(body) if part["image_url"]]
             if not all((images / file).exists() for file in files):
                 continue
-            model, names = f"models/{lines[0]['model']}", []
+            model, names = lines[0].get("model_id") or f"models/{lines[0]['model']}", []
+            options = {"processor_options": body.get("mm_processor_kwargs")}
+            options["media_options"] = body.get("media_io_kwargs")
             for part in image_parts(body):
                 file = (part.get("image_url") or {}).get("url", {}).get("$image")
                 raw = (images / file).read_bytes() if file else None
-                names.append(default_identifier(raw, model=model, uuid=part.get("uuid")))
+                names.append(default_identifier(raw, model=model, uuid=part.get("uuid"), **options))
             places = _runs(prompt, pad)
             assert len(places) == len(names), line["label"]
             spans = tuple(
@@ -134,6 +145,8 @@ class Captures:
 
 
 def _placeholder(name: str) -> int:
+    if name == OWN:
+        return OWN_PLACEHOLDER
     if "real" not in name and "phi3v" not in name:
         return TINY_PLACEHOLDER
     return next(token for prefix, token in PLACEHOLDER.items() if name.startswith(prefix))
@@ -161,7 +174,7 @@ def captures() -> Captures:
     return Captures()
 
 
-EXCERPT = Path(__file__).parent / "data" / "sglang.jsonl"
+EXCERPT = DATA / "sglang.jsonl"
 SGLANG_PLACEHOLDER = 403  # of the small vocabulary that the captures were made with
 
 

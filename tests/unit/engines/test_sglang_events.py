@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from unit.engines.conftest import batch as encode
 from unit.engines.conftest import capture_rows, rows
+from unit.engines.sglang_pages import page_digest, page_hashes
 
 from mmrouter_lib.engines.base.events import Cleared, EventError, Ignored, Removed, Stored
 from mmrouter_lib.engines.sglang.events import IGNORED_REASONS, decode_batch
-from mmrouter_lib.engines.sglang.identity import page_digest, page_hashes
 
 pytestmark = pytest.mark.usefixtures("form")
 

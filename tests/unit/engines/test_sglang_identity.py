@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 from unit.engines.conftest import SGLANG_PLACEHOLDER, capture_rows, events, row, rows, sglang_captures
+from unit.engines.sglang_pages import page_digest, page_hashes, salt_root
 
 from mmrouter_lib.engines.sglang import identity
 
@@ -39,9 +40,9 @@ def rebuilt(stored: Iterable[dict[str, Any]]) -> tuple[int, int]:
         parent, size = event["parent_block_hash"], event["block_size"]
         if parent is not None and parent not in digests:
             continue
-        prior = identity.salt_root(event.get("cache_salt")) if parent is None else digests[parent]
+        prior = salt_root(event.get("cache_salt")) if parent is None else digests[parent]
         for number, published in enumerate(event["block_hashes"]):
-            prior = identity.page_digest(event["token_ids"][number * size : (number + 1) * size], prior)
+            prior = page_digest(event["token_ids"][number * size : (number + 1) * size], prior)
             digests[published] = prior
             if int.from_bytes(prior[:8], "big", signed=True) == published:
                 equal += 1
@@ -82,7 +83,7 @@ def test_offline_hashes_items_and_salts_are_rebuilt() -> None:
             case {"kind": "radix", "format": "default", "step": "first" | "salt", "events": events}:
                 published = [number & (1 << 64) - 1 for event in events for number in event["block_hashes"]]
                 salt = line["kwargs"].get("cache_salt")
-                assert identity.page_hashes(line["tokens"], line["page_size"], cache_salt=salt).tolist() == published
+                assert page_hashes(line["tokens"], line["page_size"], cache_salt=salt).tolist() == published
             case {"kind": "padding", "input_ids": ids, "padded": padded}:
                 assert identity.run_ids(identity.sentinels(0xAA, legacy=False), 6).tolist() == padded[3:9]
                 assert identity.run_ids(identity.sentinels(0xBB, legacy=False), 3).tolist() == padded[12:15]
@@ -131,7 +132,7 @@ def test_a_prompt_with_sentinels_has_the_published_hashes() -> None:
     start, length = ids.index(SGLANG_PLACEHOLDER), ids.count(SGLANG_PLACEHOLDER)
     ids[start : start + length] = identity.run_ids(by_bytes(taken["sha256"]), length)
     published = [number & (1 << 64) - 1 for event in events(taken) for number in event["block_hashes"]]
-    assert identity.page_hashes(ids, 4).tolist()[: len(published)] == published
+    assert page_hashes(ids, 4).tolist()[: len(published)] == published
 
 
 def test_case_16_the_older_form_repeats_one_thirty_bit_value() -> None:
@@ -154,12 +155,12 @@ def test_case_16_four_values_cycle_from_the_start_of_a_run(number: int, length: 
 
 @given(st.lists(st.integers(0, 2**63), max_size=30), st.integers(1, 9), st.one_of(st.none(), st.text(max_size=5)))
 def test_pages_are_chained_and_salted(ids: list[int], size: int, salt: str | None) -> None:
-    hashes = identity.page_hashes(ids, size, cache_salt=salt)
+    hashes = page_hashes(ids, size, cache_salt=salt)
     assert len(hashes) == len(ids) // size
-    assert identity.page_hashes(ids[: size * 2], size, cache_salt=salt) == hashes[:2]
+    assert page_hashes(ids[: size * 2], size, cache_salt=salt) == hashes[:2]
     if hashes:
-        assert set(hashes).isdisjoint(identity.page_hashes(ids, size, cache_salt=f"{salt}x"))
-        assert set(hashes).isdisjoint(identity.page_hashes([ids[0] + 1, *ids[1:]], size, cache_salt=salt))
+        assert set(hashes).isdisjoint(page_hashes(ids, size, cache_salt=f"{salt}x"))
+        assert set(hashes).isdisjoint(page_hashes([ids[0] + 1, *ids[1:]], size, cache_salt=salt))
 
 
 IMAGE, OTHER = (hashlib.sha256(data).hexdigest() for data in (b"image", b"other"))

@@ -1,5 +1,6 @@
 """vLLM's block hashes, recomputed from events: every published one is aligned, and overlaps are predicted exactly."""
 
+import re
 from array import array
 from typing import Any
 
@@ -7,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.engines.conftest import OWN
 from unit.sidecar.conftest import Routed, seed
 
 from mmrouter_lib.block_keys import block_keys
@@ -15,6 +17,7 @@ from mmrouter_lib.feed import CacheGroup
 
 SIZE = 4
 BLOCKS = {  # stored blocks per capture, ragged events included; a LoRA's hash does not follow from events
+    OWN: 13,
     "llava15-real.jsonl": 128,
     "llavanext-real.jsonl": 279,
     "phi3v-nosw.jsonl": 320,
@@ -130,7 +133,7 @@ ENGINE_SIZE = 32  # of the captures
 
 
 @pytest.mark.usefixtures("form")
-@pytest.mark.parametrize("name", [name for name in BLOCKS if name.startswith(("llava", "phi3v")) or "-real" in name])
+@pytest.mark.parametrize("name", [name for name in BLOCKS if re.match("tiny|llava|phi3v|.*-real", name)])
 def test_case_50_predicted_keys_and_predicted_hits_are_the_engines_step_by_step(captures: Any, name: str) -> None:
     routed, compared = Routed(), 0
     for step in captures.steps(name):

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.engines.conftest import OWN, stored
 from unit.engines.conftest import batch as payload
-from unit.engines.conftest import stored
 
 from mmrouter_lib.block_keys import Span, block_keys, chain, namespace_seed, span_extra
 from mmrouter_lib.engines.base.events import Batch, Cleared, EventError, Ignored, Ragged, Removed, Stored
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("form")
 
 KEY = bytes(range(32))
 BLOCKS = {  # blocks of each capture that the facts rebuilt by the engine's own hash
+    OWN: 13,
     "llava15-real.jsonl": 128,
     "llavanext-real.jsonl": 279,
     "phi3v-nosw.jsonl": 320,
@@ -27,6 +28,7 @@ BLOCKS = {  # blocks of each capture that the facts rebuilt by the engine's own 
     "qwen2vl_core_uuid_clear.jsonl": 87,
     "qwen2vl_evict_byteshash.jsonl": 30,
     "qwen2vl_kvshare_lora.jsonl": 16,
+    "qwen2vl_kwargs_byteshash.jsonl": 16,
     "qwen3vl-real.jsonl": 20,
 }
 

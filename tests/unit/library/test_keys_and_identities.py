@@ -10,10 +10,11 @@ import xxhash
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from PIL import Image
+from unit.engines.sglang_pages import page_hashes
 
 from mmrouter_lib import block_keys
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.engines.sglang.identity import page_hashes, run_ids, sentinels
+from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
 from mmrouter_lib.media_identity import foreign_identity, from_wire, media_identity, to_wire
 
 pytestmark = pytest.mark.usefixtures("form")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from unit.conftest import shared_folder
 from unit.engines.conftest import Captures, image_parts
@@ -89,20 +90,23 @@ _THIN = re.compile(r"thin_(\d+)x(\d+)\.png")
 
 
 class Chats(Captures):
-    """The recorded requests of ``../shared/captures/vllm``."""
+    """The recorded requests."""
 
     def steps(self, name: str, model: Path) -> Iterator[Step]:
         """Answered chats of a file; the counts of their images come from ``model``'s family and the image files."""
         by_uuid: dict[str, str] = {}
         for line in self.lines(name):
             request, reply = line.get("request", {}), line.get("reply") or {}
-            events = tuple(event for frame in line.get("frames", ()) for event in frame["decoded"][1])
+            payloads = (bytes.fromhex(frame["payload"]) for frame in line.get("frames", ()))
+            events = tuple(event for payload in payloads for event in msgspec.msgpack.decode(payload)[1])
             if request.get("path") != "/v1/chat/completions" or "prompt_token_ids" not in reply:
                 yield Step(line.get("label", ""), {}, (), [], [], events)
                 continue
             body = request["body"]
             options = {"min_pixels": None, "max_pixels": None, "num_crops": None, **body.get("mm_processor_kwargs", {})}
-            images = self._images(families.load_family(model, SimpleNamespace(**options)), body, by_uuid)
+            family = families.load_family(model, SimpleNamespace(**options))
+            assert family is not None
+            images = self._images(family, body, self.folder_of(name), by_uuid)
             output = reply.get("output_token_ids") or []
             yield Step(line["label"], body, images, reply["prompt_token_ids"], output, events)
 
@@ -110,12 +114,14 @@ class Chats(Captures):
         """Rendered chats of a file that the engine placed."""
         for line in self.lines(name):
             if line["kind"] == "render":
-                images = self._images(families.load_family(model, None), line, {})
+                images = self._images(families.load_family(model, None), line, self.folder, {})
                 placed = (line["mm_placeholders"] or {}).get("image", [])
                 places = [(place["offset"], place["length"]) for place in placed]
                 yield Render(line["label"], line["messages"], images, line["token_ids"], places)
 
-    def _images(self, family: Family, body: dict[str, Any], by_uuid: dict[str, str]) -> tuple[PromptImage, ...]:
+    def _images(
+        self, family: Family, body: dict[str, Any], folder: Path, by_uuid: dict[str, str]
+    ) -> tuple[PromptImage, ...]:
         """The images of a body, in order; one given by uuid alone is the one that came with that uuid before."""
         images = []
         for part in image_parts(body):
@@ -126,7 +132,7 @@ class Chats(Captures):
             if thin := _THIN.fullmatch(file):
                 width, height = int(thin[1]), int(thin[2])
             else:
-                data = (self.folder / "images" / file).read_bytes()
+                data = (folder / "images" / file).read_bytes()
                 size = probe(data, max_pixels=10**8, exif=family.rotates_exif)
                 width, height = size.width, size.height
             images.append(image(len(images), family.count(width, height)))

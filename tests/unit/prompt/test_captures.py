@@ -1,7 +1,8 @@
 """Prompts equal those of a real vLLM 0.32: token ids, and image spans in its block events."""
 
 import pytest
-from unit.prompt.conftest import MODELS, load
+from unit.engines.conftest import OWN
+from unit.prompt.conftest import MODELS, TINY, load
 
 from mmrouter_lib.prompt import PromptImage, render_arguments
 
@@ -25,7 +26,7 @@ def compare(prompter, model, captures, name):
                 ends.clear()
             if event["type"] != "BlockStored" or not step.prompt:
                 continue
-            start = ends[_key(event["parent_block_hash"])] if event["parent_block_hash"] else 0
+            start = ends[event["parent_block_hash"]] if event["parent_block_hash"] else 0
             for number, block_hash in enumerate(event["block_hashes"]):
                 at = start + number * BLOCK
                 assert event["token_ids"][number * BLOCK : (number + 1) * BLOCK] == ids[at : at + BLOCK], step.label
@@ -33,13 +34,13 @@ def compare(prompter, model, captures, name):
                 offsets = [pair[1] for pair in extra if isinstance(pair, list)]
                 inside = [span for span in spans if span.offset < at + BLOCK and span.end > at]
                 assert offsets == [span.offset - at for span in inside], step.label
-                ends[_key(block_hash)] = at + BLOCK
+                ends[block_hash] = at + BLOCK
                 blocks += 1
     return prompts, blocks
 
 
-def _key(block_hash: object) -> object:
-    return block_hash["bin"] if isinstance(block_hash, dict) else block_hash
+def test_prompts_and_spans_of_the_capture_in_this_repository_are_the_engines(tiny, captures):
+    assert compare(tiny, TINY, captures, OWN) == (9, 13)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from unit.conftest import shared_folder
+from unit.engines.sglang_pages import page_hashes
 from unit.sim.conftest import CHAT, LONG, cached_tokens, chat_body, image, png, text
 from unit.sim.test_events import ask
 
@@ -15,7 +16,7 @@ from mmrouter_lib.engines.base.adapter import RankLoad
 from mmrouter_lib.engines.base.events import Cleared
 from mmrouter_lib.engines.sglang.adapter import parse_info, parse_load
 from mmrouter_lib.engines.sglang.events import decode_batch
-from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash_of, page_hashes, run_ids, sentinels
+from mmrouter_lib.engines.sglang.identity import Fingerprint, artifact_hash_of, run_ids, sentinels
 from mmrouter_sim.core.events import encode_events
 from mmrouter_sim.core.requests import Request
 from mmrouter_sim.core.scheduler import Limits, Scheduler

@@ -1,16 +1,14 @@
-"""SGLang's image identity and page hashes, recomputed; proved against a running 0.5.23.
+"""SGLang's image identity, recomputed; proved against a running 0.5.23.
 
 The engine overwrites an image's placeholder tokens by *sentinels*, a function of the image's item hash
 (docs/engine-facts/sglang.md#sentinels). The item hash follows from the processed pixels, which only the engine has, or
 on the *artifact path* from the encoded bytes and a fingerprint of the processor
-(docs/engine-facts/sglang.md#artifact-identity). Pages are chained over whole SHA-256 digests, of which 64 bits are
-published (docs/engine-facts/sglang.md#block-hash-chain).
+(docs/engine-facts/sglang.md#artifact-identity).
 """
 
 import hashlib
 import json
 import struct
-import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -21,11 +19,9 @@ SENTINEL_BASE: Final = 1_000_000  # lowest sentinel; vocabularies end below
 WIDE_SENTINELS: Final = 4  # number of sentinels of one image, cycled over each of its runs
 
 _WIDE_TAG = b"sglang-mm-wide-pad-v1"
-_SALT_TAG = b"sglang-cache-salt-v1\0"
 _FEATURE_TAG = b"multimodal-feature-v1"
 _LOW_62 = (1 << 62) - 1
 _U64 = (1 << 64) - 1
-_U32 = (1 << 32) - 1
 _WIDE_SINCE = (0, 5, 23)
 
 
@@ -57,39 +53,6 @@ def sentinels(item_hash: int, *, legacy: bool) -> tuple[int, ...]:
 def run_ids(values: Sequence[int], length: int) -> "array[int]":
     """Return the ids of one run of ``length`` tokens: the sentinels cycled from its start, as ``array('Q')``."""
     return (array("Q", values) * (length // len(values) + 1))[:length]
-
-
-def salt_root(cache_salt: str | None) -> bytes:
-    """Return the root of a prompt's chain: nothing, or the digest of the cache salt."""
-    return b"" if cache_salt is None else hashlib.sha256(_SALT_TAG + cache_salt.encode()).digest()
-
-
-def page_digest(page: Sequence[int], prior: bytes) -> bytes:
-    """Return a page's whole digest. ``prior`` is the digest of the page before, or the root of the chain.
-
-    A page with any id above 32 bits is hashed as a mark and 64-bit words, every other as 32-bit words.
-    """
-    wide = any(token > _U32 for token in page)
-    words = array("Q" if wide else "I", page)
-    if sys.byteorder == "big":
-        words.byteswap()
-    return hashlib.sha256(prior + (b"\xff" if wide else b"") + words.tobytes()).digest()
-
-
-def page_hashes(ids: Sequence[int], page_size: int, *, cache_salt: str | None = None) -> "array[int]":
-    """Return the published hashes of a prompt's complete pages, as unsigned 64-bit numbers.
-
-    The engine sends the same 64 bits as a signed number (default event format).
-    Raises ``ValueError`` for a page size below 1.
-    """
-    if page_size < 1:
-        raise ValueError(f"page size must be at least 1, not {page_size}")
-    hashes = array("Q")
-    prior = salt_root(cache_salt)
-    for start in range(0, len(ids) - page_size + 1, page_size):
-        prior = page_digest(ids[start : start + page_size], prior)
-        hashes.append(int.from_bytes(prior[:8], "big"))
-    return hashes
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.engines.sglang_pages import page_hashes
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base.events import Stored
-from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE, page_hashes, run_ids, sentinels
+from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE, run_ids, sentinels
 from mmrouter_router.sentinels import align
 from mmrouter_router.sentinels.align import Aligner, SentRequest, places
 from mmrouter_router.sentinels.table import SentinelTable, fill_sentinels, observe_sentinels
