@@ -11,6 +11,7 @@ Names, by default all of them:
 - ``values``: the table of the chart's README, from the comments of its values.yaml.
 - ``rights``: the operator's ClusterRole in the chart, from the child kinds of ``mmrouter_operator.render``.
 - ``conformance``: docs/conformance.md, from the figures of docs/conformance.json that ``make conformance`` measures.
+- ``tokenizer``: the tokenizer of examples/models/tiny-qwen2-vl, from a text.
 - ``golden``: the rendered objects that ``tests/unit/render`` compares with. Review their diff: a difference restarts
   engines on upgrade. ``--check`` leaves them to those tests.
 """
@@ -27,9 +28,11 @@ from pathlib import Path
 from hack.build_once import ROOT
 from hack.cluster import go_programs
 from hack.generators import dashboard, tables
+from hack.generators.tiny_tokenizer import tokenizer_json
 from mmrouter_cli.resource_commands import crd_text
 from mmrouter_operator.cluster import kinds_and_rights
 
+TOKENIZER = ROOT / "examples" / "models" / "tiny-qwen2-vl" / "tokenizer.json"
 CHART = ROOT / "charts" / "mmrouter"
 DOCS = ROOT / "docs"
 VALUES = (CHART / "README.md", CHART / "values.yaml")
@@ -55,6 +58,7 @@ GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "values": (CHART / "README.md", lambda: tables.chart_readme(*(file.read_text() for file in VALUES))),
     "rights": (CHART / "files" / "clusterrole.yaml", kinds_and_rights.cluster_role),
     "conformance": (DOCS / "conformance.md", conformance_page),
+    "tokenizer": (TOKENIZER, tokenizer_json),
 }
 """Name -> the file and its content as it should be now."""
 NAMES = (*GENERATED, "golden")

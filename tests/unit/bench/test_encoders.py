@@ -7,17 +7,8 @@ import pytest
 from unit.conftest import shared_folder
 
 from bench.encoders import image_spreading as policies
-from bench.encoders.image_requests import (
-    SAMPLE,
-    Arrival,
-    Device,
-    Picture,
-    arrivals,
-    derive,
-    image_sizes,
-    load_clients,
-    shared,
-)
+from bench.encoders.image_requests import SAMPLE, Arrival, Device, Picture, arrivals, image_sizes, load_clients, shared
+from hack.generators.servegen_images import derive
 
 FLEET = policies.FLEETS["8:3:1"]
 

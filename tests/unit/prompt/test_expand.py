@@ -1,6 +1,6 @@
-"""Expansion of placeholders into runs; the committed tiny model, which is small and equals the script's output."""
+"""Expansion of placeholders into runs; the tiny model of the examples."""
 
-import runpy
+import json
 from array import array
 
 import pytest
@@ -71,13 +71,13 @@ def test_half_a_surrogate_pair_is_the_clients_error(tiny):
         tiny.expand("a\ud800b", [])
 
 
-def test_the_committed_folder_is_what_the_script_makes_and_small(tmp_path):
-    runpy.run_path(str(TINY.parent / "make_tiny.py"))["write"](tmp_path)
-    committed, made = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (TINY, tmp_path))
-    assert committed.keys() == made.keys()
-    for name, data in committed.items():
-        assert data == made[name], f"run examples/models/make_tiny.py: {name}"
-    assert sum(map(len, committed.values())) < 300_000
+def test_the_tiny_models_configuration_has_the_ids_of_its_tokenizer(tiny):
+    config = json.loads((TINY / "config.json").read_text())
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    ids = {f"{name}_token_id": f"<|{token}|>" for name, token in names.items()}
+    for name, token in {**ids, "eos_token_id": "<|im_end|>", "pad_token_id": "<|endoftext|>"}.items():
+        assert config[name] == tiny.tokenizer.token_to_id(token), name
+    assert config["vocab_size"] >= tiny.tokenizer.get_vocab_size()
 
 
 def test_the_tiny_models_counts_are_those_of_qwen2():
