@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from mmrouter_handover.plugin import WIRE_VERSION
-from mmrouter_handover.shm import DTYPES, HandOverError
+from mmrouter_handover.shm import HandOverError
 
 STATUS_PATH = "/v1/mmrouter/handover"
 RENDER_PATH = "/v1/mmrouter/render"
@@ -30,6 +30,14 @@ RELEASE_PATH = "/v1/mmrouter/release"
 Way = Literal["shm", "nixl", "inline"]
 WAYS: tuple[Way, ...] = ("shm", "nixl", "inline")
 MAX_SECONDS = 600.0
+_DTYPES_BY_SIZE = {
+    1: ("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"),
+    2: ("uint16", "int16", "float16", "bfloat16"),
+    4: ("uint32", "int32", "float32"),
+    8: ("uint64", "int64", "float64"),
+}
+DTYPES = {name: size for size, names in _DTYPES_BY_SIZE.items() for name in names}
+"""Names of element types that may be handed over, and their sizes in bytes."""
 
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
 Length = Annotated[int, msgspec.Meta(ge=0, le=(1 << 40))]

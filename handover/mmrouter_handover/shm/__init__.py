@@ -17,7 +17,6 @@ from mmrouter_handover.shm.pool import Lease as Lease
 from mmrouter_handover.shm.pool import Pool as Pool
 from mmrouter_handover.shm.reader import Reader as Reader
 from mmrouter_handover.shm.reader import View as View
-from mmrouter_handover.shm.slot_format import DTYPES as DTYPES
 from mmrouter_handover.shm.slot_format import Handle as Handle
 from mmrouter_handover.shm.slot_format import HandOverError as HandOverError
 from mmrouter_handover.shm.slot_format import Reason as Reason

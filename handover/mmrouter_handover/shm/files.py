@@ -167,7 +167,7 @@ class MappedSlot:
             os.close(self.number)
             raise
         self.map[: slot_format.HEADER_BYTES] = slot_format.encode_page(
-            slot_format.Header(pool, name, 0, 0.0, 0.0, 0, "sampled", 0, "uint8", (0,))
+            slot_format.Header(pool, name, 0, 0.0, 0.0, 0, 0)
         )
 
     def payload(self, length: int) -> memoryview:

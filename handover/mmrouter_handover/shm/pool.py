@@ -28,24 +28,14 @@ class Lease(AbstractContextManager["Lease"]):
         self.slot, self.generation, self._pool = slot, slot.generation, pool
         self.since, self.deadline = since, deadline
 
-    def publish(
-        self,
-        refetch: str,
-        *,
-        dtype: str = "uint8",
-        shape: tuple[int, ...] | None = None,
-        check: slot_format.Check = "sampled",
-    ) -> Handle:
+    def publish(self, refetch: str) -> Handle:
         """Make the payload readable and return its handle; ``buffer`` cannot be used after that.
 
-        ``shape`` is in elements of ``dtype``, by default flat bytes. Raises ``ValueError`` if it is not the length, and
-        ``BufferError`` while an array or a slice still uses ``buffer``; nothing is published then.
+        Raises ``BufferError`` while an array or a slice still uses ``buffer``; nothing is published then.
         """
         if self.handle is None:
-            length = len(self.buffer)
-            crc = slot_format.checksum(self.buffer, check)
-            shape = (length,) if shape is None else shape
-            handle = Handle(self.slot.path, self.generation, length, check, crc, dtype, shape, refetch)
+            crc = slot_format.checksum(self.buffer)
+            handle = Handle(self.slot.path, self.generation, len(self.buffer), crc, refetch)
             self._pool._publish(self, handle)
             self.handle = handle
         return self.handle
@@ -101,21 +91,12 @@ class Pool(WriterFolder):
             self.lent_bytes += slot.size
             return Lease(self, slot, length, now, now + seconds)
 
-    def put(
-        self,
-        payload: Any,
-        refetch: str,
-        *,
-        dtype: str = "uint8",
-        shape: tuple[int, ...] | None = None,
-        check: slot_format.Check = "sampled",
-        seconds: float = slot_format.LEASE_SECONDS,
-    ) -> Lease:
+    def put(self, payload: Any, refetch: str, *, seconds: float = slot_format.LEASE_SECONDS) -> Lease:
         """Lease a slot, copy ``payload`` (any contiguous buffer) into it and publish it. Raises as these do."""
         flat = flat_bytes(payload)
         with self.lease(len(flat), seconds=seconds) as lease:
             lease.buffer[:] = flat
-            lease.publish(refetch, dtype=dtype, shape=shape, check=check)
+            lease.publish(refetch)
         return lease
 
     def collect(self) -> None:
@@ -202,10 +183,8 @@ class Pool(WriterFolder):
                 raise HandOverError("gone", "the lease ended while it was written")
             if not lease.drop_buffer():
                 raise BufferError("something still uses the buffer of this lease")
-            payload = handle.length, handle.check, handle.checksum, handle.dtype, handle.shape
-            slot.publish(
-                slot_format.Header(self.name, slot.name, handle.generation, lease.since, lease.deadline, *payload)
-            )
+            times, payload = (lease.since, lease.deadline), (handle.length, handle.checksum)
+            slot.publish(slot_format.Header(self.name, slot.name, handle.generation, *times, *payload))
 
     def _release(self, lease: Lease) -> None:
         slot = lease.slot

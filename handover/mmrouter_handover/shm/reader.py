@@ -112,11 +112,10 @@ class Reader(contextlib.AbstractContextManager["Reader"]):
         if handle.generation != generation or page.written != generation or page.released == generation:
             raise HandOverError("stale", f"generation {handle.generation} is over, the slot is at {generation}")
         path = f"{header.pool}/{header.name}"
-        fields = (path, header.length, header.check, header.checksum, header.dtype, header.shape)
-        if fields != (handle.path, handle.length, handle.check, handle.checksum, handle.dtype, handle.shape):
+        if (path, header.length, header.checksum) != (handle.path, handle.length, handle.checksum):
             raise HandOverError("corrupt", "the slot's header does not match the handle")
         with slot.payload(handle.length) as payload:
-            if slot_format.checksum(payload, handle.check) != handle.checksum:
+            if slot_format.checksum(payload) != handle.checksum:
                 raise HandOverError("corrupt", "the payload's checksum differs")
 
     def _done(self, slot: _Slot, generation: int) -> None:

@@ -15,7 +15,6 @@ reads a consistent header. The third generation is written before the first byte
 last: where they differ, the writer is at work, or was killed at it.
 """
 
-import math
 import os
 import struct
 import zlib
@@ -28,27 +27,15 @@ Reason = Literal["stale", "gone", "corrupt", "truncated", "refused", "full"]
 
 ``stale``: the slot holds, or is about to hold, something else. ``gone``: it is removed. ``corrupt``: its contents are
 not what the handle says. ``truncated``: it ends too early. ``refused``: the handle or the slot may not be read: another
-version, an unknown dtype, a path that leaves the root, a link. ``full``: the writer has no room.
+version, a path that leaves the root, a link. ``full``: the writer has no room.
 """
-
-_DTYPES_BY_SIZE = {
-    1: ("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"),
-    2: ("uint16", "int16", "float16", "bfloat16"),
-    4: ("uint32", "int32", "float32"),
-    8: ("uint64", "int64", "float64"),
-}
-DTYPES = {name: size for size, names in _DTYPES_BY_SIZE.items() for name in names}
-"""Names of element types that may be handed over, and their sizes in bytes. Encoded images are ``uint8``."""
 
 PATTERN = r"^pool-[A-Za-z0-9._-]{1,128}/slot-[0-9a-f]{1,16}\Z"
 MAX_HANDLE_BYTES = 1 << 16
-MAX_DIMENSIONS = 16
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
-Check = Literal["sampled", "full"]
 PAGE_BYTES = 4096
-"""The header's part of a slot file; the payload begins after it, aligned for every dtype and every transport."""
+"""The header's part of a slot file; the payload begins after it, aligned for every transport."""
 HEADER_BYTES = 512
 """Bytes of the first page that are written; the rest stays untouched, because every cache line costs."""
 MIN_CLASS_BYTES = 1 << 16
@@ -91,31 +78,16 @@ class Handle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``path`` is relative to the root and has two parts, ``generation`` is used once in the life of its pool, ``length``
     is in bytes. ``refetch`` says how to get the same payload without this hand-over; its meaning is the caller's.
-    Raises ``ValueError`` when made from values that contradict each other.
     """
 
     path: Annotated[str, msgspec.Meta(pattern=PATTERN, max_length=160)]
     generation: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
     length: Count
-    check: Check
     checksum: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
-    dtype: str
-    shape: Shape
     refetch: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_HANDLE_BYTES)]
-
-    def __post_init__(self) -> None:
-        require_layout(self.length, self.dtype, self.shape)
 
     def to_json(self) -> dict[str, Any]:
         return dict(msgspec.to_builtins(self))
-
-
-def require_layout(length: int, dtype: str, shape: tuple[int, ...]) -> None:
-    """Raise ``ValueError`` unless ``shape`` elements of ``dtype`` are ``length`` bytes."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype[:40]!r} is not handed over")
-    if math.prod(shape) * DTYPES[dtype] != length:
-        raise ValueError(f"{dtype} of shape {shape} is {math.prod(shape) * DTYPES[dtype]} bytes, not {length}")
 
 
 def read_handle(value: bytes | str | dict[str, Any]) -> Handle:
@@ -135,14 +107,14 @@ def slot_bytes(length: int) -> int:
     return PAGE_BYTES + max(MIN_CLASS_BYTES, 1 << (length - 1).bit_length() if length else 0)
 
 
-def checksum(payload: memoryview, check: Check) -> int:
-    """Return the CRC-32 of every byte (``full``, or at most 64 KiB), or of one word in 64 KiB and the last 64 bytes.
+def checksum(payload: memoryview) -> int:
+    """Return the CRC-32 of at most 64 KiB, or of one word in 64 KiB and the last 64 bytes.
 
-    ``payload`` is flat and of bytes. The sampled checksum detects another payload, one that is half overwritten, any
+    ``payload`` is flat and of bytes. A sampled checksum detects another payload, one that is half overwritten, any
     exchanged 64 KiB, and a wrong length, but mostly not a few changed bytes: it is a second proof, after the generation
     and the reader's lock.
     """
-    if check == "full" or len(payload) <= SMALL_BYTES:
+    if len(payload) <= SMALL_BYTES:
         return zlib.crc32(payload)
     whole = len(payload) & ~7
     sampled = zlib.crc32(payload[:whole].cast("Q")[::STRIDE_WORDS].tobytes(), len(payload) & 0xFFFFFFFF)
@@ -161,10 +133,7 @@ class Header(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     since: Annotated[float, msgspec.Meta(ge=0)]
     deadline: Annotated[float, msgspec.Meta(ge=0)]
     length: Count
-    check: Check
     checksum: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
-    dtype: str
-    shape: Shape
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -191,8 +160,8 @@ def encode_page(header: Header) -> bytes:
 def decode_page(raw: bytes) -> Page:
     """Return the decoded header page of a slot.
 
-    Raises :class:`HandOverError`: ``truncated`` if it ends too early, ``refused`` if it has another version, more than
-    one frame or contradicting fields, ``corrupt`` if it is not a slot.
+    Raises :class:`HandOverError`: ``truncated`` if it ends too early, ``refused`` if it has another version or more
+    than one frame, ``corrupt`` if it is not a slot.
     """
     if len(raw) < HEADER_BYTES:
         raise HandOverError("truncated", f"a header of {len(raw)} bytes")
@@ -211,7 +180,6 @@ def decode_page(raw: bytes) -> Page:
         raise HandOverError("refused", "bytes after the header")
     try:
         header = _decoder.decode(frame)
-        require_layout(header.length, header.dtype, header.shape)
     except (ValueError, RecursionError) as error:
         raise HandOverError("refused", f"the header cannot be read: {error}") from error
     if not 0 <= header.deadline - header.since <= MAX_LEASE_SECONDS:

@@ -24,8 +24,8 @@ from mmrouter_handover.shm import Handle, HandOverError, Pool, Reader, Reason, r
 from mmrouter_handover.shm.pool import evictions
 from mmrouter_handover.shm.slot_format import HEADER_BYTES, PAGE_BYTES
 
-HANDLE = Handle("pool-a-00ff/slot-1f", 7, 24, "sampled", 5, "float32", (2, 3), "image 0")
-HEADER = slot_format.Header("pool-a-00ff", "slot-1f", 7, 10.0, 20.0, 24, "sampled", 5, "float32", (2, 3))
+HANDLE = Handle("pool-a-00ff/slot-1f", 7, 24, 5, "image 0")
+HEADER = slot_format.Header("pool-a-00ff", "slot-1f", 7, 10.0, 20.0, 24, 5)
 AS_ARRAY = list(msgspec.to_builtins(HEADER))
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=5)
 OTHERS = bytes(value ^ 0x5A for value in range(256))
@@ -130,13 +130,11 @@ NO_SLOTS = [
     "changes",
     [
         *({"path": path} for path in NO_SLOTS),
-        {"dtype": "object"}, {"dtype": "O"}, {"dtype": "float32\0"}, {"length": 25}, {"shape": [2, 4]},
-        {"shape": [-2, -3]}, {"shape": [1] * 17}, {"generation": 0},
-        {"generation": 1 << 63}, {"checksum": 1 << 32}, {"check": "none"},
+        {"generation": 0}, {"generation": 1 << 63}, {"checksum": 1 << 32},
         {"refetch": ""}, {"refetch": "x" * 70_000}, {"extra": 1}, {"length": -24},
     ],
 )  # fmt: skip
-def test_a_handle_with_invalid_or_contradicting_values_is_refused(changes):
+def test_a_handle_with_invalid_values_is_refused(changes):
     values = {**HANDLE.to_json(), **changes}
     for form in (values, json.dumps(values)):
         with pytest.raises(HandOverError, match="refused"):
@@ -171,28 +169,23 @@ def test_evictions_free_the_wanted_bytes_with_the_fewest_slots_or_return_none(id
     assert not places or free + sum(fewer) < wanted
 
 
-@given(st.integers(0, 5 << 16), st.integers(0, 1 << 32))
-def test_a_full_checksum_detects_a_changed_byte_and_a_sampled_one_a_changed_64_kib(length, seed):
+@given(st.integers(1, 5 << 16), st.integers(0, 1 << 32))
+def test_a_checksum_detects_a_changed_byte_of_64_kib_and_a_changed_64_kib_of_more(length, seed):
     rnd = random.Random(seed)
     payload = bytearray(rnd.randbytes(length))
-    before = {check: slot_format.checksum(memoryview(payload), check) for check in ("sampled", "full")}
-    assert before["full"] == zlib.crc32(payload)
-    if not length:
-        return
-    place = rnd.randrange(length)
-    payload[place] ^= 1 + rnd.randrange(255)
-    assert slot_format.checksum(memoryview(payload), "full") != before["full"]
+    before = slot_format.checksum(memoryview(payload))
     if length <= 1 << 16:
-        assert slot_format.checksum(memoryview(payload), "sampled") != before["sampled"]
-        return
-    start = rnd.randrange(length - (1 << 16))
-    payload[start : start + (1 << 16)] = payload[start : start + (1 << 16)].translate(OTHERS)
-    assert slot_format.checksum(memoryview(payload), "sampled") != before["sampled"]
+        assert before == zlib.crc32(payload)
+        payload[rnd.randrange(length)] ^= 1 + rnd.randrange(255)
+    else:
+        start = rnd.randrange(length - (1 << 16))
+        payload[start : start + (1 << 16)] = payload[start : start + (1 << 16)].translate(OTHERS)
+    assert slot_format.checksum(memoryview(payload)) != before
 
 
 def test_the_sampled_checksum_depends_on_the_length():
     sizes = (1 << 20, (1 << 20) + 8)
-    assert len({slot_format.checksum(memoryview(bytes(size)), "sampled") for size in sizes}) == 2
+    assert len({slot_format.checksum(memoryview(bytes(size))) for size in sizes}) == 2
 
 
 def test_the_examples_hand_a_payload_over_and_fall_back_when_it_is_gone(root):
