@@ -6,7 +6,7 @@ Names, by default all of them:
 
 - ``crd``: ``crds/``, from the models of ``mmrouter_lib.api``; the chart links to it.
 - ``metrics``: the tables of docs/observability.md, from the registries of router, sidecar and operator.
-- ``conditions``: the tables of docs/conditions.md, from the operator's reasons and ``conditions.yaml``.
+- ``conditions``: the tables of docs/conditions.md, from the operator's reasons and their texts.
 - ``dashboard``: the chart's Grafana dashboard, from ``dashboard.yaml`` and the registries.
 - ``values``: the table of the chart's README, from the comments of its values.yaml.
 - ``rights``: the operator's ClusterRole in the chart, from the child kinds of ``mmrouter_operator.render``.

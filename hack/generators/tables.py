@@ -1,26 +1,24 @@
 """The tables of pages that follow from code: metrics, reasons of conditions, and values of the chart.
 
-Each lies between the two marks of its page. ``conditions.yaml`` has a line ``Reason: [meaning, what to do]`` for every
-reason of every condition. Reasons of a blocked rollout appear on ``Progressing`` as they do on ``Degraded``; the page
-names them in a sentence. A comment right above a key of the chart's values.yaml describes it and gives it one row, with
-its default; a section without a comment stands for the keys below it.
+Each lies between the two marks of its page. The operator's ``conditions.yaml`` has a line ``Reason: [meaning, what to
+do]`` for every reason of every condition. Reasons of a blocked rollout appear on ``Progressing`` as they do on
+``Degraded``; the page names them in a sentence. A comment right above a key of the chart's values.yaml describes it and
+gives it one row, with its default; a section without a comment stands for the keys below it.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 
 import yaml
 from prometheus_client import CollectorRegistry
 
 from mmrouter_lib.engines.base.adapter import RankLoad
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
-from mmrouter_operator.status.conditions import BLOCKS, PROGRESSING, REASONS
+from mmrouter_operator.status.conditions import BLOCKS, PROGRESSING, REASONS, TEXTS
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.metrics import HotPathCounts
 from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
 
-TEXTS = Path(__file__).with_name("conditions.yaml")
 HEADER = ("reason", "status", "meaning", "what to do")
 UNITS = ("seconds", "bytes", "ratio")
 

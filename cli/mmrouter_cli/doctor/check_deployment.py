@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from mmrouter_cli.doctor.findings import REASONS, DeploymentFacts, Finding, Object, ok, problem, unread, warning
+from mmrouter_cli.doctor.findings import DeploymentFacts, Finding, Object, ok, problem, reason_advice, unread, warning
 from mmrouter_cli.status.control_api import Unread
 from mmrouter_cli.status.pod_boot import longest, steps, waits_for
 from mmrouter_lib.api import MMRouterDeployment, SpecError, quantity_bytes
@@ -74,7 +74,7 @@ def condition_check(facts: DeploymentFacts) -> Iterator[Finding]:
     for item in bad:
         reason = item["reason"]
         seen = f"{item['type']} is {item['status']}, {reason}: {item.get('message', '')}"
-        do = REASONS.get(reason, f"See docs/conditions.md, {reason}.")
+        do = reason_advice(item["type"], reason)
         mild = item["type"] in _ADVICE_ONLY or reason in _UNDER_WAY or item["status"] == "Unknown"
         yield warning(seen, do) if mild else problem(seen, do)
     if not any(item["type"] not in _ADVICE_ONLY for item in bad):
@@ -246,7 +246,7 @@ def _sizes(dep: MMRouterDeployment) -> str:
 
 def _do(view: PodView, container: str, reason: str) -> str:
     if reason in _PULLING:
-        return REASONS["ImagePullFailed"]
+        return reason_advice(c.DEGRADED, "ImagePullFailed")
     if reason == "CrashLoopBackOff":
         return f"Look at its log: kubectl logs -n {view.namespace} {view.name} -c {container} --previous"
     return f"kubectl describe pod -n {view.namespace} {view.name}"

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Final, Literal, NamedTuple
 
+import yaml
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -12,6 +14,7 @@ from rich.text import Text
 from mmrouter_cli.status.control_api import State, Unread
 from mmrouter_lib.api import MMRouterDeployment, SpecError
 from mmrouter_operator.model.external_refs import Reference
+from mmrouter_operator.status.conditions import TEXTS
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -147,64 +150,17 @@ class RoutingFacts(NamedTuple):
     """Advice for a frontend that cannot be queried."""
 
 
-REASONS: Final[Mapping[str, str]] = {
-    "SpecInvalid": "Correct the field.",
-    "Invalid": "Correct the field.",
-    "FrontendNotReady": "Check the frontend's pods below.",
-    "EncodersNotReady": "Check the pods below.",
-    "WorkersNotReady": "Check the pods below.",
-    "RenderersNotReady": "Check the pods below.",
-    "Blocked": "Delete or rename the object, or rename the deployment.",
-    "RollingOut": "Wait; a rollout proceeds pool by pool.",
-    "SecretUnusable": "Check the named Secret.",
-    "Paused": "Set spec.paused to false to continue.",
-    "SecretMissing": "Create the Secret.",
-    "ConfigMapMissing": "Create the ConfigMap.",
-    "PersistentVolumeClaimMissing": "Create the claim, in the deployment's namespace.",
-    "RuntimeClassMissing": "Install the RuntimeClass, or correct the podTemplate.",
-    "PriorityClassMissing": "Create the PriorityClass, or correct the podTemplate.",
-    "ServiceAccountMissing": "Create the ServiceAccount, or correct the podTemplate.",
-    "ResourceClaimMissing": "Create the ResourceClaim.",
-    "ResourceClaimTemplateMissing": "Create the ResourceClaimTemplate.",
-    "ChildNameTaken": "Delete or rename the object, or rename the deployment.",
-    "ReplicaFailure": "Follow the server's message: a quota, a RuntimeClass or Pod Security prevents it.",
-    "ProgressDeadlineExceeded": "Read the newest pod's log; reverting the spec takes effect at once.",
-    "NoSurgeRoom": "Free an accelerator, or set updates: {maxSurge: 0, maxUnavailable: 1} for that pool.",
-    "Unschedulable": "Add or label a node, install its device plugin, or request less.",
-    "ImagePullFailed": "Correct the image, or add imagePullSecrets in the podTemplate.",
-    "ContainerConfigError": "Correct what the message names, usually a key of a Secret or ConfigMap.",
-    "CrashLoopBackOff": "Read the container's log: kubectl logs POD -c CONTAINER --previous",
-    "SetCannotOverlap": "Set the pool's updates.maxSurge to 1 or its replicas to 2.",
-    "RevisionLost": "Restore the ControllerRevision, or set the set's replicas to 0 and back.",
-    "ReconcileFailed": "Report it with the traceback in the operator's log, and undo the last change of the resource.",
-    "ChildRefused": "Follow the server's message: a quota, an admission policy or the podTemplate prevents it.",
-    "ChildContested": "Find the other writer in the child's managedFields; an autoscaler belongs in the pool's spec.",
-    "SecretMalformed": "Delete the deployment's own Secret to get a new one; every pod restarts with new keys.",
-    "SecretRecreated": "Wait: every pod restarts with the new keys.",
-    "ReplicasMissing": "Check the pods below.",
-    "ScaledToZero": "Raise the replicas.",
-    "NotExact": "Check the cause below; requests are routed without overlap to engines that are not verified.",
-    "NotVerifiedInTime": "Check the cause below, and the log of the engine's sidecar.",
-    "Verifying": "Wait.",
-    "NoEncoder": "Check the encoders' pods; requests are still answered.",
-    "NoPrefill": "Check the prefill pods; requests are still answered.",
-    "NoDecode": "Check the decode pods; requests are still answered.",
-    "NoPair": "Check the prefill and decode pods: requests are refused.",
-    "Starting": "Wait.",
-    "AboveHighWaterMark": "Raise sharedMemory.size if the node has the memory; requests are still answered.",
-    "LayoutsDiffer": "Give both pools the same value; until then they are not paired.",
-    "NotMeasured": "Wait; if it stays, read the log of an engine's sidecar.",
-    "FrontendNotHeard": "The operator must reach the frontends on port 8001: see NetworkPolicies and its log.",
-    "NoReplicas": "Wait until an engine runs.",
-    "ModelRevisionUnpinned": "Write the commit into spec.model.revision.",
-    "NoApiKeys": "Name a Secret in spec.frontend.apiKeys, unless every client that reaches the endpoint may use it.",
-    "AutoscalingUnavailable": "Install an adapter for pod metrics, or KEDA, and set prometheusAddress of the operator.",
-    "PodMonitorUnavailable": "Install the Prometheus operator, or set observability.podMonitor to Auto.",
-    "NodeSharedMemory": "Use a namespace that allows it, or sharedMemory.scope: pod.",
-    "BelowRestricted": "Use a namespace that allows it, or change the podTemplate.",
-    "FieldsOverridden": "Remove these fields from the podTemplate.",
-}
-"""Reason of a bad condition -> what to do."""
+def reason_advice(condition: str, reason: str) -> str:
+    """Return what to do about a condition's reason, which may be one of a newer operator."""
+    texts = _condition_texts().get(condition, {})
+    _, do = texts.get(reason, ("", f"see docs/conditions.md, {reason}"))
+    return f"{do[0].upper()}{do[1:]}."
+
+
+@cache
+def _condition_texts() -> dict[str, dict[str, tuple[str, str]]]:
+    return dict(yaml.safe_load(TEXTS.read_text()))
+
 
 CAUSES: Final[Mapping[str, str]] = {
     "no_events": "The engine publishes no events: check its log, its args, and the sidecar's log.",

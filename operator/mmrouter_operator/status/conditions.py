@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from mmrouter_operator.model.external_refs import EXTERNAL_KINDS
@@ -81,6 +82,9 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
     RESTRICTED: _reasons(["Restricted"], ["NodeSharedMemory", "BelowRestricted"]),
 }
 """Condition -> reason -> the status that the condition has for it."""
+
+TEXTS: Final = Path(__file__).with_suffix(".yaml")
+"""``Reason: [meaning, what to do]`` of every condition, for docs/conditions.md and `mmrouter doctor`."""
 
 _MAX_MESSAGE: Final = 4000
 """Characters of a message."""

@@ -117,7 +117,7 @@ OF_RESOURCE: Cases = {
     "ok: all conditions of a working deployment hold": check_deployment.condition_check(d.deployed()),
     "problem: no operator has processed it": check_deployment.condition_check(without_status()),
     "warning: generation 3, the spec of 4 | ok: all conditions": check_deployment.condition_check(of_generation(4)),
-    f"problem: pod x: no such image -> {findings.REASONS['ImagePullFailed']}": judged(
+    f"problem: pod x: no such image -> {findings.reason_advice('Degraded', 'ImagePullFailed')}": judged(
         d.condition("Degraded", "True", "ImagePullFailed", "pod x: no such image")
     ),
     "warning: RollingOut | warning: FrontendNotHeard | warning: NoApiKeys": judged(
@@ -272,14 +272,16 @@ def test_a_spec_that_cannot_be_rendered_is_a_problem_with_its_field() -> None:
     assert whole.problems == 1, "nothing else is judged by a spec that cannot be read"
 
 
-def test_every_reason_that_is_not_good_has_advice() -> None:
+def test_every_reason_that_is_not_good_has_advice_and_one_of_a_newer_operator_a_place_to_read() -> None:
     bad = {
-        reason
+        (type_, reason)
         for type_, reasons in REASONS.items()
         for reason, status in reasons.items()
         if type_ != PROGRESSING and status != ("False" if type_ in ABNORMAL else "True")
     }
-    assert bad <= findings.REASONS.keys()
+    advice = {each: findings.reason_advice(*each) for each in bad}
+    assert not [each for each, do in advice.items() if do == "Nothing." or "docs/conditions.md" in do]
+    assert findings.reason_advice("Ready", "Sunny") == "See docs/conditions.md, Sunny."
 
 
 def secured(level: str, **pool: Any) -> list[Finding]:
