@@ -28,9 +28,9 @@ from pathlib import Path
 from hack.build_once import ROOT
 from hack.cluster import go_programs
 from hack.generators import dashboard, tables
+from hack.generators.cluster_role import cluster_role
 from hack.generators.tiny_tokenizer import tokenizer_json
 from mmrouter_cli.resource_commands import crd_text
-from mmrouter_operator.cluster import kinds_and_rights
 
 TOKENIZER = ROOT / "examples" / "models" / "tiny-qwen2-vl" / "tokenizer.json"
 CHART = ROOT / "charts" / "mmrouter"
@@ -56,7 +56,7 @@ GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "conditions": (DOCS / "conditions.md", lambda: tables.conditions_page((DOCS / "conditions.md").read_text())),
     "dashboard": (CHART / "dashboards" / "mmrouter.json", dashboard.text),
     "values": (CHART / "README.md", lambda: tables.chart_readme(*(file.read_text() for file in VALUES))),
-    "rights": (CHART / "files" / "clusterrole.yaml", kinds_and_rights.cluster_role),
+    "rights": (CHART / "files" / "clusterrole.yaml", cluster_role),
     "conformance": (DOCS / "conformance.md", conformance_page),
     "tokenizer": (TOKENIZER, tokenizer_json),
 }

@@ -24,10 +24,6 @@ FLEETS: Final[dict[str, tuple[Device, ...]]] = {
     "8:3:1": (Device(8000, 0.004), Device(3000, 0.008), Device(1000, 0.012)),
     "8:1": (Device(8000, 0.004), Device(1000, 0.012)),
 }
-SHARES: Final = {"8:3:1": (8, 3, 1), "8:1": (8, 1)}
-REPEATED: Final = 300
-REPEATS: Final = 3000
-"""Distinct images, and requests that repeat them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,25 +45,19 @@ def figures(seconds: Sequence[float], name: str = "") -> Figures:
     return Figures(sum(seconds) / len(seconds), percentile(seconds, 0.95), name)
 
 
-def measure(asked: Sequence[Arrival], fleet: Sequence[Device], shares: Sequence[int]) -> Case:
+def measure(asked: Sequence[Arrival], fleet: Sequence[Device]) -> Case:
     """Run one case with every split; the best fixed split is searched on the measured requests themselves."""
     times = service_times(asked, fleet)
-    tried = [
-        (how, figures(split(times, how, weights), f"{how} {':'.join(map(str, weights))}"))
+    tried = (
+        figures(split(times, how, weights), f"{how} {':'.join(map(str, weights))}")
         for how, weights in splits(len(fleet))
-    ]
-    modes: tuple[Mode, ...] = ("perRequest", "perImage")
-    by_rates = [figures(scheduled(asked, fleet, how, weights=shares).seconds, f"{how} by rates") for how in modes]
-    by_p95 = attrgetter("p95")
+    )
     return {
         "auto": figures(scheduled(asked, fleet, "auto").seconds),
         "known": figures(scheduled(asked, fleet, "auto", known=True).seconds),
         "pooled": figures(pooled(asked, fleet), "pooled"),
         "undivided": figures(undivided(asked, fleet), "pooled, undivided images"),
-        "best": min((each for _, each in tried), key=by_p95),
-        "blocks": min((each for how, each in tried if how == "blocks"), key=by_p95),
-        "by rates": by_rates[0],
-        "best by rates": min(by_rates, key=by_p95),
+        "best": min(tried, key=attrgetter("p95")),
         "round robin": figures(scheduled(asked, fleet, "perImage").seconds, "round robin"),
     }
 
@@ -82,25 +72,12 @@ def cases(loads: Iterable[float] = LOADS, requests: int = REQUESTS) -> dict[str,
                 rnd = random.Random(SEED)
                 asked = arrivals(rnd, image_sizes(rnd, clients, requests), fleet, share, cv)
                 name = f"{fleet_name}, {arrival}, load {share}"
-                measured[name] = measure(asked, fleet, SHARES[fleet_name])
+                measured[name] = measure(asked, fleet)
     return measured
-
-
-def repeats() -> tuple[int, int]:
-    """Return the number of distinct images and of encodings, where few images are repeated often."""
-    rnd = random.Random(SEED)
-    clients, fleet = load_clients(), FLEETS["8:3:1"]
-    known = [picture for body in image_sizes(rnd, clients, REPEATED) for picture in body][:REPEATED]
-    weights = [1 / (rank + 1) for rank in range(REPEATED)]
-    bodies = [tuple(rnd.choices(known, weights, k=rnd.randint(1, 4))) for _ in range(REPEATS)]
-    asked = arrivals(rnd, bodies, fleet, 0.9, BURSTY_CV)
-    shown = {picture.name for body in bodies for picture in body}
-    return len(shown), scheduled(asked, fleet, "auto").encodes
 
 
 def run() -> list[Row]:
     measured = cases()
-    shown, encodes = repeats()
 
     def gain(split: str) -> float:
         return _mean(case[split].p95 / case["auto"].p95 for case in measured.values())
@@ -110,28 +87,23 @@ def run() -> list[Row]:
 
     over_best, worst_name = worst("best")
     overload = "perImage, equal weights: overloads the slowest encoder in every case, so its times grow with the run"
-    searched = "a requests to the first, then b to the second; best found by search"
-    best_rates = "the better of perImage and perRequest"
     one_server = "geometric mean; one server with the sum of the rates"
     rates_known = "the same scheduler with the rates known at the start"
     undivided_name = "encoders: over pooled bound with undivided images, worst case"
     table: list[tuple[str, float, str, str | None]] = [
         ("p95_gain_over_round_robin", gain("round robin"), overload, ">= 1.3"),
-        ("encoders: p95 gain over weights by true rates", gain("best by rates"), best_rates, None),
-        ("encoders: p95 gain over the peer's best a:b", gain("blocks"), searched, None),
         ("worst_case_over_best_static", over_best, f"{worst_name}: {measured[worst_name]['best'].text()}", "<= 1.02"),
         ("over_pooled_bound", 1 / gain("pooled"), one_server, "<= 1.15"),
         ("encoders: over pooled bound, worst case", *worst("pooled"), "<= 1.15"),
         (undivided_name, *worst("undivided"), "<= 1.15"),
         ("encoders: p95 over that of known rates", 1 / gain("known"), rates_known, None),
-        ("encoders: encodes per repeated image", encodes / shown, f"{shown} images", "<= 1"),
     ]
     rows = [row(name, value, "x", peer=peer, goal=goal) for name, value, peer, goal in table]
     return rows + [_row(name, case) for name, case in measured.items()]
 
 
 def _row(name: str, case: Case) -> Row:
-    others = ("pooled", "undivided", "best", "blocks", "by rates", "round robin")
+    others = ("pooled", "undivided", "best", "round robin")
     text, auto = "; ".join(case[other].text() for other in others), case["auto"]
     return row(f"encoders {name}: p95 (mean {auto.mean * 1e3:,.0f} ms)", auto.p95 * 1e3, "ms", peer=text)
 

@@ -55,26 +55,23 @@ LAST = vllm_payload(Event(0, None, array("Q", [1]), LAST_IDS, array("Q", [1])))
 
 @dataclass(frozen=True, slots=True)
 class SidecarCase:
-    """Payloads in order, the number of blocks in them, and of those that are held in the end."""
+    """Payloads in order, and the number of blocks in them."""
 
     name: str
     payloads: tuple[bytes, ...]
     blocks: int
-    held: int
     goal: str | None = None
 
 
 def cases() -> list[SidecarCase]:
-    """Return prefill-like events, the same with every block evicted again, and decode-like events."""
+    """Return prefill-like and decode-like events."""
     work = build(workers=1, blocks_per_worker=60_000, queries=0)
     stores = tuple(vllm_payload(event) for event in work.events)
-    turnover = tuple(payload for event in work.events for payload in (vllm_payload(event), eviction(event)))
     small = list(split(work.events, 1))[:10_000]
     return [
-        SidecarCase("64-block events", stores, work.blocks, work.blocks, GOAL),
-        SidecarCase("64-block events, every block evicted again", turnover, work.blocks, 0),
-        SidecarCase(STEPS, tuple(vllm_payload(*batch) for batch in steps(small, STEP)), len(small), len(small)),
-        SidecarCase("1-block events", tuple(vllm_payload(event) for event in small), len(small), len(small)),
+        SidecarCase("64-block events", stores, work.blocks, GOAL),
+        SidecarCase(STEPS, tuple(vllm_payload(*batch) for batch in steps(small, STEP)), len(small)),
+        SidecarCase("1-block events", tuple(vllm_payload(event) for event in small), len(small)),
     ]
 
 
@@ -83,16 +80,7 @@ def steady_case(seeds: int = PACED_SEEDS) -> SidecarCase:
     works = [build(workers=1, blocks_per_worker=50_000, queries=0, seed=seed) for seed in range(1, seeds + 1)]
     payloads = tuple(vllm_payload(event) for work in works for event in work.events)
     blocks = sum(work.blocks for work in works)
-    return SidecarCase("64-block events", payloads, blocks, blocks)
-
-
-def eviction(event: Event) -> bytes:
-    """Return the batch in which vLLM removes an event's blocks: one removal per block, last block first."""
-    removals = [
-        {"type": "BlockRemoved", "block_hashes": [number], "medium": "GPU", "group_idx": 0}
-        for number in reversed(event.hashes)
-    ]
-    return msgspec.msgpack.encode([1.0, removals, 0])
+    return SidecarCase("64-block events", payloads, blocks)
 
 
 def run() -> list[Row]:
@@ -155,8 +143,8 @@ def run_process(case: SidecarCase, blocks_per_second: float = math.inf) -> float
         wires.publish([*case.payloads, LAST], blocks_per_second * len(case.payloads) / case.blocks)
         held = wires.follow_until(last_key)
         after = sidecar.thread_cpu()
-    if held != case.held + 1:
-        raise RuntimeError(f"{case.name}: the feed holds {held} blocks instead of {case.held + 1}")
+    if held != case.blocks + 1:
+        raise RuntimeError(f"{case.name}: the feed holds {held} blocks instead of {case.blocks + 1}")
     return after - before
 
 

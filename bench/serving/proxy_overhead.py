@@ -20,7 +20,7 @@ PLAIN, PLAIN_AT_ONCE = 250, 40
 """Plain requests per round and target, one after the other on each connection: on one, and on all."""
 CONNECTIONS = 64
 PAUSE_MS = 10
-PACED, BURST = 4, 12
+PACED = 4
 """Streams per connection, round and target."""
 IMAGES, IMAGE_CONNECTIONS = 25, 4
 IMAGE_BYTES = 1_050_000
@@ -61,7 +61,6 @@ def measure(load: Child, targets: Mapping[str, Server]) -> dict[str, TargetFigur
         for name, target in targets.items():
             if name != DIRECT:
                 stream(figures[name].cpu["paced"], load, target, PACED)
-                stream(figures[name].cpu["burst"], load, target, BURST, None)
     return figures
 
 
@@ -83,21 +82,18 @@ def measure_large(load: Child, targets: Mapping[str, Server]) -> dict[str, Targe
     return figures
 
 
-def stream(
-    cost: CpuCost, load: Child, target: Server, count: int, pause_ms: int | None = PAUSE_MS, repeats: int = 1
-) -> None:
+def stream(cost: CpuCost, load: Child, target: Server, count: int, repeats: int = 1) -> None:
     """Add the cost of ``count`` streams on each of :data:`CONNECTIONS` connections."""
-    shape = {"connections": CONNECTIONS, "count": count, "pause_ms": pause_ms, "repeats": repeats}
+    shape = {"connections": CONNECTIONS, "count": count, "pause_ms": PAUSE_MS, "repeats": repeats}
     with cost.of(CONNECTIONS * count * TOKENS, target):
         load.call("streams", **target.address, **shape)  # raises where tokens are missing
 
 
 def rows(figures: Mapping[str, TargetFigures], missing: Sequence[str]) -> list[Row]:
     result = latency_rows(figures, "1 connection", missing)
-    for name, kind, bound in ((f"paced {PAUSE_MS} ms", "paced", "<= 1.0"), ("burst", "burst", None)):
-        us = {target: each.cpu[kind].us for target, each in figures.items() if target != DIRECT}
-        result += compare(f"proxy, {name}, {CONNECTIONS} connections: CPU per token", us, missing, bound)
-    return result
+    us = {target: each.cpu["paced"].us for target, each in figures.items() if target != DIRECT}
+    name = f"proxy, paced {PAUSE_MS} ms, {CONNECTIONS} connections: CPU per token"
+    return result + compare(name, us, missing, "<= 1.0")
 
 
 def large_rows(figures: Mapping[str, TargetFigures], missing: Sequence[str]) -> list[Row]:

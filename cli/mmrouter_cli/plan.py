@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.cluster.kinds_and_rights import KINDS
+from mmrouter_operator.cluster.known_kinds import KINDS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
 from mmrouter_operator.model.kinds import CHILD_SELECTOR, DEPLOYMENT_LABEL, RESOURCE, Ref

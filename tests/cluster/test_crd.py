@@ -31,7 +31,7 @@ from mmrouter_cli import init
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment, to_json
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
 from mmrouter_lib.api.cross_field_rules import VALIDATIONS
-from mmrouter_operator.cluster.kinds_and_rights import KINDS
+from mmrouter_operator.cluster.known_kinds import KINDS
 from mmrouter_operator.model.kinds import RESOURCE
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").glob("*.yaml"))

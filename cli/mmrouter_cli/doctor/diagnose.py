@@ -19,7 +19,7 @@ from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
 from mmrouter_lib.api.crd import VERSION
 from mmrouter_operator.cluster.client import NotFound
-from mmrouter_operator.cluster.kinds_and_rights import KINDS
+from mmrouter_operator.cluster.known_kinds import KINDS
 from mmrouter_operator.model.external_refs import references
 from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, POOL_LABEL, RESOURCE, ROLE_LABEL, Ref
 

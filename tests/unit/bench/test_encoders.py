@@ -72,18 +72,9 @@ def test_the_same_seed_gives_the_same_figures():
     assert policies.cases((0.6,), 60) == policies.cases((0.6,), 60)
 
 
-def test_repeated_images_are_encoded_once(monkeypatch):
-    monkeypatch.setattr(policies, "REPEATS", 200)
-    monkeypatch.setattr(policies, "REPEATED", 40)
-    shown, encodes = policies.repeats()
-    assert encodes == shown
-    assert shown > 30
-
-
 def test_the_goals_of_the_encoder_scheduler_are_rows_of_that_name_and_met_on_a_short_run(monkeypatch):
     short = policies.cases
     monkeypatch.setattr(policies, "cases", lambda loads=policies.LOADS: short(loads, 250))
-    monkeypatch.setattr(policies, "REPEATS", 200)
     rows = {item.name: item for item in policies.run()}
     goals = ("p95_gain_over_round_robin", "worst_case_over_best_static", "over_pooled_bound")
     assert [rows[name].met for name in goals] == [True] * 3

@@ -60,7 +60,7 @@ def by_name(rows):
 
 
 def target_figures(us: float, cpu: float) -> TargetFigures:
-    counts = {"paced": 1_000_000, "burst": 1_000_000, "short": 1_000_000, "long": 1_000_000, "images": 1000}
+    counts = {"paced": 1_000_000, "short": 1_000_000, "long": 1_000_000, "images": 1000}
     return TargetFigures([us] * 100, {kind: CpuCost(cpu, count) for kind, count in counts.items()})
 
 
@@ -98,7 +98,7 @@ def test_without_peers_ratios_are_not_run_and_give_the_reason():
         *resource_usage.connection_rows({"mmrouter": RouterUsage(mib=15)}, ["no index"]),
     ]
     missing = [(item.value, item.met, item.peer) for item in rows if item.value is None]
-    assert missing == [(None, None, "not run: no index")] * (4 + 4 + 1)
+    assert missing == [(None, None, "not run: no index")] * (3 + 4 + 1)
 
 
 def test_a_padded_picture_has_its_size_and_can_be_read():

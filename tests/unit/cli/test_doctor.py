@@ -17,7 +17,7 @@ from mmrouter_cli.doctor.check_routing import STALE_SECONDS, event_check, exactn
 from mmrouter_cli.doctor.findings import Diagnosis, Finding, FrontendFacts, RoutingFacts
 from mmrouter_cli.status.control_api import NOT_RUNNING, Unread
 from mmrouter_lib.api.crd import HASH_ANNOTATION
-from mmrouter_operator.cluster.kinds_and_rights import KINDS
+from mmrouter_operator.cluster.known_kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
 from mmrouter_router.explain.differences import Cause

@@ -113,7 +113,7 @@ def test_a_child_object_is_one_module_and_its_place_in_the_list(copy: Copy, tmp_
         "from mmrouter_lib.api import parse_deployment\n"
         "from mmrouter_operator.model.credentials import new_secret_data\n"
         "from mmrouter_operator.render import render\n"
-        "from mmrouter_operator.cluster.kinds_and_rights import cluster_role\n"
+        "from hack.generators.cluster_role import cluster_role\n"
         "dep = parse_deployment(yaml.safe_load(open('examples/mmrouter.yaml')))\n"
         "print([child['kind'] for child in render(dep, secrets=new_secret_data())].count('LimitRange'))\n"
         "rules = yaml.safe_load(cluster_role())['rules']\n"

@@ -1,31 +1,10 @@
-"""Every kind of object that the operator reads or writes, by name, and the ClusterRole with the rights to them."""
+"""The operator's ClusterRole: one rule per API group and list of verbs, from the kinds that the operator knows."""
 
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Iterable
 
 from mmrouter_operator.model.external_refs import EXTERNAL_KINDS
-from mmrouter_operator.model.kinds import RESOURCE, Kind
+from mmrouter_operator.model.kinds import Kind
 from mmrouter_operator.render import CHILD_KINDS
-
-KINDS: Final[Mapping[str, Kind]] = {
-    **EXTERNAL_KINDS,
-    **CHILD_KINDS,
-    **{
-        kind.kind: kind
-        for kind in (
-            Kind(RESOURCE, "mmrouter.io/v1alpha1"),
-            Kind("Pod", "v1"),
-            Kind("Lease", "coordination.k8s.io/v1"),
-            Kind("Event", "events.k8s.io/v1"),
-        )
-    },
-}
-
-CORE_CHILDREN: Final = {name: kind for name, kind in CHILD_KINDS.items() if not kind.optional}
-"""Children that exist in every cluster."""
-OPTIONAL_CHILDREN: Final = {name: kind for name, kind in CHILD_KINDS.items() if kind.optional}
-"""Children that exist only in clusters that serve their API."""
-
 
 _HEAD = """\
 # Everything that the operator may do. Installed for single namespaces, the same rules form a Role in each of them.
