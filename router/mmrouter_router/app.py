@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import zmq.asyncio
 
+from mmrouter_lib.engines import adapter
 from mmrouter_router import build
 from mmrouter_router.api import port_apps
 from mmrouter_router.api.chat import Chat
@@ -16,6 +17,7 @@ from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
+from mmrouter_router.dispatch.stall_watch import StallWatch
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
@@ -156,7 +158,8 @@ class Router:
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
         log.info("router %s serves %s on %s", settings.router_id, settings.served_model, settings.pod_ip)
         async with self.lifespan() as tasks:
-            components = (self.sampler, self.renderer, self.probes, self.gossip, *self._optional)
+            stalls = StallWatch(self.fleet, self.upstream, adapter(settings.deployment.spec.engine.type).health_path)
+            components = (self.sampler, self.renderer, self.probes, self.gossip, stalls, *self._optional)
             loops = [self._discover, self._verify_all, self._sweep, self._recall_sightings]
             loops += [component.run for component in components if component is not None]
             running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]

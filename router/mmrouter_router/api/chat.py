@@ -22,8 +22,9 @@ from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import RequestIds
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
+from mmrouter_router.dispatch.continued_stream import Continuations, ContinuedStream, is_stream
 from mmrouter_router.dispatch.engine_client import EngineReply
-from mmrouter_router.dispatch.forwarder import Forwarder
+from mmrouter_router.dispatch.forwarder import AttemptHistory, Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, predicted_afterwards
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
@@ -41,6 +42,7 @@ from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failur
 log = logging.getLogger("mmrouter.chat")
 
 FORWARDED = ("/v1/completions", "/v1/responses")
+BROKEN_OFF = "broken_off"  # the code of an answer that ended before its end
 STORED = "previous_response_id"
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
@@ -72,6 +74,7 @@ class Chat:
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
+        self._continuations = Continuations(forwarder, metrics, threads, enabled=spec.routing.continue_streams)
         self._threads = threads
         self.needs_prompt, self._answered = needs_prompt, answered
         self.decisions = DecisionLog()
@@ -103,7 +106,7 @@ class Chat:
         code = "499"
         held = BodyReservation(self.body_budget, refuse=client.refuse_body)
         try:
-            code = str(await self._answer(client, request_id, received, held))
+            code = await self._answer(client, request_id, received, held)
         except RequestError as error:
             code = str(error.status)
             if error.code in OVERLOADED:
@@ -113,13 +116,13 @@ class Chat:
             self._metrics.disconnects.inc()
         except asyncio.CancelledError:
             if not client.gone:
-                code = "broken_off"  # the router shuts down
+                code = BROKEN_OFF  # the router shuts down
                 raise
             self._metrics.disconnects.inc()
         except UpstreamError as error:
             # Bytes were sent, so no retry is possible. Returning without completing the answer makes the server close
             # the connection, by which the client detects the truncation.
-            code = "broken_off"
+            code = BROKEN_OFF
             log.warning("%s: answer broke off: %s", request_id, error)
         except Exception:  # a bug: counted as such, and logged by the server
             code = "500"
@@ -173,7 +176,7 @@ class Chat:
             return parse_chat(raw, self._limits, self._served_model, self._engine)
         return parse_forwarded(raw, self._limits, self._served_model)
 
-    async def _answer(self, client: Client, request_id: str, received: float, held: BodyReservation) -> int:
+    async def _answer(self, client: Client, request_id: str, received: float, held: BodyReservation) -> str:
         path, headers = client.path, client.headers
         if client.method != "POST":
             raise RequestError.method_not_allowed(client.method, path)
@@ -189,7 +192,9 @@ class Chat:
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
         outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._for_engine, path, prepared)
         call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy)
-        reply = await self._forwarder.send(call, fingerprint)
+        past = AttemptHistory()
+        stream: ContinuedStream | None = None
+        reply = await self._forwarder.send(call, fingerprint, past)
         try:
             self.decisions.add(request_id, reply.trace)
             self._count(prepared, reply)
@@ -201,14 +206,21 @@ class Chat:
                 await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of), extra)
             else:
                 passed = [(n, v) for n, v in reply.answer.headers if n not in _HOP_BY_HOP]
-                await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
+                if is_stream(reply):
+                    stream = self._continuations.open(call, fingerprint, past, reply, self.decisions.add)
+                    await client.stream(200, passed + extra, stream.first, stream)
+                    if stream.failed:
+                        return BROKEN_OFF
+                    reply = stream.reply
+                else:
+                    await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
                 self._answered(reply.trace, prepared, outgoing)
-            return reply.answer.status
+            return str(reply.answer.status)
         except BaseException as error:
-            reply.span.fail(failure_of(error))
+            (reply if stream is None else stream.reply).span.fail(failure_of(error))
             raise
         finally:
-            reply.close()
+            (reply if stream is None else stream).close()
 
     def _for_engine(self, path: str, prepared: Prepared) -> tuple[Outgoing, bytes]:
         """Return the engine's request and the fingerprint by which the quarantine recognises it."""

@@ -37,6 +37,10 @@ class RequestError(Exception):
         error = {"message": _unicode(self.message), "type": self.type, "param": param, "code": self.code}
         return orjson.dumps({"error": error})
 
+    def to_event(self) -> bytes:
+        """Return the JSON of the event ``error`` in a stream of ``/v1/responses``."""
+        return orjson.dumps({"type": "error", "code": self.code, "message": self.message, "param": self.param})
+
     @classmethod
     def invalid(cls, message: str, *, param: str | None = None, code: str | None = None) -> Self:
         return cls(400, message, param=param, code=code)

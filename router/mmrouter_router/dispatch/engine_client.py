@@ -33,6 +33,7 @@ SendRequest = Callable[[Target, Mapping[str, str]], Awaitable[Answer]]
 """Target and headers -> answer, of one and the same request. Raises :class:`UpstreamError`."""
 DRAINING = b"cannot schedule new futures after shutdown"  # with status 500 (docs/engine-facts/vllm.md#drain)
 ERROR_LIMIT = 256 * 1024
+HELD_BYTES: Final = 256 * 1024  # of an answer with a length that is held until it is complete
 STAGE_LIMIT = 4 << 20  # bytes of an answer for another engine: it lists the blocks of a prompt, and holds no text
 
 
@@ -293,13 +294,14 @@ class EngineClient:
         span: Span,
         half: PrefillHalf | None = None,
     ) -> EngineReply:
-        """Send a request and wait for the first byte of its answer. Raises :class:`UpstreamError`."""
+        """Send a request and wait for the first byte of its answer, or all of a small one. Raises UpstreamError."""
         target = decision.target
         pair_headers = half.decode_headers(target) if half is not None else {}
         answer = await self.post(target, trace.request_id, path, body, {**span.propagate(headers), **pair_headers})
         try:
             # An engine sends its headers before it computes: only a body byte shows that it works.
             first = await answer.piece()
+            first += await _rest_of_small(answer, len(first))
         except BaseException:  # broken or cancelled: the caller has no answer to close yet
             answer.close()
             raise
@@ -318,3 +320,11 @@ class EngineClient:
             return answer.status, await answer.read(STAGE_LIMIT)
         finally:
             answer.close()
+
+
+async def _rest_of_small(answer: Answer, received: int) -> bytes:
+    """Return the missing bytes of a small answer of a known length, so that a break before its end can be retried."""
+    if answer.complete:
+        return b""
+    length = next((int(value) for name, value in answer.headers if name == b"content-length"), HELD_BYTES + 1)
+    return b"" if length > HELD_BYTES else await answer.read(length - received)

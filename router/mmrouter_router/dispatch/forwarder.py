@@ -1,4 +1,7 @@
-"""Send a request to its engine, and to another one only before the first byte of the answer (docs/architecture.md)."""
+"""Send a request to its engine, and to another one where that ends before an answer (docs/architecture.md).
+
+Streams that break later are continued by :mod:`.continued_stream`.
+"""
 
 import time
 from collections import deque
@@ -11,7 +14,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply, PrefillError, PrefillHalf, choose_pair
 from mmrouter_router.dispatch.stages import PREFILL_SECONDS, ForwardCall, StageReport, StageResult, Stages
 from mmrouter_router.explain.decisions import DecisionTrace, trace_of
-from mmrouter_router.fleet.workers import Target
+from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.handover.request_delivery import AddressedRequest, BytesDelivery, Delivery
 from mmrouter_router.http.upstream import Answer, Body, UpstreamError
 from mmrouter_router.request.prepared import CHAT, Prepared
@@ -47,7 +50,7 @@ class AttemptHistory:
 
     ``tried``: pods that are not asked for an answer again. ``failed``: prefill engines that failed their half of a
     pair. ``alone``: the answering engine computes the prompt, because it could not fetch it. ``moved``: a pair failed
-    without a visible death, which is retried once.
+    without a visible death, which is retried once. ``answers``: the engine whose answer was returned last.
     """
 
     tried: set[str] = field(default_factory=set)
@@ -55,6 +58,7 @@ class AttemptHistory:
     deaths: int = 0
     alone: bool = False
     moved: bool = False
+    answers: Worker | None = None
     attempts: list[dict[str, Any]] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
     transfers: list[dict[str, Any]] = field(default_factory=list)
@@ -80,13 +84,13 @@ class Forwarder:
         self._delivery = delivery or BytesDelivery()
         self.quarantine: deque[bytes] = deque(maxlen=REMEMBERED)
 
-    async def send(self, call: ForwardCall, fingerprint: bytes) -> EngineReply:
+    async def send(self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory | None = None) -> EngineReply:
         """Return the first answer that is not a retryable refusal.
 
-        Raises :class:`RequestError`: 503 with ``Retry-After`` without a worker for the request, and 400 when
-        :data:`DEATHS` engines ended under it.
+        ``past``: of a request that was sent before, whose stream broke. Raises :class:`RequestError`: 503 with
+        ``Retry-After`` without a worker for the request, and 400 when :data:`DEATHS` engines ended under it.
         """
-        past = AttemptHistory()
+        past = past if past is not None else AttemptHistory()
         while past.deaths < DEATHS and fingerprint not in self.quarantine:
             placed = self._place(call, past)
             past.tried.add(placed.answering)
@@ -95,6 +99,7 @@ class Forwarder:
             else:
                 result = await self._by_one(call, past, placed)
             if isinstance(result, EngineReply):
+                past.answers = placed.decision.target.worker
                 self._count_degraded(placed.form)
                 return result
             self._metrics.retries.labels(result).inc()

@@ -71,7 +71,12 @@ class Worker:
     def serving(self) -> bool:
         """Whether the engine was up and not draining at the last heartbeat."""
         beat = self.heartbeat
-        return beat is not None and beat.engine_state == "up" and not beat.draining and not self.member.draining
+        return beat is not None and beat.engine_state == "up" and not self.draining
+
+    @property
+    def draining(self) -> bool:
+        """Whether it gets no more requests and ends when its last ones have."""
+        return self.member.draining or (self.heartbeat is not None and self.heartbeat.draining)
 
     @property
     def routable(self) -> bool:

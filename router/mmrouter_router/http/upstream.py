@@ -50,6 +50,8 @@ class EngineConnection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since = 0.0
         self.complete = True
+        self.silence = 0  # periods without a byte, as counted by the watch for stalls
+        self.stalled = False  # ended by that watch
         self.closed = self._paused = self._began = self._headers_done = self._keep_alive = False
         self._parser: httptools.HttpResponseParser | None = None
         self._chunks: deque[bytes] = deque()
@@ -67,7 +69,7 @@ class EngineConnection(asyncio.Protocol):
         if self._parser is None:  # bytes without a request: the connection is out of step
             self.close()
             return
-        self._began = True
+        self._began, self.silence = True, 0
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -125,6 +127,7 @@ class EngineConnection(asyncio.Protocol):
     async def send(self, head: bytes, body: Body) -> None:
         """Send one request and wait for the answer's headers, which may precede the end of the request."""
         self.status, self.headers, self.complete = 0, [], False
+        self.silence = 0
         self._began = self._headers_done = False
         self._parser = httptools.HttpResponseParser(self)
         self.transport.writelines((head, body) if isinstance(body, bytes) else (head, *body))
@@ -192,6 +195,11 @@ class EngineConnection(asyncio.Protocol):
             self.transport.resume_reading()
 
     @property
+    def paused(self) -> bool:
+        """Whether it reads nothing because its consumer is behind."""
+        return self._paused
+
+    @property
     def reusable(self) -> bool:
         if not self.complete or not self._keep_alive or self.closed or self._chunks:
             return False
@@ -247,6 +255,7 @@ class Upstream:
 
     def __init__(self, *, connect_seconds: float = 2.0) -> None:
         self._idle: dict[Address, list[EngineConnection]] = {}
+        self._active: dict[Address, set[EngineConnection]] = {}  # with a request in progress
         self._connect_seconds = connect_seconds
 
     async def request(
@@ -277,7 +286,26 @@ class Upstream:
         finally:
             answer.close()
 
+    def active(self) -> tuple[Address, ...]:
+        """Return the addresses with requests in progress."""
+        return tuple(self._active)
+
+    def count_silence(self, address: Address) -> int:
+        """Count a period without a byte on each connection in use there; returns the most periods of one."""
+        connections = self._active.get(address, ())
+        for connection in connections:
+            connection.silence = 0 if connection.paused else connection.silence + 1
+        return max((connection.silence for connection in connections), default=0)
+
+    def end_silent(self, address: Address, periods: float) -> None:
+        """End the connections there that were silent for so many periods."""
+        for connection in tuple(self._active.get(address, ())):
+            if connection.silence >= periods:
+                connection.stalled = True
+                connection.close()
+
     def release(self, address: Address, connection: EngineConnection) -> None:
+        self._deactivate(address, connection)
         if connection.reusable:
             connection.idle_since = time.monotonic()
             self._idle.setdefault(address, []).append(connection)
@@ -294,12 +322,21 @@ class Upstream:
         self._idle.clear()
 
     async def _exchange(self, address: Address, connection: EngineConnection, head: bytes, body: Body) -> Answer:
+        self._active.setdefault(address, set()).add(connection)
         try:
             await connection.send(head, body)
         except BaseException:
+            self._deactivate(address, connection)
             connection.close()
             raise
         return Answer(self, address, connection)
+
+    def _deactivate(self, address: Address, connection: EngineConnection) -> None:
+        active = self._active.get(address)
+        if active is not None:
+            active.discard(connection)
+            if not active:
+                del self._active[address]
 
     def _take(self, address: Address) -> EngineConnection | None:
         oldest = time.monotonic() - IDLE_SECONDS

@@ -65,6 +65,11 @@ class Metrics(Collector):
             "handover_seconds", _MILLISECONDS, "Time to put an image into its file or into the body", "how"
         )
         self.retries = counter("retries", "Requests sent to another worker, by cause", "cause")
+        self.stream_breaks = counter(
+            "stream_breaks",
+            "Streams that lost their engine, by cause, and whether they were continued or why not",
+            *("cause", "outcome"),
+        )
         self.quarantined = counter("quarantined", "Requests refused because they ended engines")
         self.overload = counter(
             "overload_refusals",

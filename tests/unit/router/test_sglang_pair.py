@@ -285,7 +285,7 @@ async def test_disconnected_client_aborts_both(rig):
 
 
 async def test_client_disconnecting_mid_answer_aborts_both(rig):
-    prefill, _ = await rig.serve(p1=HANGS, d1=b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nfirst")
+    prefill, _ = await rig.serve(p1=HANGS, d1=b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n")
     reply = await rig.send()
     assert reply.first == b"first"
     await until(lambda: prefill.asked)

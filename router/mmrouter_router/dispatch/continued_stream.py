@@ -1,0 +1,260 @@
+"""A client's stream whose engine may change (docs/streams.md).
+
+Where the engine's stream breaks, the request is sent to another engine, which repeats the answer; the client gets what
+it does not have yet. The first engine's bytes pass through unread.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Final, get_args
+
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.worker_threads import WorkerThreads
+from mmrouter_router.dispatch.engine_client import EngineReply
+from mmrouter_router.dispatch.forwarder import AttemptHistory, Forwarder
+from mmrouter_router.dispatch.stages import ForwardCall
+from mmrouter_router.explain.decisions import DecisionTrace
+from mmrouter_router.http.upstream import Answer, Sink, UpstreamError
+from mmrouter_router.streams import soundness
+from mmrouter_router.streams.answer import DONE, DivergedError, EngineFaultError, StreamedAnswer, UnreadableError, split
+from mmrouter_router.streams.kept import STREAM_BYTES, KeptBytes, KeptStream
+from mmrouter_router.streams.soundness import CONTINUED, MAX_CONTINUATIONS, Cause, Refusal
+from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.telemetry.tracing import child_span
+
+log = logging.getLogger("mmrouter.streams")
+
+EVENTS: Final = b"text/event-stream"
+_DEATHS: Final = frozenset({"engine_lost", "stalled"})
+
+OnMoved = Callable[[str, DecisionTrace], None]
+"""Request id and the trace of the engine that continues."""
+
+
+def is_stream(reply: EngineReply) -> bool:
+    """Whether an answer is a stream of events."""
+    types = (value for name, value in reply.answer.headers if name == b"content-type")
+    return reply.status == 200 and any(value.startswith(EVENTS) for value in types)
+
+
+class Continuations:
+    """Makes streams that move to another engine. ``enabled``: ``spec.routing.continueStreams``."""
+
+    def __init__(self, forwarder: Forwarder, metrics: Metrics, threads: WorkerThreads, *, enabled: bool) -> None:
+        self.forwarder, self.metrics, self.threads = forwarder, metrics, threads
+        self.kept = KeptBytes()
+        self._enabled = enabled
+
+    def open(
+        self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory, reply: EngineReply, on_moved: OnMoved
+    ) -> "ContinuedStream":
+        """Return the stream of an answer, which owns the reply from here on."""
+        outgoing = call.outgoing
+        refusal = soundness.why_not(outgoing.path, outgoing.fields) if self._enabled else "off"
+        return ContinuedStream(self, call, fingerprint, past, reply, on_moved, refusal)
+
+
+class ContinuedStream:
+    """The source of a client's stream, and the sink of its engines'. Call ``close`` in every case.
+
+    ``failed``: it ended with an error event. ``reply``: of the engine that streams now.
+    """
+
+    def __init__(
+        self,
+        owner: Continuations,
+        call: ForwardCall,
+        fingerprint: bytes,
+        past: AttemptHistory,
+        reply: EngineReply,
+        on_moved: OnMoved,
+        refusal: Refusal | None,
+    ) -> None:
+        self.reply, self.failed = reply, False
+        self._owner, self._call, self._fingerprint, self._past = owner, call, fingerprint, past
+        self._on_moved, self._refusal = on_moved, refusal
+        self._kept = KeptStream(owner.kept, 0 if refusal else STREAM_BYTES)
+        self._answer: StreamedAnswer | None = None  # what the client has, from the first break on
+        self._moves = 0
+        self._cause: Cause | None = None  # of a break that is not counted yet
+        self._over = False
+        self._sink: Sink = _Collected()
+        self.first = self._taken(reply.first)
+
+    # -- source
+
+    def remaining(self) -> None:
+        """The unread bytes of a stream are never known to be all."""
+
+    async def pour(self, sink: Sink) -> None:
+        """Write the stream into a sink; return at its end, which may be an error event."""
+        self._sink = sink
+        while not self._over:
+            error: UpstreamError | None = None
+            try:
+                await self.reply.answer.pour(self)
+            except UpstreamError as broken:
+                error = broken
+            await self._end_of_answer(error)
+
+    async def piece(self) -> bytes:
+        """Return the next bytes, empty at the end."""
+        self._sink = collected = _Collected()
+        while not collected.pieces and not self._over:
+            piece, error = b"", None
+            try:
+                piece = await self.reply.answer.piece()
+            except UpstreamError as broken:
+                error = broken
+            if piece:
+                self.write(piece)
+            else:
+                await self._end_of_answer(error)
+        return b"".join(collected.pieces)
+
+    def close(self) -> None:
+        self._count("client_gone")
+        self._kept.release()
+        self.reply.close()
+
+    # -- sink of the engine
+
+    @property
+    def full(self) -> bool:
+        return self._sink.full
+
+    def when_writable(self, callback: Callable[[], None] | None) -> None:
+        self._sink.when_writable(callback)
+
+    def write(self, piece: bytes) -> None:
+        """Pass on the whole events of a piece; end the connection at an event that reports a failure."""
+        events = self._taken(piece)
+        if events:
+            self._sink.write(events)
+
+    def _taken(self, piece: bytes) -> bytes:
+        events = self._kept.take(piece)
+        if self._answer is not None and events:
+            events = self._merged(self._answer, events)
+        if self._kept.failed and isinstance(self.reply.answer, Answer):
+            self.reply.answer.connection.close()
+        return events
+
+    def _merged(self, answer: StreamedAnswer, events: bytes) -> bytes:
+        """Return what the client does not have of these events."""
+        new: list[bytes] = []
+        try:
+            new += (answer.merge(event) for event in split(events))
+        except DivergedError:
+            self._refusal, self._kept.failed = "diverged", True
+        except UnreadableError:
+            self._refusal, self._kept.failed = "unreadable", True
+        except EngineFaultError:
+            self._kept.failed = True
+        if answer.reproduced and not self._kept.failed:
+            self._count("continued")
+        return b"".join(new)
+
+    # -- breaks
+
+    async def _end_of_answer(self, error: UpstreamError | None) -> None:
+        """Go on with another engine where the answer is not complete, or end the stream with an error event."""
+        cause = self._why_broken(error)
+        if cause is None:
+            self._over = True
+            return
+        refusal = await self._move(cause)
+        if refusal is None:
+            self.write(self.reply.first)
+            return
+        self._count(refusal)
+        self.reply.trace.add_attempt(self.reply.decision, f"stream not continued: {refusal}")
+        log.warning("%s: stream ended: %s, %s", self._call.request_id, cause, refusal)
+        self.failed = self._over = True
+        self._sink.write(_error_event(self._call.outgoing.path, refusal))
+
+    def _why_broken(self, error: UpstreamError | None) -> Cause | None:
+        if self._kept.failed:
+            return "engine_failed"
+        if self._kept.complete:
+            return None
+        if error is None:
+            return "ended_early" if self._call.outgoing.path in CONTINUED else None
+        answer = self.reply.answer
+        return "stalled" if isinstance(answer, Answer) and answer.connection.stalled else "engine_lost"
+
+    async def _move(self, cause: Cause) -> Refusal | None:
+        """Send the request to another engine; returns why not."""
+        reply, past = self.reply, self._past
+        if self._refusal in ("diverged", "unreadable"):
+            return self._refusal
+        self._count("interrupted")
+        self._cause = cause
+        reply.span.fail(cause)
+        reply.close()
+        reply.trace.add_attempt(reply.decision, f"stream broke: {cause}")
+        draining = past.answers is not None and past.answers.draining
+        past.deaths += cause in _DEATHS and not draining
+        if self._refusal is not None:
+            return self._refusal
+        if self._moves == MAX_CONTINUATIONS:
+            return "limit"
+        self._moves += 1
+        with child_span("continue") as span:
+            span.set_attributes({"mmrouter.cause": cause, "mmrouter.continuation": self._moves})
+            refusal = await self._repeat()
+            if refusal is not None:
+                span.fail(refusal)
+        return refusal
+
+    async def _repeat(self) -> Refusal | None:
+        owner = self._owner
+        if self._answer is None:
+            events = self._kept.events()
+            if events is None:
+                return "too_long"
+            try:
+                self._answer = await owner.threads.run("", len(events), StreamedAnswer.read, events)
+            except (DivergedError, UnreadableError, EngineFaultError):
+                return "unreadable"
+            self._kept.release()
+        self._answer.restart()
+        self._kept = KeptStream(owner.kept, 0)
+        try:
+            reply = await owner.forwarder.send(self._call, self._fingerprint, self._past)
+        except RequestError as error:
+            return error.code if error.code in get_args(Refusal) else "engine_refused"  # type: ignore[return-value]
+        self.reply = reply
+        if not is_stream(reply):
+            return "engine_refused"
+        self._on_moved(self._call.request_id, reply.trace)
+        return None
+
+    def _count(self, outcome: str) -> None:
+        """Count the outcome of the last break, once."""
+        if self._cause is not None:
+            self._owner.metrics.stream_breaks.labels(self._cause, outcome).inc()
+            self._cause = None
+
+
+class _Collected:
+    """A sink that keeps what is written."""
+
+    full = False
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+
+    def when_writable(self, callback: Callable[[], None] | None) -> None:
+        """Never call back: it is never full."""
+
+    def write(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+
+
+def _error_event(path: str, refusal: Refusal) -> bytes:
+    """Return the last event of a stream without its rest."""
+    error = RequestError(500, soundness.describe(refusal), type="server_error", code=f"stream_{refusal}")
+    if path in CONTINUED:
+        return b"data: " + error.to_body() + b"\n\n" + DONE
+    return b"event: error\ndata: " + error.to_event() + b"\n\n"

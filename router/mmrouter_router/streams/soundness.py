@@ -1,0 +1,58 @@
+"""Whether another engine can continue a stream (docs/streams.md)."""
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, get_args
+
+Cause = Literal["engine_lost", "stalled", "ended_early", "engine_failed"]
+"""How a stream broke: its connection; no byte from an engine that is gone; no last event; by the engine's own event."""
+
+Refusal = Literal[
+    "off",
+    "route",
+    "sampled",
+    "too_long",
+    "limit",
+    "diverged",
+    "unreadable",
+    "request_quarantined",
+    "no_worker",
+    "queue_full",
+    "engine_refused",
+]
+"""Why a stream ended without its rest."""
+
+CONTINUED: Final = ("/v1/chat/completions", "/v1/completions")
+MAX_CONTINUATIONS: Final = 2  # of one stream
+
+_TEXTS: Final[Mapping[str, str]] = {
+    "off": "spec.routing.continueStreams is false",
+    "route": "streams of this route are not continued",
+    "sampled": "another engine would sample other tokens; requests with temperature 0 or a seed are continued",
+    "too_long": "more was sent than the router keeps",
+    "limit": f"it was continued {MAX_CONTINUATIONS} times",
+    "diverged": "another engine gave a different answer",
+    "unreadable": "an event has a form that the router does not know",
+    "request_quarantined": "engines ended under this request",
+    "no_worker": "no other engine can take the request",
+    "queue_full": "all queues are full",
+    "engine_refused": "another engine refused the request",
+}
+assert set(_TEXTS) == set(get_args(Refusal))
+
+
+def why_not(path: str, fields: Mapping[str, Any]) -> Refusal | None:
+    """Return why a repetition of this request may differ from what was sent, ``None`` where it must not."""
+    if path not in CONTINUED:
+        return "route"
+    temperature, seed = fields.get("temperature"), fields.get("seed")
+    greedy = (_is_number(temperature) and temperature == 0) or fields.get("top_k") == 1
+    return None if greedy or (isinstance(seed, int) and not isinstance(seed, bool)) else "sampled"
+
+
+def describe(refusal: str) -> str:
+    """Return the sentence of the error event."""
+    return f"The engine failed during the answer, and no other one continued it: {_TEXTS[refusal]}."
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,257 @@
+"""Streams that lose their engine, against engines on loopback addresses."""
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+from unit.router.rig import BLOCK, IDS, SEED, counts, outcomes, spans_of, until
+from unit.router.streams.test_answer import DONE, Engine, received
+from unit.router.test_sglang_pair import DIES, HANGS, make  # noqa: F401  (a fixture)
+
+from mmrouter_router.core.worker_threads import WorkerThreads
+from mmrouter_router.dispatch.continued_stream import Continuations
+from mmrouter_router.dispatch.forwarder import AttemptHistory
+from mmrouter_router.dispatch.stages import ForwardCall
+from mmrouter_router.dispatch.stall_watch import SILENT_SECONDS, StallWatch
+from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
+
+TOKENS = [{"content": text} for text in ("The ", "tide ", "turns ", "at ", "noon.")]
+FIRST, SECOND = Engine("a").stream([TOKENS]), Engine("b", (2, 1)).stream([TOKENS])
+PART = FIRST[: FIRST.index(b"at ")]  # in the middle of an event
+WHOLE = PART[: PART.rindex(b"\n\n") + 2]
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+GREEDY = {"model": "m", "temperature": 0, "stream": True}
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def breaks(events: bytes) -> bytes:
+    """Of an engine that dies behind these events."""
+    return DIES + HEAD + chunk(events)
+
+
+def ends(events: bytes) -> bytes:
+    return HEAD + chunk(events) + b"0\r\n\r\n"
+
+
+class Collected(list):
+    full = False
+    write = list.append
+
+    def when_writable(self, callback) -> None:
+        pass
+
+
+class Streams:
+    """One router's streams to the engines of a rig."""
+
+    def __init__(self, rig, *, enabled: bool = True) -> None:
+        self.rig, self.moved = rig, []
+        self.past = AttemptHistory()
+        self.continuations = Continuations(rig.forwarder, rig.metrics, WorkerThreads(), enabled=enabled)
+        self.stream = None
+
+    async def read(self, fields=GREEDY, path: str = CHAT, *, pours: bool = True) -> bytes:
+        """Return what a client gets."""
+        prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
+        call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields)), {})
+        async with asyncio.timeout(60):
+            reply = await self.rig.forwarder.send(call, b"f", self.past)
+            moved = lambda request_id, trace: self.moved.append(trace)  # noqa: E731
+            self.stream = stream = self.continuations.open(call, b"f", self.past, reply, moved)
+            out = Collected([stream.first])
+            try:
+                if pours:
+                    await stream.pour(out)
+                while not pours and (piece := await stream.piece()):
+                    out.write(piece)
+            finally:
+                stream.close()
+        await self.rig.nothing_is_booked()
+        return b"".join(out)
+
+    @property
+    def counted(self) -> dict:
+        return counts(self.rig.metrics.stream_breaks, "cause", "outcome")
+
+
+@pytest.fixture
+async def rig(make):  # noqa: F811
+    return make(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
+
+
+def assert_ends_with(out: bytes, refusal: str, before: bytes) -> None:
+    """The client has the whole events before the break, an error event that names the cause, and the last event."""
+    *events, error, done = out.split(b"\n\n")[:-1]
+    assert (b"\n\n".join([*events, b""]), done + b"\n\n") == (before, DONE)
+    told = json.loads(error.removeprefix(b"data: "))["error"]
+    assert (told["type"], told["code"], told["param"]) == ("server_error", f"stream_{refusal}", None)
+
+
+@pytest.mark.parametrize("pours", [True, False])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_another_engine_continues_a_stream_that_broke(rig, path, pours):
+    chat = path == CHAT
+    first, second = (Engine(name, chat=chat).stream([TOKENS]) for name in "ab")
+    await rig.serve(w1=breaks(first[: first.index(b"at ")]), w2=ends(second))
+    streams = Streams(rig)
+    out = await streams.read(path=path, pours=pours)
+    assert received(out) == received(first)
+    assert streams.counted == {("engine_lost", "continued"): 1}
+    assert outcomes(streams.stream.reply) == [
+        ("w1", "answered 200"),
+        ("w1", "stream broke"),
+        ("w2", "answered 200"),
+    ]
+    assert streams.moved == [streams.stream.reply.trace]
+    assert streams.continuations.kept.used == 0
+
+
+@pytest.mark.parametrize(
+    ("says", "cause"),
+    [
+        (ends(WHOLE + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n' + DONE), "engine_failed"),
+        (ends(WHOLE), "ended_early"),
+    ],
+)
+async def test_an_engine_that_ends_its_stream_itself_is_replaced(rig, says, cause):
+    await rig.serve(w1=says, w2=ends(SECOND))
+    streams = Streams(rig)
+    assert received(await streams.read()) == received(FIRST)
+    assert streams.counted == {(cause, "continued"): 1}
+
+
+@pytest.mark.parametrize("fields", [{"seed": 7}, {"top_k": 1, "temperature": 1}, {"temperature": 0.0, "n": 2}])
+async def test_answers_that_are_the_same_everywhere_are_continued(rig, fields):
+    await rig.serve(w1=breaks(PART), w2=ends(SECOND))
+    assert received(await Streams(rig).read(fields)) == received(FIRST)
+
+
+@pytest.mark.parametrize(
+    ("fields", "enabled", "refusal"),
+    [({}, True, "sampled"), ({"temperature": 0.7}, True, "sampled"), ({"seed": True}, True, "sampled")]
+    + [(GREEDY, False, "off")],
+)
+async def test_other_answers_end_with_an_error_that_names_the_cause(rig, fields, enabled, refusal):
+    _, second = await rig.serve(w1=breaks(PART), w2=ends(SECOND))
+    streams = Streams(rig, enabled=enabled)
+    assert_ends_with(await streams.read(fields), refusal, WHOLE)
+    assert (streams.stream.failed, second.asked) == (True, [])
+    assert streams.counted == {("engine_lost", refusal): 1}
+
+
+async def test_another_answer_ends_the_stream(rig):
+    other = Engine("b").stream([[{"content": "The "}, {"content": "rain "}]])
+    await rig.serve(w1=breaks(PART), w2=ends(other))
+    streams = Streams(rig)
+    assert_ends_with(await streams.read(), "diverged", WHOLE)
+    assert streams.counted == {("engine_lost", "diverged"): 1}
+
+
+async def test_a_stream_of_responses_ends_with_its_own_kind_of_event(rig):
+    event = b'event: response.output_text.delta\ndata: {"delta": "x"}\n\n'
+    await rig.serve(w1=breaks(event))
+    out = await Streams(rig).read(path="/v1/responses")
+    kind, data = out.removeprefix(event).strip().split(b"\n")
+    assert (kind, json.loads(data.removeprefix(b"data: "))["code"]) == (b"event: error", "stream_route")
+
+
+async def test_a_complete_stream_of_responses_needs_no_last_event(rig):
+    event = b'event: response.completed\ndata: {"response": {}}\n\n'
+    await rig.serve(w1=ends(event))
+    assert await Streams(rig).read(path="/v1/responses") == event
+
+
+async def test_a_request_under_which_two_engines_end_is_quarantined(rig):
+    engines = await rig.serve(w1=breaks(PART), w2=breaks(PART), w3=breaks(PART))
+    streams = Streams(rig)
+    assert_ends_with(await streams.read(), "request_quarantined", WHOLE)
+    assert (sum(len(engine.asked) for engine in engines), list(rig.forwarder.quarantine)) == (2, [b"f"])
+    assert sum(streams.counted.values()) == 2
+    assert streams.counted["engine_lost", "request_quarantined"] == 1
+
+
+async def test_the_end_of_a_draining_engine_is_no_death(rig):
+    streams, reading, _ = await stalled(rig, HEAD + chunk(PART))
+    worker = streams.past.answers
+    worker.member = dataclasses.replace(worker.member, draining=True)
+    for address in rig.upstream.active():
+        rig.upstream.end_silent(address, 0)
+    assert received(await reading) == received(FIRST)
+    assert streams.past.deaths == 0
+
+
+async def test_a_stream_is_continued_only_so_often(rig):
+    fails = ends(WHOLE + b'data: {"error": {"message": "out of memory", "code": 500}}\n\n' + DONE)
+    await rig.serve(**dict.fromkeys(("w1", "w2", "w3", "w4"), fails))
+    streams = Streams(rig)
+    assert_ends_with(await streams.read(), "limit", WHOLE)
+    assert streams.counted == {("engine_failed", "interrupted"): 2, ("engine_failed", "limit"): 1}
+
+
+async def test_a_stream_without_another_engine_says_so(rig):
+    await rig.serve(w1=breaks(PART))
+    assert_ends_with(await Streams(rig).read(), "no_worker", WHOLE)
+
+
+async def test_a_continuation_has_a_span(rig):
+    await rig.serve(w1=breaks(PART), w2=ends(SECOND))
+    spans = await spans_of(Streams(rig).read)
+    (span,) = (each for each in spans if each.name == "continue")
+    assert (span.attributes["mmrouter.cause"], span.attributes["mmrouter.continuation"]) == ("engine_lost", 1)
+    engines = [each for each in spans if each.name == "engine"]
+    assert [each.attributes.get("error.type") for each in engines] == ["engine_lost", None]
+
+
+async def stalled(rig, says: bytes):
+    """Let a stream stand still, with a watch that has counted enough silence."""
+    await rig.serve(w1=says, w2=ends(SECOND))
+    streams = Streams(rig)
+    reading = asyncio.create_task(streams.read())
+    await until(lambda: streams.stream is not None)
+    return streams, reading, StallWatch(rig.fleet, rig.upstream, "/health")
+
+
+async def test_a_stream_of_an_engine_that_is_gone_and_silent_is_continued(rig):
+    streams, reading, watch = await stalled(rig, HEAD + chunk(PART))
+    gone = next(worker for worker in rig.fleet if worker.member.name == "w1")
+    rig.engines["w1"].server.close()  # a health check is refused
+    gone.heartbeat_at = -100.0
+    for _ in range(SILENT_SECONDS):
+        assert not reading.done()
+        await watch.check()
+    assert received(await reading) == received(FIRST)
+    assert streams.counted == {("stalled", "continued"): 1}
+
+
+async def test_a_silent_stream_of_a_healthy_engine_is_left_alone(rig):
+    streams, reading, watch = await stalled(rig, HEAD + chunk(PART))
+    for _ in range(3 * SILENT_SECONDS):
+        await watch.check()
+    assert (reading.done(), streams.counted) == (False, {})
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
+async def test_a_request_that_waits_at_an_engine_that_is_gone_goes_to_another_one(rig):
+    await rig.serve(w1=HANGS, w2=ends(SECOND))
+    watch = StallWatch(rig.fleet, rig.upstream, "/health")
+    streams = Streams(rig)
+    reading = asyncio.create_task(streams.read())
+    await until(lambda: rig.engines["w1"].asked)
+    rig.engines["w1"].server.close()
+    next(worker for worker in rig.fleet if worker.member.name == "w1").heartbeat_at = -100.0
+    for _ in range(SILENT_SECONDS):
+        await watch.check()
+    assert received(await reading) == received(SECOND)
+
+
+async def test_a_small_answer_that_breaks_off_is_requested_again(rig):
+    half = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 15\r\n\r\n"
+    await rig.serve(w1=DIES + half + b'{"choic', w2=half + b'{"choices": []}')
+    reply = await rig.send()
+    assert reply.first == b'{"choices": []}'
+    reply.close()
