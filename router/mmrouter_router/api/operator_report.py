@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from mmrouter_router.encoding.encoder_pods import EncoderProbes, ProbeState
-from mmrouter_router.fleet.feed_client import STALE_SECONDS
+from mmrouter_router.fleet.feed_session import STALE_SECONDS
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer

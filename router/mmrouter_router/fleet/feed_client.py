@@ -1,4 +1,4 @@
-"""Client of one sidecar's feed: receives frames, sends requests (``feed_sync`` decides) and repeats unanswered ones."""
+"""Client of one sidecar's feed: the sockets of a :class:`FeedSession`, and requests outside of the stream."""
 
 import asyncio
 import itertools
@@ -12,14 +12,13 @@ import zmq.asyncio
 
 from mmrouter_lib import feed
 from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.fleet.feed_session import ANSWER_SECONDS, CHECK_SECONDS, FeedSession
 from mmrouter_router.fleet.workers import Fleet, SyncRequest, Worker
 from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.feeds")
 
 PUB_PORT, ROUTER_PORT = 7557, 7558
-ANSWER_SECONDS = 2.0  # how long a snapshot or replay may take before it is requested again
-STALE_SECONDS = 2.0  # the index is stale after four missing heartbeats of 0.5 s each
 DRAIN = 64  # frames of one worker that are taken before other tasks run
 
 
@@ -31,11 +30,11 @@ class FeedClient:
     """One sidecar's feed. ``run`` ends only by cancellation."""
 
     def __init__(self, worker: Worker, fleet: Fleet, keys: CurveKeys, context: zmq.asyncio.Context, metrics: Metrics):
-        self._worker, self._fleet, self._keys, self._context, self._metrics = worker, fleet, keys, context, metrics
+        self._worker, self._keys, self._context, self._metrics = worker, keys, context, metrics
+        self._session = FeedSession(worker, fleet)
         self._ids = itertools.count(2, 2)  # those of the sync are odd, so they never collide
         self._answers: dict[int, asyncio.Queue[feed.Reply]] = {}
         self._dealer: zmq.asyncio.Socket | None = None
-        self._requested_at: float | None = None
 
     async def run(self) -> None:
         sub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.SUB)
@@ -48,7 +47,7 @@ class FeedClient:
             sub.connect(f"tcp://{ip}:{PUB_PORT}")
             dealer.connect(f"tcp://{ip}:{ROUTER_PORT}")
             self._dealer = dealer
-            await self._send(self._fleet.feed_connected(self._worker))
+            await self._send(self._session.opened())
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._subscribe(sub, tasks))
                 tasks.create_task(self._receive_replies(dealer))
@@ -118,7 +117,7 @@ class FeedClient:
             self._metrics.feed_ignored.labels("undecodable").inc()
             log.warning("%s: feed frame refused: %s", self._worker.member.name, error)
             return
-        if requests := self._fleet.on_published(self._worker, frame):
+        if requests := self._session.on_published(frame):
             tasks.create_task(self._send(requests))
 
     async def _receive_replies(self, dealer: zmq.asyncio.Socket) -> None:
@@ -135,25 +134,15 @@ class FeedClient:
                 if inbox is not None:
                     inbox.put_nowait(frame)
                 continue
-            if frame.last:
-                self._requested_at = None
-            await self._send(self._fleet.on_reply(self._worker, frame))
+            await self._send(self._session.on_reply(frame))
 
     async def _watch_silence(self) -> None:
-        loop = asyncio.get_running_loop()
-        clock = self._fleet.now
         while True:
-            await asyncio.sleep(STALE_SECONDS / 4)
-            if self._requested_at is not None and loop.time() - self._requested_at > ANSWER_SECONDS:
-                await self._send(self._fleet.request_timed_out(self._worker))
-            if self._worker.heartbeat_at and clock() - self._worker.heartbeat_at > STALE_SECONDS:
-                self._fleet.mark_stale(self._worker)
-            elif self._worker.heartbeat_at and not self._worker.sync.synced and self._requested_at is None:
-                await self._send(self._fleet.feed_connected(self._worker))
+            await asyncio.sleep(CHECK_SECONDS)
+            await self._send(self._session.check())
 
     async def _send(self, requests: list[SyncRequest]) -> None:
         for request in requests:
-            self._requested_at = asyncio.get_running_loop().time()
             if self._dealer is not None:
                 with suppress(zmq.Again):
                     await self._dealer.send_multipart([b"", feed.encode(request)])

@@ -13,6 +13,7 @@ Step = Literal["reset", "synced"] | Delta | SnapshotPart | SnapshotRequest | Rep
 """Drop the index slots of every rank; the index now holds what the sidecar holds; apply a delta; add the keys of a part
 of a snapshot; send a request, to which the answer to any older one is stale."""
 
+OLDER_BEATS = 4  # heartbeats in a row of a lower epoch from which it is the present one: more than are ever late
 MAX_WAITING = 10_000  # deltas kept during a snapshot or replay; beyond it a fresh snapshot is cheaper
 
 
@@ -25,6 +26,7 @@ class FeedSync:
     seq: int = 0
     synced: bool = False
     request_id: int = 0  # of the request under way, 0 for none
+    _older_beats: int = 0  # in a row
     _next_id: int = 1  # odd numbers: requests of other callers have even ones
     _waiting: dict[int, Delta] = field(default_factory=dict)
     _parts: list[SnapshotPart] = field(default_factory=list)
@@ -36,10 +38,15 @@ class FeedSync:
         return [self._ask_snapshot()]
 
     def on_heartbeat(self, beat: Heartbeat) -> list[Step]:
-        """Detect a new worker or epoch, and by a newer ``seq`` that the latest delta was lost; resync a stale feed."""
+        """Detect a new worker or epoch, and by a newer ``seq`` that the latest delta was lost; resync a stale feed.
+
+        A lower epoch is a late frame of one that has ended, unless it goes on: epochs follow the node's clock, which
+        may have been set back before the sidecar started without its journal.
+        """
+        self._older_beats = self._older_beats + 1 if beat.epoch < self.epoch else 0
         if (beat.worker, beat.epoch) != (self.worker, self.epoch):
-            if beat.epoch < self.epoch:
-                return []  # a late frame of an epoch that has ended
+            if 0 < self._older_beats < OLDER_BEATS:
+                return []
             return self._begin(beat.worker, beat.epoch)
         if self.request_id:
             return []

@@ -220,6 +220,8 @@ class Fleet:
                 return self._carry_out(worker, worker.sync.on_refused(frame.id))
 
     def request_timed_out(self, worker: Worker) -> list[SyncRequest]:
+        """Request a snapshot instead of what was not answered. Until it is there, the index may lack removals."""
+        self.mark_stale(worker)
         return self._carry_out(worker, worker.sync.on_silence())
 
     def feed_connected(self, worker: Worker) -> list[SyncRequest]:

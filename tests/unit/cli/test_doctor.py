@@ -21,7 +21,7 @@ from mmrouter_operator.cluster.known_kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
 from mmrouter_router.explain.differences import Cause
-from mmrouter_router.fleet import feed_client as feeds
+from mmrouter_router.fleet import feed_session as feeds
 
 DENIED = Unread("GET /x: forbidden")
 Cases = dict[str, Iterable[Finding]]

@@ -22,7 +22,7 @@ from mmrouter_lib.block_keys import pack_keys, unpack_keys
 from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, ReplayRequest, SnapshotPart, SnapshotRequest
 from mmrouter_router.core.settings import CurveKeys
 from mmrouter_router.fleet.feed_client import DRAIN, PUB_PORT, ROUTER_PORT, FeedClient
-from mmrouter_router.fleet.feed_sync import FeedSync
+from mmrouter_router.fleet.feed_sync import OLDER_BEATS, FeedSync
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -155,6 +155,27 @@ def test_late_delta_of_an_ended_epoch_is_ignored():
     view.receive(late)
     assert view.held == set()
     assert view.sync.synced
+
+
+def test_an_epoch_of_a_clock_that_was_set_back_is_followed_after_some_heartbeats():
+    sidecar = Sidecar()
+    sidecar.epoch = 10
+    sidecar.change({1}, set())
+    view = synced_view(sidecar)
+    late = sidecar.heartbeat()
+    sidecar.restart()
+    sidecar.epoch = 3
+    sidecar.change({2}, set())
+    for _ in range(OLDER_BEATS - 1):
+        view.receive(sidecar.heartbeat())
+    assert (view.held, view.asked) == ({1}, []), "as late as this a frame may be"
+    view.receive(late)
+    for _ in range(OLDER_BEATS):
+        assert view.held == {1}
+        view.receive(sidecar.heartbeat())
+    assert (view.held, view.sync.synced) == (set(), False)
+    view.receive(sidecar.answer(view.asked.pop()))
+    assert view.held == {2}
 
 
 def test_heartbeat_reveals_a_lost_last_delta():
