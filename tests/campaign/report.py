@@ -15,8 +15,15 @@ def table(results: Mapping[str, Counts], seed: str) -> str:
         size = counts.memory[-1][1] if counts.memory else 0
         figures = (f"{counts.inputs:,}", str(len(counts.outcomes)), *(str(counts.kinds[kind]) for kind in _KINDS))
         rows.append((name, *figures, f"{counts.worst_s * 1e3:.1f}", _mib(size), _mib(counts.growth)))
-    total = sum(counts.inputs for counts in results.values())
-    return "\n".join(["| " + " | ".join(row) + " |" for row in rows]) + f"\n\n{total:,} inputs, seed {seed}"
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", f"{sum(counts.inputs for counts in results.values()):,} inputs, seed {seed}"]
+    lines += [f"{name}: {figures}" for name, counts in results.items() if (figures := _figures(counts))]
+    return "\n".join(lines)
+
+
+def _figures(counts: Counts) -> str:
+    figures = [f"{value:,} {name}" for name, value in sorted(counts.totals.items())]
+    return ", ".join([*figures, *(f"at most {value:g} {name}" for name, value in sorted(counts.largest.items()))])
 
 
 def problems(results: Mapping[str, Counts]) -> list[str]:

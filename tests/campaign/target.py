@@ -44,6 +44,14 @@ class Target(ABC):
     words: ClassVar[Sequence[bytes]] = ()  # pieces that a mutation inserts
     spent_s: float | None = None  # CPU seconds of the last input, None: all of its check
 
+    def __init__(self) -> None:
+        self.totals: Counter[str] = Counter()  # further figures of all inputs so far, for the campaign's table
+        self.largest: dict[str, float] = {}
+
+    def keep_largest(self, **figures: float) -> None:
+        for name, value in figures.items():
+            self.largest[name] = max(value, self.largest.get(name, value))
+
     def __enter__(self) -> Self:
         return self
 
@@ -83,7 +91,9 @@ class Failure:
 
 @dataclass
 class Counts:
-    """What a run saw. ``worst_s``: CPU seconds of the slowest input; ``memory``: (inputs, resident bytes) over time."""
+    """What a run saw. ``worst_s``: CPU seconds of the slowest input; ``memory``: (inputs, resident bytes) over time;
+    ``totals``, ``largest``: further figures of the target.
+    """
 
     inputs: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -93,6 +103,8 @@ class Counts:
     worst_s: float = 0.0
     slowest: bytes = b""
     memory: list[tuple[int, int]] = field(default_factory=list)
+    totals: Counter[str] = field(default_factory=Counter)
+    largest: dict[str, float] = field(default_factory=dict)
 
     def fail(self, failure: Failure) -> None:
         """Count a failure; keep the input of the first ones of each message."""
@@ -113,6 +125,9 @@ class Counts:
         if other.worst_s > self.worst_s:
             self.worst_s, self.slowest = other.worst_s, other.slowest
         self.memory = other.memory or self.memory
+        self.totals += other.totals
+        for name, value in other.largest.items():
+            self.largest[name] = max(value, self.largest.get(name, value))
 
     @property
     def growth(self) -> int:
@@ -132,7 +147,7 @@ def run(
     before: Callable[[bytes], None] = lambda data: None,
 ) -> Counts:
     """Check the corpus, then drawn inputs while ``go_on``. ``before`` gets each input before it is checked."""
-    counts, source = Counts(), random.Random(f"{seed}/{target.name}")
+    counts, source = Counts(totals=target.totals, largest=target.largest), random.Random(f"{seed}/{target.name}")
     kept = [*target.seeds(), *corpus]
     process, every = psutil.Process(), 1
     with target:

@@ -57,7 +57,7 @@ def test_a_silent_sidecar_is_stale_and_is_resynced_when_it_is_back(followed):
 def test_a_gap_that_stays_open_makes_the_index_stale_though_heartbeats_arrive(followed):
     asked = followed.session.on_published(Delta(1, 2, 0.0, 0, 0, "GPU", b"", pack_keys([1])))
     assert asked == [ReplayRequest(asked[0].id, 1, 1)]
-    assert followed.worker.routable, "it is asked for first"
+    assert followed.worker.routable, "a replay is requested first"
     again = followed.pass_time(ANSWER_SECONDS + CHECK_SECONDS, beats=2)
     assert [type(request) for request in again] == [SnapshotRequest]
     assert not followed.worker.routable
