@@ -131,6 +131,9 @@ spec:
     replicas: 2
     # Without keys, every client that reaches the endpoint may use it, and all share one cache:
     # apiKeys: {{secret: {{name: tenants}}}}
+    # Without TLS, prompts and keys cross the network as plain text:
+    # service: {{port: 443}}
+    # tls: {{secretName: certificate}}
   routing:
     media:
       # Images come inline, as data: URIs. `public` lets frontends fetch URLs; `allowList` only those that you name.

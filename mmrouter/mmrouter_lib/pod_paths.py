@@ -4,6 +4,9 @@ CONFIG_DIR = "/etc/mmrouter"
 """``deployment.json``, ``workers.json`` (local), ``secrets/``, ``api-keys/``; moved by environment MMROUTER_CONFIG."""
 
 API_KEYS_DIR = f"{CONFIG_DIR}/api-keys"
+TLS_DIR = f"{CONFIG_DIR}/tls"
+"""``tls.crt`` and ``tls.key`` of the client port, where ``spec.frontend.tls`` is set."""
+
 CHAT_TEMPLATE_PATH = f"{CONFIG_DIR}/chat-template/template.jinja"
 """Present where ``spec.engine.chatTemplate`` is set, at the same path in router and engine pods."""
 

@@ -12,6 +12,7 @@ from mmrouter_lib.api import SpecError
 from mmrouter_lib.families import ModelFolderError
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import SettingsError, load
+from mmrouter_router.http.certificate import CertificateError
 
 GC_THRESHOLD: Final = 10_000  # with Python's 700, collections in a burst of requests take a tenth of the CPU
 
@@ -40,6 +41,9 @@ def main() -> int:
         uvloop.run(serve())
     except ModelFolderError as error:
         sys.stderr.write(f"mmrouter router: {error}; metadata comes from spec.model.volume or the hub\n")
+        return 2
+    except CertificateError as error:
+        sys.stderr.write(f"mmrouter router: certificate: {error}\n")
         return 2
     return 0
 

@@ -22,6 +22,7 @@ from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import Outgoing, Prepared
@@ -132,7 +133,11 @@ class Router:
         self.fleet.leave(uid)
 
     async def run(self) -> None:
-        settings = self.settings
+        settings, certificate = self.settings, None
+        if settings.deployment.spec.frontend.tls is not None:
+            certificate = ServerCertificate(
+                settings.config_dir / "tls", lambda event: self.metrics.tls.labels(event).inc()
+            )
         clients = Server(
             self.client_app(),
             settings.host,
@@ -140,6 +145,7 @@ class Router:
             drain_seconds=settings.drain_seconds,
             max_connections=raise_open_files(),
             count=lambda outcome: self.metrics.connections.labels(outcome).inc(),
+            certificate=certificate,
         )
         metrics = metrics_app(self.metrics, lambda: self.ready)
         control = port_apps.control_app(
@@ -162,6 +168,7 @@ class Router:
             components = (self.sampler, self.renderer, self.probes, self.gossip, stalls, *self._optional)
             loops = [self._discover, self._verify_all, self._sweep, self._recall_sightings]
             loops += [component.run for component in components if component is not None]
+            loops += [certificate.watch] if certificate is not None else []
             running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]
             await serve(clients, others, self.shutdown)
             for task in (*running, *self._canaries.values(), *(task for _, task in self._feeds.values())):

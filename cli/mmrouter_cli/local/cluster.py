@@ -143,7 +143,7 @@ class LocalCluster:
             except OSError as error:
                 raise LocalError(f"Service {service.name}: cannot listen on {self._block.service}:{listen}") from error
             self._forwarders.append(forwarder)
-            url = f"http://{self._block.service}:{listen}"
+            url = f"{port.scheme}://{self._block.service}:{listen}"
             self.endpoint = self.endpoint or url
             self._log(service.name, f"Service port {port.port} at {url}")
 

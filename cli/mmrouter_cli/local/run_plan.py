@@ -109,6 +109,7 @@ class ServicePort(NamedTuple):
 
     port: int
     target: int | str
+    scheme: str = "http"
 
 
 class ServicePlan(NamedTuple):
@@ -137,7 +138,10 @@ def make_plan(objects: Iterable[dict[str, Any]]) -> RunPlan:
                 plan.pods += _pods(obj)
             case "Service":
                 spec = obj["spec"]
-                ports = tuple(ServicePort(p["port"], p.get("targetPort", p["port"])) for p in spec["ports"])
+                ports = tuple(
+                    ServicePort(p["port"], p.get("targetPort", p["port"]), p.get("appProtocol", "http"))
+                    for p in spec["ports"]
+                )
                 plan.services.append(ServicePlan(name, spec.get("selector") or {}, ports))
             case "ConfigMap":
                 plan.config_maps[name] = {key: text.encode() for key, text in (obj.get("data") or {}).items()}

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mmrouter_lib.api.cross_field_rules import Resource, rule
-from mmrouter_lib.api.shared_types import Decimal, Opaque, Resources, SecretName, Size
+from mmrouter_lib.api.shared_types import Decimal, ObjectName, Opaque, Resources, SecretName, Size
 
 
 class Verification(Resource):
@@ -68,6 +68,14 @@ class ApiKeys(Resource):
     """Secret with one entry per tenant: its name is the tenant's, its value the tenant's API keys, one per line."""
 
 
+class Tls(Resource):
+    """TLS on the routers' port for clients."""
+
+    secret_name: ObjectName
+    """Secret of type kubernetes.io/tls with the certificate chain (`tls.crt`) and its key (`tls.key`). Changes are
+    loaded without a restart."""
+
+
 class Frontend(Resource):
     """The routers, as equal replicas."""
 
@@ -83,5 +91,12 @@ class Frontend(Resource):
     api_keys: ApiKeys | None = None
     """API keys and their tenants. Absent: no authentication and a single tenant; the condition Authenticated is
     False."""
+    tls: Tls | None = None
+    """TLS on the client port, which then serves no plain HTTP. Absent: plain HTTP."""
     pod_template: Opaque = Field(default={})
     """Strategic merge patch over the rendered pod template (`metadata` and `spec` of a pod)."""
+
+    @rule("service.port", "!has(self.tls) || self.service.port != 80")
+    def _tls_port(self) -> bool:
+        """port 80 is the port of plain HTTP: with frontend.tls set service.port to 443 or another port"""
+        return self.tls is None or self.service.port != 80

@@ -63,6 +63,8 @@ def _all(dep: MMRouterDeployment) -> Iterator[tuple[str, Any, str]]:
         yield "ConfigMap", spec.engine.chat_template.config_map.name, "spec.engine.chatTemplate.configMap.name"
     if spec.frontend.api_keys is not None:
         yield "Secret", spec.frontend.api_keys.secret.name, "spec.frontend.apiKeys.secret.name"
+    if spec.frontend.tls is not None:
+        yield "Secret", spec.frontend.tls.secret_name, "spec.frontend.tls.secretName"
     yield from _template(spec.frontend.pod_template, "spec.frontend.podTemplate")
     for number, pool in enumerate(spec.pools):
         path = f"spec.pools[{number}]"

@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_lib.pod_paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.pod_paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR, TLS_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ROUTER_ITEMS
 from mmrouter_operator.model.kinds import INPUTS_HASH
@@ -70,6 +70,8 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     if dep.spec.frontend.api_keys is not None:
         secret = {"secretName": dep.spec.frontend.api_keys.secret.name, "defaultMode": 0o440}
         volumes.append({"name": "api-keys", "secret": secret})
+    if (tls := dep.spec.frontend.tls) is not None:
+        volumes.append({"name": "client-tls", "secret": {"secretName": tls.secret_name, "defaultMode": 0o440}})
     return {
         "serviceAccountName": frontend_name(dep),
         "automountServiceAccountToken": True,  # the router watches the engine pods
@@ -89,6 +91,8 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     mounts = [parts.mount("config", CONFIG_DIR, read_only=True), parts.mount("model", MODEL_DIR, read_only=True)]
     if dep.spec.frontend.api_keys is not None:
         mounts.append(parts.mount("api-keys", API_KEYS_DIR, read_only=True))
+    if dep.spec.frontend.tls is not None:
+        mounts.append(parts.mount("client-tls", TLS_DIR, read_only=True))
     if shared:
         mounts.append(shared_memory.shared_mount())
     return {

@@ -8,9 +8,12 @@ KIND: Final = ChildKind("Service", "v1", wave=1, guard="removal", local=True, li
 
 
 def render(inputs: RenderInputs) -> list[dict[str, Any]]:
-    """Return the one Service. It has the deployment's name: the endpoint is ``http://<name>.<namespace>.svc``."""
+    """Return the one Service. It has the deployment's name, so ``<name>.<namespace>.svc`` is the endpoint's host."""
     dep = inputs.dep
     service = dep.spec.frontend.service
-    ports = [{"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}]
+    port = {"name": "http", "port": service.port, "targetPort": "http", "protocol": "TCP"}
+    if dep.spec.frontend.tls is not None:
+        port |= {"name": "https", "appProtocol": "https"}
+    ports = [port]
     spec = {"type": service.type, "selector": frontend_labels(dep), "ports": ports}
     return [KIND.manifest(object_metadata(dep, dep.metadata.name, "frontend"), spec=spec)]

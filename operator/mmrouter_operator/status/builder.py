@@ -115,7 +115,8 @@ def _counts(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan) -> d
     host = f"{dep.metadata.name}.{dep.metadata.namespace}.svc"
     body: dict[str, Any] = {}
     if not is_foreign(snapshot, "Service", dep.metadata.name) and ("Service", dep.metadata.name) in snapshot.children:
-        body["endpoint"] = f"http://{host}" + ("" if port == 80 else f":{port}")
+        scheme, usual = ("http", 80) if dep.spec.frontend.tls is None else ("https", 443)
+        body["endpoint"] = f"{scheme}://{host}" + ("" if port == usual else f":{port}")
     if frontend is not None:
         selector = f"{DEPLOYMENT_LABEL}={dep.metadata.name},{ROLE_LABEL}={FRONTEND_ROLE}"
         counts = {"desired": frontend.desired, "ready": frontend.ready, "updated": frontend.updated}

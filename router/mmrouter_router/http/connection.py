@@ -195,7 +195,8 @@ class ClientConnection(HttpToolsProtocol):
             if self._body_reader is not None:
                 self.flow.pause_reading()
                 self.resume_parsing()
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not with TLS
+                self.transport.write_eof()
             self.flow.resume_reading()
             self.loop.call_later(LINGER_SECONDS, self.transport.close)
 

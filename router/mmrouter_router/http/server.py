@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -22,6 +22,7 @@ from typing import Any, Final
 import uvicorn
 from uvicorn.config import STARTUP_FAILURE
 
+from mmrouter_router.http.certificate import HANDSHAKE_SECONDS, SHUTDOWN_SECONDS, ServerCertificate
 from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, Message, ProcessClock, Send
 from mmrouter_router.http.connection import ClientConnection
 
@@ -96,9 +97,11 @@ class Server(uvicorn.Server):
         drain_seconds: float,
         max_connections: int = MAX_ADMIN_CONNECTIONS,
         count: Callable[[str], None] = lambda outcome: None,
+        certificate: ServerCertificate | None = None,
     ) -> None:
         """``drain_seconds``: how long answers in progress may take once the server is to exit. ``count``: gets the
         outcome of every connection that exceeds ``max_connections``: ``refused``, or ``idle`` for one closed instead.
+        ``certificate``: serve TLS.
         """
         super().__init__(
             uvicorn.Config(
@@ -118,7 +121,7 @@ class Server(uvicorn.Server):
             )
         )
         self.linger = 0.0
-        self._max_connections, self._count = max_connections, count
+        self._max_connections, self._count, self._certificate = max_connections, count, certificate
         self._clock = ProcessClock()
 
     @contextmanager
@@ -132,16 +135,21 @@ class Server(uvicorn.Server):
             ClientConnection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         try:
-            listener = Listener(factory, self.config.host, self.config.port, self.config.backlog, self._admit)
+            listener = Listener(
+                factory, self.config.host, self.config.port, self.config.backlog, self._admit, self._certificate
+            )
         except OSError as error:
             log.error("cannot listen on %s, port %d: %s", self.config.host, self.config.port, error)
             sys.exit(STARTUP_FAILURE)
         self.servers = [listener]  # type: ignore[list-item] # implements what uvicorn uses of a server
 
-    def _admit(self) -> bool:
-        """Return whether one more connection may be served; close idle ones for it where there are too many."""
+    def _admit(self, opening: int) -> bool:
+        """Return whether one more connection may be served; close idle ones for it where there are too many.
+
+        ``opening``: how many are accepted and not served yet, for instance in their TLS handshake.
+        """
         connections = self.server_state.connections
-        if len(connections) < self._max_connections:
+        if len(connections) + opening < self._max_connections:
             return True
         idle = list(islice((one for one in connections if isinstance(one, ClientConnection) and one.idle), IDLE_BATCH))
         for connection in idle:
@@ -215,13 +223,16 @@ class Listener:
         host: str,
         port: int,
         backlog: int,
-        admit: Callable[[], bool] = lambda: True,
+        admit: Callable[[int], bool] = lambda opening: True,
+        certificate: ServerCertificate | None = None,
     ) -> None:
-        """``admit``: whether to serve a connection, else it is closed. Raises ``OSError`` for an address in use."""
+        """``admit``: gets the number of connections that wait for their protocol, and returns whether to serve one
+        more, else it is closed. ``certificate``: serve TLS. Raises ``OSError`` for an address in use.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=backlog)
         self._socket.setblocking(False)
-        self._protocol_factory, self._admit = protocol_factory, admit
+        self._protocol_factory, self._admit, self._certificate = protocol_factory, admit, certificate
         self._max_batches = backlog // BATCH + 1  # until the kernel's queue is empty
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[object]] = set()  # accepted, not yet handed to their protocol
@@ -262,18 +273,32 @@ class Listener:
                     self._pause(error)
                     return False
                 raise
-            if not self._admit():
+            if not self._admit(len(self._opening)):
                 connection.close()
                 continue
-            opening = self._loop.create_task(self._loop.connect_accepted_socket(self._protocol_factory, connection))
+            opening = self._loop.create_task(self._open(connection))
             self._opening.add(opening)
             opening.add_done_callback(self._opened)
         return True
 
+    def _open(self, connection: socket.socket) -> Coroutine[Any, Any, object]:
+        if self._certificate is None:
+            return self._loop.connect_accepted_socket(self._protocol_factory, connection)
+        return self._loop.connect_accepted_socket(
+            self._protocol_factory,
+            connection,
+            ssl=self._certificate.context,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            ssl_shutdown_timeout=SHUTDOWN_SECONDS,
+        )
+
     def _opened(self, opening: asyncio.Task[object]) -> None:
         self._opening.discard(opening)
         if not opening.cancelled() and (error := opening.exception()) is not None:
-            log.warning("an accepted connection was lost: %s", error)
+            if self._certificate is None:
+                log.warning("an accepted connection was lost: %s", error)
+            else:  # not logged: a client can cause any number of them
+                self._certificate.handshake_failed()
 
     def _pause(self, error: OSError) -> None:
         log.error("cannot accept connections, will retry: %s", error)

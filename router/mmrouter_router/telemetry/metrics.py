@@ -84,6 +84,9 @@ class Metrics(Collector):
             "Connections beyond the limit of open files: refused, or idle ones closed for them",
             "outcome",
         )
+        self.tls = counter(
+            "tls", "TLS of the client port: certificates loaded or refused, and failed handshakes", "event"
+        )
         self.disconnects = counter("client_disconnects", "Clients that disconnected before the end of their answer")
         self.workers = gauge("workers", "Workers by standing", "standing")
         self.discovery_errors = counter("discovery_errors", "Failed lists and watches of pods, by reason", "reason")

@@ -149,6 +149,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"frontend": {"replicas": 0}}, "frontend.replicas", "greater than or equal to 1"),
     ({"frontend": {"replicas": "2"}}, "frontend.replicas", "valid integer"),
     ({"frontend": {"resources": {"limits": {"cpu": "lots"}}}}, "frontend.resources.limits.cpu", "is not a quantity"),
+    ({"frontend": {"tls": {"secretName": "a"}}}, "frontend.service.port", "port 80 is the port of plain HTTP"),
     ({"frontend": {"apiKeys": {}}}, "frontend.apiKeys.secret", "is required"),
     ({"routing": {"overlapWeight": 1.5}}, "routing.overlapWeight", 'decimals are written as strings: "1.5"'),
     ({"routing": {"overlapWeight": "-1"}}, "routing.overlapWeight", "does not match"),

@@ -94,7 +94,11 @@ model:
   volume: {persistentVolumeClaim: {claimName: weights}}
   tokenSecret: {name: hub, key: token}
 engine: {type: vllm, chatTemplate: {configMap: {name: template, key: jinja}}}
-frontend: {apiKeys: {secret: {name: keys}}, podTemplate: {spec: {priorityClassName: high}}}
+frontend:
+  service: {port: 443}
+  apiKeys: {secret: {name: keys}}
+  tls: {secretName: tls}
+  podTemplate: {spec: {priorityClassName: high}}
 pools:
 - name: work
   role: worker
@@ -128,6 +132,7 @@ def test_every_reference_is_found_with_the_field_that_names_it() -> None:
         Secret                hub      spec.model.tokenSecret.name
         ConfigMap             template spec.engine.chatTemplate.configMap.name
         Secret                keys     spec.frontend.apiKeys.secret.name
+        Secret                tls      spec.frontend.tls.secretName
         PriorityClass         high     spec.frontend.podTemplate.spec.priorityClassName
         ResourceClaimTemplate one-gpu  spec.pools[0].accelerator.claims[0].resourceClaimTemplateName
         ResourceClaim         rail     spec.pools[0].accelerator.claims[1].resourceClaimName

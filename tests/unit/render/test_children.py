@@ -23,7 +23,9 @@ from unit.render.objects import (
     deployments,
     load,
     named,
+    pod_of,
     rendered,
+    valid,
     with_pool,
 )
 
@@ -97,6 +99,23 @@ def test_every_container_mounts_only_its_own_secrets() -> None:
     own = {"router": set(ROUTER_ITEMS), "sidecar": set(SIDECAR_ITEMS), "engine": {"engine.key"}, "exporter": set()}
     assert seen == own
     assert {key for items in seen.values() for key in items} == set(named(objects, "Secret", "qwen-vl-secrets")["data"])
+
+
+def test_tls_is_served_on_the_client_port_and_health_stays_plain() -> None:
+    dep = change(SHORTEST, frontend={"service": {"port": 8443}, "tls": {"secretName": "certificate"}})
+    objects = rendered(dep)
+    valid(objects)
+    (port,) = named(objects, "Service", "qwen-vl")["spec"]["ports"]
+    expected = {"name": "https", "appProtocol": "https", "port": 8443, "targetPort": "http", "protocol": "TCP"}
+    assert port == expected
+    pod = pod_of(dep, "frontend")
+    (router,) = pod["containers"]
+    (mount,) = (one for one in router["volumeMounts"] if one["mountPath"] == "/etc/mmrouter/tls")
+    (volume,) = (one for one in pod["volumes"] if one["name"] == mount["name"])
+    assert mount["readOnly"]
+    assert volume["secret"] == {"secretName": "certificate", "defaultMode": 0o440}
+    probed = {router[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert probed == {"metrics"}
 
 
 def test_secret_entries_are_what_was_generated() -> None:

@@ -49,6 +49,7 @@ CHANGES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("policy", {"routing+": {"policy": "roundRobin"}}, {"frontend"}),
     ("verification", {"verification": {"onFailure": "Refuse"}}, {"frontend"}),
     ("router's resources", {"frontend+": {"resources": {"limits": {"memory": "1Gi"}}}}, {"frontend"}),
+    ("TLS", {"frontend+": {"tls": {"secretName": "a"}, "service": {"port": 443}}}, {"frontend"}),
     ("router's podTemplate", {"frontend+": {"podTemplate": {"spec": {"hostname": "h"}}}}, {"frontend"}),
     ("sidecar", {"sidecar": {"bufferEvents": 100}}, ENGINES),
     ("engine args", {"engine+": {"args": ["--seed=1"]}}, ENGINES),

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import resource as limits
+import ssl
 from array import array
 from collections.abc import AsyncIterator
 
@@ -13,6 +14,7 @@ import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from unit.router.certificates import HOST
 
 from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
@@ -21,6 +23,7 @@ from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
+from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import Server
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import Placer
@@ -215,11 +218,15 @@ async def spans_of(request) -> tuple[ReadableSpan, ...]:
 
 
 class LoopbackServer:
-    """A server of ``app`` on a loopback address of its own."""
+    """A server of ``app`` on a loopback address of its own. ``trust``: a client's context where it serves TLS."""
 
-    def __init__(self, app) -> None:
-        self.ip = loopback()
-        self.server = Server(app, self.ip, PORT, drain_seconds=1)
+    def __init__(self, app, certificate: ServerCertificate | None = None, trust: ssl.SSLContext | None = None) -> None:
+        self.ip, self._trust = loopback(), trust
+        self.server = Server(app, self.ip, PORT, drain_seconds=1, certificate=certificate)
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        name = None if self._trust is None else HOST
+        return await asyncio.open_connection(self.ip, PORT, ssl=self._trust, server_hostname=name)
 
     async def start(self):
         self._task = asyncio.create_task(self.server.serve())

@@ -40,8 +40,8 @@ class App:
 class Front(LoopbackServer):
     """A server that forwards an engine's answer as the router does."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(App(self._direct))
+    def __init__(self, engine: Engine, *tls) -> None:
+        super().__init__(App(self._direct), *tls)
         self.engine = engine
         self.upstream = Upstream(connect_seconds=10)
         self.failed: list[BaseException] = []
@@ -99,8 +99,8 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def running_front():
-    async with Engine() as engine, Front(engine) as made:
+async def running_front(*tls):
+    async with Engine() as engine, Front(engine, *tls) as made:
         yield made
     made.upstream.close()
 

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from unit.router.rig import PORT, LoopbackServer, unlimited, until
+from unit.router.rig import LoopbackServer, unlimited, until
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, AsgiClient, ClientGoneError
@@ -87,7 +87,7 @@ class Front(LoopbackServer):
 
 @contextlib.asynccontextmanager
 async def connected(front: Front):
-    reader, writer = await asyncio.open_connection(front.ip, PORT)
+    reader, writer = await front.connect()
     try:
         yield reader, writer
     finally:
