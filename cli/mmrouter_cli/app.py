@@ -13,7 +13,19 @@ from rich.text import Text
 
 from mmrouter_cli import resource_commands
 from mmrouter_cli.bench.command import bench
-from mmrouter_cli.options import FAILED, USAGE, Control, Json, Token, control_or_leave, leave, table
+from mmrouter_cli.options import (
+    FAILED,
+    USAGE,
+    CaCert,
+    Control,
+    Insecure,
+    Json,
+    Token,
+    control_or_leave,
+    leave,
+    table,
+    trust,
+)
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
@@ -135,12 +147,14 @@ def verify(
     strict: Annotated[
         bool, typer.Option(help="Fail on a partial decision; --no-strict holds it to the blocks before its image.")
     ] = True,
+    cacert: CaCert = None,
+    insecure: Insecure = False,
     as_json: Json = False,
 ) -> None:
     """Prove that routing is exact, end to end; exit status 1 if it is not."""
     from mmrouter_cli import verify as verification
 
-    with httpx.Client(timeout=60) as client:
+    with httpx.Client(timeout=60, verify=trust(cacert, insecure)) as client:
         verifier = verification.Verifier(
             control_or_leave(url, control, token), api_key=api_key, client=client, strict=strict
         )

@@ -1,5 +1,6 @@
 """Options and tables of several commands, and how a command ends with an error."""
 
+import ssl
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -20,6 +21,22 @@ DeploymentName = Annotated[
 ]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Default: that of kubectl's context.")]
 Kubeconfig = Annotated[Path | None, typer.Option(help="How to reach the cluster. Default: as kubectl does.")]
+
+CaCert = Annotated[
+    Path | None, typer.Option("--cacert", help="Certificates to trust for https. Default: the system's.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Accept any certificate, and send keys to its holder.")]
+
+
+def trust(cacert: Path | None, insecure: bool) -> ssl.SSLContext:
+    """Return the TLS settings for an endpoint; ends the command where the file has no certificates."""
+    try:
+        context = ssl.create_default_context(cafile=cacert)
+    except OSError as error:
+        leave(f"--cacert {cacert} holds no certificates that can be read: {error.strerror}")
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def control_or_leave(url: str, control: str | None, token: str | None) -> ControlEndpoint:

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from mmrouter_cli.options import FAILED, USAGE, Control, Token, leave
+from mmrouter_cli.options import FAILED, USAGE, CaCert, Control, Insecure, Token, leave, trust
 
 if TYPE_CHECKING:
     from mmrouter_cli.bench.endpoint_probe import Target
@@ -63,6 +63,8 @@ def bench(
     against_api_key: Annotated[str | None, typer.Option(help="The same for --against. Default: --api-key.")] = None,
     control: Control = None,
     token: Token = None,
+    cacert: CaCert = None,
+    insecure: Insecure = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result, or both as a list; - prints it.")
     ] = None,
@@ -104,6 +106,7 @@ def bench(
         longest=longest,
         ignore_eos=ignore_eos,
     )
+    tls = trust(cacert, insecure)
     console = Console(stderr=str(json_file) == "-")
     if not console.is_terminal:
         console.width = WIDTH
@@ -112,7 +115,7 @@ def bench(
         """Return an endpoint to measure, or the runs of a file; ends on a bad one before anything is sent."""
         if not source.startswith(("http://", "https://")):
             return _read_results(Path(source))
-        return Target(_base_url(source), salt or secrets.token_hex(4), timeout, model, by, key, control, token)
+        return Target(_base_url(source), salt or secrets.token_hex(4), timeout, model, by, key, control, token, tls)
 
     sides = [side(url, policy, api_key)]
     if against is not None:

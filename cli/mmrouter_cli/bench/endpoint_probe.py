@@ -1,5 +1,6 @@
 """Examines a URL before a run: its model, tokens per word, and whether it is an mmrouter with a known control API."""
 
+import ssl
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,6 +46,7 @@ class Target:
     api_key: str | None = None
     control: str | None = None
     token: str | None = None
+    tls: ssl.SSLContext | None = None  # for https; default: the system's trust
 
     @property
     def headers(self) -> dict[str, str]:
@@ -55,8 +57,10 @@ async def examine(target: Target) -> Endpoint:
     """Examine an endpoint with two short requests. Raises :class:`BenchError` where it does not answer."""
     url, timeout = target.url, target.timeout
     try:
-        await Client(url, timeout).probe()
-        async with httpx.AsyncClient(base_url=url, headers=target.headers, timeout=timeout, trust_env=False) as http:
+        await Client(url, timeout, target.tls).probe()
+        async with httpx.AsyncClient(
+            base_url=url, headers=target.headers, timeout=timeout, trust_env=False, verify=target.tls or True
+        ) as http:
             model = target.model or await _first_model(http)
             few, _ = await _prompt_tokens(http, model, target.salt, FEW_WORDS)
             many, request_id = await _prompt_tokens(http, model, target.salt, MANY_WORDS)

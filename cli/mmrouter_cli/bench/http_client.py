@@ -120,12 +120,13 @@ class Connection(asyncio.Protocol):
 class Client:
     """Sends requests to one endpoint over connections that it keeps and reuses."""
 
-    def __init__(self, url: str, timeout: float) -> None:
+    def __init__(self, url: str, timeout: float, tls: ssl.SSLContext | None = None) -> None:
+        """``tls``: for https; default: the system's trust."""
         parts = urlsplit(url)
         self.timeout = timeout
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         self._authority, self._path = parts.netloc, parts.path.rstrip("/")
         self._idle: list[tuple[float, Connection]] = []
 

@@ -98,7 +98,7 @@ async def _send_all(
         headers["x-mmrouter-control"] = endpoint.control.token
         if target.policy:
             headers["x-mmrouter-policy"] = target.policy
-    client = Client(target.url, target.timeout)
+    client = Client(target.url, target.timeout, target.tls)
 
     async def converse(conversation: Conversation, due: float | None) -> None:
         for number, turn in enumerate(conversation.turns):
