@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
@@ -55,6 +55,7 @@ class ClientConnection(HttpToolsProtocol):
         self.input_ended = self._lingering = False  # whether further input is discarded
         self._deferred_error: RequestError | None = None  # answered after the requests before it
         self._body_reader: _BodyReader | None = None
+        self._asgi_cycle: RequestResponseCycle | None = None  # the last one that is, or was, being answered
         self._asgi_body_size = 0
         self._stall = StallTimer()
 
@@ -143,6 +144,10 @@ class ClientConnection(HttpToolsProtocol):
         self.headers += headers
         super().on_headers_complete()
         self.headers = []
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._asgi_cycle = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _parse_without_upgrade(self) -> None:
         """Parse a head again without its upgrade offer (RFC 9110 7.8), behind which the parser reads no body."""
@@ -274,10 +279,13 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_lost(exc)
         if self.request is not None:
             self.request.disconnect()
+        if self._asgi_cycle is not None:  # uvicorn informs the newest request, which may be pipelined behind this one
+            self._asgi_cycle.disconnected = not self._asgi_cycle.response_complete
+            self._asgi_cycle.message_event.set()
         if self.on_writable is not None:
             self.on_writable()
         # Break the reference cycles so that the connection is freed without a pass of the garbage collector.
-        self.request = self._body_receiver = self.cycle = None  # type: ignore[assignment]
+        self.request = self._body_receiver = self.cycle = self._asgi_cycle = None  # type: ignore[assignment]
 
 
 def _head_size(url: bytes, headers: Headers) -> int:

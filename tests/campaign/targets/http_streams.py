@@ -119,10 +119,10 @@ class HttpStreams(Target):
         statuses = [int(status) for status in _STATUS.findall(answer)]
         if server_errors := [status for status in statuses if status >= 500]:
             raise BrokenPropertyError(f"answered with {server_errors}", "5xx")
-        if self._errors.seen:
-            raise BrokenPropertyError(f"logged: {self._errors.seen[0]}", "crash")
         self._check_requests()
         await self._check_released()
+        if self._errors.seen:
+            raise BrokenPropertyError(f"logged: {self._errors.seen[0]}", "crash")
         if self._checked % 8 == 0:
             await self._check_next()
         self._checked += 1
@@ -160,7 +160,7 @@ class HttpStreams(Target):
                 raise BrokenPropertyError(f"the engine got {path} {headers} {body}")
 
     async def _check_released(self) -> None:
-        chat, state = self._router.chat, self._server.server.server_state
+        chat, metrics, state = self._router.chat, self._router.metrics, self._server.server.server_state
         try:
             await until(
                 lambda: not state.connections and not chat.body_budget.held and not self._router.metrics.in_flight

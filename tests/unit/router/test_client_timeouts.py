@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.rig import PORT, at_rest, unlimited, until
-from unit.router.test_hostile_clients import FRAMED, LIMIT, LINES, POST, Front, answer_to, connected, request
+from unit.router.test_hostile_clients import END, FRAMED, LIMIT, LINES, POST, Front, answer_to, connected, request
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
@@ -216,6 +216,18 @@ async def test_reset_within_a_body_leaves_no_task_or_connection():
             await asyncio.wait_for(front.disconnected.wait(), 5)
             await front.connected(0)
             assert not front.server.server_state.tasks
+
+
+@BOTH_PATHS
+async def test_a_disconnect_ends_a_request_that_others_are_pipelined_behind(hot: bool) -> None:
+    async with Front(hot=hot) as front:
+        async with connected(front) as (_, writer):
+            writer.write(request(LINES[0], [b"x-wait: yes"], FRAMED[0]) + END + END)
+            await until(lambda: front.seen)
+        await front.connected(0)
+        front.go.set()
+        await asyncio.wait_for(front.disconnected.wait(), 60)
+        await until(lambda: not front.server.server_state.tasks)
 
 
 class Endless:
