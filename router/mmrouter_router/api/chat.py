@@ -32,6 +32,7 @@ from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneEr
 from mmrouter_router.http.upstream import UpstreamError
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
 from mmrouter_router.intake.api_key_auth import Tenant, Tenants
+from mmrouter_router.intake.forwarded_routes import COMPLETIONS, RESPONSES
 from mmrouter_router.intake.json_body import Raw
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage, Prepared
@@ -174,7 +175,8 @@ class Chat:
     def _parse(self, path: str, raw: Raw) -> ChatRequest:
         if path == CHAT:
             return parse_chat(raw, self._limits, self._served_model, self._engine)
-        return parse_forwarded(raw, self._limits, self._served_model)
+        endpoint = COMPLETIONS if path == COMPLETIONS else RESPONSES
+        return parse_forwarded(raw, self._limits, self._served_model, endpoint, self._engine)
 
     async def _answer(self, client: Client, request_id: str, received: float, held: BodyReservation) -> str:
         path, headers = client.path, client.headers

@@ -64,6 +64,12 @@ class RequestError(Exception):
         return cls.invalid(message, param=param, code="invalid_value")
 
     @classmethod
+    def unknown_field(cls, param: str) -> Self:
+        """400: a field that no table knows; its name is shortened, because the client chose it."""
+        name = param if len(param) <= SHOWN_CHARACTERS else param[:SHOWN_CHARACTERS] + "..."
+        return cls.invalid(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+
+    @classmethod
     def unknown_part(cls, param: str, value: Any, known: Sequence[str]) -> Self:
         """400: a content part of a type that is not served; ``param`` is the part's ``type`` field."""
         message = f"Content parts of type {shown(value)} are not supported. Supported: {', '.join(known)}."

@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines.base.request_fields import CHAT, words
 from mmrouter_lib.prompt.prompter import REPLACING, render_arguments
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.json_body import MAX_DEPTH, Object, Raw
-from mmrouter_router.intake.prompt_fields import Reason, inexact_fields, inexact_messages, words
+from mmrouter_router.intake.prompt_fields import Reason, check_fields, inexact_fields, inexact_messages
 from mmrouter_router.intake.request import MIN_URI, ChatRequest, ImagePart, Limits, MediaPart, Modality, extract_images
 
 
@@ -34,6 +35,7 @@ def parse_chat(raw: Raw, limits: Limits, served_model: str, engine: EngineType =
 def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
     body = json_body.parse_object(raw, limits.max_request_bytes)
     model = json_body.model_of(body, served_model)
+    check_fields(body, CHAT, engine)
     messages = json_body.objects(body, "messages")
     if messages is None:
         raise RequestError.missing("messages")
@@ -120,7 +122,7 @@ class MessageParts:
                 if value is not None and not isinstance(value, str):
                     raise RequestError.wrong_type(f"messages[{number}].{name}", "a string", value)
             elif name not in _MESSAGE_OTHERS:
-                self._unknown(f"messages[{number}].{name}")
+                raise RequestError.unknown_field(f"messages[{number}].{name}")
         if message.get("tool_calls") is not None:
             _tool_calls(message, f"messages[{number}].tool_calls")
         content = message.get("content")
@@ -146,7 +148,7 @@ class MessageParts:
                 message_text = f"A content part of type '{kind}' cannot hold '{name}' as well."
                 raise RequestError.invalid(message_text, param=f"{path}.{name}", code="ambiguous_content_part")
             if name != own and name not in _PART_HARMLESS:
-                self._unknown(f"{path}.{name}")
+                raise RequestError.unknown_field(f"{path}.{name}")
         if kind in TEXT_TYPES:
             return _plain(part, own, "text", json_body.required(part, own, str, f"{path}.{own}"))
         if kind == "input_audio":
@@ -163,10 +165,6 @@ class MessageParts:
             plain = _plain(part, own, f"{MEDIA_TYPES[kind]}_url", holder)
         json_body.count_media(len(self.images) + len(self.media), self._limits.max_images, param)
         return plain
-
-    def _unknown(self, field: str) -> None:
-        if len(self.inexact) < MAX_REASONS:
-            self.inexact.append(Reason(field, "unknown_field"))
 
 
 def _is_plain_text(part: Any) -> bool:

@@ -5,39 +5,48 @@ the body. References that the engine would have to resolve (``file_url``, ``file
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from blake3 import blake3
 
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines.base.request_fields import Endpoint, words
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.json_body import Object, Raw
-from mmrouter_router.intake.prompt_fields import Reason
+from mmrouter_router.intake.prompt_fields import Reason, check_fields
 from mmrouter_router.intake.request import ChatRequest, Limits, MediaPart, Modality
 
 HEAD_CHARACTERS = 2048  # characters of a prompt's JSON form that identify its beginning
 
-_PROMPTS = ("input", "prompt", "previous_input_messages", "messages")  # top-level fields of messages or prompts
+COMPLETIONS: Final[Endpoint] = "/v1/completions"
+RESPONSES: Final[Endpoint] = "/v1/responses"
+_PROMPTS: Final = {COMPLETIONS: ("prompt",), RESPONSES: ("input", "previous_input_messages")}
+"""Endpoint -> fields that hold messages or prompts, the required one first."""
 _MEDIA: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 _IDENTITIES = ("uuid", "content_hash")
 """Fields beside and within a medium that would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid)."""
 _FILE_REFERENCES = frozenset({"file_url", "file_id"})
 NO_EMBEDDINGS = "send media, not embeddings"
 _EMBEDDINGS = frozenset({"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"})
+_BESIDE_MEDIA = words("type detail cache_control prompt_cache_breakpoint").union(
+    _MEDIA, _IDENTITIES, _FILE_REFERENCES, _EMBEDDINGS
+)
 
 
-def parse_forwarded(raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
+def parse_forwarded(
+    raw: Raw, limits: Limits, served_model: str, endpoint: Endpoint, engine: EngineType = "vllm"
+) -> ChatRequest:
     """Parse and check the body of a forwarded route. Raises :class:`RequestError` only."""
     body = json_body.parse_object(raw, limits.max_request_bytes)
     model = json_body.model_of(body, served_model)
-    if body.get("prompt_embeds") is not None:
-        raise json_body.unsupported("prompt_embeds", NO_EMBEDDINGS)
-    prompt = next((name for name in ("input", "prompt") if body.get(name) is not None), None)
-    if prompt is None:
-        raise RequestError.missing("input" if "input" in body else "prompt")
+    check_fields(body, endpoint, engine)
+    prompt = _PROMPTS[endpoint][0]
+    if body.get(prompt) is None:
+        raise RequestError.missing(prompt)
     media: list[MediaPart] = []
     removed: set[str] = set()
-    for name in _PROMPTS:
+    for name in _PROMPTS[endpoint]:
         for part in _media_in(body.get(name), name, removed):
             media.append(part)
             json_body.count_media(len(media), limits.max_images, part.param)
@@ -70,6 +79,7 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
             if name in _FILE_REFERENCES:
                 raise json_body.unsupported(place, "engines fetch and keep nothing; put the media into the request")
             if name in _MEDIA:
+                json_body.known_keys(value, _BESIDE_MEDIA, path)
                 holder, key, url, param = json_body.media_url(value, name, place)
                 for part in (value, holder):
                     removed.update(field for field in _IDENTITIES if part.pop(field, None) is not None)

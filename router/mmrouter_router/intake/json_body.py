@@ -5,6 +5,7 @@ and router cannot read one body in two ways (duplicate keys, odd numbers, invali
 """
 
 import re
+from collections.abc import Set
 from typing import Any, TypeVar
 
 import orjson
@@ -143,11 +144,23 @@ def max_tokens(body: Object, *names: str) -> int | None:
     return limit
 
 
+_MEDIA_KEYS = frozenset(("url", "detail", "uuid", "content_hash"))  # the router removes the last two
+
+
 def media_url(holder: Object, name: str, path: str) -> tuple[Object, str, str, str]:
     """Return (holder, key, URL, field) of media in either spelling: an object with ``url``, or the URL itself."""
     if isinstance(holder.get(name), dict):
-        holder, name, path = holder[name], "url", f"{path}.url"
+        holder = holder[name]
+        known_keys(holder, _MEDIA_KEYS, path)
+        name, path = "url", f"{path}.url"
     return holder, name, required(holder, name, str, path, "a URL string"), path
+
+
+def known_keys(holder: Object, known: Set[str], path: str) -> None:
+    """Raise 400 for the first key of an object that is not among ``known``."""
+    unknown = next((key for key in holder if key not in known), None)
+    if unknown is not None:
+        raise RequestError.unknown_field(f"{path}.{unknown}")
 
 
 def count_media(count: int, limit: int, param: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final
 import orjson
 
 from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.http.upstream import Body
@@ -100,7 +101,7 @@ class Prepared:
         return self.exactness, self.reasons
 
 
-CHAT = "/v1/chat/completions"
+CHAT = request_fields.CHAT
 _SECRET: Final = secrets.token_hex(16)  # makes placeholders unguessable, so that none occurs in a client's text
 NO_URL: Final = ""  # an image's URL until its way to the engine is chosen, because encoding megabytes as base64 is slow
 

@@ -50,8 +50,8 @@ def test_the_clients_body_is_not_changed_and_megabytes_are_shared() -> None:
     assert new["messages"][1]["content"][2]["image_url"]["url"] is IMAGES[1].url
 
 
-@pytest.mark.parametrize("field", vllm.REFUSED_FIELDS)
-def test_refused_fields_are_removed_and_named(field: str) -> None:
+@pytest.mark.parametrize("field", vllm.VLLM.removed_fields)
+def test_fields_of_the_router_are_removed_and_named(field: str) -> None:
     rewritten = vllm.VLLM.rewrite_chat(body(**{field: "x"}), IMAGES, model="served", cache_salt=None)
     assert field not in rewritten.body
     assert set(rewritten.removed) == {field, "uuid"}
@@ -219,7 +219,7 @@ def test_images_are_inlined_without_an_identity() -> None:
     assert body == chat(detail="high")
 
 
-@pytest.mark.parametrize("field", sglang.REFUSED_FIELDS)
+@pytest.mark.parametrize("field", sglang.SGLANG.removed_fields)
 def test_fields_that_steer_caches_are_removed(field: str) -> None:
     got = rewritten(chat() | {field: "client"})
     assert got.removed == (field,)

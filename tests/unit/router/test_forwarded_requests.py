@@ -4,9 +4,17 @@ import json
 import re
 
 import pytest
-from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, fault, read
+from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, UNKNOWN, fault, read
 
 from mmrouter_router.intake import parse_forwarded
+from mmrouter_router.intake.forwarded_routes import COMPLETIONS
+from mmrouter_router.intake.forwarded_routes import RESPONSES as RESPONSES_PATH
+
+
+def forwarded(raw, limits, served_model, engine="vllm"):
+    path = COMPLETIONS if "prompt" in json.loads(raw) else RESPONSES_PATH
+    return parse_forwarded(raw, limits, served_model, path, engine)
+
 
 CONTENT = [
     {"type": "input_text", "text": "http://not-media.example/"},
@@ -26,7 +34,7 @@ RESPONSES = {
 
 
 def test_media_of_a_forwarded_request_are_collected_at_any_depth():
-    request = read(RESPONSES, parse=parse_forwarded)
+    request = read(RESPONSES, parse=forwarded)
     assert [(part.kind, part.url, part.param) for part in request.media] == [
         ("image", "http://secret.example/1", "input[0].content[1].image_url"),
         ("image", "http://secret.example/2", "input[0].content[2].image_url.url"),
@@ -45,14 +53,14 @@ def test_media_of_a_forwarded_request_are_collected_at_any_depth():
 def test_forwarded_request_is_never_exact():
     prompt = {"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}
     for body, tokens in ((prompt, 3), ({"model": "demo", "input": "x", "max_output_tokens": 4}, 4), (RESPONSES, None)):
-        request = read(body, parse=parse_forwarded)
+        request = read(body, parse=forwarded)
         assert [reason.reason for reason in request.inexact] == ["not_modelled"]
         assert (request.images, request.tools, request.max_tokens) == ((), None, tokens)
 
 
 def test_head_of_a_forwarded_prompt_is_stable_as_it_grows():
     def head(body):
-        return read({"model": "demo", **body}, parse=parse_forwarded).messages
+        return read({"model": "demo", **body}, parse=forwarded).messages
 
     longer = {**RESPONSES, "input": [*RESPONSES["input"], {"role": "user", "content": "more"}]}
     assert head(RESPONSES) == head(longer)
@@ -66,6 +74,7 @@ def test_head_of_a_forwarded_prompt_is_stable_as_it_grows():
     assert head({"input": one}) != head({"input": other})
 
 
+UNSUPPORTED = "unsupported_parameter"
 FIRST = "input[0].content[0]"
 
 
@@ -76,20 +85,23 @@ def of_part(times=1, **part):
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ({"model": "demo"}, (400, "prompt", MISSING)),
+        ({"model": "demo"}, (400, "input", MISSING)),
+        ({"model": "demo", "prompt": None}, (400, "prompt", MISSING)),
         ({"model": "demo", "input": None}, (400, "input", MISSING)),
         ({"model": "other", "prompt": "x"}, (404, "model", "model_not_found")),
         ({"model": "demo", "prompt": {}}, (400, "prompt", TYPE)),
         ({"model": "demo", "input": []}, (400, "input", TYPE)),
         ({"model": "demo", "input": 7}, (400, "input", TYPE)),
-        ({"model": "demo", "prompt": "x", "prompt_embeds": "AAAA"}, (400, "prompt_embeds", PART_TYPE)),
+        ({"model": "demo", "prompt": "x", "prompt_embeds": "AAAA"}, (400, "prompt_embeds", UNSUPPORTED)),
         (of_part(type="input_file", file_url="http://a.example/"), (400, f"{FIRST}.file_url", PART_TYPE)),
         (of_part(type="input_image", file_id="f"), (400, f"{FIRST}.file_id", PART_TYPE)),
         (of_part(type="image_embeds", image_embeds="x"), (400, f"{FIRST}.image_embeds", PART_TYPE)),
+        (of_part(type="input_image", image_url="data:,x", fps=2), (400, f"{FIRST}.fps", UNKNOWN)),
+        (of_part(type="image_url", image_url={"url": "x", "new": 2}), (400, f"{FIRST}.image_url.new", UNKNOWN)),
         (of_part(type="input_image", image_url=["http://a.example/"]), (400, f"{FIRST}.image_url", TYPE)),
         (of_part(4, type="input_image", image_url="data:,x"), (400, "input[0].content[3].image_url", TOO_MANY)),
         ({"model": "demo", "input": "x", "stream": "yes"}, (400, "stream", TYPE)),
     ],
 )
 def test_invalid_forwarded_request_is_refused_with_status_field_and_code(body, expected):
-    assert fault(body, parse=parse_forwarded) == expected
+    assert fault(body, parse=forwarded) == expected

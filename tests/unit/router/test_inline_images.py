@@ -140,7 +140,7 @@ def test_replayed_placeholder_refers_to_no_image():
     spliced = request.extract_images(raw)
     word = parse_chat(spliced.raw, LIMITS, "m").images[0]
     assert word.inline is None
-    both = parse_chat(DOUBLE % (b'{"url": %b}, "x": "%b"' % (A, word.url.encode())), LIMITS, "m")
+    both = parse_chat(DOUBLE % (b'{"url": %b}, "cache_control": "%b"' % (A, word.url.encode())), LIMITS, "m")
     assert [image.inline.data for image in both.images] == [b"a" * 30]
 
 

@@ -1,6 +1,7 @@
 """Fuzzing of request bodies: the result is a checked request or a :class:`RequestError`."""
 
 import copy
+import functools
 import json
 import random
 
@@ -10,9 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake import Limits, forwarded_routes, parse_chat, parse_forwarded
 from mmrouter_router.intake.json_body import depth, parse_object, text_depth
 
+forwarded = functools.partial(parse_forwarded, endpoint=forwarded_routes.RESPONSES)
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 
 CALLED = {"name": "f", "arguments": "{}"}
@@ -48,7 +50,7 @@ RESPONSES = {
         {"role": "user", "content": [{"type": "input_image", "image_url": "data:,a", "uuid": "u", "file_id": None}]},
         {"type": "computer_call_output", "output": {"image_url": {"url": "data:,b"}}},
     ],
-    "prompt": {"id": "p", "variables": {"x": {"type": "input_image", "image_url": "data:,c"}}},
+    "previous_input_messages": [{"content": [{"type": "input_image", "image_url": "data:,c"}]}],
     "prompt_cache_key": "k",
     "stream": False,
     "max_output_tokens": 3,
@@ -97,7 +99,7 @@ def outcome(parse, raw):
     return None
 
 
-@pytest.mark.parametrize(("parse", "body"), [(parse_chat, CHAT), (parse_forwarded, RESPONSES)])
+@pytest.mark.parametrize(("parse", "body"), [(parse_chat, CHAT), (forwarded, RESPONSES)])
 def test_mutated_requests_are_accepted_or_refused(parse, body):
     read = 0
     for seed in range(500):
@@ -114,8 +116,10 @@ def test_mutated_requests_are_accepted_or_refused(parse, body):
             part = request.messages[image.message]["content"][image.part]
             assert (part["type"], part["image_url"]) == ("image_url", {"url": image.url}), seed
         assert all(part.holder[part.key] == "" for part in request.media), seed
-        if parse is parse_forwarded:
-            prompts = {name: request.body[name] for name in ("input", "prompt") if name in request.body}
+        if parse is forwarded:
+            prompts = {
+                name: request.body[name] for name in ("input", "previous_input_messages") if name in request.body
+            }
             for holder, key in places(prompts):
                 if key in ("image_url", "video_url", "audio_url"):
                     value = holder[key]
@@ -130,7 +134,7 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("parse", [parse_chat, parse_forwarded])
+@pytest.mark.parametrize("parse", [parse_chat, forwarded])
 @settings(max_examples=25, deadline=None)
 @given(raw=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 @example(raw=b'{"model":"demo","messages":' + b"[" * 100_000)

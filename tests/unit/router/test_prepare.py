@@ -14,6 +14,7 @@ from unit.router.rig import Rig, refused, resource
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake.forwarded_routes import RESPONSES
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.telemetry.metrics import Metrics
@@ -97,7 +98,7 @@ async def test_pixel_options_keep_keys_before_the_image_only(prepare):
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"a_new_field": 1}, "unknown_field:a_new_field"),
+        ({"vllm_xargs": {"a": 1}}, "engine_arguments:vllm_xargs"),
         ({"truncate_prompt_tokens": 5}, "truncation:truncate_prompt_tokens"),
         ({"chat_template": "{{ messages }}"}, "request_template:chat_template"),
         ({"prompt_logprobs": 1}, "cache_not_read:prompt_logprobs"),
@@ -145,9 +146,9 @@ async def test_each_unresolved_image_is_a_reason_and_a_common_cause_is_one(prepa
     assert spoiled.exactness == "partial"
     assert spoiled.reasons == ("processor_options:mm_processor_kwargs", "processor_options:media_io_kwargs")
     assert not any(i.resolved for i in spoiled.images)
-    worse = await prepare(avif("a"), brand_new=1)
+    worse = await prepare(avif("a"), use_beam_search=True)
     assert worse.exactness == "affinity"
-    assert set(worse.reasons) == {"unknown_field:brand_new", "image_format:messages[0].content[0].image_url.url"}
+    assert set(worse.reasons) == {"beam_search:use_beam_search", "image_format:messages[0].content[0].image_url.url"}
 
 
 async def test_processor_options_do_not_affect_text(prepare):
@@ -222,7 +223,7 @@ async def prepare_phi3():
 
 def responses(*parts):
     body = {"model": "t", "input": [{"role": "user", "content": list(parts)}]}
-    return parse_forwarded(json.dumps(body).encode(), Limits(), "t")
+    return parse_forwarded(json.dumps(body).encode(), Limits(), "t", RESPONSES)
 
 
 def input_image(seed):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import msgspec
 
 from mmrouter_lib.engines.base.events import Batch
+from mmrouter_lib.engines.base.request_fields import Endpoint, RequestFields
 
 if TYPE_CHECKING:
     from mmrouter_lib.api import EngineType, Role
@@ -142,9 +143,10 @@ class EngineAdapter:
     rewrite_part: PartRewriter
     prompt_error_field: Callable[[int, Mapping[str, Any]], str | None]
     """Return the request field that an error answer (status, decoded body) is about, ``None`` if unknown."""
-    refused_fields: tuple[str, ...]
+    request_fields: Mapping[Endpoint, RequestFields]
+    removed_fields: tuple[str, ...]
     """Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
-    refused_xargs: tuple[str, ...] = ()
+    removed_xargs: tuple[str, ...] = ()
     """Keys of ``vllm_xargs``. A report of reused blocks looks like new copies
     (docs/engine-facts/vllm.md#what-publishes-no-events)."""
     request_id_header: str = "x-request-id"
@@ -173,7 +175,7 @@ class EngineAdapter:
         that does not exist.
         """
         new = dict(body)
-        removed: Removed = dict.fromkeys(name for name in self.refused_fields if new.pop(name, None) is not None)
+        removed: Removed = dict.fromkeys(name for name in self.removed_fields if new.pop(name, None) is not None)
         new["model"] = model
         if cache_salt is not None:
             new["cache_salt"] = cache_salt
@@ -198,5 +200,5 @@ class EngineAdapter:
             message, part = next(iter(by_place))
             raise ValueError(f"messages[{message}].content[{part}] does not exist")
         if isinstance(xargs := new.get("vllm_xargs"), dict):
-            new["vllm_xargs"] = without(xargs, self.refused_xargs, "vllm_xargs.", removed)
+            new["vllm_xargs"] = without(xargs, self.removed_xargs, "vllm_xargs.", removed)
         return Rewritten(new, tuple(removed))

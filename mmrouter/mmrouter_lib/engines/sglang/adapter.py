@@ -17,6 +17,7 @@ from mmrouter_lib.engines.base.adapter import (
 )
 from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import compact_json
+from mmrouter_lib.engines.sglang.request_fields import REMOVED_FIELDS, REQUEST_FIELDS
 
 METRICS: Final = {
     "running": "sglang:num_running_reqs",
@@ -74,36 +75,14 @@ def parse_info(answers: Sequence[Mapping[str, Any]]) -> EngineInfo | None:
     return EngineInfo(version, facts, block_size, publishes=isinstance(events, Mapping))
 
 
-REFUSED_FIELDS: Final = (
-    # Ends Qwen3-VL engines, and lets one tenant name the pixels of another.
-    "mm_hashes",
-    "mm_content_hashes",
-    "content_hash",
-    "extra_key",
-    "cache_salt",
-    "input_ids",  # with it the engine drops the images of a chat
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
-    "rid",  # a client could choose that of another tenant
-    "request_id",  # the same, in a response
-    "session_id",
-    "session_params",
-    "lora_path",
-    "routed_dp_rank",
-    "data_parallel_rank",
-    "disagg_prefill_dp_rank",
-)
-"""Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
-
-REFUSED_PART_FIELDS: Final = ("content_hash", "uuid")
+REMOVED_PART_FIELDS: Final = ("content_hash", "uuid")
 """Fields of a content part and of its ``image_url`` that identify the content."""
 
 
 def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
-    part = without(part, REFUSED_PART_FIELDS, "", removed)
+    part = without(part, REMOVED_PART_FIELDS, "", removed)
     holders = [name for name in ("image_url", "video_url", "audio_url") if isinstance(part.get(name), dict)]
-    part = part | {name: without(part[name], REFUSED_PART_FIELDS, f"{name}.", removed) for name in holders}
+    part = part | {name: without(part[name], REMOVED_PART_FIELDS, f"{name}.", removed) for name in holders}
     if image is None:
         return part
     old = part.get("image_url")
@@ -155,7 +134,8 @@ SGLANG: Final = EngineAdapter(
     parse_info=parse_info,
     rewrite_part=_rewrite_part,
     prompt_error_field=prompt_error_field,
-    refused_fields=REFUSED_FIELDS,
+    request_fields=REQUEST_FIELDS,
+    removed_fields=REMOVED_FIELDS,
     request_id_header="x-override-rid",
     divergent_fields={
         "tools": None,
@@ -164,7 +144,6 @@ SGLANG: Final = EngineAdapter(
         "continue_final_message": False,
         "add_special_tokens": False,
         "reasoning_effort": None,
-        "session_id": None,
     },
     normalizes_messages=True,
     learns_image_identity=True,

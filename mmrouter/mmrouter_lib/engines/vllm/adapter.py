@@ -17,6 +17,7 @@ from mmrouter_lib.engines.base.adapter import (
     without,
 )
 from mmrouter_lib.engines.vllm.events import decode_batch
+from mmrouter_lib.engines.vllm.request_fields import REMOVED_FIELDS, REMOVED_XARGS, REQUEST_FIELDS
 
 
 def parse_info(answers: Sequence[Mapping[str, Any]]) -> EngineInfo:
@@ -47,20 +48,6 @@ def parse_block_size(metrics_text: str) -> int | None:
         if size and int(size[1]) > 0:
             return int(size[1])
     return None
-
-
-REFUSED_FIELDS = (
-    "cache_salt",
-    "mm_hashes",
-    "content_hash",
-    "extra_key",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "request_id",  # a client could choose that of another tenant
-)
-"""Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
-
-REFUSED_XARGS = ("kv_cache_report_mode", "kv_transfer_params", "ec_transfer_params")
 
 
 def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
@@ -144,8 +131,9 @@ VLLM: Final = EngineAdapter(
     parse_info=parse_info,
     rewrite_part=_rewrite_part,
     prompt_error_field=prompt_error_field,
-    refused_fields=REFUSED_FIELDS,
-    refused_xargs=REFUSED_XARGS,
+    request_fields=REQUEST_FIELDS,
+    removed_fields=REMOVED_FIELDS,
+    removed_xargs=REMOVED_XARGS,
     divergent_fields={},
     normalizes_messages=False,
     learns_image_identity=False,

@@ -1,0 +1,106 @@
+"""The fields of requests to SGLang 0.5.23, compared with its request models by tests/conformance/sglang."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from mmrouter_lib.engines.base.request_fields import (
+    CHAT,
+    IGNORED_CHAT,
+    IGNORED_COMPLETIONS,
+    IGNORED_RESPONSES,
+    REFUSED_RESPONSES,
+    Effect,
+    Endpoint,
+    RequestFields,
+    words,
+)
+
+REMOVED_FIELDS: Final = (
+    # Ends Qwen3-VL engines, and lets one tenant name the pixels of another.
+    "mm_hashes",
+    "mm_content_hashes",
+    "content_hash",
+    "extra_key",
+    "cache_salt",
+    "input_ids",  # with it the engine drops the images of a chat
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "rid",  # a client could choose that of another tenant
+    "request_id",  # the same, in a response
+    "session_id",
+    "session_params",
+    "lora_path",
+    "routed_dp_rank",
+    "data_parallel_rank",
+    "disagg_prefill_dp_rank",
+    "kv_transfer_params",  # vLLM's: removed here too, so that one client works with both engines
+    "ec_transfer_params",
+)
+"""Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
+
+_REMOVED: Final = frozenset(REMOVED_FIELDS)
+
+_SAMPLING: Final = words(
+    "temperature top_p top_k min_p n seed stop stop_token_ids stop_regex no_stop_trim min_tokens max_tokens logit_bias",
+    "presence_penalty frequency_penalty repetition_penalty ignore_eos regex ebnf response_format priority watermark",
+)
+_REPORTING: Final = words(
+    "stream stream_options logprobs return_hidden_states return_routed_experts routed_experts_start_len",
+    "return_cached_tokens_details return_spec_tokens_details return_token_ids skip_special_tokens",
+)
+_CODE: Final = {
+    "custom_logit_processor": "it carries code for the engine",
+    "custom_params": "it carries arguments for code in the engine",
+}
+_PROCESSOR: Final[Mapping[str, Effect]] = {
+    "mm_processor_kwargs": "processor_options",
+    "images_config": "processor_options",
+}
+
+REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
+    CHAT: RequestFields(
+        # Four of them are vLLM's: SGLang ignores them, and another value than its own is not exact.
+        prompt=words(
+            "model messages tools chat_template_kwargs reasoning_effort continue_final_message",
+            "documents add_generation_prompt add_special_tokens",
+        ),
+        harmless=_SAMPLING
+        | _REPORTING
+        | IGNORED_CHAT
+        | words(
+            "max_completion_tokens tool_choice top_logprobs return_prompt_token_ids return_meta_info",
+            "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask sampling_logprobs_mode",
+            "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 separate_reasoning stream_reasoning",
+        ),
+        affecting={
+            **_PROCESSOR,
+            "video_config": "processor_options",
+            "max_dynamic_patch": "processor_options",
+            "min_dynamic_patch": "processor_options",
+            "use_audio_in_video": "processor_options",
+            "thinking": "engine_differs",
+            "task": "engine_differs",
+            "reasoning": "engine_differs",  # in no model: read before validation
+        },
+        removed=_REMOVED,
+        refused=_CODE,
+    ),
+    "/v1/completions": RequestFields(
+        prompt=words("model prompt"),
+        harmless=_SAMPLING | _REPORTING | IGNORED_COMPLETIONS | words("json_schema custom_labels"),
+        affecting={**_PROCESSOR, "echo": "cache_not_read"},
+        removed=_REMOVED,
+        refused=_CODE,
+    ),
+    "/v1/responses": RequestFields(
+        prompt=words("model input instructions previous_response_id reasoning text tools chat_template_kwargs"),
+        harmless=IGNORED_RESPONSES
+        | words(
+            "max_output_tokens temperature top_p top_k min_p stop presence_penalty frequency_penalty",
+            "repetition_penalty priority stream tool_choice",
+        ),
+        removed=_REMOVED,
+        refused=REFUSED_RESPONSES,
+    ),
+}
