@@ -146,6 +146,7 @@ class Router:
             max_connections=raise_open_files(),
             count=lambda outcome: self.metrics.connections.labels(outcome).inc(),
             certificate=certificate,
+            count_slow=lambda part: self.metrics.slow_clients.labels(part).inc(),
         )
         metrics = metrics_app(self.metrics, lambda: self.ready)
         control = port_apps.control_app(

@@ -152,12 +152,16 @@ class AsgiClient:
 
 @dataclass(frozen=True, slots=True)
 class ClientTimeouts:
-    """Limits for one connection, in seconds; a body may stall, but must average ``body_rate`` bytes per second."""
+    """Limits for one connection, in seconds; a body may stall, but must average ``body_rate`` bytes per second.
+
+    While an answer is paused because its client reads slowly, the client must take ``answer_rate`` bytes per second.
+    """
 
     head_seconds: float = 75.0  # as long as an idle connection is kept
     body_stall_seconds: float = 30.0
     body_rate: int = 16 * 1024
     answer_stall_seconds: float = 60.0
+    answer_rate: int = 1024
 
     def body_seconds(self, received: int) -> float:
         return self.body_stall_seconds + received / self.body_rate
@@ -199,5 +203,5 @@ class StallTimer:
 def unread_bytes(transport: Transport) -> int:
     """Return how many written bytes the peer has not acknowledged, in our buffer and in the kernel's."""
     number = transport.get_extra_info("socket").fileno()
-    queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4))
+    queued = fcntl.ioctl(number, termios.TIOCOUTQ, bytes(4)) if number >= 0 else b""
     return transport.get_write_buffer_size() + int.from_bytes(queued, sys.byteorder)

@@ -9,7 +9,7 @@ This class bounds what uvicorn does not: the bytes of a head, and the time that 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -20,6 +20,8 @@ from mmrouter_router.http.client_channel import ClientTimeouts, Headers, StallTi
 from mmrouter_router.http.hot_request import Handler, HotRequest
 
 log = logging.getLogger("mmrouter.http")
+
+SlowClient = Literal["head", "body", "answer"]  # what a client was too slow with
 
 _SMALL_LENGTH_DIGITS: Final = 5  # digits of a content-length up to which a body is read without pausing
 HEAD_LIMIT: Final = 64 * 1024  # bytes of a head, and of trailers and chunk framing between two pieces of a body
@@ -58,6 +60,7 @@ class ClientConnection(HttpToolsProtocol):
         self._asgi_cycle: RequestResponseCycle | None = None  # the last one that is, or was, being answered
         self._asgi_body_size = 0
         self._stall = StallTimer()
+        self._resumed = 0  # times that the client has taken most of what was written
 
     @property
     def idle(self) -> bool:
@@ -243,26 +246,36 @@ class ClientConnection(HttpToolsProtocol):
         self.transport.write(b"".join((*lines, b"content-length: %d\r\n\r\n" % len(body), body)))
         self.linger()
 
-    def check_timeouts(self, timeouts: ClientTimeouts, now: float) -> None:
-        """Disconnect a client that exceeds a timeout; ``now``: seconds of a :class:`.ProcessClock`."""
+    def check_timeouts(self, timeouts: ClientTimeouts, now: float) -> SlowClient | None:
+        """Disconnect a client that exceeds a timeout, and return which; ``now``: seconds of a :class:`.ProcessClock`.
+
+        A paused answer must drain at a minimum rate: within each stall time a step of the bytes that the client has
+        not taken, or so many that writing resumes.
+        """
         cycle = self.cycle
-        if self.flow.write_paused:
-            if self._stall.expired((cycle, unread_bytes(self.transport)), timeouts.answer_stall_seconds, now):
+        if self.flow.write_paused or (self.transport.is_closing() and self.transport.get_write_buffer_size()):
+            step = timeouts.answer_rate * timeouts.answer_stall_seconds
+            unread = unread_bytes(self.transport)
+            if self._stall.expired((cycle, self._resumed, -(-unread // step)), timeouts.answer_stall_seconds, now):
                 log.info("connection aborted: the client does not read its answer")
                 self.transport.abort()
+                return "answer"
         elif self.input_ended or self.flow.read_paused or self.pipeline or self.timeout_keep_alive_task is not None:
             self._stall.expired(None, 0, now)  # the client waits for the router, or uvicorn's keep-alive timer runs
         elif cycle is None or cycle.response_complete:
             if self._stall.expired(("head", cycle), timeouts.head_seconds, now):
                 self.transport.close()
-        elif isinstance(cycle, HotRequest):
-            awaited = ("body", cycle) if cycle.waiting else None
-            if self._stall.expired(awaited, timeouts.body_seconds(self.body_received), now):
-                cycle.refuse_body(RequestError.too_slow())
+                return "head"
         else:
-            awaited = ("body", cycle) if cycle.more_body else None
+            waiting = cycle.waiting if isinstance(cycle, HotRequest) else cycle.more_body
+            awaited = ("body", cycle) if waiting else None
             if self._stall.expired(awaited, timeouts.body_seconds(self.body_received), now):
-                self._end_input(RequestError.too_slow())
+                if isinstance(cycle, HotRequest):
+                    cycle.refuse_body(RequestError.too_slow())
+                else:
+                    self._end_input(RequestError.too_slow())
+                return "body"
+        return None
 
     @property
     def body_received(self) -> int:
@@ -272,6 +285,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self._resumed += 1
         if self.on_writable is not None:
             self.on_writable()
 

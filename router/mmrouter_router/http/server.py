@@ -98,9 +98,11 @@ class Server(uvicorn.Server):
         max_connections: int = MAX_ADMIN_CONNECTIONS,
         count: Callable[[str], None] = lambda outcome: None,
         certificate: ServerCertificate | None = None,
+        count_slow: Callable[[str], None] = lambda part: None,
     ) -> None:
         """``drain_seconds``: how long answers in progress may take once the server is to exit. ``count``: gets the
         outcome of every connection that exceeds ``max_connections``: ``refused``, or ``idle`` for one closed instead.
+        ``count_slow``: gets what a client was too slow with: ``head``, ``body`` or ``answer``.
         ``certificate``: serve TLS.
         """
         super().__init__(
@@ -121,7 +123,8 @@ class Server(uvicorn.Server):
             )
         )
         self.linger = 0.0
-        self._max_connections, self._count, self._certificate = max_connections, count, certificate
+        self._max_connections, self._certificate = max_connections, certificate
+        self._count, self._count_slow = count, count_slow
         self._clock = ProcessClock()
 
     @contextmanager
@@ -164,7 +167,9 @@ class Server(uvicorn.Server):
             now = self._clock.advance(asyncio.get_running_loop().time())
             for connection in tuple(self.server_state.connections):
                 if isinstance(connection, ClientConnection):
-                    connection.check_timeouts(CLIENT_TIMEOUTS, now)
+                    slow = connection.check_timeouts(CLIENT_TIMEOUTS, now)
+                    if slow is not None:
+                        self._count_slow(slow)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: Any = None) -> None:

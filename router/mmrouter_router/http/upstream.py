@@ -15,6 +15,7 @@ import httptools
 
 Address = tuple[str, int]
 HIGH_WATER = 256 * 1024
+HEAD_LIMIT = 64 * 1024  # bytes of an answer's heads, 1xx included, and of framing between two pieces of its body
 Body = bytes | tuple[bytes | memoryview, ...]  # of a request: one buffer, or several that are too large to be joined
 IDLE_SECONDS = 4.0  # uvicorn closes idle connections after 5 s, so a reuse rarely meets a close
 
@@ -52,6 +53,8 @@ class EngineConnection(asyncio.Protocol):
         self.complete = True
         self.silence = 0  # periods without a byte, as counted by the watch for stalls
         self.stalled = False  # ended by that watch
+        self._unparsed = 0  # bytes received since the parser's last callback that counts as progress
+        self._fault = "the engine closed the connection"
         self.closed = self._paused = self._began = self._headers_done = self._keep_alive = False
         self._parser: httptools.HttpResponseParser | None = None
         self._chunks: deque[bytes] = deque()
@@ -70,9 +73,14 @@ class EngineConnection(asyncio.Protocol):
             self.close()
             return
         self._began, self.silence = True, 0
+        self._unparsed += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
+            self._fault = "the engine's answer is not valid HTTP"
+            self.close()
+        if self._unparsed > HEAD_LIMIT:  # endless 1xx answers, headers, trailers or chunk extensions
+            self._fault = f"the head of the engine's answer is larger than {HEAD_LIMIT} bytes"
             self.close()
         if self._sink is not None:
             self._flush(self._sink)
@@ -108,11 +116,12 @@ class EngineConnection(asyncio.Protocol):
         self.status = parser.get_status_code()
         self._keep_alive = parser.should_keep_alive()
         if self.status >= 200:
-            self._headers_done = True
+            self._headers_done, self._unparsed = True, 0
         else:
             self.headers.clear()  # 1xx: the final answer follows
 
     def on_body(self, body: bytes) -> None:
+        self._unparsed = 0
         self._chunks.append(body)
         self.buffered += len(body)
         if self.buffered > HIGH_WATER:
@@ -120,7 +129,7 @@ class EngineConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._headers_done:
-            self.complete = True
+            self.complete, self._unparsed = True, 0
 
     # -- use
 
@@ -129,11 +138,12 @@ class EngineConnection(asyncio.Protocol):
         self.status, self.headers, self.complete = 0, [], False
         self.silence = 0
         self._began = self._headers_done = False
+        self._unparsed = 0
         self._parser = httptools.HttpResponseParser(self)
         self.transport.writelines((head, body) if isinstance(body, bytes) else (head, *body))
         while not self._headers_done:
             if self.closed:
-                raise UpstreamError("the engine closed the connection", sent=True, began=self._began)
+                raise UpstreamError(self._fault, sent=True, began=self._began)
             await self._wait()
 
     async def piece(self) -> bytes:

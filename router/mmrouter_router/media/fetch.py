@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.connector import Connection
 
 from mmrouter_router.core.fair_slots import FairSlots
 from mmrouter_router.media.cache import Stored, freshness, modification
@@ -25,6 +26,7 @@ from mmrouter_router.media.guard import Address, Guard, Target, redirected
 Lookup = Callable[[str, int], Awaitable[Sequence[str]]]  # addresses of host and port as text; raises ``OSError``
 
 _HEADERS = {"User-Agent": "mmrouter-media/1", "Accept": "*/*", "Accept-Encoding": "identity"}
+MAX_INFORMATIONAL: Final = 8  # answers with status 1xx in front of an origin's answer
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
@@ -146,6 +148,7 @@ class Fetcher:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
                 auto_decompress=False,
+                response_class=_Response,
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_s),
             ) as session,
             session.get(target.url, headers=_HEADERS | conditions, allow_redirects=False) as answer,
@@ -173,6 +176,25 @@ class Fetcher:
         if (answer.content_length or 0) > limit or len(data) > limit:
             raise MediaError("too_large", f"The media is larger than the limit of {limit} bytes.")
         return Fetched(bytes(data), str(target.url), headers.get("ETag"), modification(headers), freshness(headers))
+
+
+class _Response(aiohttp.ClientResponse):
+    """An answer that follows at most ``MAX_INFORMATIONAL`` answers with status 1xx; aiohttp reads any number."""
+
+    async def start(self, connection: Connection) -> aiohttp.ClientResponse:
+        protocol, left = connection.protocol, MAX_INFORMATIONAL + 1
+        assert protocol is not None
+        read = protocol.read
+
+        async def bounded() -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise aiohttp.ClientPayloadError("too many informational answers")
+            return await read()
+
+        protocol.read = bounded  # type: ignore[method-assign] # of this connection, which is used once
+        return await super().start(connection)
 
 
 class _Pinned(AbstractResolver):

@@ -87,6 +87,9 @@ class Metrics(Collector):
         self.tls = counter(
             "tls", "TLS of the client port: certificates loaded or refused, and failed handshakes", "event"
         )
+        self.slow_clients = counter(
+            "slow_clients", "Clients disconnected for being slow, by what they were slow with", "part"
+        )
         self.disconnects = counter("client_disconnects", "Clients that disconnected before the end of their answer")
         self.workers = gauge("workers", "Workers by standing", "standing")
         self.discovery_errors = counter("discovery_errors", "Failed lists and watches of pods, by reason", "reason")

@@ -6,6 +6,7 @@ import itertools
 import re
 import socket
 import struct
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -252,6 +253,73 @@ class Endless:
                 await (room.wait() if sink.full else asyncio.sleep(0))
         finally:
             self.cut.set()
+
+
+@contextlib.contextmanager
+def small_window(front) -> Iterator[socket.socket]:
+    """A connected socket whose kernel holds little, so that the server sees each read."""
+    with socket.socket() as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+        made.connect((front.ip, PORT))
+        yield made
+
+
+@BOTH_PATHS
+async def test_client_that_reads_below_the_minimum_rate_is_aborted(hot):
+    endless = Endless()
+
+    async def streams(client) -> None:
+        try:
+            await client.body(LIMIT, unlimited())
+            await client.stream(200, [], b"one", endless)
+        except asyncio.CancelledError:
+            endless.cut.set()
+
+    async with Front(hot=hot) as front:
+        front.serve(streams)
+        with small_window(front) as made:
+            made.sendall(request(LINES[0], [], FRAMED[0]))
+            await front.connected(1)
+            connection = front.connection()
+            await at_rest(lambda: connection.flow.write_paused and unread_bytes(connection.transport))
+            now = LATER
+            for _ in range(8):  # 40 KiB a minute
+                before, left = unread_bytes(connection.transport), 40 * 1024
+                while left:
+                    left -= len(made.recv(min(left, 4096)))
+                    await asyncio.sleep(0.001)
+                await until(lambda before=before: unread_bytes(connection.transport) != before)
+                for _ in range(59):
+                    now += 1
+                    if not connection.transport.is_closing():
+                        front.look(now)
+                if connection.transport.is_closing():
+                    break
+            await front.connected(0)
+
+
+async def test_rest_of_an_answer_that_is_not_read_does_not_keep_its_connection():
+    async def answers(client) -> None:
+        await client.body(LIMIT, unlimited())
+        made = front.connection().transport.get_extra_info("socket")
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = bytes(48 * 1024)  # too little to pause for, too much for the kernel
+        await client.respond(200, [(b"content-length", b"%d" % len(body))], body)
+
+    async with Front() as front:
+        front.serve(answers)
+        with small_window(front) as made:
+            made.sendall(request(LINES[0], [b"connection: close"], FRAMED[0]))
+            await front.connected(1)
+            connection = front.connection()
+            await until(connection.transport.is_closing)
+            assert connection.transport.get_write_buffer_size()
+            assert not connection.flow.write_paused
+            await at_rest(lambda: unread_bytes(connection.transport))
+            front.look(LATER)
+            await front.connected(1)
+            front.look(LATER + CLIENT_TIMEOUTS.answer_stall_seconds + 1)
+            await front.connected(0)
 
 
 @BOTH_PATHS

@@ -11,7 +11,7 @@ import pytest_asyncio
 import uvloop
 from unit.router.rig import http_answer, refused, until
 
-from mmrouter_router.http.upstream import HIGH_WATER, Upstream, UpstreamError
+from mmrouter_router.http.upstream import HEAD_LIMIT, HIGH_WATER, Upstream, UpstreamError
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -220,6 +220,38 @@ async def test_headers_before_and_after_an_answer_are_not_its_own(engine, upstre
     answer.close()
     assert (await ask(upstream, engine)).status == 200
     assert engine.connections == 1
+
+
+ENDLESS = {
+    "informational answers": (b"", HINTS),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n"),
+    "one header": (b"HTTP/1.1 200 OK\r\nx: ", b"y" * 64),
+    "trailers": (HEAD + chunk(b"ok") + b"0\r\n", b"x: y\r\n"),
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+async def test_an_endless_head_ends_the_connection_with_a_reason(engine, upstream, case):
+    begin, more = ENDLESS[case]
+    sent = 0
+
+    @engine.answers
+    async def flood(writer, head, body):
+        nonlocal sent
+        writer.write(begin)
+        while not writer.transport.is_closing():
+            writer.write(more * 100)
+            sent += len(more) * 100
+            await writer.drain()
+
+    async def read() -> None:
+        answer = await ask(upstream, engine)
+        await answer.read(1000)
+
+    with pytest.raises(UpstreamError, match=f"larger than {HEAD_LIMIT} bytes|broke off"):
+        await read()
+    assert sent
+    await asyncio.wait_for(engine.closed.wait(), 60)
 
 
 async def test_early_answer_is_read_and_its_connection_not_reused(upstream):

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import itertools
 import shutil
 import socket
 import ssl
@@ -12,7 +13,7 @@ import pytest
 from aiohttp import web
 from unit.router.rig import refused
 
-from mmrouter_router.media.fetch import socket_factory
+from mmrouter_router.media.fetch import MAX_INFORMATIONAL, socket_factory
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
 
@@ -185,6 +186,27 @@ async def test_malformed_http_is_an_error(answer, expected, raw_origin, resolvin
         assert (await resolving().resolve(url, param="p")).data == expected
     else:
         assert await reason_of(resolving(), url) == expected
+
+
+@pytest.mark.parametrize(("hints", "expected"), [(MAX_INFORMATIONAL, b"ok"), (None, "unreachable")])
+async def test_informational_answers_are_bounded(hints, expected, raw_origin, resolving):
+    gone = asyncio.Event()
+
+    async def talk(reader, writer):
+        for _ in range(hints) if hints else itertools.count():
+            writer.write(b"HTTP/1.1 103 Early Hints\r\n\r\n")
+            await asyncio.sleep(0)  # drain() alone does not let the other side run
+            if writer.transport.is_closing():
+                gone.set()
+                return
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+    url = await raw_origin(talk)
+    if isinstance(expected, bytes):
+        assert (await resolving().resolve(url, param="p")).data == expected
+    else:
+        assert await reason_of(resolving(limits={"total_s": 60.0}), url) == expected
+        await asyncio.wait_for(gone.wait(), 60)
 
 
 async def test_trickling_host_times_out(raw_origin, resolving):
