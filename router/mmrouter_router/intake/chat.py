@@ -98,6 +98,9 @@ _MESSAGE_TEXTS = words("name tool_call_id reasoning reasoning_content")
 _MESSAGE_OTHERS = words("role content tool_calls") | words("refusal audio annotations function_call")
 """Fields checked elsewhere, and OpenAI's fields of an assistant message that the engine drops."""
 
+_CALL_KEYS = words("id type function index")
+_FUNCTION_KEYS = words("name arguments")
+
 MAX_REASONS = 32  # reasons kept per request, so that a client cannot choose how many
 
 
@@ -189,6 +192,8 @@ def _tool_calls(message: Object, path: str) -> None:
     for number, call in enumerate(json_body.objects(message, "tool_calls", path) or ()):
         place = f"{path}[{number}].function"
         function = json_body.required(call, "function", dict, place)
+        json_body.known_keys(call, _CALL_KEYS, f"{path}[{number}]")
+        json_body.known_keys(function, _FUNCTION_KEYS, place)
         json_body.required(function, "name", str, f"{place}.name")
         if isinstance(function.get("arguments"), dict):
             continue

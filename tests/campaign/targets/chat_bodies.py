@@ -19,24 +19,28 @@ from campaign.target import BrokenPropertyError, Target
 from unit.router.test_intake_fuzz import CHAT, NAMES, ODD, RESPONSES, places
 
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
 from mmrouter_router.intake.chat import parse_unextracted
+from mmrouter_router.intake.forwarded_routes import COMPLETIONS
+from mmrouter_router.intake.forwarded_routes import RESPONSES as RESPONSES_PATH
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 SALT = "t1-ours"
 ROUTES = {
     b"vllm chat": partial(parse_chat, engine="vllm"),
     b"sglang chat": partial(parse_chat, engine="sglang"),
-    b"vllm forwarded": parse_forwarded,
-    b"sglang forwarded": parse_forwarded,
+    b"vllm forwarded": partial(parse_forwarded, endpoint=RESPONSES_PATH, engine="vllm"),
+    b"sglang forwarded": partial(parse_forwarded, endpoint=RESPONSES_PATH, engine="sglang"),
+    b"vllm completions forwarded": partial(parse_forwarded, endpoint=COMPLETIONS, engine="vllm"),
 }
 LARGE = "data:image/png;base64," + pybase64.b64encode_as_string(bytes(13_000))
 PART = {"type": "image_url", "image_url": {"url": LARGE, "uuid": "u", "content_hash": "h"}, "uuid": "u"}
 PICTURE = {"model": "demo", "messages": [{"role": "user", "content": [PART, {"type": "text", "text": LARGE[:60]}]}]}
 COMPLETION = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 5, "stream": True}
-STEERING = {name: "x" for engine in ("vllm", "sglang") for name in adapter(engine).refused_fields}
+STEERING = {name: "x" for engine in ("vllm", "sglang") for name in adapter(engine).removed_fields}
 WORDS = (*STEERING, *NAMES, "vllm_xargs", "model", "messages", "input", "prompt", "previous_input_messages")
 MEDIA = ("image_url", "video_url", "audio_url")
 IDENTITIES = ("uuid", "content_hash")
@@ -60,7 +64,7 @@ class ChatBodies(Target):
         bodies = [CHAT, PICTURE, {**CHAT, **STEERING, "vllm_xargs": {"kv_transfer_params": {}}}]
         others = [RESPONSES, COMPLETION, {**RESPONSES, **STEERING}]
         routes = [(route, body) for route in ROUTES for body in (others if route.endswith(b"forwarded") else bodies)]
-        return [route + b"\n" + json.dumps(body).encode() for route, body in routes]
+        return [route + b"\n" + json.dumps(_known(route, body)).encode() for route, body in routes]
 
     def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
         route, _, raw = source.choice(kept).partition(b"\n")
@@ -85,6 +89,13 @@ class ChatBodies(Target):
         _check_read(request, raw, route)
         _check_sent(json.loads(sent), route)
         return " ".join((route.decode(), *sorted({reason.reason for reason in request.inexact}), *request.removed))
+
+
+def _known(route: bytes, body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body without the fields that its route does not know, so that not every input is refused for them."""
+    endpoint = ROUTES[route].keywords.get("endpoint", request_fields.CHAT)
+    fields = adapter("vllm" if route.startswith(b"vllm") else "sglang").request_fields[endpoint]
+    return {name: value for name, value in body.items() if fields.knows(name)}
 
 
 def _changed(source: random.Random, body: Any) -> Any:
@@ -171,9 +182,9 @@ def _check_sent(sent: dict[str, Any], route: bytes) -> None:
     engine = adapter("vllm" if route.startswith(b"vllm") else "sglang")
     if (sent.get("model"), sent.get("cache_salt")) != ("served", SALT):
         raise BrokenPropertyError("the engine's body lacks the served model or the salt")
-    if steering := (set(engine.refused_fields) - {"cache_salt"}) & set(sent):
+    if steering := (set(engine.removed_fields) - {"cache_salt"}) & set(sent):
         raise BrokenPropertyError(f"the engine's body has {sorted(steering)}")
-    if isinstance(xargs := sent.get("vllm_xargs"), dict) and set(xargs) & set(engine.refused_xargs):
+    if isinstance(xargs := sent.get("vllm_xargs"), dict) and set(xargs) & set(engine.removed_xargs):
         raise BrokenPropertyError("the engine's body has refused engine arguments")
     prompts = ("messages",) if route.endswith(b"chat") else ("input", "prompt", "previous_input_messages", "messages")
     for name in prompts:

@@ -50,6 +50,18 @@ def test_media_of_a_forwarded_request_are_collected_at_any_depth():
     assert request.body == json.loads(expected)
 
 
+@pytest.mark.parametrize("medium", [{"type": "input_image", "image_url": None}, {"type": "image_url", "image_url": {}}])
+def test_an_identity_alone_reaches_no_engine(medium):
+    part = {**medium, "uuid": "of another tenant", "content_hash": "of another tenant"}
+    body = {"model": "demo", "input": [{"role": "user", "content": [part]}]}
+    if part["image_url"] is not None:
+        assert fault(body, parse=forwarded) == (400, "input[0].content[0].image_url.url", MISSING)
+        return
+    request = read(body, parse=forwarded)
+    assert request.removed == ("content_hash", "uuid")
+    assert "another" not in json.dumps(request.body)
+
+
 def test_forwarded_request_is_never_exact():
     prompt = {"model": "demo", "prompt": "hello", "max_tokens": 3, "stream": True}
     for body, tokens in ((prompt, 3), ({"model": "demo", "input": "x", "max_output_tokens": 4}, 4), (RESPONSES, None)):

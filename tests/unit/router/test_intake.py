@@ -337,6 +337,7 @@ UNKNOWN = "unknown_parameter"
             chat({"type": "image_url", "image_url": {"url": "data:,x", "max_dynamic_patch": 1}}),
             "messages[0].content[0].image_url.max_dynamic_patch",
         ),
+        (calling({"name": "f", "image_url": ""}), f"{CALL}.image_url"),
         (chat(**{"x" * 1000: 1}), "x" * 80 + "..."),
     ],
 )
