@@ -29,8 +29,8 @@ rules:
 # Kinds that are rendered for every deployment are never deleted, and the Secret is never changed either.
 """
 _PODS = """\
-# Pods belong to Deployments; readiness gates are conditions in their status. The frontend's Role grants get, list and
-# watch, and only rights that the operator has itself can be granted.
+# Pods belong to Deployments; readiness gates are conditions in their status. The frontend's Role grants list and watch,
+# and only rights that the operator has itself can be granted; `get` is in the Role that the previous version grants.
 - apiGroups: [""]
   resources: [pods]
   verbs: [get, list, watch]

@@ -225,6 +225,8 @@ class ControlPlane(Access):
                 *("--authorization-mode=Node,RBAC", "--allow-privileged=true"),
                 *(f"--audit-policy-file={self.folder / 'audit-policy.json'}", "--audit-log-mode=blocking"),
                 f"--audit-log-path={self.folder / 'audit.log'}",
+                # As OpenShift has it: a child may block the deletion of its owner only by this right.
+                "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
                 *self.apiserver_options(),
             ],
             "controller-manager": [

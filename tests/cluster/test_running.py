@@ -40,6 +40,12 @@ def test_an_idle_resource_is_never_written_and_a_busy_ones_status_at_most_every_
     assert min(gaps, default=STATUS_SECONDS) > STATUS_SECONDS - 1, gaps
 
 
+def test_of_pods_the_operator_writes_readiness_gates_and_nothing_else(real: ControlPlane, proved: str) -> None:
+    rows = [row for row in real.audit() if row.user == USER and row.resource == "pods" and row.writes]
+    assert {(row.verb, row.subresource) for row in rows} == {("patch", "status")}
+    assert not {row.code for row in rows} & {401, 403}
+
+
 REPLICAS = 2
 ROLLOUT_SECONDS = 150
 """Pods of a machine with two busy CPUs take 5 to 10 seconds to start, and 5 to announce that they go."""
