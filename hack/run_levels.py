@@ -98,6 +98,7 @@ SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
 CLUSTER = "tests/cluster"
 FAULTS, RUNNING_PODS, SCALE, SPEED = files(CLUSTER, "faults", "running", "scale", "speed")
 DIAGNOSTICS = files(CLUSTER, "doctor", "plan", "leadership")
+VERSIONS = files(CLUSTER, "upgrade", "rights", "operator_rights")
 E2E = "tests/e2e"
 OWN_NODE = files(E2E, "vllm", "tour", "upgrade", "options")
 CHANGING = files(E2E, "rollout", "disaggregated")
@@ -148,9 +149,10 @@ LEVELS = {
     "cluster": Level(
         (
             Step("build the control plane", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700),
-            Step("control plane", tests=CLUSTER, without=(*DIAGNOSTICS, FAULTS, RUNNING_PODS, SCALE, SPEED)),
+            Step("control plane", tests=CLUSTER, without=(*DIAGNOSTICS, *VERSIONS, FAULTS, RUNNING_PODS, SCALE, SPEED)),
             Step("control plane, faults", tests=FAULTS),
             Step("control plane, diagnostics", tests=DIAGNOSTICS),
+            Step("control plane, upgrades and rights", tests=VERSIONS),
             Step("control plane, scale", tests=SCALE),
             Step("control plane, running pods", tests=RUNNING_PODS),
             Step("chart", tests="tests/chart"),

@@ -1,6 +1,7 @@
 """The operator as a process, under the rights that the chart gives it and no others, and the command line tool."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -94,11 +95,17 @@ def install(plane: ControlPlane) -> None:
 
 @contextmanager
 def operator(
-    plane: ControlPlane, identity: str = "operator", *, server: str = "", options: Sequence[str] = (), wait: bool = True
+    plane: ControlPlane,
+    identity: str = "operator",
+    *,
+    server: str = "",
+    options: Sequence[str] = (),
+    wait: bool = True,
+    packages: Path | None = None,
 ) -> Iterator[Replica]:
     """Run a replica until the block ends; by default the block begins when it leads. ``options``: where it does not end
     in order, :data:`BRIEF` among them lets the next one lead without a long wait. ``server``: another URL than the API
-    server's, a proxy's.
+    server's, a proxy's. ``packages``: a folder with the packages of another version.
     """
     install(plane)
     config = plane.kubeconfig_for(NAMESPACE, ACCOUNT, server)
@@ -110,7 +117,8 @@ def operator(
         *(sys.executable, "-m", "mmrouter_cli", "operator", f"--kubeconfig={config}", f"--identity={identity}"),
         *(f"--lease-namespace={NAMESPACE}", f"--bind={address}:{PORT}", "--log-format=text", *options),
     ]
-    replica = Replica(plane, identity, plane.spawn(identity, argv), address)
+    env = None if packages is None else {**os.environ, "PYTHONPATH": str(packages)}
+    replica = Replica(plane, identity, plane.spawn(identity, argv, env), address)
     try:
         if wait:
             wait_for(replica.ready, 30, f"{identity} has filled its caches")
