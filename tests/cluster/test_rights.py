@@ -18,7 +18,7 @@ from cluster.resources import RBAC, binding
 from cluster.test_optional_apis import SCHEMAS
 from waiting import wait_for
 
-from mmrouter_operator.cluster.kinds_and_rights import KINDS
+from mmrouter_operator.cluster.known_kinds import KINDS
 from mmrouter_operator.model.kinds import RESOURCE
 
 Right = tuple[str, str, str]
