@@ -168,7 +168,7 @@ class Router:
             stalls = StallWatch(self.fleet, self.upstream, adapter(settings.deployment.spec.engine.type).health_path)
             components = (self.sampler, self.renderer, self.probes, self.gossip, stalls, *self._optional)
             loops = [self._discover, self._verify_all, self._sweep, self._recall_sightings]
-            loops += [component.run for component in components if component is not None]
+            loops += [self.chat.tenants.follow, *(component.run for component in components if component is not None)]
             loops += [certificate.watch] if certificate is not None else []
             running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]
             await serve(clients, others, self.shutdown)

@@ -5,13 +5,14 @@ comments are skipped. Without the folder there is one tenant, no authentication 
 deployment's identity key and the tenant's name: all replicas agree on them and no client can guess one.
 """
 
+import asyncio
 import errno
 import hashlib
 import logging
-import time
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from blake3 import blake3
 
@@ -24,7 +25,8 @@ CHECK_SECONDS = 1.0  # interval at which the folder is checked for changes
 MAX_FILE_BYTES = 1024 * 1024
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO))
 
-Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, modification time and size of every file
+Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, modification time and size of what tells a change
+MOUNTED: Final = "..data"  # a link in a mounted Secret, which is replaced when any entry changes
 _UNREAD: Signature = (("", 0, 0, 0),)  # of a folder that has never been read
 
 
@@ -39,31 +41,30 @@ DEFAULT = Tenant("", None)
 
 
 class Tenants:
-    """The keys of a folder, reloaded when it changes. ``required``: the resource demands authentication.
+    """The keys of a folder. ``required``: the resource demands authentication. Run :meth:`follow` to see changes.
 
     Authentication is never switched off again: a folder that vanishes, or is missing, leaves no valid key.
     """
 
-    def __init__(
-        self, folder: Path, identity_key: bytes, *, required: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._folder, self._identity_key, self._clock = folder, identity_key, clock
+    def __init__(self, folder: Path, identity_key: bytes, *, required: bool = False) -> None:
+        self._folder, self._identity_key = folder, identity_key
         self.authenticating = required
         self._keys: dict[bytes, Tenant] = {}
-        self._checked = clock()
         self.problems: tuple[str, ...] = ()  # problems of the folder, for logs and conditions; contains no key
         self._signature: Signature | None = _UNREAD
-        self._reload()
+        self.refresh()
+
+    async def follow(self) -> None:
+        """Follow changes of the folder in a thread, because a thousand files take longer than other requests wait."""
+        while True:
+            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.to_thread(self.refresh)
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
         """Return the tenant by the ``Authorization`` header (names in lower case).
 
         Raises :class:`RequestError`: 401, or 503 where the keys could not be read yet.
         """
-        now = self._clock()
-        if now - self._checked >= CHECK_SECONDS:
-            self._checked = now
-            self._reload()
         if self._signature is _UNREAD:
             raise RequestError.keys_unreadable()
         if not self.authenticating:
@@ -85,7 +86,7 @@ class Tenants:
         hasher.update(b"tenant salt:" + tenant.encode())
         return f"{SALT_SCHEME}-{hasher.hexdigest()}"
 
-    def _reload(self) -> None:
+    def refresh(self) -> None:
         """Read the folder where it has changed. Where the process lacks files or memory the keys stay as they are."""
         try:
             signature = _signature(self._folder)
@@ -100,10 +101,9 @@ class Tenants:
             self._keys = {}
             self._report([f"{self._folder.name}: the folder is missing"] if self.authenticating else [])
             return
-        self.authenticating = True
         problems: list[str] = []
         owners: dict[bytes, set[str]] = {}
-        for name, *_ in signature:
+        for name in sorted(_names(self._folder)) if signature else ():
             keys = _read(self._folder / name, problems)
             if not keys:
                 problems.append(f"{name}: no key")
@@ -113,6 +113,7 @@ class Tenants:
         shared = sorted(", ".join(sorted(names)) for names in owners.values() if len(names) > 1)
         problems += [f"{names}: these tenants share a key, which is refused" for names in shared]
         self._keys = {digest: Tenant(name, self.salt(name)) for digest, (name, *more) in owners.items() if not more}
+        self.authenticating = True  # after the keys, because requests are answered meanwhile
         self._report(problems)
 
     def _report(self, problems: list[str]) -> None:
@@ -122,12 +123,12 @@ class Tenants:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Return the folder's signature, ``None`` where it is missing. Skips dot files, which mounted Secrets contain.
+    """Return the folder's signature, ``None`` where it is missing: of a mounted Secret its link, else every file.
 
     Raises ``OSError`` where the process lacks a resource, which says nothing about the folder.
     """
     try:
-        files = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+        names = _names(folder) if not (folder / MOUNTED).is_symlink() else [MOUNTED]
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -135,14 +136,19 @@ def _signature(folder: Path) -> Signature | None:
         log.warning("API keys: %s: %s", folder.name, error.strerror)
         return ()  # an unreadable folder leaves no valid key
     files_seen = []
-    for path in files:
+    for name in sorted(names):
         try:
-            status = path.stat()
+            status = (folder / name).stat()
         except OSError as error:
             _reraise_exhausted(error)
             continue  # it is being replaced; the next check sees the new one
-        files_seen.append((path.name, status.st_ino, status.st_mtime_ns, status.st_size))
+        files_seen.append((name, status.st_ino, status.st_mtime_ns, status.st_size))
     return tuple(files_seen)
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the tenants with a file. Skips dot files, which mounted Secrets contain. Raises ``OSError``."""
+    return [name for name in os.listdir(folder) if not name.startswith(".")]
 
 
 def _reraise_exhausted(error: OSError) -> None:

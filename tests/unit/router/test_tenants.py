@@ -1,17 +1,12 @@
 import os
 
 import pytest
-from unit.router.rig import Clock, no_free_descriptors
+from unit.router.rig import no_free_descriptors
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake.api_key_auth import CHECK_SECONDS, Tenant, Tenants
+from mmrouter_router.intake.api_key_auth import Tenant, Tenants
 
 KEY = bytes(range(32))
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture
@@ -72,74 +67,74 @@ def test_without_keys_there_is_one_tenant_without_salt_or_none_where_keys_are_re
     assert tenants.problems
 
 
-def test_changes_are_seen_within_the_check_interval(folder, clock):
-    tenants = Tenants(folder, KEY, clock=clock)
+def test_changes_are_seen_when_the_folder_is_read_again(folder):
+    tenants = Tenants(folder, KEY)
     (folder / "red").write_text("red-3")
     (folder / "blue").unlink()
     (folder / "green").write_text("green-1")
     assert ask(tenants, b"Bearer red-1").name == "red"
-    clock.now += CHECK_SECONDS
+    tenants.refresh()
     assert ask(tenants, b"Bearer red-3").name == "red"
     assert ask(tenants, b"Bearer green-1").name == "green"
     assert denied(tenants, b"Bearer red-1")
     assert denied(tenants, b"Bearer blue-1")
 
 
-def test_mounted_secret_is_followed_through_its_links(tmp_path, clock):
+def test_mounted_secret_is_followed_through_its_links(tmp_path):
     for version, key in (("..v1", "old"), ("..v2", "new")):
         (tmp_path / version).mkdir()
         (tmp_path / version / "red").write_text(key)
     (tmp_path / "..data").symlink_to("..v1")
     (tmp_path / "red").symlink_to("..data/red")
-    tenants = Tenants(tmp_path, KEY, clock=clock)
+    tenants = Tenants(tmp_path, KEY)
     assert ask(tenants, b"Bearer old").name == "red"
     (tmp_path / "..next").symlink_to("..v2")
     os.replace(tmp_path / "..next", tmp_path / "..data")
-    clock.now += CHECK_SECONDS
+    tenants.refresh()
     assert ask(tenants, b"Bearer new").name == "red"
     assert denied(tenants, b"Bearer old")
 
 
-def test_authentication_is_never_switched_off(folder, clock):
-    tenants = Tenants(folder, KEY, clock=clock)
+def test_authentication_is_never_switched_off(folder):
+    tenants = Tenants(folder, KEY)
     folder.rename(folder.with_name("elsewhere"))
-    clock.now += CHECK_SECONDS
+    tenants.refresh()
     assert denied(tenants, b"Bearer red-1")
     assert denied(tenants)
     folder.with_name("elsewhere").rename(folder)
-    clock.now += CHECK_SECONDS
+    tenants.refresh()
     assert ask(tenants, b"Bearer red-1").name == "red"
 
 
-def test_a_process_without_free_files_keeps_its_keys(folder, clock):
-    tenants = Tenants(folder, KEY, clock=clock)
+def test_a_process_without_free_files_keeps_its_keys(folder):
+    tenants = Tenants(folder, KEY)
     (folder / "red").write_text("red-3")
-    clock.now += CHECK_SECONDS
     with no_free_descriptors():
+        tenants.refresh()
         assert ask(tenants, b"Bearer blue-1").name == "blue"
         assert denied(tenants, b"Bearer red-3")
-    clock.now += CHECK_SECONDS
+    tenants.refresh()
     assert ask(tenants, b"Bearer red-3").name == "red"
 
 
 @pytest.mark.parametrize("required", [True, False])
-def test_keys_that_were_never_read_are_no_401_and_no_open_door(folder, clock, required):
+def test_keys_that_were_never_read_are_no_401_and_no_open_door(folder, required):
     with no_free_descriptors():
-        tenants = Tenants(folder, KEY, required=required, clock=clock)
+        tenants = Tenants(folder, KEY, required=required)
         with pytest.raises(RequestError) as caught:
             ask(tenants, b"Bearer blue-1")
     assert (caught.value.status, caught.value.code) == (503, "keys_unreadable")
-    clock.now += CHECK_SECONDS
+    tenants.refresh()
     assert ask(tenants, b"Bearer blue-1").name == "blue"
     assert denied(tenants, b"Bearer red-3")
 
 
-def test_new_keys_switch_authentication_on(tmp_path, clock):
-    tenants = Tenants(tmp_path / "keys", KEY, clock=clock)
+def test_new_keys_switch_authentication_on(tmp_path):
+    tenants = Tenants(tmp_path / "keys", KEY)
     ask(tenants)
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "red").write_text("red-1")
-    clock.now += CHECK_SECONDS
+    tenants.refresh()
     assert denied(tenants)
     assert ask(tenants, b"Bearer red-1").name == "red"
 
