@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from mmrouter_lib.engines import adapter
 from mmrouter_router import build
+from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import port_apps
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
@@ -59,7 +60,8 @@ class Router:
         self.sampler, self._render_sampler = verification.sampler, verification.render_sampler
         self.canary, self._learning = verification.canary, verification.learning
         self.probe_requests, self.probes = verification.probe_requests, verification.probes
-        dispatch = build.build_dispatch(base, self.renderer, self.placer, verification)
+        admission = TenantAdmission(base.spec.frontend.tenants, routers=lambda: 1 + len(self.peers))
+        dispatch = build.build_dispatch(base, self.renderer, self.placer, verification, admission)
         self.handover, self.stages = dispatch.handover, dispatch.stages
         self._optional = (self._render_sampler, dispatch.encoding, dispatch.encoder_list, self.handover, self._learning)
         self.tracing = build.build_tracing(base.spec.observability.otlp_endpoint, self.metrics)
@@ -70,6 +72,7 @@ class Router:
             dispatch.forwarder,
             self.tracing,
             self.threads,
+            admission,
             needs_prompt=build.build_needs_prompt(base, self.preparer, self.sampler),
             answered=self._answered,
         )

@@ -8,11 +8,13 @@ from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import EngineAdapter
 from mmrouter_lib.media_identity import media_identity
+from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.dispatch.waiting_line import WaitingLine
 from mmrouter_router.encoding.encoder_pods import EncoderAnnouncer, EncoderPods, EncoderProbes
 from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
@@ -121,7 +123,9 @@ class Dispatch(NamedTuple):
     forwarder: Forwarder
 
 
-def build_dispatch(base: Base, renderer: Renderer, placer: Placer, verification: Verification) -> Dispatch:
+def build_dispatch(
+    base: Base, renderer: Renderer, placer: Placer, verification: Verification, admission: TenantAdmission
+) -> Dispatch:
     settings, spec = base.settings, base.spec
     handover = build_handover(settings, base.fleet, base.upstream, base.metrics, lambda: renderer.usable)
     delivery: Delivery = handover or BytesDelivery()
@@ -131,8 +135,20 @@ def build_dispatch(base: Base, renderer: Renderer, placer: Placer, verification:
     shared = spec.engine.type, base.roles, base.fleet, placer, base.metrics, exchange.ask
     stages = Stages(*shared, encoding=encoding, offload=offload, delivery=delivery)
     on_send = verification.learning.on_send if verification.learning is not None else lambda sent, prepared: None
-    forwarder = Forwarder(placer, exchange, base.metrics, stages, delivery=delivery, on_send=on_send)
+    waiting = _build_waiting(base, placer, admission)
+    forwarder = Forwarder(placer, exchange, base.metrics, stages, delivery=delivery, waiting=waiting, on_send=on_send)
     return Dispatch(handover, encoding, encoder_list, stages, forwarder)
+
+
+def _build_waiting(base: Base, placer: Placer, admission: TenantAdmission) -> WaitingLine | None:
+    tenants = base.spec.frontend.tenants
+    if tenants is None or not tenants.max_wait_seconds:
+        return None
+    line = WaitingLine(base.spec.routing.max_queued_requests, tenants.max_wait_seconds, admission.weight)
+    placer.answer_listeners.append(line.wake)
+    base.fleet.change_listeners.append(line.wake)
+    base.metrics.waiting.set_function(lambda: line.waiting)
+    return line
 
 
 def _build_encoding(

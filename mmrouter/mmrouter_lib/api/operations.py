@@ -2,10 +2,15 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from mmrouter_lib.api.cross_field_rules import Resource, rule
-from mmrouter_lib.api.shared_types import Decimal, ObjectName, Opaque, Resources, SecretName, Size
+from mmrouter_lib.api.cross_field_rules import Broken, Resource, broken, rule
+from mmrouter_lib.api.shared_types import DataKey, Decimal, ObjectName, Opaque, Resources, SecretName, Size, by_key
+
+_DIVISIBLE = " && ".join(
+    f"(!has(%s.{limit}) || %s.{limit} >= self.replicas)" for limit in ("requestsPerMinute", "concurrency")
+)
+"""CEL for: every router's part of a tenant's limits is at least one request."""
 
 
 class Verification(Resource):
@@ -76,6 +81,48 @@ class Tls(Resource):
     loaded without a restart."""
 
 
+class TenantLimits(Resource):
+    """What one tenant may use, and its priority."""
+
+    requests_per_minute: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """Requests per minute on average, and the most at once after a pause; above: 429 rate_limited. Absent: no limit."""
+    concurrency: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Requests that may be under way at the same time; above: 429 concurrency_limited. Absent: no limit."""
+    priority: Literal["high", "standard", "low"] = "standard"
+    """Turns among the tenants with waiting requests when all engines are full: high gets 16, standard 4, low 1."""
+
+
+class NamedTenant(TenantLimits):
+    """One tenant's own limits, instead of the default ones."""
+
+    name: DataKey
+    """Name of the tenant: its entry in the Secret of apiKeys."""
+
+
+class Tenants(Resource):
+    """Limits of tenants, each divided by the number of routers, and turns when all engines are full."""
+
+    default: TenantLimits = TenantLimits()
+    """Limits of every tenant that is not in `named`."""
+    named: list[NamedTenant] = Field(default=[], max_length=1024, json_schema_extra=by_key("name"))
+    """Tenants with limits of their own; a limit that an entry does not have is none. A map by `name`."""
+    max_wait_seconds: Annotated[int, Field(ge=0, le=600)] = 10
+    """How long a request may wait for its turn when all engines have routing.maxQueuedRequests; then it is answered
+    429 queue_full. At most routing.maxQueuedRequests requests wait in one router. 0: none waits."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> "Tenants":
+        # The API server checks this by itself: the list is a map by name.
+        seen: set[str] = set()
+        for number, tenant in enumerate(self.named):
+            if tenant.name in seen:
+                raise broken(
+                    f"named[{number}].name", f"the tenant {tenant.name!r} is already listed; names must differ"
+                )
+            seen.add(tenant.name)
+        return self
+
+
 class Frontend(Resource):
     """The routers, as equal replicas."""
 
@@ -93,6 +140,9 @@ class Frontend(Resource):
     False."""
     tls: Tls | None = None
     """TLS on the client port, which then serves no plain HTTP. Absent: plain HTTP."""
+    tenants: Tenants | None = None
+    """Limits and priorities of tenants. Absent: tenants have no limits, and no request waits while all engines are
+    full."""
     pod_template: Opaque = Field(default={})
     """Strategic merge patch over the rendered pod template (`metadata` and `spec` of a pod)."""
 
@@ -100,3 +150,28 @@ class Frontend(Resource):
     def _tls_port(self) -> bool:
         """port 80 is the port of plain HTTP: with frontend.tls set service.port to 443 or another port"""
         return self.tls is None or self.service.port != 80
+
+    @rule("tenants", "!has(self.tenants) || has(self.apiKeys)")
+    def _tenants_have_keys(self) -> bool:
+        """tenants needs apiKeys: without keys all clients are one tenant"""
+        return self.tenants is None or self.api_keys is not None
+
+    @rule("tenants", f"!has(self.tenants) || ({_DIVISIBLE.replace('%s', 'self.tenants.default')})")
+    def _default_is_divisible(self) -> bool | Broken:
+        """the default limits are divided by frontend.replicas, so each must be at least as large"""
+        return self.tenants is None or self._divides(self.tenants.default) or Broken("tenants.default")
+
+    @rule(
+        "tenants",
+        f"!has(self.tenants) || !has(self.tenants.named) || self.tenants.named.all(t, {_DIVISIBLE.replace('%s', 't')})",
+    )
+    def _named_are_divisible(self) -> bool | Broken:
+        """a named tenant's limits are divided by frontend.replicas, so each must be at least as large"""
+        named = self.tenants.named if self.tenants is not None else []
+        found = next((number for number, limits in enumerate(named) if not self._divides(limits)), None)
+        return found is None or Broken(f"tenants.named[{found}]")
+
+    def _divides(self, limits: TenantLimits) -> bool:
+        return all(
+            limit is None or limit >= self.replicas for limit in (limits.requests_per_minute, limits.concurrency)
+        )

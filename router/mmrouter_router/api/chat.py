@@ -18,6 +18,7 @@ from prometheus_client import Counter
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.admission.tenant_limits import Headers, TenantAdmission
 from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import RequestIds
 from mmrouter_router.core.settings import Settings
@@ -62,6 +63,7 @@ class Chat:
         forwarder: Forwarder,
         tracing: Tracing,
         threads: WorkerThreads,
+        admission: TenantAdmission,
         *,
         needs_prompt: Callable[[str], bool],
         answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
@@ -76,7 +78,7 @@ class Chat:
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
         self._continuations = Continuations(forwarder, metrics, threads, enabled=spec.routing.continue_streams)
-        self._threads = threads
+        self._threads, self._admission = threads, admission
         self.needs_prompt, self._answered = needs_prompt, answered
         self.decisions = DecisionLog()
         self.counts: collections.Counter[str] = collections.Counter()  # since the process started
@@ -106,13 +108,14 @@ class Chat:
         enter(span)
         code = "499"
         held = BodyReservation(self.body_budget, refuse=client.refuse_body)
+        extra = [(REQUEST_ID.encode(), request_id.encode())]
         try:
-            code = await self._answer(client, request_id, received, held)
+            code = await self._admit(client, request_id, received, held, extra)
         except RequestError as error:
             code = str(error.status)
             if error.code in OVERLOADED:
                 self._metrics.overload.labels(error.code).inc()
-            await _refuse(client, error, [(REQUEST_ID.encode(), request_id.encode())])
+            await _refuse(client, error, extra)
         except ClientGoneError:
             self._metrics.disconnects.inc()
         except asyncio.CancelledError:
@@ -178,12 +181,22 @@ class Chat:
         endpoint = COMPLETIONS if path == COMPLETIONS else RESPONSES
         return parse_forwarded(raw, self._limits, self._served_model, endpoint, self._engine)
 
-    async def _answer(self, client: Client, request_id: str, received: float, held: BodyReservation) -> str:
-        path, headers = client.path, client.headers
+    async def _admit(
+        self, client: Client, request_id: str, received: float, held: BodyReservation, extra: Headers
+    ) -> str:
+        """Answer a request within its tenant's limits. Adds to ``extra``, the headers of every answer."""
         if client.method != "POST":
-            raise RequestError.method_not_allowed(client.method, path)
-        tenant = self.tenants.authenticate(headers)
+            raise RequestError.method_not_allowed(client.method, client.path)
+        tenant = self.tenants.authenticate(client.headers)
         held.tenant = tenant.name
+        with self._admission.admit(tenant.name) as permit:
+            extra += permit.headers
+            return await self._answer(client, tenant, request_id, received, held, extra)
+
+    async def _answer(
+        self, client: Client, tenant: Tenant, request_id: str, received: float, held: BodyReservation, extra: Headers
+    ) -> str:
+        path, headers = client.path, client.headers
         with child_span("receive") as span:
             raw = await client.body(self._limits.max_request_bytes, held)
             if span:
@@ -193,7 +206,7 @@ class Chat:
         shown = trusted or self.debug_headers
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
         outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._for_engine, path, prepared)
-        call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy)
+        call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy, tenant.name)
         past = AttemptHistory()
         stream: ContinuedStream | None = None
         reply = await self._forwarder.send(call, fingerprint, past)
@@ -201,7 +214,8 @@ class Chat:
             self.decisions.add(request_id, reply.trace)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
-            extra = self._headers(request_id, reply, debug=shown)
+            if shown:
+                extra += _debug_headers(reply)
             if reply.answer.status >= 400:
                 raw = await reply.error_text()
                 field_of = self._adapter.prompt_error_field
@@ -272,28 +286,26 @@ class Chat:
             self._metrics.control_refusals.labels("header").inc()
         return trusted
 
-    @staticmethod
-    def _headers(request_id: str, reply: EngineReply, *, debug: bool) -> list[tuple[bytes, bytes]]:
-        ours = [(REQUEST_ID.encode(), request_id.encode())]
-        # Overlap discloses what other tenants asked, so it needs the control token (docs/architecture.md).
-        if debug:
-            decision = reply.decision
-            winner = decision.choice.winner
-            ours += [
-                (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
-                (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
-                (b"x-mmrouter-exactness", decision.exactness.encode()),
-                (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
-                (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
-                (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),
-                (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
-            ]
-        return ours
+
+def _debug_headers(reply: EngineReply) -> Headers:
+    """Return the headers that disclose what other tenants asked, by the overlap (docs/architecture.md)."""
+    decision = reply.decision
+    winner = decision.choice.winner
+    return [
+        (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
+        (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
+        (b"x-mmrouter-exactness", decision.exactness.encode()),
+        (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
+        (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
+        (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),
+        (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
+    ]
 
 
 def _fingerprint(prepared: Prepared) -> bytes:
-    """Return the hash by which the quarantine recognises a request; image identities stand for extracted images."""
-    hasher = blake3(prepared.request.source)
+    """Return the hash by which the quarantine recognises a tenant's request; identities stand for extracted images."""
+    hasher = blake3((prepared.salt or "").encode())
+    hasher.update(prepared.request.source)
     for image in prepared.images:
         hasher.update(image.identity)
     return hasher.digest()
@@ -315,7 +327,7 @@ def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:
     return cast(Policy, wanted)
 
 
-async def _refuse(client: Client, error: RequestError, extra: list[tuple[bytes, bytes]]) -> None:
+async def _refuse(client: Client, error: RequestError, extra: Headers) -> None:
     body = error.to_body()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]

@@ -7,7 +7,8 @@ import orjson
 
 SHOWN_CHARACTERS = 80
 RETRY: Final = {"Retry-After": "1"}  # seconds
-OVERLOADED: Final = frozenset({"queue_full", "router_full"})  # codes of refusals under overload
+OVERLOADED: Final = frozenset({"queue_full", "router_full", "rate_limited", "concurrency_limited"})
+"""Codes of refusals under overload, which are counted by code."""
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
 """Status and decoded error body of an engine -> the request field that the error is about."""
@@ -126,9 +127,21 @@ class RequestError(Exception):
         return cls.busy(f"All queues are full: {reason}. Try again.", param=None, code="queue_full")
 
     @classmethod
-    def router_full(cls, held: int, limit: int) -> Self:
-        message = f"The requests under way hold {held} of the {limit} bytes that this router holds. Try again."
+    def router_full(cls, limit: int) -> Self:
+        message = f"The requests under way hold the {limit} bytes that this router may hold. Try again."
         return cls.busy(message, param=None, code="router_full")
+
+    @classmethod
+    def rate_limited(cls, seconds: int, headers: Mapping[str, str]) -> Self:
+        """429: the tenant's rate limit is reached; a request after ``seconds`` is admitted if it is the only one."""
+        error = cls.busy(f"Too many requests: try again in {seconds} s.", param=None, code="rate_limited")
+        error.headers |= {**headers, "Retry-After": str(seconds)}
+        return error
+
+    @classmethod
+    def concurrency_limited(cls, limit: int) -> Self:
+        message = f"Too many requests at the same time: {limit} are under way. Try again when one has ended."
+        return cls.busy(message, param=None, code="concurrency_limited")
 
     @classmethod
     def quarantined(cls) -> Self:

@@ -13,6 +13,7 @@ from mmrouter_lib.engines.sglang.stage_requests import failure_of as failure_of_
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply, PrefillError, PrefillHalf, choose_pair
 from mmrouter_router.dispatch.stages import PREFILL_SECONDS, ForwardCall, StageReport, StageResult, Stages
+from mmrouter_router.dispatch.waiting_line import WaitingLine
 from mmrouter_router.explain.decisions import DecisionTrace, trace_of
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.handover.request_delivery import AddressedRequest, BytesDelivery, Delivery
@@ -76,11 +77,15 @@ class Forwarder:
         *,
         delivery: Delivery | None = None,
         prefill_seconds: float = PREFILL_SECONDS,
+        waiting: WaitingLine | None = None,
         on_send: Callable[[Decision, Prepared], None] = lambda decision, prepared: None,
     ) -> None:
-        """``on_send``: called right before each request. ``prefill_seconds``: timeout for a first result of a pair."""
+        """``on_send``: called right before each request. ``prefill_seconds``: timeout for a first result of a pair.
+
+        ``waiting``: where new requests wait while all engines are full; without it they are refused.
+        """
         self._placer, self._engines, self._metrics, self._on_send = placer, engines, metrics, on_send
-        self._stages, self._prefill_seconds = stages, prefill_seconds
+        self._stages, self._prefill_seconds, self._waiting = stages, prefill_seconds, waiting
         self._delivery = delivery or BytesDelivery()
         self.quarantine: deque[bytes] = deque(maxlen=REMEMBERED)
 
@@ -92,7 +97,7 @@ class Forwarder:
         """
         past = past if past is not None else AttemptHistory()
         while past.deaths < DEATHS and fingerprint not in self.quarantine:
-            placed = self._place(call, past)
+            placed = await self._place_in_turn(call, past)
             past.tried.add(placed.answering)
             if placed.computes is not None:
                 result = await self._by_pair(call, past, placed, placed.computes)
@@ -108,6 +113,15 @@ class Forwarder:
         self._metrics.quarantined.inc()
         raise RequestError.quarantined()
 
+    async def _place_in_turn(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
+        """Place a request, a new one after those that wait. A retry has waited before and is refused at once."""
+        try:
+            if self._waiting is None or past.tried:
+                return self._place(call, past)
+            return await self._waiting.place(call.tenant, lambda: self._place(call, past))
+        except QueueFullError as error:
+            raise RequestError.queue_full(str(error)) from error
+
     def _place(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
         form = self._stages.form(past.tried)
         prepared, policy = call.prepared, call.policy
@@ -120,10 +134,10 @@ class Forwarder:
                     )
                 else:
                     decision = self._placer.place(prepared, exclude=past.tried, policy=policy, roles=form.answers)
+            except QueueFullError:
+                raise
             except NoWorkerError as error:
                 self._count_degraded(form)
-                if isinstance(error, QueueFullError):
-                    raise RequestError.queue_full(str(error)) from error
                 raise RequestError.no_worker(str(error)) from error
             if span:
                 span.set_attributes(decision.span_attributes())

@@ -71,6 +71,7 @@ class ForwardCall:
     outgoing: Outgoing
     headers: Mapping[str, str]
     policy: Policy | None = None
+    tenant: str = ""
 
 
 class Stages:

@@ -50,7 +50,7 @@ class BodyReservation:
         """Raise 429 for an announced body for which there is no space, before it arrives."""
         budget = self._budget
         if self._exceeds(size - self.size) and budget.victim(self.tenant, size - self.size) is None:
-            raise RequestError.router_full(budget.used, budget.limit)
+            raise RequestError.router_full(budget.limit)
 
     def grow(self, size: int) -> None:
         """Reserve ``size`` bytes in all, always for the only request. Raises 429 where others leave too little."""
@@ -59,7 +59,7 @@ class BodyReservation:
             return
         while self._exceeds(more):
             if (victim := budget.victim(self.tenant, more)) is None or victim is self:
-                raise RequestError.router_full(budget.used, budget.limit)
+                raise RequestError.router_full(budget.limit)
             victim.give_way()
         budget.used += more
         budget.held[self.tenant] += more
@@ -71,7 +71,7 @@ class BodyReservation:
         self._budget.incomplete.discard(self)
 
     def give_way(self) -> None:
-        error = RequestError.router_full(self._budget.used, self._budget.limit)
+        error = RequestError.router_full(self._budget.limit)
         self.release()
         self._refuse(error)
 

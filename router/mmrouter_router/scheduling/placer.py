@@ -78,6 +78,7 @@ class Placer:
     ) -> None:
         """``changed`` is called for every rank on which a request of this router begins, is answered or ends."""
         self._fleet, self._weights, self._changed = fleet, weights, changed
+        self.answer_listeners: list[Callable[[], None]] = []  # called when a request no longer waits for a first byte
         encoders = any(pool.role == "encoder" for pool in deployment.spec.pools)
         self._visual = 0.0 if encoders else weights.visual  # with encoders, engines encode nothing
         self._policy: Policy = deployment.spec.routing.policy
@@ -166,7 +167,7 @@ class Placer:
         usage = self._fleet.usage(target.worker, target.rank)
         hit = winner.overlap + winner.coming if winner.scored else 0
         changed = partial(self._changed, target.worker, target.rank)
-        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks), changed)
+        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks), changed, self.answer_listeners)
 
     def able(self, worker: Worker) -> bool:
         """Whether a worker may get requests, if only as a last resort."""
@@ -242,12 +243,19 @@ class Booking:
     """Load of one request on its worker; ``answered`` and ``end`` are idempotent."""
 
     def __init__(
-        self, usage: RankUsage, fresh: "array[int]", encode: float, active: float, changed: Callable[[], None]
+        self,
+        usage: RankUsage,
+        fresh: "array[int]",
+        encode: float,
+        active: float,
+        changed: Callable[[], None],
+        answer_listeners: Sequence[Callable[[], None]] = (),
     ) -> None:
         """``fresh``: keys of the blocks to compute there; ``encode`` and ``active`` are in blocks.
 
-        ``changed`` is called after every change of the usage.
+        ``changed`` is called after every change of the load, a listener once when the request leaves the queue.
         """
+        self._answer_listeners = answer_listeners
         self._usage, self._fresh, self._encode, self._active, self._changed = usage, fresh, encode, active, changed
         usage.begin(fresh, encode, active)
         self._open = self._waits = True
@@ -258,6 +266,8 @@ class Booking:
         if self._waits:
             self._waits = False
             self._usage.answered()
+            for listener in self._answer_listeners:
+                listener()
         if self._fresh or self._encode:
             self._usage.computed(self._fresh, self._encode)
             self._fresh, self._encode = self._fresh[:0], 0.0

@@ -73,8 +73,12 @@ class Metrics(Collector):
         self.quarantined = counter("quarantined", "Requests refused because they ended engines")
         self.overload = counter(
             "overload_refusals",
-            "Requests answered 429: full queues of engines (queue_full) or bytes held (router_full)",
+            "Requests answered 429: full queues of engines (queue_full), bytes held (router_full), or a tenant's limit "
+            "(rate_limited, concurrency_limited)",
             "reason",
+        )
+        self.waiting = gauge(
+            "waiting_requests", "Requests that wait for their tenant's turn while all engines are full"
         )
         self.stripped = counter(
             "stripped_fields", "Fields removed from requests because clients may not set them", "field"

@@ -85,7 +85,7 @@ def test_every_rule_has_a_message() -> None:
 
 def test_lists_of_named_objects_are_maps() -> None:
     maps = {path: node["x-kubernetes-list-map-keys"] for path, node in nodes() if "x-kubernetes-list-map-keys" in node}
-    named = ("spec.pools", "spec.pools[].accelerator.claims", "status.pools")
+    named = ("spec.frontend.tenants.named", "spec.pools", "spec.pools[].accelerator.claims", "status.pools")
     assert maps == {path: ["name"] for path in named} | {"status.conditions": ["type"]}
 
 

@@ -120,6 +120,10 @@ def media(**fields: Any) -> dict[str, Any]:
     return {"routing": {"media": fields}}
 
 
+def tenants(**fields: Any) -> dict[str, Any]:
+    return {"frontend": {"apiKeys": {"secret": {"name": "keys"}}, "tenants": fields}}
+
+
 def pools(*items: dict[str, Any], **spec: Any) -> dict[str, Any]:
     return {"pools": [*items], **spec}
 
@@ -127,6 +131,7 @@ def pools(*items: dict[str, Any], **spec: Any) -> dict[str, Any]:
 PIXELS = {"type": "vllm", "processor": {"minPixels": 9, "maxPixels": 4}}
 SHM = {"transfer": "shm"}
 SGLANG = {"type": "sglang"}
+RED = {"name": "red", "concurrency": 2}
 SCOPE = "needs scope: node on every pool"
 DECODE = pool("d", "decode")
 RENDERER = pool("r", "renderer", accelerator=CPU)
@@ -151,6 +156,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"frontend": {"resources": {"limits": {"cpu": "lots"}}}}, "frontend.resources.limits.cpu", "is not a quantity"),
     ({"frontend": {"tls": {"secretName": "a"}}}, "frontend.service.port", "port 80 is the port of plain HTTP"),
     ({"frontend": {"apiKeys": {}}}, "frontend.apiKeys.secret", "is required"),
+    ({"frontend": {"tenants": {}}}, "frontend.tenants", "needs apiKeys"),
+    (tenants(default={"concurrency": 1}), "frontend.tenants.default", "must be at least as large"),
+    (tenants(default={"requestsPerMinute": 0}), "frontend.tenants.default.requestsPerMinute", "or equal to 1"),
+    (tenants(default={"priority": "urgent"}), "frontend.tenants.default.priority", "must be"),
+    (tenants(named=[RED, {"name": "b", "requestsPerMinute": 1}]), "frontend.tenants.named[1]", "at least as large"),
+    (tenants(named=[RED, RED]), "frontend.tenants.named[1].name", "'red' is already listed"),
+    (tenants(named=[{"name": "a b"}]), "frontend.tenants.named[0].name", "does not match"),
+    (tenants(maxWaitSeconds=-1), "frontend.tenants.maxWaitSeconds", "or equal to 0"),
     ({"routing": {"overlapWeight": 1.5}}, "routing.overlapWeight", 'decimals are written as strings: "1.5"'),
     ({"routing": {"overlapWeight": "-1"}}, "routing.overlapWeight", "does not match"),
     ({"routing": SHM}, "pools[0].sharedMemory.scope", SCOPE),
@@ -291,6 +304,7 @@ def test_all_errors_are_reported_at_once() -> None:
         {"routing": {"transfer": "shm"}, "pools": [pool(sharedMemory=NODE)]},
         {"routing": {"transfer": "nixl"}, "pools": [pool(), pool("r", "renderer", accelerator=CPU)]},
         media(fetch="public", allowedCIDRs=["0.0.0.0/0"]),
+        tenants(default={"requestsPerMinute": 2}, named=[RED, {"name": "free", "priority": "high"}], maxWaitSeconds=0),
     ],
 )
 def test_valid_specs_pass_all_rules(spec: dict[str, Any]) -> None:

@@ -48,6 +48,8 @@ CHANGES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("a default written out", {"verification": {"onFailure": "Degrade"}}, set()),
     ("policy", {"routing+": {"policy": "roundRobin"}}, {"frontend"}),
     ("verification", {"verification": {"onFailure": "Refuse"}}, {"frontend"}),
+    ("limits of tenants", {"frontend+": {"tenants": {"maxWaitSeconds": 5}}}, {"frontend"}),
+    ("bytes held", {"frontend+": {"maxHeldBytes": "2Gi"}}, {"frontend"}),
     ("router's resources", {"frontend+": {"resources": {"limits": {"memory": "1Gi"}}}}, {"frontend"}),
     ("TLS", {"frontend+": {"tls": {"secretName": "a"}, "service": {"port": 443}}}, {"frontend"}),
     ("router's podTemplate", {"frontend+": {"podTemplate": {"spec": {"hostname": "h"}}}}, {"frontend"}),

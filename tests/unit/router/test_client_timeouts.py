@@ -182,7 +182,7 @@ async def test_a_body_that_gives_way_is_answered_while_it_stalls(hot: bool, leng
         front.serve(answer)
         writer.write(POST + b"content-length: %d\r\n\r\n" % length + b"z" * 5)
         await until(lambda: clients and getattr(clients[0], "waiting", True))
-        clients[0].refuse_body(RequestError.router_full(1, 1))
+        clients[0].refuse_body(RequestError.router_full(1))
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
         assert head.startswith(b"HTTP/1.1 429 ")
 

@@ -101,11 +101,7 @@ async def test_another_engine_continues_a_stream_that_broke(rig, path, pours):
     out = await streams.read(path=path, pours=pours)
     assert received(out) == received(first)
     assert streams.counted == {("engine_lost", "continued"): 1}
-    assert outcomes(streams.stream.reply) == [
-        ("w1", "answered 200"),
-        ("w1", "stream broke"),
-        ("w2", "answered 200"),
-    ]
+    assert outcomes(streams.stream.reply) == [("w1", "answered 200"), ("w1", "stream broke"), ("w2", "answered 200")]
     assert streams.moved == [streams.stream.reply.trace]
     assert streams.continuations.kept.used == 0
 

@@ -33,7 +33,9 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
         {
             **{key: spec[key] for key in ("model", "routing", "verification", "observability") if key in spec},
             "engine": _only(spec["engine"], ROUTER_ENGINE_FIELDS),
-            "frontend": _only(spec.get("frontend", {}), ("apiKeys", "tls", "resources", "podTemplate")),
+            "frontend": _only(
+                spec.get("frontend", {}), ("apiKeys", "tls", "maxHeldBytes", "tenants", "resources", "podTemplate")
+            ),
             "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
             **({"shared": shared} if frontends_share(dep) else {}),
             "secrets": secrets,

@@ -123,7 +123,7 @@ def continued(first: bytes, cut: int, *others: tuple[bytes, int]) -> bytes:
     return out
 
 
-TEXTS = st.lists(st.builds(lambda text: {"content": text}, st.text("ab\"\\\n{é", min_size=0, max_size=4)), max_size=8)
+TEXTS = st.lists(st.builds(lambda text: {"content": text}, st.text('ab"\\\n{é', min_size=0, max_size=4)), max_size=8)
 THOUGHTS = st.lists(st.builds(lambda text: {"reasoning": text}, st.text("xy", min_size=1, max_size=3)), max_size=3)
 ARGUMENTS = st.lists(st.builds(lambda text: {"tool0": text}, st.text('{"a}', min_size=1, max_size=3)), max_size=4)
 TOOLS = st.builds(lambda arguments: [{"tool0!": "search"}, *arguments], ARGUMENTS)

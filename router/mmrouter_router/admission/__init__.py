@@ -1,0 +1,1 @@
+"""Limits of tenants, checked before a request's body is read."""

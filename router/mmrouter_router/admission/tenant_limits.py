@@ -1,0 +1,98 @@
+"""Rate and concurrency limits per tenant (``frontend.tenants``): what a request may begin, and what its client reads.
+
+Every router applies its part of a limit, which is the limit divided by the number of routers (docs/tenants.md).
+"""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Final
+
+from mmrouter_lib.api import TenantLimits, Tenants
+from mmrouter_router.admission.rate_limit import decide
+from mmrouter_router.core.errors import RequestError
+
+WEIGHTS: Final = {"high": 16, "standard": 4, "low": 1}  # turns of a tenant by its priority
+SWEEP_ABOVE: Final = 1024  # tenants; above, and above twice those in use, idle ones are forgotten
+Headers = list[tuple[bytes, bytes]]
+
+
+class _Usage:
+    """``running``: requests under way. ``full_at``: the state of :func:`.rate_limit.decide`."""
+
+    __slots__ = ("full_at", "running")
+
+    def __init__(self) -> None:
+        self.running, self.full_at = 0, 0.0
+
+
+class Permit:
+    """An admitted request, until the block ends. ``headers``: what its client reads about the rate limit."""
+
+    __slots__ = ("_usage", "headers")
+
+    def __init__(self, usage: _Usage, headers: Headers) -> None:
+        self._usage, self.headers = usage, headers
+
+    def __enter__(self) -> "Permit":
+        self._usage.running += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._usage.running -= 1
+
+
+class TenantAdmission:
+    """Admits requests by the limits of their tenants. ``routers``: how many routers share the limits now."""
+
+    def __init__(
+        self, tenants: Tenants | None, routers: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        tenants = tenants or Tenants()
+        self._default, self._named = tenants.default, {each.name: each for each in tenants.named}
+        self._routers, self._clock = routers, clock
+        self._used: dict[str, _Usage] = {}
+        self._sweep_above = SWEEP_ABOVE
+
+    def weight(self, tenant: str) -> int:
+        return WEIGHTS[self._limits(tenant).priority]
+
+    def admit(self, tenant: str) -> Permit:
+        """Charge one request to a tenant. Raises :class:`RequestError` (429), which charges nothing."""
+        limits = self._limits(tenant)
+        if limits.concurrency is None and limits.requests_per_minute is None:
+            return Permit(_Usage(), [])
+        now, routers = self._clock(), self._routers()
+        usage = self._usage(tenant, now)
+        if limits.concurrency is not None and usage.running >= (most := max(1, limits.concurrency // routers)):
+            raise RequestError.concurrency_limited(most)
+        if limits.requests_per_minute is None:
+            return Permit(usage, [])
+        share = limits.requests_per_minute / routers
+        decision = decide(share, usage.full_at, now)
+        headers = _headers(max(1, int(share)), decision.remaining, decision.full_at - now)
+        if decision.wait:
+            raise RequestError.rate_limited(math.ceil(decision.wait), headers)
+        usage.full_at = decision.full_at
+        return Permit(usage, [(name.encode(), value.encode()) for name, value in headers.items()])
+
+    def _limits(self, tenant: str) -> TenantLimits:
+        return self._named.get(tenant, self._default)
+
+    def _usage(self, tenant: str, now: float) -> _Usage:
+        usage = self._used.get(tenant)
+        if usage is None:
+            if len(self._used) >= self._sweep_above:
+                self._used = {name: each for name, each in self._used.items() if each.running or each.full_at > now}
+                self._sweep_above = max(SWEEP_ABOVE, 2 * len(self._used))
+            usage = self._used[tenant] = _Usage()
+        return usage
+
+
+def _headers(limit: int, remaining: int, seconds: float) -> dict[str, str]:
+    """Return OpenAI's headers about requests; the limit is full again after ``seconds``."""
+    return {
+        "x-ratelimit-limit-requests": str(limit),
+        "x-ratelimit-remaining-requests": str(remaining),
+        "x-ratelimit-reset-requests": f"{math.ceil(seconds)}s",
+    }

@@ -1,0 +1,108 @@
+"""Tenants of a running deployment: limits of one leave the others undisturbed, and keys rotate without a restart."""
+
+import asyncio
+import time
+from collections import Counter
+
+import aiohttp
+import httpx
+import openai
+import pytest
+from local.rig import deployed, example
+from waiting import wait_for
+
+KEYS = {"limited": "key-of-limited", "free": "key-of-free"}
+SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS}
+SLOTS = 2
+TENANTS = {"named": [{"name": "limited", "requestsPerMinute": 20, "concurrency": 4}]}
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    """Two frontends before one engine of two slots."""
+    resource = example()
+    spec, pool = resource["spec"], resource["spec"]["pools"][0]
+    spec["frontend"].update(replicas=2, apiKeys={"secret": {"name": "keys"}}, tenants=TENANTS)
+    pool["replicas"], pool["args"] = 1, [f"--max-num-seqs={SLOTS}", "--sim-decode-ms=5", "--sim-jitter=0"]
+    with deployed(tmp_path_factory.mktemp("tenants"), SECRET, resource) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def one_router(deployment):
+    """The address for clients of one frontend."""
+    host = httpx.URL(deployment.controls[0]).host
+    return f"http://{host}:8000"
+
+
+async def ask(session: aiohttp.ClientSession, key: str, number: int) -> tuple[int, str, dict[str, str]]:
+    """Return status, error code and headers of an answer to a text that no other request has."""
+    text = f"{key} {number}: what is it?"
+    body = {"model": "demo", "max_tokens": 4, "messages": [{"role": "user", "content": text}]}
+    headers = {"authorization": f"Bearer {key}"}
+    async with session.post("/v1/chat/completions", json=body, headers=headers) as answer:
+        content = await answer.json()
+        code = content.get("error", {}).get("code", "")
+        return answer.status, code, {name.lower(): value for name, value in answer.headers.items()}
+
+
+def session_of(url: str) -> aiohttp.ClientSession:
+    timeout, connector = aiohttp.ClientTimeout(total=300), aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(url, timeout=timeout, connector=connector)
+
+
+async def test_a_limited_tenant_is_refused_under_load_and_the_other_is_not(one_router):
+    async with session_of(one_router) as session:
+        began = time.monotonic()
+        asked = [ask(session, KEYS[name], number) for number in range(60) for name in ("limited", "free")]
+        answers = await asyncio.gather(*asked)
+        seconds = time.monotonic() - began
+    limited, free = answers[::2], answers[1::2]
+    assert Counter((status, code) for status, code, _ in free) == {(200, ""): 60}
+    assert not [headers for *_, headers in free if "x-ratelimit-limit-requests" in headers]
+    came = Counter((status, code) for status, code, _ in limited)
+    assert set(came) <= {(200, ""), (429, "rate_limited"), (429, "concurrency_limited")}
+    # Of a limit of 20 each of two routers admits 10, and one more in each 6 seconds; of 4 at once, 2.
+    assert 1 <= came[200, ""] <= 10 + 1 + seconds / 6
+    assert came[429, "concurrency_limited"] > 0
+    for status, code, headers in limited:
+        if code != "concurrency_limited":
+            assert headers["x-ratelimit-limit-requests"] == "10"
+        if status == 429:
+            assert int(headers["retry-after"]) >= 1
+
+
+async def test_a_client_that_waits_as_retry_after_says_is_served(one_router):
+    async with session_of(one_router) as session:
+        for number in range(1000, 1100):
+            status, code, headers = await ask(session, KEYS["limited"], number)
+            if code == "rate_limited":
+                break
+            assert (status, code) == (200, "")
+        assert code == "rate_limited"
+        assert int(headers["retry-after"]) <= 6
+        await asyncio.sleep(int(headers["retry-after"]))
+        assert (await ask(session, KEYS["limited"], 2000))[0] == 200
+
+
+def test_keys_rotate_without_a_restart(deployment):
+    def ok(key: str) -> bool:
+        client = openai.OpenAI(base_url=f"{deployment.url}/v1", api_key=key, max_retries=0)
+        try:
+            return bool(client.models.list().data)
+        except openai.AuthenticationError:
+            return False
+
+    before = {name: process.pid for name, process in deployment.processes("router").items()}
+    files = {file.resolve() for file in deployment.folder.rglob("api-keys/free")}
+    assert len(files) == len(before)
+    for new, works, fails in (("a\nkey-of-free", ("a", "key-of-free"), "b"), ("a\nb", ("a", "b"), "key-of-free")):
+        for file in files:
+            file.chmod(0o600)
+            file.write_text(new)
+        wait_for(
+            lambda works=works, fails=fails: all(all(ok(key) for key in works) and not ok(fails) for _ in range(6)),
+            60,
+            "the new keys work on all frontends and the old one does not",
+        )
+    assert {name: process.pid for name, process in deployment.processes("router").items()} == before
