@@ -128,8 +128,12 @@ async def test_answers_that_are_the_same_everywhere_are_continued(rig, fields):
 
 @pytest.mark.parametrize(
     ("fields", "enabled", "refusal"),
-    [({}, True, "sampled"), ({"temperature": 0.7}, True, "sampled"), ({"seed": True}, True, "sampled")]
-    + [(GREEDY, False, "off")],
+    [
+        ({}, True, "sampled"),
+        ({"temperature": 0.7}, True, "sampled"),
+        ({"seed": True}, True, "sampled"),
+        (GREEDY, False, "off"),
+    ],
 )
 async def test_other_answers_end_with_an_error_that_names_the_cause(rig, fields, enabled, refusal):
     _, second = await rig.serve(w1=breaks(PART), w2=ends(SECOND))
