@@ -10,10 +10,11 @@ from cluster.controlplane import ControlPlane
 from cluster.resources import Object, apply, delete, path
 from unit.render.objects import GOLDENS, exceptions, resource
 from unit.render.objects import load as golden
-from unit.render.test_pods_security import CASES, broken_by
+from unit.render.test_pods_security import CASES, ENGINES, broken_by, on
 
 from mmrouter_cli.doctor.check_deployment import violated
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.model.kinds import POD_METRICS_APIS, Capabilities
@@ -128,6 +129,16 @@ def test_the_server_refuses_the_pods_of_our_exceptions_and_no_others(cluster: Co
     with cluster.namespace(**ENFORCED) as restricted:
         found = refused(cluster, restricted, dep)
     assert set(found) == {pool for pool, _ in exceptions(dep)}, found
+
+
+def test_the_server_admits_pods_of_both_engines_on_every_accelerator(cluster: ControlPlane) -> None:
+    with cluster.namespace(**ENFORCED) as restricted:
+        found = {
+            (engine, kind): refused(cluster, restricted, on(kind, engine))
+            for engine in ENGINES
+            for kind in ACCELERATORS
+        }
+    assert not any(found.values()), found
 
 
 @pytest.mark.parametrize("level", ["baseline", "restricted"])

@@ -1,6 +1,7 @@
 """Pods and the Pod Security level `restricted`: what meets it, what does not, and whether that is reported."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from unit.render.objects import (
     Object,
     change,
     container,
+    containers,
+    deployments,
     exceptions,
     load,
     pod_of,
@@ -18,7 +21,8 @@ from unit.render.objects import (
     with_pool,
 )
 
-from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_lib.api import AcceleratorKind, MMRouterDeployment
+from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.render.pod.pod_security_violations import violations
 
@@ -112,3 +116,75 @@ def test_scope_node_is_an_exception_of_its_pools_and_of_frontends_that_hand_over
 def test_the_site_chooses_the_root_of_the_shared_folders() -> None:
     config = OperatorConfig(shared_memory_root="/mnt/tmpfs")
     assert "/mnt/tmpfs/inference/near" in str(rendered(load("node"), config=config))
+
+
+SECURITY = Path(__file__).resolve().parents[3] / "SECURITY.md"
+ROOT_CONTAINERS = {"shared-memory"}
+"""Containers that run as root; SECURITY.md names them with the reason."""
+ENGINES = ("vllm", "sglang")
+
+
+def on(kind: AcceleratorKind, engine: str) -> MMRouterDeployment:
+    """Return a deployment with a pool on a kind of accelerator."""
+    pool = {"name": "worker", "role": "worker", "accelerator": {"kind": kind}}
+    return change(SHORTEST, engine={"type": engine, "image": "registry.example/engine:1"}, pools=[pool])
+
+
+EVERY_POD = {
+    **{name: load(name) for name in GOLDENS if name != "whole"},
+    **{f"{engine} on {kind}": on(kind, engine) for engine in ENGINES for kind in ACCELERATORS},
+}
+"""Deployments whose pods have no container of the user's."""
+
+
+@pytest.mark.parametrize("name", EVERY_POD)
+def test_every_container_has_a_read_only_root_no_capability_and_the_runtimes_seccomp_profile(name: str) -> None:
+    for deployment in deployments(rendered(EVERY_POD[name])):
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        for each in containers(deployment):
+            own = each["securityContext"]
+            assert own["readOnlyRootFilesystem"] is True
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert own["allowPrivilegeEscalation"] is False
+            assert "seccompProfile" not in own
+            assert (own.get("runAsUser") == 0) == (each["name"] in ROOT_CONTAINERS)
+
+
+@pytest.mark.parametrize("name", EVERY_POD)
+def test_what_a_container_writes_is_the_pods_own_but_for_the_nodes_directory(name: str) -> None:
+    for deployment in deployments(rendered(EVERY_POD[name])):
+        pod = deployment["spec"]["template"]["spec"]
+        source = {volume["name"]: next(key for key in volume if key != "name") for volume in pod["volumes"]}
+        for each in containers(deployment):
+            writable = {mount["name"] for mount in each["volumeMounts"] if not mount.get("readOnly")}
+            assert {volume for volume in writable if source[volume] != "emptyDir"} <= {"shared"}
+        hosts = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
+        assert hosts <= {"shared", "model"}
+
+
+@pytest.mark.parametrize("name", EVERY_POD)
+def test_only_frontends_hold_a_token_of_the_api_server(name: str) -> None:
+    objects = rendered(EVERY_POD[name])
+    for deployment in deployments(objects):
+        pod = deployment["spec"]["template"]["spec"]
+        frontend = deployment["metadata"]["name"].endswith("-frontend")
+        assert pod["automountServiceAccountToken"] is frontend
+        sources = [part for volume in pod["volumes"] for part in volume.get("projected", {}).get("sources", [])]
+        assert not any("serviceAccountToken" in part for part in sources)
+    accounts = [obj for obj in objects if obj["kind"] == "ServiceAccount"]
+    assert [account["automountServiceAccountToken"] for account in accounts] == [False, False]
+
+
+@pytest.mark.parametrize("kind", ACCELERATORS)
+def test_pods_on_every_accelerator_meet_the_level(kind: AcceleratorKind) -> None:
+    for engine in ENGINES:
+        assert exceptions(on(kind, engine)) == ()
+
+
+def test_the_security_page_names_every_exception() -> None:
+    found = {sentence.partition(":")[0] for _, sentence in exceptions(load("node"))}
+    assert found == {"volume shared", *(f"container {name}" for name in ROOT_CONTAINERS)}
+    text = SECURITY.read_text()
+    assert all(f"`{place.split()[1]}`" in text for place in found), found
