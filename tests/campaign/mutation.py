@@ -1,7 +1,9 @@
-"""Mutations of byte strings, drawn from a seeded generator."""
+"""Mutations of byte strings and of decoded documents, drawn from a seeded generator."""
 
+import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 MAX_BYTES = 64 * 1024  # of a mutated input
 _EDGES = (b"", b"\0", b"\xff", b"\x7f\xff", b"\x80\0\0\0", b"\xff" * 4, b"\xff" * 8, b"-1", b"0", b"9" * 20, b"1e999")
@@ -83,3 +85,41 @@ _CHANGES: tuple[Change, ...] = (
     _splice,
     _cut,
 )
+
+
+def places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every (container, key) of a document of mappings and lists."""
+    for key in list(value) if isinstance(value, dict) else range(len(value)):
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+def changed(
+    source: random.Random, document: Any, names: Sequence[Any], values: Sequence[Any], donors: Sequence[Any] = ()
+) -> Any:
+    """Return a document with one to four changes: values replaced, removed, moved, wrapped, named or taken from others.
+
+    The document itself is changed, too.
+    """
+    for _ in range(source.randint(1, 4)):
+        where = list(places(document)) if isinstance(document, dict | list) else []
+        if not where:
+            return copy.deepcopy(source.choice(values))
+        holder, key = source.choice(where)
+        step = source.randrange(6)
+        if step == 0:
+            del holder[key]
+        elif step == 1 and isinstance(holder, dict):
+            holder[source.choice(names)] = copy.deepcopy(source.choice(values))
+        elif step == 2 or (step == 3 and not donors):
+            other, place = source.choice(where)
+            holder[key] = copy.deepcopy(other[place])
+        elif step == 3:
+            other, place = source.choice(list(places(source.choice(donors))))
+            holder[key] = copy.deepcopy(other[place])
+        elif step == 4:
+            holder[key] = {source.choice(names): holder[key]} if source.random() < 0.5 else [holder[key]]
+        else:
+            holder[key] = copy.deepcopy(source.choice(values))
+    return document

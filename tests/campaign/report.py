@@ -10,11 +10,11 @@ _KINDS = ("crash", "hang", "5xx", "difference")
 
 def table(results: Mapping[str, Counts], seed: str) -> str:
     """Return a Markdown table. ``worst ms``: CPU time of the slowest input; ``grown``: in the second half."""
-    rows = [_COLUMNS, tuple("---" if column == "target" else "--:" for column in _COLUMNS)]
+    rows: list[tuple[str, ...]] = [_COLUMNS, tuple("---" if column == "target" else "--:" for column in _COLUMNS)]
     for name, counts in results.items():
         size = counts.memory[-1][1] if counts.memory else 0
-        figures = (f"{counts.inputs:,}", str(len(counts.outcomes)), *(str(counts.kinds[kind]) for kind in _KINDS))
-        rows.append((name, *figures, f"{counts.worst_s * 1e3:.1f}", _mib(size), _mib(counts.growth)))
+        numbers = (f"{counts.inputs:,}", str(len(counts.outcomes)), *(str(counts.kinds[kind]) for kind in _KINDS))
+        rows.append((name, *numbers, f"{counts.worst_s * 1e3:.1f}", _mib(size), _mib(counts.growth)))
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines += ["", f"{sum(counts.inputs for counts in results.values()):,} inputs, seed {seed}"]
     lines += [f"{name}: {figures}" for name, counts in results.items() if (figures := _figures(counts))]

@@ -8,12 +8,17 @@ from mmrouter_lib.image_size.header import Header, ImageHeaderError, read_metada
 _MAX_CHUNKS = 32_768  # a PNG of 20 MB has 2,560 chunks of the usual 8 KiB
 _MAX_TEXTS = 8  # texts that can hold an orientation; writers write one
 _MAX_TEXT = 1 << 20  # Pillow refuses longer compressed texts, so a longer one never has an orientation
-_XMP, _PROFILE = b"XML:com.adobe.xmp", b"Raw profile type exif"
+_XMP, _PROFILE, _EXIF, _PACKET = b"XML:com.adobe.xmp", b"Raw profile type exif", b"exif", b"xmp"
+_NAMED = frozenset((_XMP, _PROFILE, _EXIF, _PACKET))
+"""Names under which Pillow looks for an orientation, whatever kind of chunk has put a text there."""
+
+Named = dict[bytes, bytes | None]
+"""Name -> its last text; ``None``: one that Pillow cannot use, so that the image stays as it is."""
 
 
 def read(data: bytes, exif: bool) -> Header:
     """Walk the chunks; only those that can hold an orientation are read."""
-    header, profile, texts = Header(), b"", 0
+    header, named, texts = Header(), Named(), 0
     at, end, pixels, animated = 8, len(data), False, False
     for _ in range(_MAX_CHUNKS):
         if at + 8 > end:
@@ -25,20 +30,24 @@ def read(data: bytes, exif: bool) -> Header:
             if not exif:
                 break
             pixels = True
-        elif kind == b"eXIf":
-            header.exif = read_metadata(data, at + 8, at + 8 + length)
-        elif kind in (b"tEXt", b"zTXt", b"iTXt"):
+        elif kind == b"eXIf" and exif:
+            named[_EXIF] = read_metadata(data, at + 8, at + 8 + length)
+        elif kind in (b"tEXt", b"zTXt", b"iTXt") and exif:
             # A keyword is at most 79 bytes long.
             keyword = data[at + 8 : at + 8 + min(length, 80)].partition(b"\0")[0]
-            if keyword in (_XMP, _PROFILE):
+            if keyword in _NAMED:
                 texts += 1
                 if texts > _MAX_TEXTS:
                     raise ImageHeaderError(f"more than {_MAX_TEXTS} texts with an orientation")
-                text = _text(kind, read_metadata(data, at + 9 + len(keyword), at + 8 + length))
-                if keyword == _XMP:
-                    header.xmp = text
+                rest = read_metadata(data, at + 9 + len(keyword), at + 8 + length)
+                if kind == b"iTXt":
+                    _add_international(named, keyword, rest)
+                elif kind == b"zTXt":
+                    _add(named, keyword, _inflated(rest[1:]) or b"")
+                elif keyword == _EXIF:
+                    named[keyword] = rest
                 else:
-                    profile = text
+                    _add(named, keyword, rest)
         elif kind == b"acTL":
             animated = True
         elif kind == b"IEND" or (kind == b"fcTL" and animated and pixels):
@@ -46,25 +55,51 @@ def read(data: bytes, exif: bool) -> Header:
         at += 12 + length
     else:
         raise ImageHeaderError(f"more than {_MAX_CHUNKS} chunks")
-    if exif and profile and not header.exif:
-        try:
-            # ImageMagick's text form: three lines of label and length, then hexadecimal.
-            digits = "".join(profile.decode("latin-1").split("\n", 3)[3:])
-            header.exif = bytes.fromhex(digits.replace("\n", ""))
-        except ValueError:
-            header.xmp = b""  # a broken EXIF: the engine leaves the image unrotated
+    header.exif, header.xmp = _metadata(named)
     return header
 
 
-def _text(kind: bytes, rest: bytes) -> bytes:
-    """Return the text of a chunk behind its keyword, empty where it cannot be read."""
-    if kind == b"tEXt":
-        return rest
-    compressed = kind == b"zTXt" or rest[:1] != b"\0"
-    rest = rest[1:] if kind == b"zTXt" else rest[2:].split(b"\0", 2)[-1]
-    if not compressed:
-        return rest
+def _add(named: Named, keyword: bytes, text: bytes) -> None:
+    """Keep a text of a chunk, which is no bytes to Pillow."""
+    named[keyword] = text if keyword in (_XMP, _PROFILE) else None
+
+
+def _add_international(named: Named, keyword: bytes, rest: bytes) -> None:
+    """Keep the text of an iTXt chunk: compression flag and method, language, translated keyword, text."""
+    parts = rest[2:].split(b"\0", 2)
+    if len(parts) < 3:
+        return
+    if rest[0]:
+        inflated = None if rest[1] else _inflated(parts[2])
+        if inflated is None:
+            return
+        parts[2] = inflated
+    if keyword == _XMP:
+        named[_PACKET] = parts[2]
     try:
-        return zlib.decompressobj().decompress(rest, _MAX_TEXT)
+        for part in parts:
+            part.decode()
+    except UnicodeDecodeError:
+        return
+    _add(named, keyword, parts[2])
+
+
+def _inflated(data: bytes) -> bytes | None:
+    try:
+        return zlib.decompressobj().decompress(data, _MAX_TEXT)
     except zlib.error:
-        return b""
+        return None
+
+
+def _metadata(named: Named) -> tuple[bytes, bytes]:
+    """Return the EXIF structure and the XMP packet that decide; both empty where the engine leaves the image as it is."""
+    exif, profile = named.get(_EXIF, b""), named.get(_PROFILE)
+    if exif is None:
+        return b"", b""
+    if _EXIF not in named and profile is not None:
+        try:
+            # ImageMagick's text form: three lines of label and length, then hexadecimal.
+            exif = bytes.fromhex("".join(profile.decode("latin-1").split("\n")[3:]))
+        except ValueError:
+            return b"", b""
+    return exif, named.get(_XMP) or named.get(_PACKET) or b""

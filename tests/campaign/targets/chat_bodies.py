@@ -4,7 +4,6 @@ A body is refused with a 4xx in OpenAI's shape, or parsed to what Python's ``jso
 tenant's salt, the served model, and no field that clients may not set; it reads what was written.
 """
 
-import copy
 import json
 import random
 import re
@@ -14,9 +13,9 @@ from typing import Any
 
 import orjson
 import pybase64
-from campaign.mutation import mutated
+from campaign.mutation import changed, mutated
 from campaign.target import BrokenPropertyError, Target
-from unit.router.test_intake_fuzz import CHAT, NAMES, ODD, RESPONSES, places
+from unit.router.test_intake_fuzz import CHAT, NAMES, ODD, RESPONSES
 
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base import request_fields
@@ -29,7 +28,7 @@ from mmrouter_router.intake.forwarded_routes import RESPONSES as RESPONSES_PATH
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 SALT = "t1-ours"
-ROUTES = {
+ROUTES: dict[bytes, partial[ChatRequest]] = {
     b"vllm chat": partial(parse_chat, engine="vllm"),
     b"sglang chat": partial(parse_chat, engine="sglang"),
     b"vllm forwarded": partial(parse_forwarded, endpoint=RESPONSES_PATH, engine="vllm"),
@@ -39,6 +38,7 @@ ROUTES = {
 LARGE = "data:image/png;base64," + pybase64.b64encode_as_string(bytes(13_000))
 PART = {"type": "image_url", "image_url": {"url": LARGE, "uuid": "u", "content_hash": "h"}, "uuid": "u"}
 PICTURE = {"model": "demo", "messages": [{"role": "user", "content": [PART, {"type": "text", "text": LARGE[:60]}]}]}
+DONORS = (CHAT, RESPONSES, PICTURE)
 COMPLETION = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 5, "stream": True}
 STEERING = {name: "x" for engine in ("vllm", "sglang") for name in adapter(engine).removed_fields}
 WORDS = (*STEERING, *NAMES, "vllm_xargs", "model", "messages", "input", "prompt", "previous_input_messages")
@@ -70,7 +70,7 @@ class ChatBodies(Target):
         route, _, raw = source.choice(kept).partition(b"\n")
         if source.random() < 0.5:
             try:
-                return route + b"\n" + json.dumps(_changed(source, json.loads(raw))).encode()
+                return route + b"\n" + json.dumps(changed(source, json.loads(raw), WORDS, ODD, DONORS)).encode()
             except (ValueError, RecursionError):
                 pass
         other = source.choice(kept).partition(b"\n")[2]
@@ -96,31 +96,6 @@ def _known(route: bytes, body: dict[str, Any]) -> dict[str, Any]:
     endpoint = ROUTES[route].keywords.get("endpoint", request_fields.CHAT)
     fields = adapter("vllm" if route.startswith(b"vllm") else "sglang").request_fields[endpoint]
     return {name: value for name, value in body.items() if fields.knows(name)}
-
-
-def _changed(source: random.Random, body: Any) -> Any:
-    """Return the body with one to four values replaced, removed, moved, wrapped or added."""
-    for _ in range(source.randint(1, 4)):
-        where = list(places(body)) if isinstance(body, dict | list) else []
-        if not where:
-            return source.choice(ODD)
-        holder, key = source.choice(where)
-        step = source.randrange(6)
-        if step == 0:
-            del holder[key]
-        elif step == 1 and isinstance(holder, dict):
-            holder[source.choice(WORDS)] = copy.deepcopy(source.choice(ODD))
-        elif step == 2:
-            other, place = source.choice(where)
-            holder[key] = copy.deepcopy(other[place])
-        elif step == 3:
-            holder[key] = {source.choice(WORDS): holder[key]} if source.random() < 0.5 else [holder[key]]
-        elif step == 4:
-            other, place = source.choice(list(places(source.choice((CHAT, RESPONSES, PICTURE)))))
-            holder[key] = copy.deepcopy(other[place])
-        else:
-            holder[key] = copy.deepcopy(source.choice(ODD))
-    return body
 
 
 def _rewritten(request: ChatRequest, route: bytes) -> dict[str, Any]:
@@ -186,17 +161,20 @@ def _check_sent(sent: dict[str, Any], route: bytes) -> None:
         raise BrokenPropertyError(f"the engine's body has {sorted(steering)}")
     if isinstance(xargs := sent.get("vllm_xargs"), dict) and set(xargs) & set(engine.removed_xargs):
         raise BrokenPropertyError("the engine's body has refused engine arguments")
-    prompts = ("messages",) if route.endswith(b"chat") else ("input", "prompt", "previous_input_messages", "messages")
-    for name in prompts:
-        for holder in _objects(sent.get(name)):
-            for medium in set(MEDIA) & set(holder):
-                inner = holder[medium]
-                url = inner.get("url") if isinstance(inner, dict) else inner
-                if url not in ("data:,ours", None):
-                    raise BrokenPropertyError(f"a client's URL reaches the engine: {str(url)[:80]}")
-                ours = holder.get("uuid") in (None, "m1-ours") and "content_hash" not in holder
-                if not ours or (isinstance(inner, dict) and set(IDENTITIES) & set(inner)):
-                    raise BrokenPropertyError(f"a client's identity of a medium reaches the engine in {name}")
+    if route.endswith(b"chat"):
+        contents = [message.get("content") for message in sent["messages"]]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+    else:
+        parts = list(_objects([sent.get(name) for name in ("input", "prompt", "previous_input_messages", "messages")]))
+    for holder in parts:
+        for medium in set(MEDIA) & set(holder):
+            inner = holder[medium]
+            url = inner.get("url") if isinstance(inner, dict) else inner
+            if url not in ("data:,ours", None):
+                raise BrokenPropertyError(f"a client's URL reaches the engine: {str(url)[:80]}")
+            ours = holder.get("uuid") in (None, "m1-ours") and "content_hash" not in holder
+            if not ours or (isinstance(inner, dict) and set(IDENTITIES) & set(inner)):
+                raise BrokenPropertyError("a client's identity of a medium reaches the engine")
 
 
 def _objects(value: Any) -> Iterator[dict[str, Any]]:

@@ -163,7 +163,7 @@ class HttpStreams(Target):
         chat, state = self._router.chat, self._server.server.server_state
         try:
             await until(
-                lambda: not state.connections and not chat.body_budget.held and not self._router.metrics.in_flight
+                lambda: not (state.connections or state.tasks or chat.body_budget.held or metrics.in_flight), 60
             )
         except TimeoutError:
             raise BrokenPropertyError(

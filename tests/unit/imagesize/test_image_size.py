@@ -118,6 +118,11 @@ def test_exif_orientation_turns_as_pillow_turns(kind, orientation):
     assert probed(data) == ((20, 30) if 5 <= orientation <= 8 else (30, 20))
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_no_orientation_turns_where_the_engine_does_not_look_at_exif(kind: str) -> None:
+    assert probed(encode(kind, exif=exif(6)), turned=False) == (30, 20)
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "PNG", "TIFF"])
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_xmp_orientation_turns_where_exif_has_none(kind, orientation):

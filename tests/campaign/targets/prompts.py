@@ -1,0 +1,110 @@
+"""Hostile text in every place of a prompt: rendered and expanded, or refused as the client's error."""
+
+import copy
+import json
+import random
+import re
+from collections.abc import Sequence
+from typing import Self
+
+from campaign.mutation import mutated, places
+from campaign.target import BrokenPropertyError, Target
+from unit.prompt.conftest import TINY, load
+from unit.router.test_intake_fuzz import ODD
+
+from mmrouter_lib.prompt import PlaceholderError, PromptImage, TemplateError
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.intake import Limits, parse_chat
+
+LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
+TEXT = {"type": "text", "text": "t"}
+PICTURE = {"type": "image_url", "image_url": {"url": "data:,x"}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
+CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}]
+BODIES = (
+    {"messages": [{"role": "user", "content": "hello"}]},
+    {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [PICTURE, TEXT]}]},
+    {"messages": [{"role": "user", "content": [PICTURE, PICTURE]}, {"role": "assistant", "content": "so"}]},
+    {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": None, "tool_calls": CALLS, "reasoning": "r"},
+            {"role": "tool", "tool_call_id": "c", "content": "42"},
+        ],
+        "tools": TOOLS,
+        "documents": [{"title": "t", "text": "d"}],
+        "chat_template_kwargs": {"enable_thinking": True, "x": [1]},
+    },
+    {
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+        "add_special_tokens": True,
+    },
+)  # fmt: skip
+
+
+class Prompts(Target):
+    """An input: the body of a chat."""
+
+    name = "prompts"
+    short = 1200
+    words = (
+        *b"<|im_start|> <|im_end|> <|vision_start|> <|image_pad|> <|vision_end|> <|endoftext|> <|video_pad|>".split(),
+        *b"{{ }} {% %} {# #} __class__ range(9999999) '*1000 \\u0000 \\ufffd \\ud83d\\ude00 \\u202e \\u0301".split(),
+        *(b'"content":', b'"role":"tool",', b'"tool_calls":', b'"tools":[],', b"null", b"[]", b"{}", b"\\u0130" * 50),
+    )
+
+    def __enter__(self) -> Self:
+        self._prompter = load(TINY)
+        return self
+
+    def seeds(self) -> list[bytes]:
+        return [json.dumps({"model": "t", **body}).encode() for body in BODIES]
+
+    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
+        chosen = source.choice(kept)
+        if source.random() < 0.6:
+            try:
+                body = json.loads(chosen)
+                for _ in range(source.randint(1, 3)):
+                    holder, key = source.choice(list(places(body)))
+                    word = "".join(source.choice(self.words).decode() for _ in range(source.choice((1, 1, 3, 40))))
+                    odd = source.choice((word, word, f"{holder[key]}{word}", source.choice(ODD)))
+                    holder[key] = copy.deepcopy(odd)
+                return json.dumps(body).encode()
+            except (ValueError, TypeError, IndexError):
+                pass
+        return mutated(source, (chosen,), self.words)
+
+    def check(self, data: bytes) -> str:
+        try:
+            request = parse_chat(data, LIMITS, "t")
+        except RequestError as error:
+            return f"not parsed: {error.code}"
+        images = [PromptImage(number.to_bytes(32, "big"), 4) for number, _ in enumerate(request.images)]
+        try:
+            with self.product():
+                text = self._prompter.render(
+                    request.messages,
+                    tools=request.tools,
+                    documents=request.documents,
+                    add_generation_prompt=request.add_generation_prompt,
+                    continue_final_message=request.continue_final_message,
+                    chat_template_kwargs=request.chat_template_kwargs,
+                )
+                expanded = self._prompter.expand(text, images, add_special_tokens=request.add_special_tokens)
+        except (TemplateError, PlaceholderError) as error:
+            return f"{type(error).__name__}: {re.sub(r'[^a-z_ ]+', '#', str(error))[:40]}"
+        identities = [span.identity for span in expanded.spans]
+        if identities != [image.identity for image in images]:
+            raise BrokenPropertyError(f"{len(identities)} spans for {len(images)} images")
+        end = 0
+        for span in expanded.spans:
+            if span.offset < end or span.offset + span.length > len(expanded.ids):
+                raise BrokenPropertyError("a span lies outside of the prompt, or within another")
+            end = span.offset + span.length
+        again = self._prompter.expand(text, images, add_special_tokens=request.add_special_tokens)
+        if (again.ids, again.spans) != (expanded.ids, expanded.spans):
+            raise BrokenPropertyError("a second tokenization differs")
+        return f"{len(images)} images, {len(request.messages)} messages, {bool(request.tools)}"
