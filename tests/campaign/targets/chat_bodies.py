@@ -7,7 +7,7 @@ tenant's salt, the served model, and no field that clients may not set; it reads
 import json
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +50,7 @@ class ChatBodies(Target):
     """An input: a line with engine and kind of route, then the body."""
 
     name = "chat_bodies"
-    short = 4000
+    short = 2000
     words = (
         *(b'"%b":' % word.encode() for word in WORDS),
         *b'{|}|[|]|,|:|"|\\|\\"|\\u0000|\\ud800|\\ud83d\\ude00|null|true|false|NaN|Infinity|-0|1e999|1E-400'.split(
@@ -61,8 +61,8 @@ class ChatBodies(Target):
     )
 
     def seeds(self) -> list[bytes]:
-        bodies = [CHAT, PICTURE, {**CHAT, **STEERING, "vllm_xargs": {"kv_transfer_params": {}}}]
-        others = [RESPONSES, COMPLETION, {**RESPONSES, **STEERING}]
+        bodies: list[dict[str, Any]] = [CHAT, PICTURE, {**CHAT, **STEERING, "vllm_xargs": {"kv_transfer_params": {}}}]
+        others: list[dict[str, Any]] = [RESPONSES, COMPLETION, {**RESPONSES, **STEERING}]
         routes = [(route, body) for route in ROUTES for body in (others if route.endswith(b"forwarded") else bodies)]
         return [route + b"\n" + json.dumps(_known(route, body)).encode() for route, body in routes]
 
@@ -91,7 +91,7 @@ class ChatBodies(Target):
         return " ".join((route.decode(), *sorted({reason.reason for reason in request.inexact}), *request.removed))
 
 
-def _known(route: bytes, body: dict[str, Any]) -> dict[str, Any]:
+def _known(route: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a body without the fields that its route does not know, so that not every input is refused for them."""
     endpoint = ROUTES[route].keywords.get("endpoint", request_fields.CHAT)
     fields = adapter("vllm" if route.startswith(b"vllm") else "sglang").request_fields[endpoint]

@@ -19,7 +19,7 @@ class DataUris(Target):
     """An input: the URI."""
 
     name = "data_uris"
-    short = 4000
+    short = 2000
     words = (
         *b"data: DATA: ;base64, ;base64 base64 , ; = == %3D %2B %2f %00 %zz %4 image/png ;charset=x + - _ % %%".split(),
         *(b" ", b"\n", b"\t", b"\xc3\xa9", b"\0", b"A" * 400, b"%41" * 100),

@@ -47,7 +47,7 @@ class EngineEvents(Target):
     """An input: a line with the engine, then batches; or the line ``model``, then one byte for each step of a model."""
 
     name = "engine_events"
-    short = 300
+    short = 100
     words = (
         *(
             b"\x91" * 40,

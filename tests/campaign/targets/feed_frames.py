@@ -30,7 +30,7 @@ class FeedFrames(Target):
     """An input: frames, each with one letter in front that says on which socket it comes."""
 
     name = "feed_frames"
-    short = 2000
+    short = 800
     words = (
         *(
             b"\x91" * 200,

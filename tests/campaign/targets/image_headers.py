@@ -29,7 +29,7 @@ class ImageHeaders(Target):
     """An input: the file."""
 
     name = "image_headers"
-    short = 1000
+    short = 600
     words = (
         *b"IHDR IDAT IEND eXIf tEXt zTXt iTXt acTL fcTL VP8X EXIF Exif\0\0 MM\0* II*\0 exif\0 xmp\0 XMP".split(b" "),
         *(

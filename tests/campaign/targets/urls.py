@@ -47,7 +47,7 @@ class Urls(Target):
     """An input: a line with the policy, a line with the URL, then headers of its origin's answer."""
 
     name = "urls"
-    short = 3000
+    short = 1500
     words = (
         *b"http:// https:// HTTP: : / // ? # @ [ ] % %00 %2e %40 \\ . .. :80 :0 :65536 :-1 127.0.0.1 0x7f.1".split(),
         *b"::1 localhost [::ffff:7f00:1] ::ffff: ffff::/ 64:ff9b:: 2002: fe80::1%25eth0 xn-- \xc2\xad".split(),
