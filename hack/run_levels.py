@@ -84,12 +84,24 @@ def files(folder: str, *names: str) -> tuple[str, ...]:
 
 
 UNIT, ROUTER = "tests/unit", "tests/unit/router"
-LARGE = tuple(f"{UNIT}/{name}" for name in ("sidecar", "router", "operator", "cli", "render"))
-CONNECTIONS = (f"{ROUTER}/media", *files(ROUTER, "server", "control", "pods", "app", "process", "connection"))
+SMALL = (UNIT, "handover/tests")
+LARGE = {
+    "router": (ROUTER,),
+    "operator and renderer": (f"{UNIT}/operator", f"{UNIT}/render"),
+    "cli and sidecar": (f"{UNIT}/cli", f"{UNIT}/sidecar"),
+}
+"""Unit tests by step. Few steps, because each one imports pytest, hypothesis and the product once more."""
+CONNECTIONS = (f"{ROUTER}/media", *files(ROUTER, "server", "control", "pods", "app", "connection"))
 """Tests that mostly wait for connections."""
 RELEASES = files(f"{UNIT}/hack", "python_releases")
 TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 """Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
+PROCESSES = (
+    *files(f"{UNIT}/local", "cluster", "pods"),
+    *(f"{UNIT}/{name}/test_process.py" for name in ("router", "sidecar", "sim")),
+    *("handover/tests/shm/test_soak.py", "handover/tests/plugin/test_start.py"),
+)
+"""Tests that start interpreters, most of whose time is imports, and are not needed in the inner loop."""
 LOCAL = "tests/local"
 DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer", "upgrade")
 """Tests that start and break deployments of their own; the other files share one."""
@@ -116,8 +128,11 @@ LEVELS = {
             # The longest first, so that all lanes end at about the same time.
             Step("unit tests of connections", tests=CONNECTIONS),
             Step("campaign, short form", tests="tests/campaign"),
-            Step("unit tests of other packages", tests=(UNIT, "handover/tests"), without=(*LARGE, *TOOLS)),
-            *(Step(f"unit tests of {Path(folder).name}", tests=folder, without=CONNECTIONS) for folder in LARGE),
+            Step("unit tests of other packages", tests=SMALL, without=(*sum(LARGE.values(), ()), *TOOLS, *PROCESSES)),
+            *(
+                Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *PROCESSES))
+                for name, folders in LARGE.items()
+            ),
             program("ruff", "format", "--check", "."),
             program("ruff", "check", "."),
             program("mypy"),
@@ -140,6 +155,7 @@ LEVELS = {
             Step("local deployments, staged", tests=STAGED),
             Step("local deployments, slow", tests=SLOW_LOCAL),
             Step("benchmarks and tools", tests=TOOLS, without=RELEASES),
+            Step("processes", tests=PROCESSES),
             Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),
         limit_s=1200,

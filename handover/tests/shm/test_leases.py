@@ -296,4 +296,4 @@ class Leases(RuleBasedStateMachine):
 
 
 TestLeases = Leases.TestCase
-TestLeases.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestLeases.settings = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=40, deadline=None)

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from unit.conftest import examples
 from unit.engines.conftest import document
 
 from mmrouter_lib.api import SpecError, block_size_of, load_deployment, parse_deployment, quantity_bytes, to_json
@@ -253,7 +254,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_any_value_of_a_field_is_accepted_or_refused_with_a_sentence(data: st.DataObject) -> None:
     accelerator = {"kind": "nvidia", "claims": [dict(CLAIM)]}  # a copy: what stands in it is replaced below

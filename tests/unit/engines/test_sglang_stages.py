@@ -7,6 +7,7 @@ from math import ceil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 
 from mmrouter_lib.engines.base.launch import BOOTSTRAP_PORT
 from mmrouter_lib.engines.sglang import stage_requests as stages
@@ -103,7 +104,7 @@ def test_images_are_spread_evenly() -> None:
     assert all(850 < count < 1150 for count in firsts.values())
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(names, keys, st.sets(keys, max_size=20), st.data())
 def test_no_encoder_exceeds_its_bound_and_those_down_come_last(
     found: list[str], key: bytes, others: set[bytes], data: st.DataObject

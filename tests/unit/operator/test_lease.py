@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 
 from mmrouter_operator.cluster.client import AlreadyExists, Conflict, Object, Unavailable
 from mmrouter_operator.cluster.lease import LeaderElection, LeaseTiming
@@ -222,7 +223,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(events=EVENTS, offsets=st.tuples(*[st.floats(-1e5, 1e5)] * 3))
 def test_no_two_replicas_may_ever_write_at_the_same_time(
     events: list[tuple[str, int, float]], offsets: tuple[float, float, float]

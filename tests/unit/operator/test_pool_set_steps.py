@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 
 from mmrouter_operator.planning import pool_set_rollout as sets
 from mmrouter_operator.planning.pool_set_rollout import SetPool, SetStep, Side, step
@@ -125,7 +126,7 @@ chance = st.tuples(st.sampled_from(["ready", "fail", "step", "step"]), st.intege
 
 
 @given(fleets(), st.lists(st.tuples(st.sampled_from("abc"), st.lists(chance, max_size=12)), max_size=5), st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_no_step_goes_below_the_floor_or_above_the_surge_whatever_fails_and_whatever_is_wanted_next(
     fleet: Fleet, story: list[tuple[str, list[tuple[str, int, int]]]], data: st.DataObject
 ) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 from unit.operator.simulated_world import World, finish, happen, pair, standing, want, whole
 
 variants = st.builds(
@@ -59,7 +60,7 @@ def story_of(specs: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[tupl
 
 
 @given(st.one_of(story_of(variants), story_of(sets_of_pools)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_stages_follow_each_other_sets_switch_whole_and_all_ends_well(drawn: tuple[dict[str, Any], Story]) -> None:
     first, story = drawn
     world = standing(first)

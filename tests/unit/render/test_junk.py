@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 from unit.render.objects import Object, change, children, containers, load, rendered, with_pool
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
@@ -93,7 +94,7 @@ def refused_at(dep: MMRouterDeployment, path: str) -> list[Object]:
     return []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(patches(POOL))
 @example({"spec": {"topologySpreadConstraints": [{"topologyKey": []}]}})
 @example({"spec": {"readinessGates": [None]}})
@@ -106,7 +107,7 @@ def test_any_pool_template_renders_or_is_refused_with_its_field(junk: dict[str, 
     refused_at(with_pool(BASE, podTemplate=junk), "spec.pools[0].podTemplate.")
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(patches(FRONTEND))
 def test_any_frontend_template_renders_or_is_refused_with_its_field(junk: dict[str, Any]) -> None:
     refused_at(change(BASE, frontend={"podTemplate": junk}), "spec.frontend.podTemplate.")
@@ -116,7 +117,7 @@ SOURCES = "persistentVolumeClaim hostPath nfs csi ephemeral emptyDir image iscsi
 FIELDS = ["claimName", "path", "server", "driver", "readOnly", "volumeAttributes", "sources", "sizeLimit", "reference"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sampled_from(SOURCES.split()), st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=3))
 @example("persistentVolumeClaim", {"claimName": ["weights"]})
 @example("emptyDir", {"sizeLimit": 1})
@@ -130,7 +131,7 @@ CONNECTOR = st.dictionaries(
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(kv=CONNECTOR, ec=CONNECTOR)
 @example(kv={"transferBackend": {}}, ec={"transferBackend": []})
 @example(kv={"transferBackend": "nixl"}, ec={"transferBackend": None})

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 from unit.render.objects import SHORTEST, change, container, named, pod_of, rendered, template_labels, with_pool
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError
@@ -117,7 +118,7 @@ TEMPLATES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(TEMPLATES, TEMPLATES)
 def test_a_patch_wins_everywhere_and_only_where_it_speaks(template: dict[str, Any], patch: dict[str, Any]) -> None:
     before = copy.deepcopy((template, patch))

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 from unit.router.rig import BLOCK, IDS, KEYS, SEED, Rig, deployment, prepared
 from unit.router.test_placer import IMAGE, WINDOW
 
@@ -66,7 +67,7 @@ def test_stored_blocks_leave_the_queue_once(rig):
     assert (usage.requests, usage.prefill, usage.active) == (0, 0, 0)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(st.sampled_from([*LOADS[:4], "epoch"]), st.integers(0, 6)), max_size=25))
 def test_queue_is_never_negative_and_ends_empty(steps):
     rig = Rig()
@@ -156,7 +157,7 @@ def decided(placer: Placer) -> object:
     return decision.target, decision.choice.scores, decision.exactness, decision.reasons
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.sampled_from(HAPPENINGS), st.integers(0, 2), st.integers(0, 6)), max_size=12))
 def test_cached_groups_decide_as_fresh_ones(steps):
     rig = Rig()
@@ -179,7 +180,7 @@ def columns(rig: Rig):
         yield seen, [(*load, others * len(KEYS)) for *load, others in loads]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.lists(st.tuples(st.sampled_from(LOADS), st.integers(0, 3), st.integers(0, 6)), max_size=30))
 def test_load_columns_match_rank_usages(steps):
     rig, bookings = Rig(), []

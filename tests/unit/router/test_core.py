@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ulid import ULID
+from unit.conftest import examples
 
 from mmrouter_lib.engines.base.launch import DEVICES
 from mmrouter_router.core.errors import RequestError, field_path
@@ -21,7 +22,7 @@ def noisy(rnd, line, tokens, wild=0.0):
     return line.seconds(tokens) * rnd.uniform(0.9, 1.1) * (rnd.uniform(3, 50) if rnd.random() < wild else 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 10**6), st.floats(300, 50_000), st.floats(0, 0.03))
 def test_fit_tolerates_outliers(seed, speed, overhead):
     rnd, line = random.Random(seed), Line(overhead, 1 / speed)
@@ -194,13 +195,13 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(400, 599), st.binary(max_size=40) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_engine_answer_becomes_a_valid_error(status, body):
     assert json.loads(RequestError.from_engine(status, body).to_body())["error"]["message"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.text(), st.text())
 def test_any_text_is_serialisable(message, param):
     json.loads(RequestError.invalid(message + "\udc80", param=param + "\ud800").to_body())

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 import zmq
 import zmq.asyncio
 from aiohttp import web
+from unit.engines.conftest import deployment, role
 
 from mmrouter_lib import feed
+from mmrouter_lib.api import to_json as to_json_object
 from mmrouter_lib.block_keys import namespace_seed, unpack_keys
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.feed import deciding
@@ -358,3 +361,28 @@ async def http_engine(settings: Settings) -> AsyncIterator[dict[str, Any]]:
     await web.TCPSite(runner, settings.pod_ip, 8000).start()
     yield says
     await runner.cleanup()
+
+
+@pytest.fixture
+def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
+    """Files and variables as a rendered pod has them."""
+    secrets = tmp_path / "config" / "secrets"
+    secrets.mkdir(parents=True)
+    worker = role("worker", accelerator={"kind": "nvidia", "count": 2}, parallelism={"data": 2})
+    model = {"id": "org/model", "revision": "v1"}
+    resource = deployment(worker, engine="vllm", model=model, sidecar={"bufferEvents": 500})
+    (tmp_path / "config" / "deployment.json").write_text(json.dumps(to_json_object(resource)))
+    (secrets / "identity.key").write_bytes(bytes(range(32)))
+    (secrets / "engine.key").write_text("engine-secret\n")
+    curve, names = settings.curve, ("sidecar.curve.public", "sidecar.curve.secret", "router.curve.public")
+    for name, key in zip(names, (curve.public, curve.secret, curve.client), strict=True):
+        (secrets / name).write_bytes(key + b"\n")
+    return {
+        "MMROUTER_CONFIG": str(tmp_path / "config"),
+        "MMROUTER_STATE_DIR": str(tmp_path / "state"),
+        "MMROUTER_MODEL_DIR": str(tmp_path / "model"),
+        "MMROUTER_POOL": "worker",
+        "POD_UID": "pod-7",
+        "POD_IP": settings.pod_ip,
+        "POD_LOOPBACK": settings.loopback,
+    }

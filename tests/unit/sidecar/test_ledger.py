@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 from unit.sidecar.conftest import CLEARED, batch, removed, seed, stored
 
 from mmrouter_lib.block_keys import Span, block_keys
@@ -98,7 +99,7 @@ def dumped(ledger: Ledger) -> Ledger:
 
 
 @given(actions)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_sum_of_net_changes_is_what_the_engine_holds(steps: list[tuple[str, Any]]) -> None:
     model, ledger, followed = Model(), Ledger(seed), set()
     for action, value in [*steps, ("flush", None)]:
@@ -120,7 +121,7 @@ def test_the_sum_of_net_changes_is_what_the_engine_holds(steps: list[tuple[str, 
 
 
 @given(actions)
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_journals_operations_and_a_dump_rebuild_the_ledger(steps: list[tuple[str, Any]]) -> None:
     model, ledger, redone = Model(), Ledger(seed), Ledger(seed)
     for action, value in steps:

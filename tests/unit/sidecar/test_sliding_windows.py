@@ -11,6 +11,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 from unit.sidecar.conftest import Routed, batch, removed, seed, stored
 
 from mmrouter_lib.block_keys import Span, block_keys
@@ -116,7 +117,7 @@ def runs(prompts: st.SearchStrategy[Prompt]) -> st.SearchStrategy[Run]:
 
 
 @given(runs(texts))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_case_45_text_under_a_window_is_hit_as_predicted(run: Run) -> None:
     history, asked, window, chunk = run
     engine, routed = Engine(window, chunk), Routed()
@@ -134,7 +135,7 @@ def test_case_45_text_under_a_window_is_hit_as_predicted(run: Run) -> None:
 
 
 @given(runs(mixed))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_images_and_salts_before_a_window_are_never_over_estimated(run: Run) -> None:
     """What lies before the kept blocks is in no event; where it cannot be recomputed, nothing is claimed."""
     history, asked, window, chunk = run

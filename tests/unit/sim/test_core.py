@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 
 from mmrouter_sim.core.caches import BlockPool, EncoderCache
 from mmrouter_sim.core.events import AllBlocksCleared, BlockRemoved, BlockStored, VllmDialect
@@ -111,7 +112,7 @@ actions = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(actions, max_size=25), st.integers(9, 24), st.integers(3, 20), st.integers(1, 4))
 def test_events_replayed_into_a_multiset_equal_the_pool_at_every_step(history, blocks, batched, seqs):
     rank = engine(blocks, batched=batched, seqs=seqs)
@@ -153,7 +154,7 @@ def test_events_replayed_into_a_multiset_equal_the_pool_at_every_step(history, b
     assert rank.encoder.held == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(prompts, images, st.sampled_from([None, "t"])), min_size=1, max_size=6))
 def test_a_hit_never_spans_more_than_what_is_equal(requests):
     rank, seen = engine(200, batched=2048), []

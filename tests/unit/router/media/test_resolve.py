@@ -10,6 +10,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
+from unit.conftest import examples
 from unit.router.rig import refused
 
 from mmrouter_cli.sample_images import data_uri
@@ -329,7 +330,7 @@ def test_freshness_follows_the_origins_headers(headers, seconds):
     assert freshness(CIMultiDict(header.split(": ") for header in headers), NOW) == seconds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.text(max_size=80), st.text(max_size=40), st.text(max_size=40))
 def test_any_cache_header_is_parsed(control, expires, age):
     seconds = freshness(CIMultiDict({"Cache-Control": control, "Expires": expires, "Age": age}), NOW)
@@ -361,7 +362,7 @@ def test_evicted_entry_is_not_restored_by_renewal():
     assert len(cache) == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=40))
 def test_size_is_the_sum_of_entries(steps):
     cache = MediaCache(10)

@@ -9,6 +9,7 @@ from urllib.parse import quote_from_bytes, urlsplit
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 
 from mmrouter_cli.sample_images import data_uri
 from mmrouter_lib.api import Media as MediaSettings
@@ -76,7 +77,7 @@ def test_checked_url_is_the_sent_url(text, host, port, sent):
     assert (target.host, target.port, str(target.url)) == (host, port, sent)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.one_of(st.text(), st.builds("{}://{}".format, st.sampled_from(["http", "https"]), st.text())))
 @example("http://a.example#@b.example/")
 @example("http://a.example?@b.example/")
@@ -217,7 +218,7 @@ def test_mapped_range_is_its_ipv4_range():
     assert networks(["::ffff:10.0.0.0/104", "10.1.2.3/8"]) == (ipaddress.ip_network("10.0.0.0/8"),) * 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.ip_addresses())
 def test_accepted_addresses_are_global_for_ipaddress(address):
     if refusal(address, ()) is None:
@@ -228,7 +229,7 @@ def test_accepted_addresses_are_global_for_ipaddress(address):
             assert not getattr(inner, trait), trait
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.ip_addresses(v=4))
 def test_embedded_address_is_judged_as_itself(address):
     number = int(address)
@@ -249,7 +250,7 @@ def test_embedded_address_is_judged_as_itself(address):
 LIMIT = 1000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.binary(min_size=1, max_size=200), st.sampled_from(["data:", "DATA:", "dAtA:image/png", "data:a/b;c=d"]))
 def test_both_encodings_are_decoded(data, start):
     text = base64.b64encode(data).decode()
@@ -287,7 +288,7 @@ def test_empty_uris_are_refused(uri):
     assert reason_of(decode, uri, LIMIT) == "empty"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.text(alphabet=st.characters(max_codepoint=300), max_size=60))
 def test_any_uri_is_decoded_like_the_standard_library_or_refused(text):
     with contextlib.suppress(MediaError):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.conftest import examples
 from unit.engines.sglang_pages import page_hashes
 
 from mmrouter_lib.block_keys import Span, block_keys
@@ -163,7 +164,7 @@ _part = st.one_of(st.integers(1, 6), st.sampled_from(sorted(TOKENS)))
 _prompt = st.lists(_part, min_size=1, max_size=6).map(lambda parts: asked(*parts))
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(data=st.data(), single=st.booleans(), predicted=st.booleans())
 def test_no_interleaving_teaches_a_wrong_image(data, single, predicted):
     truth = TRUTH_SINGLE if single else TRUTH
