@@ -1,9 +1,9 @@
-"""Media identity: a hash under which two images count as the same image in a deployment.
+"""Media identity: a hash under which two images count as the same image.
 
-An identity is a 256-bit BLAKE3 hash, keyed per deployment, of the encoded bytes *and* of every option that changes the
-pixels the engine computes from them. The same bytes by http, by ``data:`` URI or behind two signed URLs are one
-identity; other bytes behind the same URL are another. vLLM gets it as ``uuid`` and publishes it verbatim in its events
-(docs/exactness.md), so a predicted and a published block carry the same 32 bytes.
+An identity is a 256-bit BLAKE3 hash, keyed per deployment or per tenant, of the encoded bytes *and* of every option
+that changes the pixels the engine computes from them. The same bytes by http, by ``data:`` URI or behind two signed
+URLs are one identity; other bytes behind the same URL are another. vLLM gets it as ``uuid`` and publishes it verbatim
+in its events (docs/exactness.md), so a predicted and a published block carry the same 32 bytes.
 """
 
 import re
@@ -27,8 +27,8 @@ def media_identity(data: bytes, options: Mapping[str, OptionValue], *, key: byte
     """Return the 32-byte identity of an encoded image.
 
     ``data`` is the encoded file (JPEG, PNG, ...), ``options`` the processor options in force, ``key`` 32 secret bytes
-    of the deployment. Raises ``ValueError`` for empty data, a key of another length, or an option that is not in
-    :data:`PIXEL_OPTIONS`.
+    of the deployment or derived from them. Raises ``ValueError`` for empty data, a key of another length, or an option
+    that is not in :data:`PIXEL_OPTIONS`.
     """
     if not data:
         raise ValueError("media is empty")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import orjson
+from blake3 import blake3
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.block_keys import Span, namespace_seed
@@ -107,11 +108,20 @@ class Preparer:
                 self._seeds[salt] = seed
         return seed
 
+    def image_key(self, salt: str | None) -> bytes:
+        """Return the key of a tenant's image identities, by which vLLM caches: tenants share no processed image.
+
+        SGLang names images by their content, and its names are learned for all tenants.
+        """
+        if salt is None or self.sentinels is not None:
+            return self._identity_key
+        return blake3(b"images of tenant:" + salt.encode(), key=self._identity_key).digest()
+
     async def prepare(
         self, request: ChatRequest, salt: str | None, tenant: str = "", *, predict: bool = True
     ) -> Prepared:
         """Resolve images and, with ``predict``, predict the prompt. Raises RequestError that names the field."""
-        images = _mark_unresolved(request, await self._resolve(request, tenant))
+        images = _mark_unresolved(request, await self._resolve(request, self.image_key(salt), tenant))
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
 
@@ -208,14 +218,15 @@ class Preparer:
             raise RequestError.invalid(message, param="messages", code="invalid_value") from error
         return expanded.ids, expanded.spans
 
-    async def _resolve(self, request: ChatRequest, tenant: str) -> Images:
+    async def _resolve(self, request: ChatRequest, key: bytes, tenant: str) -> Images:
         if not request.images and not request.media:
             return ()
         media = await self._media.resolve_all([*request.images, *request.media], tenant=tenant)
         images, others = media[: len(request.images)], media[len(request.images) :]
         for part, item in zip(request.media, others, strict=True):
             part.embed(await self._threads.run(tenant, len(item.data), item.data_uri))
-        return tuple([await self._image(part, item, tenant) for part, item in zip(request.images, images, strict=True)])
+        parts = zip(request.images, images, strict=True)
+        return tuple([await self._image(part, item, key, tenant) for part, item in parts])
 
     async def _digest(self, images: Images, tenant: str) -> None:
         for image in images:
@@ -224,9 +235,9 @@ class Preparer:
                 hashed = await self._threads.run(tenant, len(data), sha256_of, data)
                 self.sentinels.set_digest(image.identity, hashed)
 
-    async def _image(self, part: ImagePart, media: Media, tenant: str) -> ResolvedImage:
+    async def _image(self, part: ImagePart, media: Media, key: bytes, tenant: str) -> ResolvedImage:
         data = media.data
-        identity, known = await self._threads.run(tenant, len(data), self._inspect, data, part.param)
+        identity, known = await self._threads.run(tenant, len(data), self._inspect, data, part.param, key)
         if known.turned and not await self._threads.run(tenant, known.width * known.height, rotates, data):
             known = known._replace(width=known.height, height=known.width)
         if known.turned or identity not in self._probed:
@@ -237,10 +248,10 @@ class Preparer:
         where = part.message, part.part, part.param
         return ResolvedImage(*where, media, identity, known.width, known.height, known.tokens, unresolved)
 
-    def _inspect(self, data: bytes, param: str) -> tuple[bytes, "_Probed"]:
+    def _inspect(self, data: bytes, param: str, key: bytes) -> tuple[bytes, "_Probed"]:
         """Return the identity of an image, and its size by an earlier probe or by its header."""
         options: Mapping[str, Any] = self.family.pixel_options if self.family is not None else {}
-        identity = media_identity(data, options, key=self._identity_key)
+        identity = media_identity(data, options, key=key)
         if (known := self._probed.get(identity)) is not None:
             return identity, known
         try:

@@ -5,17 +5,32 @@ import json
 import sys
 from array import array
 from collections import Counter
+from functools import partial
 from unittest.mock import patch
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.rig import BLOCK, LoopbackEngine, LoopbackServer, Rig, prepared, resource, running, until
+from unit.router.rig import (
+    BLOCK,
+    Clock,
+    Engine,
+    LoopbackEngine,
+    LoopbackServer,
+    Rig,
+    prepared,
+    resource,
+    running,
+    until,
+)
 from unit.router.test_app import HELLO, client_of, heard, member, router
 from unit.router.test_prepare import settings
 
+from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.block_keys import Span, block_keys, namespace_seed
+from mmrouter_router import app
+from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.fleet.membership import Membership
@@ -27,6 +42,13 @@ KEY = bytes(range(32))
 MANY = 1000
 FIRST = b'data: {"choices":[{"index":0,"delta":{"content":"x"},"finish_reason":null}]}\n\n'
 LAST = b"data: [DONE]\n\n"
+
+
+@pytest.fixture(autouse=True)
+def stopped_clock():
+    """Rate limits of the routers see no time pass, however slow the machine is."""
+    with patch.object(app, "TenantAdmission", partial(TenantAdmission, clock=Clock())):
+        yield
 
 
 def folder_of(tmp_path, count: int):
@@ -117,6 +139,20 @@ async def test_a_request_quarantined_for_one_tenant_is_sent_for_another(tmp_path
             for number in (0, 0, 1):
                 await client.post(CHAT, json=HELLO, headers=bearer(f"key-of-{number}"))
     first, again, other = fingerprints
+    assert first == again != other
+
+
+async def test_an_engine_sees_another_image_name_for_each_tenant_and_one_for_all_requests_of_a_tenant(tmp_path):
+    """By these names vLLM caches processed and encoded images, and encoders hold embeddings."""
+    folder_of(tmp_path, 2)
+    image = {"type": "image_url", "image_url": {"url": data_uri(picture("shared", 56, 56))}}
+    body = {"model": "t", "messages": [{"role": "user", "content": [image]}]}
+    async with router(tmp_path) as r, client_of(r) as client, Engine() as engine:
+        r.apply_membership(Membership((member("a", ip=engine.ip),)))
+        heard(r, "uid-a")
+        for number in (0, 0, 1):
+            assert (await client.post(CHAT, json=body, headers=bearer(f"key-of-{number}"))).status_code == 200
+    first, again, other = (sent["messages"][0]["content"][0]["uuid"] for _, _, sent in engine.requests)
     assert first == again != other
 
 
