@@ -48,6 +48,7 @@ class Settings:
     media_root: Path | None = None
     processor_cache_bytes: int = 1 << 32
     handover: ConnectorConfig = field(default_factory=ConnectorConfig)
+    scale_out: bool = False  # whether the endpoints for token ids are open
     renders: bool = False  # only preprocess: ``vllm launch render``
     pairs: PairSide | None = None  # one side of a prefill/decode pair (SGLang)
     engine: Literal["vllm", "sglang"] = "vllm"

@@ -81,6 +81,7 @@ VLLM_FLAGS = (
     *owned(_IMAGES, "routing.media.maxImages", "--limit-mm-per-prompt"),
     *owned("engines read only the files that routers share", "routing.transfer", "--allowed-local-media-path"),
     *owned(_ROLE, "pools[].role", "--mm-encoder-only"),
+    *owned("routers continue streams by the endpoints that it opens", None, "--enable-scale-out"),
     *owned(_TRANSFER, "engine.kvConnector", "--kv-transfer-config"),
     *owned(_TRANSFER, "engine.ecConnector", "--ec-transfer-config"),
     *owned("the pod's grace period follows the drain time", "pools[].updates.drainSeconds", "--shutdown-timeout"),

@@ -77,7 +77,14 @@ class Chat:
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
-        self._continuations = Continuations(forwarder, metrics, threads, enabled=spec.routing.continue_streams)
+        plain = {pool.role for pool in spec.pools} <= {"worker", "renderer"}  # stages hand prompts over by requests
+        self._continuations = Continuations(
+            forwarder,
+            metrics,
+            threads,
+            enabled=spec.routing.continue_streams,
+            by_tokens=self._adapter.continuation if plain else None,
+        )
         self._threads, self._admission = threads, admission
         self.needs_prompt, self._answered = needs_prompt, answered
         self.decisions = DecisionLog()
@@ -253,7 +260,8 @@ class Chat:
         )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
-        return Outgoing(path, rewritten.body, images)
+        reporting = self._continuations.reporting(path, rewritten.body)
+        return Outgoing(path, {**rewritten.body, **reporting}, images, reports_ids=bool(reporting))
 
     def _count(self, prepared: Prepared, reply: EngineReply) -> None:
         decision = reply.decision

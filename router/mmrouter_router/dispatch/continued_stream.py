@@ -1,13 +1,16 @@
 """A client's stream whose engine may change (docs/streams.md).
 
-Where the engine's stream breaks, the request is sent to another engine, which repeats the answer; the client gets what
-it does not have yet. The first engine's bytes pass through unread.
+Where the engine's stream breaks, another engine continues the answer from its token ids, or repeats it and the client
+gets what it does not have yet. The first engine's bytes pass through unread.
 """
 
 import logging
-from collections.abc import Callable
-from typing import Final, get_args
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, get_args
 
+from mmrouter_lib.engines.base.continuation import TokenContinuation
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.engine_client import EngineReply
@@ -15,8 +18,17 @@ from mmrouter_router.dispatch.forwarder import AttemptHistory, Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.http.upstream import Answer, Sink, UpstreamError
+from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.streams import soundness
-from mmrouter_router.streams.answer import DONE, DivergedError, EngineFaultError, StreamedAnswer, UnreadableError, split
+from mmrouter_router.streams.answer import (
+    DONE,
+    Chunk,
+    DivergedError,
+    EngineFaultError,
+    StreamedAnswer,
+    UnreadableError,
+    split,
+)
 from mmrouter_router.streams.kept import STREAM_BYTES, KeptBytes, KeptStream
 from mmrouter_router.streams.soundness import CONTINUED, MAX_CONTINUATIONS, Cause, Refusal
 from mmrouter_router.telemetry.metrics import Metrics
@@ -40,10 +52,26 @@ def is_stream(reply: EngineReply) -> bool:
 class Continuations:
     """Makes streams that move to another engine. ``enabled``: ``spec.routing.continueStreams``."""
 
-    def __init__(self, forwarder: Forwarder, metrics: Metrics, threads: WorkerThreads, *, enabled: bool) -> None:
-        self.forwarder, self.metrics, self.threads = forwarder, metrics, threads
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        metrics: Metrics,
+        threads: WorkerThreads,
+        *,
+        enabled: bool,
+        by_tokens: TokenContinuation | None = None,
+    ) -> None:
+        """``by_tokens``: how the engines continue token ids, ``None`` where they do not."""
+        self.forwarder, self.metrics, self.threads, self.by_tokens = forwarder, metrics, threads, by_tokens
         self.kept = KeptBytes()
         self._enabled = enabled
+
+    def reporting(self, path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields by which a stream reports token ids, where only they make it possible to continue it."""
+        way = self.by_tokens
+        if not self._enabled or way is None or path != CHAT or fields.get("stream") is not True:
+            return {}
+        return way.reporting if soundness.why_not(path, fields) == "sampled" and way.applies(fields) else {}
 
     def open(
         self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory, reply: EngineReply, on_moved: OnMoved
@@ -51,6 +79,8 @@ class Continuations:
         """Return the stream of an answer, which owns the reply from here on."""
         outgoing = call.outgoing
         refusal = soundness.why_not(outgoing.path, outgoing.fields) if self._enabled else "off"
+        if outgoing.reports_ids:
+            refusal = None
         return ContinuedStream(self, call, fingerprint, past, reply, on_moved, refusal)
 
 
@@ -74,6 +104,8 @@ class ContinuedStream:
         self._owner, self._call, self._fingerprint, self._past = owner, call, fingerprint, past
         self._on_moved, self._refusal = on_moved, refusal
         self._kept = KeptStream(owner.kept, 0 if refusal else STREAM_BYTES)
+        self._by_tokens = owner.by_tokens if call.outgoing.reports_ids else None
+        self._convert: Callable[[Chunk], Chunk] | None = None  # of an engine that continues token ids
         self._answer: StreamedAnswer | None = None  # what the client has, from the first break on
         self._moves = 0
         self._cause: Cause | None = None  # of a break that is not counted yet
@@ -138,13 +170,13 @@ class ContinuedStream:
             events = self._merged(self._answer, events)
         if self._kept.failed and isinstance(self.reply.answer, Answer):
             self.reply.answer.connection.close()
-        return events
+        return events if self._by_tokens is None else self._by_tokens.strip(events)
 
     def _merged(self, answer: StreamedAnswer, events: bytes) -> bytes:
         """Return what the client does not have of these events."""
         new: list[bytes] = []
         try:
-            new += (answer.merge(event) for event in split(events))
+            new += (answer.merge(event, self._convert) for event in split(events))
         except DivergedError:
             self._refusal, self._kept.failed = "diverged", True
         except UnreadableError:
@@ -218,13 +250,21 @@ class ContinuedStream:
             except (DivergedError, UnreadableError, EngineFaultError):
                 return "unreadable"
             self._kept.release()
-        self._answer.restart()
+        call, answer = self._call, self._answer
+        if self._by_tokens is None:
+            answer.restart()
+        elif answer.finished:  # nothing may be generated behind its end
+            return "sampled"
+        else:
+            call = replace(call, answer=answer)
         self._kept = KeptStream(owner.kept, 0)
         try:
-            reply = await owner.forwarder.send(self._call, self._fingerprint, self._past)
+            reply = await owner.forwarder.send(call, self._fingerprint, self._past)
         except RequestError as error:
             return error.code if error.code in get_args(Refusal) else "engine_refused"  # type: ignore[return-value]
         self.reply = reply
+        if self._by_tokens is not None:
+            self._convert = partial(_as_chunk, self._by_tokens, len(answer.ids))
         if not is_stream(reply):
             return "engine_refused"
         self._on_moved(self._call.request_id, reply.trace)
@@ -235,6 +275,10 @@ class ContinuedStream:
         if self._cause is not None:
             self._owner.metrics.stream_breaks.labels(self._cause, outcome).inc()
             self._cause = None
+
+
+def _as_chunk(way: TokenContinuation, sent: int, data: Chunk) -> Chunk:
+    return way.as_chunk(data, sent)
 
 
 class _Collected:

@@ -9,19 +9,23 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.continuation import ContinuationError
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.sglang.stage_requests import decode_headers, failure_of, new_meeting, prefill_headers
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.stages import PREFILL_SECONDS, StageReport
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet.workers import Target
 from mmrouter_router.http.upstream import Answer, Body, Sink, Upstream, UpstreamError
-from mmrouter_router.request.prepared import Prepared
+from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer
 from mmrouter_router.scheduling.scoring import Policy
+from mmrouter_router.streams.answer import StreamedAnswer
 from mmrouter_router.telemetry.tracing import Span, child_span
 
 KEPT_BYTES: Final = 256 * 1024  # bytes of a prefill engine's answer that are kept: enough for any error
@@ -34,6 +38,9 @@ SendRequest = Callable[[Target, Mapping[str, str]], Awaitable[Answer]]
 DRAINING = b"cannot schedule new futures after shutdown"  # with status 500 (docs/engine-facts/vllm.md#drain)
 ERROR_LIMIT = 256 * 1024
 HELD_BYTES: Final = 256 * 1024  # of an answer with a length that is held until it is complete
+RENDERED_LIMIT: Final = 256 << 20  # of a rendered prompt, which holds the pixels of its images
+MAX_INCOMPLETE: Final = 4  # tokens at the end of an answer that form no character: one has at most four bytes
+SEAM_TOKENS: Final = 8  # tokens whose text shows whether the last character is whole
 STAGE_LIMIT = 4 << 20  # bytes of an answer for another engine: it lists the blocks of a prompt, and holds no text
 
 
@@ -266,6 +273,7 @@ class EngineClient:
     def __init__(self, upstream: Upstream, engine: EngineType, engine_key: str) -> None:
         self._upstream = upstream
         self._request_id_header = adapter(engine).request_id_header
+        self.continuation = adapter(engine).continuation
         self._authorization = f"Bearer {engine_key}"
 
     async def post(self, target: Target, request_id: str, path: str, body: Body, headers: Mapping[str, str]) -> Answer:
@@ -312,14 +320,55 @@ class EngineClient:
         return EngineReply(decision, trace, booking, answer, first, span, half)
 
     async def ask(
-        self, target: Target, request_id: str, path: str, body: Body, headers: Mapping[str, str]
+        self,
+        target: Target,
+        request_id: str,
+        path: str,
+        body: Body,
+        headers: Mapping[str, str],
+        *,
+        limit: int = STAGE_LIMIT,
     ) -> tuple[int, bytes]:
         """Send a stage of a request; returns status and complete answer. Raises :class:`UpstreamError`."""
         answer = await self.post(target, request_id, path, body, headers)
         try:
-            return answer.status, await answer.read(STAGE_LIMIT)
+            return answer.status, await answer.read(limit)
         finally:
             answer.close()
+
+    async def continue_answer(
+        self,
+        decision: Decision,
+        trace: DecisionTrace,
+        booking: Booking,
+        outgoing: Outgoing,
+        sent: StreamedAnswer,
+        headers: Mapping[str, str],
+        span: Span,
+    ) -> EngineReply:
+        """Have an engine continue an answer from its token ids; return its stream behind them.
+
+        Tokens at the end that form no whole character have no text yet, so they are generated again. Raises
+        :class:`UpstreamError`, and :class:`RequestError` where the engine does not take the ids.
+        """
+        way = self.continuation
+        assert way is not None, "answers are continued only where the engine can"
+        ask = partial(self.ask, decision.target, trace.request_id, headers=headers)
+        try:
+            for _ in range(MAX_INCOMPLETE + 1):
+                if not sent.ids:
+                    break
+                body = way.text_request(str(outgoing.fields["model"]), sent.ids[-SEAM_TOKENS:])
+                if way.ends_whole(_body_of(await ask(way.text_path, body))):
+                    break
+                sent.drop_last_id()
+            else:
+                raise ContinuationError("the answer ends with no whole character")
+            rendered = _body_of(await ask(way.prompt_path, outgoing.plain, limit=RENDERED_LIMIT))
+            body = await asyncio.to_thread(way.build, rendered, tuple(sent.ids))
+        except ContinuationError as error:
+            raise RequestError(502, str(error), type="server_error", code="engine_refused") from error
+        return await self.reply(decision, trace, booking, way.generate_path, body, headers, span)
 
 
 async def _rest_of_small(answer: Answer, received: int) -> bytes:
@@ -328,3 +377,10 @@ async def _rest_of_small(answer: Answer, received: int) -> bytes:
         return b""
     length = next((int(value) for name, value in answer.headers if name == b"content-length"), HELD_BYTES + 1)
     return b"" if length > HELD_BYTES else await answer.read(length - received)
+
+
+def _body_of(answer: tuple[int, bytes]) -> bytes:
+    status, body = answer
+    if status != 200:
+        raise ContinuationError(f"the engine answered {status}")
+    return body

@@ -170,8 +170,12 @@ class Forwarder:
             return await self._engines.reply(decision, trace, booking, outgoing.path, body, call.headers, span)
 
         try:
-            addressed = AddressedRequest(decision.target.worker, outgoing, fields)
-            reply = await self._delivery.send(addressed, post, past.transfers)
+            if call.answer is not None:
+                sent = decision, trace, booking, outgoing, call.answer, call.headers, span
+                reply = await self._engines.continue_answer(*sent)
+            else:
+                addressed = AddressedRequest(decision.target.worker, outgoing, fields)
+                reply = await self._delivery.send(addressed, post, past.transfers)
             retry = await reply.refusal()
         except BaseException as error:
             return _fail(error, past, trace, decision, booking, span)

@@ -22,6 +22,7 @@ from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
 from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
 from mmrouter_router.scheduling.scoring import Policy
+from mmrouter_router.streams.answer import StreamedAnswer
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span, failure_of
 
@@ -66,12 +67,15 @@ class StageResult:
 
 @dataclass(slots=True)
 class ForwardCall:
+    """A request on its way to engines. ``answer``: what the client has, whose token ids the engine continues."""
+
     request_id: str
     prepared: Prepared
     outgoing: Outgoing
     headers: Mapping[str, str]
     policy: Policy | None = None
     tenant: str = ""
+    answer: StreamedAnswer | None = None
 
 
 class Stages:

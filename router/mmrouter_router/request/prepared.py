@@ -137,11 +137,15 @@ class OutgoingImage:
 
 @dataclass
 class Outgoing:
-    """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order."""
+    """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order.
+
+    ``reports_ids``: its stream holds token ids for which the client did not ask.
+    """
 
     path: str
     fields: Mapping[str, Any]
     images: tuple[OutgoingImage, ...] = ()
+    reports_ids: bool = False
 
     @cached_property
     def plain(self) -> bytes:

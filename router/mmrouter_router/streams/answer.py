@@ -4,7 +4,7 @@ Two engines cut the same answer into different chunks: a chunk holds the tokens 
 engine's web server lags. So an answer is compared as text per field, log probabilities as counts of tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,7 @@ class _Choice:
 
     texts: list[_Text] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)  # list with an entry per token -> entries
+    ids: list[int] = field(default_factory=list)
     role: bool = False
     finish: str | None = None
     at: int = 0  # reproduced: texts before this one
@@ -109,16 +110,33 @@ class StreamedAnswer:
         """Whether a repetition has reached the end of what the client has."""
         return self._others_seen >= self._others and all(choice.reproduced for choice in self._choices.values())
 
+    @property
+    def finished(self) -> bool:
+        """Whether a choice has its finish reason."""
+        return any(choice.finish is not None for choice in self._choices.values())
+
+    @property
+    def ids(self) -> list[int]:
+        """The token ids of the only choice, as far as the engine reports them."""
+        return self._choices[0].ids if self._choices else []
+
+    def drop_last_id(self) -> None:
+        """Forget a token that has no text yet, because another one completes its character."""
+        only = self._choices[0]
+        only.ids.pop()
+        only.tokens["token_ids"] = only.seen["token_ids"] = len(only.ids)
+
     def restart(self) -> None:
         """Expect a repetition of the answer from its beginning."""
         self._others_seen = 0
         for choice in self._choices.values():
             choice.restart()
 
-    def merge(self, event: bytes) -> bytes:
+    def merge(self, event: bytes, convert: Callable[[Chunk], Chunk] | None = None) -> bytes:
         """Return the event without what the client has, empty where nothing is left.
 
-        Raises :class:`DivergedError`, :class:`UnreadableError` and :class:`EngineFaultError`.
+        ``convert``: from the engine's chunk to the client's. Raises :class:`DivergedError`, :class:`UnreadableError`
+        and :class:`EngineFaultError`.
         """
         data = _data(event)
         if data is None:
@@ -132,7 +150,7 @@ class StreamedAnswer:
             chunk = orjson.loads(data)
             if chunk.get("error") is not None:
                 raise EngineFaultError
-            rest = self._rest(chunk)
+            rest = self._rest(chunk if convert is None else convert(chunk))
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise UnreadableError from error
         return b"data: " + orjson.dumps(rest | self._head) + END if rest is not None else b""
@@ -161,6 +179,7 @@ class StreamedAnswer:
             new = bool(rest["text"])
         if choice.get("token_ids"):
             rest["token_ids"] = mine.count("token_ids", choice["token_ids"])
+            mine.ids += rest["token_ids"]
             new |= bool(rest["token_ids"])
         if logprobs := choice.get("logprobs"):
             rest["logprobs"] = dict(logprobs)

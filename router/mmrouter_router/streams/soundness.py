@@ -27,7 +27,7 @@ MAX_CONTINUATIONS: Final = 2  # of one stream
 _TEXTS: Final[Mapping[str, str]] = {
     "off": "spec.routing.continueStreams is false",
     "route": "streams of this route are not continued",
-    "sampled": "another engine would sample other tokens; requests with temperature 0 or a seed are continued",
+    "sampled": "another engine would sample other tokens, and the request cannot be continued by token ids",
     "too_long": "more was sent than the router keeps",
     "limit": f"it was continued {MAX_CONTINUATIONS} times",
     "diverged": "another engine gave a different answer",
@@ -41,7 +41,7 @@ assert set(_TEXTS) == set(get_args(Refusal))
 
 
 def why_not(path: str, fields: Mapping[str, Any]) -> Refusal | None:
-    """Return why a repetition of this request may differ from what was sent, ``None`` where it must not."""
+    """Return why a repetition of this request may differ from what was sent, ``None`` where the answer is the same."""
     if path not in CONTINUED:
         return "route"
     temperature, seed = fields.get("temperature"), fields.get("seed")

@@ -71,6 +71,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-transfer-config", default="", metavar="JSON")
     add("--ec-transfer-config", default="", metavar="JSON")
     add("--enable-prompt-tokens-details", dest="token_details", action=switch, default=False)
+    add("--enable-scale-out", dest="scale_out", action=switch, default=False)
     add("--chat-template", metavar="FILE|TEMPLATE")
     add("--mm-processor-kwargs", default="{}", metavar="JSON")
     add("--limit-mm-per-prompt", default="{}", metavar="JSON")

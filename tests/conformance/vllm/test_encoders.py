@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from conformance.conftest import Shrunk
-from conformance.engine_process import RENDERS, VLLM_ENVIRONMENT, require_memory
+from conformance.engine_process import VLLM_ENVIRONMENT, require_memory
 from conformance.engines import REPOSITORY, History, Pod, deployed, environment, pods, pool, resource
 from conformance.vllm.test_handover import WEIGHTS, weighted
 from local.rig import Deployment
@@ -42,7 +42,7 @@ def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPath
     folder = tmp_path_factory.mktemp("encoders")
     model = weighted(shrunk(REPOSITORY), folder / "models", vllm_env)
     forgets = {"spec": {"containers": [{"name": "engine", "env": environment({**VLLM_ENVIRONMENT, **FORGETS})}]}}
-    pools = [pool("encoder"), pool("worker", args=[RENDERS], podTemplate=forgets), pool("renderer")]
+    pools = [pool("encoder"), pool("worker", podTemplate=forgets), pool("renderer")]
     made = resource(model, pools, args=WEIGHTS, frontend={"MMROUTER_HANDOVER": "always"}, transfer="shm")
     with deployed(vllm_env, folder, made) as deployment:
         with open_chat(deployment, max_retries=0) as chat:

@@ -103,7 +103,7 @@ def test_a_renderer_gets_every_flag_that_changes_a_prompt_and_none_about_a_cache
     worker, renderer = (vllm(pool["name"], pools=pools, model=MODEL, fields=engine) for pool in pools)
     assert (renderer.command, renderer.health_path) == (["vllm", "launch", "render"], "/health")
     cache = {"--block-size", "--prefix-caching-hash-algo", "--kv-events-config", "--shutdown-timeout"}
-    switches = {"--enable-prefix-caching", "--enable-prompt-tokens-details"}
+    switches = {"--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"}
     left_out = [n for n, arg in enumerate(worker.args) if arg in cache | switches]
     skipped = set(left_out) | {n + 1 for n in left_out if worker.args[n] in cache}
     assert renderer.args == [arg for n, arg in enumerate(worker.args) if n not in skipped]

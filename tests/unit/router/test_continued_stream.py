@@ -5,15 +5,17 @@ import dataclasses
 import json
 
 import pytest
-from unit.router.rig import BLOCK, IDS, SEED, counts, outcomes, spans_of, until
-from unit.router.streams.test_answer import DONE, Engine, received
+from unit.router.rig import BLOCK, IDS, SEED, LoopbackEngine, counts, http_answer, outcomes, spans_of, synced, until
+from unit.router.streams.test_answer import DONE, Engine, event, received
 from unit.router.test_sglang_pair import DIES, HANGS, make  # noqa: F401  (a fixture)
 
+from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.continued_stream import Continuations
 from mmrouter_router.dispatch.forwarder import AttemptHistory
 from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.dispatch.stall_watch import SILENT_SECONDS, StallWatch
+from mmrouter_router.fleet.workers import Member
 from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
 
 TOKENS = [{"content": text} for text in ("The ", "tide ", "turns ", "at ", "noon.")]
@@ -48,16 +50,18 @@ class Collected(list):
 class Streams:
     """One router's streams to the engines of a rig."""
 
-    def __init__(self, rig, *, enabled: bool = True) -> None:
+    def __init__(self, rig, *, enabled: bool = True, by_tokens=None) -> None:
         self.rig, self.moved = rig, []
         self.past = AttemptHistory()
-        self.continuations = Continuations(rig.forwarder, rig.metrics, WorkerThreads(), enabled=enabled)
+        self.continuations = Continuations(
+            rig.forwarder, rig.metrics, WorkerThreads(), enabled=enabled, by_tokens=by_tokens
+        )
         self.stream = None
 
-    async def read(self, fields=GREEDY, path: str = CHAT, *, pours: bool = True) -> bytes:
+    async def read(self, fields=GREEDY, path: str = CHAT, *, pours: bool = True, reports_ids: bool = False) -> bytes:
         """Return what a client gets."""
         prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
-        call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields)), {})
+        call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields), reports_ids=reports_ids), {})
         async with asyncio.timeout(60):
             reply = await self.rig.forwarder.send(call, b"f", self.past)
             moved = lambda request_id, trace: self.moved.append(trace)  # noqa: E731
@@ -255,3 +259,103 @@ async def test_a_small_answer_that_breaks_off_is_requested_again(rig):
     reply = await rig.send()
     assert reply.first == b'{"choices": []}'
     reply.close()
+
+
+class TokensIn(LoopbackEngine):
+    """Continues token ids; ``broken`` of the last tokens form no character. ``wanted``: the requests for the rest."""
+
+    def __init__(self, texts: dict[int, str], *, broken: int = 0, renders: int = 200) -> None:
+        super().__init__()
+        self.texts, self.broken, self.renders = texts, broken, renders
+        self.wanted: list[dict] = []
+
+    async def respond(self, reader, writer, headers) -> bool:
+        path, _, body = self.requests[-1]
+        if path == "/detokenize":
+            self.broken -= 1
+            writer.write(http_answer(200, json.dumps({"prompt": "x\ufffd" if self.broken >= 0 else "x"}).encode()))
+        elif path.endswith("/render"):
+            rendered = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 5}}
+            writer.write(http_answer(self.renders, json.dumps(rendered).encode()))
+        else:
+            self.wanted.append(body)
+            sent = len(body["token_ids"]) - 2
+            steps = [
+                {"index": 0, "text": text, "token_ids": [token], "finish_reason": "length" if token == 14 else None}
+                for token, text in list(self.texts.items())[sent:]
+            ]
+            events = [event({"request_id": "r", "choices": [step]}) for step in steps]
+            usage = {"prompt_tokens": 2 + sent, "completion_tokens": len(steps), "total_tokens": 7}
+            writer.write(ends(b"".join([*events, event({"request_id": "r", "choices": [], "usage": usage}), DONE])))
+        return True
+
+
+ANSWER = dict(zip(range(10, 15), ("The ", "tide ", "", "turns ", "at noon."), strict=True))
+REPORTING = {**VLLM_CONTINUATION.reporting, "model": "m", "stream": True}
+
+
+def reported(count: int) -> bytes:
+    """The beginning of a stream that reports so many token ids."""
+    head = {"id": "a", "object": "chunk", "created": 1, "model": "m"}
+    start = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    steps = [
+        {"index": 0, "delta": {"content": text}, "finish_reason": None, "token_ids": [token]}
+        for token, text in list(ANSWER.items())[:count]
+    ]
+    chunks = [head | {"choices": [start], "prompt_token_ids": [1, 2]}, *(head | {"choices": [step]} for step in steps)]
+    return b"".join(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks)
+
+
+async def by_tokens(rig, count: int, other: TokensIn) -> tuple[Streams, bytes]:
+    await rig.serve(w1=breaks(reported(count)))
+    rig.engines["w2"] = other
+    await other.serve()
+    synced(rig.fleet, Member("w2", "w2", other.ip, "worker", "worker"), (), "True", 1)
+    streams = Streams(rig, by_tokens=VLLM_CONTINUATION)
+    return streams, await streams.read(REPORTING, reports_ids=True)
+
+
+@pytest.mark.parametrize("count", range(5))
+async def test_an_engine_continues_the_token_ids_of_a_sampled_answer(rig, count):
+    other = TokensIn(ANSWER)
+    streams, out = await by_tokens(rig, count, other)
+    choices, heads, usages, done = received(out)
+    assert choices[0]["texts"] == [("content", "The tide turns at noon.")]
+    assert (choices[0]["roles"], choices[0]["finish"], heads, done) == (1, ["length"], {("a", 1)}, 1)
+    assert usages == [{"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}]
+    (wanted,) = other.wanted
+    assert wanted["token_ids"] == [1, 2, *list(ANSWER)[:count]]
+    assert wanted["sampling_params"]["max_tokens"] == 5 - count
+    assert b"token_ids" not in out
+    assert streams.counted == {("engine_lost", "continued"): 1}
+
+
+async def test_tokens_of_an_incomplete_character_are_generated_again(rig):
+    other = TokensIn(ANSWER, broken=1)
+    _, out = await by_tokens(rig, 3, other)  # the last one has no text yet
+    assert other.wanted[0]["token_ids"] == [1, 2, 10, 11]
+    choices, _, usages, _ = received(out)
+    assert choices[0]["texts"] == [("content", "The tide turns at noon.")]
+    assert usages[0]["completion_tokens"] == 5
+
+
+async def test_an_engine_that_does_not_take_token_ids_ends_the_stream(rig):
+    streams, out = await by_tokens(rig, 3, TokensIn(ANSWER, renders=403))
+    assert_ends_with(out, "engine_refused", VLLM_CONTINUATION.strip(reported(3)))
+    assert streams.counted == {("engine_lost", "engine_refused"): 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "reports"),
+    [
+        (CHAT, {"stream": True}, True),
+        (CHAT, {}, False),
+        (CHAT, {"stream": True, "temperature": 0}, False),  # is repeated, at no cost per token
+        (CHAT, {"stream": True, "n": 2}, False),
+        ("/v1/completions", {"stream": True}, False),
+    ],
+)
+def test_only_streams_that_need_them_report_token_ids(rig, path, fields, reports):
+    for enabled in (True, False):
+        streams = Streams(rig, enabled=enabled, by_tokens=VLLM_CONTINUATION)
+        assert bool(streams.continuations.reporting(path, fields)) == (reports and enabled)

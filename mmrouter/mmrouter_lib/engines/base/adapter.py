@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
+from mmrouter_lib.engines.base.continuation import TokenContinuation
 from mmrouter_lib.engines.base.events import Batch
 from mmrouter_lib.engines.base.request_fields import Endpoint, RequestFields
 
@@ -164,6 +165,8 @@ class EngineAdapter:
     """Language engines send images to encoders themselves. Otherwise the router runs the encoder stage."""
     pairs_prefill_and_decode: bool
     """Prefill and decode engines serve a request together or not at all. Otherwise each also answers alone."""
+    continuation: TokenContinuation | None = None
+    """How it continues an answer from its token ids; ``None``: answers are only repeated (docs/streams.md)."""
     publishing_roles: frozenset["Role"]  # roles whose engines publish KV events for what they compute
 
     def rewrite_chat(

@@ -16,6 +16,7 @@ from mmrouter_lib.engines.base.adapter import (
     load_parser,
     without,
 )
+from mmrouter_lib.engines.vllm.continuation import CONTINUATION
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_FIELDS, REMOVED_XARGS, REQUEST_FIELDS
 
@@ -139,5 +140,6 @@ VLLM: Final = EngineAdapter(
     learns_image_identity=False,
     asks_encoders_itself=False,
     pairs_prefill_and_decode=False,
+    continuation=CONTINUATION,
     publishing_roles=frozenset({"worker", "prefill", "decode"}),
 )

@@ -49,6 +49,8 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
             *flag("--kv-events-config", {"enable_kv_cache_events": True, **events_config()}),
             "--enable-prompt-tokens-details",
         ]
+    if pool.role == "worker":
+        args.append("--enable-scale-out")  # the tokens-in endpoint, by which streams are continued (docs/streams.md)
     # At its start an encoder encodes the largest item of each modality that it accepts.
     others = {"video": 0, "audio": 0} if pool.role == "encoder" else {}
     args += flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images, **others})

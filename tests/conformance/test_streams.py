@@ -1,0 +1,82 @@
+"""Streams of real engines, with images, are the same text after their engine was stopped or killed.
+
+One deployment of two engines per engine type: a stopped engine goes on afterwards, and the kill is the last act. vLLM
+repeats greedy answers and continues others from their token ids, SGLang repeats.
+"""
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+import pytest
+from conformance.conftest import Shrunk
+from conformance.engine_process import engine_args, require_memory
+from conformance.engines import deployed, manifest, pool, sglang_manifest
+from local.rig import Deployment
+from streams import BEST_ONLY, GREEDY, Streams
+from waiting import wait_for
+
+REPOSITORIES = {"vllm": "Qwen/Qwen2-VL-2B-Instruct", "sglang": "Qwen/Qwen2.5-VL-7B-Instruct"}
+COUNT, TOKENS = 6, 160
+PROVE_SECONDS = 240.0
+KEYS = {"VLLM_API_KEY", "SGLANG_API_KEY"}  # variables of an engine's container
+
+
+@dataclass
+class Served:
+    deployment: Deployment
+    continues: bool
+
+    def streams(self, sampling: Mapping[str, float] = GREEDY) -> Streams:
+        wait_for(self.deployment.settled, PROVE_SECONDS, "two verified engines")
+        return Streams(self.deployment, COUNT, TOKENS, sampling)
+
+
+@pytest.fixture(scope="module", params=list(REPOSITORIES))
+def served(
+    request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    require_memory()
+    kind: str = request.param
+    repository = REPOSITORIES[kind]
+    env = request.getfixturevalue(f"{kind}_env")
+    if kind == "vllm":
+        engine = {"type": "vllm", "args": engine_args()}
+        written = manifest(shrunk(repository), engine, [pool("worker", replicas=2)], repository=repository)
+    else:
+        written = sglang_manifest(shrunk(repository), repository, [("worker", 2)])
+    with deployed(env, tmp_path_factory.mktemp(f"streams-{kind}"), written) as deployment:
+        yield Served(deployment, kind == "vllm")
+
+
+def send_signal(deployment: Deployment, name: str, number: signal.Signals) -> None:
+    """Send a signal to all processes of an engine."""
+    for child in psutil.Process(deployment.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            environment = child.environ()
+            if environment.get("POD_NAME") == name and environment.keys() & KEYS:
+                os.kill(child.pid, number)
+
+
+def test_streams_outlive_an_engine_that_stands_still(served: Served) -> None:
+    for sampling in (GREEDY, BEST_ONLY) if served.continues else (GREEDY,):
+        stopped: list[str] = []
+
+        def stop(name: str, stopped: list[str] = stopped) -> None:
+            stopped.append(name)
+            send_signal(served.deployment, name, signal.SIGSTOP)
+
+        streams = served.streams(sampling)
+        try:
+            streams.assert_outlive(stop)
+        finally:
+            for name in stopped:
+                send_signal(served.deployment, name, signal.SIGCONT)
+
+
+def test_streams_outlive_a_killed_engine(served: Served) -> None:
+    streams = served.streams(BEST_ONLY if served.continues else GREEDY)
+    streams.assert_outlive(lambda name: send_signal(served.deployment, name, signal.SIGKILL))

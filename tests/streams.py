@@ -1,0 +1,144 @@
+"""Streams that are read in threads while their engines are struck, and what an undisturbed engine answers."""
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import httpx
+from local.rig import Deployment
+from waiting import wait_for
+
+from mmrouter_cli.sample_images import data_uri, picture
+
+SECONDS = 240.0  # bounds a wait
+IMAGES = [data_uri(picture(f"stream {n}", 112, 112)) for n in range(4)]
+GREEDY: Mapping[str, float] = {"temperature": 0}
+BEST_ONLY: Mapping[str, float] = {"temperature": 1, "min_p": 1}
+"""Sampling for the router, but of the most probable token alone."""
+BREAKS = "mmrouter_stream_breaks_total"
+
+
+def body(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
+    """Return a request; every second one has an image."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": f"Story {number} of the sea, told at length. " * 3}]
+    if number % 2:
+        parts.append({"type": "image_url", "image_url": {"url": IMAGES[number % 4]}})
+    messages = [{"role": "user", "content": parts}]
+    return {"model": "demo", "messages": messages, "max_tokens": tokens, "ignore_eos": True, **GREEDY, **fields}
+
+
+class Received(NamedTuple):
+    text: str
+    finish: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def whole_answer(url: str, request: dict[str, Any]) -> Received:
+    """Return an answer that is not streamed."""
+    answer = httpx.post(f"{url}/v1/chat/completions", json=request, timeout=SECONDS).raise_for_status().json()
+    choice, usage = answer["choices"][0], answer["usage"]
+    text = choice["message"]["content"]
+    return Received(text, choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
+
+
+@dataclass
+class Stream:
+    """One stream, read in a thread of its own."""
+
+    url: str
+    request: dict[str, Any]
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+    end: str = ""
+    error: str = ""
+
+    def read(self) -> None:
+        request = {**self.request, "stream": True, "stream_options": {"include_usage": True}}
+        try:
+            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=request, timeout=SECONDS) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        self.chunks.append(json.loads(line[6:]))
+                    elif line:
+                        self.end = line
+        except httpx.HTTPError as error:
+            self.error = repr(error)
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.error) or self.end != "data: [DONE]" or "error" in self.chunks[-1]
+
+    @property
+    def received(self) -> Received:
+        choices = [choice for chunk in self.chunks for choice in chunk["choices"]]
+        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        (finish,) = (choice["finish_reason"] for choice in choices if choice["finish_reason"])
+        (usage,) = (chunk["usage"] for chunk in self.chunks if chunk.get("usage"))
+        return Received(text, finish, usage["prompt_tokens"], usage["completion_tokens"])
+
+
+@dataclass
+class Streams:
+    """The streams of one deployment, and the answers that they should give.
+
+    ``sampling``: fields under which an answer can be compared with another one.
+    """
+
+    deployment: Deployment
+    count: int
+    tokens: int
+    sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
+
+    def __post_init__(self) -> None:
+        with ThreadPoolExecutor(16) as pool:
+            self.answers = list(pool.map(partial(whole_answer, self.deployment.url), self.requests))
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return [body(number, self.tokens, **self.sampling) for number in range(self.count)]
+
+    def assert_outlive(self, strike: Callable[[str], None]) -> None:
+        """Begin all streams, strike the engine that has most of them, and compare each stream with its answer."""
+        deployment = self.deployment
+        before = deployment.metric(BREAKS)
+        streams = [Stream(deployment.url, request) for request in self.requests]
+        with _read(streams):
+            wait_for(lambda: all(len(stream.chunks) > 3 for stream in streams), SECONDS, "every stream has begun")
+            strike(self.busiest())
+        errors = [stream.error or stream.chunks[-1]["error"] for stream in streams if stream.broken]
+        assert not errors, errors
+        different = [
+            (got, wanted)
+            for got, wanted in zip((s.received for s in streams), self.answers, strict=True)
+            if got != wanted
+        ]
+        assert not different, different
+        heads = [{(chunk["id"], chunk["created"], chunk["model"]) for chunk in stream.chunks} for stream in streams]
+        assert {len(each) for each in heads} == {1}
+        assert deployment.metric(BREAKS) > before
+        assert deployment.metric(BREAKS, outcome="continued") == deployment.metric(BREAKS)
+
+    def busiest(self) -> str:
+        """Return the name of the worker with most requests in flight."""
+        load: dict[str, int] = {}
+        for number in range(len(self.deployment.controls)):
+            for worker in self.deployment.state(number)["workers"]:
+                load[worker["name"]] = load.get(worker["name"], 0) + worker["in_flight"]
+        return max(load, key=lambda name: load[name])
+
+
+@contextmanager
+def _read(streams: Sequence[Stream]):
+    threads = [threading.Thread(target=stream.read) for stream in streams]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join(SECONDS)
