@@ -92,7 +92,7 @@ def _inflated(data: bytes) -> bytes | None:
 
 
 def _metadata(named: Named) -> tuple[bytes, bytes]:
-    """Return the EXIF structure and the XMP packet that decide; both empty where the engine leaves the image as it is."""
+    """Return the EXIF structure and the XMP packet that decide; both empty where the engine leaves the image alone."""
     exif, profile = named.get(_EXIF, b""), named.get(_PROFILE)
     if exif is None:
         return b"", b""

@@ -160,7 +160,7 @@ class HttpStreams(Target):
                 raise BrokenPropertyError(f"the engine got {path} {headers} {body}")
 
     async def _check_released(self) -> None:
-        chat, state = self._router.chat, self._server.server.server_state
+        chat, metrics, state = self._router.chat, self._router.metrics, self._server.server.server_state
         try:
             await until(
                 lambda: not (state.connections or state.tasks or chat.body_budget.held or metrics.in_flight), 60
