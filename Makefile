@@ -87,7 +87,7 @@ bench-quick: venv ## fail where a figure is a quarter worse than committed; ARGS
 soak: venv ## hand-overs between processes that are killed a thousand times; MMROUTER_SOAK takes another number of kills
 	@MMROUTER_SOAK=$${MMROUTER_SOAK:-1000} $(PY) -m pytest -q handover/tests/shm/test_soak.py $(ARGS)
 
-campaign: venv ## hostile inputs for two hours, and one table; CAMPAIGN_SECONDS takes another time, ARGS names targets
+campaign: venv ## hostile inputs, faults and soak for two hours, and one table; CAMPAIGN_SECONDS takes another time, ARGS names targets
 	@PYTHONPATH=.:tests $(PY) -m campaign $(ARGS)
 
 sbom: venv ## write the bills of materials of wheel and images to build/sbom; ARGS="--images DIR" reads built images

@@ -1,4 +1,4 @@
-"""Hostile inputs for a given time, and one table of what happened. ``make campaign`` runs it.
+"""Hostile inputs, faults and soak for a given time, and one table of what happened. ``make campaign`` runs it.
 
     python -m campaign [TARGET ...] [--seconds 7200] [--seed N] [--count N] [--lanes N] [--keep]
     python -m campaign --replay FILE
@@ -66,6 +66,10 @@ def main() -> int:
     names = options.targets or list(TARGETS)
     if unknown := set(names) - set(TARGETS):
         parser.error(f"unknown: {' '.join(sorted(unknown))}; known: {' '.join(TARGETS)}")
+    absent = {name: reason for name in names if (reason := TARGETS[name].missing())}
+    names = [name for name in names if name not in absent]
+    if not names:
+        parser.error("; ".join(f"{name}: not run: {reason}" for name, reason in absent.items()))
     lanes = min(options.lanes, len(names))
     seconds = options.seconds * lanes / len(names)
     tasks = [Task(name, options.seed, seconds, options.count, FOLDER / "runs" / name) for name in names]
@@ -76,11 +80,14 @@ def main() -> int:
     failures = []
     for name, counts in results.items():
         failures += write_failures(name, counts)
-        corpus.merge(known, name, counts.shortest)
+        if TARGETS[name].short:
+            corpus.merge(known, name, counts.shortest)
     if options.keep:
         corpus.write(known)
     print("\n\n".join(failures))
     print(table(results, options.seed))
+    for name, reason in absent.items():
+        print(f"{name}: not run: {reason}")
     print("\n".join(problems(results)))
     return 1 if failures or problems(results) else 0
 

@@ -39,7 +39,7 @@ class Target(ABC):
     """One kind of input. A subclass may start what its check needs in ``__enter__`` and end it in ``__exit__``."""
 
     name: ClassVar[str]
-    short: ClassVar[int]  # inputs of the short form, which the gate runs: about a second
+    short: ClassVar[int]  # inputs of the short form, which the gate runs: about a second; 0: the gate does not run it
     limit_s: ClassVar[float] = 60.0  # an input that takes longer is a hang
     words: ClassVar[Sequence[bytes]] = ()  # pieces that a mutation inserts
     spent_s: float | None = None  # CPU seconds of the last input, None: all of its check
@@ -47,6 +47,11 @@ class Target(ABC):
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()  # further figures of all inputs so far, for the campaign's table
         self.largest: dict[str, float] = {}
+
+    @classmethod
+    def missing(cls) -> str:
+        """Return what this machine lacks for the target; empty: nothing."""
+        return ""
 
     def keep_largest(self, **figures: float) -> None:
         for name, value in figures.items():

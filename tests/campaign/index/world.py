@@ -316,6 +316,7 @@ class World:
                 router = dice.choice(self.routers)
                 router.alive = False
                 self.routers.remove(router)
+                self._slack.pop(router, None)
                 for each in self.pods:
                     del each.links[router]
                 self.routers.append(self._new_router())

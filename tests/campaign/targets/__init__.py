@@ -4,11 +4,16 @@ from campaign.target import Target
 from campaign.targets.chat_bodies import ChatBodies
 from campaign.targets.data_uris import DataUris
 from campaign.targets.engine_events import EngineEvents
+from campaign.targets.faults import Faults
 from campaign.targets.feed_frames import FeedFrames
 from campaign.targets.http_streams import HttpStreams
 from campaign.targets.image_headers import ImageHeaders
+from campaign.targets.index import IndexHistories
 from campaign.targets.prompts import Prompts
+from campaign.targets.soak import Soak
+from campaign.targets.soak_month import SoakMonth
 from campaign.targets.urls import Urls
 
-_ALL = (HttpStreams, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
+_INPUTS = (HttpStreams, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
+_ALL = (*_INPUTS, IndexHistories, Faults, SoakMonth, Soak)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}

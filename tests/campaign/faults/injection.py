@@ -1,0 +1,116 @@
+"""Faults of one process, of its connections, or of the disk, each with what ends it."""
+
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PROCESSES = ("router", "sidecar", "vllm")
+"""Commands of the processes of ``mmrouter up``, as they are in their command lines."""
+OF_A_PROCESS = ("kill", "stop", "descriptors", "memory", "file_size", "disk_full")
+OF_THE_NETWORK = ("feed_cut", "engine_cut", "loss", "slow")
+SPARE_BYTES = 4 << 20  # of address space above what a process has, under ``memory``
+LOSS = 0.05  # share of packets
+RATE = "6mbit"  # of the whole loopback interface, under ``slow``
+FEED_PORTS, ENGINE_PORT = "7557:7558", "8000"
+
+
+@dataclass(frozen=True)
+class Victim:
+    """A process of a pod. Its ``address`` is the pod's."""
+
+    command: str
+    pod: str
+    address: str
+    process: psutil.Process
+
+
+Undo = Callable[[], None]
+
+
+def inject(fault: str, victim: Victim, disk: Path) -> Undo:
+    """Begin a fault; the result ends it. Raises ``OSError`` or ``subprocess.CalledProcessError``."""
+    process = victim.process
+    match fault:
+        case "kill":
+            process.kill()
+            return lambda: None
+        case "stop":
+            process.suspend()
+            return lambda: _resume(process)
+        case "descriptors":
+            return _limit(process, resource.RLIMIT_NOFILE, process.num_fds())
+        case "memory":
+            return _limit(process, resource.RLIMIT_AS, process.memory_info().vms + SPARE_BYTES)
+        case "file_size":
+            return _limit(process, resource.RLIMIT_FSIZE, 0)
+        case "disk_full":
+            undo = _fill(disk / "filler")
+            process.kill()  # it has to start on a full disk
+            return undo
+        case "feed_cut":
+            return _drop(*_ports(victim.address, FEED_PORTS))
+        case "engine_cut":
+            return _drop(*_ports(victim.address, ENGINE_PORT))
+        case "loss":
+            chance = ("-m", "statistic", "--mode", "random", "--probability", str(LOSS))
+            return _drop(("-p", "tcp", *chance))
+        case "slow":
+            queue = ("dev", "lo", "root")
+            _tool("tc", "qdisc", "add", *queue, "tbf", "rate", RATE, "burst", "64kb", "latency", "200ms")
+            return lambda: _tool("tc", "qdisc", "del", *queue)
+    raise ValueError(f"unknown fault {fault!r}")
+
+
+def _resume(process: psutil.Process) -> None:
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)
+
+
+def _limit(process: psutil.Process, kind: int, soft: int) -> Undo:
+    before = resource.prlimit(process.pid, kind)
+    resource.prlimit(process.pid, kind, (soft, before[1]))
+
+    def undo() -> None:
+        with suppress(ProcessLookupError):
+            resource.prlimit(process.pid, kind, before)
+
+    return undo
+
+
+def _fill(file: Path) -> Undo:
+    with file.open("wb", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(bytes(1 << 16))
+    with file.open("ab", buffering=0) as filler, suppress(OSError):
+        while True:
+            filler.write(b"\0")
+    return file.unlink
+
+
+def _ports(address: str, ports: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the rules for both directions of the connections to these ports of an address."""
+    return ("-p", "tcp", "-d", address, "--dport", ports), ("-p", "tcp", "-s", address, "--sport", ports)
+
+
+def _drop(*rules: tuple[str, ...]) -> Undo:
+    for rule in rules:
+        _tool("iptables", "-w", "-A", "INPUT", *rule, "-j", "DROP")
+
+    def undo() -> None:
+        for rule in rules:
+            _tool("iptables", "-w", "-D", "INPUT", *rule, "-j", "DROP")
+
+    return undo
+
+
+def _tool(*command: str) -> None:
+    subprocess.run(
+        command, check=True, capture_output=True, env={**os.environ, "PATH": os.environ["PATH"] + ":/usr/sbin"}
+    )

@@ -1,0 +1,202 @@
+"""What a running deployment says of itself, and what is true: caches, processes, and the history of decisions."""
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import zmq
+from campaign.index.history import CacheChange, Decision, IndexChecker, Record, Unobserved, check
+from e2e.equality import Held, difference, keys_of
+from local.rig import Deployment
+
+from mmrouter_lib.api import load_deployment
+from mmrouter_lib.block_keys import Key, namespace_seed
+from mmrouter_lib.engines.vllm.events import decode_batch
+from mmrouter_lib.feed import deciding
+from mmrouter_sidecar.blocks.ledger import Ledger
+
+WORKERS = 3  # of examples/demo.yaml
+FRESH_SECONDS = 0.9
+END = b"\xff" * 8
+LAG = 4.5
+"""Seconds by which a router's view may lag: 2.5 until a silent sidecar is stale, and a busy machine."""
+
+
+class Observer:
+    """Queries the processes of a local deployment. Use it from one thread."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        folder = Path(deployment.run["control_token"]).parent
+        self._engine_key = (folder / "engine.key").read_text().strip()
+        self._identity_key = (folder / "identity.key").read_bytes()
+        self._model = load_deployment(folder.parent / "deployment.json").spec.model
+        self._http = httpx.Client(verify=False, trust_env=False, timeout=10)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def seed(self, lora: str | None, salt: str | None) -> Key:
+        model = self._model
+        return namespace_seed(self._identity_key, model=model.id, revision=model.revision, lora=lora, salt=salt)
+
+    def control(self, path: str, number: int) -> Any:
+        """Return what a frontend's control API answers. Raises ``httpx.HTTPError``."""
+        headers = {"authorization": f"Bearer {self.deployment.token}"}
+        return self._http.get(f"{self.deployment.controls[number]}{path}", headers=headers).raise_for_status().json()
+
+    def workers(self, number: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.control("/control/state", number)["workers"]
+        return found
+
+    def ready(self, number: int) -> bool:
+        host = httpx.URL(self.deployment.controls[number]).host
+        return self._http.get(f"http://{host}:9090/readyz").status_code == 200
+
+    def differences(self) -> list[str]:
+        """Return where an index differs from an engine's cache, or a worker is not verified; no answer differs, too."""
+        found = []
+        for number in range(len(self.deployment.controls)):
+            try:
+                workers = self.workers(number)
+                if len(workers) != WORKERS:
+                    found.append(f"frontend {number}: {len(workers)} workers")
+                for worker in workers:
+                    before = self._cache(worker["ip"])
+                    view = self.control(f"/control/workers/{worker['uid']}/keys", number)
+                    held = {rank: {int(key, 16) for key in keys} for rank, keys in view["keys"].items()}
+                    wrong = difference(before, held, self._cache(worker["ip"]))
+                    # A sidecar that has just died is believed for two seconds; only a fresh frame shows that it lives.
+                    silent = worker["heard_seconds_ago"] is None or worker["heard_seconds_ago"] > FRESH_SECONDS
+                    if wrong or silent or not view["synced"] or worker["standing"] != "verified":
+                        found.append(f"frontend {number}, {worker['name']}: {wrong or worker['standing']}")
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                found.append(f"frontend {number}: {type(error).__name__} {error}")
+        return found
+
+    def _cache(self, address: str) -> Held:
+        headers = {"authorization": f"Bearer {self._engine_key}"}
+        answer = self._http.get(f"http://{address}:8000/sim/cache", headers=headers)
+        return keys_of(answer.raise_for_status().json(), self.seed)
+
+
+@dataclass
+class _Engine:
+    """The events of one engine process, read from its replay socket as batches that it keeps."""
+
+    address: str
+    pid: int
+    ledger: Ledger
+    sent: float  # seconds since 1970, by the last batch
+    observed: float
+    next: int = 0
+    held: set[Key] = field(default_factory=set)
+
+
+class Recorder:
+    """Records what engines publish and routers decide; both have the time of this machine's clock.
+
+    Engines repeat their last 10,000 batches only, so a recorder lives as long as its deployment. Use it from one thread
+    at a time.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._deployment, self._observer = deployment, Observer(deployment)
+        self._engines: dict[str, _Engine] = {}
+        self._decided: set[str] = set()
+        self._context = zmq.Context()
+        self._since = time.time()
+        self.history: list[Record] = []
+
+    def close(self) -> None:
+        self._observer.close()
+        self._context.destroy(linger=0)
+
+    def observe(self) -> None:
+        """Take what happened since the last call. Engines and routers that do not answer are left for the next one."""
+        running = {}
+        for name, process in self._deployment.processes("vllm").items():
+            with suppress(psutil.NoSuchProcess):
+                running[name] = process.pid, process.environ()["POD_IP"], process.create_time()
+        for name, engine in list(self._engines.items()):
+            if name not in running or running[name][0] != engine.pid:
+                self._ended(name, engine, running[name][2] if name in running else time.time())
+        for name, (pid, address, began) in running.items():
+            if name not in self._engines:
+                self._engines[name] = _Engine(address, pid, Ledger(self._observer.seed), began, began)
+            self._read(name, self._engines[name])
+        for number, frontend in enumerate(self._deployment.run["frontends"]):
+            try:
+                self._decisions(frontend["name"], self._observer.control("/control/decisions?count=400", number))
+            except (httpx.HTTPError, ValueError):
+                continue
+
+    def begin(self) -> None:
+        """Begin a new history with what the engines hold now; decisions count from then on."""
+        self.observe()
+        self.history = [
+            CacheChange(name, engine.sent, engine.sent, tuple(engine.held)) for name, engine in self._engines.items()
+        ]
+        self._since = time.time()
+
+    def checked(self, slack: dict[str, float]) -> IndexChecker:
+        """Check the history. ``slack``: frontend -> additional seconds by which its view may lag."""
+        lagging = (
+            replace(each, slack=slack[each.reader]) if isinstance(each, Decision) and each.reader in slack else each
+            for each in self.history
+        )
+        return check(lagging)
+
+    def _read(self, name: str, engine: _Engine) -> None:
+        dealer = self._context.socket(zmq.DEALER)
+        asked = time.time()
+        try:
+            dealer.linger, dealer.rcvhwm = 0, 0
+            dealer.connect(f"tcp://{engine.address}:5657")
+            dealer.send_multipart([b"", engine.next.to_bytes(8, "big")])
+            while dealer.poll(500):
+                *_, number, payload = dealer.recv_multipart()
+                if number == END:
+                    engine.observed = asked
+                    return
+                self._apply(name, engine, int.from_bytes(number, "big"), payload)
+        finally:
+            dealer.close(0)
+
+    def _apply(self, name: str, engine: _Engine, number: int, payload: bytes) -> None:
+        batch = decode_batch(payload)
+        engine.ledger.apply(batch, 0)
+        group = deciding(engine.ledger.groups).group
+        for place, stored, removed, cleared in engine.ledger.take().changes:
+            if place.group != group or place.medium != "GPU":
+                continue
+            went = engine.held.copy() if cleared else set(removed)
+            came = set(stored)
+            engine.held = (engine.held - went) | came
+            self.history.append(CacheChange(name, engine.sent, batch.sent, tuple(came - went), tuple(went - came)))
+        engine.next, engine.sent = number + 1, batch.sent
+
+    def _ended(self, name: str, engine: _Engine, at: float) -> None:
+        """Its last batches are unknown, and so is what it held before its end."""
+        after = max(engine.sent, engine.observed)
+        self.history.append(Unobserved(name, engine.observed, at))
+        self.history.append(CacheChange(name, min(after, at), at, (), tuple(engine.held)))
+        del self._engines[name]
+
+    def _decisions(self, reader: str, decisions: list[dict[str, Any]]) -> None:
+        for decision in decisions:
+            if decision["request_id"] in self._decided or decision["predicted"] != "before":
+                continue
+            self._decided.add(decision["request_id"])
+            if decision["at"] < self._since + LAG:
+                continue  # its view may be older than the history
+            names = [int(key, 16) for key in decision["keys"]]
+            for each in decision["candidates"]:
+                if each["scored"]:
+                    self.history.append(
+                        Decision(reader, each["worker"], decision["at"], names, each["overlap"], LAG, denies=False)
+                    )

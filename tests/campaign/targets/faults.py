@@ -1,0 +1,170 @@
+"""Target ``faults``: ``mmrouter up`` with simulated engines, one drawn fault at a time, with and without load.
+
+An input is a line: the command of the victim, the fault, whether there is load, and a number from which the rest is
+drawn. The target needs root and Linux namespaces, so the gate does not run it; ``tests/local/test_failures.py`` does
+the most frequent faults there.
+"""
+
+import os
+import random
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Self
+
+import httpx
+from campaign.faults.clients import Clients
+from campaign.faults.injection import OF_A_PROCESS, OF_THE_NETWORK, PROCESSES, Victim, inject
+from campaign.faults.isolation import SHM, isolate, leave
+from campaign.faults.observation import LAG, Observer, Recorder
+from campaign.target import BrokenPropertyError, Target
+from local.rig import ROOT, running
+from waiting import repeating, wait_for
+
+SECONDS = 10.0  # that a fault lasts
+OBSERVE_SECONDS = 0.3
+WATCH_SECONDS = 0.25
+TOOLS = ("ip", "iptables", "mount", "tc")
+SETTLE_SECONDS = 120.0  # a deadline: indexes equal the caches within a few seconds
+TRUTH_SECONDS = 5.0  # after which a sidecar that does not send is not believed by any router
+MUTE = frozenset({("sidecar", "stop"), ("sidecar", "feed_cut")})
+"""Victim and fault after which no frame of the victim's pod reaches a router."""
+DEADLY = frozenset({"kill", "memory", "disk_full"})
+"""Faults that may end the victim: what a router carries ends with it."""
+DRAWS = [
+    *((command, fault) for command in PROCESSES for fault in OF_A_PROCESS),
+    *(("vllm" if fault == "engine_cut" else "sidecar", fault) for fault in OF_THE_NETWORK),
+]
+
+
+class Faults(Target):
+    """One deployment; after a fault that broke a promise, another one."""
+
+    name = "faults"
+    short = 0
+    limit_s = 600.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._order: list[bytes] = []
+        self._stack = ExitStack()
+
+    @classmethod
+    def missing(cls) -> str:
+        if os.geteuid():
+            return "it needs root, for namespaces"
+        path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+        lacking = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
+        return f"it needs {', '.join(lacking)}" if lacking else ""
+
+    def __enter__(self) -> Self:
+        self._disk = isolate()
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        leave(self._disk)
+
+    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
+        """Draw every fault once, in any order, before any of them again."""
+        if not self._order:
+            self._order = [
+                f"{command} {fault} {load} {source.randrange(1000)}".encode()
+                for command, fault in DRAWS
+                for load in ("idle", "load")
+            ]
+            source.shuffle(self._order)
+        return self._order.pop()
+
+    def check(self, data: bytes) -> str:
+        command, fault, load, number = data.decode().split()
+        dice = random.Random(data)
+        broken = self._fault(command, fault, load == "load", int(number), dice)
+        self.totals["faults"] += 1
+        if broken:
+            self._stack.close()
+            self._start()
+            raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        return f"{command} {fault} {load}"
+
+    def _start(self) -> None:
+        self._deployment = self._stack.enter_context(running(ROOT / "examples" / "demo.yaml"))
+        self._observer = Observer(self._deployment)
+        self._stack.callback(self._observer.close)
+        self._recorder = Recorder(self._deployment)
+        self._stack.callback(self._recorder.close)
+        if wrong := self._settle():
+            raise TimeoutError("; ".join(wrong))
+
+    def _fault(self, command: str, fault: str, load: bool, number: int, dice: random.Random) -> list[str]:
+        deployment = self._deployment
+        victim = self._victim(command, dice)
+        shared = set(SHM.rglob("*"))
+        self._recorder.begin()
+        counting = time.monotonic() + LAG
+        clients = Clients(deployment.url, "demo", number)
+        clients.may_cut = command == "router" and fault in DEADLY
+        broken: list[str] = []
+        with ExitStack() as during:
+            during.enter_context(repeating(self._recorder.observe, OBSERVE_SECONDS))
+            if load:
+                during.enter_context(clients.asking())
+                wait_for(lambda: clients.answers.outcomes.total() >= 8, 60, "clients get answers")
+                time.sleep(max(0.0, counting - time.monotonic()))
+            undo = inject(fault, victim, self._disk)
+            try:
+                broken += self._watch(victim, fault)
+            finally:
+                undo()
+            began = time.monotonic()
+            broken += self._settle()
+            self.keep_largest(**{"s until every index equals its cache": round(time.monotonic() - began, 1)})
+            clients.ask(dice)
+        self._recorder.observe()
+        checker = self._recorder.checked({victim.pod: 2 * SECONDS} if command == "router" else {})
+        broken += clients.answers.broken
+        for outcome, count in clients.answers.outcomes.items():
+            self.totals[outcome] += count
+        self.keep_largest(**{"s for an answer": round(clients.answers.slowest, 1)})
+        self.totals["reads of a cache"] += checker.decisions
+        self.totals["blocks claimed"] += checker.blocks
+        broken += [f"{each.kind}: {each.decision}" for each in checker.violations[:3]]
+        if left := set(SHM.rglob("*")) - shared:
+            broken.append(f"left in {SHM}: {sorted(left)[:3]}")
+        return broken
+
+    def _victim(self, command: str, dice: random.Random) -> Victim:
+        pod, process = dice.choice(sorted(self._deployment.processes(command).items()))
+        return Victim(command, pod, process.environ()["POD_IP"], process)
+
+    def _watch(self, victim: Victim, fault: str) -> list[str]:
+        """Wait while the fault lasts; return what frontends say that is not true, and which of them say nothing."""
+        broken, began = set(), time.monotonic()
+        while (passed := time.monotonic() - began) < SECONDS:
+            for number, frontend in enumerate(self._deployment.run["frontends"]):
+                if frontend["name"] == victim.pod or fault in OF_THE_NETWORK[2:]:
+                    continue
+                try:
+                    is_ready = self._observer.ready(number)
+                    workers = {each["name"]: each["standing"] for each in self._observer.workers(number)}
+                except (httpx.HTTPError, ValueError) as error:
+                    broken.add(f"{frontend['name']}, untouched, does not answer: {type(error).__name__}")
+                    continue
+                if not is_ready:
+                    broken.add(f"{frontend['name']}, untouched, is not ready")
+                mute = (victim.command, fault) in MUTE and passed > TRUTH_SECONDS
+                if mute and workers.get(victim.pod) == "verified":
+                    broken.add(f"{frontend['name']} believes {victim.pod}, which has been silent")
+            time.sleep(WATCH_SECONDS)
+        return sorted(broken)
+
+    def _settle(self) -> list[str]:
+        """Wait until every index equals its cache; return where it does not within the deadline."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while wrong := self._observer.differences():
+            if time.monotonic() > deadline:
+                return [f"not settled within {SETTLE_SECONDS:g} s", *wrong]
+            time.sleep(0.1)
+        return []
