@@ -111,7 +111,8 @@ class ContinuedStream:
         self._cause: Cause | None = None  # of a break that is not counted yet
         self._over = False
         self._sink: Sink = _Collected()
-        self.first = self._taken(reply.first)
+        self._changes = self._by_tokens is not None  # whether the client gets other events than the engine sends
+        self.first = self._changed(self._kept.take(reply.first))
 
     # -- source
 
@@ -160,12 +161,13 @@ class ContinuedStream:
 
     def write(self, piece: bytes) -> None:
         """Pass on the whole events of a piece; end the connection at an event that reports a failure."""
-        events = self._taken(piece)
+        events = self._kept.take(piece)
+        if self._changes or self._kept.failed:
+            events = self._changed(events)
         if events:
             self._sink.write(events)
 
-    def _taken(self, piece: bytes) -> bytes:
-        events = self._kept.take(piece)
+    def _changed(self, events: bytes) -> bytes:
         if self._answer is not None and events:
             events = self._merged(self._answer, events)
         if self._kept.failed and isinstance(self.reply.answer, Answer):
@@ -250,6 +252,7 @@ class ContinuedStream:
             except (DivergedError, UnreadableError, EngineFaultError):
                 return "unreadable"
             self._kept.release()
+        self._changes = True
         call, answer = self._call, self._answer
         if self._by_tokens is None:
             answer.restart()

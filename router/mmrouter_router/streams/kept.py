@@ -9,6 +9,7 @@ from mmrouter_router.streams.answer import DONE, END
 
 STREAM_BYTES: Final = 2 << 20  # kept of one stream: about 8,000 tokens in chunks of one
 ROUTER_BYTES: Final = 256 << 20  # kept of all streams of a router
+STEP: Final = 16 << 10
 
 # Neither occurs within a JSON string, where a quote has a backslash before it.
 _ERROR: Final = b'data: {"error"'
@@ -26,13 +27,13 @@ class KeptBytes:
 class KeptStream:
     """Cuts a stream into whole events and keeps them. Call ``release`` in every case."""
 
-    __slots__ = ("_keeps", "_limit", "_pieces", "_shared", "_size", "_tail", "complete", "failed")
+    __slots__ = ("_charged", "_keeps", "_limit", "_pieces", "_shared", "_size", "_tail", "complete", "failed")
 
     def __init__(self, shared: KeptBytes, limit: int = STREAM_BYTES) -> None:
         """``limit``: bytes to keep, 0 for a stream that cannot be continued."""
         self._shared, self._limit, self._keeps = shared, limit, limit > 0
         self._pieces: list[bytes] = []
-        self._size = 0
+        self._size = self._charged = 0
         self._tail = b""  # the beginning of an event
         self.complete = False  # the last event is among them
         self.failed = False  # the stream reported a failure of its engine; nothing is taken from there on
@@ -52,16 +53,23 @@ class KeptStream:
         if self._keeps:
             self._pieces.append(piece)
             self._size += len(piece)
-            self._shared.used += len(piece)
-            if self._size > self._limit or self._shared.used > self._shared.limit:
-                self.release()
+            if self._size > self._charged:
+                self._charge()
         return piece
+
+    def _charge(self) -> None:
+        """Charge the bytes to all streams in steps, because one per token would cost as much as the rest."""
+        step = self._size - self._charged + STEP
+        self._charged += step
+        self._shared.used += step
+        if self._size > self._limit or self._shared.used > self._shared.limit:
+            self.release()
 
     def release(self) -> None:
         """Forget the events, and keep no more."""
         self._keeps = False
-        self._shared.used -= self._size
-        self._size = 0
+        self._shared.used -= self._charged
+        self._charged = 0
         self._pieces.clear()
 
     def events(self) -> bytes | None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.streams.kept import KeptBytes, KeptStream
+from mmrouter_router.streams.kept import STEP, KeptBytes, KeptStream
 
 EVENTS = [b'data: {"n": %d}\n\n' % n for n in range(9)]
 FAILURES = {
@@ -49,15 +49,17 @@ def test_text_that_looks_like_a_failure_passes():
 
 def test_a_stream_above_its_bound_is_not_kept():
     shared = KeptBytes()
-    kept = KeptStream(shared, limit=3 * len(EVENTS[0]))
-    assert b"".join(map(kept.take, EVENTS)) == b"".join(EVENTS)
+    kept = KeptStream(shared, limit=2 * STEP)
+    events = EVENTS * (3 * STEP // len(EVENTS[0]))
+    assert b"".join(map(kept.take, events)) == b"".join(events)
     assert (kept.events(), shared.used) == (None, 0)
 
 
 def test_the_bound_of_all_streams_is_given_back():
-    shared = KeptBytes(limit=2 * len(EVENTS[0]))
+    shared = KeptBytes(limit=2 * STEP)
     first, second = KeptStream(shared), KeptStream(shared)
     first.take(EVENTS[0] + EVENTS[1])
+    assert STEP < shared.used < shared.limit
     second.take(EVENTS[0])
     assert (first.events(), second.events()) == (EVENTS[0] + EVENTS[1], None)
     first.release()
