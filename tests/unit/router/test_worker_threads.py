@@ -1,14 +1,17 @@
 """Worker threads and slots: the event loop goes on, tenants take turns, and cancelled work does not begin."""
 
 import asyncio
+import resource
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrouter_router.core import heap
 from mmrouter_router.core.fair_slots import FairSlots
 from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
 
@@ -127,3 +130,39 @@ def test_slots_are_never_lost_and_never_exceeded(steps: list[tuple[str, str]]) -
             task.cancel()
 
     asyncio.run(run())
+
+
+def resident() -> int:
+    """The bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def fragments() -> list[bytes]:
+    """Allocate 200 MiB in pieces that glibc keeps when they are freed, because a few between them stay."""
+    pieces = [bytes(4000) for _ in range(200 * 256)]
+    return pieces[::100]
+
+
+@pytest.mark.skipif(heap.malloc_trim() is None, reason="not run: the C library is not glibc")
+async def test_memory_of_large_work_returns_to_the_system(one: WorkerThreads) -> None:
+    before = resident()
+    kept = [await one.run("a", heap.TRIM_BYTES, fragments) for _ in range(2)]
+    async with asyncio.timeout(60):
+        while resident() - before > 100 * 1024**2:
+            await asyncio.sleep(0.1)
+    assert len(kept) == 2
+
+
+async def test_the_heap_is_trimmed_once_for_much_large_work_and_not_for_small() -> None:
+    trimmed: list[int] = []
+    trimmer = heap.HeapTrimmer(lambda pad: trimmed.append(pad) or 1, seconds=0.01)
+    trimmer.after(heap.TRIM_BYTES - 1)
+    await asyncio.sleep(0.1)
+    assert not trimmed
+    for _ in range(100):
+        trimmer.after(heap.TRIM_BYTES)
+    async with asyncio.timeout(60):
+        while not trimmed:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert trimmed == [0]

@@ -1,0 +1,42 @@
+"""Give freed memory back to the system after large work.
+
+glibc keeps what was freed in its arenas: after tokenizing megabytes of text a router held hundreds of megabytes that
+nothing used. Trimming takes a second for a gigabyte, so it runs in a thread, and once for many requests.
+"""
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+from typing import Final
+
+TRIM_BYTES: Final = 1024 * 1024  # of input, from which on work leaves enough freed memory for a trim
+TRIM_SECONDS: Final = 10.0  # between the end of such work and the trim
+
+
+def malloc_trim() -> Callable[[int], int] | None:
+    """Return glibc's function, ``None`` with another C library."""
+    try:
+        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
+
+
+class HeapTrimmer:
+    """Trims the heap some seconds after large work, at most once in that time."""
+
+    def __init__(self, trim: Callable[[int], int] | None, seconds: float = TRIM_SECONDS) -> None:
+        self._trim, self._seconds = trim, seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def after(self, size: int) -> None:
+        """Note that work on ``size`` bytes of input has ended. Call it in the event loop."""
+        if size >= TRIM_BYTES and self._trim is not None and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._start, self._trim)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _start(self, trim: Callable[[int], int]) -> None:
+        self._timer = None
+        asyncio.get_running_loop().run_in_executor(None, trim, 0)
