@@ -11,6 +11,7 @@ import uvloop
 from mmrouter_lib.api import SpecError
 from mmrouter_lib.families import ModelFolderError
 from mmrouter_router.app import Router
+from mmrouter_router.core.log_limit import LogLimit
 from mmrouter_router.core.settings import SettingsError, load
 from mmrouter_router.http.certificate import CertificateError
 
@@ -20,6 +21,8 @@ GC_THRESHOLD: Final = 10_000  # with Python's 700, collections in a burst of req
 def main() -> int:
     """Run the router until a signal ends it. Returns the exit status."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
     # Pillow comments on every tag of a damaged image, of which a client chooses thousands.
     logging.getLogger("PIL").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module=r"PIL\.")

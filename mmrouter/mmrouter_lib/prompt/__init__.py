@@ -2,6 +2,16 @@
 
 from mmrouter_lib.families import Expanded, PlaceholderError, PromptImage, expand_ids
 from mmrouter_lib.prompt.prompter import Prompter, render_arguments
+from mmrouter_lib.prompt.segment_cache import PromptTooLongError
 from mmrouter_lib.prompt.templates import TemplateError
 
-__all__ = ["Expanded", "PlaceholderError", "PromptImage", "Prompter", "TemplateError", "expand_ids", "render_arguments"]
+__all__ = [
+    "Expanded",
+    "PlaceholderError",
+    "PromptImage",
+    "PromptTooLongError",
+    "Prompter",
+    "TemplateError",
+    "expand_ids",
+    "render_arguments",
+]

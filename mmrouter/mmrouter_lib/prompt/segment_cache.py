@@ -25,12 +25,19 @@ from typing import Any
 from tokenizers import Tokenizer, models
 
 MAX_BYTES = 64 << 20
+MAX_TOKENS = 1_048_576
+"""Tokens of a text beyond which it is not converted: a list of so many integers takes 16 ms, in which no other thread
+runs."""
 SHORTEST = 256  # minimum characters of a segment but the last: fewer, longer segments are looked up faster
 
 _ENTRY_BYTES = 250  # overhead of a cached segment: two objects' headers and a dictionary entry
 
 _NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase"})
 _PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"})
+
+
+class PromptTooLongError(ValueError):
+    """A text has more than :data:`MAX_TOKENS` tokens."""
 
 
 class SegmentCache:
@@ -40,8 +47,15 @@ class SegmentCache:
     tokenize it. ``max_bytes`` bounds the memory of texts, ids and overhead.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, max_bytes: int = MAX_BYTES, shortest: int = SHORTEST) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_bytes: int = MAX_BYTES,
+        shortest: int = SHORTEST,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, max_tokens
         self._max_bytes = max_bytes
         self._shortest = shortest
         tokens = cut_tokens(tokenizer)
@@ -55,7 +69,10 @@ class SegmentCache:
         return len(self._cached)
 
     def __call__(self, text: str, *, add_special_tokens: bool) -> "array[int]":
-        """Return the ids (u32) of a text. Raises ``TypeError`` for a text that is not Unicode."""
+        """Return the ids (u32) of a text.
+
+        Raises ``TypeError`` for a text that is not Unicode, :class:`PromptTooLongError` for too many tokens.
+        """
         if self._cut is None or (add_special_tokens and self._around is None):
             return self._tokenize([text], add_special_tokens)[0]
         segments = list(self._segments(text, self._cut))
@@ -108,6 +125,8 @@ class SegmentCache:
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> "list[array[int]]":
         # The batch call, even for one text: it computes no offsets and releases the interpreter's lock.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        if sum(map(len, encodings)) > self._max_tokens:
+            raise PromptTooLongError(f"the text has more than {self._max_tokens} tokens")
         return [array("I", encoding.ids) for encoding in encodings]
 
 

@@ -16,7 +16,7 @@ TRIM_SECONDS: Final = 10.0  # between the end of such work and the trim
 def malloc_trim() -> Callable[[int], int] | None:
     """Return glibc's function, ``None`` with another C library."""
     try:
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
+        return ctypes.CDLL(None).malloc_trim
     except AttributeError:
         return None
 

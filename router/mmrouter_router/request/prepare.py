@@ -17,7 +17,8 @@ from mmrouter_lib.families import Family, ImageSizeError, is_proved, load_family
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe, rotates
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.model_folder import read_json
-from mmrouter_lib.prompt import PlaceholderError, Prompter, TemplateError
+from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptTooLongError, TemplateError
+from mmrouter_lib.prompt.segment_cache import MAX_TOKENS
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
@@ -34,8 +35,7 @@ from mmrouter_router.telemetry.tracing import child_span
 Images = tuple[ResolvedImage, ...]
 PROBE_CACHE = 4096
 MAX_TEXT = 4 * 1024**2
-"""Bytes of a body without its images up to which its prompt is predicted: a million tokens. Each takes 65 bytes of
-memory while it is tokenized."""
+"""Bytes of a body without its images up to which its prompt is predicted, if it has at most a million tokens."""
 MAX_ROTATED = 16_000_000
 """Pixels up to which it is tried whether a PNG or WebP rotates: 8 bytes of memory each. A JPEG is decoded smaller."""
 SEEDS = 4096  # tenants whose namespace seeds are cached
@@ -73,6 +73,11 @@ class _Probed(NamedTuple):
 
 def _invalid_image(error: Exception, param: str) -> RequestError:
     return RequestError.invalid(f"The image cannot be used: {error}.", param=param, code="invalid_image")
+
+
+def _too_long() -> RequestError:
+    message = f"This model takes at most {MAX_TEXT} bytes or {MAX_TOKENS} tokens of text."
+    return RequestError.invalid(message, param="messages", code="request_too_large")
 
 
 class Preparer:
@@ -155,7 +160,13 @@ class Preparer:
                     ids, spans = rendered
                     images = _counted(images, spans)
             elif exactness != "affinity":
-                ids, spans = await self._expand_off_loop(request, images, tenant)
+                try:
+                    ids, spans = await self._expand_off_loop(request, images, tenant)
+                except PromptTooLongError as error:
+                    if self.family is not None and self.family.fragile:
+                        raise _too_long() from error
+                    exactness = "affinity"
+                    reasons.append("prompt_size:messages")
             elif self.family is not None and self.family.fragile:
                 await self._refuse_harmful(request, images, tenant)
             if span:
@@ -189,10 +200,11 @@ class Preparer:
             message = "This model takes several images only in chat completions."
             raise RequestError.invalid(message, param=images_of_body[1].param, code="too_many_images")
         if _text_size(request) > MAX_TEXT:
-            message = f"This model takes at most {MAX_TEXT} bytes of text."
-            raise RequestError.invalid(message, param="messages", code="request_too_large")
+            raise _too_long()
         try:
             await self._expand_off_loop(request, images, tenant)
+        except PromptTooLongError as error:
+            raise _too_long() from error
         except RequestError as error:
             if isinstance(error.__cause__, PlaceholderError):
                 raise

@@ -1,7 +1,9 @@
 """Linear cost models of encoders, request ids, and errors in OpenAI's shape."""
 
 import json
+import logging
 import random
+import re
 import time
 
 import pytest
@@ -13,6 +15,7 @@ from unit.conftest import examples
 from mmrouter_lib.engines.base.launch import DEVICES
 from mmrouter_router.core.errors import RequestError, field_path
 from mmrouter_router.core.linear_cost import WINDOW, Line, Rate, guess
+from mmrouter_router.core.log_limit import LogLimit
 from mmrouter_router.core.request_ids import RequestIds
 
 WRONG = Line(0.005, 0.001)
@@ -210,3 +213,27 @@ def test_any_text_is_serialisable(message, param):
 def test_field_paths_are_written_in_client_notation():
     assert field_path(["body", "messages", 2, "content", 0, "url"]) == "messages[2].content[0].url"
     assert field_path(["body"]) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["flood", "other"]), st.floats(0, 3)), max_size=300))
+def test_log_lines_of_each_place_are_bounded_and_counted(lines):
+    now, written, seen = 0.0, [], []
+    limit = LogLimit(burst=5, per_second=1, clock=lambda: now)
+    for place, pause in lines:
+        now += pause
+        record = logging.LogRecord("n", logging.WARNING, f"{place}.py", 1, "%s", (place,), None)
+        seen.append(place)
+        if limit.filter(record):
+            written.append((now, place, record.getMessage()))
+    for place in ("flood", "other"):
+        texts = [text for _, name, text in written if name == place]
+        assert len(texts) <= 5 + now
+        left_out = seen.count(place) - len(texts)
+        told = sum(int(count) for text in texts for count in re.findall(r"(\d+) lines", text))
+        if seen.count(place) <= 5:
+            assert (left_out, told) == (0, 0)
+        record = logging.LogRecord("n", logging.WARNING, f"{place}.py", 1, "%s", (place,), None)
+        now += 5
+        assert limit.filter(record)
+        told += sum(map(int, re.findall(r"(\d+) lines", record.getMessage())))
+        assert told == left_out

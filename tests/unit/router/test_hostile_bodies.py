@@ -17,6 +17,7 @@ from PIL import Image
 from unit.router.rig import deployment
 from unit.router.test_app import HELLO, client_of, router
 
+from mmrouter_lib.prompt.segment_cache import MAX_TOKENS
 from mmrouter_router.app import Router
 from mmrouter_router.core.worker_threads import INLINE_BYTES, THREADS
 from mmrouter_router.request.prepare import MAX_TEXT
@@ -114,9 +115,11 @@ async def test_the_loops_work_does_not_grow_with_the_body(
 
 
 async def test_a_prompt_beyond_the_bound_is_placed_by_affinity(r: Router) -> None:
-    for size, exactness in ((1000, "exact"), (MAX_TEXT, "affinity")):
-        prepared = await r.chat.prepare(CHAT, orjson.dumps(chat("x" * size)), r.chat.tenants.authenticate([]))
-        assert (prepared.exactness, bool(prepared.reasons)) == (exactness, exactness != "exact")
+    too_long = ("affinity", ("prompt_size:messages",))
+    texts = {"x" * 1000: ("exact", ()), "x" * MAX_TEXT: too_long, "7" * (MAX_TOKENS + 1): too_long}
+    for text, expected in texts.items():
+        prepared = await r.chat.prepare(CHAT, orjson.dumps(chat(text)), r.chat.tenants.authenticate([]))
+        assert (prepared.exactness, prepared.reasons) == expected
 
 
 async def test_an_image_that_stays_in_the_body_does_not_count_as_text(r: Router) -> None:
