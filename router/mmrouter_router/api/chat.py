@@ -46,6 +46,7 @@ log = logging.getLogger("mmrouter.chat")
 FORWARDED = ("/v1/completions", "/v1/responses")
 BROKEN_OFF = "broken_off"  # the code of an answer that ended before its end
 STORED = "previous_response_id"
+PRIORITY = "priority"  # an engine compares the values of all tenants, so a tenant could go first
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"  # with the control token: this request's policy, to compare policies on the same engines
@@ -162,6 +163,8 @@ class Chat:
             if tenant.salt is not None and request.body.get(STORED) is not None and path != CHAT:
                 message = "Stored responses are not served with API keys, because engines keep them for all clients."
                 raise RequestError.invalid(f"'{STORED}': {message}", param=STORED, code="unsupported_parameter")
+            if tenant.salt is not None and request.body.pop(PRIORITY, None) is not None:
+                request.removed = (*request.removed, PRIORITY)
         finally:
             parsed = time.perf_counter()
             self._intake_seconds.observe(parsed - began)

@@ -1,6 +1,7 @@
 """Readiness of a router, its reaction to membership changes, and its cold routes; feeds are driven by the tests."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,18 @@ async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
     async with router() as r, client_of(r) as client:
         assert (await client.post("/v1/responses", json=body)).status_code == 503, "there is no engine"
+
+
+@pytest.mark.parametrize(("key", "sent"), [("", {"priority": -9}), ("key", {})])
+async def test_a_tenant_does_not_choose_its_priority_at_an_engine(tmp_path, key, sent):
+    if key:
+        (tmp_path / "api-keys").mkdir()
+        (tmp_path / "api-keys" / "tenant").write_text(key)
+    async with router(tmp_path) as r:
+        tenant = r.chat.tenants.authenticate([(b"authorization", f"Bearer {key}".encode())])
+        prepared = await r.chat.prepare(CHAT, json.dumps({**HELLO, "priority": -9}).encode(), tenant)
+    assert {name: value for name, value in prepared.request.body.items() if name == "priority"} == sent
+    assert prepared.request.removed == (() if sent else ("priority",))
 
 
 async def test_model_list_without_valid_key_is_a_counted_401(tmp_path):
