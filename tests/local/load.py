@@ -41,11 +41,14 @@ class Clients:
 
 
 class Load(Clients):
-    """Clients of the whole deployment. Half of their answers are streams, which may break off once begun."""
+    """Clients of the whole deployment. Half of their answers are streams.
 
-    def __init__(self, deployment) -> None:
+    ``breaks``: a frontend ends, and with it the streams that it had begun.
+    """
+
+    def __init__(self, deployment, *, breaks: bool = True) -> None:
         super().__init__()
-        self._deployment = deployment
+        self._deployment, self._breaks = deployment, breaks
 
     def _run(self, number: int) -> None:
         client = self._deployment.client()
@@ -66,14 +69,13 @@ class Load(Clients):
                         began = True
                 self.answered["any"] += 1
             except Exception as error:  # the client's transport has many ways to say that a stream broke off
-                # What had begun to stream cannot be taken back; everything else must have been answered.
-                if not began:
+                if not (began and self._breaks):
                     self.failed.append(f"{type(error).__name__}: {error}")
 
 
 @contextmanager
-def load(deployment):
-    with Load(deployment).asking() as running:
+def load(deployment, *, breaks: bool = True):
+    with Load(deployment, breaks=breaks).asking() as running:
         running.more(12)
         yield running
 

@@ -1,4 +1,4 @@
-"""Any one process may be killed with -9 under load, and no request that was not streaming fails.
+"""Any one process may be killed with -9 under load, and no request fails, but for the streams of a killed frontend.
 
 A frontend that is replaced as a rollout does it (taken off the Service, terminated, started anew) loses none at all.
 """
@@ -26,7 +26,7 @@ def struck(deployment, command):
     """Kill one process of a command under load; return its pod's worker and the others', before and after."""
     before = {worker["name"]: worker for worker in deployment.state()["workers"]}
     victim, process = sorted(deployment.processes(command).items())[0]
-    with load(deployment) as running:
+    with load(deployment, breaks=False) as running:
         process.kill()
         running.more(20)
         wait_for(deployment.settled, 30, "it is back, and its engine verified")

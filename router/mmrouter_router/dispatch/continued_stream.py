@@ -199,7 +199,8 @@ class ContinuedStream:
             return
         refusal = await self._move(cause)
         if refusal is None:
-            self.write(self.reply.first)
+            if not self._over:
+                self.write(self.reply.first)
             return
         self._count(refusal)
         self.reply.trace.add_attempt(self.reply.decision, f"stream not continued: {refusal}")
@@ -256,8 +257,12 @@ class ContinuedStream:
         call, answer = self._call, self._answer
         if self._by_tokens is None:
             answer.restart()
-        elif answer.finished:  # nothing may be generated behind its end
-            return "sampled"
+        elif answer.finished:  # only its last events are missing
+            options = call.outgoing.fields.get("stream_options") or {}
+            self._sink.write(answer.ending(with_usage=options.get("include_usage") is True))
+            self._over = True
+            self._count("continued")
+            return None
         else:
             call = replace(call, answer=answer)
         self._kept = KeptStream(owner.kept, 0)

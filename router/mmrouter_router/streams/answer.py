@@ -95,6 +95,7 @@ class StreamedAnswer:
         self.done = False  # the last event has been sent
         self._choices: dict[int, _Choice] = {}
         self._head: Chunk = {}  # fields that are the same in all chunks: id, created, model
+        self._prompt_tokens = 0  # as far as the engine reports their ids
         self._others = self._others_seen = 0  # chunks without choices: usage, an engine's extensions
 
     @classmethod
@@ -119,6 +120,13 @@ class StreamedAnswer:
     def ids(self) -> list[int]:
         """The token ids of the only choice, as far as the engine reports them."""
         return self._choices[0].ids if self._choices else []
+
+    def ending(self, *, with_usage: bool) -> bytes:
+        """Return the events behind the finish reason of a stream that reports its token ids."""
+        prompt, answer = self._prompt_tokens, len(self.ids)
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+        chunk = {"object": "chat.completion.chunk", "choices": [], "usage": usage} | self._head
+        return (b"data: " + orjson.dumps(chunk) + END if with_usage and not self._others else b"") + DONE
 
     def drop_last_id(self) -> None:
         """Forget a token that has no text yet, because another one completes its character."""
@@ -158,6 +166,8 @@ class StreamedAnswer:
     def _rest(self, chunk: Chunk) -> Chunk | None:
         if not self._head:
             self._head = {name: chunk[name] for name in ("id", "created", "model")}
+        if prompt := chunk.get("prompt_token_ids"):
+            self._prompt_tokens = len(prompt)
         if not chunk["choices"]:
             self._others_seen += 1
             if self._others_seen <= self._others:

@@ -330,6 +330,20 @@ async def test_an_engine_continues_the_token_ids_of_a_sampled_answer(rig, count)
     assert streams.counted == {("engine_lost", "continued"): 1}
 
 
+@pytest.mark.parametrize("with_usage", [True, False])
+async def test_a_finished_answer_gets_its_last_events_from_the_router(rig, with_usage):
+    last = {"id": "a", "object": "chunk", "created": 1, "model": "m"}
+    last["choices"] = [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop", "token_ids": [99]}]
+    await rig.serve(w1=breaks(reported(5) + b"data: " + json.dumps(last, separators=(",", ":")).encode() + b"\n\n"))
+    streams = Streams(rig, by_tokens=VLLM_CONTINUATION)
+    fields = REPORTING | {"stream_options": {"include_usage": with_usage}}
+    choices, heads, usages, done = received(await streams.read(fields, reports_ids=True))
+    assert (choices[0]["texts"], choices[0]["finish"]) == ([("content", "The tide turns at noon.")], ["stop"])
+    assert (heads, done) == ({("a", 1)}, 1)
+    assert usages == ([{"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}] if with_usage else [])
+    assert streams.counted == {("engine_lost", "continued"): 1}
+
+
 async def test_tokens_of_an_incomplete_character_are_generated_again(rig):
     other = TokensIn(ANSWER, broken=1)
     _, out = await by_tokens(rig, 3, other)  # the last one has no text yet
