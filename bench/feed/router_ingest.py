@@ -193,7 +193,7 @@ class Receiver:
 
     async def follow(self, ips: list[str], public: str, secret: str, server: str) -> dict[str, Any]:
         """Open a feed per worker; answer when all are synced."""
-        keys = CurveKeys(public.encode(), secret.encode(), server.encode())
+        keys = (CurveKeys(public.encode(), secret.encode(), server.encode()),)
         context = zmq.asyncio.Context()
         for number, ip in enumerate(ips):
             worker = self._fleet.join(Member(f"uid-{number}", f"worker-{number}", ip, "worker", "worker"))

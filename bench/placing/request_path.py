@@ -127,7 +127,7 @@ class Ours:
     def __init__(self, folder: Path) -> None:
         public, secret = zmq.curve_keypair()
         deployment = workload.deployment(replicas=WORKERS)
-        curve = CurveKeys(public, secret, public)
+        curve = (CurveKeys(public, secret, public),)
         self.router = Router(
             Settings(deployment, "bench", "127.0.0.1", folder / "nowhere", folder, bytes(32), "key", "token", curve)
         )

@@ -107,7 +107,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     ``worker`` is ``<pod uid>/<boot id>``; ``seq`` is the last delta's number, so a router that missed the newest delta
     notices without waiting for the next one. ``groups`` is in ascending order. ``facts`` are the engine settings that
     media identity depends on (SGLang: version, model type, page size, flags; structured values as JSON). ``shared`` is
-    set in pods with the node's shared directory.
+    set in pods with the node's shared directory. ``keys`` has the fingerprints of the sidecar's public key and of the
+    routers' keys that it accepts (:mod:`.feed_keys`).
     """
 
     worker: str
@@ -126,6 +127,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     groups: tuple[CacheGroup, ...] = ()
     facts: dict[str, str] = {}
     shared: SharedDirectory | None = None
+    keys: tuple[str, ...] = ()
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

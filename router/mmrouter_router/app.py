@@ -10,13 +10,14 @@ from typing import Any, get_args
 import zmq.asyncio
 
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.feed_keys import CHECK_SECONDS, KeyWatch, fingerprint
 from mmrouter_router import build
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import port_apps
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
-from mmrouter_router.core.settings import Settings
+from mmrouter_router.core.settings import CURVE_FILES, Settings, SettingsError, curve_keys
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.stall_watch import StallWatch
 from mmrouter_router.explain.decisions import DecisionTrace
@@ -49,6 +50,7 @@ class Router:
         self.threads = WorkerThreads()
         self.fleet = Fleet(self.metrics)
         self.upstream = Upstream()
+        self._curve = settings.curve
         self.peers: tuple[membership.Peer, ...] = ()
         self._feeds: dict[str, tuple[FeedClient, asyncio.Task[None]]] = {}
         self._canaries: dict[str, asyncio.Task[None]] = {}
@@ -125,7 +127,7 @@ class Router:
         for member in members:
             worker = self.fleet.join(member)
             if member.uid not in self._feeds:
-                feed = FeedClient(worker, self.fleet, self.settings.curve, self._context, self.metrics)
+                feed = FeedClient(worker, self.fleet, self._curve, self._context, self.metrics)
                 self._feeds[member.uid] = (feed, self._tasks.create_task(feed.run(), name=f"feed {member.name}"))
         self._discovered = True
 
@@ -163,6 +165,7 @@ class Router:
             peers=lambda: self.peers,
             stopping=self.shutdown.stopping,
             refusals=self.metrics.control_refusals,
+            feed_keys=lambda: sorted({fingerprint(key) for one in self._curve for key in (one.public, one.server)}),
         )
         admin = {port_apps.CONTROL_PORT: control, METRICS_PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
@@ -170,7 +173,7 @@ class Router:
         async with self.lifespan() as tasks:
             stalls = StallWatch(self.fleet, self.upstream, adapter(settings.deployment.spec.engine.type).health_path)
             components = (self.sampler, self.renderer, self.probes, self.gossip, stalls, *self._optional)
-            loops = [self._discover, self._verify_all, self._sweep, self._recall_sightings]
+            loops = [self._watch_keys, self._discover, self._verify_all, self._sweep, self._recall_sightings]
             loops += [self.chat.tenants.follow, *(component.run for component in components if component is not None)]
             loops += [certificate.watch] if certificate is not None else []
             running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]
@@ -203,6 +206,19 @@ class Router:
         else:
             name, uid = settings.deployment.metadata.name, settings.pod_uid
             await membership.watch_pods(settings.api_server, name, uid, self.apply_membership, self.metrics)
+
+    async def _watch_keys(self) -> None:
+        settings = self.settings
+        watch = KeyWatch(settings.config_dir / "secrets", settings.identity_key, *CURVE_FILES)
+        while True:
+            if (found := watch.changed()) is not None:
+                try:
+                    self._curve = curve_keys(found)
+                except SettingsError as error:
+                    log.error("keys of the feed stay as they are: %s", error)
+                for feed, _ in self._feeds.values():
+                    feed.use_keys(self._curve)
+            await asyncio.sleep(CHECK_SECONDS)
 
     async def _verify_all(self) -> None:
         """Run a canary for every routable, unverified worker, one at a time per worker; update gauges."""

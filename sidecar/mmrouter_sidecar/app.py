@@ -16,13 +16,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CONTENT_TYPE_PLAIN_0_0_4, gen
 from mmrouter_lib import feed
 from mmrouter_lib.engines.sglang.stage_requests import PATH, Encoder
 from mmrouter_lib.feed import SharedDirectory
+from mmrouter_lib.feed_keys import CHECK_SECONDS, ROUTER_PUBLIC, SIDECAR_SECRET, KeyWatch
 from mmrouter_sidecar.engine.encoder_proxy import MAX_REQUEST_BYTES, EncoderProxy
 from mmrouter_sidecar.engine.engine_probe import UNSEEN, EngineProbe, watch_listener
 from mmrouter_sidecar.engine.sockets import EngineSockets
 from mmrouter_sidecar.feed.publisher import Publisher
 from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import HotPathCounts, Metrics
-from mmrouter_sidecar.settings import Settings, SettingsError, from_json
+from mmrouter_sidecar.settings import Settings, SettingsError, curve_keys, from_json
 from mmrouter_sidecar.shared_memory.janitor import Janitor
 
 log = logging.getLogger("mmrouter.sidecar")
@@ -70,6 +71,7 @@ class Sidecar:
                     tasks.create_task(self.engine.run()),
                     tasks.create_task(self._probe.run()),
                     tasks.create_task(self._beats()),
+                    tasks.create_task(self._watch_keys()),
                     tasks.create_task(self._boot()),
                 ]
                 if not self._settings.publishes:
@@ -164,6 +166,21 @@ class Sidecar:
         while True:
             self.relay.beat()
             await asyncio.sleep(BEAT_SECONDS)
+
+    async def _watch_keys(self) -> None:
+        settings = self._settings
+        files = KeyWatch(settings.secrets_dir, settings.identity_key, SIDECAR_SECRET, ROUTER_PUBLIC)
+        while True:
+            if (found := files.changed()) is not None:
+                try:
+                    keys = curve_keys(found)
+                except SettingsError as error:
+                    log.error("keys of the feed stay as they are: %s", error)
+                else:
+                    self.relay.feed_keys = keys.fingerprints
+                    self.relay.beat()  # over the connections that a new key may end
+                    self.publisher.use_keys(keys)
+            await asyncio.sleep(CHECK_SECONDS)
 
     def _flush_soon(self) -> None:
         """Flush pending changes now, or once the last flush is FLUSH_SECONDS ago."""

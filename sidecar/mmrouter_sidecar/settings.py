@@ -3,13 +3,16 @@
 This module does not import the resource's models, which take 12 MiB and are needed at startup only.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import zmq
 from blake3 import blake3
 
 from mmrouter_lib.block_keys import Key, namespace_seed
+from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, Keys, fingerprint
 
 
 class SettingsError(ValueError):
@@ -31,11 +34,25 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The sidecar's key pair and the accepted client key, in Z85."""
+    """The sidecar's key pair and the accepted client keys, in Z85."""
 
     public: bytes
     secret: bytes
-    client: bytes
+    clients: tuple[bytes, ...]
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Names of the own public key and of the accepted ones, as heartbeats have them."""
+        return tuple(map(fingerprint, (self.public, *self.clients)))
+
+
+def curve_keys(files: Mapping[str, Keys]) -> CurveKeys:
+    """Return the keys to use: of two pairs the first one. Raises :class:`SettingsError`."""
+    secret = files[SIDECAR_SECRET][0]
+    try:
+        return CurveKeys(zmq.curve_public(secret), secret, files[ROUTER_PUBLIC])
+    except zmq.ZMQError:
+        raise SettingsError(f"{SIDECAR_SECRET} is not a key of CURVE") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +69,7 @@ class Settings:
     state_dir: Path
     model_dir: Path
     hub_dir: Path
+    secrets_dir: Path
     engine_key: str = ""
     buffer_events: int = 10_000
     ports: Ports = field(default_factory=Ports)

@@ -15,10 +15,11 @@ from pathlib import Path
 from mmrouter_lib.api import SpecError, load_deployment
 from mmrouter_lib.engines.base.launch import LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, FeedKeyError, read_keys
 from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
 from mmrouter_sidecar import log_to_stderr
-from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, to_json
+from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, curve_keys, to_json
 
 CONFIGURATION_ERROR = 2  # exit status
 
@@ -53,11 +54,8 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         revision=spec.model.revision,
         ranks=pool.parallelism.data,
         identity_key=identity_key,
-        curve=CurveKeys(
-            public=_curve(secrets / "sidecar.curve.public"),
-            secret=_curve(secrets / "sidecar.curve.secret"),
-            client=_curve(secrets / "router.curve.public"),
-        ),
+        curve=_curve(secrets),
+        secrets_dir=secrets,
         engine_key=_read(secrets / "engine.key").decode().strip() if (secrets / "engine.key").exists() else "",
         buffer_events=spec.sidecar.buffer_events,
         state_dir=Path(env.get("MMROUTER_STATE_DIR", STATE_DIR)),
@@ -93,11 +91,13 @@ def _read(path: Path) -> bytes:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _curve(path: Path) -> bytes:
-    key = _read(path).strip()
-    if len(key) != 40:
-        raise SettingsError(f"{path} is not a Z85 key of 40 characters")
-    return key
+def _curve(secrets: Path) -> CurveKeys:
+    try:
+        return curve_keys(read_keys(secrets, SIDECAR_SECRET, ROUTER_PUBLIC))
+    except OSError as error:
+        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
+    except FeedKeyError as error:
+        raise SettingsError(str(error)) from error
 
 
 def main() -> int:

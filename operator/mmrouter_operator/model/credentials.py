@@ -10,9 +10,8 @@ from typing import Any, Final
 
 import zmq
 
+from mmrouter_lib.feed_keys import FeedKeyError, parse_keys
 from mmrouter_lib.media_identity import KEY_BYTES
-
-_CURVE_CHARACTERS = 40
 
 ENGINE_KEY: Final = "engine.key"
 ROUTER_ITEMS: Final = (
@@ -36,7 +35,10 @@ SIDECAR_ITEMS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SecretData:
-    """Keys that the deployment's processes share: 32 raw bytes, two CURVE pairs in Z85 and two bearer tokens."""
+    """Keys that the deployment's processes share: 32 raw bytes, two CURVE pairs in Z85 and two bearer tokens.
+
+    During a rotation (:mod:`.key_rotation`) the fields of CURVE keys hold two, separated by a line break.
+    """
 
     identity_key: bytes = field(repr=False)
     sidecar_public: str
@@ -45,11 +47,13 @@ class SecretData:
     router_secret: str = field(repr=False)
     control_token: str = field(repr=False)
     engine_key: str = field(repr=False)
+    rotated: str = ""
+    """What :func:`rotation_origin` returned before the CURVE keys were rotated; empty if they never were."""
 
     def entries(self) -> dict[str, bytes]:
         """Return the Secret's data by key; the keys are the names of the files in the pods."""
         values = {file: getattr(self, name) for name, file in _FILES.items()}
-        return {file: value if isinstance(value, bytes) else value.encode() for file, value in values.items()}
+        return {file: value if isinstance(value, bytes) else value.encode() for file, value in values.items() if value}
 
 
 _FILES: Final = {
@@ -60,6 +64,7 @@ _FILES: Final = {
     "router_secret": "router.curve.secret",
     "control_token": "control.token",
     "engine_key": ENGINE_KEY,
+    "rotated": "rotated",
 }
 """Field of :class:`SecretData` -> entry of the Secret."""
 
@@ -69,10 +74,25 @@ class SecretError(ValueError):
 
 
 def fingerprint(secrets: SecretData) -> str:
-    """Return a short hash of all entries. It may be public: each entry is random and long."""
+    """Return a short hash of the keys that pods were started with. It may be public: each entry is random and long.
+
+    Rotated CURVE keys do not change it, because running pods load them.
+    """
+    origin, _, lasting = secrets.rotated.partition(" ")
+    return origin if lasting == _digest(secrets, rotate=True) else _digest(secrets)
+
+
+def rotation_origin(secrets: SecretData) -> str:
+    """Return the entry ``rotated`` for a rotation that begins now. It is void once another key changes."""
+    return f"{fingerprint(secrets)} {_digest(secrets, rotate=True)}"
+
+
+def _digest(secrets: SecretData, *, rotate: bool = False) -> str:
+    """Return the hash of all entries, with ``rotate`` of those only that do not rotate."""
     digest = hashlib.sha256()
     for name, value in sorted(secrets.entries().items()):
-        digest.update(f"{name}:{len(value)}:".encode() + value)
+        if name != "rotated" and not (rotate and "curve" in name):
+            digest.update(f"{name}:{len(value)}:".encode() + value)
     return digest.hexdigest()[:16]
 
 
@@ -105,8 +125,11 @@ def read_secret(obj: Mapping[str, Any]) -> SecretData:
 
     def text(name: str) -> str:
         value = entry(name)
-        if "curve" in name and (not value.isascii() or len(value) != _CURVE_CHARACTERS):
-            raise SecretError(f"entry `{name}` is not a key of {_CURVE_CHARACTERS} characters")
+        if "curve" in name:
+            try:
+                parse_keys(f"entry `{name}`", value)
+            except FeedKeyError as error:
+                raise SecretError(str(error)) from None
         if not value.isascii():
             raise SecretError(f"`{name}` is not text")
         return value.decode()
@@ -114,4 +137,5 @@ def read_secret(obj: Mapping[str, Any]) -> SecretData:
     identity_key = entry(_FILES["identity_key"])
     if len(identity_key) != KEY_BYTES:
         raise SecretError(f"entry `{_FILES['identity_key']}` is not {KEY_BYTES} bytes long")
-    return SecretData(identity_key, **{field: text(name) for field, name in _FILES.items() if field != "identity_key"})
+    texts = {field: text(name) for field, name in _FILES.items() if field not in ("identity_key", "rotated")}
+    return SecretData(identity_key, **texts, rotated=text("rotated") if "rotated" in data else "")

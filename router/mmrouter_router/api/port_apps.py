@@ -140,9 +140,11 @@ def control_app(
     peers: Callable[[], tuple[Peer, ...]],
     stopping: asyncio.Event,
     refusals: Counter,
+    feed_keys: Callable[[], list[str]],
 ) -> FastAPI:
     """Build the control application. The stream of reports ends with ``stopping``.
 
+    ``feed_keys``: fingerprints of the public keys that the router uses and expects.
     ``refusals``: counts requests without the token, by reason.
     """
     fleet = reporter.fleet
@@ -158,7 +160,11 @@ def control_app(
 
     @app.get("/control/state")
     async def state() -> dict[str, Any]:
-        return {**state_of(reporter.report(), fleet, placer), "renderers": reporter.renderer.state()}
+        return {
+            **state_of(reporter.report(), fleet, placer),
+            "renderers": reporter.renderer.state(),
+            "feed_keys": feed_keys(),
+        }
 
     @app.get("/control/stream")
     async def stream() -> StreamingResponse:
@@ -259,6 +265,7 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "canary": worker.canary,
         "canary_cause": beat.canary.cause if beat and beat.canary else "",
         "canary_message": beat.canary.message if beat and beat.canary else "",
+        "feed_keys": beat.keys if beat else (),
         "shared": msgspec.structs.asdict(beat.shared) if beat and beat.shared else None,
         "held": {rank: fleet.index.held(slot) for rank, slot in worker.slots.items()},
         "heard_seconds_ago": round(fleet.now() - worker.heartbeat_at, 3) if worker.heartbeat_at else None,

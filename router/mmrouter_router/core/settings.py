@@ -1,17 +1,21 @@
 """Configuration of a router process: the resource, secrets and environment variables."""
 
 import hashlib
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, cast, get_args
 
+import zmq
+
 from mmrouter_lib.api import MMRouterDeployment, load_deployment
+from mmrouter_lib.feed_keys import ROUTER_SECRET, SIDECAR_PUBLIC, FeedKeyError, Keys, read_keys
 
 Discovery = Literal["file", "kubernetes"]
 DRAIN_SECONDS = 30.0
-CURVE_FILES = ("router.curve.public", "router.curve.secret", "sidecar.curve.public")
+CURVE_FILES = (ROUTER_SECRET, SIDECAR_PUBLIC)
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
@@ -21,6 +25,20 @@ class CurveKeys(NamedTuple):
     public: bytes
     secret: bytes
     server: bytes
+
+
+def curve_keys(files: Mapping[str, Keys]) -> tuple[CurveKeys, ...]:
+    """Return the combinations of the router's and the sidecars' keys, the preferred one first.
+
+    Raises :class:`SettingsError`.
+    """
+    try:
+        return tuple(
+            CurveKeys(zmq.curve_public(secret), secret, server)
+            for secret, server in itertools.product(files[ROUTER_SECRET], files[SIDECAR_PUBLIC])
+        )
+    except zmq.ZMQError:
+        raise SettingsError(f"{ROUTER_SECRET} is not a key of CURVE") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +62,7 @@ class Settings:
     identity_key: bytes
     engine_key: str
     control_token: str
-    curve: CurveKeys
+    curve: tuple[CurveKeys, ...]
     pod_uid: str = ""
     discovery: Discovery = "file"  # source of the pods: the cluster's API, or a file
     drain_seconds: float = DRAIN_SECONDS  # how long answers may take after SIGTERM
@@ -96,7 +114,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         identity_key=_read(secrets / "identity.key"),
         engine_key=_text(secrets / "engine.key"),
         control_token=_text(secrets / "control.token"),
-        curve=CurveKeys(*(_text(secrets / name).encode() for name in CURVE_FILES)),
+        curve=_curve(secrets),
         pod_uid=uid,
         discovery=cast(Discovery, discovery),
         drain_seconds=_seconds(env, "MMROUTER_DRAIN_SECONDS", DRAIN_SECONDS),
@@ -129,6 +147,15 @@ def _bytes(env: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise SettingsError(f"{name} is {text!r}, which is no number of bytes")
     return int(text)
+
+
+def _curve(secrets: Path) -> tuple[CurveKeys, ...]:
+    try:
+        return curve_keys(read_keys(secrets, *CURVE_FILES))
+    except OSError as error:
+        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
+    except FeedKeyError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _read(path: Path) -> bytes:

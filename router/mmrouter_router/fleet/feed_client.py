@@ -11,6 +11,7 @@ import zmq
 import zmq.asyncio
 
 from mmrouter_lib import feed
+from mmrouter_lib.feed_keys import fingerprint
 from mmrouter_router.core.settings import CurveKeys
 from mmrouter_router.fleet.feed_session import ANSWER_SECONDS, CHECK_SECONDS, FeedSession
 from mmrouter_router.fleet.workers import Fleet, SyncRequest, Worker
@@ -19,6 +20,7 @@ from mmrouter_router.telemetry.metrics import Metrics
 log = logging.getLogger("mmrouter.feeds")
 
 PUB_PORT, ROUTER_PORT = 7557, 7558
+TRIAL_SECONDS = 2.0  # how long the sidecar may be silent before another combination of keys is tried, if there is one
 DRAIN = 64  # frames of one worker that are taken before other tasks run
 
 
@@ -29,33 +31,84 @@ class FeedRequestError(ConnectionError):
 class FeedClient:
     """One sidecar's feed. ``run`` ends only by cancellation."""
 
-    def __init__(self, worker: Worker, fleet: Fleet, keys: CurveKeys, context: zmq.asyncio.Context, metrics: Metrics):
+    def __init__(
+        self, worker: Worker, fleet: Fleet, keys: tuple[CurveKeys, ...], context: zmq.asyncio.Context, metrics: Metrics
+    ) -> None:
+        """``keys``: combinations to use, the preferred one first."""
         self._worker, self._keys, self._context, self._metrics = worker, keys, context, metrics
         self._session = FeedSession(worker, fleet)
+        self._heard_keys: tuple[str, ...] = ()  # those of the last heartbeat
+        self._heard = False
+        self._reconsider = asyncio.Event()
         self._ids = itertools.count(2, 2)  # those of the sync are odd, so they never collide
         self._answers: dict[int, asyncio.Queue[feed.Reply]] = {}
         self._dealer: zmq.asyncio.Socket | None = None
 
+    def use_keys(self, keys: tuple[CurveKeys, ...]) -> None:
+        """Use other keys: the present connection stays until the sidecar is heard to accept the preferred ones."""
+        self._keys = keys
+        self._reconsider.set()
+
     async def run(self) -> None:
+        keys = self._keys[0]
+        while True:
+            keys = await self._connect(keys)
+            log.info("%s: the feed continues with other keys", self._worker.member.name)
+
+    async def _connect(self, keys: CurveKeys) -> CurveKeys:
+        """Follow the feed with these keys; return those to use next."""
         sub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.SUB)
         dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
-        self._configure(sub)
-        self._configure(dealer)
+        self._configure(sub, keys)
+        self._configure(dealer, keys)
         ip = self._worker.member.ip
         try:
             sub.subscribe(b"")
             sub.connect(f"tcp://{ip}:{PUB_PORT}")
             dealer.connect(f"tcp://{ip}:{ROUTER_PORT}")
             self._dealer = dealer
-            await self._send(self._session.opened())
+            if not self._worker.sync.synced:  # with other keys the feed continues, and numbers show what was missed
+                await self._send(self._session.opened())
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._subscribe(sub, tasks))
-                tasks.create_task(self._receive_replies(dealer))
-                tasks.create_task(self._watch_silence())
+                following = [
+                    tasks.create_task(self._subscribe(sub, tasks)),
+                    tasks.create_task(self._receive_replies(dealer)),
+                    tasks.create_task(self._watch_silence()),
+                ]
+                successor = await self._other_keys(keys)
+                for task in following:
+                    task.cancel()
+            return successor
         finally:
             self._dealer = None
             sub.close(0)
             dealer.close(0)
+
+    async def _other_keys(self, used: CurveKeys) -> CurveKeys:
+        """Return the keys to use instead of ``used``, once there are any.
+
+        They are the first ones that the sidecar has and accepts, as its heartbeats say. Without a heartbeat each
+        combination gets its turn.
+        """
+        self._heard = False
+        while True:
+            self._reconsider.clear()
+            if (better := self._accepted_keys(used)) != used:
+                return better
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TRIAL_SECONDS):
+                    await self._reconsider.wait()
+                    continue
+            if not self._heard and len(self._keys) > 1:
+                self._heard_keys = ()
+                return self._keys[(self._keys.index(used) + 1) % len(self._keys)]
+            self._heard = False
+
+    def _accepted_keys(self, used: CurveKeys) -> CurveKeys:
+        for keys in self._keys if self._heard_keys else ():
+            if {fingerprint(keys.server), fingerprint(keys.public)} <= set(self._heard_keys):
+                return keys
+        return used if used in self._keys else self._keys[0]
 
     async def request(self, build: Callable[[int], feed.Request], timeout: float = ANSWER_SECONDS) -> list[feed.Reply]:
         """Send a request outside of the stream; return all parts of its answer. Raises :class:`FeedRequestError`."""
@@ -117,6 +170,11 @@ class FeedClient:
             self._metrics.feed_ignored.labels("undecodable").inc()
             log.warning("%s: feed frame refused: %s", self._worker.member.name, error)
             return
+        if isinstance(frame, feed.Heartbeat):
+            self._heard = True
+            if frame.keys != self._heard_keys:
+                self._heard_keys = frame.keys
+                self._reconsider.set()
         if requests := self._session.on_published(frame):
             tasks.create_task(self._send(requests))
 
@@ -147,11 +205,11 @@ class FeedClient:
                 with suppress(zmq.Again):
                     await self._dealer.send_multipart([b"", feed.encode(request)])
 
-    def _configure(self, socket: "zmq.Socket[Any]") -> None:
+    def _configure(self, socket: "zmq.Socket[Any]", keys: CurveKeys) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)  # bounds the gap after a sidecar restarts
         socket.setsockopt(zmq.RCVHWM, 100_000)
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keys.secret)
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keys.public)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.server)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)

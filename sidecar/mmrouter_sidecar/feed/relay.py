@@ -68,6 +68,7 @@ class EventRelay:
         self.canary = EpochCanary(0)
         self.facts = EngineFacts(revision=settings.revision)
         self.shared: feed.SharedDirectory | None = None  # usage of the node's shared directory, for the next heartbeat
+        self.feed_keys = settings.curve.fingerprints
         self.boot, self.epoch, self.seq = "", 0, 0
         self.proofs: dict[int, tuple[int, int]] = {}  # rank -> (engine number, digest) of the last batch applied
         self._deltas = History[feed.Delta](settings.buffer_events)
@@ -169,6 +170,7 @@ class EventRelay:
                 groups=self.ledger.groups,
                 facts=facts.identity,
                 shared=self.shared,
+                keys=self.feed_keys,
             )
         )
 

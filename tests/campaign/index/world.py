@@ -366,10 +366,11 @@ def _settings(name: str, folder: Path) -> Settings:
         revision="main",
         ranks=1,
         identity_key=KEY,
-        curve=CurveKeys(b"", b"", b""),
+        curve=CurveKeys(b"", b"", ()),
         state_dir=folder / name,
         model_dir=folder,
         hub_dir=folder,
+        secrets_dir=folder,
         buffer_events=200,
     )
 

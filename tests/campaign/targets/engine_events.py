@@ -154,9 +154,9 @@ class EngineEvents(Target):
         )
 
     def _settings(self, engine: str) -> Settings:
-        folder, keys = self._folder / str(self._number), CurveKeys(b"", b"", b"")
+        folder, keys = self._folder / str(self._number), CurveKeys(b"", b"", ())
         pod = f"uid-{self._number}", "127.0.0.1", "127.0.0.1"
-        return Settings(*pod, engine, "m", "main", 1, bytes(range(32)), keys, folder, folder, folder, buffer_events=100)
+        return Settings(*pod, engine, "m", "main", 1, bytes(range(32)), keys, *[folder] * 4, buffer_events=100)
 
     def _deliver(self, relay: EventRelay, worker: Worker, frames: list[feed.Published]) -> None:
         """Send what was published over the wire's form."""

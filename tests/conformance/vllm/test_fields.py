@@ -198,7 +198,7 @@ class Router:
         pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
         deployment = parsed({"model": {"id": MODEL}, "engine": made, "pools": [pool]})
         return Settings(
-            deployment, "r", "127.0.0.1", config, self.folder, bytes(32), "k", "t", CurveKeys(b"", b"", b"")
+            deployment, "r", "127.0.0.1", config, self.folder, bytes(32), "k", "t", (CurveKeys(b"", b"", b""),)
         )
 
 

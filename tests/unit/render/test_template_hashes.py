@@ -97,6 +97,8 @@ def test_encoders_weights_restart_no_pod() -> None:
 
 def test_new_secrets_restart_everybody() -> None:
     for field in dataclasses.fields(SecretData):
+        if field.name == "rotated":
+            continue  # it is there to restart none
         value = getattr(SECRETS, field.name)
         other = dataclasses.replace(SECRETS, **{field.name: value[::-1] + value[:1]})
         before, after = hashes(templates(WHOLE)), hashes(templates(WHOLE, other))

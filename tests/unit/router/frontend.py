@@ -58,7 +58,14 @@ class Frontend(Reports):
         self.stopping = asyncio.Event()
         self.refusals = Metrics().control_refusals
         app = port_apps.control_app(
-            token, self.reporter, self.placer, *[None] * 4, peers=tuple, stopping=self.stopping, refusals=self.refusals
+            token,
+            self.reporter,
+            self.placer,
+            *[None] * 4,
+            peers=tuple,
+            stopping=self.stopping,
+            refusals=self.refusals,
+            feed_keys=list,
         )
         self.server = Server(app, self.ip, PORT, drain_seconds=1)
         self._task: asyncio.Task | None = None

@@ -30,7 +30,7 @@ OWN_IP = "127.84.0.1"
 async def router(config: Path = Path("/nowhere"), own=None):
     """A router without its ports, of this deployment."""
     public, secret = zmq.curve_keypair()
-    keys = CurveKeys(public, secret, public)
+    keys = (CurveKeys(public, secret, public),)
     made = Router(replace(settings(), deployment=own or deployment(), pod_ip=OWN_IP, config_dir=config, curve=keys))
     # A feed of its own would connect again at any time and ask for a snapshot that no sidecar sends.
     with patch.object(FeedClient, "run", lambda feed: asyncio.Event().wait()):

@@ -284,7 +284,7 @@ async def test_feeds_of_all_accepted_versions_are_followed(version, context):
     worker = fleet.join(Member("pod-1", "pod-1", ip, "worker", "worker"))
     seen: list[feed.ImageObservation] = []
     fleet.sighting_listeners.append(lambda _, sighting: seen.append(sighting))
-    reader = FeedClient(worker, fleet, CurveKeys(public, secret, player.public), context, Metrics())
+    reader = FeedClient(worker, fleet, (CurveKeys(public, secret, player.public),), context, Metrics())
     async with running(player.speak(), player.answer(), reader.run()):
         await until(lambda: worker.sync.synced and worker.heartbeat is not None)
         assert (worker.id, worker.sync.epoch, worker.sync.seq) == ("pod-1/0a1b2c3d", 7, 3)

@@ -26,7 +26,7 @@ SIZE = 16
 def settings(model_dir: Path = MODEL, processor=None, engine="vllm", **media) -> Settings:
     engine = {"type": engine, "blockSize": SIZE, "processor": processor or {}}
     deployment = resource(engine=engine, routing={"media": media})
-    keys = CurveKeys(b"", b"", b"")
+    keys = (CurveKeys(b"", b"", b""),)
     return Settings(deployment, "r", "127.0.0.1", Path(), model_dir, bytes(32), "k", "t", keys)
 
 

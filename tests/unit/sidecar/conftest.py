@@ -269,11 +269,12 @@ def settings(tmp_path: Path, curve: dict[str, bytes]) -> Settings:
         revision="main",
         ranks=1,
         identity_key=bytes(range(32)),
-        curve=CurveKeys(curve["sidecar_public"], curve["sidecar_secret"], curve["router_public"]),
+        curve=CurveKeys(curve["sidecar_public"], curve["sidecar_secret"], (curve["router_public"],)),
         buffer_events=1000,
         state_dir=tmp_path / "state",
         model_dir=tmp_path / "model",
         hub_dir=tmp_path / "hub",
+        secrets_dir=tmp_path / "secrets",
     )
 
 
@@ -375,7 +376,7 @@ def environment(tmp_path: Path, settings: Settings) -> dict[str, str]:
     (secrets / "identity.key").write_bytes(bytes(range(32)))
     (secrets / "engine.key").write_text("engine-secret\n")
     curve, names = settings.curve, ("sidecar.curve.public", "sidecar.curve.secret", "router.curve.public")
-    for name, key in zip(names, (curve.public, curve.secret, curve.client), strict=True):
+    for name, key in zip(names, (curve.public, curve.secret, *curve.clients), strict=True):
         (secrets / name).write_bytes(key + b"\n")
     return {
         "MMROUTER_CONFIG": str(tmp_path / "config"),
