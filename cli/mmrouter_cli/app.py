@@ -35,6 +35,7 @@ app = typer.Typer(
 )
 for command in (resource_commands.init, resource_commands.status, resource_commands.doctor, bench):
     app.command()(command)
+app.command()(resource_commands.rotate_keys)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""Read-only access of `status`, `doctor` and `plan` to a cluster: complete objects by their path."""
+"""Access of `status`, `doctor`, `plan` and `rotate-keys` to a cluster: complete objects by their path."""
 
 import os
 from collections.abc import AsyncIterator, Awaitable

@@ -112,6 +112,25 @@ def doctor(
     raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in diagnoses) else 0)
 
 
+def rotate_keys(
+    name: Annotated[str, typer.Argument(help="A deployment of the cluster.")],
+    namespace: Namespace = None,
+    kubeconfig: Kubeconfig = None,
+    wait: Annotated[float, typer.Option(help="Seconds until every pod must have the keys of a step.")] = 600.0,
+) -> None:
+    """Replace the keys between routers and sidecars without a restart; exit status 1 if it is not completed."""
+    from mmrouter_cli import key_rotation
+    from mmrouter_cli.cluster_reader import ClusterError
+
+    try:
+        asyncio.run(key_rotation.on_cluster(name, namespace, kubeconfig, typer.echo, wait))
+    except ClusterError as error:
+        leave(str(error))
+    except key_rotation.RotationError as error:
+        typer.echo(f"mmrouter: {error}", err=True)
+        raise typer.Exit(FAILED) from error
+
+
 def _not_with_url(name: str | None, namespace: str | None, kubeconfig: Path | None) -> None:
     if name is not None or namespace is not None or kubeconfig is not None:
         leave("--url excludes a name, --namespace and --kubeconfig")

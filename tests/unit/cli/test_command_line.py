@@ -92,7 +92,7 @@ def test_a_command_that_is_stopped_while_it_is_imported_leaves_no_trace_of_that(
 
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "cli.md").read_text()
-SECTIONS = dict(re.findall(r"^## mmrouter (\w+)\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
+SECTIONS = dict(re.findall(r"^## mmrouter ([\w-]+)\n(.*?)(?=^## )", PAGE, re.MULTILINE | re.DOTALL))
 GROUP = typer.main.get_command(app)
 assert isinstance(GROUP, TyperGroup)
 COMMANDS: dict[str, Any] = GROUP.commands
