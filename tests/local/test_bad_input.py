@@ -62,6 +62,7 @@ CASES = {
     "mapped address": (user(image("http://[::ffff:10.0.0.1]/x.png")), 400, URL),
     "no listener": (user(image("http://127.0.0.1:9/x.png")), 400, URL),
     "too long": ({**GOOD, "messages": [{"role": "user", "content": "word " * 60000}]}, 400, "messages"),
+    "unknown field": ({**GOOD, "some_new_engine_field": 1}, 400, "some_new_engine_field"),
     "huge max_tokens type": ({**GOOD, "max_tokens": "many"}, 400, "max_tokens"),
 }
 
@@ -147,7 +148,7 @@ def test_what_clients_may_not_set_is_removed_and_counted(demo, connection):
 
 def test_a_field_that_is_not_modelled_is_served_and_never_called_exact(demo):
     client = demo.client()
-    raw = client.chat.completions.with_raw_response.create(**GOOD, extra_body={"some_new_engine_field": 1})
+    raw = client.chat.completions.with_raw_response.create(**GOOD, extra_body={"use_beam_search": True})
     assert raw.headers["x-mmrouter-exactness"] == "affinity"
 
 
