@@ -176,6 +176,6 @@ async def test_a_rendered_prompt_is_the_engines_and_names_its_images(two):
     assert wrong.status_code == 404
 
 
-async def test_an_engine_that_serves_does_not_render(tiny):
+async def test_an_engine_that_serves_does_not_render_without_the_flag_for_it(tiny):
     async with served(loaded(tiny, "serve")) as engine:
-        assert (await engine.post(RENDER, json={"messages": []})).status_code == 404
+        assert (await engine.post(RENDER, json={"messages": []})).status_code == 403
