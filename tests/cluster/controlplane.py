@@ -45,6 +45,8 @@ class Place:
     """The range of the Services' addresses."""
     enter: tuple[str, ...] = ()
     """What the command line of everything begins with that runs there."""
+    apiserver: tuple[str, ...] = ()
+    """Further options of the API server."""
 
 
 class StartError(Exception):
@@ -225,9 +227,8 @@ class ControlPlane(Access):
                 *("--authorization-mode=Node,RBAC", "--allow-privileged=true"),
                 *(f"--audit-policy-file={self.folder / 'audit-policy.json'}", "--audit-log-mode=blocking"),
                 f"--audit-log-path={self.folder / 'audit.log'}",
-                # As OpenShift has it: a child may block the deletion of its owner only by this right.
-                "--enable-admission-plugins=OwnerReferencesPermissionEnforcement",
                 *self.apiserver_options(),
+                *self.place.apiserver,
             ],
             "controller-manager": [
                 str(self.bin / "kube-controller-manager"),
@@ -287,14 +288,16 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals = signal.SIGTER
 
 
 @contextmanager
-def control_plane(folder: Path, bin: Path, crds: Path | None) -> Iterator[ControlPlane]:
-    """Run a control plane until the block ends. ``crds``: a folder of CRDs to serve from the beginning. Raises
-    :class:`StartError`.
+def control_plane(
+    folder: Path, bin: Path, crds: Path | None, *, apiserver: tuple[str, ...] = ()
+) -> Iterator[ControlPlane]:
+    """Run a control plane until the block ends. ``crds``: a folder of CRDs to serve from the beginning; ``apiserver``:
+    further options of the API server. Raises :class:`StartError`.
     """
     block = take_block({API_PORT, ETCD_PORT, ETCD_PORT + 1})
     guard = Guard(uuid.uuid4().hex)
     try:
-        plane = ControlPlane(folder, bin, Place(block.service), guard)
+        plane = ControlPlane(folder, bin, Place(block.service, apiserver=apiserver), guard)
         try:
             plane.start("etcd", "apiserver")
             # Before the controllers: the garbage collector looks for new kinds only every 30 seconds.

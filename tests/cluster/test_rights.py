@@ -6,12 +6,14 @@ Events and Leases, and metadata of objects that a resource names.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from cluster.controlplane import APPLY, ControlPlane
+from cluster.conftest import CRDS
+from cluster.controlplane import APPLY, ControlPlane, control_plane
 from cluster.deployments import MERGE, definition, served
 from cluster.operators import CLUSTER_ROLE, LEASE_ROLE
 from cluster.resources import RBAC, binding
@@ -129,7 +131,15 @@ def request(http: httpx.Client, namespace: str, user: str, right: Right) -> int:
 
 
 @pytest.fixture(scope="module")
-def accounts(crd: ControlPlane) -> Iterator[Accounts]:
+def enforcing(kube_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane that lets a child block the deletion of its owner only by the right to do so, as OpenShift's."""
+    option = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
+    with control_plane(tmp_path_factory.mktemp("enforcing"), kube_bin, CRDS, apiserver=(option,)) as plane:
+        yield plane
+
+
+@pytest.fixture(scope="module")
+def accounts(enforcing: ControlPlane) -> Iterator[Accounts]:
     """Users of these rights, known to the API server, in a cluster that serves every optional API."""
     made: list[str] = []
 
@@ -137,23 +147,23 @@ def accounts(crd: ControlPlane) -> Iterator[Accounts]:
         rules = [{"apiGroups": [group], "resources": [name], "verbs": [verb]} for group, name, verb in granted]
         subject = {"kind": "User", "name": user, "apiGroup": RBAC}
         for path, body in ((CLUSTER_ROLES, {"rules": rules}), (BINDINGS, binding("ClusterRole", user, subject))):
-            crd.request("POST", path, {**body, "metadata": {"name": user}}).raise_for_status()
+            enforcing.request("POST", path, {**body, "metadata": {"name": user}}).raise_for_status()
             made.append(f"{path}/{user}")
         return user
 
     definitions = [definition(kind, group, version, spec) for (group, version, kind), spec in SCHEMAS.items()]
-    with served(crd, *definitions), crd.namespace() as namespace:
+    with served(enforcing, *definitions), enforcing.namespace() as namespace:
         body = {"metadata": {"name": "granted"}, "rules": []}
-        crd.request("POST", f"/apis/{RBAC}/v1/namespaces/{namespace}/roles", body).raise_for_status()
+        enforcing.request("POST", f"/apis/{RBAC}/v1/namespaces/{namespace}/roles", body).raise_for_status()
         try:
             lacking = {right: make(f"without-{n}", [r for r in RIGHTS if r != right]) for n, right in enumerate(RIGHTS)}
-            found = Accounts(crd, namespace, make("everything", RIGHTS), lacking)
+            found = Accounts(enforcing, namespace, make("everything", RIGHTS), lacking)
             # The last account that was made is known when it may list.
             wait_for(lambda: found.status(found.everything, ("", "pods", "list")) == 200, SECONDS, "rights are known")
             yield found
         finally:
             for path in made:
-                crd.request("DELETE", path)
+                enforcing.request("DELETE", path)
 
 
 @pytest.mark.parametrize("right", RIGHTS, ids=lambda right: " ".join(filter(None, right)))
