@@ -10,10 +10,11 @@ from campaign.targets.http_streams import HttpStreams
 from campaign.targets.image_headers import ImageHeaders
 from campaign.targets.index import IndexHistories
 from campaign.targets.prompts import Prompts
+from campaign.targets.resources import AdmittedResources, Resources
 from campaign.targets.soak import Soak
 from campaign.targets.soak_month import SoakMonth
 from campaign.targets.urls import Urls
 
 _INPUTS = (HttpStreams, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
-_ALL = (*_INPUTS, IndexHistories, Faults, SoakMonth, Soak)
+_ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, Faults, SoakMonth, Soak)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}
