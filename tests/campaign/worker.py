@@ -67,7 +67,10 @@ def work(target: Target, seed: str, seconds: float, count: int, folder: Path) ->
         if now - saved >= _SAVE_S:
             saved = now
             save(counts)
-        return now < end and not (count and counts.inputs >= count)
+        if now < end and not (count and counts.inputs >= count):
+            return True
+        current[: _HEAD.size] = _HEAD.pack(0, 0)  # a target may take its time to end
+        return False
 
     known = corpus.load().get(target.name, {})
     save(run(target, seed, list(known.values()), go_on, before))

@@ -181,7 +181,7 @@ def parse(text: str) -> Target:
         raise MediaError("url", "The URL holds white space, a control character or a backslash.")
     try:
         return _target(text)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:  # yarl raises the latter for a host of one bracket
         raise MediaError("url", "The URL is malformed.") from error
 
 

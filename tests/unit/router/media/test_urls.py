@@ -40,7 +40,7 @@ file:///etc/passwd ftp://a.example/x gopher://a.example/ a.example/x.png //a.exa
 AMBIGUOUS = """
 http:/a.example/x http:///x http:// http://a.example\\@b.example/
 http://user@a.example/ http://user:pass@a.example/ http://:@a.example/ http://@a.example/
-http://a.example:70000/ http://a.example:0/ http://a.example:x/ http://[::1/ http://[fe80::1%25eth0]/
+http://a.example:70000/ http://a.example:0/ http://a.example:x/ http://[::1/ http://[::1]:@/ http://[fe80::1%25eth0]/
 http://a..example/ http://-a.example/ http://a%2eexample/ http://%31%32%37.0.0.1/ http://127.0.0.1%00.a.example/
 http://0x7f.1/ http://[::ffff:0x7f.1]/ http://0x7f000001/ http://2130706433/ http://127.1/ http://0177.0.0.1/ http://127.0.0.1.1/
 """
