@@ -35,7 +35,7 @@ class Observer:
         self._engine_key = (folder / "engine.key").read_text().strip()
         self._identity_key = (folder / "identity.key").read_bytes()
         self._model = load_deployment(folder.parent / "deployment.json").spec.model
-        self._http = httpx.Client(verify=False, trust_env=False, timeout=10)
+        self._http = httpx.Client(verify=False, trust_env=False, timeout=60)
 
     def close(self) -> None:
         self._http.close()
