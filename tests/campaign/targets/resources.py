@@ -36,7 +36,7 @@ def _names(schema: Any) -> set[str]:
 
 
 NAMES = sorted(_names(SPEC))
-VALUES = (
+VALUES: tuple[Any, ...] = (
     *TEXT,
     None,
     -1,
