@@ -1,6 +1,6 @@
 """Take the packages of the previous minor version out of the history of this checkout, for tests of upgrades.
 
-    python -m hack.previous_version            # writes them, or finds them ready; prints the folder
+    python -m hack.previous_version            # writes them unless they exist; prints the folder
     python -m hack.previous_version --where    # prints the folder only
 
 The folder ``previous/COMMIT`` of the cache has one folder per package, as an installation has, and ``crds``. It runs on

@@ -1,4 +1,4 @@
-"""Streams that are read in threads while their engines are struck, and what an undisturbed engine answers."""
+"""Streams that are read in threads while a fault hits their engine, and the answers of an undisturbed engine."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ SECONDS = 240.0  # bounds a wait
 IMAGES = [data_uri(picture(f"stream {n}", 112, 112)) for n in range(4)]
 GREEDY: Mapping[str, float] = {"temperature": 0}
 BEST_ONLY: Mapping[str, float] = {"temperature": 1, "min_p": 1}
-"""Sampling for the router, but of the most probable token alone."""
+"""Sampled for the router, but only the most probable token can be drawn."""
 BREAKS = "mmrouter_stream_breaks_total"
 
 
@@ -103,7 +103,7 @@ class Streams:
         return [body(number, self.tokens, **self.sampling) for number in range(self.count)]
 
     def assert_outlive(self, strike: Callable[[str], None]) -> None:
-        """Begin all streams, strike the engine that has most of them, and compare each stream with its answer."""
+        """Begin all streams, strike the engine with most of them, and compare each stream with its answer."""
         deployment = self.deployment
         before = deployment.metric(BREAKS)
         streams = [Stream(deployment.url, request) for request in self.requests]

@@ -1,4 +1,4 @@
-"""The command `mmrouter rotate-keys`: new keys of the feed in steps, each once every process has the one before."""
+"""The command `mmrouter rotate-keys`: replaces the feed's keys in steps, each once every process has the last."""
 
 import asyncio
 import base64
@@ -17,7 +17,7 @@ from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_
 
 ASK_SECONDS = 1.0
 HEARD_SECONDS = 5.0
-"""A sidecar that a frontend has not heard for longer may have other keys."""
+"""Age of a sidecar's last frame above which a frontend's record of its keys may be outdated."""
 
 States = Mapping[str, State | Unread]
 """Name of a frontend -> its state."""
@@ -34,7 +34,7 @@ async def rotate(
     say: Callable[[str], None],
     wait_seconds: float,
 ) -> None:
-    """Rotate the keys, or end a rotation that was interrupted. ``wait_seconds``: for every process to have a step.
+    """Rotate the keys, or complete an interrupted rotation. ``wait_seconds``: the longest wait for each step.
 
     Raises :class:`RotationError`.
     """

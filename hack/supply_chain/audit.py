@@ -1,11 +1,11 @@
 """Compare the locked dependencies with a database of known vulnerabilities, by pip-audit in an environment of its own.
 
     python -m hack.supply_chain.audit              # fails where a locked version has a known vulnerability
-    python -m hack.supply_chain.audit --optional   # prints what it finds, and fails for nothing
+    python -m hack.supply_chain.audit --optional   # prints what it finds, and always succeeds
 
-Prints the age of ``requirements.lock`` first, which is what remains known where no database is reachable. The database
-is OSV's (``api.osv.dev``); ``hack/supply_chain/audit.lock`` pins pip-audit. The result depends on the day, so no test
-level runs this: continuous integration has a job of its own for it. Exit status: ``hack/build_once.py``.
+Prints the age of ``requirements.lock`` first, because it is all that is known if the database is not reachable. The
+database is OSV's (``api.osv.dev``); ``hack/supply_chain/audit.lock`` pins pip-audit. The result depends on the day, so
+no test level runs this, but a separate job of continuous integration. Exit status: ``hack/build_once.py``.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LOCK = ROOT / "requirements.lock"
 OWN_LOCK = Path(__file__).with_name("audit.lock")
 DAY = 86_400
 FOUND = "known vulnerabilit"
-"""In the line with which pip-audit ends where it has found something; its other failures say something else."""
+"""Part of pip-audit's last line when it has found a vulnerability; its other failures do not print it."""
 
 
 def lock_age_days() -> float | None:
@@ -81,7 +81,7 @@ def audit(program: Path) -> None:
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Compare the locked dependencies with known vulnerabilities.")
-    parser.add_argument("--optional", action="store_true", help="print what is found and fail for nothing")
+    parser.add_argument("--optional", action="store_true", help="print what is found and exit with status 0")
     chosen = parser.parse_args()
     age = lock_age_days()
     note(f"requirements.lock was changed {age:.0f} days ago" if age is not None else "the lock's age is not known here")

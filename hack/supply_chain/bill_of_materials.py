@@ -4,10 +4,10 @@
     python -m hack.supply_chain.bill_of_materials --check
 
 Writes ``wheel.cdx.json``, ``mmrouter.cdx.json``, ``sim.cdx.json`` and ``development.cdx.json`` into DIR: every
-dependency of ``requirements.lock`` that the part has, with its version, the lock's hashes and its licence, and on whose
-behalf it is there. ``--images``: the archives of ``make images ARGS="--export FOLDER"``, from which the packages of the
-base image are read; without them an image's bill names the base by its digest. ``--check`` writes nothing: exit status
-1 where a dependency has no licence that the project accepts (``hack/supply_chain/licences.py``).
+dependency of ``requirements.lock`` that the part has, with its version, the lock's hashes, its licence and the
+packages that require it. ``--images``: the archives of ``make images ARGS="--export FOLDER"``, from which the packages
+of the base image are read; without them an image's bill names the base by its digest. ``--check`` writes nothing: exit
+status 1 where a dependency has no licence that the project accepts (``hack/supply_chain/licences.py``).
 
 The same lock gives the same bytes. Licences are read from the installed distributions.
 """
@@ -41,7 +41,7 @@ OWN: Final = ("mmrouter-k8s", "mmrouter-native")
 NAMESPACE: Final = uuid.uuid5(uuid.NAMESPACE_DNS, "mmrouter.io")
 Component = dict[str, Any]
 Lock = dict[str, tuple[str, set[str]]]
-"""Name -> (its lines in the lock, on whose behalf it is there)."""
+"""Name -> (its lines in the lock, the packages that require it)."""
 
 
 def project() -> dict[str, Any]:

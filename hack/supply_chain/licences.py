@@ -14,8 +14,8 @@ ALLOWED: Final = frozenset(
         *("MPL-2.0", "PSF-2.0", "Unicode-3.0", "Zlib"),
     )
 )
-"""Licences that allow distribution in an image under Apache-2.0. MPL-2.0 obliges for changed files only, and the images
-change none."""
+"""Licences that allow distribution in an image under Apache-2.0. MPL-2.0 has conditions for changed files only, and the
+images change none."""
 ALLOWED_EXCEPTIONS: Final = frozenset({"LLVM-exception"})
 WRITTEN_OUT: Final = {
     "3-Clause BSD License": "BSD-3-Clause",

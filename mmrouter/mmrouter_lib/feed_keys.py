@@ -1,7 +1,8 @@
 """The feed's CURVE keys as files of a mounted Secret, which change while keys rotate (docs/operator.md).
 
 A file holds one key in Z85 per line: one as a rule, and during a rotation two, of which the first is preferred. All
-processes of a deployment see a change at different times, so every process works with the files before and after it.
+processes of a deployment see a change at different times, so a process with the old files and one with the new files
+must be able to connect.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ def fingerprint(public: bytes) -> str:
 
 def read_keys(folder: Path, *names: str) -> dict[str, Keys]:
     """Return the keys by file. Raises ``OSError`` and :class:`FeedKeyError`, whose messages name the file."""
-    behind = folder.resolve()  # a mounted Secret changes by a link: all files come from one side of a change
+    behind = folder.resolve()  # a mounted Secret changes by one link, so all files are of the same version
     return {name: parse_keys(str(folder / name), (behind / name).read_bytes()) for name in names}
 
 
@@ -55,7 +56,7 @@ class KeyWatch:
         self._problem = ""
 
     def changed(self) -> Mapping[str, Keys] | None:
-        """Return the keys where they differ from those of the last call, ``None`` where they do not or are unusable.
+        """Return the keys if they differ from those of the last call; ``None`` if they are equal or unusable.
 
         Keys beside another identity key are those of a Secret that was created anew, and for new pods only.
         """
@@ -66,7 +67,7 @@ class KeyWatch:
         except (OSError, FeedKeyError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                log.warning("keys of the feed stay as they are: %s", error)
+                log.warning("the feed keeps its present keys: %s", error)
             return None
         self._problem = ""
         before, self._seen = self._seen, found

@@ -215,7 +215,7 @@ class Router:
                 try:
                     self._curve = curve_keys(found)
                 except SettingsError as error:
-                    log.error("keys of the feed stay as they are: %s", error)
+                    log.error("the feed keeps its present keys: %s", error)
                 for feed, _ in self._feeds.values():
                     feed.use_keys(self._curve)
             await asyncio.sleep(CHECK_SECONDS)

@@ -175,10 +175,10 @@ class Sidecar:
                 try:
                     keys = curve_keys(found)
                 except SettingsError as error:
-                    log.error("keys of the feed stay as they are: %s", error)
+                    log.error("the feed keeps its present keys: %s", error)
                 else:
                     self.relay.feed_keys = keys.fingerprints
-                    self.relay.beat()  # over the connections that a new key may end
+                    self.relay.beat()  # before a new key closes the connections
                     self.publisher.use_keys(keys)
             await asyncio.sleep(CHECK_SECONDS)
 

@@ -42,17 +42,17 @@ class CurveKeys:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """Names of the own public key and of the accepted ones, as heartbeats have them."""
+        """Fingerprints of the sidecar's own public key and of the accepted keys, as in heartbeats."""
         return tuple(map(fingerprint, (self.public, *self.clients)))
 
 
 def curve_keys(files: Mapping[str, Keys]) -> CurveKeys:
-    """Return the keys to use: of two pairs the first one. Raises :class:`SettingsError`."""
+    """Return the keys to use: the first pair where there are two. Raises :class:`SettingsError`."""
     secret = files[SIDECAR_SECRET][0]
     try:
         return CurveKeys(zmq.curve_public(secret), secret, files[ROUTER_PUBLIC])
     except zmq.ZMQError:
-        raise SettingsError(f"{SIDECAR_SECRET} is not a key of CURVE") from None
+        raise SettingsError(f"{SIDECAR_SECRET} is not a CURVE key") from None
 
 
 @dataclass(frozen=True, slots=True)

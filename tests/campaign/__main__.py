@@ -1,4 +1,4 @@
-"""Hostile inputs, faults and soak for a given time, and one table of what happened. ``make campaign`` runs it.
+"""Hostile inputs, faults and soak for a given time, and one table of the results. ``make campaign`` runs it.
 
     python -m campaign [TARGET ...] [--seconds 7200] [--seed N] [--count N] [--lanes N] [--keep]
     python -m campaign --replay FILE

@@ -1,7 +1,7 @@
 """The corpus: inputs that every run checks first, one for each outcome that a campaign has seen, in one file of text.
 
 A line is one input, with its target and outcome. Bytes are characters of the same number. An input that once failed
-stays by the outcome that it has since.
+is kept under its present outcome.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Streams of real engines, with images, are the same text after their engine was stopped or killed.
+"""Streams of real engines, with images, have the same text after their engine was stopped or killed.
 
-One deployment of two engines per engine type: a stopped engine goes on afterwards, and the kill is the last act. vLLM
-repeats greedy answers and continues others from their token ids, SGLang repeats.
+One deployment of two engines per engine type: a stopped engine resumes afterwards, and the kill is the last test. vLLM
+answers are repeated if greedy and continued from their token ids if sampled, SGLang answers are repeated.
 """
 
 import os
@@ -61,7 +61,7 @@ def send_signal(deployment: Deployment, name: str, number: signal.Signals) -> No
                 os.kill(child.pid, number)
 
 
-def test_streams_outlive_an_engine_that_stands_still(served: Served) -> None:
+def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
     for sampling in (GREEDY, BEST_ONLY) if served.continues else (GREEDY,):
         stopped: list[str] = []
 

@@ -13,7 +13,7 @@ IMAGES = [data_uri(picture(f"load {n}", 112, 112)) for n in range(4)]
 
 
 class Clients:
-    """Clients in threads that send short requests one after the other until told to stop."""
+    """Clients in threads that send short requests one after the other until the block ends."""
 
     def __init__(self) -> None:
         self.answered: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Sixty-four streams outlive one engine of three: each is the stream that an undisturbed engine gives."""
+"""Sixty-four streams outlive one engine of three: each equals the stream of an undisturbed engine."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def streams(demo, request):
 
 
 def drain_past_its_time(process) -> None:
-    """The signal that begins a drain, and the kubelet's when it takes too long."""
+    """The signal that begins a drain, and the kubelet's when the drain takes too long."""
     process.send_signal(signal.SIGTERM)
     process.kill()
 
@@ -38,7 +38,7 @@ def test_streams_outlive_their_engine(settled, streams, strike):
     streams.assert_outlive(lambda name: strike(settled.processes("vllm")[name]))
 
 
-def test_streams_outlive_an_engine_that_stands_still(settled, streams):
+def test_streams_outlive_an_engine_that_hangs(settled, streams):
     stopped = []
 
     def stop(name: str) -> None:

@@ -85,11 +85,13 @@ class TenantLimits(Resource):
     """What one tenant may use, and its priority."""
 
     requests_per_minute: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """Requests per minute on average, and the most at once after a pause; above: 429 rate_limited. Absent: no limit."""
+    """Requests per minute on average; after a pause, as many are admitted at once. Above it: 429 rate_limited. Absent:
+    no limit."""
     concurrency: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """Requests that may be under way at the same time; above: 429 concurrency_limited. Absent: no limit."""
+    """Requests under way at the same time. Above it: 429 concurrency_limited. Absent: no limit."""
     priority: Literal["high", "standard", "low"] = "standard"
-    """Turns among the tenants with waiting requests when all engines are full: high gets 16, standard 4, low 1."""
+    """Share of turns among tenants with waiting requests while all engines are full: high gets 16 turns, standard 4,
+    low 1."""
 
 
 class NamedTenant(TenantLimits):
@@ -100,15 +102,16 @@ class NamedTenant(TenantLimits):
 
 
 class Tenants(Resource):
-    """Limits of tenants, each divided by the number of routers, and turns when all engines are full."""
+    """Limits of tenants, each divided by the number of routers, and turns while all engines are full."""
 
     default: TenantLimits = TenantLimits()
     """Limits of every tenant that is not in `named`."""
     named: list[NamedTenant] = Field(default=[], max_length=1024, json_schema_extra=by_key("name"))
-    """Tenants with limits of their own; a limit that an entry does not have is none. A map by `name`."""
+    """Tenants with their own limits, instead of the default ones. A limit that an entry omits does not apply. A map by
+    `name`."""
     max_wait_seconds: Annotated[int, Field(ge=0, le=600)] = 10
     """How long a request may wait for its turn when all engines have routing.maxQueuedRequests; then it is answered
-    429 queue_full. At most routing.maxQueuedRequests requests wait in one router. 0: none waits."""
+    429 queue_full. At most routing.maxQueuedRequests requests wait in one router. 0: no request waits."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> "Tenants":

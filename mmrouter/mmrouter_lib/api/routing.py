@@ -136,8 +136,8 @@ class Routing(Resource):
     """Requests of one router that may wait for a first answer byte at one engine, per rank; an unstreamed answer counts
     until it is complete. If all engines that could serve a request are full, it is answered 429 with Retry-After."""
     continue_streams: bool = True
-    """Whether a stream that loses its engine is continued by another one: greedy and seeded answers, and sampled chats
-    on vLLM."""
+    """Whether a stream whose engine ends or hangs is continued on another one: greedy and seeded answers, and sampled
+    chats on vLLM."""
     transfer: Literal["none", "shm", "nixl"] = "none"
     """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share (every
     pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool directly. nixl:

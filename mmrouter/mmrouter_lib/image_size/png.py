@@ -10,10 +10,10 @@ _MAX_TEXTS = 8  # texts that can hold an orientation; writers write one
 _MAX_TEXT = 1 << 20  # Pillow refuses longer compressed texts, so a longer one never has an orientation
 _XMP, _PROFILE, _EXIF, _PACKET = b"XML:com.adobe.xmp", b"Raw profile type exif", b"exif", b"xmp"
 _NAMED = frozenset((_XMP, _PROFILE, _EXIF, _PACKET))
-"""Names under which Pillow looks for an orientation, whatever kind of chunk has put a text there."""
+"""Names of texts in which Pillow looks for an orientation, in any kind of text chunk."""
 
 Named = dict[bytes, bytes | None]
-"""Name -> its last text; ``None``: one that Pillow cannot use, so that the image stays as it is."""
+"""Name -> its last text; ``None``: Pillow cannot use the text, so the image is not rotated."""
 
 
 def read(data: bytes, exif: bool) -> Header:

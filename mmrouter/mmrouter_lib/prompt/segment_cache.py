@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models
 
 MAX_BYTES = 64 << 20
 MAX_TOKENS = 1_048_576
-"""Tokens of a text beyond which it is not converted: a list of so many integers takes 16 ms, in which no other thread
+"""Most tokens of a text whose ids are converted: a list of this many integers takes 16 ms, in which no other thread
 runs."""
 SHORTEST = 256  # minimum characters of a segment but the last: fewer, longer segments are looked up faster
 

@@ -76,7 +76,7 @@ class SecretError(ValueError):
 def fingerprint(secrets: SecretData) -> str:
     """Return a short hash of the keys that pods were started with. It may be public: each entry is random and long.
 
-    Rotated CURVE keys do not change it, because running pods load them.
+    Rotated CURVE keys do not change it, because running pods load the new ones.
     """
     origin, _, lasting = secrets.rotated.partition(" ")
     return origin if lasting == _digest(secrets, rotate=True) else _digest(secrets)
@@ -88,7 +88,7 @@ def rotation_origin(secrets: SecretData) -> str:
 
 
 def _digest(secrets: SecretData, *, rotate: bool = False) -> str:
-    """Return the hash of all entries, with ``rotate`` of those only that do not rotate."""
+    """Return the hash of all entries; with ``rotate``, only of those that do not rotate."""
     digest = hashlib.sha256()
     for name, value in sorted(secrets.entries().items()):
         if name != "rotated" and not (rotate and "curve" in name):

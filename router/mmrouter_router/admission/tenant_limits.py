@@ -1,4 +1,4 @@
-"""Rate and concurrency limits per tenant (``frontend.tenants``): what a request may begin, and what its client reads.
+"""Rate and concurrency limits per tenant (``frontend.tenants``): which requests are admitted, and the headers for them.
 
 Every router applies its part of a limit, which is the limit divided by the number of routers (docs/tenants.md).
 """
@@ -13,7 +13,7 @@ from mmrouter_router.admission.rate_limit import decide
 from mmrouter_router.core.errors import RequestError
 
 WEIGHTS: Final = {"high": 16, "standard": 4, "low": 1}  # turns of a tenant by its priority
-SWEEP_ABOVE: Final = 1024  # tenants; above, and above twice those in use, idle ones are forgotten
+SWEEP_ABOVE: Final = 1024  # tenants; above this, and above twice the number in use, idle ones are dropped
 Headers = list[tuple[bytes, bytes]]
 
 
@@ -27,7 +27,7 @@ class _Usage:
 
 
 class Permit:
-    """An admitted request, until the block ends. ``headers``: what its client reads about the rate limit."""
+    """An admitted request, until the block ends. ``headers``: the headers about the rate limit in its answer."""
 
     __slots__ = ("_usage", "headers")
 

@@ -44,9 +44,9 @@ from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failur
 log = logging.getLogger("mmrouter.chat")
 
 FORWARDED = ("/v1/completions", "/v1/responses")
-BROKEN_OFF = "broken_off"  # the code of an answer that ended before its end
+BROKEN_OFF = "broken_off"  # the code of an answer that broke off
 STORED = "previous_response_id"
-PRIORITY = "priority"  # an engine compares the values of all tenants, so a tenant could go first
+PRIORITY = "priority"  # removed: an engine compares the values of all tenants, so one tenant could overtake others
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
 POLICY = b"x-mmrouter-policy"  # with the control token: this request's policy, to compare policies on the same engines
@@ -78,7 +78,7 @@ class Chat:
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
-        plain = {pool.role for pool in spec.pools} <= {"worker", "renderer"}  # stages hand prompts over by requests
+        plain = {pool.role for pool in spec.pools} <= {"worker", "renderer"}  # else requests pass through stages
         self._continuations = Continuations(
             forwarder,
             metrics,

@@ -66,7 +66,7 @@ class RequestError(Exception):
 
     @classmethod
     def unknown_field(cls, param: str) -> Self:
-        """400: a field that no table knows; its name is shortened, because the client chose it."""
+        """400: a field in no table of its engine; its name is shortened, because the client chose it."""
         name = param if len(param) <= SHOWN_CHARACTERS else param[:SHOWN_CHARACTERS] + "..."
         return cls.invalid(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
 

@@ -1,7 +1,7 @@
-"""Give freed memory back to the system after large work.
+"""Return freed memory to the system after work on large inputs.
 
-glibc keeps what was freed in its arenas: after tokenizing megabytes of text a router held hundreds of megabytes that
-nothing used. Trimming takes a second for a gigabyte, so it runs in a thread, and once for many requests.
+glibc keeps freed memory in its arenas: after tokenizing megabytes of text a router held hundreds of unused megabytes.
+Trimming a gigabyte takes a second, so it runs in a thread, and once for many requests.
 """
 
 import asyncio
@@ -9,12 +9,12 @@ import ctypes
 from collections.abc import Callable
 from typing import Final
 
-TRIM_BYTES: Final = 1024 * 1024  # of input, from which on work leaves enough freed memory for a trim
+TRIM_BYTES: Final = 1024 * 1024  # size of an input from which on its work leaves enough freed memory for a trim
 TRIM_SECONDS: Final = 10.0  # between the end of such work and the trim
 
 
 def malloc_trim() -> Callable[[int], int] | None:
-    """Return glibc's function, ``None`` with another C library."""
+    """Return glibc's ``malloc_trim``; ``None`` with another C library."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except AttributeError:

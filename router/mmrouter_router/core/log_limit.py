@@ -10,7 +10,7 @@ LINES_PER_SECOND: Final = 1.0
 
 
 class LogLimit(logging.Filter):
-    """A filter for a handler. The next line of a place says how many of its lines were left out before it."""
+    """A filter for a handler. After omitted lines, the next line from the same place in the code says how many."""
 
     def __init__(
         self, burst: float = BURST, per_second: float = LINES_PER_SECOND, clock: Callable[[], float] = time.monotonic
@@ -28,5 +28,5 @@ class LogLimit(logging.Filter):
             return False
         self._places[place] = left - 1, now, 0
         if omitted:
-            record.msg, record.args = f"{record.getMessage()} ({omitted} lines like it were left out)", None
+            record.msg, record.args = f"{record.getMessage()} ({omitted} similar lines were omitted)", None
         return True

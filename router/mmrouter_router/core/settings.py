@@ -38,7 +38,7 @@ def curve_keys(files: Mapping[str, Keys]) -> tuple[CurveKeys, ...]:
             for secret, server in itertools.product(files[ROUTER_SECRET], files[SIDECAR_PUBLIC])
         )
     except zmq.ZMQError:
-        raise SettingsError(f"{ROUTER_SECRET} is not a key of CURVE") from None
+        raise SettingsError(f"{ROUTER_SECRET} is not a CURVE key") from None
 
 
 @dataclass(frozen=True, slots=True)

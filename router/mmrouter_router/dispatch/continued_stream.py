@@ -50,7 +50,7 @@ def is_stream(reply: EngineReply) -> bool:
 
 
 class Continuations:
-    """Makes streams that move to another engine. ``enabled``: ``spec.routing.continueStreams``."""
+    """Makes streams that can move to another engine. ``enabled``: ``spec.routing.continueStreams``."""
 
     def __init__(
         self,
@@ -108,10 +108,10 @@ class ContinuedStream:
         self._convert: Callable[[Chunk], Chunk] | None = None  # of an engine that continues token ids
         self._answer: StreamedAnswer | None = None  # what the client has, from the first break on
         self._moves = 0
-        self._cause: Cause | None = None  # of a break that is not counted yet
+        self._cause: Cause | None = None  # of the last break, until it is counted
         self._over = False
         self._sink: Sink = _Collected()
-        self._changes = self._by_tokens is not None  # whether the client gets other events than the engine sends
+        self._changes = self._by_tokens is not None  # whether the events for the client differ from the engine's
         self.first = self._changed(self._kept.take(reply.first))
 
     # -- source
@@ -120,7 +120,7 @@ class ContinuedStream:
         """The unread bytes of a stream are never known to be all."""
 
     async def pour(self, sink: Sink) -> None:
-        """Write the stream into a sink; return at its end, which may be an error event."""
+        """Write the stream to a sink; return at its end, which may be an error event."""
         self._sink = sink
         while not self._over:
             error: UpstreamError | None = None
@@ -175,7 +175,7 @@ class ContinuedStream:
         return events if self._by_tokens is None else self._by_tokens.strip(events)
 
     def _merged(self, answer: StreamedAnswer, events: bytes) -> bytes:
-        """Return what the client does not have of these events."""
+        """Return these events without the part that the client already has."""
         new: list[bytes] = []
         try:
             new += (answer.merge(event, self._convert) for event in split(events))
@@ -192,7 +192,7 @@ class ContinuedStream:
     # -- breaks
 
     async def _end_of_answer(self, error: UpstreamError | None) -> None:
-        """Go on with another engine where the answer is not complete, or end the stream with an error event."""
+        """Continue an incomplete answer on another engine, or end the stream with an error event."""
         cause = self._why_broken(error)
         if cause is None:
             self._over = True
@@ -219,7 +219,7 @@ class ContinuedStream:
         return "stalled" if isinstance(answer, Answer) and answer.connection.stalled else "engine_lost"
 
     async def _move(self, cause: Cause) -> Refusal | None:
-        """Send the request to another engine; returns why not."""
+        """Send the request to another engine; return the reason if that is not possible."""
         reply, past = self.reply, self._past
         if self._refusal in ("diverged", "unreadable"):
             return self._refusal
@@ -298,14 +298,14 @@ class _Collected:
         self.pieces: list[bytes] = []
 
     def when_writable(self, callback: Callable[[], None] | None) -> None:
-        """Never call back: it is never full."""
+        """Never calls back, because this sink is never full."""
 
     def write(self, piece: bytes) -> None:
         self.pieces.append(piece)
 
 
 def _error_event(path: str, refusal: Refusal) -> bytes:
-    """Return the last event of a stream without its rest."""
+    """Return the error event and the last event, which end a stream that is not continued."""
     error = RequestError(500, soundness.describe(refusal), type="server_error", code=f"stream_{refusal}")
     if path in CONTINUED:
         return b"data: " + error.to_body() + b"\n\n" + DONE

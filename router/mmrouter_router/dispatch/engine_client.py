@@ -37,8 +37,8 @@ SendRequest = Callable[[Target, Mapping[str, str]], Awaitable[Answer]]
 """Target and headers -> answer, of one and the same request. Raises :class:`UpstreamError`."""
 DRAINING = b"cannot schedule new futures after shutdown"  # with status 500 (docs/engine-facts/vllm.md#drain)
 ERROR_LIMIT = 256 * 1024
-HELD_BYTES: Final = 256 * 1024  # of an answer with a length that is held until it is complete
-RENDERED_LIMIT: Final = 256 << 20  # of a rendered prompt, which holds the pixels of its images
+HELD_BYTES: Final = 256 * 1024  # size up to which an answer of known length is held until it is complete
+RENDERED_LIMIT: Final = 256 << 20  # bytes of a rendered prompt, which holds the pixels of its images
 MAX_INCOMPLETE: Final = 4  # tokens at the end of an answer that form no character: one has at most four bytes
 SEAM_TOKENS: Final = 8  # tokens whose text shows whether the last character is whole
 STAGE_LIMIT = 4 << 20  # bytes of an answer for another engine: it lists the blocks of a prompt, and holds no text
@@ -346,9 +346,9 @@ class EngineClient:
         headers: Mapping[str, str],
         span: Span,
     ) -> EngineReply:
-        """Have an engine continue an answer from its token ids; return its stream behind them.
+        """Let an engine continue an answer from its token ids; return the stream of the tokens after them.
 
-        Tokens at the end that form no whole character have no text yet, so they are generated again. Raises
+        Tokens at the end that form an incomplete character have no text yet, so they are generated again. Raises
         :class:`UpstreamError`, and :class:`RequestError` where the engine does not take the ids.
         """
         way = self.continuation
@@ -363,7 +363,7 @@ class EngineClient:
                     break
                 sent.drop_last_id()
             else:
-                raise ContinuationError("the answer ends with no whole character")
+                raise ContinuationError("the answer does not end with a complete character")
             rendered = _body_of(await ask(way.prompt_path, outgoing.plain, limit=RENDERED_LIMIT))
             body = await asyncio.to_thread(way.build, rendered, tuple(sent.ids))
         except ContinuationError as error:

@@ -1,4 +1,4 @@
-"""Send a request to its engine, and to another one where that ends before an answer (docs/architecture.md).
+"""Send a request to its engine, and to another one if that engine ends before it answers (docs/architecture.md).
 
 Streams that break later are continued by :mod:`.continued_stream`.
 """
@@ -92,7 +92,7 @@ class Forwarder:
     async def send(self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory | None = None) -> EngineReply:
         """Return the first answer that is not a retryable refusal.
 
-        ``past``: of a request that was sent before, whose stream broke. Raises :class:`RequestError`: 503 with
+        ``past``: the earlier attempts of a request whose stream broke. Raises :class:`RequestError`: 503 with
         ``Retry-After`` without a worker for the request, and 400 when :data:`DEATHS` engines ended under it.
         """
         past = past if past is not None else AttemptHistory()
@@ -114,7 +114,7 @@ class Forwarder:
         raise RequestError.quarantined()
 
     async def _place_in_turn(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
-        """Place a request, a new one after those that wait. A retry has waited before and is refused at once."""
+        """Place a request. A new one waits behind those in line; a retry does not wait and may be refused."""
         try:
             if self._waiting is None or past.tried:
                 return self._place(call, past)

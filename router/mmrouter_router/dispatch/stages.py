@@ -67,7 +67,7 @@ class StageResult:
 
 @dataclass(slots=True)
 class ForwardCall:
-    """A request on its way to engines. ``answer``: what the client has, whose token ids the engine continues."""
+    """A request on its way to engines. ``answer``: the part that the client has; the engine continues its token ids."""
 
     request_id: str
     prepared: Prepared

@@ -1,8 +1,8 @@
-"""Ends connections to engines that stand still, so that their requests and streams go to other engines.
+"""Closes connections to engines that hang, so that their requests and streams move to other engines.
 
-A stopped process, or one on a lost node, closes no connection. A slow prefill and a long thought send no bytes either,
-so three things must come together: no byte for :data:`SILENT_SECONDS`, an engine that the fleet reports as gone (its
-sidecar says so or is silent itself), and no answer to a health check of the router's own.
+A stopped process, or one on a lost node, closes no connection. During a slow prefill or long reasoning an engine sends
+no bytes either, so three conditions must hold: no byte for :data:`SILENT_SECONDS`, an engine that the fleet reports as
+gone (its sidecar reports it, or sends nothing itself), and no answer to the router's own health check.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class StallWatch:
             await self.check()
 
     async def check(self) -> None:
-        """Count one period of silence, and end what is over the limit."""
+        """Count one period of silence per connection, and close those above the limit."""
         up = {worker.member.ip for worker in self._fleet if not self._is_gone(worker)}
         gone = [address for address in self._upstream.active() if address[0] not in up]
         silent = [address for address in gone if self._upstream.count_silence(address) >= SILENT_SECONDS / PERIOD]

@@ -23,13 +23,13 @@ class _Tenant:
 
     def __init__(self, weight: int) -> None:
         self.weight = weight
-        self.requests: OrderedDict[asyncio.Event, None] = OrderedDict()  # each is set when it may try
+        self.requests: OrderedDict[asyncio.Event, None] = OrderedDict()  # an event is set when its request may try
 
 
 class WaitingLine:
-    """Places for ``limit`` requests, each for ``seconds``. ``weight``: tenant -> its weight.
+    """A line with places for ``limit`` requests, each for at most ``seconds``. ``weight``: tenant -> its weight.
 
-    A tenant may have as many requests waiting as places are free, so there is always one for another tenant.
+    A tenant may have as many requests waiting as places are free, so a place always remains for another tenant.
     """
 
     def __init__(self, limit: int, seconds: float, weight: Callable[[str], int]) -> None:
@@ -98,7 +98,7 @@ class WaitingLine:
             self._heap.clear()
             self._virtual = 0.0
         elif self._first is None:
-            self.wake()  # several places may be free, or the request left without taking its own
+            self.wake()  # several engines' places may be free, or this request left without taking one
 
     def _next(self) -> asyncio.Event | None:
         while self._heap:

@@ -45,7 +45,7 @@ class FeedClient:
         self._dealer: zmq.asyncio.Socket | None = None
 
     def use_keys(self, keys: tuple[CurveKeys, ...]) -> None:
-        """Use other keys: the present connection stays until the sidecar is heard to accept the preferred ones."""
+        """Use other keys. The connection stays until a heartbeat says that the sidecar accepts the preferred ones."""
         self._keys = keys
         self._reconsider.set()
 
@@ -56,7 +56,7 @@ class FeedClient:
             log.info("%s: the feed continues with other keys", self._worker.member.name)
 
     async def _connect(self, keys: CurveKeys) -> CurveKeys:
-        """Follow the feed with these keys; return those to use next."""
+        """Follow the feed with these keys; return the keys to use next."""
         sub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.SUB)
         dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
         self._configure(sub, keys)
@@ -67,7 +67,7 @@ class FeedClient:
             sub.connect(f"tcp://{ip}:{PUB_PORT}")
             dealer.connect(f"tcp://{ip}:{ROUTER_PORT}")
             self._dealer = dealer
-            if not self._worker.sync.synced:  # with other keys the feed continues, and numbers show what was missed
+            if not self._worker.sync.synced:  # else the feed continues, and sequence numbers show gaps
                 await self._send(self._session.opened())
             async with asyncio.TaskGroup() as tasks:
                 following = [
@@ -87,8 +87,8 @@ class FeedClient:
     async def _other_keys(self, used: CurveKeys) -> CurveKeys:
         """Return the keys to use instead of ``used``, once there are any.
 
-        They are the first ones that the sidecar has and accepts, as its heartbeats say. Without a heartbeat each
-        combination gets its turn.
+        They are the first ones that the sidecar has and accepts, as its heartbeats say. Without a heartbeat the
+        combinations are tried in turn.
         """
         self._heard = False
         while True:

@@ -1,4 +1,4 @@
-"""One worker's feed without its sockets: what frames, and their absence, mean for the index. Times are the fleet's."""
+"""One worker's feed without its sockets: how frames, and missing frames, change the index. Uses the fleet's clock."""
 
 from mmrouter_lib import feed
 from mmrouter_router.fleet.workers import Fleet, SyncRequest, Worker
@@ -16,7 +16,7 @@ class FeedSession:
         self._requested_at: float | None = None
 
     def opened(self) -> list[SyncRequest]:
-        """Begin to follow: the index counts as stale until a snapshot arrives."""
+        """Start the session: the index counts as stale until a snapshot arrives."""
         return self._requested(self._fleet.feed_connected(self._worker))
 
     def on_published(self, frame: feed.Published) -> list[SyncRequest]:

@@ -13,7 +13,7 @@ Step = Literal["reset", "synced"] | Delta | SnapshotPart | SnapshotRequest | Rep
 """Drop the index slots of every rank; the index now holds what the sidecar holds; apply a delta; add the keys of a part
 of a snapshot; send a request, to which the answer to any older one is stale."""
 
-OLDER_BEATS = 4  # heartbeats in a row of a lower epoch from which it is the present one: more than are ever late
+OLDER_BEATS = 4  # heartbeats in a row after which a lower epoch is the present one; fewer may be late frames
 MAX_WAITING = 10_000  # deltas kept during a snapshot or replay; beyond it a fresh snapshot is cheaper
 
 
@@ -40,8 +40,8 @@ class FeedSync:
     def on_heartbeat(self, beat: Heartbeat) -> list[Step]:
         """Detect a new worker or epoch, and by a newer ``seq`` that the latest delta was lost; resync a stale feed.
 
-        A lower epoch is a late frame of one that has ended, unless it goes on: epochs follow the node's clock, which
-        may have been set back before the sidecar started without its journal.
+        A frame of a lower epoch is a late one of an ended epoch, unless more of them follow: epochs are taken from the
+        node's clock, which may have been set back before the sidecar started without its journal.
         """
         self._older_beats = self._older_beats + 1 if beat.epoch < self.epoch else 0
         if (beat.worker, beat.epoch) != (self.worker, self.epoch):

@@ -75,7 +75,7 @@ class Worker:
 
     @property
     def draining(self) -> bool:
-        """Whether it gets no more requests and ends when its last ones have."""
+        """Whether the worker gets no more requests and stops when its last ones have ended."""
         return self.member.draining or (self.heartbeat is not None and self.heartbeat.draining)
 
     @property
@@ -220,7 +220,7 @@ class Fleet:
                 return self._carry_out(worker, worker.sync.on_refused(frame.id))
 
     def request_timed_out(self, worker: Worker) -> list[SyncRequest]:
-        """Request a snapshot instead of what was not answered. Until it is there, the index may lack removals."""
+        """Request a snapshot instead of the unanswered replay. Until it arrives, the index may lack removals."""
         self.mark_stale(worker)
         return self._carry_out(worker, worker.sync.on_silence())
 

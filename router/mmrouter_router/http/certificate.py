@@ -11,7 +11,7 @@ log = logging.getLogger("mmrouter.tls")
 
 CHECK_SECONDS: Final = 1.0
 HANDSHAKE_SECONDS: Final = 10.0
-SHUTDOWN_SECONDS: Final = 2.0  # how long a closed connection waits for the client's end of TLS
+SHUTDOWN_SECONDS: Final = 2.0  # how long a closed connection waits for the client's close_notify
 CHAIN, KEY = "tls.crt", "tls.key"
 
 Signature = tuple[tuple[str, int, int, int], ...]  # path behind links, inode, modification time and size of both files
@@ -22,9 +22,9 @@ class CertificateError(Exception):
 
 
 class ServerCertificate:
-    """Chain and key in a folder (a Secret of type kubernetes.io/tls). Connections keep the one that they began with.
+    """Chain and key in a folder (a Secret of type kubernetes.io/tls). A connection keeps the one that it began with.
 
-    A new certificate that cannot be used leaves the old one in place; it is tried again until it can.
+    A new certificate that cannot be used leaves the old one in place; it is tried again until it can be used.
     """
 
     def __init__(self, folder: Path, count: Callable[[str], None] = lambda event: None) -> None:
@@ -56,7 +56,7 @@ class ServerCertificate:
             if fault != self._refused:
                 self._refused = fault
                 self._count("refused")
-                log.error("the certificate in use stays: %s", error)
+                log.error("the router keeps the certificate in use: %s", error)
             return
         self._refused = None
         self._count("loaded")

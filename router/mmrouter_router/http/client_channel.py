@@ -172,7 +172,7 @@ MAX_STEP_SECONDS: Final = 2.0  # the most that :class:`ProcessClock` advances be
 
 
 class ProcessClock:
-    """A clock that stands still while the process does, so that a stalled router does not time out its clients."""
+    """A clock that pauses while the process does, so that a stalled router does not time out its clients."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

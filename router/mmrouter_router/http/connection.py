@@ -57,10 +57,10 @@ class ClientConnection(HttpToolsProtocol):
         self.input_ended = self._lingering = False  # whether further input is discarded
         self._deferred_error: RequestError | None = None  # answered after the requests before it
         self._body_reader: _BodyReader | None = None
-        self._asgi_cycle: RequestResponseCycle | None = None  # the last one that is, or was, being answered
+        self._asgi_cycle: RequestResponseCycle | None = None  # of the request that is being answered, or was the last
         self._asgi_body_size = 0
         self._stall = StallTimer()
-        self._resumed = 0  # times that the client has taken most of what was written
+        self._resumed = 0  # how often writing resumed after a pause
 
     @property
     def idle(self) -> bool:
@@ -293,7 +293,7 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_lost(exc)
         if self.request is not None:
             self.request.disconnect()
-        if self._asgi_cycle is not None:  # uvicorn informs the newest request, which may be pipelined behind this one
+        if self._asgi_cycle is not None:  # uvicorn informs only the newest request, which may wait behind this one
             self._asgi_cycle.disconnected = not self._asgi_cycle.response_complete
             self._asgi_cycle.message_event.set()
         if self.on_writable is not None:

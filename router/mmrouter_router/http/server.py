@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
     ) -> None:
         """``drain_seconds``: how long answers in progress may take once the server is to exit. ``count``: gets the
         outcome of every connection that exceeds ``max_connections``: ``refused``, or ``idle`` for one closed instead.
-        ``count_slow``: gets what a client was too slow with: ``head``, ``body`` or ``answer``.
+        ``count_slow``: called with the part for which a client was too slow: ``head``, ``body`` or ``answer``.
         ``certificate``: serve TLS.
         """
         super().__init__(
@@ -147,9 +147,9 @@ class Server(uvicorn.Server):
         self.servers = [listener]  # type: ignore[list-item] # implements what uvicorn uses of a server
 
     def _admit(self, opening: int) -> bool:
-        """Return whether one more connection may be served; close idle ones for it where there are too many.
+        """Return whether one more connection may be served; where there are too many, close idle ones to make room.
 
-        ``opening``: how many are accepted and not served yet, for instance in their TLS handshake.
+        ``opening``: how many are accepted but not served yet, for instance in their TLS handshake.
         """
         connections = self.server_state.connections
         if len(connections) + opening < self._max_connections:
@@ -302,7 +302,7 @@ class Listener:
         if not opening.cancelled() and (error := opening.exception()) is not None:
             if self._certificate is None:
                 log.warning("an accepted connection was lost: %s", error)
-            else:  # not logged: a client can cause any number of them
+            else:  # not logged, because a client can cause any number of them
                 self._certificate.handshake_failed()
 
     def _pause(self, error: OSError) -> None:

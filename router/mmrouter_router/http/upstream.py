@@ -15,7 +15,7 @@ import httptools
 
 Address = tuple[str, int]
 HIGH_WATER = 256 * 1024
-HEAD_LIMIT = 64 * 1024  # bytes of an answer's heads, 1xx included, and of framing between two pieces of its body
+HEAD_LIMIT = 64 * 1024  # bytes of an answer's heads with all 1xx answers, and of framing between two pieces of its body
 Body = bytes | tuple[bytes | memoryview, ...]  # of a request: one buffer, or several that are too large to be joined
 IDLE_SECONDS = 4.0  # uvicorn closes idle connections after 5 s, so a reuse rarely meets a close
 
@@ -51,7 +51,7 @@ class EngineConnection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self.idle_since = 0.0
         self.complete = True
-        self.silence = 0  # periods without a byte, as counted by the watch for stalls
+        self.silence = 0  # periods without a byte, counted by the stall watch
         self.stalled = False  # ended by that watch
         self._unparsed = 0  # bytes received since the parser's last callback that counts as progress
         self._fault = "the engine closed the connection"
@@ -206,7 +206,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether it reads nothing because its consumer is behind."""
+        """Whether reading is paused because the consumer is slower than the engine."""
         return self._paused
 
     @property
@@ -301,14 +301,14 @@ class Upstream:
         return tuple(self._active)
 
     def count_silence(self, address: Address) -> int:
-        """Count a period without a byte on each connection in use there; returns the most periods of one."""
+        """Count a period without a byte on each connection in use to an address; return the largest count."""
         connections = self._active.get(address, ())
         for connection in connections:
             connection.silence = 0 if connection.paused else connection.silence + 1
         return max((connection.silence for connection in connections), default=0)
 
     def end_silent(self, address: Address, periods: float) -> None:
-        """End the connections there that were silent for so many periods."""
+        """Close the connections to an address that were silent for that many periods."""
         for connection in tuple(self._active.get(address, ())):
             if connection.silence >= periods:
                 connection.stalled = True

@@ -25,7 +25,7 @@ CHECK_SECONDS = 1.0  # interval at which the folder is checked for changes
 MAX_FILE_BYTES = 1024 * 1024
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO))
 
-Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, modification time and size of what tells a change
+Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, modification time and size of what shows a change
 MOUNTED: Final = "..data"  # a link in a mounted Secret, which is replaced when any entry changes
 _UNREAD: Signature = (("", 0, 0, 0),)  # of a folder that has never been read
 
@@ -113,7 +113,7 @@ class Tenants:
         shared = sorted(", ".join(sorted(names)) for names in owners.values() if len(names) > 1)
         problems += [f"{names}: these tenants share a key, which is refused" for names in shared]
         self._keys = {digest: Tenant(name, self.salt(name)) for digest, (name, *more) in owners.items() if not more}
-        self.authenticating = True  # after the keys, because requests are answered meanwhile
+        self.authenticating = True  # set after the keys, because requests are answered at the same time
         self._report(problems)
 
     def _report(self, problems: list[str]) -> None:
@@ -123,7 +123,7 @@ class Tenants:
 
 
 def _signature(folder: Path) -> Signature | None:
-    """Return the folder's signature, ``None`` where it is missing: of a mounted Secret its link, else every file.
+    """Return the folder's signature, ``None`` if it is missing: of a mounted Secret's link, else of every file.
 
     Raises ``OSError`` where the process lacks a resource, which says nothing about the folder.
     """

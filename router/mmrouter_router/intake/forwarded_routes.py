@@ -73,7 +73,7 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
         for name, item in list(value.items()):
             place = f"{path}.{name}"
             if item is None:
-                if name in _MEDIA:  # without a URL an identity alone would name cached pixels
+                if name in _MEDIA:  # a part without a URL too: its identity alone would name cached pixels
                     removed.update(field for field in _IDENTITIES if value.pop(field, None) is not None)
                 continue
             if name in _EMBEDDINGS:

@@ -1,7 +1,7 @@
 """Judgement of a request's fields by the table of its engine and endpoint (``mmrouter_lib.engines``).
 
-An unknown field is a 400, so that no field of a new engine release has an effect before it is judged. A known one is
-modelled, harmless, set by the router alone, or a reason why the prompt cannot be predicted (docs/exactness.md).
+An unknown field is a 400, so that a field of a new engine release has no effect before it has a judgement. A known
+one is modelled, harmless, set by the router alone, or a reason why the prompt cannot be predicted (docs/exactness.md).
 """
 
 from collections.abc import Iterable, Mapping

@@ -193,7 +193,7 @@ class _Response(aiohttp.ClientResponse):
                 raise aiohttp.ClientPayloadError("too many informational answers")
             return await read()
 
-        protocol.read = bounded  # type: ignore[method-assign] # of this connection, which is used once
+        protocol.read = bounded  # type: ignore[method-assign] # the connection is used for one request only
         return await super().start(connection)
 
 

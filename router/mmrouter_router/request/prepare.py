@@ -114,9 +114,9 @@ class Preparer:
         return seed
 
     def image_key(self, salt: str | None) -> bytes:
-        """Return the key of a tenant's image identities, by which vLLM caches: tenants share no processed image.
+        """Return the key of a tenant's image identities. vLLM caches images by them, so tenants share no processed one.
 
-        SGLang names images by their content, and its names are learned for all tenants.
+        SGLang identifies images by their content, so the router learns one identity for all tenants.
         """
         if salt is None or self.sentinels is not None:
             return self._identity_key

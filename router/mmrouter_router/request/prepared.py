@@ -139,7 +139,7 @@ class OutgoingImage:
 class Outgoing:
     """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order.
 
-    ``reports_ids``: its stream holds token ids for which the client did not ask.
+    ``reports_ids``: its stream contains token ids that the router requested and the client did not.
     """
 
     path: str

@@ -1,1 +1,1 @@
-"""Pure core of streams that move to another engine: what was sent, whether it can go on, how it goes on."""
+"""Pure core of streams that move to another engine: what was sent, whether and how the stream can be continued."""

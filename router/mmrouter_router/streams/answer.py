@@ -1,6 +1,6 @@
-"""A streamed answer as one sequence of texts per choice, whatever the chunks, and the rest of a repeated one.
+"""A streamed answer as texts per choice, independent of its chunks, and the rest of a repeated answer.
 
-Two engines cut the same answer into different chunks: a chunk holds the tokens of one step, or of several where the
+Two engines split the same answer into different chunks: a chunk holds the tokens of one step, or of several where the
 engine's web server lags. So an answer is compared as text per field, log probabilities as counts of tokens.
 """
 
@@ -47,7 +47,7 @@ class _Choice:
     role: bool = False
     finish: str | None = None
     at: int = 0  # reproduced: texts before this one
-    offset: int = 0  # and characters of this one
+    offset: int = 0  # and characters of this text
     seen: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -59,7 +59,7 @@ class _Choice:
         self.seen = {}
 
     def add(self, name: str, text: str) -> str:
-        """Return what of ``text`` the client does not have. Raises :class:`DivergedError`."""
+        """Return the part of ``text`` that the client does not have. Raises :class:`DivergedError`."""
         while text and not self.reproduced:
             mine = self.texts[self.at]
             size = min(len(mine.text) - self.offset, len(text))
@@ -95,7 +95,7 @@ class StreamedAnswer:
         self.done = False  # the last event has been sent
         self._choices: dict[int, _Choice] = {}
         self._head: Chunk = {}  # fields that are the same in all chunks: id, created, model
-        self._prompt_tokens = 0  # as far as the engine reports their ids
+        self._prompt_tokens = 0  # their number, if the engine reports their ids
         self._others = self._others_seen = 0  # chunks without choices: usage, an engine's extensions
 
     @classmethod
@@ -129,7 +129,7 @@ class StreamedAnswer:
         return (b"data: " + orjson.dumps(chunk) + END if with_usage and not self._others else b"") + DONE
 
     def drop_last_id(self) -> None:
-        """Forget a token that has no text yet, because another one completes its character."""
+        """Remove the last token, whose incomplete character has no text yet."""
         only = self._choices[0]
         only.ids.pop()
         only.tokens["token_ids"] = only.seen["token_ids"] = len(only.ids)
@@ -141,7 +141,7 @@ class StreamedAnswer:
             choice.restart()
 
     def merge(self, event: bytes, convert: Callable[[Chunk], Chunk] | None = None) -> bytes:
-        """Return the event without what the client has, empty where nothing is left.
+        """Return the event without the part that the client has; empty if nothing is left.
 
         ``convert``: from the engine's chunk to the client's. Raises :class:`DivergedError`, :class:`UnreadableError`
         and :class:`EngineFaultError`.
@@ -205,12 +205,12 @@ class StreamedAnswer:
                 raise DivergedError
             new |= mine.finish is None
             mine.finish = finish
-        # Chunks without text are steps whose tokens complete no character: only those behind the seam are new.
+        # A chunk without text is a step whose tokens complete no character. It is new only after the repeated part.
         return rest if new or (whole and mine.finish is None and not _is_start(choice)) else None
 
 
 def _rest_of_delta(mine: _Choice, delta: Chunk) -> tuple[Chunk, bool]:
-    """Return a chat's delta without what the client has, and whether anything is left."""
+    """Return a chat's delta without the part that the client has, and whether anything is left."""
     rest, new = dict(delta), False
     for name, value in delta.items():
         if name == "role":
@@ -231,7 +231,7 @@ def _rest_of_delta(mine: _Choice, delta: Chunk) -> tuple[Chunk, bool]:
 
 
 def _rest_of_call(mine: _Choice, call: Chunk) -> Chunk | None:
-    """Return a part of a tool call without what the client has. A call's random id is the first engine's."""
+    """Return a part of a tool call without the part that the client has. A call keeps the first engine's random id."""
     function, number = call.get("function") or {}, call["index"]
     rest = dict(function)
     if name := function.get("name"):

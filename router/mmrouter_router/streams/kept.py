@@ -1,4 +1,4 @@
-"""The events that a client has of a stream, kept unread, because streams rarely break and parsing costs per token."""
+"""The events of a stream that its client has, kept unparsed: streams rarely break, and parsing costs CPU per token."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -25,7 +25,7 @@ class KeptBytes:
 
 
 class KeptStream:
-    """Cuts a stream into whole events and keeps them. Call ``release`` in every case."""
+    """Splits a stream into whole events and keeps them. Call ``release`` in every case."""
 
     __slots__ = ("_charged", "_keeps", "_limit", "_pieces", "_shared", "_size", "_tail", "complete", "failed")
 
@@ -34,9 +34,9 @@ class KeptStream:
         self._shared, self._limit, self._keeps = shared, limit, limit > 0
         self._pieces: list[bytes] = []
         self._size = self._charged = 0
-        self._tail = b""  # the beginning of an event
+        self._tail = b""  # the incomplete event at the end
         self.complete = False  # the last event is among them
-        self.failed = False  # the stream reported a failure of its engine; nothing is taken from there on
+        self.failed = False  # the stream reported a failure of its engine; later bytes are ignored
 
     def take(self, piece: bytes) -> bytes:
         """Return the whole events that this piece completes."""
@@ -66,7 +66,7 @@ class KeptStream:
             self.release()
 
     def release(self) -> None:
-        """Forget the events, and keep no more."""
+        """Drop the events, and keep no more."""
         self._keeps = False
         self._shared.used -= self._charged
         self._charged = 0
@@ -77,7 +77,7 @@ class KeptStream:
         return b"".join(self._pieces) if self._keeps else None
 
     def _before_failure(self, events: bytes) -> bytes:
-        """Return the events before one that reports a failure of the engine, which is not the client's."""
+        """Return the events before one that reports a failure of the engine, which the client must not get."""
         whole = events.split(END)
         for number, event in enumerate(whole):
             if is_failure(event):

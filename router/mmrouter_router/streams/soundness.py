@@ -19,7 +19,7 @@ Refusal = Literal[
     "queue_full",
     "engine_refused",
 ]
-"""Why a stream ended without its rest."""
+"""Why a broken stream was not continued."""
 
 CONTINUED: Final = ("/v1/chat/completions", "/v1/completions")
 MAX_CONTINUATIONS: Final = 2  # of one stream
@@ -28,13 +28,13 @@ _TEXTS: Final[Mapping[str, str]] = {
     "off": "spec.routing.continueStreams is false",
     "route": "streams of this route are not continued",
     "sampled": "another engine would sample other tokens, and the request cannot be continued by token ids",
-    "too_long": "more was sent than the router keeps",
-    "limit": f"it was continued {MAX_CONTINUATIONS} times",
+    "too_long": "the answer is longer than the router keeps",
+    "limit": f"it was already continued {MAX_CONTINUATIONS} times",
     "diverged": "another engine gave a different answer",
     "unreadable": "an event has a form that the router does not know",
-    "request_quarantined": "engines ended under this request",
+    "request_quarantined": "engines ended while they served this request",
     "no_worker": "no other engine can take the request",
-    "queue_full": "all queues are full",
+    "queue_full": "the queues of all available engines are full",
     "engine_refused": "another engine refused the request",
 }
 assert set(_TEXTS) == set(get_args(Refusal))
@@ -51,7 +51,7 @@ def why_not(path: str, fields: Mapping[str, Any]) -> Refusal | None:
 
 def describe(refusal: str) -> str:
     """Return the sentence of the error event."""
-    return f"The engine failed during the answer, and no other one continued it: {_TEXTS[refusal]}."
+    return f"The engine failed during the answer, and no other engine continued it: {_TEXTS[refusal]}."
 
 
 def _is_number(value: Any) -> bool:

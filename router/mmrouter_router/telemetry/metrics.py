@@ -67,7 +67,7 @@ class Metrics(Collector):
         self.retries = counter("retries", "Requests sent to another worker, by cause", "cause")
         self.stream_breaks = counter(
             "stream_breaks",
-            "Streams that lost their engine, by cause, and whether they were continued or why not",
+            "Streams that broke before their end, by cause; outcome: continued, or why not",
             *("cause", "outcome"),
         )
         self.quarantined = counter("quarantined", "Requests refused because they ended engines")
@@ -92,7 +92,7 @@ class Metrics(Collector):
             "tls", "TLS of the client port: certificates loaded or refused, and failed handshakes", "event"
         )
         self.slow_clients = counter(
-            "slow_clients", "Clients disconnected for being slow, by what they were slow with", "part"
+            "slow_clients", "Clients disconnected for a slow request head, request body, or read of the answer", "part"
         )
         self.disconnects = counter("client_disconnects", "Clients that disconnected before the end of their answer")
         self.workers = gauge("workers", "Workers by standing", "standing")

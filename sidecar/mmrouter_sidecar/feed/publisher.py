@@ -24,7 +24,7 @@ DOMAIN = "mmrouter"
 SEND_HWM = 10_000
 MAX_REQUEST_BYTES = 1 << 20
 HEARTBEAT_MS = 2_000
-CLOSE_LINGER_MS = 1_000  # for the last frames over connections that new keys end
+CLOSE_LINGER_MS = 1_000  # for the last frames over connections that new keys close
 REBIND_SECONDS, REBIND_STEP_SECONDS = 30.0, 0.01
 REFUSED: dict[int, str] = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "key",
@@ -49,7 +49,7 @@ class Publisher:
         self._send_pub.send(feed.encode(frame), zmq.NOBLOCK)
 
     def use_keys(self, keys: CurveKeys) -> None:
-        """Use other keys for new connections. A new key of the sidecar, or the end of a router's, ends all others."""
+        """Use other keys for new connections. A new sidecar key or a removed router key closes all others."""
         before, self._keys = self._keys, keys
         if keys.secret != before.secret or not set(before.clients) <= set(keys.clients):
             self._replaced.set()

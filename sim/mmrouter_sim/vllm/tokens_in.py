@@ -1,7 +1,7 @@
-"""The endpoints that ``--enable-scale-out`` opens: a rendered chat, and its continuation behind given token ids.
+"""The endpoints that ``--enable-scale-out`` opens: a rendered chat, and its continuation after given token ids.
 
-See docs/engine-facts/vllm.md#tokens-in. The answers of the simulator depend on the whole prompt, so an engine remembers
-what it rendered: behind the first tokens of a rendered prompt's own answer, the rest of that answer follows.
+See docs/engine-facts/vllm.md#tokens-in. The answers of the simulator depend on the whole prompt, so an engine keeps
+the prompts that it rendered: after the first tokens of such a prompt's answer it generates the rest of that answer.
 """
 
 from array import array

@@ -1,4 +1,4 @@
-"""Clients that send chats one after the other, and judge each answer by what was promised for it."""
+"""Clients that send chats one after the other, and check each answer against the promises (docs/reliability.md)."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""What a running deployment says of itself, and what is true: caches, processes, and the history of decisions."""
+"""The reported and the actual state of a running deployment: caches, processes, and the history of decisions."""
 
 import time
 from contextlib import suppress
@@ -70,7 +70,7 @@ class Observer:
                     view = self.control(f"/control/workers/{worker['uid']}/keys", number)
                     held = {rank: {int(key, 16) for key in keys} for rank, keys in view["keys"].items()}
                     wrong = difference(before, held, self._cache(worker["ip"]))
-                    # A sidecar that has just died is believed for two seconds; only a fresh frame shows that it lives.
+                    # Routers use the index of a dead sidecar for two seconds; only a fresh frame shows that it runs.
                     silent = worker["heard_seconds_ago"] is None or worker["heard_seconds_ago"] > FRESH_SECONDS
                     if wrong or silent or not view["synced"] or worker["standing"] != "verified":
                         found.append(f"frontend {number}, {worker['name']}: {wrong or worker['standing']}")

@@ -47,7 +47,7 @@ class Decision:
 
     ``denies``: the reader also says that the block after the overlap is not held. A sidecar that lost events forgets
     blocks on purpose, so this holds only for engines without such a loss. ``slack``: seconds in addition to ``lag``,
-    after the reader stood still.
+    after the reader was paused.
     """
 
     reader: str

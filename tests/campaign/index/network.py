@@ -31,7 +31,7 @@ class VirtualTime:
 
 
 class Node:
-    """A process: what it does waits while it stands still, and is gone once it has ended."""
+    """A process: its actions wait while it is paused, and are dropped once it has ended."""
 
     def __init__(self, time: VirtualTime) -> None:
         self._time = time

@@ -90,7 +90,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.weather = Weather(), Weather()  # from engines to sidecars; between sidecars and routers
         self._lives = 0
-        self._slack: dict[RouterNode, float] = {}  # until when the view may be older, because the router stood still
+        self._slack: dict[RouterNode, float] = {}  # until when the view may be older, because the router was paused
         self.pods = [Pod(f"engine-{n}", _settings(f"engine-{n}", folder)) for n in range(plan.engines)]
         self._prompts = draw_prompts(self._dice, self.pods[0].settings, plan.prompts)
         for pod in self.pods:
@@ -107,7 +107,7 @@ class World:
         self.time.run(self.time.now + seconds)
 
     def settle(self, seconds: float = 40.0) -> None:
-        """End requests and faults, and let every process find the truth."""
+        """End requests and faults, and run until every process is up to date."""
         self._calm.alive = False
         for weather in self.weather:
             weather.__dict__.update(Weather().__dict__)
@@ -191,7 +191,7 @@ class World:
         self._connect(pod)
 
     def _connect(self, pod: Pod) -> None:
-        """The engine's publisher finds the sidecar."""
+        """Connect the engine's publisher to the sidecar."""
         sidecar, engine = pod.sidecar, pod.engine
         if sidecar is None or engine is None:
             return

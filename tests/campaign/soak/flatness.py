@@ -10,7 +10,7 @@ def growth(samples: Sequence[float]) -> float:
     """Return by how much the median grows from the third quarter of the samples to the last one; the first half is
     warm-up. 0 for fewer samples than :data:`MIN_SAMPLES`.
 
-    Medians, because one garbage collection or one burst is no growth.
+    Medians are compared, because one garbage collection or one burst is no growth.
     """
     if len(samples) < MIN_SAMPLES:
         return 0.0

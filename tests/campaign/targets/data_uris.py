@@ -1,4 +1,4 @@
-"""``data:`` URIs against a decoder that is written for clearness: two decoders must not see two images in one URI."""
+"""``data:`` URIs against a simple reference decoder: two decoders must not read two images from one URI."""
 
 import base64
 import random

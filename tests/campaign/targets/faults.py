@@ -27,11 +27,11 @@ OBSERVE_SECONDS = 0.3
 WATCH_SECONDS = 0.25
 TOOLS = ("ip", "iptables", "mount", "tc")
 SETTLE_SECONDS = 120.0  # a deadline: indexes equal the caches within a few seconds
-TRUTH_SECONDS = 5.0  # after which a sidecar that does not send is not believed by any router
+TRUTH_SECONDS = 5.0  # after which no router uses the index of a sidecar that sends nothing
 MUTE = frozenset({("sidecar", "stop"), ("sidecar", "feed_cut")})
 """Victim and fault after which no frame of the victim's pod reaches a router."""
 DEADLY = frozenset({"kill", "memory", "disk_full"})
-"""Faults that may end the victim: what a router carries ends with it."""
+"""Faults that may end the victim; the streams of a router end with it."""
 DRAWS = [
     *((command, fault) for command in PROCESSES for fault in OF_A_PROCESS),
     *(("vllm" if fault == "engine_cut" else "sidecar", fault) for fault in OF_THE_NETWORK),

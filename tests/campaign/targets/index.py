@@ -25,7 +25,7 @@ class IndexHistories(Target):
 
     def __enter__(self) -> Self:
         self._level = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # sidecars in trouble say so, thousands of times
+        logging.disable(logging.WARNING)  # sidecars log each fault, thousands of times
         return self
 
     def __exit__(self, *_: object) -> None:

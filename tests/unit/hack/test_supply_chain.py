@@ -125,7 +125,7 @@ def archive(folder: Path, files: dict[str, str]) -> Path:
     return folder / "image.tar"
 
 
-def test_an_archive_tells_its_debian_packages_and_distributions(tmp_path: Path) -> None:
+def test_an_archives_debian_packages_and_distributions_are_read(tmp_path: Path) -> None:
     metadata = "Metadata-Version: 2.4\nName: Jinja2\nVersion: 3.1.6\n\nA description.\n"
     files = {
         "./var/lib/dpkg/status": STATUS,
@@ -152,7 +152,7 @@ def test_an_archive_tells_its_debian_packages_and_distributions(tmp_path: Path) 
         ("echo 'ConnectionError: no such host' >&2; exit 1", CannotMakeError),
     ],
 )
-def test_an_audit_tells_a_vulnerable_lock_from_a_database_out_of_reach(
+def test_an_audit_distinguishes_a_vulnerable_lock_from_an_unreachable_database(
     tmp_path: Path, script: str, raised: type[Exception] | None
 ) -> None:
     command(tmp_path, "pip-audit", script)

@@ -31,7 +31,7 @@ def chunk(data: bytes) -> bytes:
 
 
 def breaks(events: bytes) -> bytes:
-    """Of an engine that dies behind these events."""
+    """The answer of an engine that ends after these events."""
     return DIES + HEAD + chunk(events)
 
 
@@ -178,7 +178,7 @@ async def test_a_request_under_which_two_engines_end_is_quarantined(rig):
     assert streams.counted["engine_lost", "request_quarantined"] == 1
 
 
-async def test_the_end_of_a_draining_engine_is_no_death(rig):
+async def test_the_end_of_a_draining_engine_does_not_count_for_quarantine(rig):
     streams, reading, _ = await stalled(rig, HEAD + chunk(PART))
     worker = streams.past.answers
     worker.member = dataclasses.replace(worker.member, draining=True)
@@ -188,7 +188,7 @@ async def test_the_end_of_a_draining_engine_is_no_death(rig):
     assert streams.past.deaths == 0
 
 
-async def test_a_stream_is_continued_only_so_often(rig):
+async def test_a_stream_is_continued_at_most_twice(rig):
     fails = ends(WHOLE + b'data: {"error": {"message": "out of memory", "code": 500}}\n\n' + DONE)
     await rig.serve(**dict.fromkeys(("w1", "w2", "w3", "w4"), fails))
     streams = Streams(rig)
@@ -196,7 +196,7 @@ async def test_a_stream_is_continued_only_so_often(rig):
     assert streams.counted == {("engine_failed", "interrupted"): 2, ("engine_failed", "limit"): 1}
 
 
-async def test_a_stream_without_another_engine_says_so(rig):
+async def test_a_stream_without_another_engine_ends_with_an_error_that_names_it(rig):
     await rig.serve(w1=breaks(PART))
     assert_ends_with(await Streams(rig).read(), "no_worker", WHOLE)
 
@@ -211,7 +211,7 @@ async def test_a_continuation_has_a_span(rig):
 
 
 async def stalled(rig, says: bytes):
-    """Let a stream stand still, with a watch that has counted enough silence."""
+    """Pause a stream, with a stall watch that has counted enough silence."""
     await rig.serve(w1=says, w2=ends(SECOND))
     streams = Streams(rig)
     reading = asyncio.create_task(streams.read())

@@ -229,11 +229,11 @@ def test_log_lines_of_each_place_are_bounded_and_counted(lines):
         texts = [text for _, name, text in written if name == place]
         assert len(texts) <= 5 + now
         left_out = seen.count(place) - len(texts)
-        told = sum(int(count) for text in texts for count in re.findall(r"(\d+) lines", text))
+        counted = sum(int(count) for text in texts for count in re.findall(r"(\d+) similar lines", text))
         if seen.count(place) <= 5:
-            assert (left_out, told) == (0, 0)
+            assert (left_out, counted) == (0, 0)
         record = logging.LogRecord("n", logging.WARNING, f"{place}.py", 1, "%s", (place,), None)
         now += 5
         assert limit.filter(record)
-        told += sum(map(int, re.findall(r"(\d+) lines", record.getMessage())))
-        assert told == left_out
+        counted += sum(map(int, re.findall(r"(\d+) similar lines", record.getMessage())))
+        assert counted == left_out

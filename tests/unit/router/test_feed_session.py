@@ -1,4 +1,4 @@
-"""A feed in time: what is unanswered is repeated, and what cannot be known to be current is not used."""
+"""A feed over time: unanswered requests are repeated, and an index that may be outdated is not used."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The rate limit: never above its rate, honest about when to come back, and about what is left."""
+"""The rate limit never exceeds its rate, and states correctly when to retry and what is left."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""A thousand tenants with keys: each is recognised, limited and served as if the others were not there."""
+"""A thousand tenants with keys: each is recognised, limited and served independently of the others."""
 
 import asyncio
 import json
@@ -176,7 +176,7 @@ async def test_metrics_have_no_series_per_tenant_and_name_none(tmp_path):
 
 
 async def test_what_one_tenant_reads_does_not_depend_on_what_another_does(tmp_path):
-    """The whole answers to blue, headers and bodies, in a router of its own and in one that red keeps busy."""
+    """All answers to tenant blue, headers and bodies, are equal with and without load from tenant red."""
     folder_of(tmp_path, 2)
     red, blue = bearer("key-of-0"), bearer("key-of-1")
     bodies = (HELLO, {**HELLO, "model": "other"}, {"model": "t"}, HELLO, HELLO)
@@ -196,7 +196,7 @@ async def test_what_one_tenant_reads_does_not_depend_on_what_another_does(tmp_pa
     assert [status for status, *_ in seen[0]] == [503, 404, 400, 503, 429]
 
 
-async def test_bytes_that_others_hold_are_not_told(tmp_path):
+async def test_bytes_that_others_hold_are_not_disclosed(tmp_path):
     folder_of(tmp_path, 1)
     texts = set()
     async with router(tmp_path) as r, client_of(r) as client:

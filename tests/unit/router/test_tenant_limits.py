@@ -1,4 +1,4 @@
-"""Limits per tenant: shared by routers, bounded in memory, and honest in the headers that a client reads."""
+"""Limits per tenant: shared by routers, bounded in memory, and stated correctly in the headers of answers."""
 
 import contextlib
 

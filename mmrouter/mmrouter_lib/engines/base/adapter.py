@@ -166,7 +166,7 @@ class EngineAdapter:
     pairs_prefill_and_decode: bool
     """Prefill and decode engines serve a request together or not at all. Otherwise each also answers alone."""
     continuation: TokenContinuation | None = None
-    """How it continues an answer from its token ids; ``None``: answers are only repeated (docs/streams.md)."""
+    """How the engine continues an answer from its token ids; ``None``: answers are only repeated (docs/streams.md)."""
     publishing_roles: frozenset["Role"]  # roles whose engines publish KV events for what they compute
 
     def rewrite_chat(

@@ -1,4 +1,4 @@
-"""How an engine type continues an answer from its token ids, where it can."""
+"""How an engine type continues an answer from its token ids, if it can."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from typing import Any
 
 
 class ContinuationError(ValueError):
-    """The engine's description of a prompt cannot be continued; the message says why."""
+    """A rendered prompt cannot be continued; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenContinuation:
     """Paths and shapes of an engine type. The engine renders the request, then continues prompt and answer as ids."""
 
-    prompt_path: str  # takes a chat, answers the prompt that `build` reads
-    generate_path: str  # takes what `build` returns, answers a stream
+    prompt_path: str  # endpoint that takes a chat and answers with the rendered prompt that `build` reads
+    generate_path: str  # endpoint that takes the request that `build` returns and answers with a stream
     text_path: str  # takes `text_request`, answers what `ends_whole` reads
 
     applies: Callable[[Mapping[str, Any]], bool]
@@ -25,7 +25,7 @@ class TokenContinuation:
     text_request: Callable[[str, Sequence[int]], bytes]  # model and the last tokens of an answer
     ends_whole: Callable[[bytes], bool]  # return whether their text ends with a whole character
     build: Callable[[bytes, Sequence[int]], bytes]
-    """Return the request that continues a rendered prompt behind these tokens. Raises :class:`ContinuationError`."""
+    """Return the request that continues a rendered prompt after these tokens. Raises :class:`ContinuationError`."""
     as_chunk: Callable[[Mapping[str, Any], int], dict[str, Any]]
     """Return a chunk of the stream as a chat's, without id, created and model; ``sent``: tokens of the answer before
     it."""

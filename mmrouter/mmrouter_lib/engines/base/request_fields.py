@@ -21,7 +21,7 @@ Effect: TypeAlias = Literal[
     "engine_arguments",
     "engine_differs",
 ]
-"""Why a field makes a prompt, or what the engine reuses of it, other than predicted."""
+"""Why a field can make a prompt, or the part of it that the engine reuses, differ from the prediction."""
 
 
 def words(*lines: str) -> frozenset[str]:
@@ -32,7 +32,7 @@ def words(*lines: str) -> frozenset[str]:
 class RequestFields:
     """One endpoint's fields by judgement. A field is in one of them, or unknown."""
 
-    prompt: frozenset[str]  # forwarded; the prompt is made from them, and for chats predicted
+    prompt: frozenset[str]  # forwarded; the prompt is made from them, and for chats it is predicted
     harmless: frozenset[str]  # forwarded; they change neither the prompt nor what the engine reuses of it
     affecting: Mapping[str, Effect] = field(default_factory=dict)  # forwarded; a chat with them is not exact
     removed: frozenset[str]  # removed and counted: only the router sets them
@@ -64,4 +64,4 @@ REFUSED_RESPONSES: Final = {
     "image": "engines generate text only",
     "access_programs": "engines have no such programs",
 }
-"""Fields of OpenAI's responses whose effect no engine has, and without which the answer would be another one."""
+"""Fields of OpenAI's responses that no engine implements, although they change the answer."""

@@ -26,7 +26,7 @@ REMOVED_FIELDS: Final = (
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
-    "rid",  # a client could choose that of another tenant
+    "rid",  # a client could choose the id of another tenant's request
     "request_id",  # the same, in a response
     "session_id",
     "session_params",
@@ -60,7 +60,7 @@ _PROCESSOR: Final[Mapping[str, Effect]] = {
 
 REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
     CHAT: RequestFields(
-        # Four of them are vLLM's: SGLang ignores them, and another value than its own is not exact.
+        # Four of them are vLLM's. SGLang ignores them, so a chat that sets another value than SGLang's is not exact.
         prompt=words(
             "model messages tools chat_template_kwargs reasoning_effort continue_final_message",
             "documents add_generation_prompt add_special_tokens",

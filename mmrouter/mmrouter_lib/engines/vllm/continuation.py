@@ -27,8 +27,8 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "return_token_ids": (None, False),
 }
 """Fields whose effect depends on where the answer begins -> the values without effect. Penalties count the tokens of
-the answer alone, a stop string may begin before the seam, and grammars, parsers of tools and counts of choices begin
-with the answer."""
+the answer alone, a stop string may begin in the part that was sent, and grammars, tool parsers and the choices of `n`
+start with the answer."""
 _ALLOWED: Final = frozenset(
     (
         *("model", "messages", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
@@ -63,7 +63,7 @@ def text_request(model: str, ids: Sequence[int]) -> bytes:
 
 
 def ends_whole(raw: bytes) -> bool:
-    """Return whether a text ends without the sign for incomplete characters. Raises :class:`ContinuationError`."""
+    """Return whether a text ends with a complete character. Raises :class:`ContinuationError`."""
     try:
         return not str(orjson.loads(raw)["prompt"]).endswith("\ufffd")
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
@@ -71,7 +71,7 @@ def ends_whole(raw: bytes) -> bool:
 
 
 def build(raw: bytes, sent: Sequence[int]) -> bytes:
-    """Return the request for the tokens behind ``sent``. Raises :class:`ContinuationError`."""
+    """Return the request for the tokens after ``sent``. Raises :class:`ContinuationError`."""
     try:
         rendered = orjson.loads(raw)
         sampling = rendered["sampling_params"]

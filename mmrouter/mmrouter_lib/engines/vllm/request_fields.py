@@ -22,7 +22,7 @@ REMOVED_FIELDS: Final = (
     "extra_key",
     "kv_transfer_params",
     "ec_transfer_params",
-    "request_id",  # a client could choose that of another tenant
+    "request_id",  # a client could choose the id of another tenant's request
 )
 """Body fields that steer caches, transfers or other tenants' requests; only the router sets them."""
 
