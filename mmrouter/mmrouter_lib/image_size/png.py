@@ -1,10 +1,12 @@
 """PNG: all chunks, because metadata may stand behind the pixels."""
 
+import re
 import struct
 import zlib
 
 from mmrouter_lib.image_size.header import Header, ImageHeaderError, read_metadata
 
+_KIND = re.compile(rb"\w{4}")
 _MAX_CHUNKS = 32_768  # a PNG of 20 MB has 2,560 chunks of the usual 8 KiB
 _MAX_TEXTS = 8  # texts that can hold an orientation; writers write one
 _MAX_TEXT = 1 << 20  # Pillow refuses longer compressed texts, so a longer one never has an orientation
@@ -24,6 +26,8 @@ def read(data: bytes, exif: bool) -> Header:
         if at + 8 > end:
             break
         length, kind = struct.unpack_from(">I4s", data, at)
+        if _KIND.match(kind) is None:  # Pillow reads nothing behind a chunk that is none
+            break
         if kind == b"IHDR" and not pixels:
             header.width, header.height = struct.unpack_from(">II", data, at + 8)
         elif kind == b"IDAT":

@@ -170,6 +170,12 @@ def png_chunk(kind: bytes, body: bytes) -> bytes:
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
+def test_nothing_counts_behind_a_chunk_of_a_png_that_is_none():
+    plain, tags = encode("PNG"), exif(6).tobytes().removeprefix(b"Exif\0\0")
+    data = plain[:-12] + png_chunk(b"L\x04\x01\x86", b"") + png_chunk(b"eXIf", tags) + plain[-12:]
+    assert probed(data) == shown(data) == (30, 20)
+
+
 def test_an_exif_chunk_behind_the_pixels_of_a_png_counts():
     plain, tags = encode("PNG"), exif(6).tobytes().removeprefix(b"Exif\0\0")
     end = plain.rindex(b"IEND") - 4
