@@ -81,7 +81,7 @@ def load(deployment, *, breaks: bool = True):
 
 
 def assert_replicas_agree(deployment) -> None:
-    """Both indexes hold the same keys for every worker: what the sidecars say they hold."""
+    """Wait until the indexes of both frontends hold the same keys for every worker."""
 
     def same() -> bool:
         uids = [worker["uid"] for worker in deployment.state(0)["workers"]]

@@ -1,6 +1,6 @@
 """A rate limit as a bucket that refills evenly: the generic cell rate algorithm of ITU-T I.371, appendix I.
 
-The state is one number, the time at which the bucket is full again, so a tenant that pauses needs none.
+The state is one number, the time at which the bucket is full again, so a tenant whose bucket is full needs no state.
 """
 
 from typing import Final, NamedTuple

@@ -117,7 +117,7 @@ class ContinuedStream:
     # -- source
 
     def remaining(self) -> None:
-        """The unread bytes of a stream are never known to be all."""
+        """Return ``None``: more bytes of a stream can always follow."""
 
     async def pour(self, sink: Sink) -> None:
         """Write the stream to a sink; return at its end, which may be an error event."""

@@ -64,7 +64,7 @@ class ServerCertificate:
 
 
 def _load(folder: Path) -> tuple[Signature, ssl.SSLContext]:
-    """Return a new context, because a failure halfway would leave an old one with a chain and a key that differ."""
+    """Return a new context: a failure halfway would leave the old one with a chain and a key that do not match."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION

@@ -249,8 +249,8 @@ class ClientConnection(HttpToolsProtocol):
     def check_timeouts(self, timeouts: ClientTimeouts, now: float) -> SlowClient | None:
         """Disconnect a client that exceeds a timeout, and return which; ``now``: seconds of a :class:`.ProcessClock`.
 
-        A paused answer must drain at a minimum rate: within each stall time a step of the bytes that the client has
-        not taken, or so many that writing resumes.
+        A client must read a paused answer at a minimum rate: within each stall time the unread bytes must fall below
+        the next multiple of ``answer_rate * answer_stall_seconds``, or writing must resume.
         """
         cycle = self.cycle
         if self.flow.write_paused or (self.transport.is_closing() and self.transport.get_write_buffer_size()):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
 Cause = Literal["engine_lost", "stalled", "ended_early", "engine_failed"]
-"""How a stream broke: its connection; no byte from an engine that is gone; no last event; by the engine's own event."""
+"""Connection lost; no byte from an engine that hangs; end without the last event; error event of the engine."""
 
 Refusal = Literal[
     "off",
