@@ -7,12 +7,13 @@ counts from 1 in each epoch; a ``Snapshot`` at (epoch, seq) holds every delta up
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 VERSION = 1
 ACCEPTED = (VERSION,)  # versions that this code reads. Version 1 is the first, so there is no N-1 yet.
+MAX_RANKS = 64  # of an engine, as in the resource: a router keeps columns for each
 VIEW_BYTES = 8192  # payload size from which a memoryview costs less than a copy
 
 
@@ -121,7 +122,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     model: str
     revision: str
     digests: dict[str, str]  # metadata file name -> BLAKE3 hex
-    ranks: int = 1
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] = 1
     draining: bool = False
     canary: CanaryReport | None = None
     groups: tuple[CacheGroup, ...] = ()

@@ -80,8 +80,9 @@ def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
             return st.dictionaries(texts, texts, max_size=3)
         case inspect.LiteralType(values=values):
             return st.sampled_from(values)
+    if isinstance(kind, inspect.IntType):
+        return st.integers(kind.ge or 0, kind.le or 2**64 - 1)
     return {
-        inspect.IntType: st.integers(0, 2**64 - 1),
         inspect.FloatType: st.floats(0, 1e12),
         inspect.StrType: texts,
         inspect.BytesType: st.binary(),
@@ -150,6 +151,12 @@ def test_a_frame_on_the_wrong_socket_is_refused() -> None:
         feed.decode_published(feed.encode(feed.SnapshotRequest(1)))
     with pytest.raises(feed.FeedError, match="load"):
         feed.decode_request(feed.encode(feed.LoadReport(0, 0, 0, 0)))
+
+
+@pytest.mark.parametrize("ranks", [0, feed.MAX_RANKS + 1, 200_000])
+def test_a_heartbeat_with_more_ranks_than_an_engine_can_have_is_refused(ranks: int) -> None:
+    with pytest.raises(feed.FeedError, match=r"`int` [<>]= "):
+        feed.decode_published(feed.encode(msgspec.structs.replace(BEAT, ranks=ranks)))
 
 
 @given(frames, st.data())
