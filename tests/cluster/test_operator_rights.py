@@ -89,8 +89,9 @@ def test_every_right_is_used_and_none_is_missing(
             deployed.apply({**resource, "spec": {**spec, "engine": {"type": "vllm", "args": [f"--seed={number}"]}}})
             deployed.settled("rights")
         scale_and_return(deployed, "scaledobjects")
-        with pod_metrics(crd):
-            scale_and_return(deployed, "horizontalpodautoscalers")
+    # Started anew, because an operator reads the served APIs only every two minutes.
+    with pod_metrics(crd), operator(crd, options=[f"--config={config}"]):
+        scale_and_return(deployed, "horizontalpodautoscalers")
         assert granted() >= UNSEEN
         missing = granted() - UNSEEN
 
