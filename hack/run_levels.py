@@ -126,13 +126,13 @@ LEVELS = {
             # Without Rust only the Python form is tested, and the tests that compare both are skipped.
             Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
-            Step("unit tests of connections", tests=CONNECTIONS),
-            Step("campaign, short form", tests="tests/campaign"),
-            Step("unit tests of other packages", tests=SMALL, without=(*sum(LARGE.values(), ()), *TOOLS, *PROCESSES)),
             *(
                 Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *PROCESSES))
                 for name, folders in LARGE.items()
             ),
+            Step("unit tests of connections", tests=CONNECTIONS),
+            Step("campaign, short form", tests="tests/campaign"),
+            Step("unit tests of other packages", tests=SMALL, without=(*sum(LARGE.values(), ()), *TOOLS, *PROCESSES)),
             program("ruff", "format", "--check", "."),
             program("ruff", "check", "."),
             program("mypy"),
