@@ -84,8 +84,11 @@ class Faults(Target):
         broken = self._fault(command, fault, load == "load", int(number), dice)
         self.totals["faults"] += 1
         if broken:
-            self._stack.close()
-            self._start()
+            try:
+                self._stack.close()
+                self._start()
+            except Exception as error:  # the next input gets a deployment of another process
+                raise SystemExit(f"{data.decode()}: {broken[:5]}; no new deployment: {error}") from error
             raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
         return f"{command} {fault} {load}"
 

@@ -22,6 +22,7 @@ class IndexHistories(Target):
 
     name = "index"
     short = 3
+    limit_s = 600.0  # of a busy machine: an input takes a quarter of a second of CPU time
 
     def __enter__(self) -> Self:
         self._level = logging.root.manager.disable
