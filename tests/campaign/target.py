@@ -176,7 +176,7 @@ def check(target: Target, data: bytes, counts: Counts) -> bool:
     began, target.spent_s = time.process_time(), None
     try:
         outcome = target.check(data)
-    except Exception as error:
+    except Exception as error:  # whatever an input raises is the finding, and the next input is checked
         kind: Kind = error.kind if isinstance(error, BrokenPropertyError) else "crash"
         outcome = f"{kind}: {type(error).__name__}"
         where = "" if isinstance(error, BrokenPropertyError) else "".join(traceback.format_exception(error)[-3:])

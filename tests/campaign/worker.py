@@ -131,7 +131,7 @@ def _wait(process: "subprocess.Popen[bytes]", file: int, limit_s: float) -> bool
             last, since = number, now
         elif now - since > (limit_s if number else max(limit_s, START_S)):
             process.send_signal(signal.SIGUSR1)
-            time.sleep(1)
+            time.sleep(1)  # for the traceback that the signal makes the process write
             return True
     return False
 

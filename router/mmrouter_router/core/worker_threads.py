@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 from mmrouter_router.core.fair_slots import FairSlots
-from mmrouter_router.core.heap import HeapTrimmer, malloc_trim
+from mmrouter_router.core.memory_trim import HeapTrimmer, malloc_trim
 
 INLINE_BYTES: Final = 32 * 1024
 """Bytes of input up to which work runs in the event loop: less than 1 ms for every stage, where a thread costs 0.1."""

@@ -116,4 +116,4 @@ class Clients:
         dice = random.Random(f"{self._seed}/{number}")
         while not self._stop.is_set():
             self.ask(dice)
-            time.sleep(0.02)
+            time.sleep(0.02)  # leaves CPU to the processes under test

@@ -143,5 +143,5 @@ def served(data: bytes, *, turned: bool) -> tuple[int, int] | None:
                 image = ImageOps.exif_transpose(image)
         image.load()
         return image.convert("RGB").size
-    except Exception:
+    except Exception:  # Pillow raises many types for damaged files, and an engine refuses all of them
         return None

@@ -254,6 +254,14 @@ class Endless:
         finally:
             self.cut.set()
 
+    async def answer(self, client) -> None:
+        """Answer a request with this stream; a client that is disconnected ends it."""
+        try:
+            await client.body(LIMIT, unlimited())
+            await client.stream(200, [], b"one", self)
+        except asyncio.CancelledError:
+            self.cut.set()
+
 
 @contextlib.contextmanager
 def small_window(front) -> Iterator[socket.socket]:
@@ -268,15 +276,8 @@ def small_window(front) -> Iterator[socket.socket]:
 async def test_client_that_reads_below_the_minimum_rate_is_aborted(hot):
     endless = Endless()
 
-    async def streams(client) -> None:
-        try:
-            await client.body(LIMIT, unlimited())
-            await client.stream(200, [], b"one", endless)
-        except asyncio.CancelledError:
-            endless.cut.set()
-
     async with Front(hot=hot) as front:
-        front.serve(streams)
+        front.serve(endless.answer)
         with small_window(front) as made:
             made.sendall(request(LINES[0], [], FRAMED[0]))
             await front.connected(1)
@@ -326,15 +327,8 @@ async def test_rest_of_an_answer_that_is_not_read_does_not_keep_its_connection()
 async def test_client_that_reads_nothing_is_aborted_and_slow_reader_is_not(hot):
     endless = Endless()
 
-    async def streams(client) -> None:
-        try:
-            await client.body(LIMIT, unlimited())
-            await client.stream(200, [], b"one", endless)
-        except asyncio.CancelledError:
-            endless.cut.set()
-
     async with Front(hot=hot) as front:
-        front.serve(streams)
+        front.serve(endless.answer)
         with socket.create_connection((front.ip, PORT)) as made:
             made.sendall(request(LINES[0], [], FRAMED[0]))
             await front.connected(1)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.core import heap
+from mmrouter_router.core import memory_trim
 from mmrouter_router.core.fair_slots import FairSlots
 from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
 
@@ -143,10 +143,10 @@ def fragments() -> list[bytes]:
     return pieces[::100]
 
 
-@pytest.mark.skipif(heap.malloc_trim() is None, reason="not run: the C library is not glibc")
+@pytest.mark.skipif(memory_trim.malloc_trim() is None, reason="not run: the C library is not glibc")
 async def test_memory_of_large_work_returns_to_the_system(one: WorkerThreads) -> None:
     before = resident()
-    kept = [await one.run("a", heap.TRIM_BYTES, fragments) for _ in range(2)]
+    kept = [await one.run("a", memory_trim.TRIM_BYTES, fragments) for _ in range(2)]
     async with asyncio.timeout(60):
         while resident() - before > 100 * 1024**2:
             await asyncio.sleep(0.1)
@@ -155,12 +155,12 @@ async def test_memory_of_large_work_returns_to_the_system(one: WorkerThreads) ->
 
 async def test_the_heap_is_trimmed_once_for_much_large_work_and_not_for_small() -> None:
     trimmed: list[int] = []
-    trimmer = heap.HeapTrimmer(lambda pad: trimmed.append(pad) or 1, seconds=0.01)
-    trimmer.after(heap.TRIM_BYTES - 1)
+    trimmer = memory_trim.HeapTrimmer(lambda pad: trimmed.append(pad) or 1, seconds=0.01)
+    trimmer.after(memory_trim.TRIM_BYTES - 1)
     await asyncio.sleep(0.1)
     assert not trimmed
     for _ in range(100):
-        trimmer.after(heap.TRIM_BYTES)
+        trimmer.after(memory_trim.TRIM_BYTES)
     async with asyncio.timeout(60):
         while not trimmed:
             await asyncio.sleep(0.01)
