@@ -4,7 +4,7 @@ Its formulas are those of transformers 5.19 (``LlavaNextProcessor``) and vLLM 0.
 floating-point operations is part of the rule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,22 @@ def best_pinpoint(width: int, height: int, pinpoints: Sequence[tuple[int, int]])
     return max(pinpoints, key=fit)
 
 
-def unpadded(width: int, height: int, columns: int, rows: int) -> tuple[int, int]:
+def rounded(length: float) -> int:
+    """Truncate a length to whole patches, after rounding at the seventh digit."""
+    return int(round(length, 7))
+
+
+def unpadded(
+    width: int, height: int, columns: int, rows: int, truncated: Callable[[float], int] = rounded
+) -> tuple[int, int]:
     """Return the (rows, columns) of patches that are left of a grid when the padding on both sides is cut off.
 
-    The image's own length is truncated to whole patches, after rounding at the seventh digit.
+    ``truncated``: the whole patches of the image's own length.
     """
     if width / height > columns / rows:
-        used = int(round(height * (columns / width), 7))
+        used = truncated(height * (columns / width))
         return rows - (rows - used) // 2 * 2, columns
-    used = int(round(width * (rows / height), 7))
+    used = truncated(width * (rows / height))
     return rows, columns - (columns - used) // 2 * 2
 
 

@@ -2,7 +2,7 @@
 
 import struct
 
-from mmrouter_lib.image_size.header import MAX_STEPS, ImageHeaderError, ImageSize, TooManyPixels
+from mmrouter_lib.image_size.reader_base import MAX_STEPS, ImageHeaderError, ImageSize, TooManyPixels
 
 _AVIF_BRANDS = (b"avif", b"avis")
 _JP2_SIGNATURE = b"\x00\x00\x00\x0cjP  \r\n\x87\n"

@@ -2,7 +2,7 @@
 
 import struct
 
-from mmrouter_lib.image_size.header import MAX_STEPS, Header, ImageHeaderError
+from mmrouter_lib.image_size.reader_base import MAX_STEPS, Header, ImageHeaderError
 
 
 def read(data: bytes, exif: bool) -> Header:

@@ -3,7 +3,7 @@
 import re
 import struct
 
-from mmrouter_lib.image_size.header import MAX_METADATA, MAX_PADDING, MAX_STEPS, Header, ImageHeaderError
+from mmrouter_lib.image_size.reader_base import MAX_METADATA, MAX_PADDING, MAX_STEPS, Header, ImageHeaderError
 
 _PADDING = re.compile(rb"\xff{1,%d}+" % (MAX_PADDING + 1))
 

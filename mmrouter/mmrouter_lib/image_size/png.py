@@ -4,7 +4,7 @@ import re
 import struct
 import zlib
 
-from mmrouter_lib.image_size.header import Header, ImageHeaderError, read_metadata
+from mmrouter_lib.image_size.reader_base import Header, ImageHeaderError, read_metadata
 
 _KIND = re.compile(rb"\w{4}")
 _MAX_CHUNKS = 32_768  # a PNG of 20 MB has 2,560 chunks of the usual 8 KiB

@@ -14,7 +14,7 @@ from PIL import Image, ImageOps
 from PIL.BmpImagePlugin import BmpImageFile
 
 from mmrouter_lib.image_size import gif, jpeg, png, tiff, webp
-from mmrouter_lib.image_size.header import Header, ImageHeaderError, ImageSize, TooManyPixels
+from mmrouter_lib.image_size.reader_base import Header, ImageHeaderError, ImageSize, TooManyPixels
 
 _SWAPPED = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
@@ -79,7 +79,7 @@ def rotates(data: bytes) -> bool:
     """
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            image.draft("L", (image.width // 8, image.height // 8))
+            image.draft("L", (max(image.width // 8, 1), max(image.height // 8, 1)))  # a side of 0 raises
             ImageOps.exif_transpose(image)
     except Exception:
         return False

@@ -7,7 +7,7 @@ from PIL import Image
 from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import TiffImageFile
 
-from mmrouter_lib.image_size.header import MAX_TAGS, MAX_VALUES, Header, ImageHeaderError, read_metadata
+from mmrouter_lib.image_size.reader_base import MAX_TAGS, MAX_VALUES, Header, ImageHeaderError, read_metadata
 
 _BYTES = (1, 2, 6, 7)  # types whose values stay one byte string, however many there are
 

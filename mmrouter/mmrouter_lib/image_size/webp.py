@@ -2,7 +2,7 @@
 
 import struct
 
-from mmrouter_lib.image_size.header import MAX_STEPS, Header, ImageHeaderError, read_metadata
+from mmrouter_lib.image_size.reader_base import MAX_STEPS, Header, ImageHeaderError, read_metadata
 
 _EXIF, _XMP = 0x08, 0x04  # flags of an extended WebP; libwebp ignores a metadata chunk whose flag is not set
 

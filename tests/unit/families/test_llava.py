@@ -166,3 +166,61 @@ def test_along_one_side_a_larger_image_never_loses_patches_of_that_side(width, h
     assume(width + more <= 6000)
     assert unpadded(width, height, 48, 48)[1] <= unpadded(width + more, height, 48, 48)[1]
     assert unpadded(width, height, 48, 48)[0] >= unpadded(width + more, height, 48, 48)[0]
+
+
+ORIGINAL = {
+    "model_type": "llava",
+    "architectures": ["LlavaLlamaForCausalLM"],
+    "mm_vision_tower": "openai/clip-vit-large-patch14-336",
+    "mm_vision_select_feature": "patch",
+    "image_aspect_ratio": "pad",
+}
+ANYRES = {"image_aspect_ratio": "anyres", "image_grid_pinpoints": [[336, 672], [672, 336], [672, 672]]}
+ADDED = {"added_tokens": [{"id": 32000, "content": "<image>"}]}
+
+
+@pytest.fixture
+def original(write_folder):
+    """Return a maker of folders in the form of LLaVA's authors; keyword arguments change config.json."""
+
+    def load(tokenizer=ADDED, **config):
+        return families.load_family(write_folder(config=ORIGINAL | config, tokenizer=tokenizer), None)
+
+    return load
+
+
+def test_authors_checkpoints_are_a_family_of_their_own_which_is_proved_on_sglang(original):
+    family = original()
+    assert (family.name, family.placeholder_id, family.placeholder_text) == ("LlavaLlamaForCausalLM", 32000, "<image>")
+    name = families.family_name(ORIGINAL)
+    assert [families.is_proved(name, engine) for engine in ("sglang", "vllm")] == [True, False]
+    assert families.family_name(ORIGINAL | {"architectures": ["LlavaForConditionalGeneration"]}) == "llava"
+
+
+def test_padded_images_of_authors_checkpoints_have_one_count(original):
+    assert {original().count(*size) for size in ((1, 1), (320, 240), (4020, 20))} == {576}
+
+
+@pytest.mark.parametrize(("size", "count"), [((320, 240), 1026), ((240, 320), 1376), ((336, 336), 1176)])
+def test_pinpoints_of_authors_checkpoints_are_width_and_height(original, size, count):
+    assert original(**ANYRES).count(*size) == count
+
+
+def test_authors_checkpoints_are_not_rotated(original):
+    assert original().rotates_exif is False
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"mm_vision_tower": "google/siglip-so400m-patch14-384"},
+        {"mm_vision_select_feature": "cls_patch"},
+        {"image_aspect_ratio": "anyres_max_9"},
+        {"image_aspect_ratio": "anyres", "image_grid_pinpoints": "(1x1),...,(6x6)"},
+        {"image_aspect_ratio": "anyres", "image_grid_pinpoints": [[336]]},
+        {"tokenizer": {"added_tokens": []}},
+        {"tokenizer": {}},
+    ],
+)
+def test_other_forms_of_authors_checkpoints_are_not_modelled(original, config):
+    assert original(**config) is None

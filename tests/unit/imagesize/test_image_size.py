@@ -294,6 +294,13 @@ def test_an_image_whose_rotation_fails_is_predicted_unrotated(kind: int, size: t
     assert predicted(data) == served(data) == size
 
 
+@pytest.mark.parametrize("size", [(30, 4), (6, 30), (7, 7), (1, 1)])
+def test_a_jpeg_with_a_side_under_eight_pixels_is_rotated(size: tuple[int, int]) -> None:
+    data = encode("JPEG", size, exif=exif(6))
+    assert rotates(data)
+    assert predicted(data) == served(data) == size[::-1]
+
+
 def test_damaged_headers_and_pixels_have_the_size_that_the_engine_serves() -> None:
     source = random.Random(11)
     compared = 0

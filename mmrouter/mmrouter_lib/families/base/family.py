@@ -36,7 +36,7 @@ class PromptImage:
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """An expanded prompt: ``ids`` (u32) and one span per image, in prompt order.
+    """An expanded prompt: ``ids`` (u32) and one span per image that the engine takes, in prompt order.
 
     ``unplaced`` is the offset of the first placeholder without an image, ``None`` when there is none: one that a user
     typed, or, when only the resolved images of a request were given, that of the first unresolved one.
@@ -75,7 +75,7 @@ class Family(ABC):
 
     __slots__ = ()
 
-    name: str  # ``model_type`` of the folder's config.json
+    name: str  # under which it is registered
     placeholder_id: int  # fills an image's span
     placeholder_text: str  # text of that token
 
@@ -117,20 +117,27 @@ class Family(ABC):
 
 Load = Callable[[Path, dict[str, Any], ProcessorLimits | None], Family | None]
 _loaders: dict[str, Load] = {}
-_proved: set[tuple[str, str]] = set()  # (model type, engine type)
+_proved: set[tuple[str, str]] = set()  # (name of a family, engine type)
 
 
-def register(model_type: str, load: Load, *, proved_on: tuple[str, ...]) -> None:
-    """Add a family under the ``model_type`` of its config.json.
+def register(name: str, load: Load, *, proved_on: tuple[str, ...]) -> None:
+    """Add a family under the ``model_type`` of its config.json, or under the architecture where that tells more.
 
     ``load`` gets the folder, its config.json and the resource's processor options, and returns ``None`` for a folder
     with a part that is not modelled. ``proved_on``: engine types whose prompts are proved to equal the family's, block
     by block (docs/conformance.md).
     """
-    if model_type in _loaders:
-        raise ValueError(f"model family {model_type} is registered twice")
-    _loaders[model_type] = load
-    _proved.update((model_type, engine_type) for engine_type in proved_on)
+    if name in _loaders:
+        raise ValueError(f"model family {name} is registered twice")
+    _loaders[name] = load
+    _proved.update((name, engine_type) for engine_type in proved_on)
+
+
+def family_name(config: Mapping[str, Any]) -> str:
+    """Return the name under which a config.json's family is registered; of an unknown family its ``model_type``."""
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    return first if isinstance(first, str) and first in _loaders else str(config.get("model_type", "unknown"))
 
 
 def load_family(model_dir: Path, processor: ProcessorLimits | None) -> Family | None:
@@ -141,13 +148,13 @@ def load_family(model_dir: Path, processor: ProcessorLimits | None) -> Family | 
     registered family with a geometry that cannot be used.
     """
     config = read_json(model_dir, "config.json")
-    load = _loaders.get(str(config.get("model_type")))
+    load = _loaders.get(family_name(config))
     return None if load is None else load(model_dir, config, processor)
 
 
-def is_proved(model_type: str, engine_type: str) -> bool:
+def is_proved(name: str, engine_type: str) -> bool:
     """Whether the engine's prompts are proved to equal the family's, block by block (docs/conformance.md)."""
-    return (model_type, engine_type) in _proved
+    return (name, engine_type) in _proved
 
 
 def expand_ids(ids: "array[int]", placeholder: int, images: Sequence[PromptImage]) -> Expanded:
