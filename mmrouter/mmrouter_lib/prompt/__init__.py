@@ -3,10 +3,11 @@
 from mmrouter_lib.families import Expanded, PlaceholderError, PromptImage, expand_ids
 from mmrouter_lib.prompt.prompter import Prompter, render_arguments
 from mmrouter_lib.prompt.segment_cache import PromptTooLongError
-from mmrouter_lib.prompt.templates import TemplateError
+from mmrouter_lib.prompt.templates import NotModelledError, TemplateError
 
 __all__ = [
     "Expanded",
+    "NotModelledError",
     "PlaceholderError",
     "PromptImage",
     "PromptTooLongError",

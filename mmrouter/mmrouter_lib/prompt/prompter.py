@@ -1,5 +1,6 @@
 """Messages -> prompt text -> token ids and spans, for one model folder."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -105,6 +106,22 @@ class Prompter:
             # A template is a program over the client's data: vLLM answers every error in it with 400 and the reason.
             raise TemplateError(f"the chat template refuses the messages: {error}") from error
         return _cut_final(text, final) if continue_final_message else text
+
+    def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
+        """Return the expanded prompt of a chat request's body. Raises what :meth:`render` and :meth:`expand` raise,
+        and :class:`NotModelledError`.
+        """
+        text = self.render(body["messages"], **render_arguments(body))
+        return self.expand(text, images, add_special_tokens=bool(body.get("add_special_tokens", False)))
+
+    def completion(self, prompt: "str | array[int]", *, add_special_tokens: bool = True) -> Expanded:
+        """Return the prompt of a completion: of a text, or of token ids, which stay as they are.
+
+        Engines begin a text as the tokenizer does by default, and place no images. Raises what :meth:`expand` raises.
+        """
+        if isinstance(prompt, str):
+            return self.expand(prompt, (), add_special_tokens)
+        return Expanded(ids=prompt, spans=(), unplaced=None)
 
     def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
         """Return the token ids of a prompt text with every image expanded, and the images' spans.

@@ -18,12 +18,15 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from itertools import chain
 from threading import Lock
 from typing import Any
 
 from tokenizers import Tokenizer, models
 
+OWNER: ContextVar[str] = ContextVar("owner of the cached segments", default="")
+"""The tenant of the text. Tenants share no segment, because the time of a hit would tell what another one sent."""
 MAX_BYTES = 64 << 20
 MAX_TOKENS = 1_048_576
 """Most tokens of a text whose ids are converted: a list of this many integers takes 16 ms, in which no other thread
@@ -61,7 +64,7 @@ class SegmentCache:
         tokens = cut_tokens(tokenizer)
         self._cut = re.compile("|".join(map(re.escape, tokens))) if tokens else None
         self._around = _ids_around(_settings(tokenizer.post_processor))
-        self._cached: OrderedDict[str, array[int]] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, str], array[int]] = OrderedDict()  # by owner and segment
         self.size_bytes = 0
         self._lock = Lock()
 
@@ -103,24 +106,27 @@ class SegmentCache:
 
     def _look_up(self, segments: Iterable[str]) -> "dict[str, array[int]]":
         hits: dict[str, array[int]] = {}
+        owner = OWNER.get()
         with self._lock:
             for segment in segments:
-                ids = self._cached.get(segment)
+                ids = self._cached.get((owner, segment))
                 if ids is not None:
-                    self._cached.move_to_end(segment)
+                    self._cached.move_to_end((owner, segment))
                     hits[segment] = ids
         return hits
 
     def _remember(self, fresh: "dict[str, array[int]]") -> None:
+        owner = OWNER.get()
         with self._lock:
             for segment, ids in fresh.items():
                 size = _size(segment, ids)
-                if size > self._max_bytes or segment in self._cached:
+                if size > self._max_bytes or (owner, segment) in self._cached:
                     continue
-                self._cached[segment] = ids
+                self._cached[owner, segment] = ids
                 self.size_bytes += size
             while self.size_bytes > self._max_bytes:
-                self.size_bytes -= _size(*self._cached.popitem(last=False))
+                (_, oldest), ids = self._cached.popitem(last=False)
+                self.size_bytes -= _size(oldest, ids)
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> "list[array[int]]":
         # The batch call, even for one text: it computes no offsets and releases the interpreter's lock.

@@ -12,7 +12,7 @@ otherwise. The rule is as narrow as vLLM's, since a better guess would render a 
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,6 +29,10 @@ from mmrouter_lib.model_folder import ModelFolderError, find_json, find_text
 
 class TemplateError(ValueError):
     """The chat template cannot render the messages, or refuses them: the client's error, an answer of 400."""
+
+
+class NotModelledError(ValueError):
+    """The engine builds this prompt in a way that is not modelled: the request is served without a prediction."""
 
 
 ContentFormat = Literal["openai", "string"]
@@ -124,11 +128,19 @@ class Compiled:
     mentions_content: bool  # whether it names content, which continuing a final message needs
 
 
+def loops_over_content(source: str, names: Sequence[str]) -> bool:
+    """Whether a loop of a template runs over the content of a message of one of these names, wherever it is from."""
+    loops = _environment().parse(source).find_all(nodes.For)
+    return any(_reads(loop.iter, name, "content") for loop in loops for name in names)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+
+
 def compile_template(source: str) -> Compiled:
     """Compile a chat template. Raises ``jinja2.TemplateSyntaxError``."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _environment()
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)  # noqa: DTZ005 - as the engine

@@ -19,8 +19,8 @@ from mmrouter_lib.media_identity import foreign_identity, from_wire
 
 PLACEHOLDER = {"qwen": 151655, "llava": 32000, "phi3v": 32044}
 DATA = Path(__file__).parent / "data"
-OWN = "tiny-qwen2-vl.jsonl"
-"""The capture of this repository, which `hack/engines/record_capture.py` recorded; the others are in ``../shared``."""
+OWN, WINDOWED = "tiny-qwen2-vl.jsonl", "tiny-qwen2-vl-window.jsonl"
+"""The captures of this repository, which `hack/engines/record_capture.py` recorded; the others are in ``../shared``."""
 OWN_PLACEHOLDER = 1029
 TINY_PLACEHOLDER = 364  # of the small vocabulary that the other captures were made with
 
@@ -90,7 +90,7 @@ class Captures:
         return shared_folder("MMROUTER_CAPTURES", "captures/vllm")
 
     def folder_of(self, name: str) -> Path:
-        return DATA / "vllm" if name == OWN else self.folder
+        return DATA / "vllm" if name in (OWN, WINDOWED) else self.folder
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return json_lines(self.folder_of(name) / name)
@@ -145,7 +145,7 @@ class Captures:
 
 
 def _placeholder(name: str) -> int:
-    if name == OWN:
+    if name in (OWN, WINDOWED):
         return OWN_PLACEHOLDER
     if "real" not in name and "phi3v" not in name:
         return TINY_PLACEHOLDER

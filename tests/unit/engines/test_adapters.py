@@ -286,3 +286,12 @@ def test_fields_of_other_types_are_left_out() -> None:
     assert info is not None
     assert (info.version, info.block_size, info.publishes) == ("", None, False)
     assert info.facts == {"version": "", "revision": "null", "mm_process_config": '{"image":{}}'}
+    assert (info.device, info.devices) == ("", 0)
+
+
+@pytest.mark.parametrize(("shared", "devices"), [(False, 8), (True, 4)])
+def test_the_device_is_the_resolved_one(shared: bool, devices: int) -> None:
+    sizes = {"tp_size": 4, "pp_size": 1, "dp_size": 2, "enable_dp_attention": shared}
+    info = sglang.parse_info([{"version": "0.5.23", "device": "cuda:0", **sizes}, {"model_type": "m"}])
+    assert info is not None
+    assert (info.device, info.devices) == ("cuda", devices)

@@ -16,8 +16,10 @@ from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import Launch, LaunchError, chosen_flags
 from mmrouter_lib.engines.sglang.launch import API_KEY_ENV
 from mmrouter_lib.engines.sglang.launch import launch as launch_sglang
-from mmrouter_lib.engines.vllm.launch import VLLM, embedding_cache_bytes
+from mmrouter_lib.engines.vllm.embedding_transfer import embedding_cache_bytes
+from mmrouter_lib.engines.vllm.launch import VLLM
 from mmrouter_lib.engines.vllm.launch import launch as launch_vllm
+from mmrouter_lib.pod_paths import EMBEDDINGS_DIR, SHARED_DIR
 from mmrouter_sim.sglang.flags import parse
 
 OWNED = {"vllm": {owned.name for owned in VLLM_FLAGS}, "sglang": {owned.name for owned in SGLANG_FLAGS}}
@@ -27,6 +29,7 @@ TEMPLATE = {"configMap": {"name": "t", "key": "template"}}
 FOUR_GPUS = {"accelerator": {"kind": "nvidia", "count": 4}, "parallelism": {"tensor": 2, "data": 2}}
 FIVE_IMAGES = {"media": {"maxImages": 5}}
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
+FILES = "ECExampleConnector"
 KV, EC = "--kv-transfer-config", "--ec-transfer-config"
 
 
@@ -50,6 +53,18 @@ def flags(line: Launch) -> set[str]:
 def test_sglang_takes_a_key_that_begins_with_a_dash() -> None:
     given = [arg.replace(f"$({API_KEY_ENV})", "-key") for arg in sglang().args if "api-key" in arg]
     assert parse(["serve", "--model-path", "m", *given]).api_keys == ("-key",)
+
+
+@pytest.mark.parametrize("engine", [vllm, sglang])
+def test_tls_is_read_again_when_its_files_change(engine: Any) -> None:
+    given = engine(fields={"tls": {"secretName": "a"}})
+    assert {"--ssl-certfile", "--ssl-keyfile", "--enable-ssl-refresh"} == flags(given) - flags(engine())
+
+
+def test_encoders_of_sglang_serve_no_tls() -> None:
+    with pytest.raises(LaunchError, match="SGLang's encoders serve no TLS") as caught:
+        sglang("encoder", fields={"tls": {"secretName": "a"}}, pools=EPD)
+    assert caught.value.path == "engine.tls"
 
 
 def test_every_field_that_changes_prompts_or_blocks_becomes_its_flag_of_vllm() -> None:
@@ -163,6 +178,41 @@ def test_the_embedding_cache_size_follows_from_the_connector(
     assert embedding_cache_bytes(dep, dep.pool("encoder")) == size
 
 
+NODE = {"sharedMemory": {"scope": "node"}}
+VOLUME = {"embeddingVolume": {"nfs": {"server": "s", "path": "/"}}}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pool", "fields", "connector", "folder"),
+    [
+        (("nvidia", "nvidia", "nvidia"), {}, {}, "ECCPUConnector", None),
+        (("intel-xe", "intel-xe", "intel-xe"), NODE, {}, "ECCPUConnector", None),
+        (("cpu", "nvidia", "nvidia"), {}, {}, FILES, EMBEDDINGS_DIR),
+        (("cpu", "intel-xe", "cpu"), {}, {}, FILES, EMBEDDINGS_DIR),
+        (("intel-xe", "nvidia", "nvidia"), {}, {}, FILES, EMBEDDINGS_DIR),
+        (("nvidia", "nvidia", "cpu"), NODE, {}, FILES, SHARED_DIR),
+        (("cpu", "nvidia", "nvidia"), NODE, {}, FILES, SHARED_DIR),
+        (("cpu", "cpu", "cpu"), {}, {}, FILES, EMBEDDINGS_DIR),
+        (("nvidia", "nvidia", "nvidia"), NODE, VOLUME, FILES, EMBEDDINGS_DIR),
+    ],
+)
+def test_all_pools_get_one_connector_that_each_of_their_devices_has(
+    kinds: tuple[str, str, str], pool: dict[str, Any], fields: dict[str, Any], connector: str, folder: str | None
+) -> None:
+    names = ("one", "two", "work")
+    roles = ("encoder", "encoder", "worker")
+    pools = [{**role(each, kind, **pool), "name": name} for name, each, kind in zip(names, roles, kinds, strict=True)]
+    made = [as_json(vllm(name, pools=pools, fields=fields).args, EC) for name in names]
+    assert {config["ec_connector"] for config in made} == {connector}
+    assert {config["ec_connector_extra_config"].get("shared_storage_path") for config in made} == {folder}
+    assert [config["ec_role"] for config in made] == ["ec_producer", "ec_producer", "ec_consumer"]
+
+
+def test_a_decode_pools_device_does_not_count_for_embeddings() -> None:
+    pools = [role("encoder"), role("prefill"), role("decode", "cpu")]
+    assert as_json(vllm("encoder", pools=pools).args, EC)["ec_connector"] == "ECCPUConnector"
+
+
 def test_engines_that_prefill_consume_embeddings_where_there_are_encoders() -> None:
     assert as_json(vllm("prefill", pools=EPD).args, EC)["ec_role"] == "ec_consumer"
     assert as_json(vllm("decode", pools=EPD).args, EC) is None
@@ -186,7 +236,9 @@ def test_with_encoder_pools_an_sglang_engine_gets_its_sidecars_urls(name: str, o
 def test_without_encoders_and_in_decode_pools_there_are_no_encoder_urls() -> None:
     decode = sglang("decode", pools=EPD)
     assert not {"--language-only", "--encoder-urls", "--encoder-transfer-backend"} & (flags(decode) | flags(sglang()))
-    assert decode.env == {}
+    assert "SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL" not in decode.env
+    # Without it the engine ignores the headers by which a pair meets.
+    assert decode.env["SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"] == "1"
 
 
 def test_a_users_connectors_of_vllm_replace_the_defaults_and_only_what_is_left_out_is_filled_in() -> None:
@@ -221,8 +273,6 @@ TWO_RANKS = {"accelerator": {"kind": "nvidia", "count": 2}, "parallelism": {"dat
     ("engine", "pools", "name", "fields", "path"),
     [
         ("vllm", [role("prefill", "gaudi"), role("decode", "gaudi")], "prefill", {}, "engine.kvConnector"),
-        ("vllm", [role("encoder", "cpu"), role("worker")], "encoder", {}, "engine.ecConnector"),
-        ("vllm", [role("encoder"), role("worker", "cpu")], "worker", {}, "engine.ecConnector"),
         ("vllm", EPD, "decode", {"kvConnector": {"kv_role": "kv_both"}}, "engine.kvConnector"),
         ("vllm", EPD, "encoder", {"ecConnector": {"ec_role": "ec_both"}}, "engine.ecConnector"),
         ("vllm", [role("encoder", **TWO_RANKS), role("worker")], "encoder", {}, "parallelism.data"),

@@ -111,7 +111,8 @@ def test_events_that_cannot_be_indexed_have_a_listed_reason(event: Any, reason: 
     "payload",
     [
         *[b"", b"\xc1", msgspec.msgpack.encode({"ts": 1})],
-        *map(encode, [7, [], {"type": 5}, stored(block_size=0), stored(block_hashes=[b"12345678", 7])]),
+        *(encode(stored(block_size=size)) for size in (0, 2**31, 2**64 - 1)),
+        *map(encode, [7, [], {"type": 5}, stored(block_hashes=[b"12345678", 7])]),
         *(encode(stored(token_ids=[1, 2, 3, wrong])) for wrong in (-4, "x")),
     ],
 )

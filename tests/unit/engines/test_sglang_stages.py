@@ -23,20 +23,22 @@ def test_a_room_is_unique_and_maps_to_the_computing_rank(rank, ranks):
 
 def test_both_engines_get_the_same_meeting():
     meeting = stages.new_meeting("10.0.0.1")
-    values = {"host": "10.0.0.1", "port": str(BOOTSTRAP_PORT), "room": str(meeting.room)}
-    expected = {f"x-override-bootstrap-{name}": value for name, value in values.items()}
-    assert stages.prefill_headers(meeting) == stages.decode_headers(meeting) == expected
+    values = {"host": "10.0.0.1", "port": BOOTSTRAP_PORT, "room": meeting.room}
+    expected = {f"bootstrap_{name}": value for name, value in values.items()}
+    assert stages.prefill_fields(meeting) == stages.decode_fields(meeting) == expected
+    headers = {f"x-override-bootstrap-{name}": str(value) for name, value in values.items()}
+    assert stages.override_headers(stages.prefill_fields(meeting)) == headers
 
 
 def test_with_several_ranks_each_engine_gets_its_rank_and_the_decoder_the_prefills():
     meeting = stages.Meeting("10.0.0.1", room=7, rank=1, ranks=2)
-    assert stages.prefill_headers(meeting)["x-override-routed-dp-rank"] == "1"
-    headers = stages.decode_headers(meeting, rank=3, ranks=4)
+    assert stages.prefill_fields(meeting)["routed_dp_rank"] == 1
+    fields = stages.decode_fields(meeting, rank=3, ranks=4)
+    assert (fields["disagg_prefill_dp_rank"], fields["routed_dp_rank"]) == (1, 3)
+    headers = stages.override_headers(fields)
     assert (headers["x-override-disagg-prefill-dp-rank"], headers["x-override-routed-dp-rank"]) == ("1", "3")
-    assert "x-override-routed-dp-rank" not in stages.decode_headers(meeting)
-    assert "x-override-disagg-prefill-dp-rank" not in stages.decode_headers(
-        stages.Meeting("10.0.0.1", room=7), rank=3, ranks=4
-    )
+    assert "routed_dp_rank" not in stages.decode_fields(meeting)
+    assert "disagg_prefill_dp_rank" not in stages.decode_fields(stages.Meeting("10.0.0.1", room=7), rank=3, ranks=4)
 
 
 CHOICES, DONE = b'data: {"choices": []}\n\n', b"data: [DONE]\n\n"

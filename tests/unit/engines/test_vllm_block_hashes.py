@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.engines.conftest import OWN
+from unit.engines.conftest import OWN, WINDOWED
 from unit.sidecar.conftest import Routed, seed
 
 from mmrouter_lib.block_keys import block_keys
@@ -151,3 +151,38 @@ def test_case_50_predicted_keys_and_predicted_hits_are_the_engines_step_by_step(
     assert routed.ledger.aside == 0
     window, kind = (131072, "sliding_window") if "sw131072" in name else (0, "full_attention")
     assert routed.ledger.groups == (CacheGroup(0, kind, window),)
+
+
+@pytest.mark.usefixtures("form")
+def test_case_45_a_narrow_windows_blocks_are_predicted_or_counted_and_no_hit_is_over_estimated(captures: Any) -> None:
+    """The window is 1,024 tokens and prompts have up to 2,123: many parents were never stored, some images never named.
+
+    What follows an image before the window is not predicted, and a hit there is bounded from below, by nothing here.
+    """
+    routed, hits = Routed(), {}
+    for step in captures.steps(WINDOWED):
+        predicted = block_keys(step.ids, ENGINE_SIZE, step.spans, seed(step.lora, step.salt))
+        overlap = routed.overlap(predicted[: (step.prompt - 1) // ENGINE_SIZE], ENGINE_SIZE)
+        hits[step.label] = (overlap * ENGINE_SIZE, step.cached)
+        for payload in step.payloads:
+            assert routed.apply(payload) <= set(predicted), step.label
+    published = sum(len(event["block_hashes"]) for event in events(captures, WINDOWED))
+    assert routed.ledger.groups == (CacheGroup(0, "sliding_window", 1024),)
+    assert routed.ledger.counts == {"stored": 108, "ragged_store": 38, "unknown_parent": 58}
+    assert published == routed.ledger.counts.total() == 204
+    assert all(promised <= cached for promised, cached in hits.values())
+    differing = {label: hit for label, hit in hits.items() if hit[0] != hit[1]}
+    assert differing == {"image before the window again": (0, 1664)}
+    assert hits["text beyond the window, longer"] == (1792, 1792)
+    assert hits["image inside the window again"] == (1184, 1184)
+
+
+def test_the_narrow_windows_stream_has_empty_events_and_parents_that_were_never_stored(captures: Any) -> None:
+    """Otherwise the test above would prove little."""
+    seen: set[int] = set()
+    empty = orphans = 0
+    for event in events(captures, WINDOWED):
+        empty += not event["block_hashes"]
+        orphans += event["parent_block_hash"] not in {None, *seen}
+        seen.update(event["block_hashes"])
+    assert (empty, orphans) == (3, 3)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_lib.engines.base.continuation import ContinuationError
-from mmrouter_lib.engines.vllm.continuation import applies, as_chunk, build, ends_whole, strip
+from mmrouter_lib.engines.vllm.continuation import CHAT, COMPLETIONS, as_chunk, build, ends_whole, obstacle, strip
 
 BASE = {"model": "m", "messages": [], "stream": True, "temperature": 0.7}
 JSON = st.recursive(
@@ -30,29 +30,53 @@ def test_only_the_ids_are_stripped(content, ids, prompt):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "why"),
     [
-        {"n": 2},
-        {"stop": ["end"]},
-        {"stop": "end"},
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "auto"},
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"regex": "a"}},
-        {"presence_penalty": 0.1},
-        {"frequency_penalty": -1},
-        {"logprobs": True},
-        {"return_token_ids": True},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-        {"stream_options": []},
-        {"thinking_token_budget": 5},
-        {"a_field_of_a_later_release": 1},
+        ({"n": 2}, "choices"),
+        ({"use_beam_search": True}, "choices"),
+        ({"stop": ["end"]}, "stop"),
+        ({"stop": "end"}, "stop"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "auto"}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "grammar"),
+        ({"structured_outputs": {"regex": "a"}}, "grammar"),
+        ({"presence_penalty": 0.1}, "penalties"),
+        ({"frequency_penalty": -1}, "penalties"),
+        ({"include_reasoning": False}, "reasoning"),
+        ({"bad_words": ["a b"]}, "bad_words"),
+        ({"return_token_ids": True}, "field"),
+        ({"stream_options": {"include_usage": True, "continuous_usage_stats": True}}, "field"),
+        ({"stream_options": []}, "field"),
+        ({"thinking_token_budget": 5}, "field"),
+        ({"a_field_of_a_later_release": 1}, "field"),
     ],
-    ids=lambda fields: next(iter(fields)),
+    ids=str,
 )
-def test_what_depends_on_where_the_answer_begins_is_not_continued(fields):
-    assert applies(BASE)
-    assert not applies(BASE | fields)
+def test_what_depends_on_where_the_answer_begins_is_not_continued(fields, why):
+    for path in (CHAT, COMPLETIONS):
+        assert obstacle(path, BASE) is None
+        assert obstacle(path, BASE | fields) == why
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "why"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 3}, None),
+        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 2}, "logprobs"),
+        (COMPLETIONS, {"prompt": "x"}, None),
+        (COMPLETIONS, {"prompt": [1, 2]}, None),
+        (COMPLETIONS, {"prompt": ["x"]}, None),
+        (COMPLETIONS, {"prompt": ["x", "y"]}, "choices"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "choices"),
+        (COMPLETIONS, {"best_of": 2}, "choices"),
+        (COMPLETIONS, {"suffix": "x"}, "field"),
+        (COMPLETIONS, {"echo": True}, "field"),
+    ],
+    ids=str,
+)
+def test_chats_and_completions_differ(path, fields, why):
+    assert obstacle(path, BASE | fields) == why
 
 
 @pytest.mark.parametrize(
@@ -64,7 +88,7 @@ def test_what_depends_on_where_the_answer_begins_is_not_continued(fields):
     ],
 )
 def test_neutral_values_and_sampling_are_continued(fields):
-    assert applies(BASE | fields)
+    assert obstacle(CHAT, BASE | fields) is None
 
 
 RENDERED = {
@@ -83,24 +107,51 @@ def test_the_rest_is_generated_behind_prompt_and_answer():
 
 @pytest.mark.parametrize(
     "rendered",
-    [RENDERED | {"reasoning_parser_kwargs": {}}, RENDERED | {"sampling_params": {"max_tokens": 2}}, {}, [], 5],
+    [
+        RENDERED | {"reasoning_parser_kwargs": {}},
+        RENDERED | {"sampling_params": {"max_tokens": 2}},
+        {},
+        [],
+        5,
+        [RENDERED] * 2,
+    ],
 )
 def test_what_cannot_be_continued_is_refused(rendered):
     with pytest.raises(ContinuationError):
         build(compact(rendered), [7, 8])
 
 
+def test_a_completion_is_rendered_as_a_list_of_one_prompt():
+    assert json.loads(build(compact([RENDERED]), [7]))["token_ids"] == [1, 2, 3, 7]
+
+
 def test_usage_counts_the_whole_answer():
     usage = {"prompt_tokens": 13, "completion_tokens": 4, "total_tokens": 17}
-    made = as_chunk({"request_id": "r", "choices": [], "usage": usage}, 3)
+    made = as_chunk({"request_id": "r", "choices": [], "usage": usage}, CHAT, {}, 3)
     assert made["usage"] == {"prompt_tokens": 10, "completion_tokens": 7, "total_tokens": 17}
 
 
-def test_a_step_becomes_a_chunk_of_a_chat():
-    step = {"index": 0, "text": "ab", "token_ids": [4, 5], "finish_reason": "stop", "stop_reason": 2, "logprobs": None}
-    (choice,) = as_chunk({"request_id": "r", "choices": [step]}, 3)["choices"]
-    assert choice["delta"] == {"content": "ab"}
-    assert [choice[name] for name in ("finish_reason", "stop_reason", "token_ids")] == ["stop", 2, [4, 5]]
+LISTED = {"token": "ab", "logprob": -1.0, "bytes": [97, 98], "top_logprobs": [{"token": "ab", "logprob": -1.0}]}
+STEP = {"index": 0, "text": "ab", "token_ids": [4, 5], "finish_reason": "stop", "stop_reason": 2}
+
+
+def choice_of(path: str, step: dict, fields: dict) -> dict:
+    (choice,) = as_chunk({"request_id": "r", "choices": [step]}, path, fields, 3)["choices"]
+    return choice
+
+
+def test_a_step_becomes_a_chunk_of_its_path():
+    ending = {"index": 0, "logprobs": None, "finish_reason": "stop", "stop_reason": 2, "token_ids": [4, 5]}
+    assert choice_of(CHAT, STEP, {}) == ending | {"delta": {"content": "ab"}}
+    assert choice_of(COMPLETIONS, STEP, {}) == ending | {"text": "ab"}
+    middle = {**STEP, "finish_reason": None, "stop_reason": None}
+    assert [("stop_reason" in choice_of(path, middle, {})) for path in (CHAT, COMPLETIONS)] == [False, True]
+
+
+@pytest.mark.parametrize(("top", "listed"), [(1, LISTED["top_logprobs"]), (0, []), (None, [])])
+def test_log_probabilities_of_a_chat_list_as_many_tokens_as_asked_for(top, listed):
+    made = choice_of(CHAT, STEP | {"logprobs": {"content": [LISTED]}}, {"logprobs": True, "top_logprobs": top})
+    assert made["logprobs"]["content"] == [LISTED | {"top_logprobs": listed}]
 
 
 def test_an_incomplete_character_is_seen():

@@ -258,7 +258,8 @@ def test_removals_in_a_row_are_one_event_per_place_and_stay_in_order() -> None:
         *map(payload, ["BlockStored", [], [5], {"no": "type"}, ["BlockStored", [1]], {"type": "BlockRemoved"}]),
         *(payload(stored(token_ids=ids)) for ids in (None, [1, 2, 3, -4], [1, 2, 3, 2**32])),
         *(payload(stored(extra_keys=extra)) for extra in ([None], [[1.5], None], [[["id", 2**63]], None])),
-        *[payload(stored(block_size=0)), payload(stored(block_hashes=[b"short", 12]))],
+        *(payload(stored(block_size=size)) for size in (0, 2**31, 2**64 - 1)),
+        payload(stored(block_hashes=[b"short", 12])),
     ],
 )
 def test_malformed_batches_raise_event_error(raw: bytes) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from mmrouter_lib.prompt.segment_cache import SegmentCache, cut_tokens
+from mmrouter_lib.prompt.segment_cache import OWNER, SegmentCache, cut_tokens
 
 WORDS = ["ab <a> aa b_ab  a\nb", "<ab>a <b a_b> ba", "▁a▁b é e\u0301", "A B < > _ \t"]
 ALPHABET = "ab<>_ é\u0301\nA"
@@ -172,6 +172,17 @@ def test_the_least_recently_used_segment_is_evicted_first(tiny):
     for number in (2, 0, 1):
         cached(texts[number], add_special_tokens=False)
     assert tokenizer.seen == [texts[1]]
+
+
+def test_owners_share_no_segment(tiny):
+    tokenizer = Counting(tiny.tokenizer)
+    cached = SegmentCache(tokenizer)
+    text = "x" * 400 + "<|im_end|>"
+    for owner in ("red", "blue", "red"):
+        before = OWNER.set(owner)
+        cached(text, add_special_tokens=False)
+        OWNER.reset(before)
+    assert tokenizer.seen == [text] * 2
 
 
 def test_returned_ids_are_copies(tiny):

@@ -27,6 +27,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     facts: dict[str, str] = {}
     """Settings that an image's identity depends on: name -> text, JSON but for ``version`` and ``model_type``."""
     block_size: int | None = None  # tokens per block of the events, None where the answers do not have it
+    device: str = ""  # PyTorch's type of the device that the engine computes on, empty where it reports none
+    devices: int = 0  # number of these devices, 0 where the engine reports none
     publishes: bool = True  # whether the engine says nothing against publishing KV events
 
 
@@ -151,11 +153,9 @@ class EngineAdapter:
     """Keys of ``vllm_xargs``. A report of reused blocks looks like new copies
     (docs/engine-facts/vllm.md#what-publishes-no-events)."""
     request_id_header: str = "x-request-id"
-    divergent_fields: Mapping[str, bool | None]
-    """Fields that the prompt model (vLLM's) covers and this engine treats differently -> the value under which both
-    agree."""
-    normalizes_messages: bool
-    """Whether the engine rewrites tool calls, tool results and a final assistant turn by rules of its own."""
+    continues_with_generation_prompt: bool
+    """Whether a continued final message follows the generation prompt, so that ``add_generation_prompt`` has no effect.
+    Otherwise the two exclude each other."""
 
     # Capabilities.
     learns_image_identity: bool

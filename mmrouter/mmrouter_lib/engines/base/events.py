@@ -109,12 +109,21 @@ class WireBatch(msgspec.Struct, Generic[E], array_like=True):
     rank: int | None = None
 
 
+MAX_BLOCK_SIZE = 2**31 - 1  # tokens; far above any engine's, and within the compiled extension's numbers
+
 _untyped = msgspec.msgpack.Decoder(WireBatch[Any])
 
 
 def lora_of(name: str | None, number: Any) -> str | None:
     """Return an adapter's name. Its number is a counter of the engine process: it stays distinct from every name."""
     return f"\0lora_id:{number}" if name is None and number is not None else name
+
+
+def checked_block_size(size: int) -> int:
+    """Return a block size in tokens. Raises :class:`EventError` where no engine has such blocks."""
+    if not 0 < size <= MAX_BLOCK_SIZE:
+        raise EventError(f"block size {size} is not in 1 to {MAX_BLOCK_SIZE}")
+    return size
 
 
 def count_ids(ids: list[Any] | bytes, id_bytes: int) -> int:

@@ -6,11 +6,13 @@ vLLM derives its device from its build, so :class:`Device` has no flag for it (d
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from mmrouter_lib.api import EngineType, MMRouterDeployment, Pool
 from typing import Final
+
+from mmrouter_lib.pod_paths import ENGINE_TLS_DIR
 
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
@@ -33,6 +35,15 @@ class Launch:
     health_seconds: int = 5  # timeout of the health path
 
 
+class EmbeddingTransfer(NamedTuple):
+    """How embeddings get from encoders to the engines that compute prompts."""
+
+    connector: str  # the engine's name for it
+    folder: str  # where embeddings are files, else empty
+    pools: tuple[str, ...]  # names of the pools with a part in it
+    why: str  # what carries the embeddings and the reason for the choice, for `mmrouter plan`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLauncher:
     """How one engine type is started, and which of its flags decide whether two engines can exchange KV blocks."""
@@ -40,6 +51,10 @@ class EngineLauncher:
     type: "EngineType"
     launch: "Callable[[MMRouterDeployment, Pool], Launch]"
     """Return the command line of one pool's engines. Raises :class:`LaunchError`."""
+    embeddings: "Callable[[MMRouterDeployment], EmbeddingTransfer | None]"
+    """Return how embeddings travel, ``None`` without encoders."""
+    embedding_cache_bytes: "Callable[[MMRouterDeployment, Pool], int | None]" = lambda dep, pool: None
+    """Return how many bytes of embeddings a pool's encoders keep for others, ``None`` where nothing sets a size."""
     api_key_env: str  # variable of the container that holds the key which requests must carry
     kv_layout_flags: frozenset[str]
     """User's flags that change what a KV block holds: engines that exchange blocks must agree on them."""
@@ -47,6 +62,8 @@ class EngineLauncher:
     """Flags that engines which exchange KV blocks must agree on -> values that an engine may choose by itself,
     ``None``: any."""
     kv_exact_block_size: bool  # whether engines which exchange KV blocks need the same block size
+    memory_flag: str  # flag with the share of a device's memory that an engine takes
+    memory_of_free: bool  # whether that is a share of the memory that is free at the engine's start, else of all
 
 
 class LaunchError(ValueError):
@@ -76,9 +93,21 @@ def events_config() -> dict[str, Any]:
     }
 
 
+def tls_flags(dep: "MMRouterDeployment") -> list[str]:
+    """Return the flags for TLS on the HTTP port, which all engine types have alike; empty without TLS.
+
+    They do not name the CA: with it an engine would check the certificate of its requests to itself against its own
+    address.
+    """
+    if dep.spec.engine.tls is None:
+        return []
+    pair = [*flag("--ssl-certfile", f"{ENGINE_TLS_DIR}/tls.crt"), *flag("--ssl-keyfile", f"{ENGINE_TLS_DIR}/tls.key")]
+    return [*pair, "--enable-ssl-refresh"]
+
+
 def uses_plugin(dep: "MMRouterDeployment") -> bool:
     """Whether the deployment's engines run the mmrouter plugin, which transfers processed images from renderers."""
-    return dep.spec.routing.transfer != "none" and any(pool.role == "renderer" for pool in dep.spec.pools)
+    return dep.spec.transfer != "none" and any(pool.role == "renderer" for pool in dep.spec.pools)
 
 
 def plugin_command(command: list[str]) -> list[str]:
@@ -109,6 +138,7 @@ def _pairs(args: list[str]) -> Iterator[tuple[str, str]]:
 class Device:
     """One kind of accelerator, in the engines' terms. ``None``: the engine has no such setting there."""
 
+    torch: str  # PyTorch's type of the device, as engines report it
     sglang_device: str | None = None  # --device of SGLang, which detects CUDA and ROCm itself
     kv_buffer: str | None = None  # kv_buffer_device of vLLM's NixlConnector: memory that KV blocks are transferred from
     vllm_embeddings: bool = False
@@ -120,11 +150,11 @@ class Device:
 
 
 DEVICES: Final[dict[str, Device]] = {
-    "nvidia": Device(kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
+    "nvidia": Device("cuda", kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
     # ROCm builds of PyTorch and vLLM's table of NIXL devices call the device cuda.
-    "amd": Device(kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
-    "intel-i915": Device(sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),
-    "intel-xe": Device(sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),
-    "gaudi": Device(sglang_device="hpu", encoder_speed=3.0),
-    "cpu": Device(sglang_device="cpu", kv_buffer="cpu"),
+    "amd": Device("cuda", kv_buffer="cuda", vllm_embeddings=True, sglang_transfer="nixl", encoder_speed=8.0),
+    "intel-i915": Device("xpu", sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),
+    "intel-xe": Device("xpu", sglang_device="xpu", kv_buffer="xpu", vllm_embeddings=True, encoder_speed=3.0),
+    "gaudi": Device("hpu", sglang_device="hpu", encoder_speed=3.0),
+    "cpu": Device("cpu", sglang_device="cpu", kv_buffer="cpu"),
 }

@@ -11,6 +11,8 @@ from typing import Final, Literal, TypeAlias
 Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 
 CHAT: Final[Endpoint] = "/v1/chat/completions"
+COMPLETIONS: Final[Endpoint] = "/v1/completions"
+RESPONSES: Final[Endpoint] = "/v1/responses"
 
 Effect: TypeAlias = Literal[
     "processor_options",
@@ -19,7 +21,7 @@ Effect: TypeAlias = Literal[
     "cache_not_read",
     "beam_search",
     "engine_arguments",
-    "engine_differs",
+    "infilling",
 ]
 """Why a field can make a prompt, or the part of it that the engine reuses, differ from the prediction."""
 
@@ -32,9 +34,9 @@ def words(*lines: str) -> frozenset[str]:
 class RequestFields:
     """One endpoint's fields by judgement. A field is in one of them, or unknown."""
 
-    prompt: frozenset[str]  # forwarded; the prompt is made from them, and for chats it is predicted
+    prompt: frozenset[str]  # forwarded; the prompt is made from them, and predicted except for responses
     harmless: frozenset[str]  # forwarded; they change neither the prompt nor what the engine reuses of it
-    affecting: Mapping[str, Effect] = field(default_factory=dict)  # forwarded; a chat with them is not exact
+    affecting: Mapping[str, Effect] = field(default_factory=dict)  # forwarded; a request with them is not exact
     removed: frozenset[str]  # removed and counted: only the router sets them
     refused: Mapping[str, str] = field(default_factory=dict)  # field -> why it is a 400 unless null, false or empty
 
@@ -48,7 +50,7 @@ IGNORED_CHAT: Final = words(
     "prompt_cache_options prompt_cache_retention safety_identifier functions function_call user moderation",
     "parallel_tool_calls",
 )
-IGNORED_COMPLETIONS: Final = words("best_of suffix user logit_bias")
+IGNORED_COMPLETIONS: Final = words("best_of user logit_bias")
 IGNORED_RESPONSES: Final = words(
     "include max_tool_calls metadata moderation parallel_tool_calls prompt_cache_key prompt_cache_options",
     "prompt_cache_retention safety_identifier service_tier store stream_options truncation user context_management",

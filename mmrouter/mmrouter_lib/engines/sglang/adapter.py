@@ -1,5 +1,6 @@
 """The SGLang adapter. How SGLang names images is in :mod:`mmrouter_lib.engines.sglang.identity`."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -72,7 +73,17 @@ def parse_info(answers: Sequence[Mapping[str, Any]]) -> EngineInfo | None:
     if isinstance(size, int):
         facts["page_size"] = compact_json(size)
     block_size = size if isinstance(size, int) and size > 0 else None
-    return EngineInfo(version, facts, block_size, publishes=isinstance(events, Mapping))
+    device = server.get("device")
+    device = device.partition(":")[0] if isinstance(device, str) else ""
+    devices = _devices(server) if device else 0
+    return EngineInfo(version, facts, block_size, device, devices, publishes=isinstance(events, Mapping))
+
+
+def _devices(server: Mapping[str, Any]) -> int:
+    """Return the devices of all ranks; with data parallel attention the ranks share those of the tensor ranks."""
+    names = ("tp_size", "pp_size", *(() if server.get("enable_dp_attention") else ("dp_size",)))
+    sizes = [size for name in names if isinstance(size := server.get(name), int)]
+    return math.prod(sizes) if sizes else 0
 
 
 REMOVED_PART_FIELDS: Final = ("content_hash", "uuid")
@@ -137,15 +148,7 @@ SGLANG: Final = EngineAdapter(
     request_fields=REQUEST_FIELDS,
     removed_fields=REMOVED_FIELDS,
     request_id_header="x-override-rid",
-    divergent_fields={
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": True,
-        "continue_final_message": False,
-        "add_special_tokens": False,
-        "reasoning_effort": None,
-    },
-    normalizes_messages=True,
+    continues_with_generation_prompt=True,
     learns_image_identity=True,
     asks_encoders_itself=True,
     pairs_prefill_and_decode=True,

@@ -21,6 +21,7 @@ from mmrouter_lib.engines.base.events import (
     Removed,
     Stored,
     WireBatch,
+    checked_block_size,
     count_ids,
     lora_of,
 )
@@ -82,9 +83,7 @@ def _event(event: _WireEvent | Ignored) -> Event:
 
 
 def _stored(event: _Stored[Any]) -> Event:
-    size, blocks, tokens = event.block_size, len(event.block_hashes), event.token_ids
-    if size < 1:
-        raise EventError(f"block size {size}")
+    size, blocks, tokens = checked_block_size(event.block_size), len(event.block_hashes), event.token_ids
     if not blocks:
         return Ignored("empty_store")
     if blocks * size != count_ids(tokens, _ID_BYTES):

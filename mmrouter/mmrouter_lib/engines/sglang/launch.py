@@ -10,11 +10,13 @@ from mmrouter_lib.engines.base.launch import (
     DEVICES,
     HTTP_PORT,
     SIXTEEN_BITS,
+    EmbeddingTransfer,
     EngineLauncher,
     Launch,
     LaunchError,
     events_config,
     flag,
+    tls_flags,
 )
 from mmrouter_lib.engines.sglang.stage_requests import TRANSFER, urls
 from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR
@@ -40,8 +42,13 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     if pool.role == "renderer":
         raise LaunchError("role", "SGLang has no renderer: it stands beside vLLM engines only")
     spec = dep.spec
+    if spec.engine.tls is not None and pool.role == "encoder":
+        raise LaunchError("engine.tls", f"pool {pool.name}: SGLang's encoders serve no TLS: remove pool or tls")
     model, engine, encodes, asks = spec.model, spec.engine, pool.role == "encoder", asks_encoders(dep, pool)
     env = {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
+    if not encodes:
+        # Without it the engine ignores the headers that join a pair's requests and that name a request to abort.
+        env["SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"] = "1"
     if asks:
         # The engine would check the health of the sidecar's URLs and drop those that fail.
         env["SGLANG_ENCODER_BOOTSTRAP_HEALTH_CHECK_INTERVAL"] = "0"
@@ -50,6 +57,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         *flag("--served-model-name", model.served_name or dep.metadata.name),
         *flag("--host", "$(POD_IP)"),
         *flag("--port", HTTP_PORT),
+        *tls_flags(dep),
         f"--api-key=$({API_KEY_ENV})",  # one argument: a key may begin with a dash
         *([] if encodes else _cache_flags(dep, pool)),
         "--enable-metrics",
@@ -116,6 +124,15 @@ def _encoding_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
     return ["--language-only", *transfer, "--encoder-urls", *urls("$(POD_LOOPBACK)")]
 
 
+def _embeddings(dep: MMRouterDeployment) -> EmbeddingTransfer | None:
+    pools = tuple(p.name for p in dep.spec.pools if p.role == "encoder" or asks_encoders(dep, p))
+    if all(pool.role != "encoder" for pool in dep.spec.pools):
+        return None
+    return EmbeddingTransfer(
+        TRANSFER, "", pools, "sent over the network, the only way that a failed encoder cannot break"
+    )
+
+
 def _role_flags(dep: MMRouterDeployment, pool: Pool) -> list[str]:
     engine, encoding = dep.spec.engine, _encoding_flags(dep, pool)
     if pool.role not in ("prefill", "decode"):
@@ -147,6 +164,7 @@ def _chosen(path: str, connector: Mapping[str, Any], keys: Mapping[str, str]) ->
 SGLANG: Final = EngineLauncher(
     type="sglang",
     launch=launch,
+    embeddings=_embeddings,
     api_key_env=API_KEY_ENV,
     kv_layout_flags=frozenset(
         {"--dtype", "--kv-cache-dtype", "--quantization", "--quantization-param-path", "--json-model-override-args"}
@@ -159,4 +177,6 @@ SGLANG: Final = EngineLauncher(
     },
     # A decode engine of 0.5.23 refuses a prefill engine with another page size or another cache format.
     kv_exact_block_size=True,
+    memory_flag="--mem-fraction-static",
+    memory_of_free=True,
 )

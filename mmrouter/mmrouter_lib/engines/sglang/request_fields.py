@@ -5,10 +5,12 @@ from typing import Final
 
 from mmrouter_lib.engines.base.request_fields import (
     CHAT,
+    COMPLETIONS,
     IGNORED_CHAT,
     IGNORED_COMPLETIONS,
     IGNORED_RESPONSES,
     REFUSED_RESPONSES,
+    RESPONSES,
     Effect,
     Endpoint,
     RequestFields,
@@ -60,16 +62,17 @@ _PROCESSOR: Final[Mapping[str, Effect]] = {
 
 REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
     CHAT: RequestFields(
-        # Four of them are vLLM's. SGLang ignores them, so a chat that sets another value than SGLang's is not exact.
         prompt=words(
-            "model messages tools chat_template_kwargs reasoning_effort continue_final_message",
-            "documents add_generation_prompt add_special_tokens",
+            "model messages tools tool_choice chat_template_kwargs reasoning reasoning_effort continue_final_message"
         ),
         harmless=_SAMPLING
         | _REPORTING
         | IGNORED_CHAT
+        # The first three are vLLM's and have no effect here. The families that are modelled read neither task nor
+        # thinking.
         | words(
-            "max_completion_tokens tool_choice top_logprobs return_prompt_token_ids return_meta_info",
+            "documents add_generation_prompt add_special_tokens task thinking",
+            "max_completion_tokens top_logprobs return_prompt_token_ids return_meta_info",
             "return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask sampling_logprobs_mode",
             "return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 separate_reasoning stream_reasoning",
         ),
@@ -79,21 +82,19 @@ REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
             "max_dynamic_patch": "processor_options",
             "min_dynamic_patch": "processor_options",
             "use_audio_in_video": "processor_options",
-            "thinking": "engine_differs",
-            "task": "engine_differs",
-            "reasoning": "engine_differs",  # in no model: read before validation
         },
         removed=_REMOVED,
         refused=_CODE,
     ),
-    "/v1/completions": RequestFields(
+    COMPLETIONS: RequestFields(
         prompt=words("model prompt"),
-        harmless=_SAMPLING | _REPORTING | IGNORED_COMPLETIONS | words("json_schema custom_labels"),
+        # The suffix is read only with --completion-template, which engines are not started with.
+        harmless=_SAMPLING | _REPORTING | IGNORED_COMPLETIONS | words("json_schema custom_labels suffix"),
         affecting={**_PROCESSOR, "echo": "cache_not_read"},
         removed=_REMOVED,
         refused=_CODE,
     ),
-    "/v1/responses": RequestFields(
+    RESPONSES: RequestFields(
         prompt=words("model input instructions previous_response_id reasoning text tools chat_template_kwargs"),
         harmless=IGNORED_RESPONSES
         | words(

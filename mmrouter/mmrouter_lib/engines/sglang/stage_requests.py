@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 from blake3 import blake3
@@ -26,6 +26,9 @@ ROOMS: Final = 1 << 63  # upper bound of room numbers
 
 _STREAMED_ERROR = re.compile(rb'(?:\A|\n\n)data: (\{"error": ?\{.*)')
 _CODE = re.compile(rb'"code": ?(\d{3})\b')
+
+
+MeetingFields: TypeAlias = Mapping[str, str | int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +51,29 @@ def new_meeting(host: str, rank: int = 0, ranks: int = 1) -> Meeting:
     return Meeting(host, secrets.randbelow(ROOMS // ranks) * ranks + rank, rank, ranks)
 
 
-def prefill_headers(meeting: Meeting) -> dict[str, str]:
-    """Return the headers that make an engine compute the prompt and hand it over."""
-    headers = {
-        "x-override-bootstrap-host": meeting.host,
-        "x-override-bootstrap-port": str(meeting.port),
-        "x-override-bootstrap-room": str(meeting.room),
+def prefill_fields(meeting: Meeting) -> MeetingFields:
+    """Return the fields of a request that make an engine compute the prompt and hand it over."""
+    fields: dict[str, str | int] = {
+        "bootstrap_host": meeting.host,
+        "bootstrap_port": meeting.port,
+        "bootstrap_room": meeting.room,
     }
-    return headers | ({"x-override-routed-dp-rank": str(meeting.rank)} if meeting.ranks > 1 else {})
+    return fields | ({"routed_dp_rank": meeting.rank} if meeting.ranks > 1 else {})
 
 
-def decode_headers(meeting: Meeting, rank: int = 0, ranks: int = 1) -> dict[str, str]:
-    """Return the headers that make rank ``rank`` of a decode engine with ``ranks`` ranks fetch the prompt and answer.
+def decode_fields(meeting: Meeting, rank: int = 0, ranks: int = 1) -> MeetingFields:
+    """Return the fields that make rank ``rank`` of a decode engine with ``ranks`` ranks fetch the prompt and answer.
 
     They name the prefill engine's rank, so that the pair also works where a flag distributes requests in another way.
     """
-    headers = prefill_headers(Meeting(meeting.host, meeting.room, port=meeting.port))
-    headers |= {"x-override-disagg-prefill-dp-rank": str(meeting.rank)} if meeting.ranks > 1 else {}
-    return headers | ({"x-override-routed-dp-rank": str(rank)} if ranks > 1 else {})
+    fields = dict(prefill_fields(Meeting(meeting.host, meeting.room, port=meeting.port)))
+    fields |= {"disagg_prefill_dp_rank": meeting.rank} if meeting.ranks > 1 else {}
+    return fields | ({"routed_dp_rank": rank} if ranks > 1 else {})
+
+
+def override_headers(fields: MeetingFields) -> dict[str, str]:
+    """Return headers that set the fields of a chat, whose body may be large and is then the same for both engines."""
+    return {f"x-override-{name.replace('_', '-')}": str(value) for name, value in fields.items()}
 
 
 class Failure(NamedTuple):

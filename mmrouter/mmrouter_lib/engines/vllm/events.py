@@ -22,6 +22,7 @@ from mmrouter_lib.engines.base.events import (
     Removed,
     Stored,
     WireBatch,
+    checked_block_size,
     count_ids,
     lora_of,
 )
@@ -118,9 +119,8 @@ def _stored(event: _Stored[Any]) -> Event:
         return Ignored(f"spec_{kind}" if kind in OTHER_KINDS else "spec_other", group)
     if event.locality == "REMOTE":
         return Ignored("remote")
-    size, blocks, tokens = event.block_size, len(event.block_hashes), count_ids(event.token_ids, _ID_BYTES)
-    if size < 1:
-        raise EventError(f"block size {size}")
+    size, blocks = checked_block_size(event.block_size), len(event.block_hashes)
+    tokens = count_ids(event.token_ids, _ID_BYTES)
     if not blocks and tokens < size:
         return Ignored("empty_store")
     try:

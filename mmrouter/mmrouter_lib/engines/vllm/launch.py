@@ -12,7 +12,7 @@ the JSON of vLLM's own flags. The role is filled in, because it differs between 
 
 from typing import Any, Final
 
-from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of, quantity_bytes
+from mmrouter_lib.api import MMRouterDeployment, Pool, block_size_of
 from mmrouter_lib.engines.base.launch import (
     DEVICES,
     HTTP_PORT,
@@ -24,8 +24,10 @@ from mmrouter_lib.engines.base.launch import (
     events_config,
     flag,
     plugin_command,
+    tls_flags,
     uses_plugin,
 )
+from mmrouter_lib.engines.vllm.embedding_transfer import ec_connector, embedding_cache_bytes, embedding_transfer
 from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
 
 
@@ -40,6 +42,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         *flag("--served-model-name", model.served_name or dep.metadata.name),
         *flag("--host", "$(POD_IP)"),
         *flag("--port", HTTP_PORT),
+        *tls_flags(dep),
     ]
     if caches:
         args += [
@@ -48,9 +51,8 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
             *flag("--prefix-caching-hash-algo", "sha256_cbor"),
             *flag("--kv-events-config", {"enable_kv_cache_events": True, **events_config()}),
             "--enable-prompt-tokens-details",
+            "--enable-scale-out",  # the tokens-in endpoint, by which streams are continued (docs/streams.md)
         ]
-    if pool.role == "worker":
-        args.append("--enable-scale-out")  # the tokens-in endpoint, by which streams are continued (docs/streams.md)
     # At its start an encoder encodes the largest item of each modality that it accepts.
     others = {"video": 0, "audio": 0} if pool.role == "encoder" else {}
     args += flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images, **others})
@@ -64,7 +66,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         args += flag("--chat-template", CHAT_TEMPLATE_PATH)
     if set_options := engine.processor.model_dump(exclude_none=True):
         args += flag("--mm-processor-kwargs", set_options)
-    if spec.routing.transfer != "none" and pool.shared_memory.scope == "node":
+    if spec.transfer != "none" and pool.shared_memory.scope == "node":
         # Encoded images then come as files of this folder (docs/engine-facts/vllm.md#image-uuid).
         args += flag("--allowed-local-media-path", SHARED_DIR)
     args += transfer
@@ -97,7 +99,7 @@ def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict
     if pool.role in ("prefill", "decode"):
         args += flag("--kv-transfer-config", _kv_connector(dep, pool))
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
-    images_by_nixl = dep.spec.routing.transfer == "nixl"
+    images_by_nixl = dep.spec.transfer == "nixl"
     if uses_plugin(dep):
         ways = {"nixl": images_by_nixl, "shm": pool.shared_memory.scope == "node", "inline": True}  # the fastest first
         env["MMROUTER_HANDOVER_WAYS"] = ",".join(way for way, available in ways.items() if available)
@@ -107,7 +109,7 @@ def transfer_flags(dep: MMRouterDeployment, pool: Pool) -> tuple[list[str], dict
         env["UCX_TLS"] = "tcp,self,sm"
     encodes, generates = pool.role == "encoder", pool.role in ("worker", "prefill")
     if encodes or (generates and any(other.role == "encoder" for other in dep.spec.pools)):
-        config, more = _ec_connector(dep, pool, "ec_producer" if encodes else "ec_consumer")
+        config, more = ec_connector(dep, pool)
         args += flag("--ec-transfer-config", config)
         env |= more
     return args, env
@@ -128,42 +130,11 @@ def _kv_connector(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
     return {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": buffer, **RECOMPUTE}
 
 
-def embedding_cache_bytes(dep: MMRouterDeployment, pool: Pool) -> int | None:
-    """Return how many bytes of embeddings an encoder keeps for others, ``None`` where its connector sets no size."""
-    try:
-        config, _ = _ec_connector(dep, pool, "ec_producer")
-    except LaunchError:
-        return None
-    extra = config.get("ec_connector_extra_config")
-    size = extra.get("ec_cpu_bytes") if isinstance(extra, dict) else None
-    return size if isinstance(size, int) and size > 0 else None
-
-
-def _ec_connector(dep: MMRouterDeployment, pool: Pool, role: str) -> tuple[dict[str, Any], dict[str, str]]:
-    chosen = dep.spec.engine.ec_connector
-    if chosen:
-        if not isinstance(chosen.get("ec_connector"), str):
-            raise LaunchError("engine.ecConnector", "name vLLM's connector in `ec_connector`")
-        return {"ec_role": role, **chosen}, {}
-    if not DEVICES[pool.accelerator.kind].vllm_embeddings:
-        raise LaunchError(
-            "engine.ecConnector",
-            f"pool {pool.name}: vLLM hands embeddings over on no {pool.accelerator.kind} by itself: name a connector "
-            "here, such as ECExampleConnector with a `shared_storage_path` on a volume that all pools mount",
-        )
-    if role == "ec_producer" and pool.parallelism.data > 1:
-        raise LaunchError("parallelism.data", "an encoder hands over from one rank only: use replicas instead")
-    # Embeddings use half of the pod's /dev/shm; the engine's own processes use the other half.
-    extra = {"ec_cpu_bytes": quantity_bytes(pool.shared_memory.size) // 2, "ec_enable_nixl": True}
-    env = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    if role == "ec_producer":
-        env |= {"VLLM_EC_SIDE_CHANNEL_HOST": "$(POD_IP)", "VLLM_EC_SIDE_CHANNEL_PORT": str(SIDE_CHANNEL_PORT)}
-    return {"ec_connector": "ECCPUConnector", "ec_role": role, "ec_connector_extra_config": extra}, env
-
-
 VLLM: Final = EngineLauncher(
     type="vllm",
     launch=launch,
+    embeddings=embedding_transfer,
+    embedding_cache_bytes=embedding_cache_bytes,
     api_key_env="VLLM_API_KEY",
     kv_layout_flags=frozenset(
         {"--dtype", "--kv-cache-dtype", "--quantization", "-q", "--calculate-kv-scales", "--hf-overrides"}
@@ -177,4 +148,6 @@ VLLM: Final = EngineLauncher(
         "--hf-overrides": frozenset(),
     },
     kv_exact_block_size=False,  # NixlConnector converts block sizes, and tensor parallelism
+    memory_flag="--gpu-memory-utilization",
+    memory_of_free=False,
 )

@@ -5,10 +5,12 @@ from typing import Final
 
 from mmrouter_lib.engines.base.request_fields import (
     CHAT,
+    COMPLETIONS,
     IGNORED_CHAT,
     IGNORED_COMPLETIONS,
     IGNORED_RESPONSES,
     REFUSED_RESPONSES,
+    RESPONSES,
     Effect,
     Endpoint,
     RequestFields,
@@ -70,14 +72,15 @@ REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
         affecting={**_ENGINE_ARGUMENTS, **_PROCESSOR, **_GENERATION, "chat_template": "request_template"},
         removed=_REMOVED,
     ),
-    "/v1/completions": RequestFields(
-        prompt=words("model prompt add_special_tokens truncation_side"),
-        harmless=_SAMPLING | _REPORTING | IGNORED_COMPLETIONS,
-        affecting={**_ENGINE_ARGUMENTS, **_GENERATION},
+    COMPLETIONS: RequestFields(
+        prompt=words("model prompt add_special_tokens"),
+        harmless=_SAMPLING | _REPORTING | IGNORED_COMPLETIONS | words("truncation_side"),
+        # The engine puts the text between prompt and suffix for the models that can, and refuses it for all others.
+        affecting={**_ENGINE_ARGUMENTS, **_GENERATION, "suffix": "infilling"},
         removed=_REMOVED,
         refused={"prompt_embeds": "send text or token ids, not embeddings"},
     ),
-    "/v1/responses": RequestFields(
+    RESPONSES: RequestFields(
         prompt=words(
             "model input instructions previous_response_id previous_input_messages reasoning text tools",
             "chat_template_kwargs",

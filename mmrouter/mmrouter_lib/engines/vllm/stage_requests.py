@@ -10,6 +10,7 @@ by the ``uuid`` in the request, so its ids and placeholders are enough to comput
 """
 
 from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -108,6 +109,53 @@ def read_prefilled(raw: bytes) -> dict[str, Any]:
     if not params or not params.get("do_remote_prefill"):
         raise StageError("the prefill's answer names no blocks: does its pool have a connector?")
     return params
+
+
+LEASE_SECONDS: Final = 30.0
+"""NixlConnector's own ``kv_lease_duration``."""
+MAX_ENGINES: Final = 4096  # prefill engines whose clock differences are kept
+RECENT: Final = 64  # differences kept of each
+
+
+def lease_seconds(connector: Mapping[str, Any]) -> float | None:
+    """Return how long a prefill engine holds blocks for a reader, by ``engine.kvConnector``; ``None``: unknown."""
+    if connector.get("kv_connector", "NixlConnector") != "NixlConnector":
+        return None
+    extra = connector.get("kv_connector_extra_config")
+    seconds = extra.get("kv_lease_duration", LEASE_SECONDS) if isinstance(extra, Mapping) else LEASE_SECONDS
+    return float(seconds) if isinstance(seconds, (int, float)) and seconds > 0 else None
+
+
+class BlockLeases:
+    """Deadlines by which a decode engine must have a request to find the prefilled blocks, by this process's clock.
+
+    The deadline is a sixth of the lease before its end, because a decode engine renews the lease at this interval
+    (docs/engine-facts/vllm.md#prefill-decode). ``remote_blocks_expiry_time`` is a time of the prefill engine's own
+    monotonic clock. Its largest difference from the arrival of a recent answer, that of the least delayed one, is taken
+    as the lease plus the difference of both clocks. Older answers do not count, because clocks drift, and stop with a
+    virtual machine that is moved.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        """``seconds``: the lease; ``None`` if it is unknown."""
+        self._seconds = seconds
+        self._ahead: dict[str, deque[float]] = {}
+
+    def deadline(self, engine: str, params: Mapping[str, Any], received: float) -> float | None:
+        """Return when a decode engine must have a request; ``None`` where the lease is unknown.
+
+        ``engine``: its id, which changes with a restart. ``received``: when the prefill's answer was complete.
+        """
+        if self._seconds is None:
+            return None
+        ends, expiry = received + self._seconds, params.get("remote_blocks_expiry_time")
+        if isinstance(expiry, (int, float)):
+            if engine not in self._ahead and len(self._ahead) >= MAX_ENGINES:
+                self._ahead.clear()
+            ahead = self._ahead.setdefault(engine, deque(maxlen=RECENT))
+            ahead.append(expiry - received)
+            ends = expiry - max(ahead) + self._seconds
+        return ends - self._seconds / 6
 
 
 def decode_request(body: Mapping[str, Any], prefilled: Mapping[str, Any]) -> dict[str, Any]:
