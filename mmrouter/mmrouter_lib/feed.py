@@ -109,7 +109,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     notices without waiting for the next one. ``groups`` is in ascending order. ``facts`` are the engine settings that
     media identity depends on (SGLang: version, model type, page size, flags; structured values as JSON). ``shared`` is
     set in pods with the node's shared directory. ``keys`` has the fingerprints of the sidecar's public key and of the
-    routers' keys that it accepts (:mod:`.feed_keys`).
+    routers' keys that it accepts (:mod:`.feed_keys`). ``device`` is PyTorch's type of the device that the engine
+    reports, empty while unknown, ``devices`` their number, and ``requested_device`` the type that its pool asks for.
     """
 
     worker: str
@@ -129,6 +130,9 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     facts: dict[str, str] = {}
     shared: SharedDirectory | None = None
     keys: tuple[str, ...] = ()
+    device: str = ""
+    devices: int = 0
+    requested_device: str = ""
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):
@@ -199,6 +203,31 @@ class EncoderAddresses(_Numbered, frozen=True, tag="encoders"):
     encoders: tuple[tuple[str, str], ...]
 
 
+class EmbeddingClaim(_Numbered, frozen=True, tag="embedding_claim"):
+    """Request the place of an image's embedding, or else the lease to request its encoding, for ``lease_s`` seconds.
+
+    ``key``: the image's identity. ``encoders``: those whose embeddings the router can use.
+    """
+
+    router: str
+    key: bytes
+    encoders: tuple[str, ...]
+    lease_s: float
+
+
+class EmbeddingReport(_Numbered, frozen=True, tag="embedding_report"):
+    """Store that an encoder has an embedding, which ends the lease; without ``encoder``, end the lease only.
+
+    ``answer`` is the encoder's own, as JSON; ``size`` the embedding's bytes, 0 where it does not say.
+    """
+
+    router: str
+    key: bytes
+    encoder: str
+    size: int
+    answer: bytes
+
+
 class SnapshotPart(_Numbered, frozen=True, tag="snapshot_part"):
     """Keys held by one (rank, group, medium) at (epoch, seq). An empty cache answers one part without keys."""
 
@@ -252,6 +281,16 @@ class ClaimAnswer(_Numbered, frozen=True, tag="claim_answer"):
     last: bool = True
 
 
+class EmbeddingAnswer(_Numbered, frozen=True, tag="embedding_answer"):
+    """``granted``: the router has the lease; ``pending``: another one has it; ``held``: the rest says where it is."""
+
+    state: Literal["granted", "pending", "held"]
+    encoder: str = ""
+    size: int = 0
+    answer: bytes = b""
+    last: bool = True
+
+
 class Accepted(_Numbered, frozen=True, tag="accepted"):
     """The request was executed."""
 
@@ -276,9 +315,11 @@ Request = (
     | CanaryResult
     | ObservationsRequest
     | EncoderAddresses
+    | EmbeddingClaim
+    | EmbeddingReport
     | Work
 )
-Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | ObservationsPart
+Reply = SnapshotPart | ReplayPart | DetailPart | ClaimAnswer | Accepted | Refused | ObservationsPart | EmbeddingAnswer
 
 _encoder = msgspec.msgpack.Encoder()
 

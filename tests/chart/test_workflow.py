@@ -15,6 +15,7 @@ from artefacts import go_programs
 from chart.helm import ROOT
 
 from hack import run_levels
+from hack.kind import cluster
 from mmrouter_operator.model.accelerators import ACCELERATORS
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
@@ -96,6 +97,11 @@ def test_the_workflow_makes_the_cluster_with_the_kind_that_read_its_configuratio
     version = subprocess.run([tools / "kind", "version"], capture_output=True, text=True, check=True).stdout.split()[1]
     asked = [step["with"] for step in jobs["e2e"]["steps"] if "kind-action" in step.get("uses", "")]
     assert [(each["version"], each["config"]) for each in asked] == [(version, str(KIND_CONFIG.relative_to(ROOT)))]
+
+
+def test_make_kind_runs_the_jobs_steps_from_the_images_to_the_tests() -> None:
+    commands = [re.findall(r"^(?:make \w+|kind load|hack/\S+)", step[-1], re.MULTILINE) for step in cluster.steps()]
+    assert commands == [["make images"], ["kind load"], ["hack/kind/routes.sh"], ["make e2e"]]
 
 
 def test_kinds_workers_have_the_labels_by_which_pods_find_gpus_and_xpus() -> None:

@@ -7,7 +7,16 @@ from pydantic import AfterValidator, Field, model_validator
 from mmrouter_lib.api import owned_flag_rules
 from mmrouter_lib.api.cross_field_rules import VALIDATIONS, Resource, immutable, rule, validation
 from mmrouter_lib.api.engine_traits import EngineType
-from mmrouter_lib.api.shared_types import WORD, WORD_OR_EMPTY, Argument, ConfigMapKey, Image, Opaque, SecretKey
+from mmrouter_lib.api.shared_types import (
+    WORD,
+    WORD_OR_EMPTY,
+    Argument,
+    ConfigMapKey,
+    Image,
+    ObjectName,
+    Opaque,
+    SecretKey,
+)
 
 BlockSize = Annotated[int, Field(ge=1, le=1024)]
 Pixels = Annotated[int, Field(ge=1, le=1_000_000_000)]
@@ -36,42 +45,6 @@ class ProcessorOptions(Resource):
         return self.min_pixels is None or self.max_pixels is None or self.min_pixels <= self.max_pixels
 
 
-class EngineSpec(Resource):
-    """The inference engine, the same for every pool."""
-
-    type: Annotated[
-        EngineType,
-        Field(json_schema_extra=immutable("engine.type is immutable: create a second deployment and shift traffic")),
-    ]
-    """vllm or sglang. Immutable: create a second deployment and shift traffic."""
-    image: Image = ""
-    """Container image of the unmodified engine. Default: by engine type and accelerator."""
-    block_size: BlockSize | None = None
-    """Tokens per KV block. Default: by accelerator; a pool may differ."""
-    chat_template: ChatTemplate | None = None
-    """Chat template for engines and router. Default: the one in the model's files."""
-    processor: ProcessorOptions = ProcessorOptions()
-    """Image processor options for engines and router."""
-    kv_connector: Opaque = Field(default={})
-    """Engine configuration of the transfer from prefill to decode. Default: by engine and accelerator. vllm: the JSON
-    of `--kv-transfer-config`; sglang: `transferBackend` and `ibDevice`."""
-    ec_connector: Opaque = Field(default={})
-    """Engine configuration of the transfer from encoder to language model. Default: by engine and accelerator. vllm:
-    the JSON of `--ec-transfer-config`; sglang: `transferBackend`."""
-    args: list[Argument] = Field(default=[], max_length=64)
-    """Additional engine arguments, for every pool. Arguments that have a field of their own are refused."""
-
-    @model_validator(mode="after")
-    def _own_flags(self) -> "EngineSpec":
-        owned_flag_rules.refuse_owned("args", self.args, self.type)
-        return self
-
-    @classmethod
-    def validations(cls) -> list[dict[str, str]]:
-        """Return the rules, with those for owned flags in ``args``."""
-        return [*super().validations(), *owned_flag_rules.engine_validations()]
-
-
 ONE_SOURCE = "name exactly one volume source, such as `persistentVolumeClaim` or `hostPath`"
 
 
@@ -93,6 +66,70 @@ Volume = Annotated[
     AfterValidator(_one_source),
 ]
 """A pod's volume source, in Kubernetes' format."""
+
+
+class EngineTls(Resource):
+    """TLS on the engines' HTTP port."""
+
+    secret_name: ObjectName
+    """Secret with the engines' certificate (`tls.crt`), its key (`tls.key`) and the CA that routers and sidecars trust
+    (`ca.crt`), as cert-manager makes it. The certificate is for the name `DEPLOYMENT-engine.NAMESPACE.svc`. Changes are
+    loaded without a restart."""
+
+
+TLS_STAYS = (
+    "engine.tls cannot be changed or removed, because routers would not reach the engines that run: replace the "
+    "content of its Secret, or create a second deployment"
+)
+
+
+class EngineSpec(Resource):
+    """The inference engine, the same for every pool."""
+
+    type: Annotated[
+        EngineType,
+        Field(json_schema_extra=immutable("engine.type is immutable: create a second deployment and shift traffic")),
+    ]
+    """vllm or sglang. Immutable: create a second deployment and shift traffic."""
+    image: Image = ""
+    """Container image of the unmodified engine. Default: by engine type and accelerator."""
+    block_size: BlockSize | None = None
+    """Tokens per KV block. Default: by accelerator; a pool may differ."""
+    chat_template: ChatTemplate | None = None
+    """Chat template for engines and router. Default: the one in the model's files."""
+    processor: ProcessorOptions = ProcessorOptions()
+    """Image processor options for engines and router."""
+    kv_connector: Opaque = Field(default={})
+    """Engine configuration of the transfer from prefill to decode. Default: by engine and accelerator. vllm: the JSON
+    of `--kv-transfer-config`; sglang: `transferBackend` and `ibDevice`."""
+    ec_connector: Opaque = Field(default={})
+    """Engine configuration of the transfer from encoder to language model. Default: one that works on all pools that
+    encode or compute prompts; `mmrouter plan` shows it. vllm: the JSON of `--ec-transfer-config`; sglang:
+    `transferBackend`."""
+    embedding_volume: Volume | None = None
+    """vllm: pod volume source for embeddings as files, such as a `persistentVolumeClaim` with ReadWriteMany. All pods
+    that encode or compute prompts mount it at /var/lib/mmrouter/embeddings. Default where embeddings need a volume: a
+    claim `NAME-embeddings`."""
+    tls: EngineTls | None = None
+    """TLS between routers and engines. Absent: plain HTTP. Once set, it cannot be changed or removed."""
+    args: list[Argument] = Field(default=[], max_length=64)
+    """Additional engine arguments, for every pool. Arguments that have a field of their own are refused."""
+
+    @rule("embeddingVolume", "!has(self.embeddingVolume) || self.type == 'vllm'")
+    def _volume_is_for_vllm(self) -> bool:
+        """embeddingVolume is for engine type vllm: SGLang's encoders send embeddings over the network"""
+        return self.embedding_volume is None or self.type == "vllm"
+
+    @model_validator(mode="after")
+    def _own_flags(self) -> "EngineSpec":
+        owned_flag_rules.refuse_owned("args", self.args, self.type)
+        return self
+
+    @classmethod
+    def validations(cls) -> list[dict[str, str]]:
+        """Return the rules, with those for owned flags in ``args`` and the one that compares with the stored object."""
+        stays = validation("!has(oldSelf.tls) || (has(self.tls) && self.tls == oldSelf.tls)", TLS_STAYS, path="tls")
+        return [*super().validations(), *owned_flag_rules.engine_validations(), stays]
 
 
 class Model(Resource):

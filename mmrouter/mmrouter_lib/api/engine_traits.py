@@ -42,6 +42,7 @@ _TRANSFER = "engines find each other by the operator's wiring"
 _RANKS = "routers and sidecars count the ranks of a pool"
 _TOKENIZER = "routers tokenize prompts themselves, with the model's own tokenizer"
 _ADDRESS = "routers and probes reach the engine at its pod's address and the port of every engine"
+_TLS = "routers trust the certificates of one Secret"
 _PROMPTS = "routers predict blocks from text and images only"
 _CACHED = "routers verify predictions by the cached tokens that answers report"
 _PROCESSOR = "routers count image tokens with the same options"
@@ -61,7 +62,9 @@ VLLM_FLAGS = (
     *owned(_MODEL, "model.trustRemoteCode", "--trust-remote-code"),
     *owned("the operator mounts the token", "model.tokenSecret", "--hf-token"),
     *owned(_FILE, "engine.args", "--config"),
-    *owned(_ADDRESS, None, "--host --port --uds --root-path --ssl-keyfile --ssl-certfile"),
+    *owned(_ADDRESS, None, "--host --port --uds --root-path"),
+    *owned(_TLS, "engine.tls", "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs"),
+    *owned(_TLS, "engine.tls", "--enable-ssl-refresh"),
     *owned("the operator makes one key for engines and routers", None, "--api-key"),
     *owned(_SERVER, None, "--headless --grpc"),
     *owned(_BLOCKS, "engine.blockSize", "--block-size"),
@@ -115,7 +118,9 @@ SGLANG_FLAGS = (
     *owned(_NAME, "model.servedName", "--served-model-name"),
     *owned(_MODEL, "model.trustRemoteCode", "--trust-remote-code"),
     *owned(_FILE, "engine.args", "--config"),
-    *owned(_ADDRESS, None, "--host --port --fastapi-root-path --ssl-keyfile --ssl-certfile"),
+    *owned(_ADDRESS, None, "--host --port --fastapi-root-path"),
+    *owned(_TLS, "engine.tls", "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-keyfile-password"),
+    *owned(_TLS, "engine.tls", "--enable-ssl-refresh --enable-http2"),
     *owned("the operator makes one key for engines and routers", None, "--api-key --admin-api-key"),
     *owned(_SERVER, None, "--grpc-mode --smg-grpc-mode"),
     *owned(_BLOCKS, "engine.blockSize", "--page-size"),
@@ -125,6 +130,7 @@ SGLANG_FLAGS = (
     *owned(_CACHED, None, "--enable-cache-report"),
     *owned(_TEMPLATE, "engine.chatTemplate", "--chat-template --hf-chat-template-name"),
     *owned(_TEMPLATE, None, "--trust-request-chat-template --default-chat-template-kwargs"),
+    *owned("routers predict the prompt of a completion as the client wrote it", None, "--completion-template"),
     *owned("routers predict blocks from whole prompts", None, "--allow-auto-truncate"),
     *owned(_PROCESSOR, "engine.processor", "--mm-process-config"),
     *owned("clients could name the pixels of other tenants", None, "--trust-mm-content-hashes"),

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from mmrouter_lib.api.cross_field_rules import VALIDATIONS, Resource, rule, validation
+from mmrouter_lib.api.engine import Volume
 from mmrouter_lib.api.shared_types import Decimal, Size
 
 _LABEL = "[a-zA-Z0-9]([-a-zA-Z0-9]{0,61}[a-zA-Z0-9])?"
@@ -83,6 +84,9 @@ def _some(field: str) -> str:
     return f"(has(self.{field}) && size(self.{field}) > 0)"
 
 
+EncoderScheduling = Literal["auto", "perImage", "perRequest"]
+
+
 class Media(Resource):
     """Accepted images and their sources. Only routers fetch; engines always get the bytes."""
 
@@ -127,7 +131,7 @@ class Routing(Resource):
     beginning."""
     overlap_weight: Decimal = "1.0"
     """Weight of cached blocks relative to load in policy kv; "0" ignores caches."""
-    encoder_scheduling: Literal["auto", "perImage", "perRequest"] = "auto"
+    encoder_scheduling: EncoderScheduling = "auto"
     """auto: earliest estimated finish, by measured rates. perImage, perRequest: by the pools' weights."""
     min_prefill_tokens: int = Field(default=512, ge=0, le=1 << 20)
     """Tokens that must remain to be computed for a prompt to use a prefill pool. Below it the decode engine computes
@@ -137,10 +141,15 @@ class Routing(Resource):
     until it is complete. If all engines that could serve a request are full, it is answered 429 with Retry-After."""
     continue_streams: bool = True
     """Whether a stream whose engine ends or hangs is continued on another one: greedy and seeded answers, and sampled
-    chats on vLLM."""
-    transfer: Literal["none", "shm", "nixl"] = "none"
+    chats and completions on vLLM."""
+    transfer: Literal["auto", "none", "shm", "nixl"] = "none"
     """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share (every
     pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool directly. nixl:
-    processed images over the network, and shm between pods of scope node on one node. The fallback is the request."""
+    processed images over the network, and shm between pods of scope node on one node. auto: as shm, where every pool
+    has scope node, and by a renderer only while that is measured to be faster. The fallback is the request."""
+    shared_volume: Volume | None = None
+    """Pod volume source for the memory that pods with sharedMemory.scope node share, such as a `persistentVolumeClaim`
+    of a volume of one node; it must not be shared between nodes. Default: a hostPath, which needs a namespace of level
+    privileged."""
     media: Media = Media()
     """Accepted images and their sources."""

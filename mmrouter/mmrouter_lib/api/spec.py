@@ -1,6 +1,7 @@
 """`spec`: the desired state, and the rules between its sections."""
 
 from collections.abc import Callable
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -95,11 +96,12 @@ class Spec(Resource):
         return ENGINE_TYPES[self.engine.type].has_renderers or renderer is None or Broken(f"pools[{renderer}].role")
 
     @rule(
-        "routing.transfer", f"{_engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer == 'none'"
+        "routing.transfer",
+        f"{_engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer in ['auto', 'none']",
     )
     def _transfer_is_supported(self) -> bool:
         """transfer: shm and nixl are for engine type vllm; SGLang engines process images themselves"""
-        return ENGINE_TYPES[self.engine.type].supports_transfer or self.routing.transfer == "none"
+        return ENGINE_TYPES[self.engine.type].supports_transfer or self.routing.transfer in ("auto", "none")
 
     @rule("routing.transfer", f"self.routing.transfer != 'nixl' || {_any('renderer')}")
     def _nixl_has_a_renderer(self) -> bool:
@@ -113,6 +115,14 @@ class Spec(Resource):
             if pool.shared_memory.scope != "node":
                 return self.routing.transfer != "shm" or Broken(f"pools[{number}].sharedMemory.scope")
         return True
+
+    @property
+    def transfer(self) -> Literal["none", "shm", "nixl"]:
+        """How images may reach engines: ``routing.transfer``, where ``auto`` is what the pools make possible."""
+        if self.routing.transfer != "auto":
+            return self.routing.transfer
+        shares = all(pool.shared_memory.scope == "node" for pool in self.pools)
+        return "shm" if shares and ENGINE_TYPES[self.engine.type].supports_transfer else "none"
 
     @model_validator(mode="after")
     def _own_flags(self) -> "Spec":

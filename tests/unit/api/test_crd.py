@@ -96,8 +96,14 @@ def test_fields_described_as_immutable_are_immutable() -> None:
     assert {path for path, node in nodes() if "Immutable" in node.get("description", "")} == fixed
 
 
+def test_tls_of_engines_cannot_be_taken_away() -> None:
+    """Routers that have lost the CA would reach no engine that runs."""
+    (rule,) = (entry for entry in dict(nodes())["spec.engine"][VALIDATIONS] if entry.get("fieldPath") == ".tls")
+    assert rule["rule"] == "!has(oldSelf.tls) || (has(self.tls) && self.tls == oldSelf.tls)"
+
+
 def test_it_fits_the_annotation_of_a_client_side_apply() -> None:
-    from mmrouter_cli.resource_commands import crd_text
+    from mmrouter_cli.cluster_commands import crd_text
 
     assert len(crd_text()) < 256 * 1024
 

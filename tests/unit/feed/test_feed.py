@@ -48,6 +48,9 @@ FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
     "detail": feed.DetailRequest(3, 7, 4, 5),
     "sighted": feed.ObservationsRequest(6),
     "encoders": feed.EncoderAddresses(7, "router-a", (("encoder-0", "10.0.0.7"), ("encoder-1", "10.0.0.8"))),
+    "embedding_claim": feed.EmbeddingClaim(8, "router-a", b"\6" * 32, ("encoder-0/1a", "encoder-1/2b"), 3.0),
+    "embedding_report": feed.EmbeddingReport(8, "router-a", b"\6" * 32, "encoder-0/1a", 4096, b"{}"),
+    "embedding_answer": feed.EmbeddingAnswer(8, "held", "encoder-0/1a", 4096, b"{}"),
     "sightings_part": feed.ObservationsPart(
         6, (SIGHTING, feed.ImageObservation(1, 0, None, 0, 4, b"", (1, 2, 3, 4))), True
     ),
