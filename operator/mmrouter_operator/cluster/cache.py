@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from mmrouter_operator.model.credentials import SecretData, SecretError, read_secret
-from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, RESOURCE
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, REPLACE_KEYS, RESOURCE
 from mmrouter_operator.model.snapshot import ChildView, Key, PodView, RevisionView
 from mmrouter_operator.model.views import child_view, pod_view, revision_view
 
@@ -33,6 +33,7 @@ class _Entry:
     view: ChildView | PodView | None = None
     body: bytes = b""
     secret: SecretData | str = ""
+    lasts: bool = False  # whether a Secret that is deleted is created again with the same keys
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class _Deployment:
     resource: _Entry | None = None
     children: dict[tuple[str, str], _Entry] = field(default_factory=dict)
     pods: dict[str, _Entry] = field(default_factory=dict)
+    lost: _Entry | None = None  # the Secret that was deleted last
 
 
 def content_of(obj: Mapping[str, Any]) -> str:
@@ -141,6 +143,13 @@ class WatchCache:
         entry = self._at(key).children.get(("Secret", name))
         return entry.secret if entry else None
 
+    def lost_secret(self, key: Key, owner: str) -> SecretData | None:
+        """Return the keys of the Secret that ``owner`` had until its deletion; ``None`` if they are to be replaced."""
+        entry = self._at(key).lost
+        if entry is None or not entry.lasts or not isinstance(entry.view, ChildView) or entry.view.owner != owner:
+            return None
+        return entry.secret if isinstance(entry.secret, SecretData) else None
+
     def _at(self, key: Key) -> _Deployment:
         """Return a deployment's objects, for reading only."""
         return self._deployments.get(key) or _Deployment()
@@ -166,6 +175,8 @@ class WatchCache:
             objects.pods.pop(entry.uid, None)
         elif isinstance(entry.view, ChildView) and objects.children.get((kind, entry.view.name)) is entry:
             del objects.children[kind, entry.view.name]
+            if kind == "Secret":
+                objects.lost = entry
         if objects.resource is None and not objects.children and not objects.pods:
             del self._deployments[entry.key]
 
@@ -194,6 +205,7 @@ def _entry(kind: str, key: Key, obj: Mapping[str, Any]) -> _Entry:
     entry.content = content_of(obj)
     if kind == "Secret":
         entry.secret = keys_of(obj)
+        entry.lasts = (metadata.get("annotations") or {}).get(REPLACE_KEYS) != "true"
     return entry
 
 

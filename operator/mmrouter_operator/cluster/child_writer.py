@@ -155,6 +155,8 @@ class ChildWriter:
             result.problems.append(Problem(CHILD_NAME_TAKEN, *place, message))
             result.retry_in(REFUSED_FOR)
             return
+        if seen is not None and CHILD_KINDS[ref.kind].fixed:
+            return
         done = _Applied(wanted)
         if last is not None and now < last.repaired_at + CONTESTED_SECONDS:
             done.repairs, done.repaired_at = last.repairs, last.repaired_at

@@ -18,7 +18,7 @@ import aiohttp
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
 
-from mmrouter_operator.cluster.known_kinds import KINDS, OPTIONAL_CHILDREN
+from mmrouter_operator.cluster.operator_kinds import KINDS, OPTIONAL_CHILDREN
 from mmrouter_operator.model.kinds import RESOURCE, Capabilities, Ref
 from mmrouter_operator.model.snapshot import PodView
 

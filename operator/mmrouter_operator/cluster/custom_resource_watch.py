@@ -18,7 +18,7 @@ from kubernetes.aio.client.configuration import Configuration
 from mmrouter_operator.cluster.cache import WatchCache
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
 from mmrouter_operator.cluster.connection import kopf_credentials
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.cluster.watches import WatchError
 from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.model.snapshot import Key

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from mmrouter_operator.cluster.client import AlreadyExists, ApiError, Conflict, KubernetesCluster, NotFound, Object
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
 
 log = logging.getLogger(__name__)

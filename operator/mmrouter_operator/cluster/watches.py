@@ -9,7 +9,7 @@ from kubernetes.aio.client.api_client import ApiClient
 
 from mmrouter_kube.list_watch import ListWatch, RefusedError
 from mmrouter_operator.cluster.cache import WatchCache
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.kinds import CHILD_SELECTOR
 from mmrouter_operator.model.snapshot import Key
 

@@ -29,6 +29,10 @@ class AcceleratorRow:
     discovery runs beside it differs from cluster to cluster."""
     env: Mapping[str, str] = field(default_factory=dict)
     """What every engine on it needs in its environment."""
+    visible_variable: str = ""
+    """Variable that restricts a process to some devices, and numbers them."""
+    device_files: str = ""
+    """Pattern below / of files, one per device that this machine shows."""
     images: Mapping[str, str] = field(default_factory=dict)
     """Default engine image by engine type, where the engine's project publishes one under a plain version."""
     startup_seconds: int = 3600
@@ -48,7 +52,15 @@ _INTEL_GPU_LABELS: Final[tuple[NodeLabel, ...]] = (
 
 def _intel(kind: AcceleratorKind, resource: str) -> AcceleratorRow:
     images = {"vllm": f"vllm/vllm-openai-xpu:{_VLLM}"}
-    return AcceleratorRow(DEVICES[kind], resource, _INTEL_GPU_LABELS, images=images, startup_seconds=5400)
+    return AcceleratorRow(
+        DEVICES[kind],
+        resource,
+        _INTEL_GPU_LABELS,
+        visible_variable="ZE_AFFINITY_MASK",
+        device_files=f"sys/bus/pci/drivers/{kind.removeprefix('intel-')}/[0-9]*",
+        images=images,
+        startup_seconds=5400,
+    )
 
 
 ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
@@ -62,6 +74,8 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("feature.node.kubernetes.io/pci-0302_10de.present", _YES),
             ("cloud.google.com/gke-accelerator", None),
         ),
+        visible_variable="CUDA_VISIBLE_DEVICES",
+        device_files="dev/nvidia[0-9]*",
         images={"vllm": f"vllm/vllm-openai:{_VLLM}", "sglang": f"lmsysorg/sglang:{ENGINE_VERSIONS['sglang']}"},
     ),
     "amd": AcceleratorRow(
@@ -73,6 +87,8 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("amd.com/gpu.device-id", None),  # AMD's node labeller
             ("beta.amd.com/gpu.device-id", None),
         ),
+        visible_variable="HIP_VISIBLE_DEVICES",
+        device_files="sys/bus/pci/drivers/amdgpu/[0-9]*",
         images={"vllm": f"vllm/vllm-openai-rocm:{_VLLM}"},
     ),
     "intel-i915": _intel("intel-i915", "gpu.intel.com/i915"),
@@ -85,6 +101,8 @@ ACCELERATORS: Final[Mapping[AcceleratorKind, AcceleratorRow]] = {
             ("feature.node.kubernetes.io/pci-1da3.present", _YES),  # as the Gaudi base operator configures it
             ("feature.node.kubernetes.io/pci-1200_1da3.present", _YES),  # as it comes: processing accelerator
         ),
+        visible_variable="HABANA_VISIBLE_MODULES",
+        device_files="sys/bus/pci/drivers/habanalabs/[0-9]*",
         startup_seconds=7200,
     ),
     "cpu": AcceleratorRow(

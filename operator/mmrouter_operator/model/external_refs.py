@@ -57,10 +57,16 @@ def _all(dep: MMRouterDeployment) -> Iterator[tuple[str, Any, str]]:
     spec = dep.spec
     if spec.model.volume is not None:
         yield from _volume(spec.model.volume, "spec.model.volume")
+    if spec.engine.embedding_volume is not None:
+        yield from _volume(spec.engine.embedding_volume, "spec.engine.embeddingVolume")
+    if spec.routing.shared_volume is not None:
+        yield from _volume(spec.routing.shared_volume, "spec.routing.sharedVolume")
     if spec.model.token_secret is not None:
         yield "Secret", spec.model.token_secret.name, "spec.model.tokenSecret.name"
     if spec.engine.chat_template is not None:
         yield "ConfigMap", spec.engine.chat_template.config_map.name, "spec.engine.chatTemplate.configMap.name"
+    if spec.engine.tls is not None:
+        yield "Secret", spec.engine.tls.secret_name, "spec.engine.tls.secretName"
     if spec.frontend.api_keys is not None:
         yield "Secret", spec.frontend.api_keys.secret.name, "spec.frontend.apiKeys.secret.name"
     if spec.frontend.tls is not None:

@@ -93,6 +93,8 @@ SHARED_MEMORY: Final = "mmrouter.io/shared-memory"
 """Label of engine pods that share their node's tmpfs directory; its value is the scope. Frontends are placed near these
 pods and do not have the label: they should not attract each other."""
 
+ENGINE_TLS: Final = "mmrouter.io/engine-tls"
+"""Label of engine pods whose HTTP port serves TLS. Routers send plain HTTP to pods without it, from before a change."""
 INPUTS_HASH: Final = "mmrouter.io/template-hash"
 """Annotation of pod templates: the hash of their inputs (:mod:`mmrouter_operator.render.pod.spec_hashes`)."""
 RENDERING_HASH: Final = "mmrouter.io/rendering-hash"
@@ -100,6 +102,8 @@ RENDERING_HASH: Final = "mmrouter.io/rendering-hash"
 (:mod:`mmrouter_operator.planning.template_revisions`)."""
 SET_TARGET: Final = "mmrouter.io/set-target"
 """Annotation of a set pool's Deployment: replicas that an autoscaled pool had when its set began to switch."""
+REPLACE_KEYS: Final = "mmrouter.io/replace-keys"
+"""Annotation of a deployment's Secret: ``"true"`` makes its deletion a replacement of all keys."""
 ADOPT: Final = "mmrouter.io/adopt"
 """Annotation of the resource: ``"true"``, or the operator version whose rendering may replace the stored one."""
 

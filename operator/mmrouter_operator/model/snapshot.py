@@ -51,7 +51,7 @@ class DeploymentView(ChildView):
     template_hash: str = ""
     """Annotation ``mmrouter.io/rendering-hash`` of its pod template: which template it is, to the letter."""
     compatibility: str = ""
-    """Label ``mmrouter.io/compatibility`` of its pods: which revision of a set it is (``pool_set_steps.py``)."""
+    """Label ``mmrouter.io/compatibility`` of its pods: which revision of a set it is (``pool_set_rollout.py``)."""
     set_target: int | None = None
     """Annotation ``mmrouter.io/set-target``: replicas that an autoscaled pool had when its set began to switch."""
 
@@ -99,6 +99,14 @@ class SharedReport:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """PyTorch's type of the device that an engine computes on, and of the one that its pool asks for."""
+
+    actual: str = ""
+    requested: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """One frontend's report on one engine pod."""
 
@@ -112,6 +120,8 @@ class WorkerReport:
     message: str = ""
     shared: SharedReport | None = None
     """Of a pod that shares its node's memory, once its sidecar has looked at it."""
+    device: DeviceReport | None = None
+    """Of an engine that reports its device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ Deployment have already, which is why going back to the old spec in the middle o
 A pool that left the spec goes last, when what replaces it serves (``plan_draft.py``).
 
 Within one Deployment the native rolling update moves the pods: surge, unavailability and readiness gates are
-Kubernetes' own. Prefill and decode pools switch as a set (``pool_set_steps.py``, ``pool_set_manifests.py``).
+Kubernetes' own. Prefill and decode pools switch as a set (``pool_set_rollout.py``, ``pool_set_manifests.py``).
 """
 
 import copy
@@ -51,7 +51,7 @@ __all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Progress", "Prune", "Rol
 
 SCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
 _NOT_PRUNED = ("Secret", "ControllerRevision")
-"""Kinds that are never in the plan's manifests. Losing the Secret restarts every pod; revisions are counted apart."""
+"""Kinds that are never in the plan's manifests. New keys restart every pod; revisions are counted apart."""
 
 
 class Prune(NamedTuple):

@@ -35,6 +35,8 @@ class ChildKind(Kind):
     run unprotected. ``removal``: nothing that it replaces is deleted. The first implies the second."""
     local: bool = False
     """Whether the local substrate (``mmrouter up``) acts on it; the others have a meaning only in a cluster."""
+    fixed: bool = False
+    """Whether an existing one is left as it is, because Kubernetes changes it for others only, as it grows a claim."""
     optional: bool = False
     """Whether it exists only in clusters that serve its API."""
     lifecycle: Literal["pruned", "permanent", "created"] = "pruned"

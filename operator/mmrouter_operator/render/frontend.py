@@ -60,7 +60,10 @@ def frontend_template(dep: MMRouterDeployment, keys: str, config: OperatorConfig
 
 def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     from_hub, shared = dep.spec.model.volume is None, shared_memory.frontends_share(dep)
-    init = [*([shared_memory.prepare(config)] if shared else []), *([_model_metadata(dep, config)] if from_hub else [])]
+    init = [
+        *(shared_memory.prepare(dep, config) if shared else []),
+        *([_model_metadata(dep, config)] if from_hub else []),
+    ]
     volumes = [
         parts.config_volume(dep, ROUTER_ITEMS),
         *(parts.model_volume(dep) or [{"name": "model", "emptyDir": {"sizeLimit": "1Gi"}}]),
@@ -76,7 +79,7 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
         "serviceAccountName": frontend_name(dep),
         "automountServiceAccountToken": True,  # the router watches the engine pods
         "enableServiceLinks": False,
-        "securityContext": parts.pod_security() | (shared_memory.groups() if shared else {}),
+        "securityContext": parts.pod_security() | (shared_memory.groups(dep) if shared else {}),
         "terminationGracePeriodSeconds": parts.NOTICE_SECONDS + STREAM_SECONDS + parts.STOP_SECONDS,
         **({"affinity": parts.near_engines(dep)} if shared else {}),
         "topologySpreadConstraints": parts.spread(frontend_pods(dep)),

@@ -105,7 +105,7 @@ def _frontend_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Ru
 def _transferring(dep: MMRouterDeployment) -> list[Role]:
     """Return the roles between which tensors are transferred; empty if there are none."""
     roles: set[Role] = {pool.role for pool in dep.spec.pools}
-    if dep.spec.routing.transfer == "nixl":
+    if dep.spec.transfer == "nixl":
         return sorted(roles)  # every engine reads images that renderers have processed
     roles -= {"renderer"}
     return sorted(roles) if roles & TRANSFER_ROLES else []

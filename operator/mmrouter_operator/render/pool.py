@@ -9,9 +9,9 @@ from mmrouter_lib.api import MMRouterDeployment, Pool
 from mmrouter_lib.engines.base.launch import uses_plugin
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SIDECAR_ITEMS
-from mmrouter_operator.model.kinds import COMPATIBILITY, GATES, INPUTS_HASH, ROLE_LABEL, SHARED_MEMORY
+from mmrouter_operator.model.kinds import COMPATIBILITY, ENGINE_TLS, GATES, INPUTS_HASH, ROLE_LABEL, SHARED_MEMORY
 from mmrouter_operator.render.child import ChildKind, RenderInputs, labels, object_metadata, pool_name, pool_pods
-from mmrouter_operator.render.pod import parts, shared_memory
+from mmrouter_operator.render.pod import embedding_volume, engine_tls, parts, shared_memory
 from mmrouter_operator.render.pod.engine import (
     deliver_plugin,
     engine,
@@ -78,6 +78,7 @@ def pool_template(dep: MMRouterDeployment, number: int, keys: str, config: Opera
                 **pool_pods(dep, pool)["matchLabels"],
                 ROLE_LABEL: pool.role,
                 **({SHARED_MEMORY: "node"} if shared_memory.is_shared(pool) else {}),
+                **({ENGINE_TLS: "true"} if dep.spec.engine.tls is not None else {}),
                 COMPATIBILITY: _compatibility(dep, pool, config),
                 **layout_label(dep, pool),
             },
@@ -102,9 +103,11 @@ def _path(number: int) -> str:
 
 def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config: OperatorConfig) -> dict[str, Any]:
     has_sidecar, shared, plugged = pool.role != "renderer", shared_memory.is_shared(pool), uses_plugin(dep)
+    tls = dep.spec.engine.tls
     init = [
-        *([shared_memory.prepare(config)] if shared else []),
+        *(shared_memory.prepare(dep, config) if shared else []),
         *([deliver_plugin(config)] if plugged else []),
+        *([engine_tls.copier(config)] if tls is not None else []),
         *([sidecar(dep, pool, config)] if has_sidecar else []),
     ]
     affinity = parts.affinity(dep, pool)
@@ -113,7 +116,7 @@ def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config:
         "serviceAccountName": engine_account(dep),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "securityContext": parts.pod_security() | (shared_memory.groups() if shared else {}),
+        "securityContext": parts.pod_security() | (shared_memory.groups(dep) if shared else {}),
         # Running requests may finish within drainSeconds.
         "terminationGracePeriodSeconds": parts.NOTICE_SECONDS + pool.updates.drain_seconds + parts.STOP_SECONDS,
         "readinessGates": [{"conditionType": gate} for gate in GATES],
@@ -133,7 +136,9 @@ def _pod(dep: MMRouterDeployment, pool: Pool, container: dict[str, Any], config:
             *(parts.model_volume(dep) or [{"name": "hub", "emptyDir": {}}]),
             shared_memory.own_volume(pool),
             *([shared_memory.shared_volume(dep, config)] if shared else []),
+            *([embedding_volume.volume(dep)] if embedding_volume.is_used(dep, pool) else []),
             *([plugin_volume()] if plugged else []),
+            *(engine_tls.volumes(tls.secret_name) if tls is not None else []),
             *([{"name": "state", "emptyDir": {}}] if has_sidecar else []),
             {"name": "tmp", "emptyDir": {}},
         ],

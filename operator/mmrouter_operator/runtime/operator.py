@@ -19,8 +19,8 @@ from mmrouter_operator.cluster.cache import WatchCache
 from mmrouter_operator.cluster.client import ApiError, KubernetesCluster
 from mmrouter_operator.cluster.custom_resource_watch import Comparison, ResourceWatch
 from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
-from mmrouter_operator.cluster.known_kinds import CORE_CHILDREN, KINDS, OPTIONAL_CHILDREN
 from mmrouter_operator.cluster.lease import LeaderElection, LeaseTiming
+from mmrouter_operator.cluster.operator_kinds import CORE_CHILDREN, KINDS, OPTIONAL_CHILDREN
 from mmrouter_operator.cluster.watches import ChildWatches
 from mmrouter_operator.cluster.work_queue import Workers
 from mmrouter_operator.metrics import Metrics

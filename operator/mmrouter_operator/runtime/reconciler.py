@@ -234,8 +234,11 @@ class Reconciler:
         return None
 
     async def _create_secret(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | str | None:
-        """Put new keys into the cluster and the cache, or those that another replica of the operator has just made."""
-        manifest = render_secret(dep, new_secret_data())
+        """Put keys into the cluster and the cache: those of the Secret that this operator saw being deleted, so that no
+        pod restarts; or else new ones; or those that another replica of the operator has just made.
+        """
+        kept = self._cache.lost_secret(key, dep.metadata.uid)
+        manifest = render_secret(dep, kept or new_secret_data())
         ref = Ref.of(manifest)
         # Deployments of a deleted resource of the same name do not count: they are being deleted.
         lost = any(
@@ -255,7 +258,9 @@ class Reconciler:
                 return None
             live, lost = existing, False
         self._cache.put("Secret", live)
-        if lost:
+        if lost and kept is not None:
+            log.warning("%s/%s: Secret %s was deleted and is created again with the same keys", *key, ref.name)
+        elif lost:
             message = f"Secret {ref.name} was lost and is created again: every pod restarts with new keys"
             self._recreated[key] = Problem(SECRET_RECREATED, "Secret", ref.name, message)
         return keys_of(live)

@@ -13,10 +13,11 @@ from mmrouter_operator.planning.rollout_progress import Blocked, Complete, Progr
 from mmrouter_operator.render import overridden
 from mmrouter_operator.render.pod.kv_compatibility import mismatches
 from mmrouter_operator.render.pod.pod_security_violations import violations
+from mmrouter_operator.render.pod.shared_memory import is_host_path, is_shared
 from mmrouter_operator.render.pod.spec_hashes import SET_ROLES
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition
-from mmrouter_operator.status.conditions_from_reports import Before, exact_routing, pipeline, shared_memory
+from mmrouter_operator.status.conditions_from_reports import Before, devices, exact_routing, pipeline, shared_memory
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 GROUPS: Mapping[str, frozenset[str]] = {
@@ -36,7 +37,7 @@ def of_rendered(
 ) -> list[Condition]:
     groups = [_group(type_, [r for r in plan.rollouts if r.role in roles]) for type_, roles in GROUPS.items()]
     present = [group for group in groups if group is not None]
-    staged = (pipeline(dep, snapshot, plan, before), shared_memory(dep, snapshot, before))
+    staged = (pipeline(dep, snapshot, plan, before), shared_memory(dep, snapshot, before), devices(snapshot))
     return [
         _ready(plan, present),
         condition(c.SPEC_VALID, "Valid", "the resource is valid"),
@@ -229,7 +230,7 @@ def _of_manifests(dep: MMRouterDeployment, plan: RolloutPlan, before: Before) ->
         for place, problem in violations(m["spec"]["template"]["spec"])
     ]
     if violated:
-        shared = any(pool.shared_memory.scope == "node" for pool in dep.spec.pools)
+        shared = is_host_path(dep) and any(is_shared(pool) for pool in dep.spec.pools)
         message = "not within the Pod Security level restricted: " + "; ".join(dict.fromkeys(violated))
         yield condition(c.RESTRICTED, "NodeSharedMemory" if shared else "BelowRestricted", message)
     else:

@@ -31,6 +31,7 @@ RENDERERS_READY: Final = "RenderersReady"
 EXACT: Final = "ExactRoutingVerified"
 CHAIN: Final = "ChainComplete"
 PRESSURE: Final = "ShmPressure"
+DEVICE: Final = "DeviceMismatch"
 COMPATIBLE: Final = "PoolsCompatible"
 REVISION_PINNED: Final = "RevisionPinned"
 AUTHENTICATED: Final = "Authenticated"
@@ -73,6 +74,7 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
     EXACT: _reasons(["Verified"], ["NotExact", "NotVerifiedInTime"], ["Verifying", "FrontendNotHeard", "NoReplicas"]),
     CHAIN: _reasons(["EveryStage"], ["NoPair", "NoDecode", "NoPrefill", "NoEncoder"], ["Starting", "FrontendNotHeard"]),
     PRESSURE: _reasons(["AboveHighWaterMark"], ["BelowHighWaterMark"], ["NotMeasured", "FrontendNotHeard"]),
+    DEVICE: _reasons(["OtherDevice"], ["AsRequested"]),
     COMPATIBLE: _reasons(["Compatible"], ["LayoutsDiffer"]),
     REVISION_PINNED: _reasons(["Commit"], ["ModelRevisionUnpinned"]),
     AUTHENTICATED: _reasons(["ApiKeys"], ["NoApiKeys"]),
@@ -89,7 +91,7 @@ TEXTS: Final = Path(__file__).with_suffix(".yaml")
 _MAX_MESSAGE: Final = 4000
 """Characters of a message."""
 
-ABNORMAL: Final = frozenset({DEGRADED, PRESSURE})
+ABNORMAL: Final = frozenset({DEGRADED, PRESSURE, DEVICE})
 """Conditions for which True is the bad state. For the others it is False, except for Progressing, which has none."""
 
 REPLICAS_READY: Final = (FRONTEND_READY, WORKERS_READY, ENCODERS_READY, RENDERERS_READY)

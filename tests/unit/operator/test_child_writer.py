@@ -85,6 +85,19 @@ async def test_drift_is_taken_back_and_counted_and_other_peoples_fields_are_no_d
     assert (written.repaired, table.calls) == ([], [])
 
 
+async def test_a_claim_that_others_have_grown_is_left_as_it_is(children: ChildWriter, table: Table) -> None:
+    """The API server refuses to shrink it, and a refused child would keep new pods away."""
+
+    def claim(size: str) -> Object:
+        return manifest("PersistentVolumeClaim", "c", spec={"resources": {"requests": {"storage": size}}})
+
+    await write(children, claim("64Gi"))
+    assert table.applied() == ["c"]
+    table.edit(claim("128Gi"))
+    written = await write(children, claim("64Gi"))
+    assert (written.problems, written.repaired, table.calls) == ([], [], [])
+
+
 async def test_a_contested_child_is_repaired_with_growing_pauses_and_reported_until_it_was_left_alone_for_a_while(
     children: ChildWriter, table: Table, clock: Time
 ) -> None:

@@ -11,7 +11,7 @@ from unit.operator.simulated_world import World, deployment, finish, pair, pool,
 from unit.operator.test_status import conditions, engines, judged, message, pods, restarted, silent
 
 from mmrouter_operator.model.kinds import ROUTABLE, VERIFIED
-from mmrouter_operator.model.snapshot import FrontendReport, PodView, SharedReport, Snapshot, WorkerReport
+from mmrouter_operator.model.snapshot import DeviceReport, FrontendReport, PodView, SharedReport, Snapshot, WorkerReport
 from mmrouter_operator.planning.pod_readiness_gates import gate_changes
 from mmrouter_operator.status.builder import urgent
 from mmrouter_operator.status.conditions import transitions
@@ -299,6 +299,33 @@ def test_a_status_is_written_when_a_node_fills_and_not_again_while_it_stays_so()
 def test_sidecars_that_have_not_looked_yet_are_no_proof() -> None:
     assert conditions(judged(sharing()))[PRESSURE] == ("Unknown", "NotMeasured")
     assert conditions(judged(sharing(), silent))[PRESSURE] == ("Unknown", "FrontendNotHeard")
+
+
+def computing_on(actual: str) -> Change:
+    """Frontends report the device of every engine, each of which asks for CUDA."""
+
+    def change(snapshot: Snapshot) -> Snapshot:
+        device = DeviceReport(actual, "cuda")
+        reports = {
+            uid: report
+            and dataclasses.replace(
+                report, workers={name: dataclasses.replace(w, device=device) for name, w in report.workers.items()}
+            )
+            for uid, report in snapshot.reports.items()
+        }
+        return dataclasses.replace(snapshot, reports=reports)
+
+    return change
+
+
+def test_an_engine_that_fell_back_to_another_device_is_named() -> None:
+    world = sharing()
+    assert "DeviceMismatch" not in conditions(judged(world))
+    assert conditions(judged(world, computing_on("cuda")))["DeviceMismatch"] == ("False", "AsRequested")
+    fallen = judged(world, computing_on("cpu"))
+    assert conditions(fallen)["DeviceMismatch"] == ("True", "OtherDevice")
+    names = [pod.name for pod in world.snapshot().pods if pod.pool]
+    assert all(f"pod {name} on cpu instead of cuda" in message(fallen, "DeviceMismatch") for name in names)
 
 
 def test_a_restarted_operator_keeps_the_last_conditions() -> None:

@@ -93,7 +93,7 @@ model:
   id: org/model
   volume: {persistentVolumeClaim: {claimName: weights}}
   tokenSecret: {name: hub, key: token}
-engine: {type: vllm, chatTemplate: {configMap: {name: template, key: jinja}}}
+engine: {type: vllm, chatTemplate: {configMap: {name: template, key: jinja}}, tls: {secretName: engines}}
 frontend:
   service: {port: 443}
   apiKeys: {secret: {name: keys}}
@@ -131,6 +131,7 @@ def test_every_reference_is_found_with_the_field_that_names_it() -> None:
         PersistentVolumeClaim weights  spec.model.volume.persistentVolumeClaim.claimName
         Secret                hub      spec.model.tokenSecret.name
         ConfigMap             template spec.engine.chatTemplate.configMap.name
+        Secret                engines  spec.engine.tls.secretName
         Secret                keys     spec.frontend.apiKeys.secret.name
         Secret                tls      spec.frontend.tls.secretName
         PriorityClass         high     spec.frontend.podTemplate.spec.priorityClassName

@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 from mmrouter_operator import __main__ as entry
 from mmrouter_operator.__main__ import JsonFormatter, TextFormatter
 from mmrouter_operator.cluster.custom_resource_watch import kopf_settings
-from mmrouter_operator.cluster.known_kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.cluster.operator_kinds import CORE_CHILDREN, KINDS
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import ConfigError, OperatorConfig, load_config
 from mmrouter_operator.model.kinds import Capabilities

@@ -17,7 +17,7 @@ from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.cluster.work_queue import Retry
 from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.config import OperatorConfig
-from mmrouter_operator.model.kinds import CHILD_SELECTOR, RESOURCE, ROUTABLE, VERIFIED, Ref
+from mmrouter_operator.model.kinds import CHILD_SELECTOR, REPLACE_KEYS, RESOURCE, ROUTABLE, VERIFIED, Ref
 from mmrouter_operator.model.snapshot import Key
 from mmrouter_operator.runtime import reconciler as module
 from mmrouter_operator.runtime.reconciler import GATE_RETRY_SECONDS, Reconciler
@@ -62,6 +62,17 @@ class Team:
 
     def condition(self, type_: str) -> Object:
         return next((item for item in self.resource["status"]["conditions"] if item["type"] == type_), {})
+
+    def lose_secret(self, *, replace: bool = False, **edits: Any) -> Object:
+        """Edit the Secret, perhaps mark it for replacement, and delete it; returns what it was."""
+        [secret] = [ref for ref in self.table.objects if ref.kind == "Secret"]
+        found: Object = {**self.table.objects.pop(secret), **edits}
+        found["metadata"] = {**found["metadata"], "resourceVersion": "900000"}
+        if replace:
+            found["metadata"]["annotations"] = {REPLACE_KEYS: "true"}
+        self.cache.put("Secret", found)
+        self.cache.remove("Secret", found["metadata"]["uid"])
+        return found
 
     def of_kind(self, kind: str) -> list[str]:
         return sorted(ref.name for ref in self.table.objects if ref.kind == kind)
@@ -186,10 +197,34 @@ async def test_a_secret_counts_as_lost_only_where_this_very_resource_had_one(tea
     team.table.edit({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": spec})
     await team.run()
     assert team.condition("Degraded").get("reason") != "SecretRecreated"
-    secret = next(ref for ref in team.table.objects if ref.kind == "Secret")
-    team.cache.remove("Secret", team.table.objects.pop(secret)["metadata"]["uid"])
+    team.lose_secret(replace=True)
     await team.run()
     assert team.condition("Degraded")["reason"] == "SecretRecreated"
+
+
+def templates(team: Team) -> list[Object]:
+    return [obj["spec"]["template"] for ref, obj in team.table.objects.items() if ref.kind == "Deployment"]
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["by accident", "to replace its keys"])
+async def test_a_deleted_secret_keeps_its_keys_unless_it_is_marked_for_replacement(team: Team, keeps: bool) -> None:
+    team.want()
+    await team.run()
+    running, before = templates(team), team.lose_secret(replace=not keeps)["data"]
+    await team.run()
+    [after] = [obj["data"] for ref, obj in team.table.objects.items() if ref.kind == "Secret"]
+    assert (after == before, templates(team) == running) == (keeps, keeps)
+    assert (team.condition("Degraded").get("reason") == "SecretRecreated") != keeps
+
+
+async def test_a_secret_that_was_unusable_when_it_was_deleted_gets_new_keys(team: Team) -> None:
+    team.want()
+    await team.run()
+    [before] = [obj["data"] for ref, obj in team.table.objects.items() if ref.kind == "Secret"]
+    team.lose_secret(data={**before, "identity.key": ""})
+    await team.run()
+    [after] = [obj["data"] for ref, obj in team.table.objects.items() if ref.kind == "Secret"]
+    assert not after.items() & before.items()
 
 
 async def test_renderings_do_not_pile_up_while_a_child_is_refused(team: Team) -> None:

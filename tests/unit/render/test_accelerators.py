@@ -153,19 +153,17 @@ def test_each_role_is_launched_or_refused_with_the_field_that_helps(engine: str,
             assert LAUNCHERS[engine].launch(base, pool).args
         except ValueError as error:
             refused.add((pool.role, getattr(error, "path", "")))
-    no_embeddings = {("encoder", "engine.ecConnector"), ("prefill", "engine.ecConnector")}
     no_blocks = {("prefill", "engine.kvConnector"), ("decode", "engine.kvConnector")}
     expected = {
-        ("vllm", "gaudi"): {("encoder", "engine.ecConnector"), *no_blocks},
-        ("vllm", "cpu"): no_embeddings,
+        ("vllm", "gaudi"): no_blocks,
         **{("sglang", other): no_blocks for other in ("intel-i915", "intel-xe", "gaudi", "cpu")},
     }
     assert refused == expected.get((engine, kind), set())
     if refused:
-        with pytest.raises(SpecError, match=r"^spec\.engine\.[ek][cv]Connector: pool "):
+        with pytest.raises(SpecError, match=r"^spec\.engine\.kvConnector: pool "):
             rendered(base)
     connectors = {
-        "vllm": {"kvConnector": {"kv_connector": "Mine"}, "ecConnector": {"ec_connector": "Mine"}},
+        "vllm": {"kvConnector": {"kv_connector": "Mine"}},
         "sglang": {"kvConnector": {"transferBackend": "mooncake"}},
     }[engine]
     helped = change(base, engine={**to_json(base)["spec"]["engine"], **connectors})

@@ -21,6 +21,7 @@ from unit.render.objects import (
     children,
     containers,
     deployments,
+    exceptions,
     load,
     named,
     pod_of,
@@ -116,6 +117,32 @@ def test_tls_is_served_on_the_client_port_and_health_stays_plain() -> None:
     assert volume["secret"] == {"secretName": "certificate", "defaultMode": 0o440}
     probed = {router[probe]["httpGet"]["port"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")}
     assert probed == {"metrics"}
+
+
+def test_engines_serve_tls_and_only_the_copier_mounts_their_key() -> None:
+    dep = change(SHORTEST, engine={"type": "vllm", "tls": {"secretName": "engines"}})
+    valid(rendered(dep))
+    assert exceptions(dep) == ()
+    pool = dep.spec.pools[0].name
+    pod = pod_of(dep, pool)
+    (engine,) = pod["containers"]
+    assert {engine[probe]["httpGet"]["scheme"] for probe in ("startupProbe", "livenessProbe", "readinessProbe")} == {
+        "HTTPS"
+    }
+    assert engine["args"][engine["args"].index("--ssl-keyfile") + 1] == "/var/lib/mmrouter/tls/tls.key"
+    assert "--enable-ssl-refresh" in engine["args"]
+    keys = {volume["name"] for volume in pod["volumes"] if volume.get("secret", {}).get("secretName") == "engines"}
+    assert [
+        container["name"]
+        for container in (*pod["initContainers"], engine)
+        if keys & {mount["name"] for mount in container["volumeMounts"]}
+    ] == ["engine-certificate"]
+    for part in (pool, "frontend"):
+        sources = [
+            source for one in pod_of(dep, part)["volumes"] for source in one.get("projected", {}).get("sources", [])
+        ]
+        items = [source["secret"]["items"] for source in sources if source.get("secret", {}).get("name") == "engines"]
+        assert items == [[{"key": "ca.crt", "path": "engine-ca/ca.crt"}]]
 
 
 def test_secret_entries_are_what_was_generated() -> None:

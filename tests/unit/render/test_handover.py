@@ -21,9 +21,11 @@ from unit.render.test_networkpolicy import SITE, STRANGER, engine, frontend, pas
 from unit.render.test_template_hashes import hashes, templates
 
 from mmrouter_handover.plugin.item_exchange import read_settings
-from mmrouter_lib.api import MMRouterDeployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, SpecError, to_json
 from mmrouter_lib.pod_paths import PLUGIN_DIR, SHARED_DIR
-from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP
+from mmrouter_operator.model.external_refs import references
+from mmrouter_operator.render.pod.pod_security_violations import violations
+from mmrouter_operator.render.pod.shared_memory import SHARED_GROUP, transfer_line
 
 NODE = {"scope": "node"}
 GIB = 1 << 30
@@ -65,6 +67,18 @@ def test_engines_and_renderers_read_files_of_the_nodes_memory_and_of_nothing_els
     assert allowed == {"near"}
     quiet = transferred(over, "none", roles(sharedMemory=NODE))
     assert not any(_reads_files(pod_of(quiet, one.name)) for one in quiet.spec.pools)
+
+
+@pytest.mark.parametrize(("shared", "resolved"), [(NODE, "shm"), ({}, "none")])
+def test_auto_is_shm_where_every_pool_shares_the_nodes_memory(
+    over: MMRouterDeployment, shared: dict[str, str], resolved: str
+) -> None:
+    """The settings of the pods are the same; the frontend reads the mode itself."""
+    pools = [*roles(sharedMemory=NODE)[:-1], pool("renderer", "renderer", "cpu", sharedMemory=shared)]
+    by_default, explicit = transferred(over, "auto", pools), transferred(over, resolved, pools)
+    assert by_default.spec.transfer == resolved
+    for one in explicit.spec.pools:
+        assert pod_of(by_default, one.name)["containers"] == pod_of(explicit, one.name)["containers"]
 
 
 def _reads_files(pod: Object) -> bool:
@@ -216,3 +230,62 @@ def test_a_podtemplate_cannot_take_the_plugin_away(over: MMRouterDeployment) -> 
     free = [{**one, "podTemplate": {"spec": engines}} for one in patched]
     without = pod_of(change(over, pools=free, routing={}), "worker")
     assert variables(container(without, "engine"))["PYTHONPATH"] == "/opt/other"
+
+
+CLAIM = {"persistentVolumeClaim": {"claimName": "node-memory"}}
+
+
+def test_a_volume_of_the_namespace_takes_the_place_of_the_hostpath_in_every_pod_that_shares(
+    over: MMRouterDeployment,
+) -> None:
+    """The kubelet gives it to the pods' own group, so no container is root, and `restricted` allows the pods."""
+    plain = transferred(over, "shm", roles(sharedMemory=NODE))
+    made = change(plain, routing={"transfer": "shm", "sharedVolume": CLAIM})
+    for one in ("frontend", *(pool.name for pool in made.spec.pools)):
+        pod, before = pod_of(made, one), pod_of(plain, one)
+        assert [v for v in pod["volumes"] if v["name"] == "shared"] == [{"name": "shared", **CLAIM}]
+        assert list(violations(pod)) == []
+        assert list(violations(before)) != []
+        name = "router" if one == "frontend" else "engine"
+        assert container(pod, name)["volumeMounts"] == container(before, name)["volumeMounts"]
+    before, after = (hashes(templates(dep)) for dep in (plain, made))
+    assert {name for name in after if after[name] != before[name]} == set(after)
+    assert "node-memory" in str(references(made))
+    with pytest.raises(SpecError, match="sharedVolume"):
+        pod_of(change(plain, routing={"transfer": "shm", "sharedVolume": {"persistentVolumeClaim": {}}}), "prefill")
+
+
+@pytest.mark.parametrize(
+    ("routing", "memory", "said"),
+    [
+        (
+            {"transfer": "auto"},
+            [NODE, {}],
+            "images: inside requests, because routing.transfer is auto, and sharedMemory.scope of b is pod",
+        ),
+        ({"transfer": "none"}, [NODE, NODE], "images: inside requests, because routing.transfer is none"),
+        (
+            {"transfer": "auto"},
+            [NODE, NODE],
+            "images: shm, processed by renderers while that is measured to be faster, through a hostPath ",
+        ),
+        (
+            {"transfer": "auto", "sharedVolume": CLAIM},
+            [NODE, NODE],
+            "through the volume persistentVolumeClaim of routing.sharedVolume",
+        ),
+        (
+            {"transfer": "auto", "sharedVolume": {"hostPath": {"path": "/x"}}},
+            [NODE, NODE],
+            "through the volume hostPath of routing.sharedVolume, which needs a namespace of level privileged",
+        ),
+        ({"transfer": "nixl"}, [{}, {}], "images: nixl, processed by renderers, through no shared memory"),
+    ],
+)
+def test_a_plan_says_how_images_travel_through_what_and_why(
+    over: MMRouterDeployment, routing: dict[str, Any], memory: list[dict[str, str]], said: str
+) -> None:
+    pools = [
+        pool(*each, "cpu", sharedMemory=m) for each, m in zip((("a", "worker"), ("b", "renderer")), memory, strict=True)
+    ]
+    assert said in transfer_line(change(over, routing=routing, pools=pools))

@@ -106,7 +106,7 @@ def test_names_that_join_to_the_same_text_are_different_folders() -> None:
 
 
 def test_scope_node_is_an_exception_of_its_pools_and_of_frontends_that_hand_over() -> None:
-    assert {name for name, _ in exceptions(change(load("node"), routing={}))} == {"enc", "worker"}
+    assert {name for name, _ in exceptions(change(load("node"), routing={"transfer": "none"}))} == {"enc", "worker"}
     found = exceptions(load("node"))
     assert {name for name, _ in found} == {"enc", "worker", "frontend"}
     assert ("worker", "volume shared: hostPath is not among the volumes that restricted allows") in found
@@ -153,13 +153,13 @@ def test_every_container_has_a_read_only_root_no_capability_and_the_runtimes_sec
 
 
 @pytest.mark.parametrize("name", EVERY_POD)
-def test_what_a_container_writes_is_the_pods_own_but_for_the_nodes_directory(name: str) -> None:
+def test_what_a_container_writes_is_the_pods_own_but_for_shared_directories(name: str) -> None:
     for deployment in deployments(rendered(EVERY_POD[name])):
         pod = deployment["spec"]["template"]["spec"]
         source = {volume["name"]: next(key for key in volume if key != "name") for volume in pod["volumes"]}
         for each in containers(deployment):
             writable = {mount["name"] for mount in each["volumeMounts"] if not mount.get("readOnly")}
-            assert {volume for volume in writable if source[volume] != "emptyDir"} <= {"shared"}
+            assert {volume for volume in writable if source[volume] != "emptyDir"} <= {"shared", "embeddings"}
         hosts = {volume["name"] for volume in pod["volumes"] if "hostPath" in volume}
         assert hosts <= {"shared", "model"}
 

@@ -59,6 +59,8 @@ CHANGES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("maxImages", {"routing+": {"media": {"fetch": "public", "maxImages": 9}}}, ALL),
     ("block size", {"engine+": {"blockSize": 64}}, ALL),
     ("chat template", {"engine+": {"chatTemplate": {"configMap": {"name": "u", "key": "k"}}}}, ALL),
+    ("engines' TLS", {"engine+": {"tls": {"secretName": "a"}}}, ALL),
+    ("lease of blocks", {"engine+": {"kvConnector": {"kv_connector": "NixlConnector", "x": 1}}}, ALL),
     ("processor", {"engine+": {"processor": {"maxPixels": 4096}}}, ALL),
     ("revision", {"model+": {"revision": "a"}}, ALL),
     ("one pool's args", {"pools": ("mig", {"args": ["--seed", "1"]})}, {"mig"}),
@@ -119,6 +121,34 @@ def test_the_first_encoder_tells_engines_how_to_take_embeddings() -> None:
     assert before["worker"] != after["worker"]
     second = change(added, pools=[*to_json(added)["spec"]["pools"], {**encoder, "name": "enc-2"}])
     assert hashes(templates(second))["worker"] == after["worker"]
+
+
+def pool(name: str, role: str, kind: str = "nvidia", **more: Any) -> dict[str, Any]:
+    return {"name": name, "role": role, "accelerator": {"kind": kind}, **more}
+
+
+NODE = {"sharedMemory": {"scope": "node"}}
+ENCODED = [pool("enc", "encoder"), pool("work", "worker")]
+FILED = [pool("enc", "encoder", "cpu", **NODE), pool("work", "worker", **NODE)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "restarted"),
+    [
+        (ENCODED, [*ENCODED, pool("more", "worker", "amd")], {"enc", "work", "frontend"}),
+        (FILED, [FILED[0], {**FILED[1], "sharedMemory": {"scope": "pod"}}], {"enc", "work"}),
+        (ENCODED, [*ENCODED, pool("more", "worker")], {"frontend"}),
+        (ENCODED, [pool("enc", "encoder", sharedMemory={"size": "1Gi"}), ENCODED[1]], {"enc", "frontend"}),
+    ],
+    ids=["another kind", "a pool shares no memory any more", "the same kind", "size of the encoders' memory"],
+)
+def test_what_changes_how_embeddings_travel_restarts_every_pool_with_a_part_in_it(
+    before: list[dict[str, Any]], after: list[dict[str, Any]], restarted: set[str]
+) -> None:
+    """Engines with different connectors exchange nothing; frontends know how much an encoder keeps."""
+    old, new = (templates(change(SHORTEST, pools=pools)) for pools in (before, after))
+    assert {name for name in old if old[name] != new[name]} == restarted
+    assert {name for name in old if hashes(old)[name] != hashes(new)[name]} == restarted
 
 
 def compatibilities(dep: MMRouterDeployment) -> dict[str, str]:

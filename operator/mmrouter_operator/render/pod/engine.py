@@ -14,7 +14,7 @@ from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ENGINE_KEY
 from mmrouter_operator.render.child import secret_name
-from mmrouter_operator.render.pod import parts, shared_memory
+from mmrouter_operator.render.pod import embedding_volume, engine_tls, parts, shared_memory
 from mmrouter_operator.render.pod.parts import our_probes
 
 
@@ -31,8 +31,13 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
     mounts += [shared_memory.own_mount(), parts.mount("tmp", "/tmp")]  # noqa: S108 - a path in the pod
     if shared_memory.is_shared(pool):
         mounts.append(shared_memory.shared_mount())
+    if embedding_volume.is_used(dep, pool):
+        mounts.append(embedding_volume.mount())
     if uses_plugin(dep):
         mounts.append(parts.mount(_PLUGIN_VOLUME, PLUGIN_DIR, read_only=True))
+    tls = dep.spec.engine.tls is not None
+    if tls:
+        mounts.append(engine_tls.engine_mount())
     return {
         "name": "engine",
         "image": engine_image(dep, pool, path, config),
@@ -40,7 +45,7 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
         "args": launch.args,
         "env": _env(dep, pool, launch, config),
         "ports": parts.ports({"http": HTTP_PORT} | launch.ports),
-        **parts.engine_probes(launch, startup_seconds(pool)),
+        **parts.engine_probes(launch, startup_seconds(pool), tls=tls),
         "lifecycle": parts.announce_by_sidecar() if followed else parts.announce_by_waiting(),
         "resources": _resources(pool),
         **parts.hardened(),
@@ -119,6 +124,7 @@ FEED_REQUESTS_PORT: Final = 7558
 def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict[str, Any]:
     """Return a native sidecar: it is up, and its sockets are bound, before the engine starts."""
     from_hub = dep.spec.model.volume is None
+    cleans = pool.role == "encoder" and embedding_volume.is_used(dep, pool)
     return {
         "name": "sidecar",
         "image": config.image,
@@ -130,6 +136,7 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             *parts.config_env(),
             parts.value_env("MMROUTER_STATE_DIR", STATE_DIR),
             *(shared_memory.shared_env(dep) if shared_memory.is_shared(pool) else []),
+            *(embedding_volume.cleaner_env(dep) if cleans else []),
             *([parts.value_env("HF_HUB_CACHE", HUB_CACHE_DIR)] if from_hub else []),
         ],
         "ports": parts.ports({"feed": FEED_PORT, "feed-requests": FEED_REQUESTS_PORT, "metrics": parts.METRICS_PORT}),
@@ -143,6 +150,7 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
             # The engine's, so that what lies there can be looked at; the runtime's own would be another.
             shared_memory.own_mount(),
             *([shared_memory.shared_mount()] if shared_memory.is_shared(pool) else []),
+            *([embedding_volume.mount()] if cleans else []),
         ],
     }
 

@@ -9,12 +9,15 @@ also see the ``deletionTimestamp``; the sidecar's word reaches them where there 
 
 import copy
 from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
 from mmrouter_lib.api.shared_types import Resources
 from mmrouter_lib.engines.base.launch import Launch
-from mmrouter_lib.pod_paths import CONFIG_DIR, MODEL_DIR
+from mmrouter_lib.pod_paths import CONFIG_DIR, ENGINE_CA_DIR, MODEL_DIR
+from mmrouter_lib.tls_context import CA
 from mmrouter_operator.model.accelerators import ACCELERATORS, NodeLabel
 from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, SHARED_MEMORY
 from mmrouter_operator.render.child import Selector, config_name, secret_name
@@ -78,6 +81,7 @@ def config_volume(dep: MMRouterDeployment, secret_items: Iterable[str]) -> dict[
             }
         },
         *template_sources(dep),
+        *_trust_sources(dep),
     ]
     # Readable for the group: the pod's fsGroup is the processes' own.
     return {"name": "config", "projected": {"defaultMode": 0o440, "sources": sources}}
@@ -92,6 +96,14 @@ def template_sources(dep: MMRouterDeployment) -> list[dict[str, Any]]:
     return [{"configMap": {"name": template.config_map.name, "items": [item]}}]
 
 
+def _trust_sources(dep: MMRouterDeployment) -> list[dict[str, Any]]:
+    """Return the projection of the CA of the engines' certificates; empty if they serve no TLS."""
+    if (tls := dep.spec.engine.tls) is None:
+        return []
+    path = Path(ENGINE_CA_DIR).relative_to(CONFIG_DIR) / CA
+    return [{"secret": {"name": tls.secret_name, "items": [{"key": CA, "path": str(path)}]}}]
+
+
 def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
     """Return the volume with the model's files; empty if none is set. Raises ``SpecError`` for a malformed one.
 
@@ -101,12 +113,17 @@ def model_volume(dep: MMRouterDeployment) -> list[dict[str, Any]]:
     source = dep.spec.model.volume
     if source is None:
         return []
-    if faults := volume_faults(source):
-        raise SpecError([(f"spec.model.volume.{place}", sentence) for place, sentence in faults])
-    volume = copy.deepcopy(source)
+    volume = named_volume("model", source, "spec.model.volume")
     for kind in volume.keys() & READ_ONLY_SOURCES:
         volume[kind]["readOnly"] = True
-    return [{"name": "model", **volume}]
+    return [volume]
+
+
+def named_volume(name: str, source: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return a pod's volume of the resource's field ``path``. Raises ``SpecError`` for a malformed source."""
+    if faults := volume_faults(source):
+        raise SpecError([(f"{path}.{place}", sentence) for place, sentence in faults])
+    return {"name": name, **copy.deepcopy(dict(source))}
 
 
 def resources(section: Resources) -> dict[str, Any]:
@@ -136,10 +153,10 @@ def ports(numbers: Mapping[str, int]) -> list[dict[str, Any]]:
     return [{"name": name, "containerPort": number, "protocol": "TCP"} for name, number in numbers.items()]
 
 
-def probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5) -> dict[str, Any]:
-    """Return an HTTP probe (seconds; ``port`` by name)."""
+def probe(path: str, port: str, *, period: int, failures: int, timeout: int = 5, tls: bool = False) -> dict[str, Any]:
+    """Return an HTTP probe (seconds; ``port`` by name). With TLS the kubelet accepts any certificate."""
     return {
-        "httpGet": {"path": path, "port": port},
+        "httpGet": {"path": path, "port": port, **({"scheme": "HTTPS"} if tls else {})},
         "periodSeconds": period,
         "failureThreshold": failures,
         "timeoutSeconds": timeout,
@@ -191,14 +208,14 @@ finally:
 """
 
 
-def engine_probes(launch: Launch, startup_seconds: int) -> dict[str, Any]:
+def engine_probes(launch: Launch, startup_seconds: int, *, tls: bool) -> dict[str, Any]:
     """Return an engine's probes. Liveness is patient: a restart costs the cache and minutes of loading."""
-    path, timeout = launch.health_path, launch.health_seconds
+    timeout, health = launch.health_seconds, partial(probe, launch.health_path, "http", tls=tls)
     period = max(5, timeout)
     return {
-        "startupProbe": probe(path, "http", period=period, failures=-(-startup_seconds // period), timeout=timeout),
-        "readinessProbe": probe(path, "http", period=period, failures=3, timeout=timeout),
-        "livenessProbe": probe(path, "http", period=max(20, timeout), failures=15, timeout=max(10, timeout)),
+        "startupProbe": health(period=period, failures=-(-startup_seconds // period), timeout=timeout),
+        "readinessProbe": health(period=period, failures=3, timeout=timeout),
+        "livenessProbe": health(period=max(20, timeout), failures=15, timeout=max(10, timeout)),
     }
 
 

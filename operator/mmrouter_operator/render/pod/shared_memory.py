@@ -22,7 +22,7 @@ def is_shared(pool: Pool) -> bool:
 
 
 def frontends_share(dep: MMRouterDeployment) -> bool:
-    return dep.spec.routing.transfer != "none" and any(is_shared(pool) for pool in dep.spec.pools)
+    return dep.spec.transfer != "none" and any(is_shared(pool) for pool in dep.spec.pools)
 
 
 def limit_bytes(dep: MMRouterDeployment) -> int:
@@ -43,7 +43,13 @@ def own_mount() -> dict[str, Any]:
 
 
 def shared_volume(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
-    """Return the node's directory. Namespace and name are folders of their own: joined by a dash, two could be one."""
+    """Return the volume with the shared directory: the resource's, or a folder of the node.
+
+    Of the latter, namespace and name are folders of their own: joined by a dash, two could be one. Raises ``SpecError``
+    for a malformed source.
+    """
+    if (source := dep.spec.routing.shared_volume) is not None:
+        return parts.named_volume("shared", source, "spec.routing.sharedVolume")
     path = f"{config.shared_memory_root}/{dep.metadata.namespace}/{dep.metadata.name}"
     return {"name": "shared", "hostPath": {"path": path, "type": "DirectoryOrCreate"}}
 
@@ -70,22 +76,58 @@ def writable(limit: int, writer: Resources) -> int:
     return min(limit, quantity_bytes(writer.limits["memory"]) // 2) if "memory" in writer.limits else limit
 
 
-def prepare(config: OperatorConfig) -> dict[str, Any]:
-    """Return the init container that opens the directory to the group; the kubelet makes it for root alone.
+def prepare(dep: MMRouterDeployment, config: OperatorConfig) -> list[dict[str, Any]]:
+    """Return the init container that opens the node's folder to the group; the kubelet makes it for root alone.
 
-    It is root, and in the group, so that it needs no capability: an owner may hand a folder to a group of its own.
+    Without a hostPath there is none: the kubelet gives other volumes to the pod's ``fsGroup``. It is root, and in the
+    group, so that it needs no capability: an owner may hand a folder to a group of its own.
     """
+    if not is_host_path(dep):
+        return []
     security = parts.container_security() | {"runAsUser": 0, "runAsGroup": SHARED_GROUP, "runAsNonRoot": False}
-    return {
-        "name": "shared-memory",
-        "image": config.image,
-        "command": ["mmrouter", "shared-memory", SHARED_DIR, str(SHARED_GROUP)],
-        "env": [],
-        **parts.hardened(),
-        "securityContext": security,
-        "volumeMounts": [shared_mount()],
-    }
+    return [
+        {
+            "name": "shared-memory",
+            "image": config.image,
+            "command": ["mmrouter", "shared-memory", SHARED_DIR, str(SHARED_GROUP)],
+            "env": [],
+            **parts.hardened(),
+            "securityContext": security,
+            "volumeMounts": [shared_mount()],
+        }
+    ]
 
 
-def groups() -> dict[str, Any]:
-    return {"supplementalGroups": [SHARED_GROUP]}
+def groups(dep: MMRouterDeployment) -> dict[str, Any]:
+    return {"supplementalGroups": [SHARED_GROUP]} if is_host_path(dep) else {}
+
+
+def is_host_path(dep: MMRouterDeployment) -> bool:
+    """Whether the shared directory is a folder of the node, which only namespaces of level privileged allow."""
+    return dep.spec.routing.shared_volume is None or "hostPath" in dep.spec.routing.shared_volume
+
+
+def transfer_line(dep: MMRouterDeployment) -> str:
+    """Return how images may reach engines, through what, and why, for `mmrouter plan`."""
+    mode, routing = dep.spec.transfer, dep.spec.routing
+    apart = [pool.name for pool in dep.spec.pools if not is_shared(pool)]
+    if mode == "none":
+        why = "routing.transfer is none"
+        if routing.transfer == "auto":
+            whose = f"of {', '.join(apart)} is pod" if apart else "does not matter to this engine"
+            why = f"routing.transfer is auto, and sharedMemory.scope {whose}"
+        return f"images: inside requests, because {why}"
+    place = "no shared memory, because no pool has sharedMemory.scope node"
+    if len(apart) < len(dep.spec.pools):
+        place = f"the volume {next(iter(routing.shared_volume or {}), '')} of routing.sharedVolume"
+        if routing.shared_volume is None:
+            place = "a hostPath of the node (routing.sharedVolume is not set)"
+        level = (
+            "needs a namespace of level privileged" if is_host_path(dep) else "a namespace of level restricted allows"
+        )
+        place += f", which {level}"
+    renders = any(pool.role == "renderer" for pool in dep.spec.pools)
+    processed = "processed by renderers" if renders else "as files, because no pool is a renderer"
+    if renders and routing.transfer == "auto":
+        processed += " while that is measured to be faster"
+    return f"images: {mode}, {processed}, through {place}"

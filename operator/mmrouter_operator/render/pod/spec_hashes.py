@@ -19,7 +19,7 @@ Layout = dict[str, Any]
 
 ROUTER_POOL_FIELDS: Final = ("name", "role", "parallelism", "blockSize", "accelerator")
 """Fields of a pool that a router reads. The encoders' weights are not among them: changing one restarts nothing."""
-ROUTER_ENGINE_FIELDS: Final = ("type", "blockSize", "chatTemplate", "processor")
+ROUTER_ENGINE_FIELDS: Final = ("type", "blockSize", "chatTemplate", "processor", "tls", "kvConnector")
 SET_ROLES: Final[frozenset[Role]] = frozenset({"prefill", "decode"})
 """Roles whose pools exchange KV blocks, and therefore change together."""
 SCALING_FIELDS: Final = ("replicas", "weight", "autoscaling")
@@ -29,6 +29,7 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
     """Return the hash of the inputs of the frontend's pods; ``secrets`` is the Secret's fingerprint."""
     spec = _spec(dep)
     shared = {pool.name: pool.shared_memory.size for pool in dep.spec.pools if is_shared(pool)}
+    kept = {pool.name: LAUNCHERS[dep.spec.engine.type].embedding_cache_bytes(dep, pool) for pool in dep.spec.pools}
     return _hash(
         {
             **{key: spec[key] for key in ("model", "routing", "verification", "observability") if key in spec},
@@ -38,6 +39,7 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
             ),
             "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
             **({"shared": shared} if frontends_share(dep) else {}),
+            **({"embeddings": kept} if any(kept.values()) else {}),
             "secrets": secrets,
         }
     )
@@ -46,9 +48,10 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
 def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
     """Return the hash of the inputs of a pool's pods; ``secrets`` is the Secret's fingerprint.
 
-    It depends on other pools in four ways: on encoders, because engines then receive embeddings; on partners in the
-    exchange of KV blocks, because they share one compatibility label; on renderers, because engines then load our
-    plugin; and on the largest pool that shares memory, because that is the limit of all of them.
+    It depends on other pools in five ways: on encoders, because engines then receive embeddings; on the kinds and the
+    memory of all pools with a part in that, because they decide how embeddings travel; on partners in the exchange of
+    KV blocks, because they share one compatibility label; on renderers, because engines then load our plugin; and on
+    the largest pool that shares memory, because that is the limit of all of them.
     """
     spec = _spec(dep)
     mine = next(item for item in spec["pools"] if item["name"] == pool.name)
@@ -63,6 +66,7 @@ def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
             # A default image is not part of the spec: it may change with the operator's release.
             "partners": compatibility(kv_layout(dep, p, p.image or dep.spec.engine.image) for p in partners(dep, pool)),
             **_handover(dep, pool),
+            **_embeddings(dep, pool),
             "secrets": secrets,
         }
     )
@@ -74,12 +78,22 @@ def _handover(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
     So deployments without hand-overs keep the hashes of releases that had none.
     """
     settings: dict[str, Any] = {}
-    transfer = dep.spec.routing.transfer
+    transfer = dep.spec.transfer
     if transfer != "none" and (is_shared(pool) or uses_plugin(dep)):
         settings["transfer"] = [transfer, "plugin" if uses_plugin(dep) else ""]
     if is_shared(pool) and (limit := limit_bytes(dep)) != quantity_bytes(pool.shared_memory.size):
         settings["shared"] = limit
+    if is_shared(pool) and dep.spec.routing.shared_volume is not None:
+        settings["volume"] = dep.spec.routing.shared_volume
     return settings
+
+
+def _embeddings(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
+    """Return the connector and the folder of a pool's embeddings; empty without files, as in earlier releases."""
+    transfer = LAUNCHERS[dep.spec.engine.type].embeddings(dep)
+    if transfer is None or not transfer.folder or pool.name not in transfer.pools:
+        return {}
+    return {"embeddings": [transfer.connector, transfer.folder]}
 
 
 def compatibility(layouts: Iterable[Layout]) -> str:

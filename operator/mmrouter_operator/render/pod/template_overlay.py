@@ -14,12 +14,17 @@ from pydantic_core import ErrorDetails
 from mmrouter_lib.api import SpecError
 from mmrouter_operator.render.pod.strategic_merge import MERGE_KEYS, OverlayError, described, overlay
 
-OWNED_VOLUMES: Final = frozenset({"config", "engine-config", "api-keys", "client-tls", "state", "shared", "plugin"})
+OWNED_VOLUMES: Final = frozenset(
+    {"config", "engine-config", "api-keys", "client-tls", "engine-certificate", "engine-tls"}
+    | {"state", "shared", "plugin"}
+)
 """Volumes that hold our configuration, secrets and journal. Others (hub, shm, tmp) may be of the user's choice."""
 OWNED_ENV_PREFIXES: Final = ("POD_", "MMROUTER_")
 OWNED_ENV: Final = frozenset({"NODE_NAME", "VLLM_API_KEY", "SGLANG_API_KEY", "PYTHONPATH"})
 """PYTHONPATH only where we set it, for our plugin."""
-OUR_IMAGES: Final = frozenset({"sidecar", "router", "shared-memory", "model-metadata", "handover-plugin"})
+OUR_IMAGES: Final = frozenset(
+    {"sidecar", "router", "shared-memory", "model-metadata", "handover-plugin", "engine-certificate"}
+)
 """Containers that run our own image, whose command is therefore ours too."""
 
 Item = dict[str, Any]
