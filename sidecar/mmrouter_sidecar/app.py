@@ -17,6 +17,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.engines.sglang.stage_requests import PATH, Encoder
 from mmrouter_lib.feed import SharedDirectory
 from mmrouter_lib.feed_keys import CHECK_SECONDS, ROUTER_PUBLIC, SIDECAR_SECRET, KeyWatch
+from mmrouter_lib.tls_context import CertificateError
 from mmrouter_sidecar.engine.encoder_proxy import MAX_REQUEST_BYTES, EncoderProxy
 from mmrouter_sidecar.engine.engine_probe import UNSEEN, EngineProbe, watch_listener
 from mmrouter_sidecar.engine.sockets import EngineSockets
@@ -24,6 +25,7 @@ from mmrouter_sidecar.feed.publisher import Publisher
 from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import HotPathCounts, Metrics
 from mmrouter_sidecar.settings import Settings, SettingsError, curve_keys, from_json
+from mmrouter_sidecar.shared_memory.embedding_files import keep_clean
 from mmrouter_sidecar.shared_memory.janitor import Janitor
 
 log = logging.getLogger("mmrouter.sidecar")
@@ -79,6 +81,8 @@ class Sidecar:
                     working.append(tasks.create_task(watching))
                 if self._janitor is not None:
                     working.append(tasks.create_task(self._janitor.run()))
+                if (volume := self._settings.embeddings_dir) is not None:
+                    working.append(tasks.create_task(keep_clean(volume, self._settings.embeddings_bytes)))
                 await self._stop.wait()
                 log.info("stopping")
                 self.ready.clear()
@@ -212,7 +216,7 @@ def serve(settings: bytes) -> int:
     """Run with the settings that :mod:`mmrouter_sidecar.settings_loader` printed. Returns the exit status."""
     try:
         uvloop.run(_serve(from_json(settings)))
-    except SettingsError as error:
+    except (SettingsError, CertificateError) as error:
         log.error("configuration: %s", error)
         return CONFIGURATION_ERROR
     return 0

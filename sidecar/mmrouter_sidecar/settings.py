@@ -19,6 +19,9 @@ class SettingsError(ValueError):
     """A required file or variable is missing or malformed; the message names it."""
 
 
+DIRECTORY_BYTES = 1 << 30  # assumed size of an encoder's embeddings where no setting gives one
+
+
 @dataclass(frozen=True, slots=True)
 class Ports:
     """Port numbers (docs/architecture.md); the rank is added to ``events`` and ``replay``."""
@@ -71,6 +74,8 @@ class Settings:
     hub_dir: Path
     secrets_dir: Path
     engine_key: str = ""
+    engine_ca_dir: Path | None = None  # folder of the CA of the engine's certificate, if its port serves TLS
+    engine_name: str = ""  # name in that certificate
     buffer_events: int = 10_000
     ports: Ports = field(default_factory=Ports)
     health_path: str = ""  # path of the health check; empty for the default of the engine type
@@ -78,6 +83,10 @@ class Settings:
     """Timeout of the health check. A check with a long one is work for the engine, and is sent rarely."""
     shared_dir: Path | None = None  # the node's shared directory, if the pod has it
     shared_bytes: int = 0  # limit of the shared directory; 0 if only the file system bounds it
+    embeddings_dir: Path | None = None  # the volume of embeddings, if the pod writes them there
+    embeddings_bytes: int = 0  # limit of that volume; 0 if only the file system bounds it
+    device: str = ""  # PyTorch's type of the pool's device
+    directory_bytes: int = DIRECTORY_BYTES  # total size of the embeddings whose encoder the sidecar remembers
     encodes_elsewhere: bool = False  # whether the engine uses encoders, through the sidecar
     publishes: bool = True
     """Whether the engine publishes events. If not, its restarts are detected by connection and health checks."""

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mmrouter_lib.api import SpecError, load_deployment
-from mmrouter_lib.engines.base.launch import LaunchError
+from mmrouter_lib.engines.base.launch import DEVICES, LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, FeedKeyError, read_keys
 from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
+from mmrouter_lib.tls_context import engine_server_name
 from mmrouter_sidecar import log_to_stderr
-from mmrouter_sidecar.settings import CurveKeys, Settings, SettingsError, curve_keys, to_json
+from mmrouter_sidecar.settings import DIRECTORY_BYTES, CurveKeys, Settings, SettingsError, curve_keys, to_json
 
 CONFIGURATION_ERROR = 2  # exit status
 
@@ -57,6 +58,8 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         curve=_curve(secrets),
         secrets_dir=secrets,
         engine_key=_read(secrets / "engine.key").decode().strip() if (secrets / "engine.key").exists() else "",
+        engine_ca_dir=config / "engine-ca" if spec.engine.tls is not None else None,
+        engine_name=engine_server_name(dep.metadata.name, dep.metadata.namespace),
         buffer_events=spec.sidecar.buffer_events,
         state_dir=Path(env.get("MMROUTER_STATE_DIR", STATE_DIR)),
         model_dir=Path(env.get("MMROUTER_MODEL_DIR", MODEL_DIR)),
@@ -67,6 +70,10 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         publishes="--kv-events-config" in launch.args,
         shared_dir=Path(env["MMROUTER_SHARED_DIR"]) if env.get("MMROUTER_SHARED_DIR") else None,
         shared_bytes=_number(env, "MMROUTER_SHARED_LIMIT_BYTES"),
+        device=DEVICES[pool.accelerator.kind].torch,
+        directory_bytes=LAUNCHERS[spec.engine.type].embedding_cache_bytes(dep, pool) or DIRECTORY_BYTES,
+        embeddings_dir=Path(volume) if (volume := env.get("MMROUTER_EMBEDDINGS_DIR")) else None,
+        embeddings_bytes=_number(env, "MMROUTER_EMBEDDINGS_LIMIT_BYTES"),
     )
 
 

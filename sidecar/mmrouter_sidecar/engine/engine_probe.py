@@ -10,6 +10,7 @@ import aiohttp
 
 from mmrouter_lib import model_folder as metadata
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.tls_context import EngineTrust
 from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
@@ -37,7 +38,11 @@ class EngineProbe:
 
     def __init__(self, settings: Settings, relay: EventRelay, metrics: Metrics) -> None:
         self._settings, self._relay, self._metrics = settings, relay, metrics
-        self._base = f"http://{settings.pod_ip}:{settings.ports.engine}"
+        folder = settings.engine_ca_dir
+        self._trust = None if folder is None else EngineTrust(folder, settings.engine_name)
+        scheme = "http" if self._trust is None else "https"
+        self._base = f"{scheme}://{settings.pod_ip}:{settings.ports.engine}"
+        self._refused = ""
         self._failures = 0
         self._adapter = adapter(settings.engine)
         self._path = settings.health_path or self._adapter.health_path
@@ -86,12 +91,23 @@ class EngineProbe:
     async def _healthy(self, session: aiohttp.ClientSession) -> bool | None:
         """Return true: it serves; false: it reports that it does not; ``None``: no answer."""
         healthy = None
-        with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
-            async with session.get(self._path, timeout=self._timeout) as answer:
-                healthy = answer.status == 200
+        if self._trust is not None:
+            self._trust.reload()
+        try:
+            async with session.get(self._path, timeout=self._timeout, **self._tls()) as answer:
+                healthy, self._refused = answer.status == 200, ""
+        except aiohttp.ClientSSLError as error:
+            if str(error) != self._refused:
+                self._refused = str(error)
+                log.error("the sidecar refuses the engine's certificate: %s", error)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            pass
         if not healthy:
             self._metrics.probes.labels(self._path).inc()
         return healthy
+
+    def _tls(self) -> dict[str, Any]:
+        return {} if self._trust is None else {"ssl": self._trust.context, "server_hostname": self._trust.name}
 
     async def _get_info(self, session: aiohttp.ClientSession) -> dict[str, Any]:
         """Return what an engine that came up says; may be heavy (docs/engine-facts/sglang.md#http-endpoints)."""
@@ -102,11 +118,14 @@ class EngineProbe:
         if info.version and not info.publishes:
             log.error("the engine publishes no KV events according to %s", paths[0])
         block_size = {} if info.block_size is None else {"block_size": info.block_size}
-        return {"version": info.version, "identity": info.facts, **block_size}
+        if info.device and self._settings.device not in ("", info.device):
+            log.error("the engine computes on %s, and its pool asks for %s", info.device, self._settings.device)
+        described = {"version": info.version, "identity": info.facts, "device": info.device, "devices": info.devices}
+        return {**described, **block_size}
 
     async def _json(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:
         try:
-            async with session.get(path, timeout=SLOW) as answer:
+            async with session.get(path, timeout=SLOW, **self._tls()) as answer:
                 answer.raise_for_status()
                 value = await answer.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
@@ -116,7 +135,7 @@ class EngineProbe:
 
     async def _load(self, session: aiohttp.ClientSession) -> None:
         try:
-            async with session.get("/metrics") as answer:
+            async with session.get("/metrics", **self._tls()) as answer:
                 answer.raise_for_status()
                 text = await answer.text(errors="replace")
         except (aiohttp.ClientError, TimeoutError, OSError):
@@ -151,7 +170,8 @@ async def watch_listener(ip: str, port: int, ended: Callable[[], None]) -> None:
 
     For an engine that publishes no events, such as an encoder: nothing else shows a restart within a poll period, and
     what it held would still count as present. The connection is idle. A server may close it, or one of several server
-    processes may end, so ``ended`` is called only if a new connection is refused.
+    processes may end, so ``ended`` is called only if a new connection is refused. On a port with
+    TLS the connection makes no handshake, so the server closes it after a minute.
     """
     connection: asyncio.StreamWriter | None = None
     try:

@@ -60,7 +60,10 @@ def digest_of(payload: bytes) -> int:
 
 
 class EventStream:
-    """The stream of one rank. ``proof``: (number, digest) of the last batch in the journal."""
+    """The stream of one rank. ``proof``: (number, digest) of the last batch in the journal.
+
+    ``resumed``: the journal's state may be outdated, because no replay has been complete since the start.
+    """
 
     def __init__(self, proof: tuple[int, int] | None = None) -> None:
         self._digests = array("Q", bytes(8 * RECENT))
@@ -73,6 +76,7 @@ class EventStream:
         self._gap_known = False  # batches waited behind a gap when the replay was requested
         self.ended()
         self._proof = proof
+        self.resumed = proof is not None
         if proof is not None:
             seq, digest = proof
             self.next, self._base, self._fresh = seq + 1, seq, False
@@ -88,6 +92,7 @@ class EventStream:
         self.next, self._base, self._fresh = 0, 0, True
         self._held, self._held_bytes = {}, 0
         self._requested, self._proof, self._failures = None, None, 0
+        self.resumed = False
 
     def connected(self) -> list[Step]:
         """The publisher connected: request the messages sent before the subscription."""
@@ -137,6 +142,7 @@ class EventStream:
         requested, self._requested, self._failures = self._requested, None, 0
         steps = self._drain()
         if not self._held:
+            self.resumed = False
             return steps
         if self.next > requested or not self._gap_known:
             # The replay made progress, or it was answered before the gap arose: try again.
@@ -154,6 +160,11 @@ class EventStream:
         if self._proof is not None:
             return self._restart("other_instance")
         return self._give_up("unanswered")
+
+    def expire(self) -> list[Step]:
+        """Stop waiting for the replay that confirms the journal: an unconfirmed proof counts as another instance's."""
+        self.resumed = False
+        return [] if self._proof is None else self._restart("other_instance")
 
     def _again(self, seq: int, payload: bytes) -> list[Step]:
         """Handle a number below the next one: a duplicate if the bytes are the same, else another engine instance."""
@@ -184,6 +195,7 @@ class EventStream:
     def _give_up(self, reason: str) -> list[Step]:
         reason = reason if self._proof is None else "other_instance"
         self._requested, self._failures, self._proof = None, 0, None
+        self.resumed = False
         return [*self._jump(min(self._held), reason), *self._drain(), *([self._request()] if self._held else [])]
 
     def _jump(self, seq: int, reason: str) -> list[Step]:

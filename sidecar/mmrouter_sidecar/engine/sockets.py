@@ -31,6 +31,7 @@ RECEIVE_HWM = 100_000
 REPLAY_SECONDS = 3.0  # longest silence of a replay: engines serve it between publishes, within 0.1 s when idle
 QUIET_SECONDS = 1.0  # silence after which a replay is requested once: a full queue drops the newest messages
 TAIL_SECONDS = 10.0  # seconds between further such replays while the silence lasts
+RESUME_SECONDS = 10.0  # longest wait for the replay that confirms the journal; engines answer within a second
 BIND_SECONDS = 0.02
 WATCHED = (
     zmq.Event.HANDSHAKE_SUCCEEDED
@@ -53,6 +54,7 @@ class RankSockets:
         self._replay: asyncio.Task[None] | None = None
         self._connected = False
         self._received = self._checked = 0.0
+        self._resumed = asyncio.get_running_loop().time() if self.stream.resumed else None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.bound = asyncio.Event()
 
@@ -158,11 +160,13 @@ class RankSockets:
                     return
 
     async def _check_tail(self) -> None:
-        """Request a replay when no messages arrive, in case the last ones were dropped."""
+        """Request a replay after silence, because messages may be lost; end the wait for a confirmed journal."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(QUIET_SECONDS)
             now = loop.time()
+            if self._resumed is not None and now - self._resumed >= RESUME_SECONDS:
+                self._process(self.stream.expire())
             if not self._connected or now - self._received < QUIET_SECONDS:
                 continue
             if self._checked < self._received or now - self._checked >= TAIL_SECONDS:
@@ -193,6 +197,9 @@ class RankSockets:
                 case Lost(reason):
                     if self._relay.lost(self._rank, reason):
                         self._replaced(self)
+        if self._resumed is not None and not self.stream.resumed:
+            self._resumed = None
+            self._relay.confirm(self._rank)
 
     def _request_replay(self, first: int) -> None:
         self._cancel_replay()

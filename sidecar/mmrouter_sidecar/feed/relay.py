@@ -19,6 +19,7 @@ from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import EventError
 from mmrouter_sidecar.blocks.journal import CanaryOutcome, Epoch, Flush, Journal, Record
 from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp
+from mmrouter_sidecar.feed.embedding_directory import EmbeddingDirectory
 from mmrouter_sidecar.feed.epoch_state import EpochCanary, History
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings, SettingsError
@@ -43,6 +44,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     revision: str = ""
     cut_off: bool = False  # its publisher has disconnected
     identity: dict[str, str] = {}  # settings that media identities depend on
+    device: str = ""  # as the engine reports it
+    devices: int = 0
 
 
 class EventRelay:
@@ -66,6 +69,7 @@ class EventRelay:
         self._decode = ADAPTERS[settings.engine].decode_batch
         self.ledger = Ledger(settings.seed)
         self.canary = EpochCanary(0)
+        self.embeddings = EmbeddingDirectory(settings.directory_bytes)
         self.facts = EngineFacts(revision=settings.revision)
         self.shared: feed.SharedDirectory | None = None  # usage of the node's shared directory, for the next heartbeat
         self.feed_keys = settings.curve.fingerprints
@@ -80,6 +84,7 @@ class EventRelay:
         self._announced: tuple[feed.CacheGroup, ...] = ()  # groups in the last heartbeat
         self._unreadable = False  # whether the last batch was; only the first in a row is logged
         self._snapshot: list[feed.SnapshotPart] | None = None  # of the present (epoch, seq)
+        self._unconfirmed: set[int] = set()  # ranks whose resumed state the engine has not confirmed yet
         self._journal: Journal | None = None
         try:
             self._journal = Journal(settings.state_dir, settings.fingerprint)
@@ -127,9 +132,10 @@ class EventRelay:
         """The engine ended, and its cache with it: begin an empty epoch with a new boot id."""
         self.ledger.reset()
         self.proofs.clear()
+        self._unconfirmed.clear()
         self._unpublished.clear()
         self._applied = False
-        self.facts = msgspec.structs.replace(self.facts, version="", block_size=0, identity={})
+        self.facts = msgspec.structs.replace(self.facts, version="", block_size=0, identity={}, device="", devices=0)
         if reason == DISCONNECTED:
             self.facts = msgspec.structs.replace(self.facts, state="down", cut_off=True)
         self._begin(secrets.token_hex(4), fresh=True, reason=reason)
@@ -146,6 +152,21 @@ class EventRelay:
             self.facts = new
             self.beat()
 
+    def confirm(self, rank: int) -> None:
+        """Record that a replay confirmed a rank's resumed state; the engine is up once all ranks are confirmed."""
+        if rank in self._unconfirmed:
+            self.flush()
+            self._unconfirmed.remove(rank)
+            self.beat()
+
+    @property
+    def engine_state(self) -> Literal["starting", "up", "down"]:
+        """The engine's state for routers, which send requests to ``up`` only.
+
+        An engine with a resumed state that is not confirmed counts as starting, because its cache may have changed.
+        """
+        return "starting" if self._unconfirmed and self.facts.state == "up" else self.facts.state
+
     @property
     def worker(self) -> str:
         return f"{self._settings.pod_uid}/{self.boot}"
@@ -158,7 +179,7 @@ class EventRelay:
                 epoch=self.epoch,
                 seq=self.seq,
                 engine=self._settings.engine,
-                engine_state=facts.state,
+                engine_state=self.engine_state,
                 engine_version=facts.version,
                 block_size=self.ledger.block_size or facts.block_size,
                 model=self._settings.model,
@@ -171,6 +192,9 @@ class EventRelay:
                 facts=facts.identity,
                 shared=self.shared,
                 keys=self.feed_keys,
+                device=facts.device,
+                devices=facts.devices,
+                requested_device=self._settings.device,
             )
         )
 
@@ -245,6 +269,10 @@ class EventRelay:
                     self._write(CanaryOutcome(canary))
                     self.beat()
                 yield reply
+            case feed.EmbeddingClaim():
+                yield self.embeddings.claim(request, self._monotonic())
+            case feed.EmbeddingReport():
+                yield self.embeddings.report(request)
             case feed.Work():  # forwarded to the other routers; it has no answer
                 self._publish(request)
 
@@ -300,6 +328,7 @@ class EventRelay:
         if not self.boot:
             self._begin(secrets.token_hex(4), fresh=True, reason="start")
             return
+        self._unconfirmed = set(self.proofs)
         self._deltas.clear(self.seq)
         self._raw.clear(self.seq)
         log.info("resumed %s: epoch %d, seq %d, %d blocks", self.worker, self.epoch, self.seq, self.ledger.held)

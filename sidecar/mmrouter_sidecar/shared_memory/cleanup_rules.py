@@ -42,14 +42,19 @@ def pressure(book: Ledger, limit: int) -> float:
     return max(book.pressure, book.bytes / limit if limit else 0.0)
 
 
-def removals(book: Ledger, figures: feed.SharedDirectory, now: float) -> list[Removal]:
-    """Return the encoder files to remove, least recently used first. ``now``: seconds since 1970."""
+def encoders_files(book: Ledger) -> dict[str, tuple[float, float]]:
+    """Return path -> when it was read and written, in seconds since 1970, of each embedding written by an encoder."""
+    return {entry.path: entry.used or (0.0, 0.0) for entry in book.entries if is_encoders(entry)}
+
+
+def removals(book: Ledger, figures: feed.SharedDirectory, ages: Mapping[str, float]) -> list[Removal]:
+    """Return the encoder files to remove, least recently used first. ``ages``: path -> seconds unused, of each."""
     candidates = [entry for entry in book.entries if is_encoders(entry)]
-    candidates.sort(key=lambda entry: (entry.used or 0.0, entry.path))
+    candidates.sort(key=lambda entry: (-ages[entry.path], entry.path))
     wanted = surplus(figures)
     chosen: list[Removal] = []
     for entry in candidates:
-        unused = now - (entry.used or 0.0)
+        unused = ages[entry.path]
         if unused < UNUSED_SECONDS:
             break
         if unused >= FORGOTTEN_SECONDS:

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from mmrouter_handover.shm import Ledger, files, ledger, reclaim
 from mmrouter_handover.shm.slot_format import MAX_LEASE_SECONDS
 from mmrouter_lib import feed
 from mmrouter_sidecar.metrics import Metrics
 from mmrouter_sidecar.settings import Settings
-from mmrouter_sidecar.shared_memory import cleanup_rules
+from mmrouter_sidecar.shared_memory import cleanup_rules, embedding_files
+from mmrouter_sidecar.shared_memory.ages import Ages
 
 log = logging.getLogger("mmrouter.sidecar")
 
@@ -51,6 +51,7 @@ class Janitor:
         self._mark = MARK_PREFIX + settings.pod_uid
         self._was_above = False
         self._folders_at = 0.0
+        self._ages, self._folder_ages = Ages(), Ages()
         self._broken = False
         self._turn = threading.Lock()
         self._ended = False
@@ -138,7 +139,8 @@ class Janitor:
         """Scan all files, report the usage, and remove encoder files if necessary."""
         self.touch()
         book, usage = self._usage()
-        removals = cleanup_rules.removals(book, usage, self._wall())
+        ages = self._ages.scan(cleanup_rules.encoders_files(book), self._now(), self._wall())
+        removals = cleanup_rules.removals(book, usage, ages)
         for removal in removals:
             self._remove(removal)
         if removals:
@@ -155,33 +157,16 @@ class Janitor:
         return book, cleanup_rules.shared(book, self._limit, was_above=self._was_above)
 
     def _remove(self, removal: cleanup_rules.Removal) -> None:
-        """Remove a file unless it was used since the scan.
-
-        Its folder stays, as an encoder may be about to write into it; a later scan removes folders that stayed empty.
-        """
-        path = self._root / removal.entry.path
         try:
-            status = path.lstat()
-            if max(status.st_atime, status.st_mtime) == removal.entry.used:
-                path.unlink()
+            if embedding_files.remove(self._root, removal.entry):
                 self._removed(removal.reason, 1, removal.entry.bytes)
-        except FileNotFoundError:
-            return
         except PermissionError:
             self._metrics.shm_errors.inc()
 
     def _remove_empty_folders(self) -> None:
-        """Remove folders of encoder files that were empty for long; an encoder creates its folder when it writes."""
-        if self._now() < self._folders_at:
-            return
-        self._folders_at = self._now() + FOLDER_PERIOD
-        for path, _, inside in os.walk(self._root, topdown=False):
-            below = Path(path).relative_to(self._root)
-            if inside or not below.parts or below.parts[0].startswith(files.POOL_PREFIX):
-                continue
-            with suppress(OSError):  # not empty, or gone
-                if self._wall() - os.lstat(path).st_mtime >= cleanup_rules.FORGOTTEN_SECONDS:
-                    os.rmdir(path)
+        if self._now() >= self._folders_at:
+            self._folders_at = self._now() + FOLDER_PERIOD
+            embedding_files.remove_empty_folders(self._root, self._folder_ages, self._now(), self._wall())
 
     def _track_reads(self, book: Ledger) -> None:
         """Make Linux record the next read of each encoder file.

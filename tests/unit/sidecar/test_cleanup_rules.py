@@ -17,16 +17,20 @@ HUGE = 1 << 40
 
 
 def encoders(name: str, size: int, unused: float) -> Entry:
-    return Entry(f"{name}/encoder_cache.safetensors", size, "other", used=NOW - unused)
+    return Entry(f"{name}/encoder_cache.safetensors", size, "other", used=(0.0, NOW - unused))
 
 
 def book(*entries: Entry, capacity: int = HUGE, available: int = HUGE) -> Ledger:
     return Ledger(entries, capacity, available)
 
 
+def ages(found: Ledger) -> dict[str, float]:
+    return {path: NOW - max(used) for path, used in rules.encoders_files(found).items()}
+
+
 def going(found: Ledger, limit: int, *, was_above: bool = False) -> list[tuple[str, str]]:
     figures = rules.shared(found, limit, was_above=was_above)
-    return [(one.entry.path.partition("/")[0], one.reason) for one in rules.removals(found, figures, NOW)]
+    return [(one.entry.path.partition("/")[0], one.reason) for one in rules.removals(found, figures, ages(found))]
 
 
 def test_least_recently_used_files_are_removed_down_to_the_low_mark() -> None:
@@ -52,8 +56,8 @@ def test_only_encoder_files_are_removed() -> None:
     others = (
         Entry("pool-a/slot-1", 500, "leased", "w", True),
         Entry("pool-a/plain-1", 500, "leased", "w", True),
-        Entry("notes", 500, "other", used=0.0),
-        Entry("a/encoder_cache.safetensors.bak", 500, "other", used=0.0),
+        Entry("notes", 500, "other", used=(0.0, 0.0)),
+        Entry("a/encoder_cache.safetensors.bak", 500, "other", used=(0.0, 0.0)),
         Entry("pool-a/slot-2", 500, "unreadable"),
     )
     assert going(book(*others), 100) == []
@@ -91,14 +95,14 @@ def test_after_removals_usage_is_below_the_mark_or_no_file_is_removable(
     taken = sum(size for size, _ in files)
     found = book(*entries, capacity=taken + room, available=room)
     figures = rules.shared(found, limit, was_above=False)
-    gone = rules.removals(found, figures, NOW)
-    assert all(NOW - (one.entry.used or 0) >= rules.UNUSED_SECONDS for one in gone)
+    gone = rules.removals(found, figures, ages(found))
+    assert all(ages(found)[one.entry.path] >= rules.UNUSED_SECONDS for one in gone)
     kept = [entry for entry in entries if entry not in [one.entry for one in gone]]
     freed = taken - sum(entry.bytes for entry in kept)
     after = rules.shared(book(*kept, capacity=taken + room, available=room + freed), limit, was_above=figures.above)
     assert (
         not after.above
-        or all(NOW - (entry.used or 0) < rules.UNUSED_SECONDS for entry in kept)
+        or all(ages(found)[entry.path] < rules.UNUSED_SECONDS for entry in kept)
         or rules.surplus(after) == 0
     )
     # No more than needed: the last one that went for room was still wanted.
@@ -131,7 +135,7 @@ def test_bytes_are_summed_by_state_and_by_top_level_entry() -> None:
         Entry("pool-b/slot-1", 40, "expired", "x", False),
         Entry("pool-b/slot-2", 50, "leased", "x", False),
         encoders("c", 60, 1),
-        Entry("c/notes", 70, "other", used=1.0),
+        Entry("c/notes", 70, "other", used=(1.0, 1.0)),
     )
     assert rules.by_state(found) == {"owner": 4096, "leased": 60, "idle": 50, "expired": 40, "encoder": 60, "other": 70}
     assert rules.by_top_level(found) == {"pool-a": (4, 4156), "pool-b": (2, 90), "c": (2, 130)}

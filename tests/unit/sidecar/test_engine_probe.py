@@ -3,15 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from unit.sidecar.conftest import loopback, until
 
+from mmrouter_lib import feed
 from mmrouter_lib.engines.base.adapter import RankLoad
 from mmrouter_sidecar.engine import engine_probe
-from mmrouter_sidecar.metrics import BUSY_SAMPLES, EngineLoad
+from mmrouter_sidecar.feed.relay import EventRelay
+from mmrouter_sidecar.metrics import BUSY_SAMPLES, EngineLoad, Metrics
 
 PORT = 8000
 
@@ -148,3 +152,37 @@ async def test_metrics_follow_the_engine_and_end_with_it(start: Any, http_engine
         await until(lambda: value("mmrouter_sidecar_kv_usage_ratio") is None)
         async with session.get(url) as answer:
             assert (answer.status, await answer.text()) == (200, "")
+
+
+async def test_an_engine_that_fell_back_to_a_cpu_is_reported_by_its_sidecar(settings, caplog):
+    """An SGLang engine of a pool of GPUs that resolved its device to cpu."""
+    answers = {
+        "/health": {},
+        "/ready": {},
+        "/metrics": {},
+        "/server_info": {"version": "0.5.23", "device": "cpu", "tp_size": 1, "dp_size": 1},
+        "/model_info": {"model_type": "qwen2_vl"},
+    }
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(answers.get(request.path, {}))
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, settings.pod_ip, settings.ports.engine).start()
+    frames: list[feed.Published] = []
+    settings, metrics = replace(settings, engine="sglang", device="cuda"), Metrics()
+    relay = EventRelay(settings, metrics, frames.append)
+    probing = asyncio.create_task(engine_probe.EngineProbe(settings, relay, metrics).run())
+    try:
+        await until(lambda: any(isinstance(frame, feed.Heartbeat) and frame.device for frame in frames))
+    finally:
+        probing.cancel()
+        await asyncio.gather(probing, return_exceptions=True)
+        await runner.cleanup()
+        relay.close()
+    (beat,) = [frame for frame in frames if isinstance(frame, feed.Heartbeat)][-1:]
+    assert (beat.device, beat.devices, beat.requested_device) == ("cpu", 1, "cuda")
+    assert "computes on cpu, and its pool asks for cuda" in caplog.text

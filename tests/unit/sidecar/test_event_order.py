@@ -172,7 +172,34 @@ def test_a_restarted_sidecar_resumes_when_the_proof_matches() -> None:
     assert stream.live(43, payload(43)) == []
     assert stream.replayed(41, payload(41)) == [module.Duplicate()]
     assert seqs(stream.replayed(42, payload(42))) == [42, 43]
+    assert stream.resumed, "more may follow"
     assert stream.replay_ended() == []
+    assert not stream.resumed
+
+
+def test_a_resumption_with_a_gap_lasts_until_the_gap_is_filled() -> None:
+    stream = EventStream((41, digest_of(payload(41))))
+    stream.connected()
+    stream.replayed(41, payload(41))
+    stream.live(44, payload(44))
+    assert stream.replay_ended() == [ReplayRequest(42)]
+    assert stream.resumed
+    stream.replayed(42, payload(42))
+    assert seqs(stream.replayed(43, payload(43))) == [43, 44]
+    stream.replay_ended()
+    assert not stream.resumed
+
+
+def test_a_proof_that_no_replay_confirms_expires_and_a_confirmed_one_does_not() -> None:
+    stream = EventStream((41, digest_of(payload(41))))
+    stream.connected()
+    assert stream.expire() == [Lost("other_instance"), ReplayRequest(0)]
+    assert not stream.resumed
+    stream = EventStream((41, digest_of(payload(41))))
+    stream.connected()
+    stream.replayed(41, payload(41))
+    assert stream.expire() == []
+    assert seqs(stream.live(42, payload(42))) == [42]
 
 
 @pytest.mark.parametrize("answer", [[], [(41, payload(41, "b"))], [(50, payload(50))], [(0, payload(0, "b"))]])

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from mmrouter_sidecar.metrics import HotPathCounts, Metrics
 from mmrouter_sidecar.settings import Settings
 from mmrouter_sidecar.shared_memory import cleanup_rules
 from mmrouter_sidecar.shared_memory import janitor as janitors
+from mmrouter_sidecar.shared_memory.ages import Ages
+from mmrouter_sidecar.shared_memory.embedding_files import clean
 from mmrouter_sidecar.shared_memory.janitor import Janitor
 
 MIB = 1 << 20
@@ -36,14 +39,20 @@ class Node:
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.folder = folder
         self.settings = replace(settings, shared_dir=folder, shared_bytes=64 * MIB)
-        self.ahead = 0.0
+        self.ahead = self.step = 0.0  # of the node's clock since its boot, and of its wall clock beside that
         self.reports: list[feed.SharedDirectory] = []
         self.metrics = Metrics()
         self.metrics.watch(lambda: HotPathCounts(0, {}, 0, 0))
 
     def janitor(self, uid: str = "pod-1", **changes: Any) -> Janitor:
         settings = replace(self.settings, pod_uid=uid, **changes)
-        return Janitor(settings, self.metrics, self.reports.append, now=lambda: clock() + self.ahead)
+        return Janitor(
+            settings,
+            self.metrics,
+            self.reports.append,
+            now=lambda: clock() + self.ahead,
+            wall=lambda: time.time() + self.ahead + self.step,
+        )
 
     async def begin(self, uid: str = "pod-1", **changes: Any) -> Janitor:
         janitor = self.janitor(uid, **changes)
@@ -77,6 +86,41 @@ class Node:
 @pytest.fixture
 def node(settings: Settings, shared: Path) -> Node:
     return Node(settings, shared)
+
+
+def test_of_a_volume_only_unused_embeddings_are_removed(node: Node) -> None:
+    node.crashed()
+    others = set(bytes_of(node.folder))
+    old, recent = node.encoded("m1-aa", unused=cleanup_rules.FORGOTTEN_SECONDS + 1), node.encoded("m1-bb", unused=100)
+    assert clean(node.folder, 0, Ages(), Ages()) == 1
+    assert (old.exists(), recent.exists()) == (False, True)
+    assert clean(node.folder, 1, Ages(), Ages()) == 1
+    assert set(bytes_of(node.folder)) == others
+
+
+def test_a_file_that_cannot_be_removed_from_a_volume_keeps_no_other_one_and_folders_that_stay_empty_go(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unused, unlink = cleanup_rules.FORGOTTEN_SECONDS + 1, Path.unlink
+    kept, removed = node.encoded("m1-aa", unused=unused + 1), node.encoded("m1-bb", unused=unused)
+
+    def refuses(path: Path) -> None:
+        if path == kept:
+            raise PermissionError(path)
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    with pytest.raises(PermissionError):
+        clean(node.folder, 0, Ages(), Ages())
+    assert (kept.exists(), removed.exists(), removed.parent.exists()) == (True, False, True)
+    os.utime(removed.parent, (0, 0))
+    with pytest.raises(PermissionError):
+        clean(node.folder, 0, Ages(), Ages())
+    assert (kept.exists(), removed.parent.exists()) == (True, False)
+
+
+def bytes_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 async def test_files_of_the_last_pod_are_cleared_before_the_next_engine_runs(node: Node) -> None:
@@ -342,3 +386,27 @@ async def test_a_sidecar_clears_before_it_is_ready_and_reports_usage_to_routers(
     node.encoded("m1-bb")
     await one.stop()
     assert os.listdir(node.folder) == []
+
+
+async def test_a_wall_clock_that_is_set_changes_no_age(node: Node) -> None:
+    await node.begin("pod-2")
+    one = await node.begin()
+    node.encoded("m1-aa")
+    empty = node.folder / "m1-bb"
+    empty.mkdir()
+    one.scan()
+    node.step = cleanup_rules.FORGOTTEN_SECONDS + 1  # forward
+    node.encoded("m1-cc")  # used since the scan before, by a clock of whatever time
+    node.ahead += janitors.FOLDER_PERIOD
+    one.scan()
+    assert (node.folder / ENCODERS).exists()
+    assert (node.folder / "m1-cc" / cleanup_rules.ENCODER_FILE).exists()
+    assert empty.exists()
+    node.step = -node.step  # back
+    node.ahead += cleanup_rules.FORGOTTEN_SECONDS - 1
+    read = (node.folder / "m1-cc" / cleanup_rules.ENCODER_FILE).stat()
+    os.utime(node.folder / "m1-cc" / cleanup_rules.ENCODER_FILE, (read.st_atime + node.step, read.st_mtime))
+    one.scan()
+    assert not (node.folder / ENCODERS).exists()
+    assert (node.folder / "m1-cc" / cleanup_rules.ENCODER_FILE).exists()  # its read is earlier than its writing
+    assert node.removed("unused") == 1

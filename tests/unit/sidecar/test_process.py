@@ -1,5 +1,6 @@
 """The process of a sidecar: it starts, resumes after a kill, ends in order, and refuses a wrong configuration."""
 
+import json
 import os
 import signal
 import subprocess
@@ -33,14 +34,20 @@ def test_a_killed_process_resumes_and_a_terminated_one_ends_in_order(environment
     assert "stopped at seq 0" in rest
 
 
-@pytest.mark.parametrize("wrong", ["variable", "resource"])
+@pytest.mark.parametrize("wrong", ["variable", "resource", "CA"])
 def test_a_wrong_configuration_exits_with_status_2_and_a_message(environment: dict[str, str], wrong: str) -> None:
+    file = Path(environment["MMROUTER_CONFIG"]) / "deployment.json"
     if wrong == "resource":
-        (Path(environment["MMROUTER_CONFIG"]) / "deployment.json").write_text('{"spec": {}}')
+        file.write_text('{"spec": {}}')
+    if wrong == "CA":
+        resource = json.loads(file.read_text())
+        resource["spec"]["engine"]["tls"] = {"secretName": "engines"}
+        file.write_text(json.dumps(resource))
     process = run(environment | ({"POD_UID": ""} if wrong == "variable" else {}))
     _, log = process.communicate(timeout=120)
     assert process.returncode == 2
-    assert f"configuration: {'POD_UID is not set' if wrong == 'variable' else ''}" in log.splitlines()[-1]
+    said = {"variable": "POD_UID is not set", "resource": "", "CA": f"{file.parent}/engine-ca: No such file"}
+    assert f"configuration: {said[wrong]}" in log.splitlines()[-1]
 
 
 def test_the_serving_process_imports_no_models_and_no_terminal_library() -> None:

@@ -151,6 +151,46 @@ async def test_a_restarted_sidecar_resumes_from_journal_and_replay(pair: Any, st
     assert again.metric("epochs_total", reason="other_instance") == 0
 
 
+async def test_a_resumed_sidecar_publishes_that_its_engine_is_up_only_after_the_missed_events(
+    pair: Any, start: Any, router: Any, http_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "REPLAY_SECONDS", 0.2)
+    one, engine = pair
+    await engine.publish(batch(stored([1, 2], ids=[5, 6, 7, 8])))
+    await applied(one, 1)
+    await one.stop()
+    await engine.publish(batch(removed(2)), live=False)
+    engine.answer_replays = False
+    again = await start()
+    await until(lambda: again.sidecar.relay.facts.state == "up")
+    assert (await router.heartbeat()).engine_state == "starting"
+    engine.answer_replays = True
+    up = await router.heartbeat(lambda beat: beat.engine_state == "up")
+    assert up.seq == 2, "the state that is up contains the missed removal"
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(again, 5, 6)}
+
+
+async def test_a_resumed_state_that_the_engine_never_confirms_is_discarded(
+    pair: Any, start: Any, router: Any, http_engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "REPLAY_SECONDS", 0.2)
+    monkeypatch.setattr(engine_module, "RESUME_SECONDS", 0.1)
+    monkeypatch.setattr(engine_module, "QUIET_SECONDS", 0.05)
+    one, engine = pair
+    await engine.publish(batch(stored([1, 2], ids=[5, 6, 7, 8])))
+    await applied(one, 1)
+    before = await router.heartbeat(lambda beat: beat.seq == 1)
+    await one.stop()
+    engine.answer_replays = False
+    again = await start()
+    up = await router.heartbeat(lambda beat: beat.engine_state == "up")
+    assert up.epoch > before.epoch
+    assert await router.snapshot() == {}
+    engine.answer_replays = True
+    await applied(again, 1)
+    assert await router.snapshot() == {(0, 0, "GPU"): keys(again, 5, 6, 7, 8)}
+
+
 async def test_a_restarted_sidecar_detects_a_replaced_engine_and_replays_what_it_sent_before(
     pair: Any, start: Any, engines: Any, router: Any
 ) -> None:
