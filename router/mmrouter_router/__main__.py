@@ -10,10 +10,10 @@ import uvloop
 
 from mmrouter_lib.api import SpecError
 from mmrouter_lib.families import ModelFolderError
+from mmrouter_lib.tls_context import CertificateError
 from mmrouter_router.app import Router
 from mmrouter_router.core.log_limit import LogLimit
 from mmrouter_router.core.settings import SettingsError, load
-from mmrouter_router.http.certificate import CertificateError
 
 GC_THRESHOLD: Final = 10_000  # with Python's 700, collections in a burst of requests take a tenth of the CPU
 
@@ -29,6 +29,7 @@ def main() -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it logs every step of three servers
     try:
         settings = load()
+        logging.getLogger("mmrouter").setLevel(settings.log_level)
     except (SettingsError, SpecError) as error:
         sys.stderr.write(f"mmrouter router: {error}\n")
         return 2

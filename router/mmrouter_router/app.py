@@ -21,6 +21,7 @@ from mmrouter_router.core.settings import CURVE_FILES, Settings, SettingsError, 
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.stall_watch import StallWatch
 from mmrouter_router.explain.decisions import DecisionTrace
+from mmrouter_router.explain.log_lines import prediction_line
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
@@ -49,21 +50,22 @@ class Router:
         self.metrics = Metrics()
         self.threads = WorkerThreads()
         self.fleet = Fleet(self.metrics)
-        self.upstream = Upstream()
+        self.trust = build.engine_trust(settings, self.metrics)
+        self.upstream = Upstream(trust=self.trust)
         self._curve = settings.curve
         self.peers: tuple[membership.Peer, ...] = ()
         self._feeds: dict[str, tuple[FeedClient, asyncio.Task[None]]] = {}
         self._canaries: dict[str, asyncio.Task[None]] = {}
 
         base = build.Base(settings, self.metrics, self.threads, self.fleet, self.upstream, self.feed)
-        self.gossip, self.placer = build.build_placement(base, lambda: bool(self.peers))
+        self.gossip, self.placer = build.build_placement(base, self.has_peers)
         self.media, self.renderer, self.preparer = build.build_preparation(base)
         verification = build.build_verification(base, self.renderer, self.preparer, self.placer)
         self.sampler, self._render_sampler = verification.sampler, verification.render_sampler
         self.canary, self._learning = verification.canary, verification.learning
         self.probe_requests, self.probes = verification.probe_requests, verification.probes
         admission = TenantAdmission(base.spec.frontend.tenants, routers=lambda: 1 + len(self.peers))
-        dispatch = build.build_dispatch(base, self.renderer, self.placer, verification, admission)
+        dispatch = build.build_dispatch(base, self.renderer, self.placer, verification, admission, self.has_peers)
         self.handover, self.stages = dispatch.handover, dispatch.stages
         self._optional = (self._render_sampler, dispatch.encoding, dispatch.encoder_list, self.handover, self._learning)
         self.tracing = build.build_tracing(base.spec.observability.otlp_endpoint, self.metrics)
@@ -99,9 +101,21 @@ class Router:
         self._changed = asyncio.Event()
         self.fleet.change_listeners.append(self._changed.set)
 
+    def _prediction_line(self) -> str:
+        made = self.preparer
+        return prediction_line(
+            self.settings.deployment.spec,
+            family=made.family.name if made.family is not None else "",
+            unknown=made.unknown_family,
+            learns_images=made.sentinels is not None,
+        )
+
     def feed(self, uid: str) -> FeedClient | None:
         entry = self._feeds.get(uid)
         return entry[0] if entry is not None else None
+
+    def has_peers(self) -> bool:
+        return bool(self.peers)
 
     @property
     def ready(self) -> bool:
@@ -113,6 +127,7 @@ class Router:
         return self._ready and not self.shutdown.draining
 
     def apply_membership(self, present: membership.Membership) -> None:
+        self.upstream.encrypted = frozenset(member.ip for member in present.members if member.tls)
         self.peers = tuple(peer for peer in present.peers if peer.ip != self.settings.pod_ip)
         if present.leaving:
             self.shutdown.drain("this pod is being deleted")
@@ -170,12 +185,13 @@ class Router:
         admin = {port_apps.CONTROL_PORT: control, METRICS_PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
         log.info("router %s serves %s on %s", settings.router_id, settings.served_model, settings.pod_ip)
+        log.log(logging.INFO if self.probe_requests.possible else logging.WARNING, "%s", self._prediction_line())
         async with self.lifespan() as tasks:
             stalls = StallWatch(self.fleet, self.upstream, adapter(settings.deployment.spec.engine.type).health_path)
             components = (self.sampler, self.renderer, self.probes, self.gossip, stalls, *self._optional)
             loops = [self._watch_keys, self._discover, self._verify_all, self._sweep, self._recall_sightings]
             loops += [self.chat.tenants.follow, *(component.run for component in components if component is not None)]
-            loops += [certificate.watch] if certificate is not None else []
+            loops += [watched.watch for watched in (certificate, self.trust) if watched is not None]
             running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]
             await serve(clients, others, self.shutdown)
             for task in (*running, *self._canaries.values(), *(task for _, task in self._feeds.values())):
@@ -222,9 +238,6 @@ class Router:
 
     async def _verify_all(self) -> None:
         """Run a canary for every routable, unverified worker, one at a time per worker; update gauges."""
-        if not self.probe_requests.possible:
-            what = self.preparer.unknown_family, self.settings.deployment.spec.engine.type
-            log.warning("family %s is not modelled for %s, no renderer: requests are placed by affinity", *what)
         while True:
             self._changed.clear()
             workers = [worker for worker in self.fleet if canary_applies(worker.member.role)]

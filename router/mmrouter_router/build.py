@@ -7,7 +7,9 @@ from typing import NamedTuple
 from mmrouter_lib.api.spec import Spec
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import EngineAdapter
+from mmrouter_lib.engines.vllm.stage_requests import BlockLeases, lease_seconds
 from mmrouter_lib.media_identity import media_identity
+from mmrouter_lib.tls_context import EngineTrust, engine_server_name
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
@@ -15,7 +17,8 @@ from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.dispatch.waiting_line import WaitingLine
-from mmrouter_router.encoding.encoder_pods import EncoderAnnouncer, EncoderPods, EncoderProbes
+from mmrouter_router.encoding.embedding_claims import EmbeddingClaims
+from mmrouter_router.encoding.encoder_pods import EncoderAnnouncer, EncoderPods, EncoderProbes, heard_encoders
 from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedClient
@@ -69,6 +72,14 @@ def build_placement(base: Base, has_peers: Callable[[], bool]) -> tuple[LoadGoss
     return gossip, Placer(base.settings.deployment, base.fleet, changed=gossip.changed)
 
 
+def engine_trust(settings: Settings, metrics: Metrics) -> EngineTrust | None:
+    """Return the trust in the engines' certificates, if they serve TLS. Raises ``CertificateError``."""
+    if settings.deployment.spec.engine.tls is None:
+        return None
+    name = engine_server_name(settings.deployment.metadata.name, settings.deployment.metadata.namespace)
+    return EngineTrust(settings.config_dir / "engine-ca", name, lambda event: metrics.engine_tls.labels(event).inc())
+
+
 def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
     """Build the media resolver, the renderer's client and the preparer. Raises ``ModelFolderError``."""
     settings = base.settings
@@ -78,7 +89,7 @@ def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
     predicting = renderer if RENDERER_ROLE in base.roles else None
     sentinels = _build_sentinels(base, model) if base.engine.learns_image_identity else None
     preparer = Preparer(settings, media, model, renderer=predicting, sentinels=sentinels, threads=base.threads)
-    family = model.family.name if model.family is not None else model.model_type
+    family = model.family.name if model.family is not None else model.name
     base.metrics.parity.describe(base.spec.engine.type, family)
     return media, renderer, preparer
 
@@ -124,16 +135,22 @@ class Dispatch(NamedTuple):
 
 
 def build_dispatch(
-    base: Base, renderer: Renderer, placer: Placer, verification: Verification, admission: TenantAdmission
+    base: Base,
+    renderer: Renderer,
+    placer: Placer,
+    verification: Verification,
+    admission: TenantAdmission,
+    has_peers: Callable[[], bool],
 ) -> Dispatch:
     settings, spec = base.settings, base.spec
     handover = build_handover(settings, base.fleet, base.upstream, base.metrics, lambda: renderer.usable)
     delivery: Delivery = handover or BytesDelivery()
-    encoding, encoder_list = _build_encoding(base, verification.probes, delivery)
+    encoding, encoder_list = _build_encoding(base, verification.probes, delivery, has_peers)
     exchange = EngineClient(base.upstream, spec.engine.type, settings.engine_key)
     offload = OffloadPolicy(spec.routing.min_prefill_tokens)
     shared = spec.engine.type, base.roles, base.fleet, placer, base.metrics, exchange.ask
-    stages = Stages(*shared, encoding=encoding, offload=offload, delivery=delivery)
+    leases = BlockLeases(lease_seconds(spec.engine.kv_connector))
+    stages = Stages(*shared, encoding=encoding, offload=offload, delivery=delivery, leases=leases)
     on_send = verification.learning.on_send if verification.learning is not None else lambda sent, prepared: None
     waiting = _build_waiting(base, placer, admission)
     forwarder = Forwarder(placer, exchange, base.metrics, stages, delivery=delivery, waiting=waiting, on_send=on_send)
@@ -152,7 +169,7 @@ def _build_waiting(base: Base, placer: Placer, admission: TenantAdmission) -> Wa
 
 
 def _build_encoding(
-    base: Base, probes: EncoderProbes, delivery: Delivery
+    base: Base, probes: EncoderProbes, delivery: Delivery, has_peers: Callable[[], bool]
 ) -> tuple[ImageSender | None, EncoderAnnouncer | None]:
     """Build the router's own encoding stage, or the list of encoders for engines that ask them directly."""
     settings, spec = base.settings, base.spec
@@ -161,7 +178,8 @@ def _build_encoding(
     if base.engine.asks_encoders_itself:
         return None, EncoderAnnouncer(settings.router_id, base.fleet, base.feed_of, spec.verification.timeout_seconds)
     pods = EncoderPods(settings, base.fleet, probes, base.upstream, delivery)
-    encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post)
+    claims = EmbeddingClaims(settings.router_id, lambda: heard_encoders(base.fleet), base.feed_of, has_peers)
+    encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post, claims=claims)
     base.fleet.change_listeners.append(lambda: encoding.update(pods.encoders()))
     return encoding, None
 

@@ -10,6 +10,7 @@ from typing import Final
 
 from mmrouter_lib.api import TenantLimits, Tenants
 from mmrouter_router.admission.rate_limit import decide
+from mmrouter_router.admission.retry_time import mean_after, retry_seconds
 from mmrouter_router.core.errors import RequestError
 
 WEIGHTS: Final = {"high": 16, "standard": 4, "low": 1}  # turns of a tenant by its priority
@@ -18,21 +19,33 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class _Usage:
-    """``running``: requests under way. ``full_at``: the state of :func:`.rate_limit.decide`."""
+    """``running``: requests under way. ``mean``: seconds that answered ones took. ``full_at``: the state of
+    :func:`.rate_limit.decide`.
+    """
 
-    __slots__ = ("full_at", "running")
+    __slots__ = ("full_at", "mean", "running")
 
     def __init__(self) -> None:
         self.running, self.full_at = 0, 0.0
+        self.mean: float | None = None
 
 
 class Permit:
     """An admitted request, until the block ends. ``headers``: the headers about the rate limit in its answer."""
 
-    __slots__ = ("_usage", "headers")
+    __slots__ = ("_began", "_usage", "headers")
 
-    def __init__(self, usage: _Usage, headers: Headers) -> None:
-        self._usage, self.headers = usage, headers
+    def __init__(self, usage: _Usage, headers: Headers, began: float) -> None:
+        self._usage, self.headers, self._began = usage, headers, began
+
+    @property
+    def retry_seconds(self) -> int:
+        """Seconds after which the tenant may try again where all engines are full."""
+        return retry_seconds(self._usage.mean, self._usage.running - 1)
+
+    def answered(self, now: float) -> None:
+        """Count the time of a request that has its whole answer."""
+        self._usage.mean = mean_after(self._usage.mean, now - self._began)
 
     def __enter__(self) -> "Permit":
         self._usage.running += 1
@@ -50,7 +63,7 @@ class TenantAdmission:
     ) -> None:
         tenants = tenants or Tenants()
         self._default, self._named = tenants.default, {each.name: each for each in tenants.named}
-        self._routers, self._clock = routers, clock
+        self._routers, self.now = routers, clock
         self._used: dict[str, _Usage] = {}
         self._sweep_above = SWEEP_ABOVE
 
@@ -60,21 +73,19 @@ class TenantAdmission:
     def admit(self, tenant: str) -> Permit:
         """Charge one request to a tenant. Raises :class:`RequestError` (429), which charges nothing."""
         limits = self._limits(tenant)
-        if limits.concurrency is None and limits.requests_per_minute is None:
-            return Permit(_Usage(), [])
-        now, routers = self._clock(), self._routers()
+        now, routers = self.now(), self._routers()
         usage = self._usage(tenant, now)
         if limits.concurrency is not None and usage.running >= (most := max(1, limits.concurrency // routers)):
-            raise RequestError.concurrency_limited(most)
+            raise RequestError.concurrency_limited(most, retry_seconds(usage.mean, usage.running))
         if limits.requests_per_minute is None:
-            return Permit(usage, [])
+            return Permit(usage, [], now)
         share = limits.requests_per_minute / routers
         decision = decide(share, usage.full_at, now)
         headers = _headers(max(1, int(share)), decision.remaining, decision.full_at - now)
         if decision.wait:
             raise RequestError.rate_limited(math.ceil(decision.wait), headers)
         usage.full_at = decision.full_at
-        return Permit(usage, [(name.encode(), value.encode()) for name, value in headers.items()])
+        return Permit(usage, [(name.encode(), value.encode()) for name, value in headers.items()], now)
 
     def _limits(self, tenant: str) -> TenantLimits:
         return self._named.get(tenant, self._default)

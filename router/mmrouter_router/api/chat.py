@@ -9,31 +9,34 @@ import collections
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, cast, get_args
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar, get_args
 
 from blake3 import blake3
 from prometheus_client import Counter
 
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.request_fields import COMPLETIONS, RESPONSES
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.admission.tenant_limits import Headers, TenantAdmission
 from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import RequestIds
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
-from mmrouter_router.dispatch.continued_stream import Continuations, ContinuedStream, is_stream
+from mmrouter_router.dispatch.continued_stream import Continuations, ContinuedStream
 from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.dispatch.forwarder import AttemptHistory, Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
+from mmrouter_router.encoding.encoder_queue import Mode
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, predicted_afterwards
+from mmrouter_router.explain.log_lines import log_decision
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
-from mmrouter_router.http.upstream import UpstreamError
-from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
+from mmrouter_router.http.engine_connection import UpstreamError
+from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_completion, parse_forwarded
 from mmrouter_router.intake.api_key_auth import Tenant, Tenants
-from mmrouter_router.intake.forwarded_routes import COMPLETIONS, RESPONSES
 from mmrouter_router.intake.json_body import Raw
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage, Prepared
@@ -43,14 +46,21 @@ from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failur
 
 log = logging.getLogger("mmrouter.chat")
 
-FORWARDED = ("/v1/completions", "/v1/responses")
+PARSERS: Final[Mapping[str, Callable[..., ChatRequest]]] = {
+    CHAT: parse_chat,
+    COMPLETIONS: parse_completion,
+    RESPONSES: parse_forwarded,
+}
+"""Path of a hot route -> parser of its bodies."""
 BROKEN_OFF = "broken_off"  # the code of an answer that broke off
 STORED = "previous_response_id"
 PRIORITY = "priority"  # removed: an engine compares the values of all tenants, so one tenant could overtake others
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
-POLICY = b"x-mmrouter-policy"  # with the control token: this request's policy, to compare policies on the same engines
+# With the control token: this request's policy and its mode of encoder scheduling, to compare them on the same engines.
+POLICY, ENCODER_MODE = b"x-mmrouter-policy", b"x-mmrouter-encoder-mode"
 _HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"server", b"date", b"x-request-id"})
+_OF_STREAMS = _HOP_BY_HOP | {b"content-length"}  # token ids are removed from a stream, and its end may change
 
 
 class Chat:
@@ -78,13 +88,8 @@ class Chat:
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
-        plain = {pool.role for pool in spec.pools} <= {"worker", "renderer"}  # else requests pass through stages
         self._continuations = Continuations(
-            forwarder,
-            metrics,
-            threads,
-            enabled=spec.routing.continue_streams,
-            by_tokens=self._adapter.continuation if plain else None,
+            forwarder, metrics, threads, enabled=spec.routing.continue_streams, by_tokens=self._adapter.continuation
         )
         self._threads, self._admission = threads, admission
         self.needs_prompt, self._answered = needs_prompt, answered
@@ -179,17 +184,14 @@ class Chat:
         if unseen is None or not unseen.raw:
             return trace.as_json()
         try:
-            request = await self._threads.run("", len(unseen.raw), self._parse, CHAT, unseen.raw)
+            request = await self._threads.run("", len(unseen.raw), self._parse, unseen.endpoint, unseen.raw)
             prepared = await self._preparer.predict(request, unseen.images, unseen.salt)
         except RequestError:  # the engine refused it, too
             return trace.as_json()
         return predicted_afterwards(trace, prepared)
 
     def _parse(self, path: str, raw: Raw) -> ChatRequest:
-        if path == CHAT:
-            return parse_chat(raw, self._limits, self._served_model, self._engine)
-        endpoint = COMPLETIONS if path == COMPLETIONS else RESPONSES
-        return parse_forwarded(raw, self._limits, self._served_model, endpoint, self._engine)
+        return PARSERS[path](raw, self._limits, self._served_model, self._engine)
 
     async def _admit(
         self, client: Client, request_id: str, received: float, held: BodyReservation, extra: Headers
@@ -201,7 +203,14 @@ class Chat:
         held.tenant = tenant.name
         with self._admission.admit(tenant.name) as permit:
             extra += permit.headers
-            return await self._answer(client, tenant, request_id, received, held, extra)
+            try:
+                code = await self._answer(client, tenant, request_id, received, held, extra)
+            except RequestError as error:
+                if error.code == "queue_full":
+                    error.headers["Retry-After"] = str(permit.retry_seconds)
+                raise
+            permit.answered(self._admission.now())
+            return code
 
     async def _answer(
         self, client: Client, tenant: Tenant, request_id: str, received: float, held: BodyReservation, extra: Headers
@@ -212,16 +221,22 @@ class Chat:
             if span:
                 span.set_attributes({"http.request.body.size": len(raw)})
         trusted = self._trusted(headers)
-        policy = _policy(headers) if trusted else None
+        policy = _chosen(headers, POLICY, get_args(Policy)) if trusted else None
+        mode = _chosen(headers, ENCODER_MODE, get_args(Mode)) if trusted else None
         shown = trusted or self.debug_headers
         prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
-        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._for_engine, path, prepared)
-        call = ForwardCall(request_id, prepared, outgoing, trace_context(headers), policy, tenant.name)
+        outgoing, fingerprint = await self._threads.run(
+            tenant.name, len(raw), self._for_engine, path, prepared, tenant.name
+        )
+        call = ForwardCall(
+            request_id, prepared, outgoing, trace_context(headers), policy, tenant.name, encoder_mode=mode
+        )
         past = AttemptHistory()
         stream: ContinuedStream | None = None
         reply = await self._forwarder.send(call, fingerprint, past)
         try:
             self.decisions.add(request_id, reply.trace)
+            log_decision(reply.trace)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
             if shown:
@@ -231,8 +246,9 @@ class Chat:
                 field_of = self._adapter.prompt_error_field
                 await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of), extra)
             else:
-                passed = [(n, v) for n, v in reply.answer.headers if n not in _HOP_BY_HOP]
-                if is_stream(reply):
+                dropped = _OF_STREAMS if reply.is_stream else _HOP_BY_HOP
+                passed = [(n, v) for n, v in reply.answer.headers if n not in dropped]
+                if reply.is_stream:
                     stream = self._continuations.open(call, fingerprint, past, reply, self.decisions.add)
                     await client.stream(200, passed + extra, stream.first, stream)
                     if stream.failed:
@@ -248,11 +264,11 @@ class Chat:
         finally:
             (reply if stream is None else stream).close()
 
-    def _for_engine(self, path: str, prepared: Prepared) -> tuple[Outgoing, bytes]:
+    def _for_engine(self, path: str, prepared: Prepared, tenant: str) -> tuple[Outgoing, bytes]:
         """Return the engine's request and the fingerprint by which the quarantine recognises it."""
-        return self._outgoing(path, prepared), _fingerprint(prepared)
+        return self._outgoing(path, prepared, tenant), _fingerprint(prepared)
 
-    def _outgoing(self, path: str, prepared: Prepared) -> Outgoing:
+    def _outgoing(self, path: str, prepared: Prepared, tenant: str) -> Outgoing:
         images = tuple(
             OutgoingImage(i.message, i.part, to_wire(i.identity), i.media, i.tokens)
             for i in (prepared.images if path == CHAT else ())
@@ -264,7 +280,9 @@ class Chat:
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
         reporting = self._continuations.reporting(path, rewritten.body)
-        return Outgoing(path, {**rewritten.body, **reporting}, images, reports_ids=bool(reporting))
+        copied = sum(len(image.media.data) for image in images if not image.media.text)
+        run = partial(self._threads.run, tenant, copied + prepared.request.text_size)
+        return Outgoing(path, {**rewritten.body, **reporting}, images, reports_ids=bool(reporting), run=run)
 
     def _count(self, prepared: Prepared, reply: EngineReply) -> None:
         decision = reply.decision
@@ -279,6 +297,8 @@ class Chat:
         blocks, hits = decision.choice.winner.blocks, decision.choice.winner.overlap
         self._metrics.prompt_blocks.inc(blocks)
         self._metrics.overlap_blocks.inc(hits)
+        if blocks:
+            self._metrics.hit_ratio.observe(hits / blocks)
         self.counts["decisions"] += 1
         self.counts["exact_decisions"] += decision.exactness == "exact"
         self.counts["prompt_blocks"] += blocks
@@ -329,13 +349,18 @@ def _child(cache: dict[tuple[str, str], Counter], counter: Counter, first: str, 
     return child
 
 
-def _policy(headers: Iterable[tuple[bytes, bytes]]) -> Policy | None:
-    wanted = next((value.decode("latin-1") for name, value in headers if name == POLICY), None)
+Chosen = TypeVar("Chosen", bound=str)
+
+
+def _chosen(headers: Iterable[tuple[bytes, bytes]], name: bytes, values: tuple[Chosen, ...]) -> Chosen | None:
+    wanted = next((value.decode("latin-1") for header, value in headers if header == name), None)
     if wanted is None:
         return None
-    if wanted not in get_args(Policy):
-        raise RequestError.invalid(f"{wanted!r} is no policy: {', '.join(get_args(Policy))}", param=POLICY.decode())
-    return cast(Policy, wanted)
+    for value in values:
+        if value == wanted:
+            return value
+    field = name.decode()
+    raise RequestError.invalid(f"'{field}' is {wanted!r}, and must be one of {', '.join(values)}.", param=field)
 
 
 async def _refuse(client: Client, error: RequestError, extra: Headers) -> None:

@@ -57,6 +57,8 @@ class Reporter:
             shared = worker.heartbeat.shared if worker.heartbeat is not None else None
             if shared is not None:  # without its fill level, which changes with every request
                 row["shared"] = {"above": shared.above, "limit": shared.limit}
+            if worker.heartbeat is not None and worker.heartbeat.device:
+                row["device"] = {"actual": worker.heartbeat.device, "requested": worker.heartbeat.requested_device}
             workers[member.uid] = row
         for row in self.renderer.state():
             standing = _renderer_state(row)

@@ -11,11 +11,12 @@ from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 
+from mmrouter_lib.engines.base.request_fields import Endpoint
 from mmrouter_lib.prompt import Prompter
-from mmrouter_router.api.chat import FORWARDED, Chat
+from mmrouter_router.api.chat import PARSERS, Chat
 from mmrouter_router.api.operator_report import Reporter, events
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.engine_client import choose_pair
+from mmrouter_router.dispatch.sglang_pair import choose_pair
 from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.explain.decisions import trace_of
 from mmrouter_router.explain.differences import rendering_json
@@ -46,7 +47,7 @@ def client_app(
     The hot routes bypass the framework, whose overhead exceeds that of a routing decision.
     """
     fallback = _public_app(chat.tenants, ready, model)
-    hot = frozenset((CHAT, *FORWARDED))
+    hot = PARSERS.keys()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if shutdown.draining:
@@ -166,6 +167,10 @@ def control_app(
             "feed_keys": feed_keys(),
         }
 
+    @app.get("/control/encoders")
+    async def encoders() -> list[dict[str, Any]]:
+        return stages.encoders()
+
     @app.get("/control/stream")
     async def stream() -> StreamingResponse:
         return StreamingResponse(events(reporter.report, fleet, stopping), media_type="text/event-stream")
@@ -207,10 +212,12 @@ def control_app(
         raise HTTPException(404, f"no decision {request_id} is kept")
 
     @app.post("/control/explain")
-    async def explain(request: Request, x_mmrouter_api_key: Annotated[str, Header()] = "") -> dict[str, Any]:
-        """Run everything but the dispatch of a request, for the tenant of the API key, if any."""
+    async def explain(
+        request: Request, path: Endpoint = CHAT, x_mmrouter_api_key: Annotated[str, Header()] = ""
+    ) -> dict[str, Any]:
+        """Run everything but the dispatch of a request for ``path``, for the tenant of the API key, if any."""
         tenant = chat.tenant(x_mmrouter_api_key) if x_mmrouter_api_key else DEFAULT
-        prepared = await chat.prepare(CHAT, await request.body(), tenant)
+        prepared = await chat.prepare(path, await request.body(), tenant)
         try:
             form = stages.form()
             if form.paired:
@@ -266,6 +273,9 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
         "canary_cause": beat.canary.cause if beat and beat.canary else "",
         "canary_message": beat.canary.message if beat and beat.canary else "",
         "feed_keys": beat.keys if beat else (),
+        "device": (beat.device if beat else "") or "unknown",
+        "devices": beat.devices if beat else 0,
+        "requested_device": beat.requested_device if beat else "",
         "shared": msgspec.structs.asdict(beat.shared) if beat and beat.shared else None,
         "held": {rank: fleet.index.held(slot) for rank, slot in worker.slots.items()},
         "heard_seconds_ago": round(fleet.now() - worker.heartbeat_at, 3) if worker.heartbeat_at else None,

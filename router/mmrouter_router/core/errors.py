@@ -139,9 +139,11 @@ class RequestError(Exception):
         return error
 
     @classmethod
-    def concurrency_limited(cls, limit: int) -> Self:
+    def concurrency_limited(cls, limit: int, seconds: int) -> Self:
         message = f"Too many requests at the same time: {limit} are under way. Try again when one has ended."
-        return cls.busy(message, param=None, code="concurrency_limited")
+        error = cls.busy(message, param=None, code="concurrency_limited")
+        error.headers["Retry-After"] = str(seconds)
+        return error
 
     @classmethod
     def quarantined(cls) -> Self:

@@ -71,6 +71,7 @@ class Settings:
     shared_dir: Path | None = None  # folder shared by the pods of the node
     shared_limit_bytes: int = 0  # bytes that this process may use there
     always_hand_over: bool = False  # use every possible hand-over regardless of its cost, for tests
+    log_level: str = "INFO"  # of the router's own log
     bind_all: bool = False  # listen on all addresses of the pod; a port-forward uses its loopback
 
     @property
@@ -127,6 +128,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         shared_dir=Path(shared) if (shared := env.get("MMROUTER_SHARED_DIR", "")) else None,
         shared_limit_bytes=_bytes(env, "MMROUTER_SHARED_LIMIT_BYTES"),
         always_hand_over=env.get("MMROUTER_HANDOVER") == "always",
+        log_level=_log_level(env),
         bind_all=env.get("MMROUTER_BIND") == "all",
     )
 
@@ -140,6 +142,16 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= seconds < float("inf"):
         raise SettingsError(f"{name} is {text!r}, which is no number of seconds")
     return seconds
+
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def _log_level(env: Mapping[str, str]) -> str:
+    level = env.get("MMROUTER_LOG_LEVEL") or "info"
+    if level not in LOG_LEVELS:
+        raise SettingsError(f"MMROUTER_LOG_LEVEL is {level!r}, and must be one of {', '.join(LOG_LEVELS)}")
+    return level.upper()
 
 
 def _bytes(env: Mapping[str, str], name: str) -> int:

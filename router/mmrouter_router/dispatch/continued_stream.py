@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from mmrouter_lib.engines.base.continuation import TokenContinuation
 from mmrouter_router.core.errors import RequestError
@@ -17,8 +17,9 @@ from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.dispatch.forwarder import AttemptHistory, Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.explain.decisions import DecisionTrace
-from mmrouter_router.http.upstream import Answer, Sink, UpstreamError
-from mmrouter_router.request.prepared import CHAT
+from mmrouter_router.http.engine_connection import Sink, UpstreamError
+from mmrouter_router.http.upstream import Answer
+from mmrouter_router.request.prepared import Outgoing
 from mmrouter_router.streams import soundness
 from mmrouter_router.streams.answer import (
     DONE,
@@ -30,23 +31,16 @@ from mmrouter_router.streams.answer import (
     split,
 )
 from mmrouter_router.streams.kept import STREAM_BYTES, KeptBytes, KeptStream
-from mmrouter_router.streams.soundness import CONTINUED, MAX_CONTINUATIONS, Cause, Refusal
+from mmrouter_router.streams.soundness import CONTINUED, MAX_CONTINUATIONS, REFUSALS, Cause, Refusal
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span
 
 log = logging.getLogger("mmrouter.streams")
 
-EVENTS: Final = b"text/event-stream"
 _DEATHS: Final = frozenset({"engine_lost", "stalled"})
 
 OnMoved = Callable[[str, DecisionTrace], None]
 """Request id and the trace of the engine that continues."""
-
-
-def is_stream(reply: EngineReply) -> bool:
-    """Whether an answer is a stream of events."""
-    types = (value for name, value in reply.answer.headers if name == b"content-type")
-    return reply.status == 200 and any(value.startswith(EVENTS) for value in types)
 
 
 class Continuations:
@@ -68,19 +62,26 @@ class Continuations:
 
     def reporting(self, path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the fields by which a stream reports token ids, where only they make it possible to continue it."""
-        way = self.by_tokens
-        if not self._enabled or way is None or path != CHAT or fields.get("stream") is not True:
+        if self.by_tokens is None or fields.get("stream") is not True or soundness.is_reproducible(fields):
             return {}
-        return way.reporting if soundness.why_not(path, fields) == "sampled" and way.applies(fields) else {}
+        return self.by_tokens.reporting if self._refusal(path, fields) is None else {}
+
+    def _refusal(self, path: str, fields: Mapping[str, Any]) -> Refusal | None:
+        """Return why a stream cannot be continued."""
+        if not self._enabled:
+            return "off"
+        if path not in CONTINUED:
+            return "route"
+        if soundness.is_reproducible(fields):
+            return None
+        return "engine" if self.by_tokens is None else self.by_tokens.obstacle(path, fields)
 
     def open(
         self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory, reply: EngineReply, on_moved: OnMoved
     ) -> "ContinuedStream":
         """Return the stream of an answer, which owns the reply from here on."""
         outgoing = call.outgoing
-        refusal = soundness.why_not(outgoing.path, outgoing.fields) if self._enabled else "off"
-        if outgoing.reports_ids:
-            refusal = None
+        refusal = None if outgoing.reports_ids else self._refusal(outgoing.path, outgoing.fields)
         return ContinuedStream(self, call, fingerprint, past, reply, on_moved, refusal)
 
 
@@ -263,17 +264,17 @@ class ContinuedStream:
             self._over = True
             self._count("continued")
             return None
-        else:
+        elif answer.begun:  # else the client has nothing, and any answer is right
             call = replace(call, answer=answer)
         self._kept = KeptStream(owner.kept, 0)
         try:
             reply = await owner.forwarder.send(call, self._fingerprint, self._past)
         except RequestError as error:
-            return error.code if error.code in get_args(Refusal) else "engine_refused"  # type: ignore[return-value]
+            return error.code if error.code in REFUSALS else "engine_refused"  # type: ignore[return-value]
         self.reply = reply
-        if self._by_tokens is not None:
-            self._convert = partial(_as_chunk, self._by_tokens, len(answer.ids))
-        if not is_stream(reply):
+        if self._by_tokens is not None and call.answer is not None:
+            self._convert = partial(_as_chunk, self._by_tokens, call.outgoing, len(answer.ids))
+        if not reply.is_stream:
             return "engine_refused"
         self._on_moved(self._call.request_id, reply.trace)
         return None
@@ -285,8 +286,8 @@ class ContinuedStream:
             self._cause = None
 
 
-def _as_chunk(way: TokenContinuation, sent: int, data: Chunk) -> Chunk:
-    return way.as_chunk(data, sent)
+def _as_chunk(way: TokenContinuation, outgoing: Outgoing, sent: int, data: Chunk) -> Chunk:
+    return way.as_chunk(data, outgoing.path, outgoing.fields, sent)
 
 
 class _Collected:

@@ -1,213 +1,34 @@
-"""Client of a deployment's engines: headers, answers up to their first byte, and requests to a pair of SGLang's.
-
-The prefill and the decode engine of a pair get a request at once (docs/engine-facts/sglang.md#prefill-decode). The
-decode engine answers the client; the prefill engine's answer is read to its end and dropped. Each engine waits for the
-other, so when one fails, the request at the other one is aborted.
-"""
+"""Client of a deployment's engines: headers, and answers up to their first byte."""
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.continuation import ContinuationError
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.sglang.stage_requests import decode_headers, failure_of, new_meeting, prefill_headers
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.stages import PREFILL_SECONDS, StageReport
+from mmrouter_router.dispatch.sglang_pair import PrefillHalf, PrefillRefusal
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet.workers import Target
-from mmrouter_router.http.upstream import Answer, Body, Sink, Upstream, UpstreamError
-from mmrouter_router.request.prepared import Outgoing, Prepared
-from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer
-from mmrouter_router.scheduling.scoring import Policy
+from mmrouter_router.http.engine_connection import Body
+from mmrouter_router.http.upstream import Answer, Upstream
+from mmrouter_router.request.prepared import Outgoing
+from mmrouter_router.scheduling.placer import Booking, Decision
 from mmrouter_router.streams.answer import StreamedAnswer
-from mmrouter_router.telemetry.tracing import Span, child_span
+from mmrouter_router.telemetry.tracing import Span
 
-KEPT_BYTES: Final = 256 * 1024  # bytes of a prefill engine's answer that are kept: enough for any error
-DRAIN_SECONDS: Final = 10.0  # time for a prefill engine's answer to end after the client's
-ENGINE_BUSY: Final = frozenset({408, 429})  # statuses below 500 that are about the engine and not about the request
-
-T = TypeVar("T")
-SendRequest = Callable[[Target, Mapping[str, str]], Awaitable[Answer]]
-"""Target and headers -> answer, of one and the same request. Raises :class:`UpstreamError`."""
 DRAINING = b"cannot schedule new futures after shutdown"  # with status 500 (docs/engine-facts/vllm.md#drain)
 ERROR_LIMIT = 256 * 1024
+EVENTS: Final = b"text/event-stream"
 HELD_BYTES: Final = 256 * 1024  # size up to which an answer of known length is held until it is complete
 RENDERED_LIMIT: Final = 256 << 20  # bytes of a rendered prompt, which holds the pixels of its images
 MAX_INCOMPLETE: Final = 4  # tokens at the end of an answer that form no character: one has at most four bytes
 SEAM_TOKENS: Final = 8  # tokens whose text shows whether the last character is whole
 STAGE_LIMIT = 4 << 20  # bytes of an answer for another engine: it lists the blocks of a prompt, and holds no text
-
-
-@dataclass(frozen=True)
-class PrefillRefusal:
-    """A prefill engine's error that the client gets: the request is at fault. Stands in for an ``Answer``."""
-
-    status: int
-    body: bytes
-    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    complete: bool = True
-
-    async def piece(self) -> bytes:
-        return b""
-
-    def remaining(self) -> bytes:
-        return b""
-
-    async def pour(self, sink: Sink) -> None:
-        """Write nothing."""
-
-    def close(self) -> None:
-        """Release nothing: the answer has been read."""
-
-
-class PrefillError(Exception):
-    """A prefill engine failed before the answer began. ``died``: the engine ended. ``code``: its span's error code."""
-
-    def __init__(
-        self, cause: str, message: str, *, died: bool = False, refusal: PrefillRefusal | None = None, code: str = ""
-    ) -> None:
-        """``cause``: a metric label."""
-        super().__init__(message)
-        self.cause, self.died, self.refusal, self.code = cause, died, refusal, code or cause
-
-
-class PrefillHalf:
-    """A prefill engine's half of one request, sent on construction. Call ``end`` in every case.
-
-    ``seconds``: timeout for a first result of either half.
-    """
-
-    def __init__(
-        self,
-        decision: Decision,
-        booking: Booking,
-        send: SendRequest,
-        headers: Mapping[str, str],
-        seconds: float = PREFILL_SECONDS,
-    ) -> None:
-        self.decision, self._booking, self._timeout = decision, booking, seconds
-        target = decision.target
-        self._meeting = new_meeting(target.worker.member.ip, target.rank, target.worker.ranks)
-        self._began = time.monotonic()
-        self._seconds: float | None = None
-        self._task = asyncio.create_task(self._compute(send, headers), name=f"prefill {target.worker.member.name}")
-        self._task.add_done_callback(self._done)
-
-    def decode_headers(self, target: Target) -> dict[str, str]:
-        """Return the headers by which the decode engine finds this half."""
-        return decode_headers(self._meeting, target.rank, target.worker.ranks)
-
-    async def beside(self, answering: Coroutine[Any, Any, T], drop: Callable[[T], None]) -> T:
-        """Await the decode engine's half; abort it and raise :class:`PrefillError` when this one fails.
-
-        ``drop`` is called with a result that is not returned.
-        """
-        work = asyncio.create_task(answering)
-        try:
-            halves = (work, self._task)
-            done, _ = await asyncio.wait(halves, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                self.end()
-                raise PrefillError("timeout", f"no answer within {self._timeout:g} s")
-            if not work.done():
-                self._task.result()
-                await asyncio.wait((work,))
-            return work.result()
-        except BaseException:  # cancelled or failed: the other half's answer is unused
-            work.cancel()
-            (unused,) = await asyncio.gather(work, return_exceptions=True)
-            if not isinstance(unused, BaseException):
-                drop(unused)
-            raise
-
-    def report(self, outcome: str) -> StageReport:
-        """Return the report of this half. It is done at the latest when the decode engine has its blocks."""
-        winner = self.decision.choice.winner
-        seconds = self._seconds if self._seconds is not None else time.monotonic() - self._began
-        detail = {"overlap": winner.overlap, "blocks": winner.blocks, "why": self.decision.choice.reason}
-        return StageReport("prefill", outcome, (winner.name,), seconds, detail)
-
-    def end(self, *, whole: bool = False) -> None:
-        """Release this half. ``whole``: the client has its answer, so this one may end within :data:`DRAIN_SECONDS`."""
-        if self._task.done():
-            return
-        if whole:
-            asyncio.get_running_loop().call_later(DRAIN_SECONDS, self._task.cancel)
-        else:
-            self._task.cancel()
-            self._booking.end()
-
-    def _done(self, task: "asyncio.Task[None]") -> None:
-        self._seconds = time.monotonic() - self._began
-        self._booking.end()
-        if not task.cancelled():
-            task.exception()  # mark as retrieved: the caller may have gone
-
-    async def _compute(self, send: SendRequest, headers: Mapping[str, str]) -> None:
-        target = self.decision.target
-        with child_span("prefill", client=True) as span:
-            span.set_attributes({"mmrouter.worker": target.worker.member.name})
-            try:
-                answer = await send(target, {**span.propagate(headers), **prefill_headers(self._meeting)})
-                try:
-                    text = b""
-                    async for piece in answer.body():
-                        text += piece if len(text) < KEPT_BYTES else b""
-                finally:
-                    answer.close()
-            except UpstreamError as error:
-                cause = "engine_lost" if error.sent else "connect"
-                raise PrefillError(cause, str(error), died=error.sent) from error
-            if (failure := failure_of(answer.status, text)) is not None:
-                raise _refused(failure.status, failure.body)
-
-
-def choose_pair(
-    placer: Placer,
-    prepared: Prepared,
-    roles: Collection[str],
-    *,
-    tried: Collection[str] = (),
-    failed: Collection[str] = (),
-    policy: Policy | None = None,
-    dry_run: bool = False,
-) -> tuple[Decision, Decision | None]:
-    """Return the decision for the answer, and for the prefill where that takes a pair. Raises :class:`NoWorkerError`.
-
-    ``tried``: pods that may not answer, ``failed``: that may not prefill.
-    """
-    unpaired: set[str] = set()
-    cause: NoWorkerError | None = None
-    while True:
-        try:
-            decision = placer.place(prepared, exclude={*tried, *unpaired}, policy=policy, roles=roles, dry_run=dry_run)
-        except NoWorkerError as error:
-            raise cause or error from None
-        worker = decision.target.worker
-        if worker.member.role != "decode":
-            return decision, None
-        try:
-            computes = placer.place(
-                prepared, exclude=failed, policy=policy, roles=("prefill",), partner=worker, dry_run=dry_run
-            )
-        except NoWorkerError as error:
-            cause = error
-            unpaired.add(worker.member.uid)
-        else:
-            return decision, computes
-
-
-def _refused(status: int, body: bytes) -> PrefillError:
-    message, code = f"answered {status}", f"answered_{status}"
-    if status < 500 and status not in ENGINE_BUSY:
-        return PrefillError(code, message, refusal=PrefillRefusal(status, body))
-    return PrefillError("busy" if status == 503 else "prefill", message, code=code)
 
 
 @dataclass
@@ -241,6 +62,11 @@ class EngineReply:
     @property
     def status(self) -> int:
         return self.answer.status
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer is a stream of events."""
+        return self.status == 200 and _holds_events(self.answer)
 
     async def error_text(self) -> bytes:
         """Return the text of an error, which also becomes the answer's first bytes; empty for any other answer."""
@@ -302,10 +128,12 @@ class EngineClient:
         span: Span,
         half: PrefillHalf | None = None,
     ) -> EngineReply:
-        """Send a request and wait for the first byte of its answer, or all of a small one. Raises UpstreamError."""
+        """Send a request and wait for the first byte of its answer, or all of a small one. Raises UpstreamError.
+
+        ``headers``: with the context of ``span``.
+        """
         target = decision.target
-        pair_headers = half.decode_headers(target) if half is not None else {}
-        answer = await self.post(target, trace.request_id, path, body, {**span.propagate(headers), **pair_headers})
+        answer = await self.post(target, trace.request_id, path, body, headers)
         try:
             # An engine sends its headers before it computes: only a body byte shows that it works.
             first = await answer.piece()
@@ -361,19 +189,31 @@ class EngineClient:
                 body = way.text_request(str(outgoing.fields["model"]), sent.ids[-SEAM_TOKENS:])
                 if way.ends_whole(_body_of(await ask(way.text_path, body))):
                     break
-                sent.drop_last_id()
+                try:
+                    sent.drop_last_id()
+                except ValueError as error:
+                    raise ContinuationError(str(error), "logprobs") from error
             else:
                 raise ContinuationError("the answer does not end with a complete character")
-            rendered = _body_of(await ask(way.prompt_path, outgoing.plain, limit=RENDERED_LIMIT))
+            rendered = _body_of(
+                await ask(way.prompt_paths[outgoing.path], await outgoing.whole(), limit=RENDERED_LIMIT)
+            )
             body = await asyncio.to_thread(way.build, rendered, tuple(sent.ids))
         except ContinuationError as error:
-            raise RequestError(502, str(error), type="server_error", code="engine_refused") from error
-        return await self.reply(decision, trace, booking, way.generate_path, body, headers, span)
+            raise RequestError(502, str(error), type="server_error", code=error.obstacle or "engine_refused") from error
+        return await self.reply(decision, trace, booking, way.generate_path, body, span.propagate(headers), span)
+
+
+def _holds_events(answer: Answer | PrefillRefusal) -> bool:
+    return any(name == b"content-type" and value.startswith(EVENTS) for name, value in answer.headers)
 
 
 async def _rest_of_small(answer: Answer, received: int) -> bytes:
-    """Return the missing bytes of a small answer of a known length, so that a break before its end can be retried."""
-    if answer.complete:
+    """Return the missing bytes of a small answer of a known length, so that a break before its end can be retried.
+
+    A stream of events is not held, even if the engine declares its length: the client gets each event as it arrives.
+    """
+    if answer.complete or _holds_events(answer):
         return b""
     length = next((int(value) for name, value in answer.headers if name == b"content-length"), HELD_BYTES + 1)
     return b"" if length > HELD_BYTES else await answer.read(length - received)

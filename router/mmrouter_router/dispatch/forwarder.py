@@ -9,15 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from mmrouter_lib.engines.sglang.stage_requests import MeetingFields
 from mmrouter_lib.engines.sglang.stage_requests import failure_of as failure_of_sglang
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply, PrefillError, PrefillHalf, choose_pair
+from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply
+from mmrouter_router.dispatch.sglang_pair import PrefillError, PrefillHalf, choose_pair, half_of
 from mmrouter_router.dispatch.stages import PREFILL_SECONDS, ForwardCall, StageReport, StageResult, Stages
 from mmrouter_router.dispatch.waiting_line import WaitingLine
 from mmrouter_router.explain.decisions import DecisionTrace, trace_of
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.handover.request_delivery import AddressedRequest, BytesDelivery, Delivery
-from mmrouter_router.http.upstream import Answer, Body, UpstreamError
+from mmrouter_router.http.engine_connection import Body, UpstreamError
+from mmrouter_router.http.upstream import Answer
 from mmrouter_router.request.prepared import CHAT, Prepared
 from mmrouter_router.scheduling.pipeline_stages import PipelineForm
 from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer, QueueFullError
@@ -50,19 +53,24 @@ class AttemptHistory:
     """State that the attempts of one request share.
 
     ``tried``: pods that are not asked for an answer again. ``failed``: prefill engines that failed their half of a
-    pair. ``alone``: the answering engine computes the prompt, because it could not fetch it. ``moved``: a pair failed
-    without a visible death, which is retried once. ``answers``: the engine whose answer was returned last.
+    pair. ``alone``: why the answering engine computes the prompt: ``transfer``, it could not fetch the blocks, or
+    ``expired``, their lease ended; empty: it does not have to. ``moved``: a pair failed without a visible death, which
+    is retried once. ``answers``: the engine whose answer was returned last.
     """
 
     tried: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     deaths: int = 0
-    alone: bool = False
+    alone: str = ""
     moved: bool = False
     answers: Worker | None = None
     attempts: list[dict[str, Any]] = field(default_factory=list)
     stages: list[dict[str, Any]] = field(default_factory=list)
     transfers: list[dict[str, Any]] = field(default_factory=list)
+
+
+class _LateError(Exception):
+    """A request was not sent, because the prefilled blocks may be gone when it arrives."""
 
 
 class Forwarder:
@@ -147,7 +155,8 @@ class Forwarder:
         decision, outgoing = placed.decision, call.outgoing
         booking = self._placer.begin(decision)
         result: StageResult | None = None
-        if placed.form.staged and outgoing.path == CHAT:
+        # The engine that continues an answer encodes and computes everything itself.
+        if placed.form.staged and outgoing.path == CHAT and call.answer is None:
             try:
                 result = await self._stages.before(call, placed.form, decision, alone=past.alone)
             except BaseException:  # cancelled by a client that disconnects, too
@@ -167,7 +176,10 @@ class Forwarder:
         fields = result.fields if result is not None else outgoing.fields
 
         async def post(body: Body) -> EngineReply:
-            return await self._engines.reply(decision, trace, booking, outgoing.path, body, call.headers, span)
+            if result is not None and result.read_by is not None and time.monotonic() >= result.read_by:
+                raise _LateError
+            headers = span.propagate(call.headers)
+            return await self._engines.reply(decision, trace, booking, outgoing.path, body, headers, span)
 
         try:
             if call.answer is not None:
@@ -177,11 +189,20 @@ class Forwarder:
                 addressed = AddressedRequest(decision.target.worker, outgoing, fields)
                 reply = await self._delivery.send(addressed, post, past.transfers)
             retry = await reply.refusal()
+        except _LateError:
+            # The prefill engine may drop the blocks before this one asks for them: the same engine computes the prompt.
+            booking.end()
+            span.fail("expired")
+            span.end()
+            past.alone = "expired"
+            past.tried.discard(placed.answering)
+            trace.add_attempt(decision, past.alone)
+            return past.alone
         except BaseException as error:
             return _fail(error, past, trace, decision, booking, span)
         if retry is None and result is not None and result.prefilled is not None and reply.status >= 500:
             # The prefilled blocks may be gone: the same engine computes the prompt, or another one does.
-            retry, past.alone = "transfer", True
+            retry = past.alone = "transfer"
             past.tried.discard(placed.answering)
         if retry is not None:
             return _give_up(retry, reply, decision)
@@ -199,14 +220,17 @@ class Forwarder:
         trace = self._trace(call, past, placed, computes, staged=True)
         span = _span(decision, past)
 
-        async def post(target: Target, headers: Mapping[str, str]) -> Answer:
-            return await self._engines.post(target, call.request_id, outgoing.path, outgoing.plain, headers)
+        async def post(target: Target, headers: Mapping[str, str], fields: MeetingFields) -> Answer:
+            body, own = await half_of(outgoing, fields)
+            return await self._engines.post(target, call.request_id, outgoing.path, body, {**headers, **own})
 
         half = PrefillHalf(computes, self._placer.begin(computes), post, call.headers, self._prefill_seconds)
+        body, own = await half_of(outgoing, half.decode_fields(decision.target))
+        headers = {**span.propagate(call.headers), **own}
         sent = time.monotonic()
         try:
             reply = await half.beside(
-                self._engines.reply(decision, trace, booking, outgoing.path, outgoing.plain, call.headers, span, half),
+                self._engines.reply(decision, trace, booking, outgoing.path, body, headers, span, half),
                 EngineReply.drop,
             )
             retry = await reply.refusal()

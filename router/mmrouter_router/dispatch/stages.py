@@ -13,11 +13,11 @@ from typing import Any, Literal
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.vllm import stage_requests
-from mmrouter_router.encoding.encoder_queue import Image
+from mmrouter_router.encoding.encoder_queue import Image, Mode
 from mmrouter_router.encoding.image_sender import EncodeError, ImageSender, ImageToEncode
 from mmrouter_router.fleet.workers import Fleet, Target
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, BytesDelivery, Delivery
-from mmrouter_router.http.upstream import Body, UpstreamError
+from mmrouter_router.http.engine_connection import Body, UpstreamError
 from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
 from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
@@ -52,13 +52,14 @@ class StageReport:
 class StageResult:
     """Result of the stages. ``fields``: the request's, with other engines' parameters.
 
-    ``prefilled``: the prefill engine, where it computed the prompt.
+    ``prefilled``: the prefill engine, where it computed the prompt. Times are seconds of a monotonic clock.
     """
 
     fields: Mapping[str, Any]
     reports: list[StageReport]
     prefilled: Decision | None = None
-    began: float = 0.0  # seconds of a monotonic clock, before the first stage
+    read_by: float | None = None  # when the answering engine must have the request to find the prefilled blocks
+    began: float = 0.0  # before the first stage
     sent: float = 0.0  # and after the last one
     remaining: int = 0  # prompt tokens that the answering engine did not hold
     lost: bool = False  # an engine ended under a stage
@@ -76,6 +77,7 @@ class ForwardCall:
     policy: Policy | None = None
     tenant: str = ""
     answer: StreamedAnswer | None = None
+    encoder_mode: Mode | None = None
 
 
 class Stages:
@@ -92,16 +94,22 @@ class Stages:
         encoding: ImageSender | None = None,
         offload: OffloadPolicy | None = None,
         delivery: Delivery | None = None,
+        leases: stage_requests.BlockLeases | None = None,
     ) -> None:
         """``pools``: the roles of the deployment's pools."""
         self._adapter, self._pools = adapter(engine), frozenset(pools)
         self._fleet, self._placer, self._metrics, self._ask = fleet, placer, metrics, ask
         self._encoding, self._delivery = encoding, delivery or BytesDelivery()
         self.offload = offload or OffloadPolicy()
+        self._leases = leases or stage_requests.BlockLeases(None)
         self._plain = self._pools <= {"worker", "renderer"}  # the form is the same for all pods
         alone = {"worker"} if self._adapter.pairs_prefill_and_decode else {"worker", "prefill", "decode"}
         self._answering = (self._pools & alone) or frozenset({"worker"})
         self._whole = PipelineForm(self._answering)
+
+    def encoders(self) -> list[dict[str, Any]]:
+        """Return the work of each encoder for this router; empty where it has none."""
+        return self._encoding.state() if self._encoding is not None else []
 
     def form(self, tried: Collection[str] = ()) -> PipelineForm:
         """Return the stages that the pods can serve now. Roles that answer are in it even without an able pod.
@@ -128,18 +136,16 @@ class Stages:
         return form if form.answers else replace(form, answers=self._answering)
 
     async def before(
-        self, call: ForwardCall, form: PipelineForm, decision: Decision, *, alone: bool = False
+        self, call: ForwardCall, form: PipelineForm, decision: Decision, *, alone: str = ""
     ) -> StageResult:
         """Run the stages before the engine of ``decision`` answers. Fails only by cancellation.
 
-        ``alone``: that engine computes the prompt itself, because it could not fetch it.
+        ``alone``: why that engine computes the prompt itself; empty unless it could not fetch it.
         """
         prepared, fields, computes = call.prepared, call.outgoing.fields, decision
         result = StageResult(fields, [], began=time.monotonic(), remaining=_remaining(prepared, decision))
         if form.prefills and decision.target.worker.member.role == "decode":
-            why = (
-                "transfer" if alone else stage_requests.why_whole(fields) or self.offload.reason_local(result.remaining)
-            )
+            why = alone or stage_requests.why_whole(fields) or self.offload.reason_local(result.remaining)
             if not why:
                 try:
                     computes = self._placer.place(
@@ -176,7 +182,8 @@ class Stages:
         with child_span("encode") as span:
             try:
                 async with asyncio.timeout(ENCODE_SECONDS):
-                    encoded = await self._encoding.encode(call.request_id, images, span.propagate(call.headers))
+                    headers = span.propagate(call.headers)
+                    encoded = await self._encoding.encode(call.request_id, images, headers, call.encoder_mode)
             except (EncodeError, TimeoutError) as error:
                 reason = error.reason if isinstance(error, EncodeError) else "timeout"
                 span.fail(failure_of(error))
@@ -233,6 +240,7 @@ class Stages:
             # The request has the bytes: the decoder computes what the prefill did not.
             return outgoing.fields
         result.prefilled = computes
+        result.read_by = self._leases.deadline(target.worker.id, params, time.monotonic())
         return stage_requests.decode_request(outgoing.fields, params)
 
     def _report(self, result: StageResult, report: StageReport) -> None:
@@ -258,7 +266,7 @@ def _uncovered(prepared: Prepared, outgoing: Outgoing, computes: Decision) -> li
     held = len(prepared.ids) - _remaining(prepared, computes)
     uncovered: dict[str, ImageToEncode] = {}
     spans = prepared.spans or (None,) * len(prepared.images)  # the prompt was not predicted
-    for image, span, sent in zip(prepared.images, spans, outgoing.images, strict=True):
+    for image, span, sent in zip(prepared.images, spans, outgoing.images, strict=False):  # some engines drop images
         if span is None or span.end > held:
             uncovered.setdefault(sent.uuid, ImageToEncode(Image(image.identity, image.tokens), sent))
     return list(uncovered.values())

@@ -9,7 +9,8 @@ import asyncio
 from typing import Final
 
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.http.upstream import Address, Upstream, UpstreamError
+from mmrouter_router.http.engine_connection import Address, UpstreamError
+from mmrouter_router.http.upstream import Upstream
 
 PERIOD: Final = 1.0  # seconds between checks, which cost nothing while no engine is gone
 SILENT_SECONDS: Final = 5

@@ -74,7 +74,7 @@ def best_move(queue: EncoderQueue, queues: Iterable[EncoderQueue], now: float) -
         if source is target or not source.waiting:
             continue
         job = source.waiting[-1]
-        if target.id in job.tried:
+        if target.id in job.tried or not job.movable:
             continue
         gain = source.free_at(now) - target.finish(job.image.tokens, job.key, now)
         if gain > WORTH_MOVING * target.seconds(job.image.tokens, now) and (best is None or gain > best[0]):

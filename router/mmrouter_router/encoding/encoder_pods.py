@@ -19,16 +19,17 @@ from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.engines.sglang.launch import ASKS_ENCODERS
-from mmrouter_lib.engines.vllm.launch import embedding_cache_bytes
 from mmrouter_lib.engines.vllm.stage_requests import StageError, encode_request, read_encoded
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.encoding.encoder_queue import Encoder
-from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
+from mmrouter_router.fleet.own_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Fleet, Worker, prefer_admitted
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, Delivery
-from mmrouter_router.http.upstream import Body, Upstream, UpstreamError
+from mmrouter_router.http.engine_connection import Body, UpstreamError
+from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.request.renderer_client import new_nonce, small_pictures
 
@@ -149,7 +150,8 @@ class EncoderPods:
     ) -> None:
         deployment, spec = settings.deployment, settings.deployment.spec
         self._pools = {pool.name: pool for pool in spec.pools if pool.role == "encoder"}
-        self._cache_bytes = {name: embedding_cache_bytes(deployment, pool) for name, pool in self._pools.items()}
+        cache_bytes = LAUNCHERS[spec.engine.type].embedding_cache_bytes
+        self._cache_bytes = {name: cache_bytes(deployment, pool) for name, pool in self._pools.items()}
         self._admission_seconds = spec.verification.timeout_seconds
         self._refuses = spec.verification.on_failure == "Refuse"
         self._fleet, self._probes, self._upstream = fleet, probes, upstream
@@ -201,6 +203,11 @@ class EncoderPods:
 def _id(worker: Worker) -> str:
     """Return ``<pod name>/<boot id>``, which decisions show to people."""
     return f"{worker.member.name}/{worker.id.rpartition('/')[2]}"
+
+
+def heard_encoders(fleet: Fleet) -> list[str]:
+    """Return the uids of the encoder pods whose sidecars are not silent."""
+    return [worker.member.uid for worker in fleet if worker.member.role == "encoder" and worker.sync.synced]
 
 
 class EncoderAnnouncer:

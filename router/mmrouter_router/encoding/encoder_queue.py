@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Literal
 
+from mmrouter_lib.api.routing import EncoderScheduling
 from mmrouter_router.core.linear_cost import Line, Rate
 
-Mode = Literal["auto", "perImage", "perRequest"]
+Mode = EncoderScheduling
 How = Literal["held", "joined", "queued"]
 Failure = Literal["no_encoder", "image_refused", "attempts"]  # why the encoders cannot encode the images of a request
 OVERRUN: Final = 0.25  # a job that runs longer than estimated is assumed to need this share of its elapsed time again
@@ -91,6 +92,7 @@ class Job:
     image: Image
     key: tuple[float, int]  # its place in any queue; unique
     queue: "EncoderQueue"
+    movable: bool = True  # whether it may move to an encoder that finishes it earlier, as in mode auto
     waiters: dict[str, None] = field(default_factory=dict)  # request ids, in order of arrival
     run: int | None = None  # None while it waits
     tried: set[str] = field(default_factory=set)  # encoders that failed or stalled on it
@@ -103,8 +105,8 @@ KEY = attrgetter("key")
 class HeldEmbeddings:
     """Model of one encoder's cache, bounded in number and bytes, least recently used out first.
 
-    Engines publish nothing about it (docs/engine-facts/vllm.md#encoder-disaggregation), so it can be wrong both ways:
-    the encoder may have evicted an embedding, and other routers' embeddings are unknown.
+    Engines publish nothing about it (docs/engine-facts/vllm.md#encoder-disaggregation), so the encoder may have evicted
+    an embedding that is in it.
     """
 
     def __init__(self, entries: int, size: int) -> None:
@@ -154,6 +156,8 @@ class EncoderQueue:
         self.tokens_waiting = 0
         self.tokens_running = 0
         self._since = 0.0  # start of the running jobs
+        self.busy_seconds = 0.0  # of all jobs that ended
+        self.images = self.tokens = 0  # of the jobs that ended with success
 
     @property
     def id(self) -> str:
@@ -235,14 +239,17 @@ class EncoderQueue:
         del self.running[job.run]
         self.tokens_running -= job.image.tokens
         job.run = None
-        elapsed, self._since = now - self._since, now
-        return max(0.0, elapsed)
+        elapsed, self._since = max(0.0, now - self._since), now
+        self.busy_seconds += elapsed
+        return elapsed
 
     def encoded(self, job: Job, now: float, value: object, size: int = 0) -> None:
         """End a job with success: measure its time and record its embedding of ``size`` bytes (0: as estimated)."""
         elapsed = self.end(job, now)
         self.rate.observe(job.image.tokens, elapsed, self.encoder.slots)
         self.held.add(job.image.key, size or job.image.size, value)
+        self.images += 1
+        self.tokens += job.image.tokens
         self.failures, self.backoff_until = 0, -math.inf
 
     def back_off(self, now: float) -> None:

@@ -8,19 +8,22 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from mmrouter_lib.engines.vllm.stage_requests import StageError, embedding_bytes, read_encoded
-from mmrouter_router.encoding.encoder_queue import Encoder, Image, ImagePlacement, Outcome
+from mmrouter_router.encoding.embedding_claims import EmbeddingClaims, Held
+from mmrouter_router.encoding.encoder_queue import Encoder, Image, ImagePlacement, Mode, Outcome
 from mmrouter_router.encoding.scheduler import EncoderScheduler
-from mmrouter_router.http.upstream import UpstreamError
+from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.request.prepared import OutgoingImage
 
 log = logging.getLogger("mmrouter.encoding")
 
 REFUSED = range(400, 500)  # statuses for an image that every other encoder would refuse, too
+ASK_AGAIN_SECONDS = 0.02  # interval of claims of an image that another frontend has claimed
 BUSY = frozenset({408, 429})  # of these, those that are about the encoder and not about the image
 
 Post = Callable[[str, OutgoingImage, Mapping[str, str], list[dict[str, Any]]], Awaitable[tuple[int, bytes]]]
@@ -66,18 +69,40 @@ class _Waiting:
 class ImageSender:
     """Encodes images of requests at the fleet's encoders. All methods are called from one event loop."""
 
-    def __init__(self, scheduler: EncoderScheduler, post: Post, clock: Callable[[], float] = time.monotonic) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self,
+        scheduler: EncoderScheduler,
+        post: Post,
+        clock: Callable[[], float] = time.monotonic,
+        claims: EmbeddingClaims | None = None,
+    ) -> None:
+        """``claims``: the claims shared with other frontends; ``None``: claim nothing."""
+        self.scheduler, self._claims = scheduler, claims
         self._post, self._clock = post, clock
         self._waiting: dict[str, _Waiting] = {}
         self._sending: dict[int, asyncio.Task[None]] = {}
         self._joined: dict[str, Encoder] = {}  # by the fleet's id
         self._departures: Counter[str] = Counter()
+        self._following: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
         self._changed = asyncio.Event()
 
     @property
     def able(self) -> bool:
         return bool(self._joined)
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return each encoder's work for this router since it joined: what runs, what was encoded, and busy seconds."""
+        return [
+            {
+                "id": queue.id,
+                "running": len(queue.running),
+                "waiting": len(queue.waiting),
+                "images": queue.images,
+                "tokens": queue.tokens,
+                "busy_seconds": round(queue.busy_seconds, 6),
+            }
+            for queue in self.scheduler.queues.values()
+        ]
 
     def update(self, encoders: Collection[Encoder]) -> None:
         """Set the encoders, whose bounds never change. Work of one that is gone goes to the others."""
@@ -95,17 +120,69 @@ class ImageSender:
         return f"{name}~{self._departures[name]}" if self._departures[name] else name
 
     async def encode(
-        self, request_id: str, images: Sequence[ImageToEncode], headers: Mapping[str, str] | None = None
+        self,
+        request_id: str,
+        images: Sequence[ImageToEncode],
+        headers: Mapping[str, str] | None = None,
+        mode: Mode | None = None,
     ) -> EncodedImages:
         """Encode every image; a cancelled call withdraws the images that only it needs.
 
         ``headers``: the request's trace context. An image of several requests belongs to the trace of the first.
+        ``mode``: instead of the deployment's.
         Raises :class:`EncodeError` when the encoders fail.
         """
+        if self._claims is None:
+            return await self._encode(request_id, images, headers or {}, mode)
         began = self._clock()
-        waiting = self._waiting[request_id] = _Waiting(tuple(images), headers or {})
         try:
-            outcome = self.scheduler.place(request_id, [each.image for each in images], began)
+            claimed = await asyncio.gather(*(self._claim(each.image.key) for each in images))
+            own = [each for each, ours in zip(images, claimed, strict=True) if ours]
+            others = [each for each, ours in zip(images, claimed, strict=True) if not ours]
+            parts = [self._encode(request_id, own, headers or {}, mode)] if own else []
+            parts += [self._follow(f"{request_id}/{n}", each, headers or {}, mode) for n, each in enumerate(others)]
+            done = await _together(parts)
+        finally:
+            for each in images:
+                if each.image.key not in self.scheduler.jobs:
+                    self._claims.release(each.image.key)
+        placed = dict(
+            zip((each.sent.uuid for each in (*own, *others)), (p for d in done for p in d.placed), strict=True)
+        )
+        params = {uuid: param for part in done for uuid, param in part.params.items()}
+        transfers = [entry for part in done for entry in part.transfers]
+        return EncodedImages(params, [placed[each.sent.uuid] for each in images], self._clock() - began, transfers)
+
+    async def _claim(self, key: bytes) -> bool:
+        """Return whether this frontend can encode or use an image now; false while another frontend has its claim."""
+        assert self._claims is not None
+        if self.scheduler.knows(key):
+            return True
+        answer = await self._claims.claim(key, self._joined)
+        if isinstance(answer, Held):
+            self.scheduler.learn(answer.encoder, key, answer.size, (answer.answer, []))
+        return answer != "pending"
+
+    async def _follow(
+        self, request_id: str, image: ImageToEncode, headers: Mapping[str, str], mode: Mode | None
+    ) -> EncodedImages:
+        """Wait for the embedding that another frontend requested; if that one gives up, have the image encoded.
+
+        Of several requests for an image one sends claims, and the others wait for it.
+        """
+        key = image.image.key
+        async with self._following.setdefault(key, asyncio.Lock()):
+            while not await self._claim(key):  # noqa: ASYNC110 - another process changes it
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+        return await self._encode(request_id, [image], headers, mode)
+
+    async def _encode(
+        self, request_id: str, images: Sequence[ImageToEncode], headers: Mapping[str, str], mode: Mode | None
+    ) -> EncodedImages:
+        began = self._clock()
+        waiting = self._waiting[request_id] = _Waiting(tuple(images), headers)
+        try:
+            outcome = self.scheduler.place(request_id, [each.image for each in images], began, mode)
             if outcome.full:
                 raise EncodeError("encoders_full")
             self._carry_out(outcome)
@@ -119,6 +196,7 @@ class ImageSender:
         return EncodedImages(params, outcome.placed, self._clock() - began, [entry for one in fresh for entry in one])
 
     async def run(self) -> None:
+        renewing = asyncio.create_task(self._claims.run()) if self._claims is not None else None
         try:
             while True:
                 now = self._clock()
@@ -130,7 +208,7 @@ class ImageSender:
                 except TimeoutError:
                     self._carry_out(self.scheduler.tick(self._clock()))
         finally:
-            for task in self._sending.values():
+            for task in (*self._sending.values(), *([renewing] if renewing is not None else [])):
                 task.cancel()
 
     def _carry_out(self, outcome: Outcome) -> None:
@@ -164,7 +242,10 @@ class ImageSender:
             self._carry_out(self.scheduler.failed(run, self._clock(), refused=refused))
             return
         self._sending.pop(run, None)
-        self._carry_out(self.scheduler.finished(run, self._clock(), (params, transfers), embedding_bytes(params)))
+        size = embedding_bytes(params)
+        self._carry_out(self.scheduler.finished(run, self._clock(), (params, transfers), size))
+        if self._claims is not None:
+            self._claims.encoded(image.key, encoder.partition("~")[0], size, params)
 
     def _find(self, image: Image) -> tuple[OutgoingImage, Mapping[str, str]]:
         """Return the image and trace context of the first request with this key: equal keys are equal bytes."""
@@ -173,3 +254,14 @@ class ImageSender:
                 if each.image.key == image.key:
                     return each.sent, waiting.headers
         raise AssertionError("the scheduler started an image of no waiting request")
+
+
+async def _together(parts: Iterable[Coroutine[Any, Any, EncodedImages]]) -> list[EncodedImages]:
+    """Return the results of all parts; the first error, or a cancellation, ends the others."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -83,8 +83,10 @@ class EncoderScheduler:
             self._rehome(list(queue.waiting), now, actions)
         return self._settle([], now, actions)
 
-    def place(self, request: str, images: Sequence[Image], now: float) -> Outcome:
-        """Queue a request's images. ``ready`` may hold it already; ``full`` says that nothing was queued.
+    def place(self, request: str, images: Sequence[Image], now: float, mode: Mode | None = None) -> Outcome:
+        """Queue a request's images, by ``mode`` or else by the scheduler's own.
+
+        ``ready`` may hold it already; ``full`` says that nothing was queued.
 
         Raises ``ValueError`` for a request that is being encoded, or for images of one key that differ.
         """
@@ -95,12 +97,13 @@ class EncoderScheduler:
             raise ValueError("images of one key differ")
         holders = {key: queue for key in wanted if (queue := self._holder(key)) is not None}
         fresh = [image for key, image in wanted.items() if key not in holders and key not in self.jobs]
-        queues = encoder_choice.eligible(self.queues.values(), self.mode, now)
-        if fresh and not encoder_choice.has_room(queues, self.mode, len(fresh)):
+        mode = mode or self.mode
+        queues = encoder_choice.eligible(self.queues.values(), mode, now)
+        if fresh and not encoder_choice.has_room(queues, mode, len(fresh)):
             return Outcome(full=True)
         answers = {key: queue.held.use(key) for key, queue in holders.items()}
         self.requests[request] = _Request(tuple(images), answers)
-        weighed = self._book(fresh, queues, now)
+        weighed = self._book(fresh, queues, now, mode)
         placed: dict[bytes, ImagePlacement] = {}
         for key in wanted:
             if key in holders:
@@ -178,24 +181,24 @@ class EncoderScheduler:
         return at if at > now else now + LOOK_AGAIN
 
     def _book(
-        self, fresh: Sequence[Image], queues: Sequence[EncoderQueue], now: float
+        self, fresh: Sequence[Image], queues: Sequence[EncoderQueue], now: float, mode: Mode
     ) -> dict[bytes, encoder_choice.Finishes]:
         """Queue every image; there is space. Returns the compared finishes of each."""
         weighed: dict[bytes, encoder_choice.Finishes] = {}
         due, end = now, 0.0
         only: EncoderQueue | None = None
-        if self.mode == "auto":
+        if mode == "auto":
             # Largest first: small images fit beside it.
             fresh = sorted(fresh, key=lambda image: (-image.tokens, image.key))
             due += PATIENCE * encoder_choice.shared_seconds(queues, fresh, now)
-        elif self.mode == "perRequest" and fresh:
+        elif mode == "perRequest" and fresh:
             only = self._turn([queue for queue in queues if queue.free >= len(fresh)])
         for image in fresh:
             self._count += 1
             with_room = [queue for queue in queues if queue.free > 0]
             open_ = [queue for queue in with_room if not queue.backing_off(now)] or with_room
-            job = Job(image, (due, self._count), open_[0])
-            if self.mode == "auto":
+            job = Job(image, (due, self._count), open_[0], movable=mode == "auto")
+            if mode == "auto":
                 queue, weighed[image.key] = encoder_choice.within(job, open_, end, now)
                 end = max(end, dict(weighed[image.key])[queue.id])
             else:
@@ -206,6 +209,16 @@ class EncoderScheduler:
 
     def _turn(self, queues: Iterable[EncoderQueue]) -> EncoderQueue:
         return self.queues[self._round_robin.take({queue.id: queue.encoder.weight for queue in queues})]
+
+    def knows(self, key: bytes) -> bool:
+        """Whether an image's embedding is held, waited for or being computed."""
+        return key in self.jobs or self._holder(key) is not None
+
+    def learn(self, encoder: str, key: bytes, size: int, value: object) -> None:
+        """Record an embedding that another router requested. ``encoder``: an id without its suffix."""
+        for queue in self.queues.values():
+            if queue.id.partition("~")[0] == encoder and not queue.leaving:
+                queue.held.add(key, size, value)
 
     def _holder(self, key: bytes) -> EncoderQueue | None:
         return next((queue for queue in self.queues.values() if key in queue.held and not queue.leaving), None)
@@ -268,7 +281,7 @@ class EncoderScheduler:
     def _settle(self, queues: Iterable[EncoderQueue], now: float, actions: Outcome) -> Outcome:
         """Start waiting images and move work to or from the queues whose load changed."""
         self._start(now, actions)
-        for queue in queues if self.mode == "auto" else ():
+        for queue in queues:
             for _ in range(MOVES):
                 move = encoder_choice.best_move(queue, self.queues.values(), now)
                 if move is None:

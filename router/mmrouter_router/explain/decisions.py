@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
+from mmrouter_lib.engines.base.request_fields import Endpoint
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.explain.differences import RenderVerdict
 from mmrouter_router.explain.parity_check import ExpectedBlocks, Verdict, expected_blocks
@@ -25,6 +26,7 @@ BODY_BYTES = 256 * 1024  # the largest body of an unpredicted request that is ke
 class UnpredictedRequest:
     """A request that was routed without a predicted prompt, from which the prompt can be predicted on demand."""
 
+    endpoint: Endpoint
     raw: bytes  # its body, empty above BODY_BYTES
     images: tuple[ResolvedImage, ...]
     salt: str | None
@@ -144,7 +146,7 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Decisio
         source = prepared.request.source
         raw = bytes(source) if len(source) <= BODY_BYTES else b""
         bare = [replace(i, media=Media(b"", i.media.mime, i.media.source)) for i in prepared.images]
-        trace.unpredicted = UnpredictedRequest(raw, tuple(bare), prepared.salt)
+        trace.unpredicted = UnpredictedRequest(prepared.request.endpoint, raw, tuple(bare), prepared.salt)
     if scope is not None and prepared.sentinels is not None:
         trace.identity = prepared.sentinels.provider(scope)
     return trace
@@ -161,5 +163,5 @@ def predicted_afterwards(trace: DecisionTrace, prepared: Prepared) -> dict[str, 
         "prompt_tokens": len(prepared.ids),
         "blocks": len(keys),
         "keys": [f"{key:016x}" for key in keys[:KEYS_SHOWN]],
-        "images": [{**image, "offset": at} for image, at in zip(trace.images, offsets, strict=True)],
+        "images": [{**image, "offset": at} for image, at in zip(trace.images, offsets, strict=False)],
     }

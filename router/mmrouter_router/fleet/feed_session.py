@@ -24,9 +24,10 @@ class FeedSession:
         return self._requested(requests) if requests else requests
 
     def on_reply(self, frame: feed.Reply) -> list[SyncRequest]:
-        if frame.last:
+        requests = self._fleet.on_reply(self._worker, frame)
+        if not self._worker.sync.request_id:  # an answer to an older request does not end the wait for the newest
             self._requested_at = None
-        return self._requested(self._fleet.on_reply(self._worker, frame))
+        return self._requested(requests)
 
     def check(self) -> list[SyncRequest]:
         """Repeat a request without an answer; mark the index of a silent sidecar stale, and resync it when it is back.

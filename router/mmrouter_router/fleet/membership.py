@@ -72,6 +72,7 @@ async def watch_file(path: Path, update: Callable[[Membership], None]) -> None:
 
 DEPLOYMENT_LABEL, POOL_LABEL, ROLE_LABEL = "mmrouter.io/deployment", "mmrouter.io/pool", "mmrouter.io/role"
 COMPATIBILITY_LABEL, LAYOUT_LABEL = "mmrouter.io/compatibility", "mmrouter.io/kv-layout"
+TLS_LABEL = "mmrouter.io/engine-tls"
 FRONTEND, RENDERER = "frontend", "renderer"
 ENGINE_ROLES = frozenset({"worker", "prefill", "decode", "encoder", RENDERER})
 GATES = frozenset({"mmrouter.io/routable", "mmrouter.io/verified"})
@@ -109,6 +110,7 @@ def parse_pod(pod: Mapping[str, Any]) -> Member | Peer | None:
         # Joined, so that engines which differ in either label are incompatible.
         compatibility="-".join(filter(None, (labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL)))),
         admitted=_gates_open(pod),
+        tls=TLS_LABEL in labels,
     )
 
 

@@ -28,7 +28,7 @@ class Member:
 
     ``ready``: the sidecar has started, or the containers are ready where there is no sidecar. The engine may still load
     weights. ``compatibility``: engines that exchange KV blocks have equal values (docs/children.md); empty: unknown.
-    ``admitted``: the operator has opened the pod's readiness gates, or it has none.
+    ``admitted``: the operator has opened the pod's readiness gates, or it has none. ``tls``: its HTTP port serves TLS.
     """
 
     uid: str
@@ -41,6 +41,7 @@ class Member:
     draining: bool = False
     compatibility: str = ""
     admitted: bool = True
+    tls: bool = False
 
 
 @dataclass

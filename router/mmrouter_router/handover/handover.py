@@ -17,7 +17,8 @@ from mmrouter_router.handover import ways
 from mmrouter_router.handover.files import SharedFolder
 from mmrouter_router.handover.plugin_client import PluginRegistry, PluginServer, ProcessedImages
 from mmrouter_router.handover.request_delivery import AddressedRequest, Post, T
-from mmrouter_router.http.upstream import Body, Upstream
+from mmrouter_router.http.engine_connection import Body
+from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import OutgoingImage, Place
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -58,10 +59,12 @@ class Handover:
     ) -> None:
         """``renderers``: those that are available now. ``folder``: this pod's."""
         spec, engine_key = settings.deployment.spec, settings.engine_key
-        self._mode = spec.routing.transfer
+        self._mode = spec.transfer
         self._shares = {pool.name: pool.shared_memory.scope == "node" for pool in spec.pools}
         first = {**ways.FIRST, **(folder.measured() if folder is not None else {})}
-        self._costs = {pool.name: ways.WayCosts(first, always=settings.always_hand_over) for pool in spec.pools}
+        gain = ways.AUTO_GAIN if spec.routing.transfer == "auto" else 1.0
+        always = settings.always_hand_over
+        self._costs = {pool.name: ways.WayCosts(first, always=always, gain=gain) for pool in spec.pools}
         self._renders = any(pool.role == "renderer" for pool in spec.pools)
         self._fleet, self._metrics, self._renderers = fleet, metrics, renderers
         self._here, self._folder, self._clock = ways.Endpoint(settings.node, shares=folder is not None), folder, clock
@@ -83,7 +86,7 @@ class Handover:
         """Send a request; return the answer once its first byte is there, and release all files. Raises as ``post``."""
         images = {image.uuid: image for image in request.outgoing.images}
         if not images:
-            return await post(request.plain)
+            return await post(await request.plain())
         worker = request.worker.member
         each = {
             name: ways.ImageTransfer(name, len(image.media.data), image.tokens, worker.name)
@@ -100,7 +103,7 @@ class Handover:
             if missed or (error and is_file_refused(status, error)):
                 answer.drop()
                 failed = _fall_back(each.values(), MISSED if missed else REFUSED, files=not missed)
-                answer = await post(request.plain)
+                answer = await post(await request.plain())
                 if answer.status < 400:
                     for way in failed:
                         self.backoff.failed(attempt.engine, way)
@@ -136,7 +139,7 @@ class Handover:
             if transfer.how != "bytes":
                 urls[image.place] = file_url(attempt.files[image.uuid].path) if transfer.how == "file" else None
         began = self._clock()
-        body = request.outgoing.pieces(request.fields, urls)
+        body = await request.outgoing.written(request.fields, urls)
         if inline := [transfer for transfer in attempt.transfers.values() if transfer.how == "bytes"]:
             seconds, size = self._clock() - began, sum(transfer.size for transfer in inline)
             attempt.costs.observe("bytes", size, seconds)
@@ -242,9 +245,9 @@ def _fall_back(transfers: Iterable[ways.ImageTransfer], reason: str, *, files: b
 def build_handover(
     settings: Settings, fleet: Fleet, upstream: Upstream, metrics: Metrics, renderers: Callable[[], Sequence[Member]]
 ) -> Handover | None:
-    """Build the hand-over of a deployment; ``None`` without ``routing.transfer``."""
+    """Build the hand-over of a deployment; ``None`` where images travel in requests."""
     spec = settings.deployment.spec
-    if spec.routing.transfer == "none":
+    if spec.transfer == "none":
         return None
     folder = None
     if settings.shared_dir is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from mmrouter_router.fleet.workers import Worker
-from mmrouter_router.http.upstream import Body
+from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.request.prepared import Outgoing
 
 
@@ -52,9 +52,9 @@ class AddressedRequest:
     outgoing: Outgoing
     fields: Mapping[str, Any]
 
-    @property
-    def plain(self) -> Body:
-        return self.outgoing.pieces(self.fields)
+    async def plain(self) -> Body:
+        """Return the body with all images by their bytes."""
+        return await self.outgoing.written(self.fields)
 
 
 class Delivery(Protocol):
@@ -72,4 +72,4 @@ class BytesDelivery:
     """Sends every image in the body."""
 
     async def send(self, request: AddressedRequest, post: Post[T], transfers: list[dict[str, Any]]) -> T:
-        return await post(request.plain)
+        return await post(await request.plain())

@@ -35,6 +35,8 @@ FIRST: Final[Mapping[Raw, Line]] = {"file": Line(250e-6, 0.5e-9), "bytes": Line(
 """The router's part, seconds and seconds per byte, before any measurement."""
 ENGINE: Final[Mapping[Raw, Line]] = {"file": Line(200e-6, 1e-9), "bytes": Line(0.0, 8e-9)}
 """The engine's part: opening and reading a file; reading a body, its JSON and base64."""
+AUTO_GAIN: Final = 0.9
+"""With ``routing.transfer: auto`` a renderer processes images only while that takes at most this share of the time."""
 FEW_TOKENS: Final = 16  # below this number of visual tokens a renderer saves nothing
 NO_FOLDER, OTHER_NODE, FULL = "no_folder", "other_node", "full"
 NO_RENDERER, NO_PLUGIN, DISABLED, ABSENT, SETTINGS = "no_renderer", "no_plugin", "disabled", "absent", "settings"
@@ -105,11 +107,14 @@ class ImageTransfer:
 class WayCosts:
     """Costs of the ways to the engines of one pool. Estimates are medians, robust to a quarter of outliers."""
 
-    def __init__(self, first: Mapping[Raw, Line] = FIRST, *, always: bool = False) -> None:
-        """``first``: the router's part before any image. ``always``: hand over regardless of cost."""
+    def __init__(self, first: Mapping[Raw, Line] = FIRST, *, always: bool = False, gain: float = 1.0) -> None:
+        """``first``: the router's part before any image. ``always``: hand over regardless of cost.
+
+        ``gain``: share of the engine's time that processing by a renderer must stay below.
+        """
         self._always = always
         self._raw = {way: Rate(line) for way, line in first.items()}
-        self._processing = OffloadPolicy(0 if always else FEW_TOKENS)
+        self._processing = OffloadPolicy(0 if always else FEW_TOKENS, gain)
 
     def seconds(self, way: Raw, size: int) -> float:
         """Return the estimated seconds of an image of ``size`` encoded bytes by a way, without its processing."""

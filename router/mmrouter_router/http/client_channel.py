@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
-from mmrouter_router.http.upstream import Sink
+from mmrouter_router.http.engine_connection import Sink
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

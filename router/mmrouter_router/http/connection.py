@@ -7,6 +7,7 @@ This class bounds what uvicorn does not: the bytes of a head, and the time that 
 """
 
 import asyncio
+import ctypes
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
@@ -306,6 +307,10 @@ def _head_size(url: bytes, headers: Headers) -> int:
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
+_allocate = ctypes.pythonapi.PyByteArray_FromStringAndSize
+_allocate.argtypes, _allocate.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
+
+
 class _BodyReader(asyncio.BufferedProtocol):
     """Replaces the connection's protocol to read a large body of known length in place, and no byte behind it."""
 
@@ -318,7 +323,7 @@ class _BodyReader(asyncio.BufferedProtocol):
         held: BodyReservation,
     ) -> None:
         self._connection, self._length, self._done, self._held = connection, length, done, held
-        self._body = bytearray(length)
+        self._body = _allocate(None, length)  # not filled with zeros, which takes 10 ms for 64 MiB
         self._view, self.received = memoryview(self._body), 0
         for piece in pieces:
             self._view[self.received : self.received + len(piece)] = piece

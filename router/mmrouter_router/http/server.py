@@ -303,7 +303,7 @@ class Listener:
             if self._certificate is None:
                 log.warning("an accepted connection was lost: %s", error)
             else:  # not logged, because a client can cause any number of them
-                self._certificate.handshake_failed()
+                self._certificate.count("handshake_failed")
 
     def _pause(self, error: OSError) -> None:
         log.error("cannot accept connections, will retry: %s", error)

@@ -1,235 +1,21 @@
-"""HTTP/1.1 client for engines: pooled connections, httptools parser, answers passed on as they arrive.
+"""HTTP/1.1 client for engines: pooled connections, answers passed on as they arrive.
 
-It speaks only what engines speak, because a general client costs several times the CPU of a routing decision. It stops
-reading while the consumer is behind, so a slow client holds at most ``HIGH_WATER`` bytes.
+It speaks only what engines speak, because a general client costs several times the CPU of a routing decision.
 """
 
 import asyncio
+import logging
+import ssl
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
-from typing import Protocol, cast
 
-import httptools
+from mmrouter_lib.tls_context import EngineTrust, refusal
+from mmrouter_router.http.engine_connection import Address, Body, EngineConnection, UpstreamError
 
-Address = tuple[str, int]
-HIGH_WATER = 256 * 1024
-HEAD_LIMIT = 64 * 1024  # bytes of an answer's heads with all 1xx answers, and of framing between two pieces of its body
-Body = bytes | tuple[bytes | memoryview, ...]  # of a request: one buffer, or several that are too large to be joined
+log = logging.getLogger("mmrouter.tls")
+
 IDLE_SECONDS = 4.0  # uvicorn closes idle connections after 5 s, so a reuse rarely meets a close
-
-
-class Sink(Protocol):
-    """The consumer of a body, with back pressure."""
-
-    @property
-    def full(self) -> bool:
-        """Whether the source should pause."""
-
-    def when_writable(self, callback: Callable[[], None] | None) -> None:
-        """Set the function that is called when the sink is no longer full; ``None``: none."""
-
-    def write(self, piece: bytes) -> None: ...
-
-
-class UpstreamError(ConnectionError):
-    """The engine is unreachable or broke off; ``sent``: it may have the request, ``began``: it began to answer."""
-
-    def __init__(self, message: str, *, sent: bool, began: bool = False) -> None:
-        super().__init__(message)
-        self.sent, self.began = sent, began
-
-
-class EngineConnection(asyncio.Protocol):
-    """One connection to an engine; parses one answer at a time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self.transport: asyncio.Transport  # from connection_made on
-        self.status = 0
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.idle_since = 0.0
-        self.complete = True
-        self.silence = 0  # periods without a byte, counted by the stall watch
-        self.stalled = False  # ended by that watch
-        self._unparsed = 0  # bytes received since the parser's last callback that counts as progress
-        self._fault = "the engine closed the connection"
-        self.closed = self._paused = self._began = self._headers_done = self._keep_alive = False
-        self._parser: httptools.HttpResponseParser | None = None
-        self._chunks: deque[bytes] = deque()
-        self.buffered = 0
-        self._wake: asyncio.Future[None] | None = None
-        self._sink: Sink | None = None
-        self.on_lost: Callable[[], None] | None = None
-
-    # -- asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        if self._parser is None:  # bytes without a request: the connection is out of step
-            self.close()
-            return
-        self._began, self.silence = True, 0
-        self._unparsed += len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._fault = "the engine's answer is not valid HTTP"
-            self.close()
-        if self._unparsed > HEAD_LIMIT:  # endless 1xx answers, headers, trailers or chunk extensions
-            self._fault = f"the head of the engine's answer is larger than {HEAD_LIMIT} bytes"
-            self.close()
-        if self._sink is not None:
-            self._flush(self._sink)
-            if not self.complete and not self.closed:
-                return  # pour() waits for the end only
-        self._notify()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
-        if exc is None and self._headers_done:
-            names = {name for name, _ in self.headers}
-            if b"content-length" not in names and b"transfer-encoding" not in names:
-                self.complete = True  # the close ends the body
-        self._parser = None  # break the reference cycle so that both are freed without the garbage collector
-        if self.on_lost is not None:
-            self.on_lost()
-            self.on_lost = None
-        self._notify()
-
-    # -- httptools
-
-    def on_message_begin(self) -> None:
-        if self._headers_done:  # a second answer to one request
-            raise ConnectionError("an answer without a request")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._headers_done:  # trailers are no headers of the answer
-            self.headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        parser = self._parser
-        assert parser is not None
-        self.status = parser.get_status_code()
-        self._keep_alive = parser.should_keep_alive()
-        if self.status >= 200:
-            self._headers_done, self._unparsed = True, 0
-        else:
-            self.headers.clear()  # 1xx: the final answer follows
-
-    def on_body(self, body: bytes) -> None:
-        self._unparsed = 0
-        self._chunks.append(body)
-        self.buffered += len(body)
-        if self.buffered > HIGH_WATER:
-            self._pause()
-
-    def on_message_complete(self) -> None:
-        if self._headers_done:
-            self.complete, self._unparsed = True, 0
-
-    # -- use
-
-    async def send(self, head: bytes, body: Body) -> None:
-        """Send one request and wait for the answer's headers, which may precede the end of the request."""
-        self.status, self.headers, self.complete = 0, [], False
-        self.silence = 0
-        self._began = self._headers_done = False
-        self._unparsed = 0
-        self._parser = httptools.HttpResponseParser(self)
-        self.transport.writelines((head, body) if isinstance(body, bytes) else (head, *body))
-        while not self._headers_done:
-            if self.closed:
-                raise UpstreamError(self._fault, sent=True, began=self._began)
-            await self._wait()
-
-    async def piece(self) -> bytes:
-        """Return the body's next bytes, de-chunked; empty at its end. Raises :class:`UpstreamError`."""
-        while not self._chunks:
-            if self.complete:
-                return b""
-            if self.closed:
-                raise UpstreamError("the engine broke off its answer", sent=True, began=True)
-            await self._wait()
-        data = self._take_buffered()
-        self._resume()
-        return data
-
-    def remaining(self) -> bytes | None:
-        if not self.complete:
-            return None
-        data = self._take_buffered() if self._chunks else b""
-        self._resume()
-        return data
-
-    async def pour(self, sink: Sink) -> None:
-        """Write the body into a sink as it arrives; return at its end. Raises what :meth:`piece` raises."""
-        self._sink = sink
-        sink.when_writable(self._resume)
-        try:
-            self._flush(sink)
-            while not self.complete:
-                if self.closed:
-                    raise UpstreamError("the engine broke off its answer", sent=True, began=True)
-                await self._wait()
-        finally:
-            self._sink = None
-            sink.when_writable(None)
-
-    def _flush(self, sink: Sink) -> None:
-        if self._chunks:
-            try:
-                sink.write(self._take_buffered())
-            except ValueError:  # more bytes than the answer's content-length
-                self.close()
-            if sink.full:
-                self._pause()
-
-    def _take_buffered(self) -> bytes:
-        data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks.clear()
-        self.buffered = 0
-        return data
-
-    def _pause(self) -> None:
-        if not self._paused and not self.closed:
-            self._paused = True
-            self.transport.pause_reading()
-
-    def _resume(self) -> None:
-        if self._paused and not self.closed:
-            self._paused = False
-            self.transport.resume_reading()
-
-    @property
-    def paused(self) -> bool:
-        """Whether reading is paused because the consumer is slower than the engine."""
-        return self._paused
-
-    @property
-    def reusable(self) -> bool:
-        if not self.complete or not self._keep_alive or self.closed or self._chunks:
-            return False
-        return not self.transport.get_write_buffer_size()  # an engine may answer before it has read the request
-
-    def close(self) -> None:
-        """Abort the connection; the engine sees a disconnect and aborts the request."""
-        self.closed = True
-        self.transport.abort()
-
-    async def _wait(self) -> None:
-        self._wake = self._loop.create_future()
-        try:
-            await self._wake
-        finally:
-            self._wake = None
-
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
 
 class Answer:
@@ -263,7 +49,10 @@ class Answer:
 class Upstream:
     """A pool of connections to engines, keyed by address."""
 
-    def __init__(self, *, connect_seconds: float = 2.0) -> None:
+    def __init__(self, *, connect_seconds: float = 2.0, trust: EngineTrust | None = None) -> None:
+        """``trust``: for the engines in ``encrypted``."""
+        self.encrypted: frozenset[str] = frozenset()  # addresses of engines that serve TLS
+        self._trust = trust
         self._idle: dict[Address, list[EngineConnection]] = {}
         self._active: dict[Address, set[EngineConnection]] = {}  # with a request in progress
         self._connect_seconds = connect_seconds
@@ -280,7 +69,7 @@ class Upstream:
             try:
                 return await self._exchange(address, idle, head, body)
             except UpstreamError as error:
-                if error.began:
+                if error.began or idle.stalled:
                     raise
         # Where a fresh connection fails, too, the engine is down, possibly because of this request.
         connection = await self._connect(address, sent=idle is not None)
@@ -349,24 +138,41 @@ class Upstream:
                 del self._active[address]
 
     def _take(self, address: Address) -> EngineConnection | None:
-        oldest = time.monotonic() - IDLE_SECONDS
+        """Return an idle connection whose engine was authenticated by the present CA, or ``None``."""
+        oldest, context = time.monotonic() - IDLE_SECONDS, self._context(address)
         idle = self._idle.get(address, [])
         while idle:
             connection = idle.pop()
-            if not connection.closed and connection.idle_since > oldest:
+            if not connection.closed and connection.idle_since > oldest and connection.context is context:
                 return connection
             connection.close()
         return None
 
     async def _connect(self, address: Address, *, sent: bool) -> EngineConnection:
-        loop = asyncio.get_running_loop()
+        loop, context = asyncio.get_running_loop(), self._context(address)
+        name = None if context is None or self._trust is None else self._trust.name
         try:
             async with asyncio.timeout(self._connect_seconds):
-                _, connection = await loop.create_connection(partial(EngineConnection, loop), *address)
+                _, connection = await loop.create_connection(
+                    partial(EngineConnection, loop, context), *address, ssl=context, server_hostname=name
+                )
         except (OSError, TimeoutError) as error:
-            raise UpstreamError(f"cannot connect to {address[0]}:{address[1]}", sent=sent) from error
+            raise UpstreamError(self._fault(address, error), sent=sent) from error
         connection.on_lost = lambda: self._forget(address, connection)
         return connection
+
+    def _context(self, address: Address) -> ssl.SSLContext | None:
+        """Return the present TLS context for an engine, ``None`` for one that serves plain HTTP."""
+        return None if self._trust is None or address[0] not in self.encrypted else self._trust.context
+
+    def _fault(self, address: Address, error: Exception) -> str:
+        fault = f"cannot connect to {address[0]}:{address[1]}"
+        if self._trust is None or not (reason := refusal(error)):
+            return fault
+        self._trust.count(reason)
+        fault += f" by TLS ({reason}): {error}"
+        log.error("%s", fault)
+        return fault
 
     def _forget(self, address: Address, connection: EngineConnection) -> None:
         """Remove a closed connection, which no request would take once its engine is gone."""

@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.request_fields import CHAT, words
-from mmrouter_lib.prompt.prompter import REPLACING, render_arguments
+from mmrouter_lib.prompt.prompter import REPLACING
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
+from mmrouter_router.intake.field_check import Reason, check_fields, inexact_fields
 from mmrouter_router.intake.json_body import MAX_DEPTH, Object, Raw
-from mmrouter_router.intake.prompt_fields import Reason, check_fields, inexact_fields, inexact_messages
 from mmrouter_router.intake.request import MIN_URI, ChatRequest, ImagePart, Limits, MediaPart, Modality, extract_images
 
 
@@ -46,7 +47,7 @@ def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: Engin
         parts.read(number, message)
     add = json_body.flag(body, "add_generation_prompt", default=True)
     proceed = json_body.flag(body, "continue_final_message")
-    if add and proceed:
+    if add and proceed and not adapter(engine).continues_with_generation_prompt:
         problem = "A final message is either continued or followed by a new one: set 'add_generation_prompt' to false."
         raise RequestError.invalid(problem, param="continue_final_message", code="invalid_value")
     variables = json_body.optional(body, "chat_template_kwargs", dict) or {}
@@ -56,9 +57,10 @@ def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: Engin
             raise RequestError.invalid(f"'{place}' is not accepted.", param=place, code="invalid_value")
     json_body.optional(body, "vllm_xargs", dict)
     json_body.optional(body, "reasoning_effort", str)
-    has_kwargs = variables or "reasoning_effort" in body
-    kwargs = render_arguments(body)["chat_template_kwargs"] if has_kwargs else None
-    inexact = (*parts.inexact, *inexact_messages(messages, engine), *inexact_fields(body, engine))
+    json_body.objects(body, "documents")
+    json_body.flag(body, "add_special_tokens")
+    inexact = (*parts.inexact, *inexact_fields(body, CHAT, engine))
+    check_tools(body)
     return ChatRequest(
         model=model,
         messages=messages,
@@ -66,12 +68,6 @@ def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: Engin
         media=tuple(parts.media),
         stream=json_body.flag(body, "stream", nullable=True),
         max_tokens=json_body.max_tokens(body, "max_completion_tokens", "max_tokens"),
-        tools=tools_of(body),
-        documents=json_body.objects(body, "documents"),
-        add_generation_prompt=add,
-        continue_final_message=proceed,
-        add_special_tokens=json_body.flag(body, "add_special_tokens"),
-        chat_template_kwargs=kwargs or None,
         body=body,
         inexact=inexact[:MAX_REASONS],
         source=raw,
@@ -204,7 +200,7 @@ def _tool_calls(message: Object, path: str) -> None:
             raise RequestError.invalid(message_text, param=f"{place}.arguments", code="invalid_value")
 
 
-def tools_of(body: Object) -> list[Object] | None:
+def check_tools(body: Object) -> None:
     tools = json_body.objects(body, "tools")
     if tools is not None and not tools:
         message = "'tools' must hold at least one tool, or be left out."
@@ -218,4 +214,3 @@ def tools_of(body: Object) -> list[Object] | None:
         json_body.required(function, "name", str, f"{place}.name")
         json_body.optional(function, "description", str, f"{place}.description")
         json_body.optional(function, "parameters", dict, f"{place}.parameters")
-    return tools

@@ -1,28 +1,24 @@
-"""Parser for the forwarded routes ``POST /v1/completions`` and ``/v1/responses``, which are placed by affinity.
+"""Parser for the forwarded route ``POST /v1/responses``, which is placed by affinity.
 
-Media anywhere in a prompt (``input_image`` parts, screenshots in tool outputs) is fetched as for a chat and put into
+Media anywhere in the input (``input_image`` parts, screenshots in tool outputs) is fetched as for a chat and put into
 the body. References that the engine would have to resolve (``file_url``, ``file_id``) and embeddings are refused.
 """
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 from blake3 import blake3
 
 from mmrouter_lib.api import EngineType
-from mmrouter_lib.engines.base.request_fields import Endpoint, words
+from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
+from mmrouter_router.intake.field_check import Reason, check_fields
 from mmrouter_router.intake.json_body import Object, Raw
-from mmrouter_router.intake.prompt_fields import Reason, check_fields
-from mmrouter_router.intake.request import ChatRequest, Limits, MediaPart, Modality
+from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart, Modality
 
-HEAD_CHARACTERS = 2048  # characters of a prompt's JSON form that identify its beginning
-
-COMPLETIONS: Final[Endpoint] = "/v1/completions"
-RESPONSES: Final[Endpoint] = "/v1/responses"
-_PROMPTS: Final = {COMPLETIONS: ("prompt",), RESPONSES: ("input", "previous_input_messages")}
-"""Endpoint -> fields that hold messages or prompts, the required one first."""
+_INPUT = "input"
+_PROMPTS = (_INPUT, "previous_input_messages")  # fields that hold messages
 _MEDIA: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 _IDENTITIES = ("uuid", "content_hash")
 """Fields beside and within a medium that would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid)."""
@@ -34,32 +30,30 @@ _BESIDE_MEDIA = words("type detail cache_control prompt_cache_breakpoint").union
 )
 
 
-def parse_forwarded(
-    raw: Raw, limits: Limits, served_model: str, endpoint: Endpoint, engine: EngineType = "vllm"
-) -> ChatRequest:
+def parse_forwarded(raw: Raw, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
     """Parse and check the body of a forwarded route. Raises :class:`RequestError` only."""
     body = json_body.parse_object(raw, limits.max_request_bytes)
     model = json_body.model_of(body, served_model)
-    check_fields(body, endpoint, engine)
-    prompt = _PROMPTS[endpoint][0]
-    if body.get(prompt) is None:
-        raise RequestError.missing(prompt)
+    check_fields(body, RESPONSES, engine)
+    if body.get(_INPUT) is None:
+        raise RequestError.missing(_INPUT)
     media: list[MediaPart] = []
     removed: set[str] = set()
-    for name in _PROMPTS[endpoint]:
+    for name in _PROMPTS:
         for part in _media_in(body.get(name), name, removed):
             media.append(part)
             json_body.count_media(len(media), limits.max_images, part.param)
     return ChatRequest(
         model=model,
-        messages=[{"role": "user", "content": _head(body, prompt, media)}],
+        messages=[{"role": "user", "content": _head(body, media)}],
         media=tuple(media),
         stream=json_body.flag(body, "stream", nullable=True),
-        max_tokens=json_body.max_tokens(body, "max_output_tokens", "max_tokens"),
+        max_tokens=json_body.max_tokens(body, "max_output_tokens"),
         body=body,
-        inexact=(Reason(prompt, "not_modelled"),),
+        inexact=(Reason(_INPUT, "not_modelled"),),
         removed=tuple(sorted(removed)),
         source=raw,
+        endpoint=RESPONSES,
     )
 
 
@@ -87,21 +81,23 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
                     removed.update(field for field in _IDENTITIES if part.pop(field, None) is not None)
                 holder[key] = ""
                 yield MediaPart(holder, key, url, param, _MEDIA[name])
+                if holder is not value:
+                    yield from _media_in(holder, place, removed)
             elif isinstance(item, dict | list):
                 yield from _media_in(item, place, removed)
 
 
-def _head(body: Object, prompt: str, media: list[MediaPart]) -> str:
+def _head(body: Object, media: list[MediaPart]) -> str:
     """Return a text that is stable as a conversation grows: the client's cache key, or the prompt's beginning."""
     own = json_body.optional(body, "prompt_cache_key", str)
     if own:
         return own[:HEAD_CHARACTERS]
-    value = body[prompt]
+    value = body[_INPUT]
     if not isinstance(value, str) and not (isinstance(value, list) and value):
-        raise RequestError.wrong_type(prompt, "a string or a non-empty array", value)
-    start = value if isinstance(value, str) or isinstance(value[0], int) else value[0]
+        raise RequestError.wrong_type(_INPUT, "a string or a non-empty array", value)
+    start = value if isinstance(value, str) else value[0]
     if isinstance(start, str | list):
         start = start[:HEAD_CHARACTERS]
-    first = blake3(media[0].url.encode()).hexdigest() if media and media[0].param.startswith(f"{prompt}[0]") else ""
+    first = blake3(media[0].url.encode()).hexdigest() if media and media[0].param.startswith(f"{_INPUT}[0]") else ""
     instructions = json_body.optional(body, "instructions", str) or ""
     return f"{instructions[:HEAD_CHARACTERS]}\0{str(start)[:HEAD_CHARACTERS]}\0{first}"

@@ -14,6 +14,7 @@ once, as the URL of an image; otherwise, or where parsing fails, it must parse t
 
 import re
 import secrets
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Self
@@ -22,8 +23,9 @@ import pybase64
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint
+from mmrouter_router.intake.field_check import Reason
 from mmrouter_router.intake.json_body import Raw
-from mmrouter_router.intake.prompt_fields import Reason
 
 MIN_URI: Final = 16 * 1024  # characters of a URI from which extracting it pays
 _HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,(?!")')
@@ -73,6 +75,9 @@ def _canonical(data: bytes, text: memoryview) -> bool:
     return pybase64.b64encode(data[-(len(data) % 3 or 3) :]) == text[-4:]
 
 
+HEAD_CHARACTERS: Final = 2048  # characters of a prompt's JSON form that identify its beginning
+_PROMPT_FIELDS: Final[Mapping[Endpoint, str]] = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
+
 Modality = Literal["image", "video", "audio"]
 
 
@@ -119,8 +124,9 @@ class MediaPart(NamedTuple):
 class ChatRequest:
     """A checked request; treat it as immutable. ``inexact`` is empty where the prompt is modelled.
 
-    ``removed``: fields that clients may not set. A forwarded request has no ``images`` and always a reason; its
-    ``messages`` hold the beginning of its prompt as one user message, for affinity only.
+    ``removed``: fields that clients may not set. ``prompt``: the first one of a completion, a text or token ids (u32).
+    A completion and a forwarded request have no ``images``, and ``messages`` hold the beginning of the prompt as one
+    user message, for affinity only; a forwarded request always has a reason.
     """
 
     model: str
@@ -131,11 +137,17 @@ class ChatRequest:
     body: dict[str, Any]
     inexact: tuple[Reason, ...]
     images: tuple[ImagePart, ...] = ()
-    tools: list[dict[str, Any]] | None = None
-    documents: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = False
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
     removed: tuple[str, ...] = ()
     source: Raw = b""  # the body as parsed: as received, or with placeholders for large images
+    endpoint: Endpoint = CHAT
+    prompt: "str | array[int] | None" = None
+
+    @property
+    def text_size(self) -> int:
+        """Bytes of the body without its images."""
+        return len(self.source) - sum(len(image.url) for image in self.images)
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that an error in the prompt is about."""
+        return _PROMPT_FIELDS[self.endpoint]

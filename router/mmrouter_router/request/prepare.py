@@ -12,22 +12,23 @@ from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.block_keys import Span, namespace_seed
 from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.vllm.adapter import VLLM
-from mmrouter_lib.families import Family, ImageSizeError, is_proved, load_family
+from mmrouter_lib.families import Family, ImageSizeError, family_name, is_proved, load_family
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe, rotates
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.model_folder import read_json
-from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptTooLongError, TemplateError
-from mmrouter_lib.prompt.segment_cache import MAX_TOKENS
+from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, PromptTooLongError, TemplateError
+from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, OWNER
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
-from mmrouter_router.fleet.engine_requests import EngineRequestError
+from mmrouter_router.fleet.own_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
-from mmrouter_router.intake.prompt_fields import Exactness
+from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.prepared import Prepared, ResolvedImage
+from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
 from mmrouter_router.request.renderer_client import Rendered, Renderer
 from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
 from mmrouter_router.telemetry.tracing import child_span
@@ -47,18 +48,18 @@ class PromptModel(NamedTuple):
 
     family: Family | None
     prompter: Prompter | None
-    model_type: str
+    name: str
 
     @classmethod
     def load(cls, settings: Settings) -> Self:
         """Load them from the model folder. Raises ``ModelFolderError``."""
         spec, folder = settings.deployment.spec, settings.model_dir
-        model_type = str(read_json(folder, "config.json").get("model_type", "unknown"))
-        family = load_family(folder, spec.engine.processor) if is_proved(model_type, spec.engine.type) else None
+        name = family_name(read_json(folder, "config.json"))
+        family = load_family(folder, spec.engine.processor) if is_proved(name, spec.engine.type) else None
         if family is None:
-            return cls(None, None, model_type)
+            return cls(None, None, name)
         template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
-        return cls(family, Prompter.load(folder, chat_template=template, family=family), model_type)
+        return cls(family, PROMPTERS[spec.engine.type].load(folder, chat_template=template, family=family), name)
 
 
 class _Probed(NamedTuple):
@@ -75,9 +76,9 @@ def _invalid_image(error: Exception, param: str) -> RequestError:
     return RequestError.invalid(f"The image cannot be used: {error}.", param=param, code="invalid_image")
 
 
-def _too_long() -> RequestError:
+def _too_long(request: ChatRequest) -> RequestError:
     message = f"This model takes at most {MAX_TEXT} bytes or {MAX_TOKENS} tokens of text."
-    return RequestError.invalid(message, param="messages", code="request_too_large")
+    return RequestError.invalid(message, param=request.prompt_field, code="request_too_large")
 
 
 class Preparer:
@@ -95,7 +96,7 @@ class Preparer:
     ) -> None:
         model = model or PromptModel.load(settings)
         self.family, self.prompter = model.family, model.prompter
-        self.unknown_family = "" if model.family is not None else model.model_type
+        self.unknown_family = "" if model.family is not None else model.name
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key
@@ -144,15 +145,15 @@ class Preparer:
         if unseen:
             exactness = "affinity"
             reasons.append("policy:routing.policy")
-        elif _text_size(request) > MAX_TEXT and exactness != "affinity":
+        elif request.text_size > MAX_TEXT and exactness != "affinity":
             exactness = "affinity"
-            reasons.append("prompt_size:messages")
+            reasons.append(f"prompt_size:{request.prompt_field}")
         ids, spans = array("I"), tuple[Span, ...]()
         with child_span("prompt") as span:
             if unseen:
                 pass
             elif self.prompter is None:
-                rendered = await self._render(request, images, reasons) if exactness == "exact" else None
+                rendered = await self._render(request, images, reasons, tenant) if exactness == "exact" else None
                 if rendered is None:
                     exactness = "affinity"
                     reasons.append(f"family:{self.unknown_family}")
@@ -162,11 +163,14 @@ class Preparer:
             elif exactness != "affinity":
                 try:
                     ids, spans = await self._expand_off_loop(request, images, tenant)
+                except NotModelledError:
+                    exactness = "affinity"
+                    reasons.append("not_modelled:messages")
                 except PromptTooLongError as error:
                     if self.family is not None and self.family.fragile:
-                        raise _too_long() from error
+                        raise _too_long(request) from error
                     exactness = "affinity"
-                    reasons.append("prompt_size:messages")
+                    reasons.append(f"prompt_size:{request.prompt_field}")
             elif self.family is not None and self.family.fragile:
                 await self._refuse_harmful(request, images, tenant)
             if span:
@@ -176,14 +180,17 @@ class Preparer:
         by_renderer = self.prompter is None and exactness != "affinity"
         return Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, unseen)
 
-    async def _render(self, request: ChatRequest, images: Images, reasons: list[str]) -> Rendered | None:
-        """Return ids and spans from a renderer, ``None`` where it fails; adds the reason to ``reasons``."""
-        if self.renderer is None:
+    async def _render(self, request: ChatRequest, images: Images, reasons: list[str], tenant: str) -> Rendered | None:
+        """Return ids and spans from a renderer, ``None`` where it fails; adds the reason to ``reasons``.
+
+        Renderers render chats only.
+        """
+        if self.renderer is None or request.endpoint != CHAT:
             return None
         rewrites = [ImageRewrite(i.message, i.part, i.media.data_uri(), to_wire(i.identity)) for i in images]
         body = VLLM.rewrite_chat(request.body, rewrites, model=self._served_model, cache_salt=None).body
         try:
-            ids, spans = await self.renderer.render(body)
+            ids, spans = await self.renderer.render(body, tenant)
         except EngineRequestError as error:
             reasons.append(f"renderer_{error.cause}:{self.unknown_family}")
             return None
@@ -199,35 +206,35 @@ class Preparer:
         if len(images_of_body) > 1:  # a forwarded route renders prompts by its own rules
             message = "This model takes several images only in chat completions."
             raise RequestError.invalid(message, param=images_of_body[1].param, code="too_many_images")
-        if _text_size(request) > MAX_TEXT:
-            raise _too_long()
+        if request.text_size > MAX_TEXT:
+            raise _too_long(request)
         try:
             await self._expand_off_loop(request, images, tenant)
         except PromptTooLongError as error:
-            raise _too_long() from error
+            raise _too_long(request) from error
         except RequestError as error:
             if isinstance(error.__cause__, PlaceholderError):
                 raise
 
     async def _expand_off_loop(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
-        return await self._threads.run(tenant, len(request.source), self._expand, request, images)
+        return await self._threads.run(tenant, len(request.source), self._expand, request, images, tenant)
 
-    def _expand(self, request: ChatRequest, images: Images) -> Rendered:
+    def _expand(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
         assert self.prompter is not None
+        before = OWNER.set(tenant)
         try:
-            text = self.prompter.render(
-                request.messages,
-                tools=request.tools,
-                documents=request.documents,
-                add_generation_prompt=request.add_generation_prompt,
-                continue_final_message=request.continue_final_message,
-                chat_template_kwargs=request.chat_template_kwargs,
-            )
-            in_prompt = [image.in_prompt() for image in images]
-            expanded = self.prompter.expand(text, in_prompt, add_special_tokens=request.add_special_tokens)
+            if request.prompt is not None:
+                add_special_tokens = bool(request.body.get("add_special_tokens", True))
+                expanded = self.prompter.completion(request.prompt, add_special_tokens=add_special_tokens)
+            else:
+                # A forwarded request has no messages of its own: here they hold the beginning of its prompt.
+                body = request.body if request.endpoint == CHAT else {"messages": request.messages}
+                expanded = self.prompter.prompt(body, [image.in_prompt() for image in images])
         except (TemplateError, PlaceholderError) as error:
             message = f"{str(error)[0].upper()}{str(error)[1:]}."
-            raise RequestError.invalid(message, param="messages", code="invalid_value") from error
+            raise RequestError.invalid(message, param=request.prompt_field, code="invalid_value") from error
+        finally:
+            OWNER.reset(before)
         return expanded.ids, expanded.spans
 
     async def _resolve(self, request: ChatRequest, key: bytes, tenant: str) -> Images:
@@ -298,11 +305,6 @@ class Preparer:
             if image.message < 2:
                 raw += image.identity
         return xxh3_64_intdigest(raw)
-
-
-def _text_size(request: ChatRequest) -> int:
-    """Return the bytes of a body without its images."""
-    return len(request.source) - sum(len(image.url) for image in request.images)
 
 
 def _mark_unresolved(request: ChatRequest, images: Images) -> Images:

@@ -2,10 +2,10 @@
 
 import secrets
 from array import array
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 
@@ -13,9 +13,9 @@ from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.prompt import PromptImage
-from mmrouter_router.http.upstream import Body
+from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import ChatRequest
-from mmrouter_router.intake.prompt_fields import Exactness
+from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.sentinels.evidence import SentinelStore
 from mmrouter_router.sentinels.table import FilledPrompt, Scope, Values, fill_sentinels
@@ -101,6 +101,7 @@ class Prepared:
         return self.exactness, self.reasons
 
 
+T = TypeVar("T")
 CHAT = request_fields.CHAT
 _SECRET: Final = secrets.token_hex(16)  # makes placeholders unguessable, so that none occurs in a client's text
 NO_URL: Final = ""  # an image's URL until its way to the engine is chosen, because encoding megabytes as base64 is slow
@@ -135,17 +136,33 @@ class OutgoingImage:
         return ImageRewrite(self.message, self.part, url, self.uuid)
 
 
+async def run_inline(work: Callable[..., T], *arguments: Any) -> T:
+    return work(*arguments)
+
+
 @dataclass
 class Outgoing:
     """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order.
 
-    ``reports_ids``: its stream contains token ids that the router requested and the client did not.
+    ``reports_ids``: its stream contains token ids that the router requested and the client did not. ``run``: calls the
+    functions that write a large body, outside the event loop.
     """
 
     path: str
     fields: Mapping[str, Any]
     images: tuple[OutgoingImage, ...] = ()
     reports_ids: bool = False
+    run: Callable[..., Awaitable[Any]] = run_inline
+
+    async def whole(self) -> bytes:
+        """Return :attr:`plain`, written outside the event loop if it is large."""
+        body: bytes = await self.run(lambda: self.plain)
+        return body
+
+    async def written(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None] | None = None) -> Body:
+        """Return :meth:`pieces`, made outside the event loop if they are large."""
+        pieces: Body = await self.run(self.pieces, fields, urls)
+        return pieces
 
     @cached_property
     def plain(self) -> bytes:

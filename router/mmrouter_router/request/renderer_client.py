@@ -23,7 +23,7 @@ from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH, read_rendered, render_request
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.single_flight import SingleFlight
-from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
+from mmrouter_router.fleet.own_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.telemetry.metrics import Metrics
@@ -114,12 +114,15 @@ class Renderer:
         else:
             self._problems[member.uid] = f"one image became {len(rendered[1])} in the prompt"
 
-    async def render(self, body: Mapping[str, Any]) -> Rendered:
-        """Return ids and spans of a chat whose images have identities as uuids. Raises :class:`EngineRequestError`."""
+    async def render(self, body: Mapping[str, Any], tenant: str = "") -> Rendered:
+        """Return ids and spans of a chat whose images have identities as uuids. Raises :class:`EngineRequestError`.
+
+        Tenants share no answer, because the time of a hit would tell what another one sent.
+        """
         request = render_request(body)
         # The identity of an image replaces its bytes.
         content = {**request, "messages": [_with_identities(message) for message in request["messages"]]}
-        key = blake3(orjson.dumps(content)).digest()
+        key = blake3(tenant.encode() + b"\0" + orjson.dumps(content)).digest()
         cached = self._cache.get(key)
         if cached is not None:
             self._cache.move_to_end(key)

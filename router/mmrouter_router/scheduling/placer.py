@@ -13,7 +13,7 @@ from typing import Final, Literal
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
-from mmrouter_router.intake.prompt_fields import Exactness
+from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidate_columns import CandidateGroup
 from mmrouter_router.scheduling.pipeline_stages import canary_applies

@@ -43,22 +43,29 @@ _WRAPPERS = {
     "qwen3_vl": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     "qwen3_vl_moe": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
 }
-_TRANSFORMERS = {"0.5.23": (5, 19, 0)}  # engine version -> the transformers release that it was observed with
+_TRANSFORMERS = {
+    "0.5.22": (5, 19, 0),
+    "0.5.23": (5, 19, 0),
+}  # engine version -> the transformers release that it was observed with
 _NEAR, _PATCHES = 6, 4  # minor releases to either side that are candidates, nearest first, and patch releases of each
 _TRANSPORTS = ("cpu", "cuda_ipc")
 
 
 class FingerprintPlan(NamedTuple):
-    """Fingerprints to try for an engine; empty where its sentinels cannot be predicted, ``why`` gives the reason."""
+    """Fingerprints to try for an engine; empty where its sentinels cannot be predicted, ``why`` gives the reason.
+
+    ``legacy``: it writes one sentinel per image.
+    """
 
     candidates: tuple[Fingerprint, ...]
     why: str
+    legacy: bool = False
 
 
 def plan_fingerprints(version: str, facts: Mapping[str, str]) -> FingerprintPlan:
     """Return the candidates. ``facts`` are the heartbeat's: the engine's own names, values as JSON texts."""
     model_type = str(_fact(facts, "model_type") or "")
-    if legacy_sentinels(version):
+    if legacy_sentinels(version) and version not in _TRANSFORMERS:
         return FingerprintPlan((), f"release {version} hashes pixels")
     if _fact(facts, "language_only") is True:
         return FingerprintPlan((), "an engine beside encoders hashes their embeddings")
@@ -88,7 +95,7 @@ def plan_fingerprints(version: str, facts: Mapping[str, str]) -> FingerprintPlan
         )
         for transport, release in itertools.product(transports, _releases(version))
     )
-    return FingerprintPlan(candidates, "the encoded bytes decide")
+    return FingerprintPlan(candidates, "the encoded bytes decide", legacy_sentinels(version))
 
 
 def _releases(version: str) -> Iterator[str]:
@@ -156,7 +163,7 @@ class SentinelStore:
         for candidate in chosen.candidates:
             digest = candidate.digest()
             for identity, sha256 in self._probe_images:
-                state.expected.setdefault(_predict(sha256, digest), (digest, identity))
+                state.expected.setdefault(_predict(sha256, digest, chosen.legacy), (digest, identity))
         if len(self._states) > MAX_SCOPES:
             self._states.popitem(last=False)
 
@@ -192,7 +199,7 @@ class SentinelStore:
             return entry.values
         if not state.fingerprint:
             return None
-        values = _predict(self._sha256(identity, data), state.fingerprint)
+        values = _predict(self._sha256(identity, data), state.fingerprint, state.plan.legacy)
         state.table.put(identity, values, proven=False)
         return values
 
@@ -235,7 +242,7 @@ class SentinelStore:
             sha256 = self._sha256(identity, data)
             for candidate in state.plan.candidates:
                 digest = candidate.digest()
-                if _predict(sha256, digest) == values:
+                if _predict(sha256, digest, state.plan.legacy) == values:
                     self._calibrate(state, digest, identity, values)
                     return
             self._demote(state, "no candidate fingerprint predicts the sentinels that the engine used")
@@ -291,8 +298,8 @@ class SentinelStore:
         return aligner
 
 
-def _predict(sha256: str, fingerprint: str) -> Values:
-    return sentinels(artifact_hash_of(sha256, fingerprint, {}), legacy=False)
+def _predict(sha256: str, fingerprint: str, legacy: bool) -> Values:
+    return sentinels(artifact_hash_of(sha256, fingerprint, {}), legacy=legacy)
 
 
 def sha256_of(data: bytes) -> str:

@@ -94,7 +94,7 @@ class StreamedAnswer:
     def __init__(self) -> None:
         self.done = False  # the last event has been sent
         self._choices: dict[int, _Choice] = {}
-        self._head: Chunk = {}  # fields that are the same in all chunks: id, created, model
+        self._head: Chunk = {}  # fields that are the same in all chunks
         self._prompt_tokens = 0  # their number, if the engine reports their ids
         self._others = self._others_seen = 0  # chunks without choices: usage, an engine's extensions
 
@@ -112,6 +112,11 @@ class StreamedAnswer:
         return self._others_seen >= self._others and all(choice.reproduced for choice in self._choices.values())
 
     @property
+    def begun(self) -> bool:
+        """Whether there was a chunk."""
+        return bool(self._head)
+
+    @property
     def finished(self) -> bool:
         """Whether a choice has its finish reason."""
         return any(choice.finish is not None for choice in self._choices.values())
@@ -125,12 +130,16 @@ class StreamedAnswer:
         """Return the events behind the finish reason of a stream that reports its token ids."""
         prompt, answer = self._prompt_tokens, len(self.ids)
         usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
-        chunk = {"object": "chat.completion.chunk", "choices": [], "usage": usage} | self._head
+        chunk = self._head | {"choices": [], "usage": usage}
         return (b"data: " + orjson.dumps(chunk) + END if with_usage and not self._others else b"") + DONE
 
     def drop_last_id(self) -> None:
-        """Remove the last token, whose incomplete character has no text yet."""
+        """Remove the last token, whose incomplete character has no text yet. Raises ``ValueError`` where the client has
+        its log probability.
+        """
         only = self._choices[0]
+        if only.tokens.keys() - {"token_ids"}:
+            raise ValueError("the client has the log probability of a token without text")
         only.ids.pop()
         only.tokens["token_ids"] = only.seen["token_ids"] = len(only.ids)
 
@@ -165,9 +174,9 @@ class StreamedAnswer:
 
     def _rest(self, chunk: Chunk) -> Chunk | None:
         if not self._head:
-            self._head = {name: chunk[name] for name in ("id", "created", "model")}
-        if prompt := chunk.get("prompt_token_ids"):
-            self._prompt_tokens = len(prompt)
+            self._head = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        for part in (chunk, *chunk["choices"]):  # a chat's prompt ids are in the chunk, a completion's in a choice
+            self._prompt_tokens = len(part.get("prompt_token_ids") or ()) or self._prompt_tokens
         if not chunk["choices"]:
             self._others_seen += 1
             if self._others_seen <= self._others:

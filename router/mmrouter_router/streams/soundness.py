@@ -3,13 +3,16 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
+from mmrouter_lib.engines.base.continuation import Obstacle
+
 Cause = Literal["engine_lost", "stalled", "ended_early", "engine_failed"]
 """Connection lost; no byte from an engine that hangs; end without the last event; error event of the engine."""
 
 Refusal = Literal[
+    Obstacle,
     "off",
     "route",
-    "sampled",
+    "engine",
     "too_long",
     "limit",
     "diverged",
@@ -24,10 +27,20 @@ Refusal = Literal[
 CONTINUED: Final = ("/v1/chat/completions", "/v1/completions")
 MAX_CONTINUATIONS: Final = 2  # of one stream
 
+_SAMPLED: Final = "another engine would sample other tokens, and a continuation by token ids does not support"
 _TEXTS: Final[Mapping[str, str]] = {
     "off": "spec.routing.continueStreams is false",
     "route": "streams of this route are not continued",
-    "sampled": "another engine would sample other tokens, and the request cannot be continued by token ids",
+    "engine": "another engine would sample other tokens, and engines of this type do not continue token ids",
+    "choices": f"{_SAMPLED} several choices or prompts",
+    "penalties": f"{_SAMPLED} presence and frequency penalties",
+    "tools": f"{_SAMPLED} tools",
+    "grammar": f"{_SAMPLED} structured outputs",
+    "stop": f"{_SAMPLED} stop strings",
+    "bad_words": f"{_SAMPLED} bad words",
+    "logprobs": f"{_SAMPLED} these log probabilities",
+    "reasoning": f"{_SAMPLED} a reasoning parser",
+    "field": f"{_SAMPLED} a field of the request that the router does not know",
     "too_long": "the answer is longer than the router keeps",
     "limit": f"it was already continued {MAX_CONTINUATIONS} times",
     "diverged": "another engine gave a different answer",
@@ -37,16 +50,15 @@ _TEXTS: Final[Mapping[str, str]] = {
     "queue_full": "the queues of all available engines are full",
     "engine_refused": "another engine refused the request",
 }
-assert set(_TEXTS) == set(get_args(Refusal))
+REFUSALS: Final = frozenset(get_args(Refusal))
+assert set(_TEXTS) == REFUSALS
 
 
-def why_not(path: str, fields: Mapping[str, Any]) -> Refusal | None:
-    """Return why a repetition of this request may differ from what was sent, ``None`` where the answer is the same."""
-    if path not in CONTINUED:
-        return "route"
+def is_reproducible(fields: Mapping[str, Any]) -> bool:
+    """Return whether every engine gives the same answer to a request, so that a repetition continues it."""
     temperature, seed = fields.get("temperature"), fields.get("seed")
     greedy = (_is_number(temperature) and temperature == 0) or fields.get("top_k") == 1
-    return None if greedy or (isinstance(seed, int) and not isinstance(seed, bool)) else "sampled"
+    return greedy or (isinstance(seed, int) and not isinstance(seed, bool))
 
 
 def describe(refusal: str) -> str:

@@ -13,6 +13,7 @@ from mmrouter_lib import native
 
 _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_RATIO = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _FETCH = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
 RENDERER_CAUSES = frozenset(f"renderer_{cause}" for cause in ("unavailable", "timeout", "lost", "refused", "unusable"))
@@ -48,6 +49,9 @@ class Metrics(Collector):
         )
         self.prompt_blocks = counter("prompt_blocks", "Complete prompt blocks of routed requests")
         self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held")
+        self.hit_ratio = histogram(
+            "hit_ratio", _RATIO, "Share of a request's prompt blocks that the chosen worker held, for predicted prompts"
+        )
         self.stage = histogram("stage_seconds", _MILLISECONDS, "Time spent per stage of a request", "stage")
         self.first_byte = histogram("first_byte_seconds", _SECONDS, "Time from the request to the answer's first byte")
         self.chain = counter(
@@ -90,6 +94,12 @@ class Metrics(Collector):
         )
         self.tls = counter(
             "tls", "TLS of the client port: certificates loaded or refused, and failed handshakes", "event"
+        )
+        self.engine_tls = counter(
+            "engine_tls",
+            "TLS to engines: CAs loaded or refused, and refused connections by reason (untrusted, name, expired, "
+            "handshake_failed)",
+            "event",
         )
         self.slow_clients = counter(
             "slow_clients", "Clients disconnected for a slow request head, request body, or read of the answer", "part"

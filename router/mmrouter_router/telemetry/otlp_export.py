@@ -62,7 +62,8 @@ class CountingExporter(SpanExporter):
         self.processed = 0  # spans that have left the queue
         self._lost = 0
         self._errors = LastErrorFilter()
-        logging.getLogger(EXPORTER_LOG).addFilter(self._errors)
+        # Before the filter of an exporter that is still closing, which would hide the messages of this one.
+        logging.getLogger(EXPORTER_LOG).filters.insert(0, self._errors)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Export spans within the exporter's own time limit. Called by the exporting thread only."""

@@ -16,11 +16,11 @@ import orjson
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import ImageRewrite
-from mmrouter_lib.engines.sglang.stage_requests import decode_headers, new_meeting, prefill_headers
+from mmrouter_lib.engines.sglang.stage_requests import decode_fields, new_meeting, override_headers, prefill_fields
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
 from mmrouter_router.core.settings import Settings
-from mmrouter_router.fleet.engine_requests import EngineRequestError, EngineRequests
+from mmrouter_router.fleet.own_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepare import Preparer
@@ -124,7 +124,7 @@ class ProbeRequests:
     ) -> tuple["array[int]", tuple[Span, ...]]:
         prompter, renderer = self._preparer.prompter, self._preparer.renderer
         if prompter is not None:
-            expanded = prompter.expand(prompter.render(messages), [PromptImage(image.identity, image.tokens)])
+            expanded = prompter.prompt({"messages": messages}, [PromptImage(image.identity, image.tokens)])
             return expanded.ids, expanded.spans
         if renderer is None:
             raise ProbeRequestError(f"family {self._preparer.unknown_family} is not modelled")
@@ -140,10 +140,10 @@ class ProbeRequests:
             raise ProbeRequestError(f"no {PARTNERS[role]} engine is available for a pair")
         computes, answers = (target, other) if role == "prefill" else (other, target)
         meeting = new_meeting(computes.worker.member.ip, computes.rank, computes.worker.ranks)
-        both = (prefill_headers(meeting), decode_headers(meeting, answers.rank, answers.worker.ranks))
+        both = (prefill_fields(meeting), decode_fields(meeting, answers.rank, answers.worker.ranks))
         halves = [
-            asyncio.create_task(self._send(half, request, headers))
-            for half, headers in zip((computes, answers), both, strict=True)
+            asyncio.create_task(self._send(half, request, override_headers(fields)))
+            for half, fields in zip((computes, answers), both, strict=True)
         ]
         try:
             async with asyncio.timeout(self._pair_seconds):

@@ -16,10 +16,10 @@ from xxhash import xxh3_64_intdigest
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.differences import PredictedPrompt, RenderVerdict, compare_rendering, predicted_prompt
 from mmrouter_router.explain.parity_check import Verdict, check_parity
-from mmrouter_router.fleet.engine_requests import EngineRequestError
 from mmrouter_router.fleet.feed_client import FeedClient
+from mmrouter_router.fleet.own_requests import EngineRequestError
 from mmrouter_router.fleet.workers import Fleet
-from mmrouter_router.request.prepared import Prepared
+from mmrouter_router.request.prepared import CHAT, Prepared
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -101,8 +101,10 @@ class RenderSampler:
         self.queue: asyncio.Queue[_RenderSample] = asyncio.Queue(RENDERINGS)
 
     def offer(self, trace: DecisionTrace, prepared: Prepared, body: Callable[[], bytes]) -> None:
-        """Queue an answered request if it is sampled. ``body`` returns it with its images. Never waits."""
-        if not self._wants(trace.request_id) or (prompt := predicted_prompt(prepared)) is None:
+        """Queue an answered chat if it is sampled. ``body`` returns it with its images. Never waits."""
+        if prepared.request.endpoint != CHAT or not self._wants(trace.request_id):
+            return
+        if (prompt := predicted_prompt(prepared)) is None:
             return
         sample = _RenderSample(trace, prompt, body())
         if self.queue.full() or sample.size > self._free_bytes:

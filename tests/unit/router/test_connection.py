@@ -17,7 +17,8 @@ from unit.router.test_upstream import HEAD, Engine, chunk
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import AsgiClient
-from mmrouter_router.http.upstream import HIGH_WATER, Upstream, UpstreamError
+from mmrouter_router.http.engine_connection import HIGH_WATER, UpstreamError
+from mmrouter_router.http.upstream import Upstream
 
 ASK = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 PIECE = 64 * 1024

@@ -23,6 +23,7 @@ FIRST, SECOND = Engine("a").stream([TOKENS]), Engine("b", (2, 1)).stream([TOKENS
 PART = FIRST[: FIRST.index(b"at ")]  # in the middle of an event
 WHOLE = PART[: PART.rindex(b"\n\n") + 2]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+COMPLETIONS = "/v1/completions"
 GREEDY = {"model": "m", "temperature": 0, "stream": True}
 
 
@@ -96,7 +97,7 @@ def assert_ends_with(out: bytes, refusal: str, before: bytes) -> None:
 
 
 @pytest.mark.parametrize("pours", [True, False])
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_another_engine_continues_a_stream_that_broke(rig, path, pours):
     chat = path == CHAT
     first, second = (Engine(name, chat=chat).stream([TOKENS]) for name in "ab")
@@ -131,17 +132,19 @@ async def test_answers_that_are_the_same_everywhere_are_continued(rig, fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "enabled", "refusal"),
+    ("fields", "enabled", "by_tokens", "refusal"),
     [
-        ({}, True, "sampled"),
-        ({"temperature": 0.7}, True, "sampled"),
-        ({"seed": True}, True, "sampled"),
-        (GREEDY, False, "off"),
+        ({}, True, None, "engine"),
+        ({"temperature": 0.7}, True, None, "engine"),
+        ({"seed": True}, True, None, "engine"),
+        ({"stop": "x"}, True, VLLM_CONTINUATION, "stop"),
+        ({"presence_penalty": 1}, True, VLLM_CONTINUATION, "penalties"),
+        (GREEDY, False, None, "off"),
     ],
 )
-async def test_other_answers_end_with_an_error_that_names_the_cause(rig, fields, enabled, refusal):
+async def test_other_answers_end_with_an_error_that_names_the_cause(rig, fields, enabled, by_tokens, refusal):
     _, second = await rig.serve(w1=breaks(PART), w2=ends(SECOND))
-    streams = Streams(rig, enabled=enabled)
+    streams = Streams(rig, enabled=enabled, by_tokens=by_tokens)
     assert_ends_with(await streams.read(fields), refusal, WHOLE)
     assert (streams.stream.failed, second.asked) == (True, [])
     assert streams.counted == {("engine_lost", refusal): 1}
@@ -276,6 +279,7 @@ class TokensIn(LoopbackEngine):
             writer.write(http_answer(200, json.dumps({"prompt": "x\ufffd" if self.broken >= 0 else "x"}).encode()))
         elif path.endswith("/render"):
             rendered = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 5}}
+            rendered = [rendered] if path == f"{COMPLETIONS}/render" else rendered
             writer.write(http_answer(self.renders, json.dumps(rendered).encode()))
         else:
             self.wanted.append(body)
@@ -294,40 +298,55 @@ ANSWER = dict(zip(range(10, 15), ("The ", "tide ", "", "turns ", "at noon."), st
 REPORTING = {**VLLM_CONTINUATION.reporting, "model": "m", "stream": True}
 
 
-def reported(count: int) -> bytes:
-    """The beginning of a stream that reports so many token ids."""
+def reported(count: int, path: str = CHAT, **more) -> bytes:
+    """The beginning of a stream that reports so many token ids. ``more``: of each choice."""
     head = {"id": "a", "object": "chunk", "created": 1, "model": "m"}
     start = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     steps = [
-        {"index": 0, "delta": {"content": text}, "finish_reason": None, "token_ids": [token]}
+        {"index": 0, "delta": {"content": text}, **more, "finish_reason": None, "token_ids": [token]}
         for token, text in list(ANSWER.items())[:count]
     ]
     chunks = [head | {"choices": [start], "prompt_token_ids": [1, 2]}, *(head | {"choices": [step]} for step in steps)]
+    if path == COMPLETIONS:
+        texts = [{"index": 0, "text": step["delta"]["content"], "finish_reason": None} for step in steps]
+        ids = [{"prompt_token_ids": None if n else [1, 2], "token_ids": s["token_ids"]} for n, s in enumerate(steps)]
+        chunks = [head | {"choices": [text | found]} for text, found in zip(texts, ids, strict=True)]
     return b"".join(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks)
 
 
-async def by_tokens(rig, count: int, other: TokensIn) -> tuple[Streams, bytes]:
-    await rig.serve(w1=breaks(reported(count)))
+async def by_tokens(rig, count: int, other: TokensIn, path: str = CHAT, **more) -> tuple[Streams, bytes]:
+    await rig.serve(w1=breaks(reported(count, path, **more)))
     rig.engines["w2"] = other
     await other.serve()
     synced(rig.fleet, Member("w2", "w2", other.ip, "worker", "worker"), (), "True", 1)
     streams = Streams(rig, by_tokens=VLLM_CONTINUATION)
-    return streams, await streams.read(REPORTING, reports_ids=True)
+    return streams, await streams.read(REPORTING, path, reports_ids=True)
 
 
-@pytest.mark.parametrize("count", range(5))
-async def test_an_engine_continues_the_token_ids_of_a_sampled_answer(rig, count):
+@pytest.mark.parametrize("count", range(1, 5))
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_an_engine_continues_the_token_ids_of_a_sampled_answer(rig, count, path):
     other = TokensIn(ANSWER)
-    streams, out = await by_tokens(rig, count, other)
+    streams, out = await by_tokens(rig, count, other, path)
     choices, heads, usages, done = received(out)
-    assert choices[0]["texts"] == [("content", "The tide turns at noon.")]
-    assert (choices[0]["roles"], choices[0]["finish"], heads, done) == (1, ["length"], {("a", 1)}, 1)
+    assert choices[0]["texts"] == [("content" if path == CHAT else "text", "The tide turns at noon.")]
+    assert (choices[0]["roles"], choices[0]["finish"]) == (int(path == CHAT), ["length"])
+    assert (heads, done) == ({("a", 1)}, 1)
     assert usages == [{"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}]
     (wanted,) = other.wanted
     assert wanted["token_ids"] == [1, 2, *list(ANSWER)[:count]]
     assert wanted["sampling_params"]["max_tokens"] == 5 - count
     assert b"token_ids" not in out
     assert streams.counted == {("engine_lost", "continued"): 1}
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_sampled_answer_of_which_the_client_has_nothing_is_requested_anew(rig, path):
+    whole = Engine("b", chat=path == CHAT).stream([TOKENS])
+    _, second = await rig.serve(w1=breaks(reported(1, path)[:20]), w2=ends(whole))
+    out = await Streams(rig, by_tokens=VLLM_CONTINUATION).read(REPORTING, path, reports_ids=True)
+    assert received(out) == received(whole)
+    assert [asked for asked, *_ in second.asked] == [path]
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
@@ -353,6 +372,13 @@ async def test_tokens_of_an_incomplete_character_are_generated_again(rig):
     assert usages[0]["completion_tokens"] == 5
 
 
+async def test_a_token_without_text_whose_log_probability_was_sent_is_not_generated_again(rig):
+    listed = {"logprobs": {"content": [{"token": "x", "logprob": -1.0, "bytes": [], "top_logprobs": []}]}}
+    streams, out = await by_tokens(rig, 3, TokensIn(ANSWER, broken=1), **listed)
+    assert_ends_with(out, "logprobs", VLLM_CONTINUATION.strip(reported(3, **listed)))
+    assert streams.counted == {("engine_lost", "logprobs"): 1}
+
+
 async def test_an_engine_that_does_not_take_token_ids_ends_the_stream(rig):
     streams, out = await by_tokens(rig, 3, TokensIn(ANSWER, renders=403))
     assert_ends_with(out, "engine_refused", VLLM_CONTINUATION.strip(reported(3)))
@@ -366,7 +392,9 @@ async def test_an_engine_that_does_not_take_token_ids_ends_the_stream(rig):
         (CHAT, {}, False),
         (CHAT, {"stream": True, "temperature": 0}, False),  # is repeated, at no cost per token
         (CHAT, {"stream": True, "n": 2}, False),
-        ("/v1/completions", {"stream": True}, False),
+        (COMPLETIONS, {"stream": True}, True),
+        (COMPLETIONS, {"stream": True, "logprobs": 1}, False),
+        ("/v1/responses", {"stream": True}, False),
     ],
 )
 def test_only_streams_that_need_them_report_token_ids(rig, path, fields, reports):

@@ -233,6 +233,17 @@ def test_shared_directory_is_reported_only_when_it_crosses_its_mark(rig):
     assert shared == {"taken": 3, "limit": 1000, "available": 5000, "capacity": 9000, "above": False}
 
 
+def test_an_engine_on_another_device_is_reported_as_it_says_and_a_silent_one_as_unknown(rig):
+    worker = rig.worker("a")
+    rig.beat(worker, requested_device="cuda")
+    assert "device" not in rig.reporter.report()["workers"]["uid-a"]
+    assert state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]["device"] == "unknown"
+    rig.beat(worker, device="cpu", devices=1, requested_device="cuda")
+    assert rig.reporter.report()["workers"]["uid-a"]["device"] == {"actual": "cpu", "requested": "cuda"}
+    shown = state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]
+    assert [shown[name] for name in ("device", "devices", "requested_device")] == ["cpu", 1, "cuda"]
+
+
 def test_counts_and_missing_stages_are_in_every_report(rig):
     assert rig.reporter.report()["degraded"] == []
     rig.degraded = ("no_encoder", "no_prefill")

@@ -331,3 +331,12 @@ def test_failed_encoder_is_retried_with_growing_backoff():
         encoders.cancel(f"r{number}", at + 0.1)
         encoders.cancel(f"s{number}", at + 0.1)
         assert view(encoders, "fast", at).backoff_until == pytest.approx(at + 2**number)
+
+
+def test_one_request_may_have_another_mode_and_its_images_then_stay():
+    encoders = machine("auto", "fast", "slow")
+    assert sorted(where(encoders.place("r1", images("abcd"), 0.0, "perImage"))) == ["fast", "fast", "slow", "slow"]
+    outcome = encoders.finished(next(run for run, job in encoders.runs.items() if job.queue.id == "fast"), 0.01)
+    outcome2 = encoders.finished(next(run for run, job in encoders.runs.items() if job.queue.id == "fast"), 0.02)
+    assert outcome.moved == outcome2.moved == 0
+    assert len(encoders.queues["slow"].running) + len(encoders.queues["slow"].waiting) == 2

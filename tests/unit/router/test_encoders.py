@@ -7,13 +7,13 @@ import pytest
 from unit.router.rig import cancelled, heartbeat, refused, running, until
 
 from mmrouter_lib import feed
-from mmrouter_router.encoding.encoder_pods import ANNOUNCE_AGAIN_SECONDS, EncoderAnnouncer
+from mmrouter_router.encoding.encoder_pods import ANNOUNCE_AGAIN_SECONDS, EncoderAnnouncer, heard_encoders
 from mmrouter_router.encoding.encoder_queue import Encoder, Image
 from mmrouter_router.encoding.image_sender import EncodeError, ImageSender, ImageToEncode
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Member
-from mmrouter_router.http.upstream import UpstreamError
+from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import OutgoingImage
 from mmrouter_router.telemetry.metrics import Metrics
@@ -286,3 +286,13 @@ async def test_silent_sidecar_is_retried_without_blocking_others(rig):
     assert await rig.names() == {"w2": [["e1"]]}
     rig.sidecars["w1"].silent = False
     assert await rig.names() == {"w1": [["e1"]]}
+
+
+def test_a_silent_sidecar_gets_no_claims_of_embeddings(rig):
+    """Each claim would wait for its answer in vain."""
+    pods = [rig.pod(name, role) for name, role in (("e1", "encoder"), ("e2", "encoder"), ("w", "worker"))]
+    for worker in pods:
+        worker.sync.synced = True
+    assert heard_encoders(rig.fleet) == ["e1", "e2"]
+    rig.fleet.mark_stale(pods[0])
+    assert heard_encoders(rig.fleet) == ["e2"]

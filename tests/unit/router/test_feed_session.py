@@ -3,7 +3,7 @@
 import pytest
 
 from mmrouter_lib.block_keys import pack_keys
-from mmrouter_lib.feed import Delta, Heartbeat, ReplayRequest, SnapshotPart, SnapshotRequest
+from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, ReplayRequest, SnapshotPart, SnapshotRequest
 from mmrouter_router.fleet.feed_session import ANSWER_SECONDS, CHECK_SECONDS, STALE_SECONDS, FeedSession
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.telemetry.metrics import Metrics
@@ -75,3 +75,15 @@ def test_an_unanswered_request_is_repeated_until_it_is_answered(followed):
     followed.session.on_reply(followed.snapshot(asked[-1].id, 0))
     assert followed.worker.routable
     assert followed.pass_time(10, beats=0) == []
+
+
+def test_an_answer_to_an_older_request_does_not_end_the_wait_for_the_newest(followed):
+    """A repeated answer arrives after the next request, whose own answer is lost."""
+    (first,) = followed.session.on_published(Delta(1, 2, 0.0, 0, 0, "GPU", b"", pack_keys([1])))
+    followed.session.on_published(Delta(1, 4, 0.0, 0, 0, "GPU", b"", pack_keys([1])))
+    answer = ReplayPart(first.id, (Delta(1, 1, 0.0, 0, 0, "GPU", b"", b""),), last=True)
+    assert [type(request) for request in followed.session.on_reply(answer)] == [ReplayRequest]
+    assert followed.session.on_reply(answer) == []
+    again = followed.pass_time(ANSWER_SECONDS + CHECK_SECONDS, beats=4)
+    assert [type(request) for request in again] == [SnapshotRequest]
+    assert not followed.worker.routable

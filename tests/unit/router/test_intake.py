@@ -194,11 +194,7 @@ def test_plain_request_is_exact_and_unchanged():
         "chat_template_kwargs": {"enable_thinking": False},
     }
     request = read(body)
-    assert (request.body, request.messages, request.tools) == (body, messages, tools)
-    assert (request.stream, request.max_tokens, request.documents) == (True, 7, body["documents"])
-    flags = request.add_generation_prompt, request.continue_final_message, request.add_special_tokens
-    assert flags == (False, True, True)
-    assert request.chat_template_kwargs == {"enable_thinking": False}
+    assert (request.body, request.messages, request.stream, request.max_tokens) == (body, messages, True, 7)
     assert (request.images, request.media, request.inexact) == ((), (), ())
 
 
@@ -282,46 +278,13 @@ def test_every_field_is_harmless_modelled_removed_or_a_reason(fields, reasons):
     assert [(reason.field, reason.reason) for reason in read(chat(**fields)).inexact] == reasons
 
 
-@pytest.mark.parametrize(
-    ("fields", "reasons"),
-    [
-        ({"temperature": 0, "stop": ["x"], "add_generation_prompt": True, "continue_final_message": False}, []),
-        ({"add_special_tokens": False, "tools": None, "documents": None, "reasoning_effort": None}, []),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, []),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, ["tools"]),
-        ({"documents": [{"text": "x"}], "add_special_tokens": True}, ["documents", "add_special_tokens"]),
-        ({"add_generation_prompt": False}, ["add_generation_prompt"]),
-        ({"reasoning_effort": "low"}, ["reasoning_effort"]),
-        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ["messages[1].role"]),
-        ({"messages": [{"role": "tool", "content": "a"}, {"role": "user", "content": "b"}]}, ["messages[0].role"]),
-    ],
-)
-def test_fields_that_sglang_treats_differently_are_reasons(fields, reasons):
-    body = json.dumps({**chat(), **fields}).encode()
-    request = parse_chat(body, LIMITS, "demo", "sglang")
-    assert [(reason.field, reason.reason) for reason in request.inexact] == [(r, "engine_differs") for r in reasons]
-    assert parse_chat(body, LIMITS, "demo").inexact == ()
-
-
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, None),
-        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
-        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
-            {"reasoning_effort": "low", "enable_thinking": False},
-        ),
-        ({"reasoning_effort": None, "chat_template_kwargs": {"a": None}}, {"a": None}),
-        (
-            {"chat_template_kwargs": {"namespace": 1, "range": 2, "chat_template": None, "b": 3}},
-            {"b": 3, "chat_template": None},
-        ),
-    ],
-)
-def test_reasoning_effort_is_a_template_variable(fields, expected):
-    assert read(chat(**fields)).chat_template_kwargs == expected
+def test_a_message_is_continued_after_a_generation_prompt_or_instead_of_it():
+    continued = chat(messages=[{"role": "assistant", "content": "So"}], continue_final_message=True)
+    body = json.dumps(continued).encode()
+    assert parse_chat(body, LIMITS, "demo", "sglang").inexact == ()
+    with pytest.raises(RequestError) as refused:
+        parse_chat(body, LIMITS, "demo", "vllm")
+    assert refused.value.param == "continue_final_message"
 
 
 UNKNOWN = "unknown_parameter"
@@ -358,5 +321,5 @@ def test_a_field_is_judged_by_its_name_as_parsed():
 
 
 def test_reasons_are_of_bounded_number():
-    many = chat(messages=[{"role": "tool", "content": "x"}] * 500)
-    assert len(parse_chat(json.dumps(many).encode(), LIMITS, "demo", "sglang").inexact) == 32
+    videos = [{"type": "video_url", "video_url": {"url": f"data:,{number}"}} for number in range(40)]
+    assert len(read(chat(TEXT, *videos), Limits(max_images=40)).inexact) == 32

@@ -1,7 +1,6 @@
 """Fuzzing of request bodies: the result is a checked request or a :class:`RequestError`."""
 
 import copy
-import functools
 import json
 import random
 
@@ -11,10 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import Limits, forwarded_routes, parse_chat, parse_forwarded
+from mmrouter_router.intake import Limits, parse_chat, parse_completion, parse_forwarded
 from mmrouter_router.intake.json_body import depth, parse_object, text_depth
 
-forwarded = functools.partial(parse_forwarded, endpoint=forwarded_routes.RESPONSES)
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 
 CALLED = {"name": "f", "arguments": "{}"}
@@ -42,6 +40,15 @@ CHAT = {
     "max_tokens": 5,
     "reasoning_effort": "low",
     "add_generation_prompt": True,
+}
+COMPLETION = {
+    "model": "demo",
+    "prompt": [[1, 2], [3]],
+    "add_special_tokens": True,
+    "vllm_xargs": {"a": 1},
+    "stream": True,
+    "max_tokens": 5,
+    "echo": False,
 }
 RESPONSES = {
     "model": "demo",
@@ -99,7 +106,9 @@ def outcome(parse, raw):
     return None
 
 
-@pytest.mark.parametrize(("parse", "body"), [(parse_chat, CHAT), (forwarded, RESPONSES)])
+@pytest.mark.parametrize(
+    ("parse", "body"), [(parse_chat, CHAT), (parse_forwarded, RESPONSES), (parse_completion, COMPLETION)]
+)
 def test_mutated_requests_are_accepted_or_refused(parse, body):
     read = 0
     for seed in range(500):
@@ -116,7 +125,7 @@ def test_mutated_requests_are_accepted_or_refused(parse, body):
             part = request.messages[image.message]["content"][image.part]
             assert (part["type"], part["image_url"]) == ("image_url", {"url": image.url}), seed
         assert all(part.holder[part.key] == "" for part in request.media), seed
-        if parse is forwarded:
+        if parse is parse_forwarded:
             prompts = {
                 name: request.body[name] for name in ("input", "previous_input_messages") if name in request.body
             }
@@ -134,7 +143,7 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("parse", [parse_chat, forwarded])
+@pytest.mark.parametrize("parse", [parse_chat, parse_forwarded, parse_completion])
 @settings(max_examples=25, deadline=None)
 @given(raw=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 @example(raw=b'{"model":"demo","messages":' + b"[" * 100_000)

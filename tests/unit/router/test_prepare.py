@@ -14,7 +14,6 @@ from unit.router.rig import Rig, refused, resource
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
-from mmrouter_router.intake.forwarded_routes import RESPONSES
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.telemetry.metrics import Metrics
@@ -223,7 +222,7 @@ async def prepare_phi3():
 
 def responses(*parts):
     body = {"model": "t", "input": [{"role": "user", "content": list(parts)}]}
-    return parse_forwarded(json.dumps(body).encode(), Limits(), "t", RESPONSES)
+    return parse_forwarded(json.dumps(body).encode(), Limits(), "t")
 
 
 def input_image(seed):

@@ -1,6 +1,5 @@
 """Configuration errors of a pod's commands, and the download of a model's metadata from a local hub."""
 
-import hashlib
 import json
 import os
 import subprocess
@@ -8,13 +7,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import zmq
+from hub_server import COMMIT, OLDER, TOKEN, Hub
 from unit.router.rig import manifest
 
 from mmrouter_lib import model_folder as metadata
@@ -73,7 +71,9 @@ def test_invalid_resource_is_named_by_its_field(config, complaint):
     assert "spec.engine" in complaint()
 
 
-@pytest.mark.parametrize("setting", ["DRAIN_SECONDS=soon", "DRAIN_SECONDS=-1", "SHARED_LIMIT_BYTES=1Gi"])
+@pytest.mark.parametrize(
+    "setting", ["DRAIN_SECONDS=soon", "DRAIN_SECONDS=-1", "SHARED_LIMIT_BYTES=1Gi", "LOG_LEVEL=loud"]
+)
 def test_invalid_variable_is_named(complaint, setting):
     name, _, value = f"MMROUTER_{setting}".partition("=")
     assert f"{name} is '{value}'" in complaint(**{name: value})
@@ -116,8 +116,6 @@ def test_process_without_model_files_exits_with_status_2(environment, config):
     assert "Traceback" not in done.stderr
 
 
-COMMIT, OLDER = "a" * 40, "b" * 40
-TOKEN = "hf_secret"
 FILES = {
     "config.json": b'{"model_type": "qwen2_vl"}',
     "tokenizer.json": b'{"version": "1.0"}',
@@ -135,85 +133,9 @@ WANTED = {name for name in FILES if name.endswith((".json", ".jinja", ".txt")) a
 }
 
 
-class Hub(ThreadingHTTPServer):
-    """One repository at two commits; `main` is the newer one."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.files = dict(FILES)
-        self.private = False
-        self.asked: list[str] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Hub
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        path = unquote(urlsplit(self.path).path)
-        self.server.asked.append(path)
-        if self.server.private and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            self._error(401, "GatedRepo")
-        elif path.startswith("/api/models/org/model"):
-            self._api(path)
-        elif path.startswith("/org/model/resolve/"):
-            self._file(*path.removeprefix("/org/model/resolve/").split("/", 1))
-        else:
-            self._error(404, "RepoNotFound")
-
-    do_HEAD = do_GET  # noqa: N815
-
-    def _api(self, path: str) -> None:
-        parts = path.removeprefix("/api/models/org/model").strip("/").split("/")
-        revision = parts[1] if len(parts) > 1 else "main"
-        commit = {"main": COMMIT, COMMIT: COMMIT, OLDER: OLDER}.get(revision)
-        files = self.server.files
-        if commit is None:
-            self._error(404, "RevisionNotFound")
-        elif parts[0] == "tree":
-            sums = {name: hashlib.sha1(data).hexdigest() for name, data in files.items()}
-            self._json([{"type": "file", "path": n, "size": len(files[n]), "oid": sums[n]} for n in files])
-        else:
-            siblings = [{"rfilename": name} for name in files]
-            model = {"id": "org/model", "modelId": "org/model", "sha": commit, "private": False}
-            self._json({**model, "siblings": siblings})
-
-    def _file(self, commit: str, name: str) -> None:
-        data = self.server.files.get(name)
-        if data is None:
-            self._error(404, "EntryNotFound")
-            return
-        data += commit[:1].encode() if name == "merges.txt" else b""
-        self._send(200, data, {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'})
-
-    def _error(self, status: int, code: str) -> None:
-        self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
-
-    def _json(self, body: Any) -> None:
-        self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-
 @contextmanager
 def serving() -> Iterator[Hub]:
-    hub = Hub()
+    hub = Hub(FILES)
     thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

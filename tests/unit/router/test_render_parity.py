@@ -41,7 +41,7 @@ from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify import sampling
 from mmrouter_router.verify.sampling import RenderSampler
 from mmrouter_sim import model
-from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.engine import simulated
 from mmrouter_sim.vllm import app
 from mmrouter_sim.vllm.flags import parse
 
@@ -173,10 +173,10 @@ def test_only_own_predictions_are_compared():
 
 
 @functools.cache
-def simulated():
+def simulated_renderer():
     """The simulator as a renderer; it keeps no request."""
     settings = parse(["launch", "render", str(MODEL), "--served-model-name", "t"])
-    return app.build(SimulatedEngine(settings, model.load("t", MODEL, chat_template=None, processor={})))
+    return app.build(simulated(settings, model.load("t", MODEL, chat_template=None, processor={})))
 
 
 class Rig:
@@ -190,7 +190,7 @@ class Rig:
     async def with_renderer(self) -> None:
         ip = loopback()
         # Only what serves: uvicorn's own loop looks at its signals every 0.1 s, which is how long it takes to end.
-        config = uvicorn.Config(simulated(), host=ip, port=HTTP_PORT, lifespan="off", log_config=None)
+        config = uvicorn.Config(simulated_renderer(), host=ip, port=HTTP_PORT, lifespan="off", log_config=None)
         config.load()
         server = uvicorn.Server(config)
         server.lifespan = config.lifespan_class(config)

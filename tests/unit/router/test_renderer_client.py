@@ -8,7 +8,7 @@ from unit.router.rig import LoopbackEngine, cancelled, http_answer, refused, unt
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.fleet.engine_requests import EngineRequestError
+from mmrouter_router.fleet.own_requests import EngineRequestError
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.renderer_client import Renderer
@@ -130,6 +130,12 @@ async def test_cache_is_bounded_by_tokens(rig, server):
     await rig.renderer.render(chat(A, B))  # 9 tokens: evicts both
     await rig.renderer.render(chat(A))
     assert server.asked == 4
+
+
+async def test_tenants_share_no_answer(rig, server):
+    for tenant in ("red", "blue", "red"):
+        await rig.renderer.render(chat(A), tenant)
+    assert server.asked == 2
 
 
 async def test_concurrent_requests_for_one_content_share_a_rendering(rig, server):

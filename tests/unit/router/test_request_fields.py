@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from mmrouter_lib.engines import ADAPTERS
-from mmrouter_lib.engines.base.request_fields import CHAT, Endpoint
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint
+from mmrouter_router.api.chat import PARSERS
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
-from mmrouter_router.intake.forwarded_routes import COMPLETIONS, RESPONSES
+from mmrouter_router.intake import ChatRequest, Limits
 
 BODIES: dict[Endpoint, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "x"}]},
@@ -37,9 +37,7 @@ OPENAI: dict[Endpoint, str] = {
 
 def parse(engine: Any, endpoint: Endpoint, **fields: Any) -> ChatRequest:
     raw = json.dumps({"model": "m", **BODIES[endpoint], **fields}).encode()
-    if endpoint == CHAT:
-        return parse_chat(raw, Limits(), "m", engine)
-    return parse_forwarded(raw, Limits(), "m", endpoint, engine)
+    return PARSERS[endpoint](raw, Limits(), "m", engine)
 
 
 @pytest.mark.parametrize(("engine", "endpoint"), CASES)

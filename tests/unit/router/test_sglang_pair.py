@@ -145,20 +145,34 @@ async def rig(make):
     return make()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
-async def test_both_engines_get_the_request_and_the_decoder_answers(rig, path):
+async def test_both_engines_get_the_chat_and_the_decoder_answers(rig):
     prefill, decode = await rig.serve(p1=answer(200, b"one token"), d1=answer(200, b"many tokens"))
-    reply = await rig.send({"messages": ["x"], "stream": True}, path)
+    reply = await rig.send({"messages": ["x"], "stream": True})
     assert (reply.first, reply.trace.form, reply.trace.answers) == (b"many tokens", "prefill-decode", "d1")
     reply.close()
     ((at, one, body), (also_at, other, also)) = (*prefill.asked, *decode.asked)
-    assert (at, body) == (also_at, also) == (path, {"messages": ["x"], "stream": True})
+    assert (at, body) == (also_at, also) == ("/v1/chat/completions", {"messages": ["x"], "stream": True})
     both = {"x-override-bootstrap-host": prefill.ip, "x-override-bootstrap-port": "8998", "x-override-rid": "r-1"}
     for headers in (one, other):
         assert headers.items() >= both.items()
         assert headers["authorization"] == "Bearer secret"
     assert 0 <= int(one[ROOM]) == int(other[ROOM]) < 1 << 63
     await rig.nothing_is_booked()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_a_request_whose_endpoint_reads_no_headers_says_in_its_body_where_the_engines_meet(make, path):
+    rig = make()
+    prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", ranks=2)
+    (await rig.send({"prompt": "x"}, path)).close()
+    ((at, one, body), (also_at, other, also)) = (*prefill.asked, *decode.asked)
+    assert at == also_at == path
+    assert ROOM not in one | other
+    meeting = {"prompt": "x", "bootstrap_host": prefill.ip, "bootstrap_port": 8998}
+    room, prefills, answers = body["bootstrap_room"], body["routed_dp_rank"], also["routed_dp_rank"]
+    assert body == meeting | {"bootstrap_room": room, "routed_dp_rank": prefills}
+    assert also == body | {"routed_dp_rank": answers, "disagg_prefill_dp_rank": prefills}
+    assert (0 <= room < 1 << 63, room % 2) == (True, prefills)
 
 
 async def test_reply_has_the_prefill_decision_and_stage_times(make):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from array import array
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +14,13 @@ from unit.router.rig import BLOCK, SEED, Rig, cancelled, synced
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.vllm.stage_requests import BlockLeases
 from mmrouter_router.dispatch.stages import ForwardCall, Stages
 from mmrouter_router.encoding.encoder_queue import Encoder
 from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.workers import Member
-from mmrouter_router.http.upstream import UpstreamError
+from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import Outgoing, OutgoingImage, Prepared
 from mmrouter_router.scheduling.pipeline_stages import (
@@ -160,7 +162,7 @@ async def test_failed_prefill_falls_back_to_the_decoder(rig, answer, outcome, lo
     assert (usage.requests, usage.prefill, usage.active) == (0, 0, 0)
 
 
-ONE_ENGINE = [("n", 2, "several_answers"), ("prompt_logprobs", 1, "prompt_logprobs"), ("alone", True, "transfer")]
+ONE_ENGINE = [("n", 2, "several_answers"), ("prompt_logprobs", 1, "prompt_logprobs"), ("alone", "transfer", "transfer")]
 
 
 @pytest.mark.parametrize(("name", "value", "outcome"), ONE_ENGINE)
@@ -346,3 +348,29 @@ def test_short_prompts_are_computed_locally_and_not_measured():
     for _ in range(100):
         policy.observe(SHORT_TOKENS - 1, 9.0, remote=True)
     assert policy.remote.measured == 0
+
+
+async def test_blocks_are_read_before_the_end_of_their_lease(rig):
+    """A sixth is left for the decode engine's first renewal of the lease."""
+    rig.stages = Stages(
+        "vllm", ("prefill", "decode"), rig.fleet, rig.placer, rig.metrics, rig.ask, leases=BlockLeases(30.0)
+    )
+    before = time.monotonic()
+    staged, _, _ = await rig.before()
+    assert before + 25 <= staged.read_by <= time.monotonic() + 25
+    alone, body, notes = await rig.before(alone="expired")
+    assert (alone.read_by, notes) == (None, [("prefill", "expired")])
+    assert "kv_transfer_params" not in body
+
+
+@given(st.floats(0.1, 1.0), st.floats(0.01, 10), st.floats(0.01, 10))
+def test_a_demanded_gain_is_measured_before_the_other_path_is_taken(gain, local, remote):
+    policy = OffloadPolicy(1, gain)
+    for _ in range(ENOUGH):
+        policy.observe(1000, local, remote=False)
+        policy.observe(1000, remote, remote=True)
+    reasons = {policy.reason_local(1000) for _ in range(EXPLORE - 1)}
+    if remote < 0.99 * gain * local:
+        assert reasons == {""}
+    if remote > 1.01 * gain * local:
+        assert reasons == {"slower"}

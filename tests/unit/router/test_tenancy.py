@@ -156,6 +156,20 @@ async def test_an_engine_sees_another_image_name_for_each_tenant_and_one_for_all
     assert first == again != other
 
 
+async def test_a_router_tokenizes_a_text_for_each_tenant(tmp_path):
+    """The time of a hit would tell which texts another tenant sent."""
+    folder_of(tmp_path, 2)
+    body = {"model": "t", "messages": [{"role": "user", "content": "What is it? " * 100}] * 3}
+    async with router(tmp_path) as r, client_of(r) as client:
+        r.apply_membership(Membership((member("a"), member("b"))))
+        known = []
+        for number in (0, 0, 1):
+            await client.post(CHAT, json=body, headers=bearer(f"key-of-{number}"))
+            known.append(len(r.preparer.prompter.codec.segments))
+    assert known[0] == known[1] > 0
+    assert known[2] == 2 * known[0]
+
+
 async def test_metrics_have_no_series_per_tenant_and_name_none(tmp_path):
     folder_of(tmp_path, MANY)
     async with router(tmp_path, limited(default={"requestsPerMinute": 1})) as r, client_of(r) as client:

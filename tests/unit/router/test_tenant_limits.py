@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.rig import Clock, resource
 
+from mmrouter_router.admission.retry_time import MAX_SECONDS, MIN_SECONDS, mean_after, retry_seconds
 from mmrouter_router.admission.tenant_limits import SWEEP_ABOVE, TenantAdmission
 from mmrouter_router.core.errors import RequestError
 
@@ -90,6 +91,36 @@ def test_a_router_that_appears_takes_its_part_at_once():
         assert (error.code, error.headers) == ("concurrency_limited", {"Retry-After": "1"})
         limits.routers = 1
         assert limits.ask() is None
+
+
+@given(st.lists(st.floats(0, 1000), max_size=40), st.integers(0, 100))
+def test_the_time_to_retry_is_bounded_and_within_what_requests_took(durations, running):
+    mean = None
+    for seconds in durations:
+        mean = mean_after(mean, seconds)
+    seconds = retry_seconds(mean, running)
+    assert MIN_SECONDS <= seconds <= MAX_SECONDS
+    if durations:
+        assert min(durations) - 1e-9 <= mean <= max(durations) + 1e-9
+        assert seconds >= min(MAX_SECONDS, min(durations) / max(1, running) - 1e-9)
+        assert seconds <= max(MIN_SECONDS, max(durations) / max(1, running) + 1)
+
+
+def test_a_refused_client_reads_when_one_of_its_own_requests_ends():
+    """Red and green have four requests under way; red's take 40 s each, so one ends every 10 s."""
+    limits = Limits(default={"concurrency": 4})
+    for _ in range(2):
+        with contextlib.ExitStack() as running:
+            permits = [running.enter_context(limits.admission.admit("red")) for _ in range(4)]
+            for _ in range(4):
+                running.enter_context(limits.admission.admit("green"))
+            told = [limits.ask(tenant).headers["Retry-After"] for tenant in ("red", "green")]
+            limits.clock.now += 40
+            for permit in permits:
+                permit.answered(limits.clock.now)
+    assert told == ["10", "1"]
+    with limits.admission.admit("red") as permit:
+        assert permit.retry_seconds == 30, "it has no other request under way, and the bound is 30 s"
 
 
 def test_tenants_do_not_use_each_others_limits_and_named_ones_have_their_own():

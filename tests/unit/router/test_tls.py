@@ -14,8 +14,9 @@ from unit.router.rig import PORT, LoopbackServer, until
 from unit.router.test_hostile_clients import answer_to
 from unit.router.test_server import Holding, cold, in_uvloop
 
+from mmrouter_lib.tls_context import CertificateError
 from mmrouter_router.http import server as http_server
-from mmrouter_router.http.certificate import CertificateError, ServerCertificate
+from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import Server
 
 ASK = b"POST /hot HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\nab"

@@ -11,7 +11,8 @@ import pytest_asyncio
 import uvloop
 from unit.router.rig import http_answer, refused, until
 
-from mmrouter_router.http.upstream import HEAD_LIMIT, HIGH_WATER, Upstream, UpstreamError
+from mmrouter_router.http.engine_connection import HEAD_LIMIT, HIGH_WATER, UpstreamError
+from mmrouter_router.http.upstream import Upstream
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -151,6 +152,21 @@ async def test_closed_idle_connection_is_replaced_once(engine, upstream):
     answer = await ask(upstream, engine)
     assert await answer.read(10) == b"{}"
     assert engine.connections == kept + 1
+
+
+async def test_a_request_that_an_idle_connection_never_answered_is_not_sent_there_again(engine, upstream):
+    """Its node is lost, so that a further connection would cost another timeout."""
+    answer = await ask(upstream, engine)
+    await answer.read(10)
+    answer.close()
+    engine.says(b"")
+    asking = asyncio.create_task(ask(upstream, engine))
+    await until(lambda: len(engine.requests) == 2)
+    for address in upstream.active():
+        upstream.end_silent(address, 0)
+    async with asyncio.timeout(60):
+        assert (await refused(asking, UpstreamError)).sent
+    assert engine.connections == 1
 
 
 async def test_slow_reader_buffers_a_bounded_amount(engine, upstream):

@@ -50,16 +50,16 @@ def facts(fingerprint: Fingerprint = QWEN3, **more) -> dict[str, str]:
     return {"model_type": fingerprint.model_type} | {name: json.dumps(value) for name, value in said.items()}
 
 
-def made_of(data: bytes, fingerprint: Fingerprint = QWEN3) -> tuple[int, ...]:
-    return sentinels(artifact_hash_of(hashlib.sha256(data).hexdigest(), fingerprint, {}), legacy=False)
+def made_of(data: bytes, fingerprint: Fingerprint = QWEN3, *, legacy: bool = False) -> tuple[int, ...]:
+    return sentinels(artifact_hash_of(hashlib.sha256(data).hexdigest(), fingerprint, {}), legacy=legacy)
 
 
 class Rig:
-    def __init__(self, said: dict[str, str]) -> None:
+    def __init__(self, said: dict[str, str], version: str = "0.5.23") -> None:
         self.now = 1000.0
         self.events: list[str] = []
         self.known = SentinelStore(count=self.events.append, clock=lambda: self.now, probe_images=[(CANARY, CANARY)])
-        self.known.describe(SCOPE, "0.5.23", said)
+        self.known.describe(SCOPE, version, said)
 
     def values(self, data: bytes) -> tuple[int, ...] | None:
         return self.known.values(SCOPE, data, data)  # these tests' images are their own identity
@@ -97,6 +97,8 @@ def rig():
         ("0.5.23", "llava", 256, False),
         ("0.5.23", "", 256, False),
         ("0.5.10", "qwen3_vl", 0, False),
+        ("0.5.22", "qwen3_vl", 0, True),
+        ("0.5.22", "qwen2_vl", 0, False),
     ],
 )
 def test_version_model_type_and_flags_decide_predictability(version, model_type, cache, predicts):
@@ -121,6 +123,13 @@ def test_predictions_start_with_a_proven_fingerprint_of_any_near_library_or_tran
     rig.observed(CANARY, made_of(CANARY, fingerprint))
     assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE, fingerprint))
     assert rig.events == ["calibrated"]
+
+
+def test_an_older_release_is_predicted_to_write_one_sentinel_per_image():
+    rig = Rig(facts(), "0.5.22")
+    rig.observed(CANARY, made_of(CANARY, legacy=True))
+    assert (rig.provider(), rig.values(IMAGE)) == ("artifact", made_of(IMAGE, legacy=True))
+    assert len(made_of(IMAGE, legacy=True)) == 1
 
 
 def test_recalled_sightings_calibrate_a_new_router(rig):

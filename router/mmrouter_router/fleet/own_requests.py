@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_router.http.upstream import Upstream, UpstreamError
+from mmrouter_router.http.engine_connection import UpstreamError
+from mmrouter_router.http.upstream import Upstream
 
 T = TypeVar("T")
 

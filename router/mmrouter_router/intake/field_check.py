@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.request_fields import CHAT, Effect, Endpoint, words
+from mmrouter_lib.engines.base.request_fields import Effect, Endpoint, words
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_XARGS
 from mmrouter_router.core.errors import RequestError
 
 Exactness = Literal["exact", "partial", "affinity"]  # how much is predicted: all, up to the first image, nothing
 
-Cause = Effect | Literal["media", "template_argument", "not_modelled"]
+Cause = Effect | Literal["media", "template_argument", "several_prompts", "not_modelled"]
 
 
 class Reason(NamedTuple):
@@ -47,13 +47,11 @@ def check_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType
             raise RequestError.invalid(message, param=name, code="unsupported_parameter")
 
 
-def inexact_fields(body: Mapping[str, Any], engine: EngineType = "vllm") -> Iterable[Reason]:
-    """Yield a reason for every field of a chat whose effect on the prompt is not modelled."""
-    divergent, affecting = adapter(engine).divergent_fields, adapter(engine).request_fields[CHAT].affecting
+def inexact_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType = "vllm") -> Iterable[Reason]:
+    """Yield a reason for every field of a request whose effect on the prompt is not modelled."""
+    affecting = adapter(engine).request_fields[endpoint].affecting
     for name, value in body.items():
-        if name in divergent and value is not divergent[name]:
-            yield Reason(name, "engine_differs")
-        elif name not in affecting:
+        if name not in affecting:
             continue
         elif name == "vllm_xargs":
             if set(value or ()) - set(REMOVED_XARGS):  # those are removed
@@ -67,24 +65,3 @@ def inexact_fields(body: Mapping[str, Any], engine: EngineType = "vllm") -> Iter
     for name in body.get("chat_template_kwargs") or ():
         if name in _TEMPLATE_RESERVED:
             yield Reason(f"chat_template_kwargs.{name}", "template_argument")
-
-
-def inexact_messages(messages: Iterable[Mapping[str, Any]], engine: EngineType) -> Iterable[Reason]:
-    """Yield a reason for every message that this engine renders differently than modelled.
-
-    The model is vLLM's. SGLang renders plain system, user and assistant turns alike; it normalises tool calls and tool
-    results by its own rules, and turns a final assistant message into a user message.
-    """
-    if not adapter(engine).normalizes_messages:
-        return
-    role = None
-    number = -1
-    for number, message in enumerate(messages):
-        role = message.get("role")
-        if role not in ("system", "user", "assistant"):
-            yield Reason(f"messages[{number}].role", "engine_differs")
-        for name in ("tool_calls", "reasoning", "reasoning_content"):
-            if message.get(name):
-                yield Reason(f"messages[{number}].{name}", "engine_differs")
-    if role == "assistant":
-        yield Reason(f"messages[{number}].role", "engine_differs")

@@ -1,0 +1,49 @@
+"""Lines of the router's log: at its start which requests it predicts, and at level debug every decision."""
+
+import logging
+
+from mmrouter_lib.api.spec import Spec
+from mmrouter_router.explain.decisions import DecisionTrace
+from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
+
+log = logging.getLogger("mmrouter.decision")
+
+
+def prediction_line(spec: Spec, *, family: str, unknown: str, learns_images: bool) -> str:
+    """Return which requests of a deployment are predicted exactly, and why the others are not.
+
+    ``family``: the modelled one; ``unknown``: the model type where no family is modelled. ``learns_images``: whether
+    the engine names images itself.
+    """
+    engine, policy = spec.engine.type, spec.routing.policy
+    if unknown and not any(pool.role == "renderer" for pool in spec.pools):
+        return (
+            f"no prompt is predicted, because family {unknown} is not modelled for {engine} and there is no renderer "
+            "pool: all requests are placed by affinity"
+        )
+    if unknown:
+        line = f"chats are exact by the renderers' prompts, because family {unknown} is not modelled for {engine}"
+        affinity = "requests to /v1/completions and /v1/responses are placed by affinity"
+    else:
+        line = f"chats with text and images, and completions, are exact: family {family} is modelled for {engine}"
+        affinity = "requests to /v1/responses are placed by affinity"
+    if learns_images:
+        line += "; an image is partial until its identity in the engine is computed or learned"
+    if policy in PROMPT_BLIND_POLICIES:
+        line += f"; policy {policy} ignores prompts, so only samples are predicted"
+    return f"{line}; {affinity}"
+
+
+def log_decision(trace: DecisionTrace) -> None:
+    """Write one line about a request's decision, at level debug."""
+    if not log.isEnabledFor(logging.DEBUG):
+        return
+    decision, winner = trace.decision, trace.decision.choice.winner
+    reasons = f" ({', '.join(decision.reasons)})" if decision.reasons else ""
+    why, held = decision.choice.reason, f"{winner.overlap} of {winner.blocks} blocks held"
+    facts = [decision.exactness + reasons, why]
+    if trace.unpredicted:
+        facts.append("not predicted")
+    elif held not in why:
+        facts.append(held)
+    log.debug("%s to %s: %s", trace.request_id, winner.name, "; ".join(facts))
