@@ -8,7 +8,7 @@ import signal
 import sys
 from types import FrameType
 
-WITHOUT_OPTIONS = ("router", "sidecar", "fetch-metadata")
+WITHOUT_OPTIONS = ("router", "sidecar", "fetch-metadata", "engine-certificate")
 CONFIGURED_BY = "its environment and /etc/mmrouter configure it (docs/architecture.md, Wiring)"
 
 
@@ -29,6 +29,10 @@ def main() -> None:
         from mmrouter_sidecar.__main__ import main as run_sidecar
 
         sys.exit(run_sidecar())
+    if command == "engine-certificate":
+        from mmrouter_sidecar.engine_certificate import main as copy_certificate
+
+        sys.exit(copy_certificate())
     if command == "shared-memory":
         from mmrouter_sidecar.shared_memory.folder_access import main as open_shared_memory
 

@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from mmrouter_cli import resource_commands
+from mmrouter_cli import cluster_commands
 from mmrouter_cli.bench.command import bench
 from mmrouter_cli.options import (
     FAILED,
@@ -33,9 +33,9 @@ from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
 )
-for command in (resource_commands.init, resource_commands.status, resource_commands.doctor, bench):
+for command in (cluster_commands.init, cluster_commands.status, cluster_commands.doctor, bench):
     app.command()(command)
-app.command()(resource_commands.rotate_keys)
+app.command()(cluster_commands.rotate_keys)
 
 
 @app.callback(invoke_without_command=True)
@@ -99,7 +99,7 @@ def up(
     raise typer.Exit(0 if result.passed else FAILED)
 
 
-app.command()(resource_commands.crd)
+app.command()(cluster_commands.crd)
 
 
 @app.command()
@@ -179,8 +179,9 @@ def explain(
     url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
     request_id: Annotated[str | None, typer.Argument(help="x-mmrouter-request-id of an answer.")] = None,
     dry_run: Annotated[
-        Path | None, typer.Option(help="A chat request as JSON: explain where it would go, without sending it.")
+        Path | None, typer.Option(help="A request as JSON: explain where it would go, without sending it.")
     ] = None,
+    path: Annotated[str, typer.Option(help="With --dry-run: the request's path.")] = "/v1/chat/completions",
     control: Control = None,
     token: Token = None,
     api_key: Annotated[str | None, typer.Option(help="With --dry-run: whose request it is.")] = None,
@@ -202,7 +203,8 @@ def explain(
         try:
             if dry_run is not None:
                 headers = {"x-mmrouter-api-key": api_key} if api_key else {}
-                answer = client.post(f"{base}/control/explain", content=dry_run.read_bytes(), headers=headers)
+                body, params = dry_run.read_bytes(), {"path": path}
+                answer = client.post(f"{base}/control/explain", content=body, params=params, headers=headers)
             else:
                 answer = client.get(f"{base}/control/decisions/{request_id}", params={"parity": parity})
         except OSError as error:

@@ -77,6 +77,15 @@ def _accepted(answer: httpx.Response) -> httpx.Response:
     return answer
 
 
+def reachable_blocks(blocks: int, block_size: int, prompt_tokens: int) -> int:
+    """Return how many blocks of a prompt a repeat can hit: an engine always computes the last token.
+
+    So the last block of a prompt of whole blocks is never served. Engines whose model has a sliding window do not even
+    keep it (docs/engine-facts/vllm.md#sliding-windows).
+    """
+    return min(blocks, (prompt_tokens - 1) // block_size)
+
+
 def expected_cached(blocks: int, block_size: int, prompt_tokens: int) -> int:
-    """Return ``cached_tokens`` for so many held blocks: an engine never serves the last token from its cache."""
-    return min(blocks * block_size, (prompt_tokens - 1) // block_size * block_size)
+    """Return ``cached_tokens`` for so many held blocks."""
+    return reachable_blocks(blocks, block_size, prompt_tokens) * block_size

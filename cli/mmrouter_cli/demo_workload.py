@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 from rich.console import Console
 
-from mmrouter_cli.chat_probe import ChatProbe, ProbeError, expected_cached
+from mmrouter_cli.chat_probe import ChatProbe, ProbeError, expected_cached, reachable_blocks
 from mmrouter_cli.options import table
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_cli.status.control_api import ControlEndpoint
@@ -153,12 +153,14 @@ def _run(endpoint: ControlEndpoint, model: str, *, policy: str | None = None) ->
             probe.headers["x-mmrouter-policy"] = policy
         for step in workload(nonce, served):
             body = {"model": model, "messages": step.messages, "max_tokens": 8, "temperature": 0}
-            rows.append(_send(probe, body, step))
-            probe.settle(body, rows[-1].blocks)
+            row, reachable = _send(probe, body, step)
+            rows.append(row)
+            probe.settle(body, reachable)
     return rows
 
 
-def _send(probe: ChatProbe, body: dict[str, Any], step: Step) -> StepRow:
+def _send(probe: ChatProbe, body: dict[str, Any], step: Step) -> tuple[StepRow, int]:
+    """Return the row of a request, and how many of its blocks a repeat can hit."""
     answer = probe.chat(body)
     usage = answer.json().get("usage") or {}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -170,7 +172,8 @@ def _send(probe: ChatProbe, body: dict[str, Any], step: Step) -> StepRow:
         cached_tokens=-1 if cached is None else cached,
         milliseconds=answer.elapsed.total_seconds() * 1000,
     )
-    return replace(row, failure=repeat_failure(step, row, trace))
+    reachable = reachable_blocks(row.blocks, int(trace.get("block_size") or 1), row.prompt_tokens)
+    return replace(row, failure=repeat_failure(step, row, trace)), reachable
 
 
 def repeat_failure(step: Step, row: StepRow, trace: dict[str, Any]) -> str:
@@ -179,9 +182,10 @@ def repeat_failure(step: Step, row: StepRow, trace: dict[str, Any]) -> str:
         return ""
     if row.exactness != "exact":
         return f"{row.exactness}, not exact: {', '.join(trace.get('reasons', []))}"
-    if row.overlap != row.blocks:
+    block_size = int(trace["block_size"])
+    if row.overlap < reachable_blocks(row.blocks, block_size, row.prompt_tokens):
         return f"{row.overlap} of {row.blocks} blocks"
-    expected = expected_cached(row.overlap, int(trace["block_size"]), row.prompt_tokens)
+    expected = expected_cached(row.overlap, block_size, row.prompt_tokens)
     if row.cached_tokens != expected:
         return f"the engine says {row.cached_tokens} cached tokens, predicted {expected}"
     return ""

@@ -10,7 +10,7 @@ from typing import Any
 from mmrouter_cli.cluster_reader import Reader, namespace_of, reading
 from mmrouter_cli.status.control_api import State, Unread, client, fetch, open_frontends
 from mmrouter_operator.cluster.client import ApiError, NotFound
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.credentials import SecretData, SecretError, read_secret
 from mmrouter_operator.model.key_rotation import LAST, next_step, router_fingerprints, sidecar_fingerprints
 from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL

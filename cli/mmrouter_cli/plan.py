@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
 from mmrouter_operator.model.kinds import CHILD_SELECTOR, DEPLOYMENT_LABEL, RESOURCE, Ref
@@ -18,6 +19,7 @@ from mmrouter_operator.planning.rollout_simulation import Simulation, simulate
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates, difference
 from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.child import secret_name
+from mmrouter_operator.render.pod import shared_memory
 from mmrouter_operator.render.pod.kv_compatibility import mismatches
 
 _NO_RESTART = ("replicas", "autoscaling", "weight")
@@ -43,6 +45,8 @@ class ChangeReport:
     """Deployment -> fields of its pod template that this release renders differently; unchanged until adopted."""
     warnings: tuple[str, ...] = ()
     """Settings that keep the resource's pools from working together."""
+    choices: tuple[str, ...] = ()
+    """What the operator chose itself, and why."""
 
     def as_json(self) -> dict[str, Any]:
         outcome = self.rehearsal.outcome
@@ -59,6 +63,7 @@ class ChangeReport:
             "outcome": {"type": type(outcome).__name__, **details},
             "adopting": {name: list(fields) for name, fields in self.adopting.items()},
             "warnings": list(self.warnings),
+            "choices": list(self.choices),
         }
 
     def lines(self) -> list[str]:
@@ -69,8 +74,7 @@ class ChangeReport:
                 because = self.restarts.get(step.name, ())
                 reason = f", because of {', '.join(because)}" if step.action == "restart" and because else ""
                 lines.append(f"  {step.action:8}{step.kind} {step.name}{': ' + step.why if step.why else ''}{reason}")
-        if not self.rehearsal.rounds:
-            lines.append("nothing to do")
+        lines += self.choices if self.rehearsal.rounds else ["nothing to do"]
         if isinstance(self.rehearsal.outcome, Blocked):
             lines.append(f"blocked: {self.rehearsal.outcome.message} ({self.rehearsal.outcome.reason})")
         lines += [f"warning: {sentence}" for sentence in self.warnings]
@@ -163,7 +167,16 @@ def _report(
         rehearsal=rehearsal,
         adopting=_adopting(rendered, desired, snapshot, dep),
         warnings=tuple(pair.sentence() for pair in mismatches(dep)),
+        choices=_choices(dep),
     )
+
+
+def _choices(dep: MMRouterDeployment) -> tuple[str, ...]:
+    embeddings = LAUNCHERS[dep.spec.engine.type].embeddings(dep)
+    found = [shared_memory.transfer_line(dep)]
+    if embeddings is not None:
+        found.append(f"embeddings between {', '.join(embeddings.pools)}: {embeddings.connector}, {embeddings.why}")
+    return tuple(found)
 
 
 def _adopting(

@@ -107,7 +107,7 @@ class Deployment:
 
     def mmrouter(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "mmrouter_cli", *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT
+            [sys.executable, "-m", "mmrouter_cli", *arguments], capture_output=True, text=True, timeout=600, cwd=ROOT
         )
 
 

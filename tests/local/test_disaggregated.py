@@ -1,15 +1,21 @@
 """Encoders, prefill and decode engines as local processes: exact through the chain, and simpler without a pool."""
 
+import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from local.rig import MEDIA, Deployment, deployed, example, metric, staged
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
+from streams import BEST_ONLY, GREEDY, Streams
 from waiting import wait_for
+
+from mmrouter_cli.sample_images import data_uri, picture
 
 FORGETFUL = {
     "kv_connector": "NixlConnector",
@@ -110,6 +116,59 @@ def test_a_pool_that_is_down_costs_no_request_and_the_decision_says_so(
     assert counted == sum(without in each["degraded"] for each in forms)
     wait_for(settled.settled, 60, "the pool is back")
     wait_for(lambda: not chat.decided("back?")["degraded"], 30, "requests use it again")
+
+
+@pytest.mark.parametrize("frontends", [2, 4])
+def test_images_are_encoded_once_for_all_frontends(tmp_path: Path, frontends: int) -> None:
+    resource = example("demo-disaggregated.yaml")
+    cpu = {"replicas": 2, "accelerator": {"kind": "cpu"}}
+    resource["spec"]["pools"] = [{"name": role, "role": role, **cpu} for role in ("encoder", "worker")]
+    resource["spec"] |= {"frontend": {"replicas": frontends, "service": {"port": 8000}}, "routing": {"media": MEDIA}}
+    with deployed(tmp_path, resource) as deployment:
+        wait_for(deployment.settled, 60, "all pods are verified")
+        before = {role: encoded_tokens(deployment, role) for role in ("encoder", "worker")}
+        pictures = [data_uri(picture(f"picture {number}", 448, 448)) for number in range(24)]
+        urls = [control.replace(":8001", ":8000") for control in deployment.controls]
+
+        def ask(number: int) -> None:
+            image = {"type": "image_url", "image_url": {"url": pictures[number % 24]}}
+            question = {"type": "text", "text": f"question {number}"}
+            body = {"model": "demo", "messages": [{"role": "user", "content": [question, image]}], "max_tokens": 1}
+            url = f"{urls[number // 24]}/v1/chat/completions"
+            httpx.post(url, json=body, timeout=120).raise_for_status()
+
+        with ThreadPoolExecutor(16) as threads:
+            order = [24 * frontend + number for number in range(24) for frontend in range(frontends)]
+            list(threads.map(ask, order))  # each image through all frontends at the same time
+        after = {role: encoded_tokens(deployment, role) - tokens for role, tokens in before.items()}
+        assert after == {"encoder": 24 * 256, "worker": 0}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, BEST_ONLY], ids=["repeated", "continued"])
+def test_streams_outlive_their_decode_engine(settled: Deployment, sampling: Mapping[str, float]) -> None:
+    """A continued answer passes no stage: the engine that continues it computes the prompt."""
+    Streams(settled, 8, 200, sampling).assert_outlive(lambda name: settled.processes("vllm")[name].kill())
+
+
+def test_the_bench_measures_each_encoder_mode(settled: Deployment, tmp_path: Path) -> None:
+    file, page = tmp_path / "modes.json", tmp_path / "modes.html"
+    load = "--requests 12 --concurrency 2 --turns 1 --image-share 1 --image-reuse 0 --output-tokens 4"
+    modes = ("perImage", "perRequest", "auto")
+    options = [*load.split(), "--encoder-modes", ",".join(modes), "--json", str(file), "--html", str(page)]
+    done = settled.mmrouter("bench", settled.url, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads(file.read_text())
+    assert tuple(result["encoder_mode"] for result in results) == modes
+    for result in results:
+        assert (result["answered"], result["failures"]) == (12, {})
+        work = result["encoders"].values()
+        assert sum(encoder["images"] for encoder in work) == 12
+        assert all(0 <= encoder["busy"] <= 1 for encoder in work)
+    assert all(sorted(e["images"] for e in result["encoders"].values()) == [6, 6] for result in results[:2])
+    assert all(mode in done.stdout and mode in page.read_text() for mode in modes)
+    refused = settled.mmrouter("bench", settled.url, "--encoder-modes", "auto,fastest")
+    assert refused.returncode == 2
+    assert "fastest" in refused.stderr
 
 
 def test_an_expired_transfer_fails_no_request_because_the_decode_engine_computes_the_prompt(tmp_path: Path) -> None:

@@ -6,13 +6,17 @@ And what one frontend has under way at an engine, the other counts.
 import httpx
 import pytest
 from local.rig import Deployment
-from scenarios import SCENARIOS, Chat, Folder, Scenario, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, completions_repeat_whole, title
 from waiting import wait_for
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
 def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
     scenario(chat, web)
+
+
+def test_completions_repeat_whole(chat: Chat) -> None:
+    completions_repeat_whole(chat)
 
 
 def test_streamed_answers_carry_usage_and_end_with_done(chat: Chat) -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from local.rig import Deployment, metric, samples, staged
-from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, completions_repeat_whole, open_chat, title
 from waiting import wait_for
 
 
@@ -26,6 +26,10 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
 def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
     scenario(chat, web)
+
+
+def test_completions_repeat_whole_through_pairs(chat: Chat) -> None:
+    completions_repeat_whole(chat)
 
 
 def test_the_gate_passes_through_pairs(settled: Deployment) -> None:

@@ -28,7 +28,7 @@ def doctor(demo: Deployment) -> tuple[int, list[dict[str, str]]]:
 def test_a_healthy_deployment_has_no_finding_but_ok(settled: Deployment) -> None:
     status, findings = doctor(settled)
     assert (status, {finding["level"] for finding in findings}) == (0, {"ok"}), findings
-    assert {"frontends", "events", "exactness"} == {finding["check"] for finding in findings}
+    assert {"devices", "frontends", "events", "exactness"} == {finding["check"] for finding in findings}
 
 
 def test_a_silent_sidecar_is_named_by_every_frontend_until_it_speaks(settled: Deployment) -> None:

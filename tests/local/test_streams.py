@@ -2,11 +2,13 @@
 
 import json
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 from local.rig import ROOT, running
-from streams import BEST_ONLY, GREEDY, SECONDS, Streams, body
+from node_loss import losing_nodes, own_network
+from streams import BEST_ONLY, COMPLETIONS, GREEDY, SECONDS, Streams, body, whole_answer
 from waiting import wait_for
 
 COUNT = 64
@@ -16,7 +18,7 @@ TOKENS = 400
 @pytest.fixture(scope="module")
 def demo():
     """A deployment of its own: these tests break it."""
-    with running(ROOT / "examples" / "demo.yaml") as deployment:
+    with own_network(), running(ROOT / "examples" / "demo.yaml") as deployment:
         yield deployment
 
 
@@ -38,6 +40,11 @@ def test_streams_outlive_their_engine(settled, streams, strike):
     streams.assert_outlive(lambda name: strike(settled.processes("vllm")[name]))
 
 
+def test_completions_outlive_their_engine(settled):
+    streams = Streams(settled, COUNT, TOKENS, BEST_ONLY, COMPLETIONS)
+    streams.assert_outlive(lambda name: settled.processes("vllm")[name].kill())
+
+
 def test_streams_outlive_an_engine_that_hangs(settled, streams):
     stopped = []
 
@@ -49,6 +56,19 @@ def test_streams_outlive_an_engine_that_hangs(settled, streams):
         streams.assert_outlive(stop)
     finally:
         stopped[0].send_signal(signal.SIGCONT)
+
+
+def test_streams_and_new_requests_outlive_a_lost_node(settled, streams):
+    """Connections to the node stay open in silence, and new ones to it are not refused."""
+    with losing_nodes() as lose, ThreadPoolExecutor(COUNT) as pool:
+        answers = []
+
+        def strike(name: str) -> None:
+            lose(settled.processes("vllm")[name].environ()["POD_IP"])
+            answers.extend(pool.submit(whole_answer, settled.url, request) for request in streams.requests)
+
+        streams.assert_outlive(strike)
+        assert [answer.result(SECONDS) for answer in answers] == streams.answers
 
 
 def test_the_decision_shows_where_a_stream_went(settled):
@@ -69,4 +89,4 @@ def test_a_stream_that_no_engine_can_continue_ends_with_an_error_that_names_the_
         next(lines)
         settled.processes("vllm")[settled.decision(answer)["worker"]].kill()
         *_, error, end = [line for line in lines if line]
-    assert (json.loads(error[6:])["error"]["code"], end) == ("stream_sampled", "data: [DONE]")
+    assert (json.loads(error[6:])["error"]["code"], end) == ("stream_penalties", "data: [DONE]")

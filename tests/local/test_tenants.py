@@ -11,7 +11,9 @@ import pytest
 from local.rig import deployed, example
 from waiting import wait_for
 
-KEYS = {"limited": "key-of-limited", "free": "key-of-free"}
+from mmrouter_cli.sample_images import data_uri, picture
+
+KEYS = {"limited": "key-of-limited", "free": "key-of-free", "first": "key-of-first", "second": "key-of-second"}
 SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS}
 SLOTS = 2
 TENANTS = {"named": [{"name": "limited", "requestsPerMinute": 20, "concurrency": 4}]}
@@ -83,6 +85,40 @@ async def test_a_client_that_waits_as_retry_after_says_is_served(one_router):
         assert int(headers["retry-after"]) <= 6
         await asyncio.sleep(int(headers["retry-after"]))
         assert (await ask(session, KEYS["limited"], 2000))[0] == 200
+
+
+def test_a_tenant_reads_nothing_of_prompts_and_images_that_another_one_sent(deployment, one_router):
+    image = {"type": "image_url", "image_url": {"url": data_uri(picture("of both tenants", 112, 112))}}
+
+    def ask(name: str, number: int, **headers: str) -> httpx.Response:
+        parts = [{"type": "text", "text": f"Prompt {number}. " + "What is to be seen here? " * 20}, image]
+        body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": parts}]}
+        given = {"authorization": f"Bearer {KEYS[name]}", **headers}
+        return httpx.post(f"{one_router}/v1/chat/completions", json=body, headers=given, timeout=60).raise_for_status()
+
+    def hits(answer: httpx.Response) -> tuple[int, int]:
+        """Blocks that the router predicted, and tokens that the engine found in its cache."""
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return int(answer.headers["x-mmrouter-overlap-blocks"]), cached
+
+    shown = {"x-mmrouter-control": deployment.token}
+    numbers = range(10, 26)
+    sent = numbers[::2]
+    for number in sent:
+        ask("first", number)
+    wait_for(lambda: all(min(hits(ask("first", number, **shown))) > 0 for number in sent), 30, "the blocks are known")
+    seen = {number: hits(ask("second", number, **shown)) for number in numbers}
+    assert set(seen.values()) == {(0, 0)}
+
+    plain = [ask("second", number) for number in (sent[0], numbers[1])]
+    assert {frozenset(answer.headers) for answer in plain} == {frozenset(plain[0].headers)}
+    assert [name for name in plain[0].headers if name.startswith("x-")] == ["x-mmrouter-request-id"]
+    key = {"authorization": f"Bearer {KEYS['second']}"}
+    control = deployment.controls[0]
+    decision = ask("first", sent[0]).headers["x-mmrouter-request-id"]
+    urls = [f"{one_router}/metrics", f"{control}/control/decisions/{decision}", f"{control}/control/state"]
+    assert [httpx.get(url, headers=key).status_code for url in urls] == [404, 401, 401]
+    assert httpx.post(f"{control}/control/explain", headers=key, json={}).status_code == 401
 
 
 def test_keys_rotate_without_a_restart(deployment):

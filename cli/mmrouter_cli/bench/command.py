@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -58,6 +58,9 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
     policy: Annotated[str | None, typer.Option(help="An mmrouter's policy for these requests.")] = None,
     against_policy: Annotated[str | None, typer.Option(help="The same for --against.")] = None,
+    encoder_modes: Annotated[
+        str | None, typer.Option(help="Measure an mmrouter once in each of these modes: auto,perImage,perRequest.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds for a complete answer.")] = 120.0,
     api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
     against_api_key: Annotated[str | None, typer.Option(help="The same for --against. Default: --api-key.")] = None,
@@ -84,6 +87,9 @@ def bench(
     for option, value in (("--against-policy", against_policy), ("--against-api-key", against_api_key)):
         if against is None and value is not None:
             leave(f"{option} goes with --against")
+    if encoder_modes is not None and against is not None:
+        leave("--encoder-modes and --against are alternatives: give one of them")
+    modes = _modes(encoder_modes)
     _check_outputs(json_file, html)
     width, _, height = image_size.partition("x")
     if not (width.isdigit() and height.isdigit() and all(1 <= int(side) <= MOST_PIXELS for side in (width, height))):
@@ -111,17 +117,22 @@ def bench(
     if not console.is_terminal:
         console.width = WIDTH
 
-    def side(source: str, by: str | None, key: str | None) -> "Target | list[Result]":
+    def side(source: str, by: str | None, key: str | None, mode: str | None = None) -> "Target | list[Result]":
         """Return an endpoint to measure, or the runs of a file; ends on a bad one before anything is sent."""
         if not source.startswith(("http://", "https://")):
             return _read_results(Path(source))
-        return Target(_base_url(source), salt or secrets.token_hex(4), timeout, model, by, key, control, token, tls)
+        # Every mode has pictures of its own, because encoders hold those of the mode before.
+        words = (salt or secrets.token_hex(4)) + (f"-{mode}" if mode else "")
+        return Target(_base_url(source), words, timeout, model, by, mode, key, control, token, tls)
 
-    sides = [side(url, policy, api_key)]
+    sides = [side(url, policy, api_key, mode) for mode in modes or (None,)]
     if against is not None:
         sides.append(side(against, against_policy, against_api_key or api_key))
     count = sum(1 if isinstance(each, Target) else len(each) for each in sides)
-    if count > MOST_RUNS:
+    if modes and not all(isinstance(each, Target) for each in sides):
+        leave("--encoder-modes measures an endpoint: a result file has its modes already")
+    read = [result for each in sides if not isinstance(each, Target) for result in each]
+    if count > MOST_RUNS and not modes and not (len(read) == count and run_statistics.by_mode(read)):
         leave(f"two runs are compared, and these are {count}")
     results: list[Result] = []
     schedule: tuple[LoadSpec, list[Conversation], int] | None = None
@@ -147,16 +158,30 @@ def bench(
         _write(results, json_file, html)
         typer.echo(f"mmrouter: {failure}", err=True)
         raise typer.Exit(status)
-    objections = run_statistics.objections(*results) if len(results) == 2 else []
-    if len(results) == 2 and not objections:
+    modal = run_statistics.by_mode(results)
+    compared = len(results) == 2 and not modal
+    objections = run_statistics.objections(*results) if compared else []
+    if compared and not objections:
         terminal.show_comparison(console, *results)
+    if modal:
+        terminal.show_modes(console, results)
     _write(results, json_file, html)
     if len(results) < count:
-        objections = ["there is no second run"]
+        objections = ["not all runs took place"] if modes else ["there is no second run"]
     for objection in objections:
         typer.echo(f"mmrouter: not compared: {objection}", err=True)
     failed = objections or any(result.interrupted or not result.answered for result in results)
     raise typer.Exit(FAILED if failed else 0)
+
+
+def _modes(listed: str | None) -> tuple[str, ...]:
+    """Return the encoder modes of an option; ends the command on another word."""
+    from mmrouter_lib.api.routing import EncoderScheduling
+
+    modes = tuple(dict.fromkeys(listed.split(","))) if listed is not None else ()
+    if unknown := [mode for mode in modes if mode not in get_args(EncoderScheduling)]:
+        leave(f"--encoder-modes {unknown[0]!r}: modes are {', '.join(get_args(EncoderScheduling))}")
+    return modes
 
 
 def _make_schedule(load: "LoadSpec", file: Path | None) -> "tuple[LoadSpec, list[Conversation], int]":

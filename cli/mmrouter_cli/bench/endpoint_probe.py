@@ -43,6 +43,7 @@ class Target:
     timeout: float
     model: str | None = None
     policy: str | None = None
+    encoder_mode: str | None = None
     api_key: str | None = None
     control: str | None = None
     token: str | None = None
@@ -102,6 +103,20 @@ async def event_state(endpoint: Endpoint) -> Events:
                     return "off", f"{row['name']} is {row['standing']} on {url}, not verified", epochs
                 epochs[row["uid"]] = str(row["epoch"])
     return "on", "", epochs
+
+
+async def encoder_work(endpoint: Endpoint) -> dict[str, tuple[int, int, float]]:
+    """Return each encoder's images, visual tokens and busy seconds so far, summed over the frontends."""
+    total: dict[str, tuple[int, int, float]] = {}
+    if (control := endpoint.control) is None:
+        return total
+    async with control_api.client(control.token) as http:
+        for url in control.controls:
+            with suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+                for row in (await http.get(f"{url}/control/encoders")).raise_for_status().json():
+                    images, tokens, busy = total.get(row["id"], (0, 0, 0.0))
+                    total[row["id"]] = (images + row["images"], tokens + row["tokens"], busy + row["busy_seconds"])
+    return total
 
 
 async def _first_model(http: httpx.AsyncClient) -> str:

@@ -7,14 +7,14 @@ import jinja2
 import leather
 from leather import theme
 
-from mmrouter_cli.bench.run_statistics import lines, objections, quantiles
+from mmrouter_cli.bench.run_statistics import by_mode, lines, objections, quantiles
 from mmrouter_cli.bench.terminal import POINTS, doubts, facts, figures, headings, title
 from mmrouter_cli.bench.types import Result
 
 WIDTH, HEIGHT = 560, 360
 SLICES = 20
 """Intervals of a run, with one point each in the plot of hits."""
-COLOURS = ("#1f6feb", "#d1571d")
+COLOURS = ("#1f6feb", "#d1571d", "#3a7d44")
 
 theme.background_color = "#ffffff"
 theme.label_color = "#555555"
@@ -25,8 +25,9 @@ Points = list[tuple[float, float]]
 
 
 def page(results: Sequence[Result]) -> str:
-    """Return the page of one run, or of two side by side, with their comparison unless there are objections."""
-    refusals = objections(*results) if len(results) == 2 else None
+    """Return the page of one run, of two with their comparison unless there are objections, or of encoder modes."""
+    compared = len(results) == 2 and not by_mode(results)
+    refusals = objections(*results) if compared else None
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         Path(__file__).with_name("html_report.html").read_text()
     )
@@ -35,7 +36,7 @@ def page(results: Sequence[Result]) -> str:
         results=results,
         objections=refusals,
         comparison=lines(*results) if refusals == [] else [],
-        headings=headings(*results) if len(results) == 2 else [],
+        headings=headings(*results) if compared else [],
         plots=[plot for plot in _plots(results) if plot],
         title=title,
         figures=figures,
@@ -45,7 +46,7 @@ def page(results: Sequence[Result]) -> str:
 
 
 def _plots(results: Sequence[Result]) -> list[str]:
-    names = headings(*results) if len(results) == 2 else [None]
+    names = headings(*results) if len(results) > 1 else [None]
     percentile, time = ("percentile", "ms"), "seconds from the start"
     first = [_by_percentile(quantiles([row.first for row in result.rows])) for result in results]
     between = [_by_percentile(result.gaps) for result in results]

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from mmrouter_cli.bench import run_statistics
 from mmrouter_cli.bench.chat_stream import ask
-from mmrouter_cli.bench.endpoint_probe import Endpoint, Events, Target, event_state, examine
+from mmrouter_cli.bench.endpoint_probe import Endpoint, Events, Target, encoder_work, event_state, examine
 from mmrouter_cli.bench.http_client import Client, clock
 from mmrouter_cli.bench.terminal import follow
-from mmrouter_cli.bench.types import Answer, BenchError, Conversation, LoadSpec, Result, Routing
+from mmrouter_cli.bench.types import Answer, BenchError, Conversation, EncoderWork, LoadSpec, Result, Routing
 from mmrouter_cli.bench.workload import BodyWriter
 
 MOST_IN_FLIGHT = 1024
@@ -39,14 +39,16 @@ async def run(
     endpoint = await examine(target)
     if target.policy and endpoint.control is None:
         raise BenchError(f"a policy needs the control token: {endpoint.why or 'this is no mmrouter'}")
-    before = await event_state(endpoint)
+    if target.encoder_mode and endpoint.control is None:
+        raise BenchError(f"an encoder mode needs the control token: {endpoint.why or 'this is no mmrouter'}")
+    before, worked = await event_state(endpoint), await encoder_work(endpoint)
     ahead = AHEAD_SECONDS if load.paced else 0.0
     state = run_statistics.RunState(sum(len(conversation.turns) for conversation in conversations), clock() + ahead)
     started = datetime.datetime.now(datetime.UTC)
     with _stop_signals() as stop:
         interrupted = await _send_all(target, endpoint, load, conversations, state, stop, console)
     seconds = max(clock() - state.began, SHORTEST)
-    after = await event_state(endpoint)
+    after, work = await event_state(endpoint), await encoder_work(endpoint)
     answers = [answer for answer in state.answers if not answer.error]
     late_share, latest = run_statistics.lateness(state.answers)
     ratio, unknown = run_statistics.hit_ratio(answers)
@@ -79,7 +81,14 @@ async def run(
         routing=_routing(answers, before, after) if endpoint.routed else None,
         rows=run_statistics.rows(answers),
         gaps=run_statistics.quantiles(state.gaps.values),
+        encoder_mode=target.encoder_mode or "",
+        encoders={name: _worked(now, worked.get(name, (0, 0, 0.0)), seconds) for name, now in work.items()},
     )
+
+
+def _worked(now: tuple[int, int, float], before: tuple[int, int, float], seconds: float) -> EncoderWork:
+    # Several frontends may have an image at an encoder at the same time.
+    return EncoderWork(now[0] - before[0], now[1] - before[1], min(1.0, max(0.0, now[2] - before[2]) / seconds))
 
 
 async def _send_all(
@@ -98,6 +107,8 @@ async def _send_all(
         headers["x-mmrouter-control"] = endpoint.control.token
         if target.policy:
             headers["x-mmrouter-policy"] = target.policy
+        if target.encoder_mode:
+            headers["x-mmrouter-encoder-mode"] = target.encoder_mode
     client = Client(target.url, target.timeout, target.tls)
 
     async def converse(conversation: Conversation, due: float | None) -> None:

@@ -158,6 +158,12 @@ class Line:
         return f"{self.name} ({self.unit})", first, second, "-" if self.change is None else f"{self.change:.3f}x"
 
 
+def by_mode(results: Sequence[Result]) -> bool:
+    """Whether the runs are of different encoder modes, and so shown side by side and not compared."""
+    modes = {result.encoder_mode for result in results}
+    return "" not in modes and len(modes) == len(results)
+
+
 def objections(first: Result, second: Result) -> list[str]:
     """Return why two runs are not comparable, a sentence each; empty where they are."""
     reasons = [*_of_run("the first run", first), *_of_run("the second run", second)]

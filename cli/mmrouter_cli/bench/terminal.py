@@ -2,13 +2,14 @@
 
 import asyncio
 import statistics
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from mmrouter_cli.bench.http_client import clock
-from mmrouter_cli.bench.run_statistics import SPREADS, VALUES_NEEDED, RunState, describe, lines
+from mmrouter_cli.bench.run_statistics import SPREADS, VALUES_NEEDED, RunState, by_mode, describe, lines
 from mmrouter_cli.bench.types import Result
 from mmrouter_cli.options import table
 
@@ -22,6 +23,10 @@ TOO_FEW = "- stands for a percentile of too few values: " + ", ".join(
 )
 SLOW_CLIENT = 0.1
 """Share of the first token's median by which the client's timers may be late without a warning."""
+MODE_COLUMNS = (
+    *("mode", "requests/s", "answer tokens/s", "first token: mean ms", "p50 ms", "p95 ms", "per token: mean ms"),
+    *("failed", "encoders"),
+)
 STYLES = {"": "", "better": "green", "worse": "red"}
 
 
@@ -82,6 +87,23 @@ def show_comparison(console: Console, first: Result, second: Result) -> None:
     console.print(shown)
 
 
+def show_modes(console: Console, results: Sequence[Result]) -> None:
+    """Show runs by several encoder modes side by side: throughput, times, and each encoder's share of the run."""
+    shown = table("encoder modes", *MODE_COLUMNS, right=MODE_COLUMNS[1:-1])
+    for result in results:
+        first, each = result.first_token, result.per_token
+        times = (first.mean, first.p50, first.p95) if first is not None else (None, None, None)
+        work = (f"{name}: {e.images} images, busy {e.busy:.0%}" for name, e in sorted(result.encoders.items()))
+        shown.add_row(
+            result.encoder_mode,
+            *(f"{n / result.seconds:,.2f}" for n in (result.answered, result.completion_tokens)),
+            *("-" if time is None else f"{1000 * time:,.0f}" for time in (*times, each.mean if each else None)),
+            str(result.failed),
+            "\n".join(work),
+        )
+    console.print(shown)
+
+
 def figures(result: Result) -> list[list[str]]:
     """Return a row per timed figure: its name, its points in milliseconds, and its number of values."""
     rows = []
@@ -96,12 +118,15 @@ def figures(result: Result) -> list[list[str]]:
 
 def title(result: Result) -> str:
     policy = f" by {result.policy}" if result.policy else ""
-    return f"{result.model} at {result.url}{policy}, {result.began}"
+    mode = f" with encoder mode {result.encoder_mode}" if result.encoder_mode else ""
+    return f"{result.model} at {result.url}{policy}{mode}, {result.began}"
 
 
-def headings(first: Result, second: Result) -> list[str]:
-    """Return the column headings of two runs, with their policies where given."""
-    named = zip(("first", "second"), (first.policy, second.policy), strict=True)
+def headings(*results: Result) -> list[str]:
+    """Return the headings of several runs: their encoder modes, or the number of each, with its policy where given."""
+    if by_mode(results):
+        return [result.encoder_mode for result in results]
+    named = zip(("first", "second"), (result.policy for result in results), strict=False)
     return [name + (f", {policy}" if policy else "") for name, policy in named]
 
 

@@ -137,6 +137,14 @@ class Routing(msgspec.Struct, frozen=True):
     workers: dict[str, int]
 
 
+class EncoderWork(msgspec.Struct, frozen=True):
+    """What an encoder did in a run, as the frontends saw it. ``busy``: share of the run in which it had an image."""
+
+    images: int
+    tokens: int
+    busy: float
+
+
 class AnswerRow(msgspec.Struct, frozen=True, array_like=True):
     started: float
     first: float
@@ -152,6 +160,7 @@ class Result(msgspec.Struct, frozen=True):
     ``late_share`` and ``latest``: of the requests with a due time, how many were sent late and by how much at most.
     ``lag``: p99 of the delay of the client's own timers. ``routing``: for an mmrouter only. ``unanswered``: in flight
     when the run was interrupted. ``gaps``: 101 quantiles of the time between tokens, empty without any.
+    ``encoder_mode``: instead of the deployment's; ``encoders``: of an mmrouter with encoders and a known control API.
     """
 
     url: str
@@ -183,6 +192,8 @@ class Result(msgspec.Struct, frozen=True):
     gaps: list[float]
     version: Literal[1] = 1
     latest: float = 0.0
+    encoder_mode: str = ""
+    encoders: dict[str, EncoderWork] = {}
 
     @property
     def failed(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrouter_cli.doctor.findings import CAUSES, Finding, RoutingFacts, ok, problem, warning
+from mmrouter_cli.doctor.findings import CAUSES, Finding, RoutingFacts, ok, problem, reason_advice, warning
 from mmrouter_cli.status.control_api import NOT_RUNNING, State, Unread
 
 STALE_SECONDS = 2.0
@@ -62,6 +62,29 @@ def event_check(facts: RoutingFacts) -> Iterator[Finding]:
                 heard.append(f"{worker['name']} at {worker['seq']}")
     if heard and not bad:
         yield ok(f"every frontend receives every engine's events; sequence numbers: {', '.join(dict.fromkeys(heard))}")
+
+
+def device_check(facts: RoutingFacts) -> Iterator[Finding]:
+    """Check that engines compute on the devices that their pools ask for, as far as they report them."""
+    found: dict[str, tuple[str, str]] = {}
+    for _, state in _answered(facts).values():
+        for worker in state["workers"]:
+            device = worker.get("device", "unknown")
+            if device != "unknown" or worker["name"] not in found:
+                found[worker["name"]] = device, worker.get("requested_device", "")
+    as_requested, unknown = [], []
+    for name, (device, requested) in sorted(found.items()):
+        if device == "unknown":
+            unknown.append(name)
+        elif requested in ("", device):
+            as_requested.append(f"{name} on {device}")
+        else:
+            seen = f"{name} computes on {device}, and its pool asks for {requested}"
+            yield problem(seen, reason_advice("DeviceMismatch", "OtherDevice"))
+    if as_requested:
+        yield ok(", ".join(as_requested))
+    if unknown:
+        yield ok(f"unknown, because the engine does not report it: {', '.join(unknown)}")
 
 
 def _of_events(frontend: str, before: Worker, worker: Worker, seconds: float) -> Finding | None:

@@ -19,7 +19,7 @@ from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
 from mmrouter_lib.api.crd import VERSION
 from mmrouter_operator.cluster.client import NotFound
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.external_refs import references
 from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, POOL_LABEL, RESOURCE, ROLE_LABEL, Ref
 
@@ -73,6 +73,7 @@ def of_deployment(cluster: ClusterFacts, facts: DeploymentFacts, frontends: Rout
 
 def _of_frontends(facts: RoutingFacts) -> dict[str, Iterator[Finding]]:
     checks = {"frontends": check_routing.frontend_check(facts), "events": check_routing.event_check(facts)}
+    checks |= {"devices": check_routing.device_check(facts)}
     return {**checks, "exactness": check_routing.exactness_check(facts)}
 
 

@@ -5,8 +5,8 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
+from mmrouter_cli.local.devices import DeviceRequest, assign
 from mmrouter_cli.local.environment import Commands, Engines, engine_commands
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
 from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
@@ -22,6 +23,7 @@ from mmrouter_cli.local.pod_processes import VainError, log_failure
 from mmrouter_cli.local.process import Guard, LogSink, console_sink
 from mmrouter_cli.local.run_plan import RunPlan, ServicePlan, ServicePort, make_plan
 from mmrouter_lib.pod_paths import CONFIG_DIR
+from mmrouter_operator.model.kinds import COMPATIBILITY, ENGINE_TLS, FRONTEND_ROLE, KV_LAYOUT, POOL_LABEL, ROLE_LABEL
 
 NODE = "local"
 UNPRIVILEGED_PORT = 8000
@@ -97,8 +99,12 @@ class LocalCluster:
             missing = "; ".join(f"{pod.name} ({pod.waiting_for()})" for pod in self.pods if not pod.ready)
             raise TimeoutError(f"not ready after {timeout:g} s: {missing or 'the condition does not hold'}") from None
 
-    async def start(self, session: aiohttp.ClientSession, commands: Commands, base_dir: Path, *, serial: bool) -> None:
-        """Create every pod's folders and start the pods. ``serial``: engine pods start one after the other."""
+    async def start(self, session: aiohttp.ClientSession, commands: Commands, base_dir: Path) -> None:
+        """Create every pod's folders and start the pods.
+
+        Pods start side by side, but those on one device one after the other: an engine measures the device's free
+        memory during its start, so no other may take any meanwhile.
+        """
         builder = PodBuilder(self._folders, base_dir, session, commands, self._guard, self._log)
         for number, plan in enumerate(self._plan.pods):
             placed = replace(plan, uid=str(uuid.uuid4()), ip=self._block.next_pod(), node=NODE)
@@ -114,10 +120,11 @@ class LocalCluster:
             "control_token": str(self.control_token_path or ""),
         }
         write_atomically(self.run_dir / "run.json", json.dumps(run, indent=1))
-        turn: AbstractAsyncContextManager[object] = asyncio.Lock() if serial else contextlib.nullcontext()
-        for pod in self.pods:
-            mine = contextlib.nullcontext() if is_frontend(pod) else turn
-            task = asyncio.create_task(pod.run(mine), name=f"pod {pod.name}")
+        for number, pod in enumerate(self.pods):
+            after = [other for other in self.pods[:number] if set(other.plan.devices) & set(pod.plan.devices)]
+            if pod.plan.devices:
+                pod.log(f"runs on {', '.join(pod.plan.devices)}" + (f" after {after[-1].name}" if after else ""))
+            task = asyncio.create_task(pod.run(after), name=f"pod {pod.name}")
             task.add_done_callback(log_failure(pod.log))
             self._tasks.append(task)
 
@@ -186,14 +193,17 @@ async def run_local(
     name: str = "local",
     engines: Engines = "sim",
     engine_env: Path | None = None,
+    devices: Mapping[str, DeviceRequest] | None = None,
     log: LogSink | None = None,
 ) -> AsyncIterator[LocalCluster]:
     """Run rendered objects as local processes until the block ends.
 
-    Relative host paths start at ``base_dir``. Enter it in the main thread: the processes die with the entering thread.
+    Relative host paths start at ``base_dir``. ``devices``: pool -> the devices that its engines request.
+    Enter it in the main thread: the processes die with the entering thread.
     Raises :class:`LocalError` for objects that cannot be run here.
     """
     plan = make_plan(objects)
+    plan.pods = assign(plan.pods, devices or {})
     ports = {port for pod in plan.pods for port in pod.ports}
     async with AsyncExitStack() as stack:
         block = stack.enter_context(contextlib.closing(take_block(ports)))
@@ -207,15 +217,8 @@ async def run_local(
         connector = aiohttp.TCPConnector(force_close=True)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         stack.push_async_callback(cluster.stop)
-        await cluster.start(session, commands, base_dir, serial=engines == "path")
+        await cluster.start(session, commands, base_dir)
         yield cluster
-
-
-POOL_LABEL = "mmrouter.io/pool"
-ROLE_LABEL = "mmrouter.io/role"
-COMPATIBILITY_LABEL = "mmrouter.io/compatibility"
-LAYOUT_LABEL = "mmrouter.io/kv-layout"
-FRONTEND_ROLE = "frontend"
 
 
 def is_frontend(pod: LocalPod) -> bool:
@@ -232,9 +235,10 @@ def roster(pods: Iterable[LocalPod]) -> str:
         elif POOL_LABEL in pod.labels:
             role = pod.labels.get(ROLE_LABEL, "worker")
             place = {"node": pod.plan.node, "pool": pod.labels[POOL_LABEL], "role": role}
-            layout = (pod.labels.get(name) for name in (COMPATIBILITY_LABEL, LAYOUT_LABEL))
+            layout = (pod.labels.get(name) for name in (COMPATIBILITY, KV_LAYOUT))
             pairs = {"compatibility": "-".join(filter(None, layout))}
-            workers.append({**who, **place, **pairs, "ready": pod.ready, "draining": False})
+            state = {"ready": pod.ready, "draining": False, "tls": ENGINE_TLS in pod.labels}
+            workers.append({**who, **place, **pairs, **state})
     return json.dumps({"workers": workers, "frontends": frontends}, indent=1)
 
 

@@ -99,8 +99,8 @@ def rewriter(mounts: Mapping[str, str]) -> Callable[[str], str]:
 Engines = Literal["sim", "path"]
 ENGINE_COMMANDS = ("vllm", "sglang")
 
-_INHERITED = ("PATH", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
-_DEVICES = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "ONEAPI_")
+_INHERITED = ("PATH", "LANG", "TZ", "TERM", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "MMROUTER_LOG_LEVEL")
+_DEVICES = ("CUDA_", "NVIDIA_", "HIP_", "HSA_", "ROCR_", "ZE_", "ONEAPI_", "HABANA_")
 _INHERITED_PREFIXES = ("LC_", *_DEVICES, "HF_", "VLLM_", "MMROUTER_SIM_")
 
 

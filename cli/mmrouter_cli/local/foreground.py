@@ -11,6 +11,7 @@ from rich.console import Console
 from mmrouter_cli import demo_workload
 from mmrouter_cli.demo_workload import DemoResult
 from mmrouter_cli.local.cluster import LocalCluster, run_local
+from mmrouter_cli.local.devices import device_requests, find_devices
 from mmrouter_cli.local.environment import Engines
 from mmrouter_cli.local.pod_processes import VainError
 from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, Unread, client, fetch
@@ -43,7 +44,15 @@ async def run(
         loop.add_signal_handler(number, stop.set)
     rendered = [*objects, *render(deployment, secrets=new_secret_data())]
     name = deployment.metadata.name
-    async with run_local(rendered, base_dir=base_dir, name=name, engines=engines, engine_env=engine_env) as cluster:
+    run_with = run_local(
+        rendered,
+        base_dir=base_dir,
+        name=name,
+        engines=engines,
+        engine_env=engine_env,
+        devices=device_requests(deployment, find_devices) if engines == "path" else {},
+    )
+    async with run_with as cluster:
         ended = asyncio.create_task(stop.wait())
         work = asyncio.create_task(_work(cluster, deployment, console, wait_seconds, demo=demo))
         await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, Probe, RunPlan
 from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 
 MAX_GRACE = 10.0
-TURN_SECONDS = 120.0
-"""Longest time for which one pod delays the others' start."""
 
 
 @dataclass(slots=True)
@@ -33,6 +30,8 @@ class LocalPod:
     changed: Callable[[], None]
     was_ready: bool = False
     stopping: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all containers have started once."""
 
     @property
     def name(self) -> str:
@@ -80,23 +79,21 @@ class LocalPod:
         failing = (c for c in self.init + self.containers if c.failed_starts >= VAIN_STARTS)
         return "; ".join(f"{self.name}/{c.name} {c.trouble}" for c in failing)
 
-    async def run(self, turn: AbstractAsyncContextManager[object]) -> None:
-        """Start the pod. Its containers start within its ``turn``, which it holds until they have started."""
+    async def run(self, after: Sequence["LocalPod"]) -> None:
+        """Start the pod. ``after``: pods whose containers have to start before this pod's."""
         for container in self.init:
             if container.plan.sidecar:
                 container.start()
                 await container.started.wait()
             else:
                 await container.once()
-        async with turn:
-            for container in self.containers:
-                container.start()
-            started = [asyncio.create_task(container.started.wait()) for container in self.containers]
-            try:
-                await asyncio.wait(started, timeout=TURN_SECONDS)
-            finally:
-                for task in started:
-                    task.cancel()
+        for pod in after:
+            await pod.started.wait()
+        for container in self.containers:
+            container.start()
+        for container in self.containers:
+            await container.started.wait()
+        self.started.set()
 
     async def stop(self) -> None:
         """Stop the containers, then the sidecars in reverse order, which relay the containers' last messages."""

@@ -79,7 +79,7 @@ class ContainerPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """One pod; ``uid``, ``ip`` and ``node`` are empty until it is placed."""
+    """One pod; ``uid``, ``ip`` and ``node`` are empty until it is placed. ``devices``: those of its engine."""
 
     name: str
     namespace: str
@@ -92,6 +92,7 @@ class PodPlan:
     uid: str = ""
     ip: str = ""
     node: str = ""
+    devices: tuple[str, ...] = ()
 
     @property
     def ports(self) -> set[int]:
@@ -126,6 +127,7 @@ class RunPlan:
     services: list[ServicePlan] = field(default_factory=list)
     config_maps: dict[str, dict[str, bytes]] = field(default_factory=dict)
     secrets: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    claims: set[str] = field(default_factory=set)  # names of the PersistentVolumeClaims of the run
 
 
 def make_plan(objects: Iterable[dict[str, Any]]) -> RunPlan:
@@ -143,6 +145,8 @@ def make_plan(objects: Iterable[dict[str, Any]]) -> RunPlan:
                     for p in spec["ports"]
                 )
                 plan.services.append(ServicePlan(name, spec.get("selector") or {}, ports))
+            case "PersistentVolumeClaim":
+                plan.claims.add(name)
             case "ConfigMap":
                 plan.config_maps[name] = {key: text.encode() for key, text in (obj.get("data") or {}).items()}
                 plan.config_maps[name] |= _decoded(obj.get("binaryData"))

@@ -26,6 +26,10 @@ def _make(volume: Mapping[str, Any], pod: PodPlan, plan: RunPlan, folder: Path, 
         return place
     if "hostPath" in volume:
         return _host_path(volume["hostPath"], base_dir, tmpfs, where)
+    if (claim := (volume.get("persistentVolumeClaim") or {}).get("claimName")) in plan.claims:
+        place = tmpfs.parent / "claims" / str(claim)  # one folder for all pods of the run
+        place.mkdir(parents=True, exist_ok=True)
+        return place
     place.mkdir(parents=True)
     if "projected" in volume:
         for source in volume["projected"].get("sources") or []:

@@ -286,6 +286,19 @@ async def test_what_cannot_be_compared_is_said_before_anything_is_sent_and_a_fir
     assert len(engine.asked) == 6
 
 
+async def test_a_file_with_runs_by_encoder_modes_is_shown_again_side_by_side(tmp_path: Path) -> None:
+    file, page = tmp_path / "modes.json", tmp_path / "modes.html"
+    async with serving(Engine()) as url:
+        run = await whole(url, LoadSpec(requests=2, concurrency=1))
+    for modes in (("auto", "perImage"), ("auto", "perImage", "perRequest")):
+        file.write_bytes(msgspec.json.encode([msgspec.structs.replace(run, encoder_mode=mode) for mode in modes]))
+        status, out, shown = await bench(str(file), "--html", str(page))
+        assert (status, shown) == (0, "")
+        assert "encoder modes" in out
+        assert "second against first" not in out
+        assert all(mode in out and mode in page.read_text() for mode in modes)
+
+
 async def test_without_an_answer_to_the_first_run_there_is_no_second_one() -> None:
     class Full(Engine):
         async def __call__(self, request: web.Request) -> web.StreamResponse:

@@ -13,11 +13,11 @@ from unit.cli import healthy_cluster as d
 import mmrouter_lib as mmrouter
 from mmrouter_cli.doctor import check_deployment, diagnose, findings
 from mmrouter_cli.doctor.check_cluster import api_check, definition_check, looks_stale, operator_check
-from mmrouter_cli.doctor.check_routing import STALE_SECONDS, event_check, exactness_check, frontend_check
+from mmrouter_cli.doctor.check_routing import STALE_SECONDS, device_check, event_check, exactness_check, frontend_check
 from mmrouter_cli.doctor.findings import Diagnosis, Finding, FrontendFacts, RoutingFacts
 from mmrouter_cli.status.control_api import NOT_RUNNING, Unread
 from mmrouter_lib.api.crd import HASH_ANNOTATION
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.status.conditions import ABNORMAL, PROGRESSING, REASONS
 from mmrouter_router.explain.differences import Cause
@@ -185,6 +185,10 @@ def decided(exact: int, hit: int) -> Iterable[Finding]:
     return exactness_check(d.heard(d.state(d.worker(), **counts)))
 
 
+def devices_of(**change: Any) -> Iterable[Finding]:
+    return device_check(d.heard(d.state(d.worker("bad", **change))))
+
+
 OF_ROUTING: Cases = {
     "warning: f cannot be queried: its pod does not run -> See pods.": frontend_check(unread(NOT_RUNNING)),
     "warning: f cannot be queried: GET /x: forbidden -> forward a port": frontend_check(unread(DENIED.why)),
@@ -200,6 +204,11 @@ OF_ROUTING: Cases = {
     "ok: at 7": event_check(d.heard(d.state(d.worker(in_flight=0)))),
     "warning: stays 7": event_check(d.heard(d.state(d.worker(in_flight=2)))),
     "ok: at 8": event_check(MOVING),
+    "problem: bad computes on cpu, and its pool asks for cuda -> image": devices_of(
+        device="cpu", requested_device="cuda"
+    ),
+    "ok: bad on cuda": devices_of(device="cuda", requested_device="cuda"),
+    "ok: unknown, because the engine does not report it: bad": devices_of(device="unknown", requested_device="cuda"),
     "warning: other is not proved yet | ok: proved: good": exactness_of(
         standing="pending", cause="pending", message="not answered yet"
     ),
@@ -257,6 +266,10 @@ CASES = {**OF_CLUSTER, **OF_RESOURCE, **OF_PODS, **OF_ROUTING, **OF_MEMORY}
 @pytest.mark.parametrize("case", CASES)
 def test_health_is_ok_and_each_trouble_is_a_finding_of_its_level_that_names_it(case: str) -> None:
     d.require(CASES[case], case)
+
+
+def test_an_engine_on_another_device_is_not_listed_among_the_right_ones() -> None:
+    assert [finding.level for finding in devices_of(device="cpu", requested_device="cuda")] == ["problem"]
 
 
 def test_a_lease_that_is_renewed_under_our_eyes_is_fresh_whatever_the_clock_says() -> None:

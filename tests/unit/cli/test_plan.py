@@ -55,6 +55,21 @@ def test_from_nothing_everything_is_created_in_one_step(tmp_path: Path) -> None:
     assert shown["outcome"] == {"type": "Complete"}
 
 
+def test_the_choice_of_a_connector_is_explained(tmp_path: Path) -> None:
+    pools = [
+        {"name": "slow", "role": "encoder", "accelerator": {"kind": "cpu"}},
+        {"name": "work", "role": "worker", "accelerator": {"kind": "nvidia"}},
+    ]
+    spec = {**whole(), "engine": {"type": "vllm", "image": "vllm:1"}, "pools": pools}
+    path = write(tmp_path, "a.yaml", spec)
+    _, choice = report(path)["choices"]
+    for said in ("slow, work", "ECExampleConnector", "as the pools are cpu and nvidia", "ReadWriteMany"):
+        assert said in choice
+    assert choice in run(path).splitlines()
+    spec["engine"]["ecConnector"] = {"ec_connector": "Mine"}
+    assert "Mine, set in engine.ecConnector" in report(write(tmp_path, "b.yaml", spec))["choices"][1]
+
+
 def test_between_equal_files_there_is_nothing_to_do(tmp_path: Path) -> None:
     old = write(tmp_path, "a.yaml", whole())
     same = whole()

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -27,6 +28,12 @@ def test_whole_hits_on_the_same_worker_pass():
     assert check_repeats("x", GOOD, [GOOD, GOOD], strict=True).passed
     assert check_cached_tokens("x", [GOOD, GOOD]).passed
     assert not as_json([])["passed"], "no check at all is no pass"
+
+
+@pytest.mark.parametrize(("overlap", "passed"), [(6, True), (5, True), (4, False), (7, False)])
+def test_the_last_block_of_a_prompt_of_whole_blocks_may_be_held_or_not(overlap, passed):
+    whole = replace(GOOD, prompt_tokens=96, engine_tokens=96, overlap=overlap, cached=80)
+    assert check_repeats("x", whole, [whole], strict=True).passed is passed
 
 
 def repeated(**broken):
@@ -91,6 +98,8 @@ class Deployment:
     ignores_images: bool = False
     ignores_order: bool = False
     forgets: bool = False
+    images_first: bool = False
+    refuses_adjacent: bool = False
     pretends: int = 0
     held: list[list[str]] = field(default_factory=list)
     sent: int = 0
@@ -102,7 +111,7 @@ class Deployment:
         if path == "/control/state":
             return httpx.Response(200, json={"workers": [{"role": "worker", "standing": "verified", "cause": ""}]})
         if path.startswith("/control/decisions/"):
-            return httpx.Response(200, json={"images": [{"offset": self.block_size}]})
+            return httpx.Response(200, json={"images": [{"offset": 0 if self.images_first else self.block_size}]})
         units = self._units(json.loads(request.content))
         lengths = range(len(units), 0, -1)
         known = next((n for n in lengths if any(other[:n] == units[:n] for other in self.held)), 0)
@@ -115,8 +124,13 @@ class Deployment:
     def _units(self, body: dict) -> list[str]:
         """One text or image is one block here; a block's key is all that came before."""
         first, *parts, last = body["messages"][0]["content"]
-        images = ["image" if self.ignores_images else part["image_url"]["url"] for part in parts]
-        return [first["text"], *(sorted(images) if self.ignores_order else images), last["text"]]
+        kinds = [part["type"] for part in parts]
+        if self.refuses_adjacent and ("image_url", "image_url") in pairwise(kinds):
+            self.exactness = "affinity"
+        urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        images = ["image" for _ in urls] if self.ignores_images else urls
+        images = sorted(images) if self.ignores_order else images
+        return [*images, first["text"], last["text"]] if self.images_first else [first["text"], *images, last["text"]]
 
     def _answer(self, units: list[str], known: int) -> httpx.Response:
         self.sent += 1
@@ -144,6 +158,15 @@ def test_a_correct_deployment_passes_and_one_that_predicts_up_to_the_image_only_
     checks = gate(Deployment(exactness=exactness), strict=strict).run(rounds=2)
     assert [check for check in checks if not check.passed] == []
     assert len(checks) == 1 + 2 * 7
+
+
+def test_a_template_that_puts_images_before_the_text_passes():
+    assert [check for check in gate(Deployment(images_first=True)).run(rounds=1) if not check.passed] == []
+
+
+def test_a_family_whose_adjacent_images_are_not_rendered_passes():
+    checks = gate(Deployment(refuses_adjacent=True)).run(rounds=1)
+    assert [check for check in checks if not check.passed] == []
 
 
 @pytest.mark.parametrize(
@@ -202,6 +225,7 @@ def test_a_repeat_must_be_an_exact_whole_hit_that_the_engine_confirms():
     assert repeat_failure(repeat, row(), trace) == ""
     assert "affinity" in repeat_failure(repeat, row(exactness="affinity"), trace)
     assert "5 of 6" in repeat_failure(repeat, row(overlap=5), trace)
+    assert repeat_failure(repeat, row(overlap=5, prompt_tokens=96, cached_tokens=80), trace) == ""
     assert "says 80" in repeat_failure(repeat, row(cached_tokens=80), trace)
     assert "says -1" in repeat_failure(repeat, row(cached_tokens=-1), trace)
     assert repeat_failure(Step("x", ()), row(overlap=0), trace) == ""

@@ -88,7 +88,7 @@ async def test_frontends_learn_who_is_there_and_ready(run: Any, kit: Any) -> Non
         assert texts[0] == texts[1]
         first = cluster.pods[0]
         named = {"uid": first.plan.uid, "name": "web-0", "ip": first.ip, "node": "local", "compatibility": ""}
-        state = {"pool": "big", "role": "worker", "ready": True, "draining": False}
+        state = {"pool": "big", "role": "worker", "ready": True, "draining": False, "tls": False}
         assert texts[0]["workers"][0] == {**named, **state}
         assert [f["name"] for f in texts[0]["frontends"]] == ["front-0", "front-1"]
         os.kill(first.pids["web"], signal.SIGKILL)

@@ -1,7 +1,6 @@
 """Pods as processes: order, probes, environment, volumes, restarts."""
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -14,8 +13,12 @@ import psutil
 import pytest
 from unit.local.conftest import alive, ask
 
+from mmrouter_cli.local.devices import DeviceRequest
 from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.pod_processes import VAIN_STARTS, VainError
+from mmrouter_lib.engines.launchers import LAUNCHERS
+
+VLLM = LAUNCHERS["vllm"]
 
 
 async def test_init_then_sidecar_then_container_each_when_the_one_before_is_up(run: Any, kit: Any, log: Any) -> None:
@@ -246,12 +249,33 @@ async def test_every_line_is_logged_with_its_source_however_long(run: Any, kit: 
         assert log.of("web-0/web")[:2] == ["one", "two"]
 
 
-async def test_engines_start_one_after_the_other_when_they_are_real(run: Any, kit: Any) -> None:
-    web = kit.server(startupProbe={"httpGet": {"path": "/", "port": "http"}, "timeoutSeconds": 5})
-    async with run(kit.deployment("web", web, replicas=3), engines="path") as cluster:
-        born = [psutil.Process(pod.pids["web"]).create_time() for pod in cluster.pods]
-        assert born == sorted(born)
-        assert min(b - a for a, b in itertools.pairwise(born)) > 0.02
+@pytest.mark.parametrize("devices", [[], ["a", "b"]])
+async def test_pods_start_side_by_side_but_those_on_one_device_one_after_the_other(
+    run: Any, kit: Any, tmp_path: Path, devices: list[str]
+) -> None:
+    """No container is up before the file is gone, so only containers that wait for no other run until then."""
+    (hold := tmp_path / "hold").touch()
+    probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 1, "timeoutSeconds": 5, "failureThreshold": 60}
+    engine = kit.server("engine", startupProbe=probe, env=[{"name": "BROKEN_FILE", "value": str(hold)}])
+    pods = kit.deployment("web", engine, replicas=3, labels={"mmrouter.io/pool": "gpu"})
+    wanted = {"gpu": DeviceRequest("nvidia", "CUDA_VISIBLE_DEVICES", tuple(devices), 1, VLLM)} if devices else {}
+    async with run(pods, ready=False, devices=wanted) as cluster:
+        first = cluster.pods[: len(devices) or 3]
+        await _until(lambda: all(pod.pids["engine"] for pod in first))
+        assert [pod.pids["engine"] is not None for pod in cluster.pods] == [pod in first for pod in cluster.pods]
+        hold.unlink()
+        await cluster.wait_ready(30)
+
+
+async def test_pods_share_the_folder_of_a_claim_of_the_run(run: Any, kit: Any) -> None:
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "x"}, "spec": {}}
+    volumes = [{"name": "v", "persistentVolumeClaim": {"claimName": "x"}}]
+    mounts = [{"name": "v", "mountPath": "/v"}]
+    write = kit.container("prepare", "write", "/v/made", "yes", volumeMounts=mounts)
+    read = kit.container("main", "check-then-sleep", "/v/made", volumeMounts=mounts)
+    first = kit.deployment("one", read, initContainers=[write], volumes=volumes)
+    async with run(claim, first, kit.deployment("two", read, volumes=volumes)) as cluster:
+        assert [pod.container("main").restarts for pod in cluster.pods] == [0, 0]
 
 
 @pytest.mark.parametrize(
