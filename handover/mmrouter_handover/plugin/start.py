@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 import mmrouter_handover
+from mmrouter_handover.plugin import PROVED_RELEASES
 
 VARIABLE = "VLLM_PLUGINS"
 OURS = "mmrouter"
@@ -92,7 +93,9 @@ def install(folder: Path) -> list[str]:
             release = "0"
         metadata = staging / f"mmrouter_plugin-{release}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mmrouter-plugin\nVersion: {release}\n")
+        proved = f"Requires-External: vllm ({' || '.join(PROVED_RELEASES)})"
+        lines = ("Metadata-Version: 2.1", "Name: mmrouter-plugin", f"Version: {release}", proved)
+        (metadata / "METADATA").write_text("\n".join(lines) + "\n")
         endpoint = f"{OURS} = mmrouter_handover.plugin.endpoint:Handover"
         (metadata / "entry_points.txt").write_text(f"[{ENDPOINTS}]\n{endpoint}\n")
         names = sorted(path.name for path in staging.iterdir())

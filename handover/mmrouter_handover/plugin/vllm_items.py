@@ -8,14 +8,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mmrouter_handover.plugin import wire
+from mmrouter_handover.plugin import PROVED_RELEASES, wire
 from mmrouter_handover.plugin.processor_cache import Processed
 from mmrouter_handover.shm import HandOverError
 
 MODALITY = "image"
-SUPPORTED_RELEASES = ("0.32.0",)
-"""vLLM releases whose answers were compared bit by bit (tests/conformance)."""
-
 _RENDERER = ("_mm_executor", "_mm_processor_cache", "_mm_processor_only_cache", "mm_processor", "model_config")
 _CACHE = ("is_cached_item", "get_and_update_item", "touch_sender_cache_item", "release_sender_touches", "clear_cache")
 
@@ -25,9 +22,9 @@ def why_unsupported(version: str) -> str:
 
     ``version`` is the package's; a suffix after ``+`` names a build of the same release.
     """
-    if version.partition("+")[0] in SUPPORTED_RELEASES:
+    if version.partition("+")[0] in PROVED_RELEASES:
         return ""
-    return f"vLLM {version[:40]} is not known to this plugin; supported: {', '.join(SUPPORTED_RELEASES)}"
+    return f"vLLM {version[:40]} is not known to this plugin; supported: {', '.join(PROVED_RELEASES)}"
 
 
 def why_incompatible(renderer: Any, cache: str) -> str:

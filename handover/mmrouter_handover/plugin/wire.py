@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from mmrouter_handover.plugin import WIRE_VERSION
+from mmrouter_handover.plugin import PROVED_RELEASES, WIRE_VERSION
 from mmrouter_handover.shm import HandOverError
 
 STATUS_PATH = "/v1/mmrouter/handover"
@@ -125,7 +125,10 @@ class Released(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """``ways``: way -> reason why it is not offered, or empty. ``counts`` is for people and tests."""
+    """``ways``: way -> reason why it is not offered, or empty. ``counts`` is for people and tests.
+
+    ``releases``: of vLLM, with which the plugin was proved.
+    """
 
     role: str
     enabled: bool
@@ -136,6 +139,7 @@ class Status(msgspec.Struct):
     ways: dict[str, str]
     counts: dict[str, int]
     version: int = WIRE_VERSION
+    releases: tuple[str, ...] = PROVED_RELEASES
 
 
 def read(raw: bytes, kind: type[T]) -> T:

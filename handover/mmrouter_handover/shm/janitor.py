@@ -54,7 +54,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     ``state``: ``slot_format.State`` or ``unreadable`` for a slot, ``files.PlainState`` for a plain file, ``owner`` for
     a writer's owner file, ``other`` for any other file. ``lives``: whether the writer does. ``bytes``: memory of the
-    file. ``used``: when an ``other`` file was last read or written, in seconds since 1970.
+    file. ``used``: when an ``other`` file was last read and last written, in seconds since 1970.
     """
 
     path: str
@@ -65,7 +65,7 @@ class Entry(msgspec.Struct, frozen=True):
     since: float | None = None
     deadline: float | None = None
     generation: int = 0
-    used: float | None = None
+    used: tuple[float, float] | None = None
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -148,7 +148,7 @@ def _unopened(folder: int, name: str, path: str, plain: tuple[Owner, bool, float
         deadline = None if state == "writing" else status.st_mtime
         yield Entry(path, size, state, owner.writer, lives, files.plain_since(name), deadline)
     else:
-        yield Entry(path, size, "other", used=max(status.st_atime, status.st_mtime))
+        yield Entry(path, size, "other", used=(status.st_atime, status.st_mtime))
 
 
 class Reclaimed(msgspec.Struct, frozen=True):

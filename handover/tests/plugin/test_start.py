@@ -11,10 +11,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from mmrouter_handover.plugin import WIRE_VERSION, wire
+from mmrouter_handover.plugin import PROVED_RELEASES, WIRE_VERSION, wire
 from mmrouter_handover.plugin.endpoint import Handover
 from mmrouter_handover.plugin.start import allow_list, install, interpreter
-from mmrouter_handover.plugin.vllm_items import SUPPORTED_RELEASES, why_incompatible, why_unsupported
+from mmrouter_handover.plugin.vllm_items import why_incompatible, why_unsupported
 from mmrouter_lib.engines.vllm import plugin_api as vllm_handover
 
 INSTALLED = [
@@ -111,6 +111,12 @@ def test_commands_report_what_they_did_or_cannot_do(tmp_path, module, argument, 
     assert (ran.returncode, output in ran.stdout + ran.stderr) == (status, True)
 
 
+def test_the_metadata_declares_the_releases_that_the_plugin_was_proved_with(tmp_path):
+    install(tmp_path)
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    assert f"Requires-External: vllm ({' || '.join(PROVED_RELEASES)})" in metadata.read_text().splitlines()
+
+
 def test_installing_again_replaces_the_folder_and_everything_is_world_readable(tmp_path):
     folder = tmp_path / "plugin"
     names = install(folder)
@@ -149,7 +155,7 @@ async def send(plugin: Handover, method: str, path: str) -> httpx.Response:
     [
         ("0.33.0", None, "vLLM 0.33.0 is not known"),
         ("0.32.1", None, "vLLM 0.32.1 is not known"),
-        (f"{SUPPORTED_RELEASES[0]}+cpu", None, "this vLLM's renderer has no _mm_executor"),
+        (f"{PROVED_RELEASES[0]}+cpu", None, "this vLLM's renderer has no _mm_executor"),
     ],
 )
 async def test_an_unsupported_vllm_disables_the_plugin_with_a_reason(release, version, renderer, message):
@@ -168,7 +174,7 @@ async def test_an_unsupported_vllm_disables_the_plugin_with_a_reason(release, ve
 
 
 async def test_an_exception_at_startup_disables_the_plugin_with_a_reason(release):
-    release(SUPPORTED_RELEASES[0])
+    release(PROVED_RELEASES[0])
     plugin = Handover()
     cache = SimpleNamespace(**dict.fromkeys(("is_cached_item", "get_and_update_item", "touch_sender_cache_item")))
     cache.release_sender_touches = cache.clear_cache = None
@@ -181,7 +187,7 @@ async def test_an_exception_at_startup_disables_the_plugin_with_a_reason(release
 
 
 def test_a_server_without_a_needed_attribute_is_incompatible():
-    assert why_unsupported(SUPPORTED_RELEASES[0]) == why_unsupported(SUPPORTED_RELEASES[0] + "+cpu") == ""
+    assert why_unsupported(PROVED_RELEASES[0]) == why_unsupported(PROVED_RELEASES[0] + "+cpu") == ""
     whole = SimpleNamespace(_mm_executor=1, _mm_processor_cache=None, _mm_processor_only_cache=None, model_config=1)
     whole.mm_processor = None
     assert why_incompatible(whole, "_mm_processor_cache") == "the model takes no images"
