@@ -1,33 +1,40 @@
-"""A simulated engine without its HTTP side: model, ranks, processor cache, hand-over, and draining."""
+"""A simulated engine without its HTTP side: model, ranks, processor cache, hand-over, and draining.
+
+What differs by engine is in ``vllm/engine.py`` and ``sglang/engine.py``.
+"""
 
 import asyncio
-import os
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar, cast
 
-from mmrouter_handover.plugin.item_exchange import read_settings
-from mmrouter_sim.core.events import Dialect, VllmDialect
-from mmrouter_sim.core.requests import ALGORITHMS, published_int
+from mmrouter_sim.core.events import Dialect
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.encoders import EncoderShares, ImageEncoder
 from mmrouter_sim.media import BYTES_PER_TOKEN, RecentImages
-from mmrouter_sim.metrics import EngineMetrics
+from mmrouter_sim.metrics import EngineMetrics, Samples
 from mmrouter_sim.model import AnswerGenerator, Model
 from mmrouter_sim.rank_runner import Publisher, Runner
 from mmrouter_sim.settings import Settings
-from mmrouter_sim.sglang.pages import WRAPPERS, SglangDialect, fingerprint
 from mmrouter_sim.sglang.pairing import PairRooms
 from mmrouter_sim.vllm.connectors import ConnectorTransfers, EcTransfer, serve_readers
-from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.plugin import Plugin
 
 _CACHE_TOKENS = 131_072  # tokens of each rank's KV cache, unless a flag sets them or the context is longer
 
 
-class SimulatedEngine:
-    """State shared by all requests. Raises ``ValueError`` for settings that the engine would not start with."""
+class SimulatedEngine(ABC):
+    """State shared by all requests. Raises ``ValueError`` for settings that the engine would not start with.
+
+    ``tells_when_idle``: publish an empty batch when the last request ends. ``fingerprint``: of the processor if images
+    are named by their encoded bytes, ``None`` if by their pixels.
+    """
+
+    tells_when_idle: ClassVar[bool] = False
+    plugin: Plugin | None = None
+    fingerprint: str | None = None
 
     def __init__(self, settings: Settings, model: Model) -> None:
         self.settings = settings
@@ -37,7 +44,6 @@ class SimulatedEngine:
         self.answers = AnswerGenerator(
             model.tokenizer, model.stop_ids, seed=settings.seed, mean_tokens=settings.answer_tokens
         )
-        sglang = settings.engine == "sglang"
         self.handover = ConnectorTransfers(settings.handover, settings.cost)
         self.pairing = PairRooms(settings.pairs, settings.cost) if settings.pairs is not None else None
         self.encoder: ImageEncoder | None = None
@@ -50,16 +56,14 @@ class SimulatedEngine:
         # An encode-only engine has no KV cache, and so no ranks.
         events = settings.events
         self.runners = [
-            Runner(self._scheduler(rank), Publisher(events, rank) if events.publishes else None, tells_when_idle=sglang)
+            Runner(
+                self._scheduler(rank),
+                Publisher(events, rank) if events.publishes else None,
+                tells_when_idle=self.tells_when_idle,
+            )
             for rank in range(0 if self.encoder else settings.ranks)
         ]
-        self.metrics = EngineMetrics(settings, [runner.scheduler for runner in self.runners], self.encoder)
-        self.plugin: Plugin | None = None
-        if not sglang and "mmrouter" in os.environ.get("VLLM_PLUGINS", "").split(","):
-            # Image processing depends on the model type and this flag, not on the folder's path.
-            processing = f"{model.model_type} {sorted(settings.processor.items())}"
-            role = "renderer" if settings.renders else "engine"
-            self.plugin = Plugin(read_settings(os.environ), role, processing, self.images, VERSION)
+        self.metrics = EngineMetrics(self.samples())
         # Templates, tokenization and image decoding must not delay the steps; the engine uses a process for them.
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
         self.draining = False
@@ -77,17 +81,16 @@ class SimulatedEngine:
             largest_image=self.model.largest_image,
             prefix_caching=settings.prefix_caching,
         )
-        dialect: Dialect
-        if settings.engine == "sglang":
-            dialect = SglangDialect(size)
-        else:
-            published = published_int if settings.int_hashes else bytes
-            dialect = VllmDialect(size, hash_=ALGORITHMS[settings.hash_algorithm], published=published)
         arrived, seed = self.handover.arrived, settings.seed + rank
-        scheduler = Scheduler(limits, cost=settings.cost, seed=seed, dialect=dialect, embedded=arrived)
-        if settings.engine == "sglang":
-            scheduler.reset()  # the engine announces its empty cache
-        return scheduler
+        return Scheduler(limits, cost=settings.cost, seed=seed, dialect=self.dialect(), embedded=arrived)
+
+    @abstractmethod
+    def dialect(self) -> Dialect:
+        """Return how a rank hashes and publishes its blocks."""
+
+    @abstractmethod
+    def samples(self) -> Samples:
+        """Return what ``/metrics`` shows."""
 
     def held(self) -> dict[str, Any]:
         """Return the body of ``/sim/cache``: the blocks of each rank's cache, and their ancestors. A block's ``parent``
@@ -113,15 +116,6 @@ class SimulatedEngine:
                 )
             ranks[str(rank)] = blocks
         return {"block_size": self.settings.block_size, "ranks": ranks}
-
-    @cached_property
-    def fingerprint(self) -> str | None:
-        """Fingerprint of the processor if images are named by encoded bytes; ``None`` if by pixels (SGLang)."""
-        settings, model = self.settings, self.model
-        if model.model_type not in WRAPPERS or not (model.model_type == "qwen3_vl" or settings.preprocess_cache_mb):
-            return None
-        process = settings.arguments.get("mm_process_config") or {}
-        return fingerprint(model.model_type, list(model.architectures) or None, settings.revision, process)
 
     def pick(self, header: str | None) -> Runner:
         """Return the rank that a request is pinned to, or else the least loaded. Raises ``ValueError``."""
@@ -164,3 +158,9 @@ class SimulatedEngine:
         except TimeoutError:
             for runner in self.runners:
                 runner.abort_all()
+
+
+def simulated(settings: Settings, model: Model) -> SimulatedEngine:
+    """Return the simulated engine that the settings name; modules of the other one are not imported."""
+    module = import_module(f"mmrouter_sim.{settings.engine}.engine")
+    return cast(SimulatedEngine, module.Engine(settings, model))

@@ -2,10 +2,9 @@
 
 import hashlib
 import json
-import os
 import random
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,19 @@ import msgspec
 from tokenizers import Tokenizer
 
 from mmrouter_lib import families
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.families import Family, ImageSizeError
-from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage, TemplateError, render_arguments
+from mmrouter_lib.prompt import (
+    Expanded,
+    NotModelledError,
+    PlaceholderError,
+    Prompter,
+    PromptImage,
+    TemplateError,
+    render_arguments,
+)
+from mmrouter_sim.core import hub
 from mmrouter_sim.core.requests import Media, Sampler
 from mmrouter_sim.errors import RequestError
 
@@ -58,17 +68,30 @@ class Model:
         except TemplateError as error:
             raise RequestError(str(error)) from error
 
+    def prompt(
+        self, body: Mapping[str, Any], images: Sequence[tuple[str, int]]
+    ) -> tuple["array[int]", tuple[Media, ...]]:
+        """Return token ids and media of a chat; ``images`` as for :meth:`expand`. Raises :class:`RequestError`."""
+        return self._placed(images, lambda parts: self.prompter.prompt(body, parts))
+
     def expand(
         self, text: str, images: Sequence[tuple[str, int]], *, add_special_tokens: bool
     ) -> tuple["array[int]", tuple[Media, ...]]:
         """Return token ids and media of a prompt; ``images`` are (identifier, token count) in prompt order. Raises
         :class:`RequestError`.
         """
+        return self._placed(
+            images, lambda parts: self.prompter.expand(text, parts, add_special_tokens=add_special_tokens)
+        )
+
+    def _placed(
+        self, images: Sequence[tuple[str, int]], expand: Callable[[list[PromptImage]], Expanded]
+    ) -> tuple["array[int]", tuple[Media, ...]]:
         # The prompter passes 32 bytes per image through: here the image's number.
         parts = [PromptImage(identity=n.to_bytes(32, "big"), count=count) for n, (_, count) in enumerate(images)]
         try:
-            expanded = self.prompter.expand(text, parts, add_special_tokens=add_special_tokens)
-        except PlaceholderError as error:
+            expanded = expand(parts)
+        except (TemplateError, PlaceholderError, NotModelledError) as error:
             raise RequestError(str(error)) from error
         media = (
             Media(images[int.from_bytes(span.identity, "big")][0], span.offset, span.length) for span in expanded.spans
@@ -77,21 +100,21 @@ class Model:
 
 
 def find_folder(model: str, revision: str | None) -> Path:
-    """Return the folder of a model argument: a path, or a snapshot in the hub's cache. Raises ``ValueError``."""
+    """Return the folder of a model argument: a path, or a snapshot in the hub's cache.
+
+    Raises ``ValueError``, and ``OSError`` of a download (:mod:`mmrouter_sim.core.hub`).
+    """
     path = Path(model)
     if path.is_dir():
         return path
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{model.replace('/', '--')}"
-    name = revision or "main"
-    reference = hub / "refs" / name
-    snapshot = hub / "snapshots" / (reference.read_text().strip() if reference.is_file() else name)
-    if snapshot.is_dir():
+    if snapshot := hub.cached(model, revision) or hub.download(model, revision):
         return snapshot
-    raise ValueError(f"model {model!r} is neither a folder nor in the hub's cache; the simulator downloads nothing")
+    raise ValueError(f"model {model!r} is neither a folder nor in the hub's cache, and HF_ENDPOINT names no mirror")
 
 
-def load(name: str, folder: Path, *, chat_template: str | None, processor: Mapping[str, Any]) -> Model:
+def load(
+    name: str, folder: Path, *, chat_template: str | None, processor: Mapping[str, Any], engine: EngineType = "vllm"
+) -> Model:
     """Load a model folder. Raises ``ValueError`` or ``OSError`` if it cannot be served."""
     unknown = sorted(set(processor) - {"min_pixels", "max_pixels", "num_crops"})
     if unknown:
@@ -100,7 +123,7 @@ def load(name: str, folder: Path, *, chat_template: str | None, processor: Mappi
     family = families.load_family(folder, Limits(**processor))
     if family is None:
         raise ValueError(f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is not simulated")
-    prompter = Prompter.load(folder, chat_template=chat_template, family=family)
+    prompter = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family)
     return Model(
         name=name,
         tokenizer=prompter.tokenizer,

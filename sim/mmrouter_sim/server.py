@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from importlib import import_module
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -24,10 +25,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mmrouter_sim import model
-from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.engine import SimulatedEngine, simulated
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.settings import Settings
 
+REFRESH_SECONDS = 0.2
 log, access = logging.getLogger("mmrouter_sim"), logging.getLogger("mmrouter_sim.access")
 
 
@@ -66,10 +68,14 @@ async def serve(engine: SimulatedEngine) -> None:
         headers=[("server", "mmrouter-sim")],
         timeout_graceful_shutdown=2,
         timeout_keep_alive=75,
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
     )
+    config.load()
     server = _Server(config, engine)
     stepping = asyncio.create_task(engine.run())
     serving = asyncio.create_task(server.serve())
+    refreshing = asyncio.create_task(_refresh(config, enabled=settings.enable_ssl_refresh))
     try:
         # The ranks run for ever: if they end, they failed, and the process must end too.
         await asyncio.wait((stepping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -77,9 +83,31 @@ async def serve(engine: SimulatedEngine) -> None:
             stepping.result()
         await serving
     finally:
-        stepping.cancel()
-        serving.cancel()
-        await asyncio.gather(stepping, serving, return_exceptions=True)
+        for task in (stepping, serving, refreshing):
+            task.cancel()
+        await asyncio.gather(stepping, serving, refreshing, return_exceptions=True)
+
+
+async def _refresh(config: uvicorn.Config, *, enabled: bool) -> None:
+    """Load certificate and key when one of their files changes, as the engines do.
+
+    They watch inodes: after a file was replaced they see no further change (docs/engine-facts/vllm.md#tls).
+    """
+    if not enabled or config.ssl is None or config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    files = [Path(config.ssl_certfile), Path(config.ssl_keyfile)]
+    seen = [file.stat() for file in files]
+    while True:
+        await asyncio.sleep(REFRESH_SECONDS)
+        with contextlib.suppress(OSError):
+            now = [file.stat() for file in files]
+            if [each.st_mtime_ns for each in now] == [each.st_mtime_ns for each in seen]:
+                continue
+            log.info("Reloading SSL certificate chain")
+            config.ssl.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+            if [each.st_ino for each in now] != [each.st_ino for each in seen]:
+                return
+            seen = now
 
 
 def run(settings: Settings) -> int:
@@ -87,8 +115,9 @@ def run(settings: Settings) -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
         folder = model.find_folder(settings.model, settings.revision)
-        loaded = model.load(settings.model, folder, chat_template=settings.chat_template, processor=settings.processor)
-        engine = SimulatedEngine(settings, loaded)
+        template, processor = settings.chat_template, settings.processor
+        loaded = model.load(settings.model, folder, chat_template=template, processor=processor, engine=settings.engine)
+        engine = simulated(settings, loaded)
     except (ValueError, OSError) as error:
         log.error("cannot start: %s", error)
         return 1

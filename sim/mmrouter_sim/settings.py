@@ -53,6 +53,9 @@ class Settings:
     pairs: PairSide | None = None  # one side of a prefill/decode pair (SGLang)
     engine: Literal["vllm", "sglang"] = "vllm"
     preprocess_cache_mb: int = 0
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    enable_ssl_refresh: bool = False
     encodes_only: bool = False  # an encoder of SGLang
     encoder_urls: tuple[str, ...] = ()  # encoders of an SGLang engine
     arguments: dict[str, Any] = field(default_factory=dict)  # as SGLang's /server_info returns them
@@ -82,6 +85,12 @@ def add_sim_flags(parser: argparse.ArgumentParser) -> None:
     ):
         variable = name[2:].upper().replace("-", "_").replace("SIM_", "MMROUTER_SIM_", 1)
         sim.add_argument(name, type=kind, default=os.environ.get(variable, default), help=f"{text} ({variable})")
+
+
+def add_tls_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ssl-keyfile")
+    parser.add_argument("--ssl-certfile")
+    parser.add_argument("--enable-ssl-refresh", action="store_true")
 
 
 def add_no_effect(parser: argparse.ArgumentParser, flags: str, switches: str, action: Any) -> None:

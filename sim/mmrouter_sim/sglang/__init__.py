@@ -1,1 +1,1 @@
-"""A simulated SGLang: its flags, its HTTP side, its metrics; its pages are in ``core/sglang.py``."""
+"""A simulated SGLang: its flags, its HTTP side, its metrics; its pages are in ``pages.py``."""

@@ -14,13 +14,13 @@ from mmrouter_sim.errors import RequestError
 from mmrouter_sim.generation import Job, Piece, render, request_of
 from mmrouter_sim.sglang import requests
 from mmrouter_sim.sglang.pages import padded
-from mmrouter_sim.sglang.pairing import RoomAddress, place
+from mmrouter_sim.sglang.pairing import RANK_HEADER, RoomAddress, place
 from mmrouter_sim.sglang.requests import ChatRequest, CompletionRequest, check
 from mmrouter_sim.vllm import requests as texts
 from mmrouter_sim.vllm.connectors import TransferError
 from mmrouter_sim.vllm.requests import Prompt, parse
 
-RANK_HEADERS = ("x-override-routed-dp-rank", "x-data-parallel-rank")
+RANK_HEADERS = (RANK_HEADER, "x-data-parallel-rank")
 RID_HEADER = "x-override-rid"
 
 
@@ -170,16 +170,20 @@ def _job(
             f"of {length + wanted} tokens: {length} tokens from the input messages and {wanted} tokens for the "
             "completion."
         )
-    rank_text = next((http.headers[name] for name in RANK_HEADERS if name in http.headers), None)
+    headers = dict(http.headers)
+    if isinstance(body, CompletionRequest):
+        headers = {name: value for name, value in headers.items() if not name.startswith("x-override-")}
+        headers |= body.overrides
+    rank_text = next((headers[name] for name in RANK_HEADERS if name in headers), None)
     pairs = engine.settings.pairs
     try:
-        at = place(http.headers) if pairs is not None else None
+        at = place(headers) if pairs is not None else None
         if at is not None and pairs is not None and pairs.mode == "prefill" and rank_text is None:
             rank_text = str(at.room % engine.settings.ranks)
         runner = engine.pick(rank_text)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    name = http.headers.get(RID_HEADER) or uuid.uuid4().hex
+    name = headers.get(RID_HEADER) or uuid.uuid4().hex
     ids = prompt.padded if prompt.padded is not None else padded(prompt.ids, [])
     prefills = pairs is not None and pairs.mode == "prefill"
     request = request_of(

@@ -11,7 +11,15 @@ from typing import Any, Literal
 import msgspec
 
 from mmrouter_sim.rank_runner import EventsConfig
-from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with
+from mmrouter_sim.settings import (
+    Parser,
+    Settings,
+    add_no_effect,
+    add_sim_flags,
+    add_tls_flags,
+    common_settings,
+    parse_with,
+)
 from mmrouter_sim.sglang.pages import VERSION
 from mmrouter_sim.sglang.pairing import side
 
@@ -91,6 +99,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--disaggregation-transfer-backend", choices=_BACKENDS, default="mooncake", help="no effect here")
     add("--disaggregation-bootstrap-port", type=int, default=8998)
     add_no_effect(parser, _NO_EFFECT, _NO_EFFECT_SWITCHES, "store_true")
+    add_tls_flags(parser)
     add_sim_flags(parser)
 
 

@@ -18,6 +18,7 @@ from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.vllm.connectors import Ready, TransferError, fetch, line
 
 HOST_HEADER, PORT_HEADER, ROOM_HEADER = (f"x-override-bootstrap-{name}" for name in ("host", "port", "room"))
+RANK_HEADER = "x-override-routed-dp-rank"
 WAIT_SECONDS = 300
 """How long an engine waits for its peer (``SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT``, ``.._WAITING_TIMEOUT``)."""
 

@@ -5,12 +5,14 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from PIL import Image
 
 from mmrouter_sim import media
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
 from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
+from mmrouter_sim.sglang.pairing import HOST_HEADER, PORT_HEADER, RANK_HEADER, ROOM_HEADER
 from mmrouter_sim.vllm.requests import Generation, Prompt
 
 
@@ -20,13 +22,27 @@ class ChatRequest(Generation, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     input_ids: list[int] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
     return_prompt_token_ids: bool = False
 
 
 class CompletionRequest(Generation, kw_only=True):
-    """``/v1/completions``."""
+    """``/v1/completions``, which has in its body what other requests have in headers of overrides."""
 
     prompt: str | list[int | str]
+    bootstrap_host: str = ""
+    bootstrap_port: int = 8998
+    bootstrap_room: int | None = None
+    routed_dp_rank: int | None = None
+
+    @property
+    def overrides(self) -> dict[str, str]:
+        """The headers by which a chat would say the same."""
+        values: dict[str, str | int | None] = {RANK_HEADER: self.routed_dp_rank, ROOM_HEADER: self.bootstrap_room}
+        if self.bootstrap_room is not None:
+            values |= {HOST_HEADER: self.bootstrap_host, PORT_HEADER: self.bootstrap_port}
+        return {name: str(value) for name, value in values.items() if value is not None}
 
 
 def check(body: ChatRequest | CompletionRequest) -> None:
@@ -38,8 +54,6 @@ def check(body: ChatRequest | CompletionRequest) -> None:
         for name in ("input_ids", "mm_processor_kwargs", "chat_template"):
             if getattr(body, name):
                 raise RequestError(f"{name} is not simulated.", param=name)
-        if body.continue_final_message:
-            raise RequestError("continue_final_message is not simulated.", param="continue_final_message")
     if any(not text for text in body.stops):
         raise RequestError("stop cannot contain an empty string.", param="stop")
 
@@ -59,7 +73,7 @@ def from_messages(
     parts = images_of(engine, body.messages)
     images = encoded if encoded is not None else [_name(engine, number, part) for number, part in enumerate(parts)]
     named = [(str(item), count) for item, count in images]
-    ids, where = engine.model.expand(engine.model.render(body.messages, body), named, add_special_tokens=False)
+    ids, where = engine.model.prompt(msgspec.structs.asdict(body), named)
     runs = [(int(item.identifier), item.offset, item.length) for item in where]
     return Prompt(ids, where, padded(ids, runs, first_only=engine.model.model_type in ONE_VALUE))
 

@@ -40,6 +40,7 @@ def build(engine: SimulatedEngine) -> Starlette:
             ("/v1/chat/completions", ["POST"], completions.chat),
             ("/v1/completions", ["POST"], completions.complete),
             ("/v1/chat/completions/render", ["POST"], tokens_in.render_chat),
+            ("/v1/completions/render", ["POST"], tokens_in.render_completion),
             ("/inference/v1/generate", ["POST"], tokens_in.generate),
             ("/detokenize", ["POST"], tokens_in.detokenize),
         ]

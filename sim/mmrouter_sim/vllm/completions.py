@@ -30,6 +30,7 @@ from mmrouter_sim.vllm.requests import (
 
 RANK_HEADER = "x-data-parallel-rank"
 REQUEST_HEADER = "x-request-id"
+COMPLETION_TOKENS = 16  # the engine's default for completions; a chat's is what the context leaves
 
 SHUT_DOWN = RequestError("cannot schedule new futures after shutdown", status=500)
 """Error message for a request that arrives or runs when the engine goes down.
@@ -131,8 +132,7 @@ async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
 async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/completions``."""
     body = parse(await http.body(), CompletionRequest)
-    # The engine's default for this endpoint, unlike for chats.
-    wanted = body.max_tokens if body.max_tokens is not None else 16
+    wanted = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
     make = partial(requests.from_text, engine, body.prompt, special=body.add_special_tokens)
     return await _answer(engine, http, body, make, wanted, "cmpl")
 

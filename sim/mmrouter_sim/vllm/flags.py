@@ -14,7 +14,15 @@ import msgspec
 
 from mmrouter_sim.core.requests import ALGORITHMS
 from mmrouter_sim.rank_runner import EventsConfig
-from mmrouter_sim.settings import Parser, Settings, add_no_effect, add_sim_flags, common_settings, parse_with
+from mmrouter_sim.settings import (
+    Parser,
+    Settings,
+    add_no_effect,
+    add_sim_flags,
+    add_tls_flags,
+    common_settings,
+    parse_with,
+)
 from mmrouter_sim.vllm.connectors import connector_config
 
 VERSION = "0.32.0"
@@ -80,6 +88,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--shutdown-timeout", dest="shutdown_seconds", type=float, default=0.0, metavar="SECONDS")
     add("-tp", dest="tensor_parallel_size")
     add_no_effect(parser, _NO_EFFECT, _NO_EFFECT_SWITCHES, switch)
+    add_tls_flags(parser)
     add_sim_flags(parser)
 
 

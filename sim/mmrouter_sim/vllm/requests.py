@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from mmrouter_lib.prompt.segment_cache import OWNER
 from mmrouter_sim import media
 from mmrouter_sim.core.requests import Media
 from mmrouter_sim.engine import SimulatedEngine
@@ -156,6 +157,7 @@ def from_messages(engine: SimulatedEngine, body: ChatRequest) -> Prompt:
     # All parts are fetched and decoded before the first is looked up by its name.
     pictures = [_fetch(engine, part) for part in parts]
     images = [_name(engine, n, part, fetched) for n, (part, fetched) in enumerate(zip(parts, pictures, strict=True))]
+    OWNER.set(body.cache_salt or "")  # tenants share no tokenized text, because engines have no cache of it
     text = engine.model.render(body.messages, body)
     return Prompt(*engine.model.expand(text, images, add_special_tokens=body.add_special_tokens))
 

@@ -1,4 +1,4 @@
-"""The endpoints that ``--enable-scale-out`` opens: a rendered chat, and its continuation after given token ids.
+"""The endpoints that ``--enable-scale-out`` opens: a rendered prompt, and its continuation after given token ids.
 
 See docs/engine-facts/vllm.md#tokens-in. The answers of the simulator depend on the whole prompt, so an engine keeps
 the prompts that it rendered: after the first tokens of such a prompt's answer it generates the rest of that answer.
@@ -6,7 +6,7 @@ the prompts that it rendered: after the first tokens of such a prompt's answer i
 
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -23,8 +23,17 @@ from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.generation import render, request_of
 from mmrouter_sim.vllm import requests
-from mmrouter_sim.vllm.completions import RANK_HEADER, SHUT_DOWN, VllmJob, check_model
-from mmrouter_sim.vllm.requests import ChatRequest, Generation, Prompt, StreamOptions, check, check_generation, parse
+from mmrouter_sim.vllm.completions import COMPLETION_TOKENS, RANK_HEADER, SHUT_DOWN, VllmJob, check_model
+from mmrouter_sim.vllm.requests import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Prompt,
+    StreamOptions,
+    check,
+    check_generation,
+    parse,
+)
 
 REMEMBERED = 256  # rendered prompts
 
@@ -65,28 +74,41 @@ async def render_chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/chat/completions/render`` of an engine."""
     _require_open(engine)
     body = parse(await http.body(), ChatRequest)
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return json_response(await _render(engine, body, wanted, partial(requests.from_messages, engine, body)))
+
+
+async def render_completion(engine: SimulatedEngine, http: HttpRequest) -> Response:
+    """Answer ``POST /v1/completions/render`` of an engine: a list of one, as one prompt is simulated."""
+    _require_open(engine)
+    body = parse(await http.body(), CompletionRequest)
+    wanted = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
+    make = partial(requests.from_text, engine, body.prompt, special=body.add_special_tokens)
+    return json_response([await _render(engine, body, wanted, make)])
+
+
+async def _render(
+    engine: SimulatedEngine, body: Generation, wanted: int | None, make: Callable[[], Prompt]
+) -> dict[str, Any]:
     check_model(engine, body.model)
     check(body)
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     check_generation(body, wanted)
-    prompt = await render(engine, partial(requests.from_messages, engine, body))
+    prompt = await render(engine, make)
     room = engine.context - len(prompt.ids)
     answer = engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos)
     _rendered.setdefault(engine, deque(maxlen=REMEMBERED)).append(Rendered(prompt.ids, answer))
     sampling = Sampling(min(wanted or room, room), body.min_tokens, body.ignore_eos, body.stop_token_ids or [])
-    return json_response(
-        {
-            "request_id": f"chatcmpl-{uuid4().hex[:16]}",
-            "token_ids": prompt.ids.tolist(),
-            "features": requests.features(prompt),
-            "sampling_params": msgspec.to_builtins(sampling),
-            "model": body.model,
-            "stream": bool(body.stream),
-            "stream_options": msgspec.to_builtins(body.stream_options),
-            "cache_salt": body.cache_salt,
-            "reasoning_parser_kwargs": None,
-        }
-    )
+    return {
+        "request_id": f"chatcmpl-{uuid4().hex[:16]}",
+        "token_ids": prompt.ids.tolist(),
+        "features": requests.features(prompt),
+        "sampling_params": msgspec.to_builtins(sampling),
+        "model": body.model,
+        "stream": bool(body.stream),
+        "stream_options": msgspec.to_builtins(body.stream_options),
+        "cache_salt": body.cache_salt,
+        "reasoning_parser_kwargs": None,
+    }
 
 
 @dataclass

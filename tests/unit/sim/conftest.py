@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from unit.conftest import shared_folder
 
 from mmrouter_sim import model
-from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.engine import SimulatedEngine, simulated
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang import app as sglang_app
 from mmrouter_sim.sglang import flags as sglang_flags
@@ -123,8 +123,9 @@ async def _body(answer: aiohttp.ClientResponse) -> Any:
 
 async def start_engine(stack: AsyncExitStack, folder: Path, settings: Settings, build: Callable[..., Any]) -> Client:
     """Start one engine in this process; it is stopped with the stack."""
-    loaded = model.load("m", folder, chat_template=settings.chat_template, processor=settings.processor)
-    engine = SimulatedEngine(settings, loaded)
+    options = {"chat_template": settings.chat_template, "processor": settings.processor}
+    loaded = model.load("m", folder, **options, engine=settings.engine)
+    engine = simulated(settings, loaded)
     # Not by the server's own loop, which takes tenths of a second to stop: too slow for so many tests.
     config = uvicorn.Config(build(engine), port=0, log_level="error", lifespan="off")
     config.load()

@@ -16,7 +16,7 @@ from mmrouter_sim.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from mmrouter_sim.core.requests import Media, Request, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.core.step_cost import Cost
-from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.engine import simulated
 from mmrouter_sim.vllm import requests
 from mmrouter_sim.vllm.completions import prompt_details
 from mmrouter_sim.vllm.flags import parse
@@ -187,7 +187,7 @@ def inline(value, images):
 def test_captured_requests_give_the_captured_ids_usage_and_bytes(captures, models, capture, folder):
     settings = parse(["serve", f"models/{capture}", "--block-size", "32", "--prefix-caching-hash-algo", "sha256_cbor"])
     loaded = model.load(settings.model, models / folder, chat_template=None, processor={})
-    engine = SimulatedEngine(settings, loaded)
+    engine = simulated(settings, loaded)
     rank = engine.runners[0].scheduler
     steps = [json.loads(line) for line in (captures / f"{capture}.jsonl").read_text().splitlines()]
     compared = 0

@@ -27,7 +27,7 @@ from mmrouter_lib.engines.vllm.plugin_api import (
 from mmrouter_lib.engines.vllm.stage_requests import read_rendered
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_sim import model
-from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.engine import SimulatedEngine, simulated
 from mmrouter_sim.vllm.app import build
 from mmrouter_sim.vllm.flags import parse
 
@@ -43,7 +43,7 @@ def chat(**more: Any) -> dict[str, Any]:
 
 def loaded(tiny: Path, *command: str, flags: Sequence[str] = ()) -> SimulatedEngine:
     settings = parse([*command, str(tiny), "--served-model-name", "m", *flags])
-    return SimulatedEngine(settings, model.load("m", tiny, chat_template=None, processor={}))
+    return simulated(settings, model.load("m", tiny, chat_template=None, processor={}))
 
 
 def served(engine: SimulatedEngine) -> httpx.AsyncClient:

@@ -5,16 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
 
 import aiohttp
 import pytest
+from hub_server import COMMIT, Hub
 from unit.engines.conftest import deployment, role
 
 import mmrouter_sim
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_lib.model_folder import hub_folder
 from mmrouter_sim.model import find_folder
 from mmrouter_sim.vllm.flags import parse
 
@@ -140,8 +143,33 @@ def test_a_model_may_be_a_snapshot_in_the_hubs_cache(tmp_path, monkeypatch):
     (hub / "refs" / "main").write_text("abc")
     assert find_folder("org/name", None) == hub / "snapshots" / "abc"
     assert find_folder("org/name", "abc") == hub / "snapshots" / "abc"
-    with pytest.raises(ValueError, match="downloads nothing"):
+    with pytest.raises(ValueError, match="HF_ENDPOINT names no mirror"):
         find_folder("org/name", "other")
+
+
+def test_a_model_is_downloaded_from_a_mirror_once_and_without_weights(tmp_path, monkeypatch):
+    files = {"config.json": b"{}", "merges.txt": b"x ", "model.safetensors": b"w", "onnx/config.json": b"{}"}
+    hub = Hub(files, "org/name")
+    threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.02}).start()
+    try:
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        folder = find_folder("org/name", None)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+            "config.json": b"{}",
+            "merges.txt": b"x a",
+        }
+        asked = len(hub.asked)
+        assert (find_folder("org/name", None), len(hub.asked)) == (folder, asked)
+        assert hub_folder(tmp_path, "org/name", "main") == (folder, COMMIT), "the sidecar finds it"
+        with pytest.raises(OSError, match="404"):
+            find_folder("org/other", None)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        with pytest.raises(ValueError, match="neither a folder nor"):
+            find_folder("org/other", None)
+    finally:
+        hub.shutdown()
+        hub.server_close()
 
 
 def test_a_chat_template_is_a_file_or_itself(tmp_path):

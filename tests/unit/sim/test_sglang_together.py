@@ -191,9 +191,11 @@ async def test_the_room_names_the_rank_that_computes(prefill, decode, rank, stat
 async def test_a_pair_streams_and_serves_plain_completions(prefill, decode):
     first, second = await prefill(), await decode()
     body = {"model": "tiny", "prompt": LONG, "max_tokens": 4, "stream": True}
+    host, port = first.engine.pairing.config.address
+    meeting = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": 7}
 
     async def frames(client):
-        async with client.session.post(client.url + "/v1/completions", json=body, headers=at(first)) as answer:
+        async with client.session.post(client.url + "/v1/completions", json=body | meeting) as answer:
             return [json.loads(f[6:]) for f in (await answer.text()).split("\n\n") if f.startswith("data: {")]
 
     prefilled, answer = await asyncio.gather(frames(first), frames(second))
