@@ -3,9 +3,9 @@
     python -m campaign [TARGET ...] [--seconds 7200] [--seed N] [--count N] [--lanes N] [--keep]
     python -m campaign --replay FILE
 
-Every target gets an equal share of the time, in processes of its own. An input that fails is written to
-``build/campaign``, with the command that checks it again. ``--keep`` adds new outcomes to the committed corpus. Exit
-status 1 where anything failed, or a process's memory is not flat.
+Every target gets an equal share of the time, in processes of its own; ``soak`` runs beside all of them. An input that
+fails is written to ``build/campaign``, with the command that checks it again. ``--keep`` adds new outcomes to the
+committed corpus. Exit status 1 where anything failed, or a process's memory is not flat.
 """
 
 import argparse
@@ -70,10 +70,13 @@ def main() -> int:
     names = [name for name in names if name not in absent]
     if not names:
         parser.error("; ".join(f"{name}: not run: {reason}" for name, reason in absent.items()))
-    lanes = min(options.lanes, len(names))
-    seconds = options.seconds * lanes / len(names)
-    tasks = [Task(name, options.seed, seconds, options.count, FOLDER / "runs" / name) for name in names]
-    with ThreadPoolExecutor(lanes) as pool:
+    beside = [name for name in names if TARGETS[name].whole_run]
+    names = [*beside, *(name for name in names if name not in beside)]
+    sharing = len(names) - len(beside)
+    lanes = min(options.lanes, sharing)
+    seconds = {name: options.seconds if name in beside else options.seconds * lanes / sharing for name in names}
+    tasks = [Task(name, options.seed, seconds[name], options.count, FOLDER / "runs" / name) for name in names]
+    with ThreadPoolExecutor(len(beside) + lanes) as pool:
         runs = pool.map(lambda task: supervise(task, TARGETS[task.target].limit_s), tasks)
         results = dict(zip(names, runs, strict=True))
     known = corpus.load()
@@ -88,6 +91,9 @@ def main() -> int:
     print(table(results, options.seed))
     for name, reason in absent.items():
         print(f"{name}: not run: {reason}")
+    for name in names:
+        if left_out := TARGETS[name].left_out():
+            print(f"{name}: {left_out}")
     print("\n".join(problems(results)))
     return 1 if failures or problems(results) else 0
 

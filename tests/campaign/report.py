@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from campaign.target import FLAT_BYTES, Counts
+from campaign.targets import TARGETS
 
 _COLUMNS = ("target", "inputs", "outcomes", "crashes", "hangs", "5xx", "differences", "worst ms", "MiB", "grown MiB")
 _KINDS = ("crash", "hang", "5xx", "difference")
@@ -27,8 +28,9 @@ def _figures(counts: Counts) -> str:
 
 
 def problems(results: Mapping[str, Counts]) -> list[str]:
-    """Return a line for every target whose process has grown, and for every one without inputs."""
-    grown = [f"{name}: memory grew by {_mib(c.growth)} MiB" for name, c in results.items() if c.growth > FLAT_BYTES]
+    """Return a line for every target in whose process the product has grown, and for every one without inputs."""
+    judged = {name: counts for name, counts in results.items() if TARGETS[name].in_process}
+    grown = [f"{name}: memory grew by {_mib(c.growth)} MiB" for name, c in judged.items() if c.growth > FLAT_BYTES]
     return [*grown, *(f"{name}: no input was checked" for name, counts in results.items() if not counts.inputs)]
 
 

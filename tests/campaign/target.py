@@ -20,8 +20,9 @@ import psutil
 from campaign.mutation import mutated
 
 Kind = Literal["crash", "hang", "5xx", "difference"]
-MAX_KEPT = 2_000  # inputs from which others are drawn
+MAX_KEPT = 2_000  # inputs from which others are drawn, and outcomes with their shortest input
 MAX_FAILURES = 20  # inputs that a run keeps of those that failed
+MIN_SAMPLES = 20
 FLAT_BYTES = 24 * 1024**2
 """Growth of a worker's memory over the second half of a run that counts as flat: its allocator's fragments and kept
 inputs."""
@@ -40,7 +41,9 @@ class Target(ABC):
 
     name: ClassVar[str]
     short: ClassVar[int]  # inputs of the short form, which the gate runs: about a second; 0: the gate does not run it
-    limit_s: ClassVar[float] = 60.0  # an input that takes longer is a hang
+    whole_run: ClassVar[bool] = False  # whether it runs beside the others for all of the campaign's time
+    in_process: ClassVar[bool] = True  # whether the product runs in the target's process, whose memory is judged then
+    limit_s: ClassVar[float] = 60.0  # an input that takes longer is a hang, without the time it waited for a CPU
     words: ClassVar[Sequence[bytes]] = ()  # pieces that a mutation inserts
     spent_s: float | None = None  # CPU seconds of the last input, None: all of its check
 
@@ -51,6 +54,11 @@ class Target(ABC):
     @classmethod
     def missing(cls) -> str:
         """Return what this machine lacks for the target; empty: nothing."""
+        return ""
+
+    @classmethod
+    def left_out(cls) -> str:
+        """Return which inputs are not drawn on this machine, and why; empty: all are."""
         return ""
 
     def keep_largest(self, **figures: float) -> None:
@@ -136,8 +144,8 @@ class Counts:
 
     @property
     def growth(self) -> int:
-        """Bytes by which the process grew in the second half of the run."""
-        if not self.memory:
+        """Bytes by which the process grew in the second half of the run; 0 with few samples, which include warm-up."""
+        if len(self.memory) < MIN_SAMPLES:
             return 0
         middle = self.memory[-1][0] / 2
         later = [size for inputs, size in self.memory if inputs >= middle]
@@ -187,6 +195,6 @@ def check(target: Target, data: bytes, counts: Counts) -> bool:
     counts.inputs += 1
     counts.outcomes[outcome] += 1
     known = counts.shortest.get(outcome)
-    if known is None or len(data) < len(known):
+    if len(counts.shortest) < MAX_KEPT if known is None else len(data) < len(known):
         counts.shortest[outcome] = data
     return known is None

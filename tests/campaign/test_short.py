@@ -1,9 +1,14 @@
 """The short form of the campaign: its corpus and a fixed number of drawn inputs of every target."""
 
+import json
+import random
+
 import pytest
 from campaign import corpus
-from campaign.target import run
+from campaign.target import BrokenPropertyError, run
 from campaign.targets import TARGETS
+from campaign.targets.resources import Resources, judged
+from cluster.crd_cases import good
 
 SEED = "gate"
 
@@ -17,3 +22,20 @@ def test_no_input_of_a_target_breaks_a_property(name: str) -> None:
     assert not counts.failures, "\n\n".join(f"{f.kind}: {f.message}\n{f.data!r}" for f in counts.failures)
     assert counts.inputs == first + target.short
     assert len(counts.outcomes) > 1
+
+
+@pytest.mark.parametrize("spec", ["text", True, None, 5, [], {}, [1]])
+def test_a_resource_is_drawn_from_one_with_any_spec(spec: object) -> None:
+    kept = [json.dumps({"spec": spec}).encode()]
+    for seed in range(50):
+        json.loads(Resources().draw(random.Random(seed), kept))
+
+
+def test_an_admitted_resource_is_judged_by_what_the_server_stored() -> None:
+    stored = good()["minimal"]
+    assert judged(201, stored) == "201"
+    stored["spec"]["engine"]["args"] = ["--block"]  # a shortened flag, which no CEL rule recognizes
+    assert judged(201, stored) == "201 beyond CEL"
+    stored["spec"]["pools"][0]["replicas"] = -1
+    with pytest.raises(BrokenPropertyError, match="admitted, but not read"):
+        judged(201, stored)

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from campaign.faults.clock import STEP_SECONDS, home_of, set_clock
 
 PROCESSES = ("router", "sidecar", "vllm")
 """Commands of the processes of ``mmrouter up``, as they are in their command lines."""
 OF_A_PROCESS = ("kill", "stop", "descriptors", "memory", "file_size", "disk_full")
+OF_THE_CLOCK = ("clock_back", "clock_forward", "kill_clock_back", "kill_clock_forward")
+"""Steps of the victim's wall clock by an hour. With ``kill``, the victim is killed then and starts on that clock."""
 OF_THE_NETWORK = ("feed_cut", "engine_cut", "loss", "slow")
 SPARE_BYTES = 4 << 20  # of address space above what a process has, under ``memory``
 LOSS = 0.05  # share of packets
@@ -54,6 +57,8 @@ def inject(fault: str, victim: Victim, disk: Path) -> Undo:
             undo = _fill(disk / "filler")
             process.kill()  # it has to start on a full disk
             return undo
+        case "clock_back" | "clock_forward" | "kill_clock_back" | "kill_clock_forward":
+            return _step(process, back=fault.endswith("back"), kill=fault.startswith("kill"))
         case "feed_cut":
             return _drop(*_ports(victim.address, FEED_PORTS))
         case "engine_cut":
@@ -82,6 +87,14 @@ def _limit(process: psutil.Process, kind: int, soft: int) -> Undo:
             resource.prlimit(process.pid, kind, before)
 
     return undo
+
+
+def _step(process: psutil.Process, *, back: bool, kill: bool) -> Undo:
+    home = home_of(process)
+    set_clock(home, -STEP_SECONDS if back else STEP_SECONDS)
+    if kill:
+        process.kill()
+    return lambda: set_clock(home, 0)
 
 
 def _fill(file: Path) -> Undo:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import psutil
 import zmq
+from campaign.faults.clock import unstepped
 from campaign.index.history import CacheChange, Decision, IndexChecker, Record, Unobserved, check
 from e2e.equality import Held, difference, keys_of
 from local.rig import Deployment
@@ -98,10 +99,11 @@ class _Engine:
 
 
 class Recorder:
-    """Records what engines publish and routers decide; both have the time of this machine's clock.
+    """Records what engines publish and routers decide, with the time of this machine's clock.
 
-    Engines repeat their last 10,000 batches only, so a recorder lives as long as its deployment. Use it from one thread
-    at a time.
+    Their own clocks may have been set: what they publish is read soon, so the step is known from its time. Engines
+    repeat their last 10,000 batches only, so a recorder lives as long as its deployment. Use it from one thread at a
+    time.
     """
 
     def __init__(self, deployment: Deployment) -> None:
@@ -111,6 +113,7 @@ class Recorder:
         self._context = zmq.Context()
         self._since = time.time()
         self.history: list[Record] = []
+        self.stepped = 0  # times since the last begin that a set clock gave
 
     def close(self) -> None:
         self._observer.close()
@@ -141,15 +144,20 @@ class Recorder:
         self.history = [
             CacheChange(name, engine.sent, engine.sent, tuple(engine.held)) for name, engine in self._engines.items()
         ]
-        self._since = time.time()
+        self._since, self.stepped = time.time(), 0
 
-    def checked(self, slack: dict[str, float]) -> IndexChecker:
-        """Check the history. ``slack``: frontend -> additional seconds by which its view may lag."""
-        lagging = (
-            replace(each, slack=slack[each.reader]) if isinstance(each, Decision) and each.reader in slack else each
-            for each in self.history
-        )
-        return check(lagging)
+    def checked(self, slack: dict[str, float], delay: float = 0.0) -> IndexChecker:
+        """Check the history. ``slack``: frontend -> additional seconds by which its view may lag; ``delay``: longest
+        time that a process of this machine waited for a CPU. A view may be late by two: the sidecar's and the router's.
+        """
+        lag = LAG + 2 * delay
+        records: list[Record] = []
+        for each in self.history:
+            if not isinstance(each, Decision):
+                records.append(each)
+            elif each.at >= self._since + lag:  # else its view may be older than the history
+                records.append(replace(each, lag=lag, slack=slack.get(each.reader, 0.0)))
+        return check(records)
 
     def _read(self, name: str, engine: _Engine) -> None:
         dealer = self._context.socket(zmq.DEALER)
@@ -169,6 +177,7 @@ class Recorder:
 
     def _apply(self, name: str, engine: _Engine, number: int, payload: bytes) -> None:
         batch = decode_batch(payload)
+        sent = self._time(batch.sent)
         engine.ledger.apply(batch, 0)
         group = deciding(engine.ledger.groups).group
         for place, stored, removed, cleared in engine.ledger.take().changes:
@@ -177,8 +186,14 @@ class Recorder:
             went = engine.held.copy() if cleared else set(removed)
             came = set(stored)
             engine.held = (engine.held - went) | came
-            self.history.append(CacheChange(name, engine.sent, batch.sent, tuple(came - went), tuple(went - came)))
-        engine.next, engine.sent = number + 1, batch.sent
+            self.history.append(CacheChange(name, engine.sent, sent, tuple(came - went), tuple(went - came)))
+        engine.next, engine.sent = number + 1, sent
+
+    def _time(self, at: float) -> float:
+        """Return the machine's time of a moment that a process gave."""
+        real = unstepped(at, time.time())
+        self.stepped += real != at
+        return real
 
     def _ended(self, name: str, engine: _Engine, at: float) -> None:
         """Its last batches are unknown, and so is what it held before its end."""
@@ -192,11 +207,8 @@ class Recorder:
             if decision["request_id"] in self._decided or decision["predicted"] != "before":
                 continue
             self._decided.add(decision["request_id"])
-            if decision["at"] < self._since + LAG:
-                continue  # its view may be older than the history
-            names = [int(key, 16) for key in decision["keys"]]
+            at, names = self._time(decision["at"]), [int(key, 16) for key in decision["keys"]]
             for each in decision["candidates"]:
                 if each["scored"]:
-                    self.history.append(
-                        Decision(reader, each["worker"], decision["at"], names, each["overlap"], LAG, denies=False)
-                    )
+                    overlap = each["overlap"]
+                    self.history.append(Decision(reader, each["worker"], at, names, overlap, LAG, denies=False))

@@ -31,12 +31,13 @@ class VirtualTime:
 
 
 class Node:
-    """A process: its actions wait while it is paused, and are dropped once it has ended."""
+    """A process: its actions wait in their order while it is paused, and are dropped once it has ended."""
 
     def __init__(self, time: VirtualTime) -> None:
         self._time = time
         self.alive = True
         self.stands_until = 0.0
+        self._waiting: list[Act] = []
 
     def stand_still(self, seconds: float) -> None:
         self.stands_until = max(self.stands_until, self._time.now + seconds)
@@ -45,10 +46,20 @@ class Node:
         """Act now, or when the process runs again."""
         if not self.alive:
             return
-        if self._time.now < self.stands_until:
-            self._time.at(self.stands_until, lambda: self.act(act))
-        else:
+        if self._time.now >= self.stands_until and not self._waiting:
             act()
+            return
+        self._waiting.append(act)
+        if len(self._waiting) == 1:
+            self._time.at(self.stands_until, self._resume)
+
+    def _resume(self) -> None:
+        if self._time.now < self.stands_until:  # the pause was extended
+            self._time.at(self.stands_until, self._resume)
+            return
+        waiting, self._waiting = self._waiting, []
+        for act in waiting:
+            self.act(act)
 
     def act_after(self, seconds: float, act: Act) -> None:
         self._time.after(seconds, lambda: self.act(act))

@@ -21,7 +21,7 @@ from mmrouter_router.fleet.workers import Fleet, Member, Target, Worker, cache_q
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.app import BEAT_SECONDS, FLUSH_SECONDS
 from mmrouter_sidecar.engine.event_order import EventStream, Lost, NextBatch, ReplayRequest, Skipped, Step
-from mmrouter_sidecar.engine.sockets import QUIET_SECONDS, REPLAY_SECONDS, TAIL_SECONDS
+from mmrouter_sidecar.engine.sockets import QUIET_SECONDS, REPLAY_SECONDS, RESUME_SECONDS, TAIL_SECONDS
 from mmrouter_sidecar.feed.relay import DISCONNECTED, EventRelay
 from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
 from mmrouter_sidecar.settings import Settings
@@ -128,6 +128,7 @@ class SidecarNode(Node):
         self.replay = 0  # number of the replay under way
         self._connected = self._flushes = False
         self._received = self._checked = 0.0
+        self._resumed = time.now if self.stream.resumed else None
         self.repeat(BEAT_SECONDS, self.relay.beat)
         self.repeat(QUIET_SECONDS, self._check_tail)
 
@@ -158,6 +159,8 @@ class SidecarNode(Node):
 
     def _check_tail(self) -> None:
         now = self._time.now
+        if self._resumed is not None and now - self._resumed >= RESUME_SECONDS:
+            self._process(self.stream.expire())
         if not self._connected or now - self._received < QUIET_SECONDS:
             return
         if self._checked < self._received or now - self._checked >= TAIL_SECONDS:
@@ -178,6 +181,9 @@ class SidecarNode(Node):
                     self.relay.lost(0, reason)
                 case Skipped():
                     self._lost()
+        if self._resumed is not None and not self.stream.resumed:
+            self._resumed = None
+            self.relay.confirm(0)
         if self.relay.dirty and not self._flushes:
             self._flushes = True
             self.act_after(FLUSH_SECONDS, self._flush)

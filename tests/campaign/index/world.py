@@ -86,7 +86,7 @@ class World:
 
     def __init__(self, seed: str, folder: Path, plan: Plan) -> None:
         self.plan, self.time, self._dice = plan, VirtualTime(), random.Random(seed)
-        self.checker = IndexChecker(horizon=plan.lag + 25)
+        self.checker = IndexChecker(horizon=plan.lag + 60)
         self.counts: Counter[str] = Counter()
         self.weather = Weather(), Weather()  # from engines to sidecars; between sidecars and routers
         self._lives = 0
@@ -326,8 +326,7 @@ class World:
                     node.stand_still(seconds)
             case "router stopped":
                 router = dice.choice(self.routers)
-                router.stand_still(seconds)
-                self._slack[router] = self.time.now + 2 * seconds + 1.0
+                self._pause(router, seconds)
             case "clock step":
                 pod.clock_step += dice.choice((-86_400.0, -60.0, 60.0, 3600.0))
             case "cache reset":
@@ -338,6 +337,13 @@ class World:
                 self._cut(pod, seconds)
             case _:
                 self._storm(self.weather[kind == "storm on the feed"], seconds)
+
+    def _pause(self, router: RouterNode, seconds: float) -> None:
+        """Pause a router; pauses that overlap, or follow before its view is up to date, add to each other's slack."""
+        now = self.time.now
+        before = max(now, router.stands_until)
+        router.stand_still(seconds)
+        self._slack[router] = max(now, self._slack.get(router, 0.0)) + 2 * (router.stands_until - before) + 1.0
 
     def _cut(self, pod: Pod, seconds: float) -> None:
         """Let nothing pass between one sidecar and one router."""

@@ -9,12 +9,14 @@ from campaign.targets.feed_frames import FeedFrames
 from campaign.targets.http_streams import HttpStreams
 from campaign.targets.image_headers import ImageHeaders
 from campaign.targets.index import IndexHistories
+from campaign.targets.loop_turns import LoopTurns
 from campaign.targets.prompts import Prompts
 from campaign.targets.resources import AdmittedResources, Resources
 from campaign.targets.soak import Soak
 from campaign.targets.soak_month import SoakMonth
+from campaign.targets.tenant_timing import TenantTiming
 from campaign.targets.urls import Urls
 
-_INPUTS = (HttpStreams, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
-_ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, Faults, SoakMonth, Soak)
+_INPUTS = (HttpStreams, LoopTurns, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
+_ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, Faults, SoakMonth, Soak, TenantTiming)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}

@@ -21,19 +21,23 @@ from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_forwarded
+from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_completion, parse_forwarded
 from mmrouter_router.intake.chat import parse_unextracted
-from mmrouter_router.intake.forwarded_routes import COMPLETIONS
-from mmrouter_router.intake.forwarded_routes import RESPONSES as RESPONSES_PATH
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 SALT = "t1-ours"
 ROUTES: dict[bytes, partial[ChatRequest]] = {
     b"vllm chat": partial(parse_chat, engine="vllm"),
     b"sglang chat": partial(parse_chat, engine="sglang"),
-    b"vllm forwarded": partial(parse_forwarded, endpoint=RESPONSES_PATH, engine="vllm"),
-    b"sglang forwarded": partial(parse_forwarded, endpoint=RESPONSES_PATH, engine="sglang"),
-    b"vllm completions forwarded": partial(parse_forwarded, endpoint=COMPLETIONS, engine="vllm"),
+    b"vllm completion": partial(parse_completion, engine="vllm"),
+    b"sglang completion": partial(parse_completion, engine="sglang"),
+    b"vllm forwarded": partial(parse_forwarded, engine="vllm"),
+    b"sglang forwarded": partial(parse_forwarded, engine="sglang"),
+}
+ENDPOINTS = {
+    b"chat": request_fields.CHAT,
+    b"completion": request_fields.COMPLETIONS,
+    b"forwarded": request_fields.RESPONSES,
 }
 LARGE = "data:image/png;base64," + pybase64.b64encode_as_string(bytes(13_000))
 PART = {"type": "image_url", "image_url": {"url": LARGE, "uuid": "u", "content_hash": "h"}, "uuid": "u"}
@@ -42,6 +46,7 @@ DONORS = (CHAT, RESPONSES, PICTURE)
 COMPLETION = {"model": "demo", "prompt": ["a", "b"], "max_tokens": 5, "stream": True}
 STEERING = {name: "x" for engine in ("vllm", "sglang") for name in adapter(engine).removed_fields}
 WORDS = (*STEERING, *NAMES, "vllm_xargs", "model", "messages", "input", "prompt", "previous_input_messages")
+KNOWN = {*WORDS, *PART, *CHAT, *RESPONSES, *COMPLETION}
 MEDIA = ("image_url", "video_url", "audio_url")
 IDENTITIES = ("uuid", "content_hash")
 
@@ -62,8 +67,9 @@ class ChatBodies(Target):
 
     def seeds(self) -> list[bytes]:
         bodies: list[dict[str, Any]] = [CHAT, PICTURE, {**CHAT, **STEERING, "vllm_xargs": {"kv_transfer_params": {}}}]
-        others: list[dict[str, Any]] = [RESPONSES, COMPLETION, {**RESPONSES, **STEERING}]
-        routes = [(route, body) for route in ROUTES for body in (others if route.endswith(b"forwarded") else bodies)]
+        responses, completions = ([one, {**one, **STEERING}] for one in (RESPONSES, COMPLETION))
+        kinds = {b"chat": bodies, b"completion": completions, b"forwarded": responses}
+        routes = [(route, body) for route in ROUTES for body in kinds[route.split()[1]]]
         return [route + b"\n" + json.dumps(_known(route, body)).encode() for route, body in routes]
 
     def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
@@ -93,7 +99,7 @@ class ChatBodies(Target):
 
 def _known(route: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a body without the fields that its route does not know, so that not every input is refused for them."""
-    endpoint = ROUTES[route].keywords.get("endpoint", request_fields.CHAT)
+    endpoint = ENDPOINTS[route.split()[1]]
     fields = adapter("vllm" if route.startswith(b"vllm") else "sglang").request_fields[endpoint]
     return {name: value for name, value in body.items() if fields.knows(name)}
 
@@ -112,13 +118,15 @@ def _refused(error: RequestError) -> str:
         raise BrokenPropertyError(f"refused with {error.status}: {error.message}", "5xx")
     if not answer["message"]:
         raise BrokenPropertyError("refused without a message")
-    return f"{error.status} {error.code} {re.sub(r'[0-9]+', '#', error.param or '')[:60]}"
+    # Only known names, because an outcome is kept with an input, and a client's own names are without end.
+    named = "".join(part if part in KNOWN else "?" for part in re.findall(r"[A-Za-z_]+", error.param or "")[:2])
+    return f"{error.status} {error.code} {named}"
 
 
 def _check_read(request: ChatRequest, raw: bytes, route: bytes) -> None:
     """The body was read as Python's ``json`` reads it, apart from what the parser replaces."""
     reference = json.loads(raw.decode())
-    if route.endswith(b"forwarded"):
+    if not route.endswith(b"chat"):
         kept = {name: value for name, value in reference.items() if name not in ("input", "prompt", "messages")}
         kept.pop("previous_input_messages", None)
         read = {name: request.body[name] for name in kept}

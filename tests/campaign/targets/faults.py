@@ -8,18 +8,22 @@ the most frequent faults there.
 import os
 import random
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Self
 
 import httpx
+from campaign.faults import clock
 from campaign.faults.clients import Clients
-from campaign.faults.injection import OF_A_PROCESS, OF_THE_NETWORK, PROCESSES, Victim, inject
+from campaign.faults.delay import Delay, measured
+from campaign.faults.injection import OF_A_PROCESS, OF_THE_CLOCK, OF_THE_NETWORK, PROCESSES, Victim, inject
 from campaign.faults.isolation import SHM, isolate, leave
 from campaign.faults.observation import LAG, Observer, Recorder
 from campaign.target import BrokenPropertyError, Target
-from local.rig import ROOT, running
+from local.rig import deployed, example
 from waiting import repeating, wait_for
 
 SECONDS = 10.0  # that a fault lasts
@@ -27,13 +31,13 @@ OBSERVE_SECONDS = 0.3
 WATCH_SECONDS = 0.25
 TOOLS = ("ip", "iptables", "mount", "tc")
 SETTLE_SECONDS = 120.0  # a deadline: indexes equal the caches within a few seconds
-TRUTH_SECONDS = 5.0  # after which no router uses the index of a sidecar that sends nothing
+TRUTH_SECONDS = 5.0  # after which no router uses the index of a sidecar that sends nothing, beside delays
 MUTE = frozenset({("sidecar", "stop"), ("sidecar", "feed_cut")})
 """Victim and fault after which no frame of the victim's pod reaches a router."""
-DEADLY = frozenset({"kill", "memory", "disk_full"})
+DEADLY = frozenset({"kill", "memory", "disk_full", "kill_clock_back", "kill_clock_forward"})
 """Faults that may end the victim; the streams of a router end with it."""
 DRAWS = [
-    *((command, fault) for command in PROCESSES for fault in OF_A_PROCESS),
+    *((command, fault) for command in PROCESSES for fault in (*OF_A_PROCESS, *OF_THE_CLOCK)),
     *(("vllm" if fault == "engine_cut" else "sidecar", fault) for fault in OF_THE_NETWORK),
 ]
 
@@ -43,12 +47,13 @@ class Faults(Target):
 
     name = "faults"
     short = 0
-    limit_s = 600.0
+    in_process = False
+    limit_s = 1200.0  # above the sum of all waits
 
     def __init__(self) -> None:
         super().__init__()
         self._order: list[bytes] = []
-        self._stack = ExitStack()
+        self._stack, self._running = ExitStack(), ExitStack()
 
     @classmethod
     def missing(cls) -> str:
@@ -58,12 +63,19 @@ class Faults(Target):
         lacking = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
         return f"it needs {', '.join(lacking)}" if lacking else ""
 
+    @classmethod
+    def left_out(cls) -> str:
+        reason = clock.missing()
+        return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
+
     def __enter__(self) -> Self:
         self._disk = isolate()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mmrouter-faults-")))
         self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._running.close()
         self._stack.close()
         leave(self._disk)
 
@@ -73,6 +85,7 @@ class Faults(Target):
             self._order = [
                 f"{command} {fault} {load} {source.randrange(1000)}".encode()
                 for command, fault in DRAWS
+                if not (fault in OF_THE_CLOCK and clock.missing())
                 for load in ("idle", "load")
             ]
             source.shuffle(self._order)
@@ -85,7 +98,7 @@ class Faults(Target):
         self.totals["faults"] += 1
         if broken:
             try:
-                self._stack.close()
+                self._running.close()
                 self._start()
             except Exception as error:  # the next input gets a deployment of another process
                 raise SystemExit(f"{data.decode()}: {broken[:5]}; no new deployment: {error}") from error
@@ -93,11 +106,12 @@ class Faults(Target):
         return f"{command} {fault} {load}"
 
     def _start(self) -> None:
-        self._deployment = self._stack.enter_context(running(ROOT / "examples" / "demo.yaml"))
-        self._observer = Observer(self._deployment)
-        self._stack.callback(self._observer.close)
-        self._recorder = Recorder(self._deployment)
-        self._stack.callback(self._recorder.close)
+        resource, enter = example(), self._running.enter_context
+        if not clock.missing():
+            clock.preload(resource, clock.build(self._folder))
+        self._deployment = enter(deployed(self._folder, resource))
+        self._observer = enter(closing(Observer(self._deployment)))
+        self._recorder = enter(closing(Recorder(self._deployment)))
         if wrong := self._settle():
             raise TimeoutError("; ".join(wrong))
 
@@ -111,6 +125,7 @@ class Faults(Target):
         clients.may_cut = command == "router" and fault in DEADLY
         broken: list[str] = []
         with ExitStack() as during:
+            delay = during.enter_context(measured())
             during.enter_context(repeating(self._recorder.observe, OBSERVE_SECONDS))
             if load:
                 during.enter_context(clients.asking())
@@ -118,7 +133,9 @@ class Faults(Target):
                 time.sleep(max(0.0, counting - time.monotonic()))
             undo = inject(fault, victim, self._disk)
             try:
-                broken += self._watch(victim, fault)
+                broken += self._watch(victim, fault, delay)
+                if fault in OF_THE_CLOCK:  # a wrong clock is no reason for a wrong index, however long it lasts
+                    broken += self._settle()
             finally:
                 undo()
             began = time.monotonic()
@@ -126,11 +143,13 @@ class Faults(Target):
             self.keep_largest(**{"s until every index equals its cache": round(time.monotonic() - began, 1)})
             clients.ask(dice)
         self._recorder.observe()
-        checker = self._recorder.checked({victim.pod: 2 * SECONDS} if command == "router" else {})
+        checker = self._recorder.checked({victim.pod: 2 * SECONDS} if command == "router" else {}, delay.longest)
+        self.keep_largest(**{"s that a thread waited for a CPU": round(delay.longest, 2)})
         broken += clients.answers.broken
         for outcome, count in clients.answers.outcomes.items():
             self.totals[outcome] += count
         self.keep_largest(**{"s for an answer": round(clients.answers.slowest, 1)})
+        self.totals["times of a clock that was set"] += self._recorder.stepped
         self.totals["reads of a cache"] += checker.decisions
         self.totals["blocks claimed"] += checker.blocks
         broken += [f"{each.kind}: {each.decision}" for each in checker.violations[:3]]
@@ -142,7 +161,7 @@ class Faults(Target):
         pod, process = dice.choice(sorted(self._deployment.processes(command).items()))
         return Victim(command, pod, process.environ()["POD_IP"], process)
 
-    def _watch(self, victim: Victim, fault: str) -> list[str]:
+    def _watch(self, victim: Victim, fault: str, delay: Delay) -> list[str]:
         """Wait while the fault lasts; return what frontends say that is not true, and which of them say nothing."""
         broken, began = set(), time.monotonic()
         while (passed := time.monotonic() - began) < SECONDS:
@@ -157,7 +176,7 @@ class Faults(Target):
                     continue
                 if not is_ready:
                     broken.add(f"{frontend['name']}, untouched, is not ready")
-                mute = (victim.command, fault) in MUTE and passed > TRUTH_SECONDS
+                mute = (victim.command, fault) in MUTE and passed > TRUTH_SECONDS + 2 * delay.longest
                 if mute and workers.get(victim.pod) == "verified":
                     broken.add(f"{frontend['name']} believes {victim.pod}, which has been silent")
             time.sleep(WATCH_SECONDS)

@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 from campaign.mutation import mutated, places
@@ -13,10 +14,12 @@ from unit.prompt.conftest import TINY, load
 from unit.router.test_intake_fuzz import ODD
 
 from mmrouter_lib.prompt import PlaceholderError, PromptImage, TemplateError
+from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, parse_chat
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
+CACHED_BYTES = 1 << 20  # of segments: reached early, so that growth of the process is not the cache that fills
 TEXT = {"type": "text", "text": "t"}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,x"}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
@@ -56,7 +59,9 @@ class Prompts(Target):
     )
 
     def __enter__(self) -> Self:
-        self._prompter = load(TINY)
+        prompter = load(TINY)
+        cache = SegmentCache(prompter.tokenizer, max_bytes=CACHED_BYTES)
+        self._prompter = replace(prompter, codec=replace(prompter.codec, segments=cache))
         return self
 
     def seeds(self) -> list[bytes]:
@@ -85,17 +90,11 @@ class Prompts(Target):
         images = [PromptImage(number.to_bytes(32, "big"), 4) for number, _ in enumerate(request.images)]
         try:
             with self.product():
-                text = self._prompter.render(
-                    request.messages,
-                    tools=request.tools,
-                    documents=request.documents,
-                    add_generation_prompt=request.add_generation_prompt,
-                    continue_final_message=request.continue_final_message,
-                    chat_template_kwargs=request.chat_template_kwargs,
-                )
-                expanded = self._prompter.expand(text, images, add_special_tokens=request.add_special_tokens)
+                expanded = self._prompter.prompt(request.body, images)
         except (TemplateError, PlaceholderError) as error:
             return f"{type(error).__name__}: {re.sub(r'[^a-z_ ]+', '#', str(error))[:40]}"
+        if self._prompter.codec.segments.size_bytes > CACHED_BYTES:
+            raise BrokenPropertyError("the cache of segments is above its bound")
         identities = [span.identity for span in expanded.spans]
         if identities != [image.identity for image in images]:
             raise BrokenPropertyError(f"{len(identities)} spans for {len(images)} images")
@@ -104,7 +103,7 @@ class Prompts(Target):
             if span.offset < end or span.offset + span.length > len(expanded.ids):
                 raise BrokenPropertyError("a span lies outside of the prompt, or within another")
             end = span.offset + span.length
-        again = self._prompter.expand(text, images, add_special_tokens=request.add_special_tokens)
+        again = self._prompter.prompt(request.body, images)
         if (again.ids, again.spans) != (expanded.ids, expanded.spans):
             raise BrokenPropertyError("a second tokenization differs")
-        return f"{len(images)} images, {len(request.messages)} messages, {bool(request.tools)}"
+        return f"{len(images)} images, {len(request.messages)} messages, {bool(request.body.get('tools'))}"

@@ -16,7 +16,7 @@ from artefacts import go_programs
 from campaign.mutation import changed, places
 from campaign.target import BrokenPropertyError, Target
 from cluster.controlplane import control_plane
-from cluster.crd_cases import SPEC, TEXT, create, good
+from cluster.crd_cases import SPEC, TEXT, create, good, surprising
 from unit.render.objects import GOLDENS, resource
 from unit.render.test_junk import everything
 
@@ -75,9 +75,9 @@ class Resources(Target):
     def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
         document, other = (json.loads(source.choice(kept)) for _ in range(2))
         if source.random() < 0.6:  # one value of the same type, which often fits
-            holder, key = source.choice(
-                list(places(document["spec"]) if document.get("spec") else [(document, "spec")])
-            )
+            spec = document.get("spec")
+            inner = list(places(spec)) if isinstance(spec, dict | list) else []
+            holder, key = source.choice(inner or [(document, "spec")])
             same = [value for value in VALUES if type(value) is type(holder[key])]
             holder[key] = source.choice(same) if same else holder[key]
             return json.dumps(document).encode()
@@ -120,13 +120,24 @@ class AdmittedResources(Resources):
         document = json.loads(data)
         document.setdefault("metadata", {})["name"] = "drawn"
         status, answer = create(self._plane, self._namespace, document)
-        if status >= 500:
-            raise BrokenPropertyError(f"the API server answered {status}: {answer}", "5xx")
-        if status == 201 and own.startswith("not read"):
-            raise BrokenPropertyError(f"admitted, but {own}")
-        if status != 201 and not answer.get("message"):
+        return f"{judged(status, answer)} {own.split(':')[0]}"
+
+
+def judged(status: int, answer: Any) -> str:
+    """Return the outcome of a creation: the operator reads what was stored, from which the server drops some nulls."""
+    if status >= 500:
+        raise BrokenPropertyError(f"the API server answered {status}: {answer}", "5xx")
+    if status != 201:
+        if not answer.get("message"):
             raise BrokenPropertyError(f"refused with {status} and no sentence")
-        return f"{status} {own.split(':')[0]}"
+        return str(status)
+    try:
+        parse_deployment(answer)
+    except SpecError as error:
+        if sentences := surprising(error):
+            raise BrokenPropertyError(f"admitted, but not read: {_fields(error)}: {sentences[0]}") from error
+        return "201 beyond CEL"
+    return "201"
 
 
 def _fields(error: SpecError) -> str:

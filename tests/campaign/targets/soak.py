@@ -1,6 +1,6 @@
 """Target ``soak``: ``mmrouter up`` under load in real time; memory, descriptors, threads and journals are flat.
 
-An input is a number of seconds and a seed of the clients. The first ones warm the deployment up.
+An input is a number of seconds and a seed of the clients. The outcome is ``filling`` until growth can be judged.
 """
 
 import random
@@ -20,8 +20,12 @@ from local.rig import ROOT, running
 SECONDS = 30
 TOPICS = 20_000  # so many that caches are full after some minutes, and blocks are evicted from then on
 COMMANDS = ("router", "sidecar", "vllm")
-WARM_UP = 20
-"""Inputs until every bounded table is full: an engine's and a sidecar's last 10,000 batches are the slowest."""
+SATURATION = 120_000
+"""Requests until every bounded table is full: caches of segments and of routers' decisions are the slowest. A count, as
+a busy machine needs several times as long for them.
+"""
+JUDGED = 60
+"""Inputs after that from which on growth is a failure, half an hour; a shorter run only has figures."""
 SHARE = 0.05
 LEAST = {"MiB": 6.0, "MiB journal": 20.0, "descriptors": 8.0, "threads": 2.0, "blocks": 3000.0}
 """Growth from the third quarter of the run to the last one that counts as flat: this share, or this much. Allocators
@@ -34,11 +38,15 @@ class Soak(Target):
 
     name = "soak"
     short = 0
+    in_process = False
+    whole_run = True
     limit_s = 600.0
 
     def __init__(self) -> None:
         super().__init__()
         self._samples: dict[str, list[float]] = {}
+        self._requests = self._inputs = 0
+        self._filled = 0  # inputs until the tables were full
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -60,12 +68,20 @@ class Soak(Target):
             time.sleep(float(seconds))
         for outcome, count in clients.answers.outcomes.items():
             self.totals[outcome] += count
+            self._requests += count
         self.totals["seconds"] += int(seconds)
         self._sample()
+        self._inputs += 1
+        if self._requests < SATURATION:
+            self._filled = self._inputs
         broken = [*clients.answers.broken, *self._grown()]
         if broken:
             raise BrokenPropertyError("; ".join(broken[:5]))
-        return "flat"
+        return "flat" if self._judged else "filling"
+
+    @property
+    def _judged(self) -> bool:
+        return self._inputs - self._filled >= JUDGED
 
     def _sample(self) -> None:
         for command in COMMANDS:
@@ -88,11 +104,12 @@ class Soak(Target):
         found, found_growth = [], dict[str, float]()
         for name, all_samples in self._samples.items():
             unit, kind, _ = name.split()
-            samples = all_samples[WARM_UP:]
+            samples = all_samples[self._filled if self._judged else 0 :]
             what = f"{unit} grown in a {kind}"
             self.largest[what] = max(round(growth(samples), 1), found_growth.get(what, 0.0))
             found_growth[what] = self.largest[what]
             share = SHARE if unit in ("MiB", "blocks") else 0.0
-            if not is_flat(samples, share=share, least=LEAST.get(f"{unit} {kind}", LEAST[unit])):
+            least = LEAST.get(f"{unit} {kind}", LEAST[unit])
+            if self._judged and not is_flat(samples, share=share, least=least):
                 found.append(f"{name} grows by {growth(samples):.1f}: {[round(value, 1) for value in samples]}")
         return found

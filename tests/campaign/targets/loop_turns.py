@@ -1,0 +1,135 @@
+"""Bodies of any allowed size against a router: no single turn of its event loop takes long.
+
+A turn is what the loop runs between two looks at its sockets; all other clients wait for it. It is measured as CPU time
+of the loop's thread, so other threads and processes do not count.
+"""
+
+import asyncio
+import http.client
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self, TypeVar
+
+import orjson
+import uvloop
+from campaign.target import BrokenPropertyError, Target
+from unit.router.rig import HTTP_PORT, PORT, LoopbackServer, loopback
+from unit.router.test_app import heard, member, router
+from unit.router.test_hostile_bodies import BODIES
+
+from mmrouter_router.core.worker_threads import INLINE_BYTES
+from mmrouter_router.fleet.membership import Membership
+
+T = TypeVar("T")
+LARGEST = 64 << 20  # `frontend.maxRequestBytes` by default
+TURN_S = 0.02
+STEPS = 1_000_000
+"""Steps of an empty loop; a turn may take as long as they do where that is longer than :data:`TURN_S`."""
+
+
+class Engine(BaseHTTPRequestHandler):
+    """Reads a request and answers it with an empty object."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class LoopTurns(Target):
+    """An input: a kind of body and its size."""
+
+    name = "loop_turns"
+    short = 5
+
+    def seeds(self) -> list[bytes]:
+        sizes = (INLINE_BYTES // 2, 1 << 20)
+        return [f"{kind}:{size}".encode() for kind in BODIES for size in sizes]
+
+    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
+        return f"{source.choice(sorted(BODIES))}:{int(2 ** source.uniform(10, 26))}".encode()
+
+    def __enter__(self) -> Self:
+        self._engine = ThreadingHTTPServer((loopback(), HTTP_PORT), Engine)
+        threading.Thread(target=self._engine.serve_forever, daemon=True).start()
+        started: Future[None] = Future()
+        self._thread = threading.Thread(target=lambda: uvloop.run(self._serve(started)))
+        self._thread.start()
+        started.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._ended.set)
+        self._thread.join()
+        self._engine.shutdown()
+        self._engine.server_close()
+
+    async def _serve(self, started: "Future[None]") -> None:
+        self._loop, self._ended, self._measured = asyncio.get_running_loop(), asyncio.Event(), False
+        try:
+            async with AsyncExitStack() as stack:
+                made = await stack.enter_async_context(router())
+                made.apply_membership(Membership((member(ip=str(self._engine.server_address[0])),)))
+                heard(made, "uid-w0")
+                self._ip = (await stack.enter_async_context(LoopbackServer(made.client_app()))).ip
+                started.set_result(None)
+                await self._ended.wait()
+        except BaseException as error:
+            if not started.done():
+                started.set_exception(error)
+            raise
+
+    def check(self, data: bytes) -> str:
+        kind, _, size = data.decode(errors="replace").partition(":")
+        if kind not in BODIES or not size.isdigit():
+            return "no body"
+        path, body = BODIES[kind]
+        raw = orjson.dumps(body(min(int(size), LARGEST)))
+        if len(raw) > LARGEST:
+            return "too large"
+        self._on_loop(self._begin)
+        client = http.client.HTTPConnection(self._ip, PORT, timeout=300)
+        client.request("POST", path, raw)
+        status = client.getresponse().status
+        client.close()
+        longest, floor = self._on_loop(self._end)
+        self.spent_s = longest
+        if longest > max(TURN_S, floor):
+            raise BrokenPropertyError(f"a turn of the loop took {1e3 * longest:.0f} ms of CPU time for {data.decode()}")
+        return f"{kind} {status}"
+
+    def _on_loop(self, function: Callable[[], T]) -> T:
+        """Call a function in the loop's thread and return its result."""
+        result: Future[T] = Future()
+        self._loop.call_soon_threadsafe(lambda: result.set_result(function()))
+        return result.result()
+
+    def _begin(self) -> None:
+        self._longest, self._measured, self._before = 0.0, True, time.thread_time()
+        self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if not self._measured:
+            return
+        now = time.thread_time()
+        self._longest, self._before = max(self._longest, now - self._before), now
+        self._loop.call_soon(self._turn)
+
+    def _end(self) -> tuple[float, float]:
+        """Return the longest turn, and the time of :data:`STEPS`, in seconds."""
+        self._measured, began = False, time.thread_time()
+        for _ in range(STEPS):
+            pass
+        return self._longest, time.thread_time() - began
