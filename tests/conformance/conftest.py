@@ -4,12 +4,13 @@ A level that cannot run says why: every skip below begins with ``not run:``.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 from artefacts import name_needs, run_tool_or_skip
 from conformance.report import Cells, run_folder
+from conformance.setups import long_form, proved_cells
 from local.rig import Deployment
 from scenarios import Chat, open_chat, web
 
@@ -17,10 +18,13 @@ from hack.engines.shrink_model import shrink
 
 ROOT = Path(__file__).resolve().parents[2]
 __all__ = ["web"]
+collect_ignore = [] if long_form() else ["test_cells.py"]
 CELLS = pytest.StashKey[list[Cells]]()
+FIGURES = pytest.StashKey[dict[str, object]]()
 
 
 Shrunk = Callable[[str], Path]
+Figure = Callable[[str, object], None]
 
 
 def models_dir() -> Path:
@@ -37,10 +41,20 @@ def model_folder(name: str) -> Path:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CELLS] = []
+    config.addinivalue_line("markers", "proves(engine, setup, family): the cell of the page that a test proves")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    name_needs(items, {"shrunk", "vllm_env", "sglang_env"})
+    name_needs(items, {"shrunk", "vllm_env", "sglang_env", "older_sglang_env"})
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    for cells in item.config.stash[CELLS]:
+        for cell in proved_cells(item):
+            cells.proof(cell, item.name, report, item.stash.get(FIGURES, {}))
+    return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -50,13 +64,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(line)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def cells(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Cells:
     """The cells of the run's table, kept in ``MMROUTER_CONFORMANCE_DIR`` or else in the run's temporary folder."""
     folder = os.environ.get("MMROUTER_CONFORMANCE_DIR")
     made = Cells(ROOT / folder if folder else tmp_path_factory.getbasetemp(), run_folder())
     pytestconfig.stash[CELLS].append(made)
     return made
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Figure:
+    """Keep a figure for the cell that the test proves."""
+    node: pytest.Item = request.node
+    return node.stash.setdefault(FIGURES, {}).__setitem__
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +89,12 @@ def vllm_env() -> Path:
 @pytest.fixture(scope="session")
 def sglang_env() -> Path:
     return engine_env("engines.sglang_env")
+
+
+@pytest.fixture(scope="session")
+def older_sglang_env() -> Path:
+    """SGLang of a release that writes one sentinel per image."""
+    return engine_env("engines.older_sglang_env")
 
 
 def engine_env(script: str) -> Path:

@@ -18,6 +18,7 @@ import httpx
 import psutil
 import pytest
 import zmq
+from waiting import wait_for
 
 from hack.build_once import cache_dir
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
@@ -76,11 +77,16 @@ class Listener:
             while True:
                 for _, payload in self.frames[seen:]:
                     seen += 1
-                    for event in self._decode(payload).events:
-                        if isinstance(event, Stored) and event.ids.tolist() == list(ids[: len(event.ids)]):
-                            return
+                    if self._begins(payload, ids):
+                        return
                 if not self._arrived.wait(deadline - time.monotonic()):
                     pytest.fail(f"the blocks of the last prompt were not published within {seconds:g} s")
+
+    def _begins(self, payload: bytes, ids: Sequence[int]) -> bool:
+        return any(
+            isinstance(event, Stored) and event.ids.tolist() == list(ids[: len(event.ids)])
+            for event in self._decode(payload).events
+        )
 
     def batches(self) -> list[Batch]:
         return [self._decode(payload) for _, payload in self.frames]
@@ -95,7 +101,7 @@ class Listener:
         self._context.term()
 
 
-def replay(ip: str, seconds: float = 20) -> list[tuple[int, bytes]]:
+def replay(ip: str, seconds: float = 300) -> list[tuple[int, bytes]]:
     """Return everything that an engine has published, numbered, from its replay socket."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -111,21 +117,42 @@ def replay(ip: str, seconds: float = 20) -> list[tuple[int, bytes]]:
     pytest.fail(f"the engine at {ip} did not replay its events within {seconds:g} s")
 
 
+class ReplayListener(Listener):
+    """Reads what an engine publishes from its replay socket, because a sidecar has bound the other one."""
+
+    def __init__(self, ip: str) -> None:
+        self._decode = adapter("vllm").decode_batch
+        self._ip = ip
+        self._before = len(replay(ip))
+
+    @property
+    def frames(self) -> list[tuple[int, bytes]]:  # type: ignore[override]
+        """Return the messages since this listener was made."""
+        return replay(self._ip)[self._before :]
+
+    def wait_for_prompt(self, ids: Sequence[int], seconds: float = 60) -> None:
+        def published() -> bool:
+            return any(self._begins(payload, ids) for _, payload in self.frames)
+
+        wait_for(published, seconds, "the blocks of the last prompt are published", every=0.2)
+
+
 @dataclass
 class Engine:
     """A running engine. ``start_s`` is the time from its start to its first healthy answer."""
 
     model: str
     ip: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | psutil.Process
     listener: Listener
     log: Path
     health_path: str = "/health"
     start_s: float = 0.0
+    key: str = API_KEY
     client: httpx.Client = field(init=False)
 
     def __post_init__(self) -> None:
-        self.client = httpx.Client(base_url=self.url, timeout=120, headers={"Authorization": f"Bearer {API_KEY}"})
+        self.client = httpx.Client(base_url=self.url, timeout=120, headers={"Authorization": f"Bearer {self.key}"})
 
     @property
     def url(self) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,12 +23,17 @@ from conformance.engine_process import (
     SGLANG_ENVIRONMENT,
     START_SECONDS,
     VLLM_ENVIRONMENT,
+    Engine,
+    ReplayListener,
+    context_length,
     engine_args,
     replay,
     sglang_args,
 )
+from conformance.setups import REPOSITORIES
 from conformance.workload import Case
 from local.rig import Deployment, metric, running
+from waiting import wait_for
 
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines import adapter
@@ -64,24 +69,41 @@ class Pod:
 
 def pods(deployment: Deployment) -> dict[str, Pod]:
     """Return the engines by role, of pools that have one each."""
+    return dict(engines(deployment))
+
+
+def engines(deployment: Deployment) -> list[tuple[str, Pod]]:
+    """Return every engine with its role."""
     found: dict[str, list[psutil.Process]] = {}
     for child in psutil.Process(deployment.process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             environment = child.environ()
             if "VLLM_API_KEY" in environment and "POD_NAME" in environment:
                 found.setdefault(environment["POD_NAME"], []).append(child)
-    return {
-        worker["role"]: Pod(worker["name"], worker["uid"], worker["ip"], tuple(found.get(worker["name"], ())))
+    return [
+        (worker["role"], Pod(worker["name"], worker["uid"], worker["ip"], tuple(found.get(worker["name"], ()))))
         for worker in deployment.state()["workers"]
-    }
+    ]
 
 
-REPOSITORY = "Qwen/Qwen2-VL-2B-Instruct"
-SHARED = "/var/lib/mmrouter/shared"
+@contextmanager
+def served_directly(deployment: Deployment) -> Iterator[Engine]:
+    """Give the first engine of a deployment, for requests past the router."""
+    pod = engines(deployment)[0][1]
+    log = deployment.folder / "engine.log"
+    engine = Engine("demo", pod.ip, pod.processes[0], ReplayListener(pod.ip), log, key=pod.key)
+    with engine.client:
+        yield engine
+
+
+AGREE_SECONDS = 60
+REPOSITORY = REPOSITORIES["qwen2_vl"]
 MAX_PIXELS = 200_704
 """An encoder measures its largest image when it starts: minutes on a CPU, unless images are small."""
-FILES = {"ec_connector": "ECExampleConnector", "ec_connector_extra_config": {"shared_storage_path": SHARED}}
-"""An encoder's connector on a CPU, where vLLM's other connectors do not run."""
+ROOM = {"phi3_v": ("--max-num-batched-tokens", "8192")}
+"""Families whose vision tower vLLM builds at its real width: a larger step runs the tower less often."""
+PROCESSOR = {"phi3_v": {"numCrops": 4}}
+"""Of up to 16 tiles, an image has 2,500 tokens however small it is, and four of them leave the context."""
 SGLANG_IMAGE = "example.invalid/sglang:0.5.23"  # SGLang has no default image for CPUs; local processes need none
 LOOPBACK_MEDIA = {"fetch": "public", "allowedCIDRs": ["127.0.0.0/8"]}
 
@@ -116,7 +138,11 @@ def manifest(
         "kind": "MMRouterDeployment",
         "metadata": {"name": "demo"},
         "spec": {
-            "model": {"id": repository, "volume": {"hostPath": {"path": str(model_dir)}}},
+            "model": {
+                "id": repository,
+                "volume": {"hostPath": {"path": str(model_dir)}},
+                "trustRemoteCode": any(model_dir.glob("*.py")),
+            },
             "engine": {"blockSize": BLOCK_SIZE, **engine},
             "frontend": {"replicas": frontends, "service": {"port": 8000}, **frontend},
             "routing": dict(routing),
@@ -129,7 +155,7 @@ def sglang_manifest(
     model_dir: Path, repository: str, pools: Iterable[tuple[str, int]], *args: str, **more: Any
 ) -> dict[str, Any]:
     """Return the same for SGLang. ``pools``: role and replicas; ``args``: further flags; ``more``: ``spec.engine``."""
-    engine = {"type": "sglang", "image": SGLANG_IMAGE, "args": [*sglang_args(), *args], **more}
+    engine = {"type": "sglang", "image": SGLANG_IMAGE, "args": [*sglang_args(context_length(model_dir)), *args], **more}
     made = [pool(role, SGLANG_ENVIRONMENT, replicas=replicas) for role, replicas in pools]
     return manifest(model_dir, engine, made, repository=repository)
 
@@ -142,24 +168,28 @@ def resource(
     frontend: Mapping[str, str] = MappingProxyType({}),
     **routing: Any,
 ) -> dict[str, Any]:
-    """Return a vLLM deployment with hand-over and one frontend, which fetches images from this machine. ``args``:
-    further engine flags. ``frontend``: the router's environment.
+    """Return a vLLM deployment with hand-over and one frontend, which fetches images from this machine. The model's
+    repository is the one that its folder is named by. ``args``: further engine flags. ``frontend``: the router's
+    environment.
     """
     media = {"fetch": "allowList", "allowedHosts": ["127.0.0.1"], "allowedCIDRs": ["127.0.0.0/8"]}
     router = {"name": "router", "env": environment(frontend)}
-    engine = {
-        "type": "vllm",
-        "processor": {"maxPixels": MAX_PIXELS},
-        "ecConnector": FILES,
-        "args": [*engine_args(), *args],
-    }
     return manifest(
         model_dir,
-        engine,
+        vllm_engine(model_dir, *args, maxPixels=MAX_PIXELS),
         [{"sharedMemory": {"scope": "node"}, **each} for each in pools],
         frontend={"podTemplate": {"spec": {"containers": [router]}}},
-        routing={"media": media, **routing},
+        repository=model_dir.name.replace("--", "/"),
+        routing={"media": media, "transfer": "none", **routing},
     )
+
+
+def vllm_engine(model_dir: Path, *args: str, **processor: int) -> dict[str, Any]:
+    """Return ``spec.engine`` with what the model's family needs. ``processor``: options that only Qwen's have."""
+    family = json.loads((model_dir / "config.json").read_text())["model_type"]
+    options = PROCESSOR.get(family, processor if family.startswith("qwen") else {})
+    made = [*engine_args(context_length(model_dir)), *ROOM.get(family, ()), *args]
+    return {"type": "vllm", "processor": options, "args": made}
 
 
 def environment(values: Mapping[str, str]) -> list[dict[str, str]]:
@@ -167,12 +197,29 @@ def environment(values: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 @contextmanager
-def deployed(env: Path, folder: Path, resource: Mapping[str, Any]) -> Iterator[Deployment]:
+def deployed(env: Path, folder: Path, *documents: Mapping[str, Any]) -> Iterator[Deployment]:
     """Run a deployment of real engines until the block ends. ``env``: the engines' environment."""
     file = folder / "deployment.yaml"
-    file.write_text(yaml.safe_dump(resource))
+    file.write_text(yaml.safe_dump_all(documents))
     with running(file, "--engines", "path", "--engine-env", str(env), start_seconds=START_SECONDS + 50) as deployment:
         yield deployment
+
+
+def histories(deployment: Deployment, repository: str, kind: str = "vllm") -> list["History"]:
+    """Wait until every frontend's index equals what each engine's replayed events say; return the latter."""
+    found = []
+    for worker in deployment.state()["workers"]:
+        if worker["role"] == "encoder" or (kind, worker["role"]) == ("sglang", "decode"):
+            continue  # they publish nothing
+        truth = History(deployment, worker["ip"], repository, kind)
+        for number in range(len(deployment.controls)):
+
+            def agree(truth: History = truth, uid: str = worker["uid"], number: int = number) -> bool:
+                return truth.keys() == set(deployment.keys(uid, number)["keys"].get("0", ()))
+
+            wait_for(agree, AGREE_SECONDS, f"frontend {number} and the engine of {worker['name']} agree")
+        found.append(truth)
+    return found
 
 
 class History:
@@ -196,25 +243,32 @@ class History:
         key_of: dict[int, int] = {}
         root_of: dict[int, int] = {}
         self.removed = 0
-        for _, payload in replay(self._ip):
-            for event in adapter(self._kind).decode_batch(payload).events:
-                match event:
-                    case Stored():
-                        parent = self._seed(salt=event.salt) if event.parent is None else key_of[event.parent]
-                        keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-                        key_of.update(zip(event.hashes, keys, strict=True))
-                        root_of.update(dict.fromkeys(keys, keys[0] if event.parent is None else root_of[parent]))
-                        copies.update(event.hashes)
-                        self.most_copies = max(self.most_copies, *copies.values())
-                    case Removed():
-                        for block in event.hashes:
-                            copies[block] = copies[block] - 1 if self._kind == "vllm" else 0
-                        self.removed += len(event.hashes)
-                    case Cleared():
-                        copies.clear()
+        decode = adapter(self._kind).decode_batch
+        for event in of_one_group([event for _, payload in replay(self._ip) for event in decode(payload).events]):
+            match event:
+                case Stored():
+                    parent = self._seed(salt=event.salt) if event.parent is None else key_of[event.parent]
+                    keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
+                    key_of.update(zip(event.hashes, keys, strict=True))
+                    root_of.update(dict.fromkeys(keys, keys[0] if event.parent is None else root_of[parent]))
+                    copies.update(event.hashes)
+                    self.most_copies = max(self.most_copies, *copies.values())
+                case Removed():
+                    for block in event.hashes:
+                        copies[block] = copies[block] - 1 if self._kind == "vllm" else 0
+                    self.removed += len(event.hashes)
+                case Cleared():
+                    copies.clear()
         assert min(copies.values(), default=0) >= 0
         held = [key_of[block] for block, count in copies.items() if count]
         return {f"{key:016x}": f"{root_of[key]:016x}" for key in held}
+
+
+def of_one_group(events: Sequence[Any]) -> Iterator[Any]:
+    """Yield the events of the cache group that has every block of a prompt: one without a window, if there is one."""
+    windows = {event.group: event.window for event in events if isinstance(event, Stored)}
+    decides = min((group for group, window in windows.items() if not window), default=min(windows, default=0))
+    return (event for event in events if getattr(event, "group", decides) == decides)
 
 
 class Answer:
@@ -239,3 +293,25 @@ class Answer:
     def before_image(self) -> int:
         """Blocks of the text before the first image."""
         return int(self.decision["images"][0]["offset"]) // BLOCK_SIZE
+
+
+def send(deployment: Deployment, case: Case, max_tokens: int = 2) -> Answer:
+    """Send a request through the router."""
+    client = deployment.client(max_retries=0)
+    body = dict(case.body)
+    messages = body.pop("messages")
+    raw = client.chat.completions.with_raw_response.create(
+        model="demo", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=body
+    )
+    return Answer(case, raw.headers, raw.parse().usage.model_dump(), deployment.decision(raw))
+
+
+def wait_until_published(deployment: Deployment, seen: Answer) -> None:
+    """Every frontend's index holds every predicted key for the worker: the engine has published each of them."""
+    (uid,) = (worker["uid"] for worker in deployment.state()["workers"] if worker["name"] == seen.worker)
+    for number in range(len(deployment.controls)):
+
+        def published(number: int = number) -> bool:
+            return set(seen.keys) <= set(deployment.keys(uid, number)["keys"].get("0", ()))
+
+        wait_for(published, AGREE_SECONDS, f"{seen.case.name}: every predicted key is published")

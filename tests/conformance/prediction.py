@@ -11,14 +11,16 @@ from conformance.engine_process import BLOCK_SIZE
 from conformance.workload import Case
 
 from mmrouter_lib import families
+from mmrouter_lib.api import EngineType
 from mmrouter_lib.block_keys import Span, block_keys, chain, namespace_seed
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Stored
+from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.vllm.adapter import VLLM
-from mmrouter_lib.families import Family
+from mmrouter_lib.families import Family, ProcessorLimits
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.media_identity import media_identity, to_wire
-from mmrouter_lib.prompt import Prompter, PromptImage, render_arguments
+from mmrouter_lib.prompt import Prompter, PromptImage
 from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
 KEY = bytes(range(32))
@@ -50,18 +52,17 @@ class Predictor:
     more: int = 0
 
     @classmethod
-    def load(cls, model_dir: Path, block_size: int) -> Self:
-        family = families.load_family(model_dir, None)
+    def load(
+        cls, model_dir: Path, block_size: int, engine: EngineType = "vllm", limits: ProcessorLimits | None = None
+    ) -> Self:
+        family = families.load_family(model_dir, limits)
         assert family is not None, f"{model_dir} is of no family that is modelled"
-        return cls(family, Prompter.load(model_dir, family=family), model_dir.name, block_size)
+        return cls(family, PROMPTERS[engine].load(model_dir, family=family), model_dir.name, block_size)
 
     def predict(self, case: Case) -> Predicted:
         """Raises a ``ValueError`` of the library for a request that it refuses."""
         images = [self._image(url) for _, _, url in image_places(case)]
-        text = self.prompter.render(case.body["messages"], **render_arguments(case.body))
-        special = bool(case.body.get("add_special_tokens", False))
-        ordered = list(reversed(images)) if self.swapped else images
-        expanded = self.prompter.expand(text, ordered, add_special_tokens=special)
+        expanded = self.prompter.prompt(case.body, list(reversed(images)) if self.swapped else images)
         return Predicted(expanded.ids, expanded.spans, self.seed(case.salt))
 
     def request(self, case: Case) -> dict[str, Any]:

@@ -16,34 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conformance.setups import ENGINES, FAMILIES, NOT_PART, NOT_RUN, SCENARIOS, Proof, tables
 
 if TYPE_CHECKING:
     from conformance.prediction import Report
 
-SCENARIOS = 10
-NAMES = {
-    "qwen2_vl": "Qwen2-VL",
-    "qwen2_5_vl": "Qwen2.5-VL",
-    "qwen3_vl": "Qwen3-VL",
-    "llava": "LLaVA-1.5",
-    "llava_next": "LLaVA-NeXT",
-    "phi3_v": "Phi-3-vision",
-}
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+PLACE = ("engine", "setup", "family")
 PROVIDERS = {"vllm": "uuid of ours", "sglang": "artifact"}
 """Engine -> where an image's identity comes from where nothing else is said."""
-AFFINITY = "served by affinity: SGLang expands its images with other code, which the router does not model"
-NOT_RUN = {
-    ("sglang", "llava"): f"{AFFINITY}; 0.5.23 also fails to build a CLIP tower in its generic wrapper",
-    ("sglang", "llava_next"): AFFINITY,
-    ("sglang", "phi3_v"): "not supported by SGLang 0.5.23",
-}
 EXPECTED = [
-    *(("vllm", family, PROVIDERS["vllm"]) for family in NAMES),
+    *(("vllm", family, PROVIDERS["vllm"]) for family in FAMILIES),
     ("sglang", "qwen2_vl", "artifact"),
     ("sglang", "qwen2_5_vl", "artifact"),
     ("sglang", "qwen2_5_vl", "learned"),
     ("sglang", "qwen3_vl", "artifact"),
+    ("sglang", "llava", "learned"),
+    ("sglang", "llava_next", "learned"),
     *((engine, family, "") for engine, family in NOT_RUN),
 ]
 
@@ -65,6 +53,7 @@ class Cell:
     repeats: int = 0
     not_run: str = ""
     note: str = ""
+    date: str = ""
 
 
 def run_folder() -> Path | None:
@@ -85,19 +74,27 @@ def exclusive(run: Path | None) -> Iterator[None]:
 
 class Cells:
     """Collects a run's cells and keeps them in files, so that a run which ends early leaves what it has. A run may be
-    several sessions side by side, each with cells of its own: what is written into ``folder`` holds those of all
-    sessions that share the folder ``run``.
+    several sessions side by side: what is written into ``folder`` holds those of all sessions that share the folder
+    ``run``, and those of earlier runs which this one does not have.
     """
 
     def __init__(self, folder: Path, run: Path | None = None) -> None:
         self._folder = folder
         self._run = run
         self._cells: dict[tuple[str, str, str], Cell] = {}
+        self._proofs: dict[tuple[str, str, str], Proof] = {}
+
+    def proof(
+        self, cell: tuple[str, str, str], test: str, report: pytest.TestReport, figures: Mapping[str, Any]
+    ) -> None:
+        """Add what a marked test found to its cell of the setups."""
+        self._proofs.setdefault(cell, Proof(*cell, date=today())).add(test, report, figures)
+        self._write()
 
     @contextmanager
     def of(self, engine: str, family: str, provider: str) -> Iterator[Cell]:
         """Give the cell of what runs now; a skip inside becomes its reason."""
-        cell = self._cells[engine, family, provider] = Cell(engine, family, provider=provider)
+        cell = self._cells[engine, family, provider] = Cell(engine, family, provider=provider, date=today())
         cell.not_run = "the run failed before it compared anything"
         try:
             yield cell
@@ -133,22 +130,46 @@ class Cells:
             counts = f"blocks {cell.blocks}, matched {cell.matched}, mismatches {cell.mismatches}"
             name = f"{cell.engine} {cell.family} {cell.provider}".rstrip()
             yield f"{name}: {f'not run: {cell.not_run}' if cell.not_run else counts}"
+        for proof in self._proofs.values():
+            yield f"{proof.engine} {proof.setup} {proof.family}: {proof.result}"
 
     def _write(self) -> None:
-        cells = [asdict(cell) for cell in self._cells.values()]
+        own = {
+            name: list(map(asdict, kept.values())) for name, kept in (("cells", self._cells), ("proofs", self._proofs))
+        }
         with exclusive(self._run):
+            parts = [own]
             if self._run is not None:
-                (self._run / f"cells-{os.getpid()}.json").write_text(json.dumps(cells))
-                cells = [
-                    cell for part in sorted(self._run.glob("cells-*.json")) for cell in json.loads(part.read_text())
-                ]
+                (self._run / f"cells-{os.getpid()}.json").write_text(json.dumps(own))
+                parts = [json.loads(part.read_text()) for part in sorted(self._run.glob("cells-*.json"))]
+            file = self._folder / "conformance.json"
+            earlier = [json.loads(file.read_text())] if file.exists() else []
             done = {
-                "date": datetime.now(UTC).date().isoformat(),
+                "date": today(),
                 "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-                "cells": cells,
+                "cells": list(merged([*earlier, *parts], "cells", ("engine", "family", "provider")).values()),
+                "proofs": joined(earlier, parts),
             }
-            (self._folder / "conformance.json").write_text(json.dumps(done, indent=1) + "\n")
+            file.write_text(json.dumps(done, indent=1) + "\n")
             (self._folder / "conformance.md").write_text(table(done))
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+def merged(parts: Sequence[Mapping[str, Any]], name: str, key: Sequence[str]) -> dict[tuple[str, ...], Any]:
+    """Return the entries of all parts by their key; a later one replaces an earlier one."""
+    return {tuple(each[field] for field in key): each for part in parts for each in part[name]}
+
+
+def joined(earlier: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the proofs of this run's sessions, joined where several have a cell, and of other cells the earlier."""
+    found: dict[tuple[str, str, str], Proof] = {}
+    for one in (Proof(**each) for part in parts for each in part["proofs"]):
+        cell = (one.engine, one.setup, one.family)
+        found[cell] = found[cell].join(one) if cell in found else one
+    return list((merged(earlier, "proofs", PLACE) | {cell: asdict(one) for cell, one in found.items()}).values())
 
 
 HEAD = """# Conformance
@@ -156,13 +177,23 @@ HEAD = """# Conformance
 Predictions compared with real engines. `make conformance WRITE=1` writes this page from the figures of its run
 (`conformance.json` beside it).
 
-Every row is one running engine on CPU with a model's real tokenizer, chat template, special ids and image geometry, and
-a network of two layers with random weights, on which no block hash depends.
+## One engine
+
+Every row is one engine on CPU, which receives requests past the router. It has a model's real tokenizer, chat template,
+special ids and image geometry, and a network of two layers with random weights, on which no block hash depends.
+Phi-3-vision runs with four tiles.
 
 - *Blocks* are those that the engine published, each compared with the key that the library predicted for the request
   from its text and its images. A difference in any token id, count, identity, offset, order or salt is a mismatch.
 - *Hit rate of repeats* is the share of complete blocks of repeated requests that the engine took from its cache.
 - *Scenarios* are """
+OTHERS = "What this run did not have is of earlier runs; `conformance.json` has the date of each row."
+SETUPS_HEAD = (
+    "## Several engines",
+    "",
+    "Every setup with every engine and family, behind sidecars and routers: proved by its tests, or not run, and why.",
+    "`make conformance FAMILIES=all` runs all of them; without `FAMILIES`, most setups run with one family.",
+)
 TAIL = """
 ## Notes
 
@@ -173,28 +204,42 @@ another implementation.
 
 **Learned identities.** A router learned them from the engine's events and from its own probe requests. The row is an
 engine behind the router and sidecar; its blocks are those in the engine's replayed events, each once, under the prompts
-that were sent.
+that were sent. The rows of LLaVA are engines alone, and the router's code learned each image from one request before
+the others. Checkpoints of llava-hf have no row on SGLang, which serves them without a prefix cache.
 
-**Several engines.** Their blocks are those of one engine, so they have no row of their own. A stock vLLM encoder,
-prefill and decode engine behind one router pass `mmrouter verify`, lose a prefill and a decode engine during requests,
-and give the answers of one engine alone (`tests/conformance/vllm/test_disaggregated.py`). The ten scenarios also pass
-in each mode of `routing.transfer`, with a real renderer and the plugin in `shm` and `nixl`
-(`tests/conformance/vllm/test_handover.py`).
+**Completions.** They have no row of their own, because they have no images. Their texts become the engine's own token
+ids for each family on vLLM (`tests/conformance/vllm/test_tokenization.py`). Behind router and sidecar, the blocks that
+vLLM and SGLang publish for a completion, of a text or of token ids, are the predicted ones, and its repeats hit all of
+them (`test_routing.py` of both), also through a prefill and a decode engine of SGLang
+(`tests/conformance/sglang/test_pairs.py`).
+
+**Families behind a renderer.** mmrouter has no code for them, so their prompts come from `vllm launch render` with the
+engines' files. Networks and configurations are this project's, with the geometry, special ids and window of the
+published models. Gemma 3 has its own tokenizer and chat template. Mistral 3 has a stand-in, Mistral AI's tokenizer and
+template of Pixtral, because no package has the later ones of Mistral Small 3.1. Images have texts around them. Gemma 3
+runs with a flag that keeps the blocks beyond its window ([why](exactness.md#sliding-windows)).
+
+**Several engines.** A cell's tests are in `tests/conformance`, marked with the cell that they prove. With every family
+(`test_cells.py`) they are `mmrouter verify`, the ten scenarios, that each stage had its part of a request, and that the
+router's index equals the engines' own event histories. Where a router learns identities, the images of a scenario are
+shown behind other texts before. With one family the index is also compared after evictions and a `kill -9`
+(`test_routing.py`, `test_replicas.py`), engines are lost during requests, and answers compared with those of one engine
+alone (`test_disaggregated.py`).
 
 **Changes to the engines.** vLLM runs as published, except for test adaptations in `hack/engines/vllm_env.py`:
 tokenizers are shared where they would be copied repeatedly; the CPU platform does not override how the engine process
 is started, which is a fork of the API server, as vLLM does when it is embedded; and NIXL's polling sleeps between
 polls. SGLang runs from its published wheel with a stub in place of compiled CPU kernels, which no package index has
 (`hack/engines/sglang_stubs`); every function that the stub does not implement raises. Its processes are forked from the
-first one too (`hack/engines/sglang_env.py`), and its scheduler sleeps while idle. None of these changes affects an
-answer. No engine compiles with PyTorch.
+first one too (`hack/engines/sglang_env.py`), and its scheduler sleeps while idle. NIXL takes a CPU's memory where
+SGLang names a device's. None of these changes affects an answer. No engine compiles with PyTorch.
 """
 
 
 def rows(cells: Mapping[tuple[str, str, str], Cell]) -> list[Cell]:
     return [
         cells.get((engine, family, provider))
-        or Cell(engine, family, provider=provider, not_run=NOT_RUN.get((engine, family), "not part of this run"))
+        or Cell(engine, family, provider=provider, not_run=NOT_RUN.get((engine, family), NOT_PART))
         for engine, family, provider in EXPECTED
     ]
 
@@ -202,15 +247,16 @@ def rows(cells: Mapping[tuple[str, str, str], Cell]) -> list[Cell]:
 def table(done: Mapping[str, Any]) -> str:
     cells = rows({(cell["engine"], cell["family"], cell["provider"]): Cell(**cell) for cell in done["cells"]})
     names = next((list(cell.scenarios) for cell in cells if cell.scenarios), [])
-    lines = [HEAD + ", ".join(names) + ".", "", f"{done['date']}, {done['machine']}", ""]
+    lines = [HEAD + ", ".join(names) + ".", "", f"{done['date']}, {done['machine']}. {OTHERS}", ""]
     lines += list(grid(cells))
     failed = [
-        f"- {NAMES[cell.family]} on {cell.engine}, {name}: {text}"
+        f"- {FAMILIES[cell.family]} on {cell.engine}, {name}: {text}"
         for cell in cells
         for name, found in cell.scenarios.items()
         for text in found
     ]
-    return "\n".join([*lines, *([""] if failed else []), *failed, TAIL.rstrip(), ""])
+    lines += [*([""] if failed else []), *failed, "", *SETUPS_HEAD, *tables(done["proofs"])]
+    return "\n".join([*lines, TAIL.rstrip(), ""])
 
 
 def grid(cells: Sequence[Cell]) -> Iterator[str]:
@@ -222,7 +268,7 @@ def grid(cells: Sequence[Cell]) -> Iterator[str]:
         if cell.not_run:
             values: list[Any] = [
                 engine,
-                NAMES[cell.family],
+                FAMILIES[cell.family],
                 cell.provider or "-",
                 *["-"] * 6,
                 f"not run: {cell.not_run}",
@@ -231,5 +277,5 @@ def grid(cells: Sequence[Cell]) -> Iterator[str]:
             passed = sum(not found for found in cell.scenarios.values())
             rate = f"{cell.hits / cell.repeats:.3f} ({cell.hits} of {cell.repeats})" if cell.repeats else "-"
             counts = (cell.requests, cell.blocks, cell.matched, cell.mismatches)
-            values = [engine, NAMES[cell.family], cell.provider, *counts, rate, f"{passed}/{SCENARIOS}", cell.note]
+            values = [engine, FAMILIES[cell.family], cell.provider, *counts, rate, f"{passed}/{SCENARIOS}", cell.note]
         yield f"| {' | '.join(str(value).replace('|', '/') for value in values)} |"

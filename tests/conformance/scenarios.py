@@ -134,7 +134,9 @@ def served_images() -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """A family's recorded run: nothing in it depends on the engine being alive."""
+    """A family's recorded run: nothing in it depends on the engine being alive. ``row``: family and provider of its
+    cell, where they are not those of the predictor and of the engine.
+    """
 
     kind: str
     predictor: Predictor
@@ -143,18 +145,23 @@ class Run:
     batches: Sequence[Batch]
     live: Sequence[tuple[int, bytes]]
     replayed: Sequence[tuple[int, bytes]]
+    row: tuple[str, str] | None = None
 
     def compared(self, **changes: Any) -> Report:
         """Compare what was published with a prediction; ``changes``: deliberate breaks of the predictor."""
         return compare(self.exchanges, self.batches, replace(self.predictor, **changes))
 
+    @property
+    def _cell(self) -> tuple[str, str]:
+        return self.row or (self.predictor.family.name, "")
+
     def assert_predicted(self, record: Record, cells: Cells, least: int) -> Report:
         """Every block is the predicted one, of at least so many."""
-        report, name = self.compared(), self.predictor.family.name
+        report, (name, provider) = self.compared(), self._cell
         record(f"prediction, {self.kind} {name}", report.line)
         sent = ((one.case, one.cached_tokens, len(one.prompt_ids)) for one in self.exchanges)
-        cells.compared(self.kind, name, report, repeats(sent))
-        print(f"\n{name}: {report.line}")
+        cells.compared(self.kind, name, report, repeats(sent), provider=provider)
+        print(f"\n{name}: {report.line}", *report.mismatches[:20], sep="\n")
         assert report.mismatches == []
         assert report.matched == report.blocks > least
         return report
@@ -163,7 +170,8 @@ class Run:
         """The ten scenarios hit what they must, and nothing else."""
         cached = {exchange.case.name: exchange.cached_tokens for exchange in self.exchanges}
         results = {one.name: faults(one, self.predictor, cached) for one in self.scenarios}
-        cells.scenarios(self.kind, self.predictor.family.name, results)
+        name, provider = self._cell
+        cells.scenarios(self.kind, name, results, provider=provider)
         assert len(results) == 10
         assert {name: found for name, found in results.items() if found} == {}
 

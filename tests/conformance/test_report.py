@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conformance.prediction import Report
-from conformance.report import ENGINES, EXPECTED, NAMES, NOT_RUN, PROVIDERS, Cells, exclusive, run_folder, table
+from conformance.report import EXPECTED, PROVIDERS, Cells, exclusive, run_folder, table
+from conformance.setups import CELLS, ENGINES, FAMILIES, NOT_PART, NOT_RUN, RENDERED, SETUPS, Proof, not_run, places
 
+NOTHING: dict[str, Any] = {"date": "", "machine": "", "cells": [], "proofs": []}
 TESTS = Path(__file__).resolve().parents[1]
 DOCS = TESTS.parent / "docs"
 
@@ -31,21 +36,81 @@ def test_a_cell_that_was_not_run_says_why(tmp_path: Path) -> None:
     text = (tmp_path / "conformance.md").read_text()
     rows = {row.split(" | ")[1]: row for row in text.splitlines() if row.startswith("| vLLM")}
     assert rows["LLaVA-1.5"].endswith("not run: no memory |")
-    assert rows["Qwen2-VL"].endswith("not run: not part of this run |")
+    assert rows["Qwen2-VL"].endswith("not run: not part of a run yet |")
     assert "| vLLM 1.2 | Phi-3-vision | uuid of ours | 3 | 12 | 11 | 1 | 0.833 (5 of 6) | 1/10 |" in text
     assert "- Phi-3-vision on vllm, data: data 1: 4 blocks of hit expected, 3 found" in text
     assert text == table(json.loads((tmp_path / "conformance.json").read_text()))
-    assert len(rows) == len(NAMES)
-    assert sum(row.startswith("| SGLang") for row in text.splitlines()) == len(EXPECTED) - len(NAMES)
+    assert len(rows) == len(FAMILIES)
+    assert sum(row.startswith("| SGLang") for row in text.splitlines()) == len(EXPECTED) - len(FAMILIES)
 
 
 def test_every_family_has_a_row_for_every_engine_and_what_cannot_run_says_why() -> None:
-    rows = [row.split(" | ") for row in table({"date": "", "machine": "", "cells": []}).splitlines()]
+    rows = [row.split(" | ") for row in table(NOTHING).splitlines()]
     reasons = {(row[0].removeprefix("| "), row[1]): row[-1] for row in rows if len(row) > 5}
     for engine, shown in ENGINES.items():
-        for family, name in NAMES.items():
-            why = NOT_RUN.get((engine, family), "not part of this run")
+        for family, name in FAMILIES.items():
+            why = NOT_RUN.get((engine, family), "not part of a run yet")
             assert reasons[shown, name] == f"not run: {why} |"
+
+
+def result(text: str, cell: tuple[str, str, str]) -> str:
+    engine, setup, family = cell
+    section = text.partition(f"### {ENGINES[engine]}")[2].partition("\n### ")[0]
+    (row,) = (row for row in section.splitlines() if row.startswith(f"| {setup} | {(FAMILIES | RENDERED)[family]} |"))
+    return row.split(" | ")[2].removesuffix(" |")
+
+
+def test_every_setup_has_a_row_for_every_engine_and_family_and_says_why_it_was_not_run() -> None:
+    assert set(product(ENGINES, SETUPS, FAMILIES)) <= set(CELLS)
+    for cell in CELLS:
+        assert result(table(NOTHING), cell) == f"not run: {not_run(*cell)}"
+
+
+def phase(outcome: Any, when: Any = "call", why: Any = None) -> pytest.TestReport:
+    return pytest.TestReport("", ("", 0, ""), {}, outcome, why, when)
+
+
+def test_a_cell_is_proved_by_the_tests_that_are_marked_with_it_and_by_no_less(tmp_path: Path) -> None:
+    passed, failed, skipped = (("vllm", "two workers", family) for family in ("llava", "phi3_v", "qwen3_vl"))
+    cells = Cells(tmp_path)
+    for test, figures in (("test_scenario[01]", {}), ("test_index", {"blocks": 7})):
+        for when in ("setup", "call", "teardown"):
+            cells.proof(passed, test, phase("passed", when), figures)
+    cells.proof(failed, "test_scenario[01]", phase("passed"), {})
+    cells.proof(failed, "test_index", phase("failed", "setup", "no engine"), {})
+    cells.proof(skipped, "test_index", phase("skipped", "setup", ("file", 1, "Skipped: not run: no memory")), {})
+    text = (tmp_path / "conformance.md").read_text()
+    assert result(text, passed) == "proved: 1 of 10 scenarios, blocks 7, 2 tests"
+    assert result(text, failed) == "failed: test_index"
+    assert result(text, skipped) == "not run: no memory"
+
+
+def test_a_run_keeps_the_cells_that_it_does_not_have_and_joins_its_sessions(tmp_path: Path) -> None:
+    one, other = ("vllm", "two workers", "llava"), ("vllm", "two workers", "phi3_v")
+    for cell in (one, other):
+        Cells(tmp_path).proof(cell, "test_index", phase("passed"), {})
+    with Cells(tmp_path).of("vllm", "llava", "uuid of ours"):
+        pass
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "cells-beside.json").write_text(
+        json.dumps({"cells": [], "proofs": [asdict(Proof(*other, passed=2, scenarios=1))]})
+    )
+    Cells(tmp_path, run).proof(other, "test_index", phase("passed"), {"blocks": 7})
+    text = (tmp_path / "conformance.md").read_text()
+    assert result(text, one) == "proved: 1 test"
+    assert result(text, other) == "proved: 1 of 10 scenarios, blocks 7, 3 tests"
+    assert "not run: the run failed before it compared anything" in text
+
+
+@pytest.mark.parametrize("families", ["", "llava", "all"])
+def test_only_the_long_form_has_cells_of_its_own_each_of_a_family_that_the_engine_serves(
+    families: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MMROUTER_FAMILIES", families)
+    found = {place.family for place in places()}
+    assert found == {"": set(), "llava": {"llava"}, "all": set(FAMILIES)}[families]
+    assert all(not_run(*place) == NOT_PART for place in places())
 
 
 def test_two_providers_of_one_family_are_two_rows(tmp_path: Path) -> None:
@@ -63,6 +128,7 @@ def test_two_providers_of_one_family_are_two_rows(tmp_path: Path) -> None:
 
 SESSION = """
 import sys
+from itertools import product
 from pathlib import Path
 from conformance.prediction import Report
 from conformance.report import Cells

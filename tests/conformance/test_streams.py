@@ -1,14 +1,16 @@
-"""Streams of real engines, with images, have the same text after their engine was stopped or killed.
+"""Streams of real engines, with images, have the same text after their engine was stopped, lost or killed.
 
-One deployment of two engines per engine type: a stopped engine resumes afterwards, and the kill is the last test. vLLM
-answers are repeated if greedy and continued from their token ids if sampled, SGLang answers are repeated.
+One deployment of two engines per engine type: a stopped engine resumes, a lost node is back, and an ended engine starts
+again afterwards. vLLM answers are repeated if greedy and continued from their token ids if sampled, SGLang answers are
+repeated.
 """
 
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +18,8 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import engine_args, require_memory
 from conformance.engines import deployed, manifest, pool, sglang_manifest
 from local.rig import Deployment
-from streams import BEST_ONLY, GREEDY, Streams
+from node_loss import losing_nodes, own_network
+from streams import BEST_ONLY, CHAT, COMPLETIONS, GREEDY, Streams
 from waiting import wait_for
 
 REPOSITORIES = {"vllm": "Qwen/Qwen2-VL-2B-Instruct", "sglang": "Qwen/Qwen2.5-VL-7B-Instruct"}
@@ -30,9 +33,9 @@ class Served:
     deployment: Deployment
     continues: bool
 
-    def streams(self, sampling: Mapping[str, float] = GREEDY) -> Streams:
+    def streams(self, sampling: Mapping[str, float] = GREEDY, path: str = CHAT) -> Streams:
         wait_for(self.deployment.settled, PROVE_SECONDS, "two verified engines")
-        return Streams(self.deployment, COUNT, TOKENS, sampling)
+        return Streams(self.deployment, COUNT, TOKENS, sampling, path)
 
 
 @pytest.fixture(scope="module", params=list(REPOSITORIES))
@@ -48,7 +51,7 @@ def served(
         written = manifest(shrunk(repository), engine, [pool("worker", replicas=2)], repository=repository)
     else:
         written = sglang_manifest(shrunk(repository), repository, [("worker", 2)])
-    with deployed(env, tmp_path_factory.mktemp(f"streams-{kind}"), written) as deployment:
+    with own_network(), deployed(env, tmp_path_factory.mktemp(f"streams-{kind}"), written) as deployment:
         yield Served(deployment, kind == "vllm")
 
 
@@ -77,6 +80,25 @@ def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
                 send_signal(served.deployment, name, signal.SIGCONT)
 
 
-def test_streams_outlive_a_killed_engine(served: Served) -> None:
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [({}, CHAT), ({"logprobs": True, "top_logprobs": 2}, CHAT), ({"logprobs": True}, CHAT), ({}, COMPLETIONS)],
+    ids=["chats", "top_logprobs", "logprobs", "completions"],
+)
+def test_streams_outlive_a_lost_node(served: Served, fields: dict[str, Any], path: str) -> None:
+    streams = served.streams({**(BEST_ONLY if served.continues else GREEDY), **fields}, path)
+    addresses = {worker["name"]: worker["ip"] for worker in served.deployment.state()["workers"]}
+    with losing_nodes() as lose:
+        streams.assert_outlive(lambda name: lose(addresses[name]))
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]], ids=["drain", "kill"])
+def test_streams_outlive_an_engine_that_ends(served: Served, signals: Sequence[signal.Signals]) -> None:
+    """A drain past its time is the signal that begins it, and then the kubelet's."""
     streams = served.streams(BEST_ONLY if served.continues else GREEDY)
-    streams.assert_outlive(lambda name: send_signal(served.deployment, name, signal.SIGKILL))
+
+    def end(name: str) -> None:
+        for number in signals:
+            send_signal(served.deployment, name, number)
+
+    streams.assert_outlive(end)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk, model_folder
-from conformance.vllm.conftest import FAMILIES
+from conformance.setups import REPOSITORIES
 from conformance.workload import picture
 
 from hack.build_once import cache_dir
@@ -295,7 +295,7 @@ def test_handed_over_images_of_every_family_are_what_the_engine_would_have_made_
     for number, (wide, high) in enumerate(((224, 224), (336, 672), (1000, 700))):
         files.append(tmp_path / f"{number}.png")
         files[-1].write_bytes(picture(wide, high, seed=number))
-    folders = {family: str(shrunk(repository)) for family, repository in FAMILIES.items()}
+    folders = {family: str(shrunk(repository)) for family, repository in REPOSITORIES.items()}
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     answers = ask(
         "vllm_handover", str(tmp_path / "plugin"), models=list(folders.values()), pictures=list(map(str, files))

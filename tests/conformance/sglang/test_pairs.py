@@ -1,9 +1,8 @@
-"""A real prefill and a real decode engine of SGLang, which hand KV blocks over by Mooncake.
+"""A real prefill and a real decode engine of SGLang, which hand KV blocks over by NIXL, and their wire alone.
 
-It takes an environment whose PyTorch has devices: 0.5.23 pins memory and records events of CUDA when it sends blocks by
-Mooncake, and tells NIXL that its cache is a device's, which NIXL refuses where it is a CPU's. Without one the wire is
-compared alone, without an engine: the headers by which two engines meet, the rooms that name a rank, and the requests
-in which an engine has its images encoded. What an engine makes of them is computed by its own interpreter.
+The engines' environment has NIXL take a CPU's memory for a device's (``hack/engines/sglang_env.py``). The wire is
+compared without an engine: the headers by which two engines meet, the rooms that name a rank, and the requests in which
+an engine has its images encoded. What an engine makes of them is computed by its own interpreter.
 """
 
 import json
@@ -19,41 +18,35 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, sglang_manifest
 from local.rig import MEDIA, Deployment
-from scenarios import SCENARIOS, Chat, Folder, Scenario, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, completions_repeat_whole, title
 from waiting import wait_for
 
 from mmrouter_lib.engines.sglang.stage_requests import (
     ROOMS,
     SLOTS,
     Meeting,
-    decode_headers,
+    decode_fields,
     image_key,
     new_meeting,
-    prefill_headers,
+    override_headers,
+    prefill_fields,
     urls,
 )
 from mmrouter_sim.encoders import EncodeRequest, split_shares
 
+PROVES = pytest.mark.proves("sglang", "prefill, decode", "qwen2_5_vl")
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
-PROVE_SECONDS = 120.0
-SENDS = """
-import torch
-torch.empty(1, pin_memory=True)
-torch.cuda.Event().record(torch.cuda.current_stream())
-import mooncake.engine
-"""
-"""What the sending engine does first (``send_kv_chunk`` of 0.5.23)."""
+PROVE_SECONDS = 300.0
+HOST_COPIES = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
+"""Otherwise a decode engine registers a pool of host memory with CUDA when it starts."""
 
 
 @pytest.fixture(scope="module")
 def deployment(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     require_memory()
-    tried = subprocess.run([str(sglang_env / "bin" / "python"), "-c", SENDS], capture_output=True, text=True)
-    if tried.returncode != 0:
-        pytest.skip(f"not run: what SGLang does to send blocks fails here: {tried.stderr.strip().splitlines()[-1]}")
-    connector = {"transferBackend": "mooncake_tcp"}
+    connector = {"transferBackend": "nixl"}
     pools = [("prefill", 1), ("decode", 1)]
-    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, kvConnector=connector)
+    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, *HOST_COPIES, kvConnector=connector)
     made["spec"]["routing"] = {"media": MEDIA}
     with deployed(sglang_env, tmp_path_factory.mktemp("pairs"), made) as deployment:
         wait_for(lambda: proved(deployment), PROVE_SECONDS, "both engines are verified by their half of an answer")
@@ -65,10 +58,12 @@ def proved(deployment: Deployment) -> bool:
     return standings == {("prefill", "verified"), ("decode", "verified")}
 
 
+@PROVES
 def test_the_gate_passes(deployment: Deployment) -> None:
     deployment.assert_gate_passes()
 
 
+@PROVES
 def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicted(
     deployment: Deployment, chat: Chat
 ) -> None:
@@ -85,11 +80,23 @@ def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicte
     assert again["overlap"] == len(again["keys"]) > first["overlap"]
 
 
+@PROVES
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
 def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
     scenario(chat, web)
 
 
+def test_completions_repeat_whole(chat: Chat) -> None:
+    completions_repeat_whole(chat)
+
+
+def test_a_pair_answers_a_response(chat: Chat) -> None:
+    raw = chat.client.responses.with_raw_response.create(model="demo", input="Tell of the sea.", max_output_tokens=4)
+    assert raw.parse().usage.output_tokens > 0
+    assert [note["outcome"] for note in chat.decision(raw)["chain"]] == ["done", "first_byte"]
+
+
+@PROVES
 def test_a_streamed_answer_is_the_whole_one(chat: Chat) -> None:
     asked: dict[str, Any] = {"model": "demo", "max_tokens": 8, "temperature": 0}
     messages = chat.messages(chat.image("streamed"), "what?")
@@ -152,7 +159,8 @@ def shares(images: list[str]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def engine_says(sglang_env: Path) -> dict[str, Any]:
-    headers = [*map(prefill_headers, MEETINGS), *(decode_headers(one, rank=1, ranks=3) for one in MEETINGS)]
+    fields = [*map(prefill_fields, MEETINGS), *(decode_fields(one, rank=1, ranks=3) for one in MEETINGS)]
+    headers = list(map(override_headers, fields))
     bodies = [body for images in IMAGES for body in shares(images)]
     questions = {"headers": headers, "images": IMAGES, "urls": urls("127.0.0.1"), "bodies": bodies}
     done = subprocess.run(

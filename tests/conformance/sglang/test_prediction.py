@@ -8,6 +8,8 @@ as the product starts it, where that provider holds.
 import hashlib
 import time
 from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
 from conformance.prediction import Exchange, Predicted, Predictor, decode, image_places
 from conformance.report import Cells
 from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
+from conformance.sglang.test_rendering import own_fields
 from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
 
 from mmrouter_lib.engines.base.adapter import ImageRewrite
@@ -26,6 +29,7 @@ from mmrouter_lib.engines.base.events import Cleared
 from mmrouter_lib.engines.sglang.adapter import INFO_PATHS, SGLANG, parse_info
 from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import artifact_hash_of, sentinels
+from mmrouter_lib.prompt import TemplateError
 from mmrouter_router.sentinels.evidence import plan_fingerprints
 from mmrouter_router.sentinels.table import fill_sentinels
 
@@ -35,24 +39,24 @@ FAMILIES = {
     "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct",
 }
 LAST = case("last", user("The last request of the run: when its blocks are seen, all blocks are. " * 3))
-OTHER_TEMPLATE = ("tools", "continued answer", "no generation prompt")
-"""Requests for which SGLang renders another prompt than the template alone says; the router calls none exact."""
 
 
 @dataclass(frozen=True)
 class SglangPredictor(Predictor):
-    """Fills in sentinels with the router's own code. ``fingerprint``: the digest that its provider tries first."""
+    """Fills in sentinels with the router's own code. ``fingerprint``: the digest that its provider tries first.
+    ``legacy``: the engine writes one sentinel per image.
+    """
 
     fingerprint: str = ""
+    legacy: bool = False
 
     def predict(self, case: Case) -> Predicted:
         plain = super().predict(case)
         data = {self._identity(found): found for found in (decode(url) for _, _, url in image_places(case))}
 
         def values_of(identity: bytes) -> tuple[int, ...]:
-            return sentinels(
-                artifact_hash_of(hashlib.sha256(data[identity]).hexdigest(), self.fingerprint, {}), legacy=False
-            )
+            item_hash = artifact_hash_of(hashlib.sha256(data[identity]).hexdigest(), self.fingerprint, {})
+            return sentinels(item_hash, legacy=self.legacy)
 
         filled = fill_sentinels(plain.ids, plain.spans, values_of)
         assert filled.unknown is None
@@ -81,23 +85,35 @@ def run(
         log = tmp_path_factory.mktemp(f"sglang-{family}") / "engine.log"
         with engine(env, folder, log, kind="sglang") as served:
             began = time.monotonic()
-            predictor = replace(SglangPredictor.load(folder, BLOCK_SIZE), fingerprint=fingerprint_of(served))
-            workload = (*texts(), *sizes(), *positions(), *several(), *salted())
-            modelled = [one for one in workload if one.name not in OTHER_TEMPLATE]
-            cases = [*(one for scenario in ten for one in scenario.cases), *modelled, LAST]
+            predictor = predictor_of(folder, served)
+            workload = (*texts(), *own_fields(family), *sizes(), *positions(), *several(), *salted())
+            cases = [*(one for scenario in ten for one in scenario.cases), *predicted_of(predictor, workload), LAST]
             exchanges = [ask(served, predictor, one) for one in cases]
             made = recorded("sglang", served, predictor, exchanges, ten)
             record(f"engine, sglang {family}", figures(served, began))
     return made
 
 
-def fingerprint_of(served: Engine) -> str:
+def predicted_of(predictor: SglangPredictor, cases: Iterable[Case]) -> Iterator[Case]:
+    """Yield the cases that the library does not refuse; ``test_rendering.py`` compares the refusals.
+
+    Without those that force a tool's call, because the engine runs without a grammar.
+    """
+    for one in cases:
+        with suppress(TemplateError):
+            predictor.predict(one)
+            if one.body.get("tool_choice", "auto") in (None, "auto", "none"):
+                yield one
+
+
+def predictor_of(folder: Path, served: Engine) -> SglangPredictor:
     """Return what the router's provider makes of the engine's own account, at its first try."""
     info = parse_info([served.client.get(path).json() for path in INFO_PATHS])
     assert info is not None
     chosen = plan_fingerprints(info.version, info.facts)
     assert chosen.candidates, chosen.why
-    return chosen.candidates[0].digest()
+    loaded = SglangPredictor.load(folder, BLOCK_SIZE, "sglang")
+    return replace(loaded, fingerprint=chosen.candidates[0].digest(), legacy=chosen.legacy)
 
 
 def ask(served: Engine, predictor: SglangPredictor, one: Case) -> Exchange:
@@ -145,3 +161,19 @@ def test_the_replay_holds_what_was_published_live(run: Run) -> None:
     assert run.replayed[early:] == run.live
     announced = [event for _, payload in run.replayed[:early] for event in decode_batch(payload).events]
     assert all(isinstance(event, Cleared) for event in announced)
+
+
+def test_an_older_release_writes_one_sentinel_per_image_as_predicted(
+    older_sglang_env: Path, shrunk: Shrunk, tmp_path: Path, record: Record
+) -> None:
+    folder = shrunk(FAMILIES["qwen2_vl"])
+    with engine(older_sglang_env, folder, tmp_path / "engine.log", kind="sglang") as served:
+        predictor = predictor_of(folder, served)
+        exchanges = [ask(served, predictor, one) for one in (*several(), LAST)]
+        done = recorded("sglang", served, predictor, exchanges, ())
+    report = done.compared()
+    record(f"prediction, sglang {env_version(older_sglang_env)} qwen2_vl", report.line)
+    assert report.mismatches == []
+    assert report.matched > 20
+    for broken in ({"legacy": False}, {"swapped": True}):
+        assert any(text.startswith("two images: ") for text in done.compared(**broken).mismatches)

@@ -28,6 +28,7 @@ from conformance.report import Cell, Cells
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, image_part, picture, said, user
 from local.rig import Deployment
+from scenarios import completions_repeat_whole, open_chat
 from waiting import wait_for
 
 MODELS = {"learned": "Qwen/Qwen2.5-VL-7B-Instruct", "artifact": "Qwen/Qwen3-VL-2B-Instruct"}
@@ -215,6 +216,14 @@ def test_a_single_request_is_enough_to_know_its_image(served: Served) -> None:
     assert (again.exactness, again.overlap, again.cached) == ("exact", again.blocks, again.most)
     for one in tried:
         served.published(served.known(one))
+
+
+def test_the_engine_publishes_the_predicted_blocks_of_a_completion_and_no_others(served: Served) -> None:
+    with open_chat(served.deployment, max_retries=0) as chat:
+        keys = completions_repeat_whole(chat)
+    held = history(served)
+    roots = {held[key] for key in keys}
+    assert {key for key, root in held.items() if root in roots} == keys
 
 
 def test_the_engines_own_history_is_what_was_predicted(served: Served, cells: Cells, record: Record) -> None:

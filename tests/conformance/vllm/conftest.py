@@ -1,42 +1,44 @@
-"""One engine per family, started once for all test files, because a start takes longer than most tests."""
+"""Two engines per family behind a router, started once for all test files, because a start takes most of the time."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from conformance.conftest import Shrunk
-from conformance.engine_process import BLOCK_SIZE, RENDERS, Engine, engine, env_version
+from conformance.engine_process import BLOCK_SIZE, Engine, env_version, require_memory
+from conformance.engines import deployed, manifest, pool, served_directly, vllm_engine
 from conformance.prediction import Predictor
 from conformance.report import Cells
+from conformance.setups import REPOSITORIES
+from local.rig import Deployment
+from waiting import wait_for
 
-FAMILIES = {
-    "qwen2_vl": "Qwen/Qwen2-VL-2B-Instruct",
-    "qwen2_5_vl": "Qwen/Qwen2.5-VL-7B-Instruct",
-    "qwen3_vl": "Qwen/Qwen3-VL-2B-Instruct",
-    "llava": "llava-hf/llava-1.5-7b-hf",
-    "llava_next": "llava-hf/llava-v1.6-mistral-7b-hf",
-    "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
-}
-ROOM = {"phi3_v": ("--max-num-batched-tokens", "8192")}
-"""Families whose vision tower vLLM builds at its real width: a larger step runs the tower less often."""
+from mmrouter_lib.api import parse_deployment
+
+SETTLE_SECONDS = 120
 
 
 @dataclass(frozen=True)
 class Served:
-    """A family's running engine and the library's predictor for its model folder. ``test_prediction`` compares
-    everything that the engine publishes with everything that it received, so only its workload may fill the cache.
-    Rendered prompts do not use the cache. The test that ends the engine is the last one of ``test_tokenization``.
+    """A family's running deployment of two engines. ``engine`` is one of them, asked directly; ``predictor`` is the
+    library's for the model folder.
+
+    ``test_families`` sends requests through the router. ``test_prediction`` then compares all that the one engine
+    publishes with all that it received directly, so between these two nothing else may fill its cache. Rendered prompts
+    do not use the cache. The test that ends the engine is the last one of ``test_tokenization``.
     """
 
     family: str
     folder: Path
+    deployment: Deployment
     predictor: Predictor
     engine: Engine
 
 
-@pytest.fixture(scope="session", params=list(FAMILIES))
+@pytest.fixture(scope="session", params=list(REPOSITORIES))
 def served(
     request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory, cells: Cells
 ) -> Iterator[Served]:
@@ -45,7 +47,22 @@ def served(
         with cells.of("vllm", family, "uuid of ours") as cell:
             vllm_env: Path = request.getfixturevalue("vllm_env")  # inside the cell, so that a skip becomes its reason
             cell.version = env_version(vllm_env)
-            folder = shrunk(FAMILIES[family])
-            log = tmp_path_factory.mktemp(family) / "engine.log"
-            started = running.enter_context(engine(vllm_env, folder, log, RENDERS, *ROOM.get(family, ())))
-        yield Served(family, folder, Predictor.load(folder, BLOCK_SIZE), started)
+            require_memory(engines=2)
+            began = time.monotonic()
+            folder = shrunk(REPOSITORIES[family])
+            workers = [pool("worker", replicas=2)]
+            made = manifest(folder, vllm_engine(folder), workers, repository=REPOSITORIES[family])
+            deployment = running.enter_context(deployed(vllm_env, tmp_path_factory.mktemp(family), made))
+            wait_for(deployment.settled, SETTLE_SECONDS, "both engines are verified")
+            direct = running.enter_context(served_directly(deployment))
+            direct.start_s = time.monotonic() - began
+        yield Served(
+            family,
+            folder,
+            deployment,
+            replace(
+                Predictor.load(folder, BLOCK_SIZE, limits=parse_deployment(made).spec.engine.processor),
+                model=direct.model,
+            ),
+            direct,
+        )

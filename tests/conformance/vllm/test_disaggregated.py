@@ -22,6 +22,7 @@ from openai.types.chat import ChatCompletion
 from scenarios import Chat
 from waiting import wait_for
 
+pytestmark = pytest.mark.proves("vllm", "encoder, prefill, decode", "qwen2_vl")
 Messages = list[dict[str, Any]]
 
 LONG = 128

@@ -275,10 +275,19 @@ def test_both_sides_report_equal_settings_and_the_engine_keeps_the_plugins_of_it
     assert len(here.settings) == 64
     for side in (here, there):
         assert all(side.offers(way) for way in wire.WAYS), side
+    told = json.loads(sides.engine.client.get(wire.STATUS_PATH).content)
+    assert told["releases"] == [told["engine"].partition("+")[0]], "every declared release is the one that runs here"
     # The plugins of the stock environment are loaded as they are without ours.
     variable = psutil.Process(sides.engine.process.pid).environ()["VLLM_PLUGINS"].split(",")
     assert variable[-1] == "mmrouter"
     assert len(variable) > 1
+
+
+def test_the_replay_holds_what_was_published_live(sides: Sides):
+    live = list(sides.engine.listener.frames)
+    assert sides.engine.listener.replayed()[: len(live)] == live
+    assert [number for number, _ in live] == list(range(len(live)))
+    assert live
 
 
 def clock() -> float:

@@ -15,10 +15,10 @@ import openai
 import pytest
 from conformance.engine_process import BLOCK_SIZE as BLOCK
 from conformance.engine_process import engine_args, require_memory
-from conformance.engines import Answer, History, deployed, manifest, pool
+from conformance.engines import REPOSITORY, deployed, histories, manifest, pool, send, wait_until_published
 from conformance.workload import Case, image_part, picture, user, workload
 from local.rig import Deployment, metric
-from scenarios import SCENARIOS, title
+from scenarios import completions_repeat_whole
 from waiting import wait_for
 
 from mmrouter_cli.bench.endpoint_probe import Target, examine
@@ -26,21 +26,16 @@ from mmrouter_cli.bench.types import Result
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 
 CACHE_BLOCKS = 290  # the longest context and little more
-REPOSITORIES = {"Qwen/Qwen2-VL-2B-Instruct": 2, "Qwen/Qwen3-VL-2B-Instruct": 1}
-"""Model -> number of engines. The choice between engines does not depend on the family, so one model is enough."""
 
 
-@pytest.fixture(scope="module", params=REPOSITORIES)
-def deployment(request, vllm_env, shrunk, tmp_path_factory):
-    """Two frontends; one family after the other, because each engine takes 3 GB."""
-    require_memory()
-    repository = request.param
+@pytest.fixture(scope="module")
+def deployment(vllm_env, shrunk, tmp_path_factory):
+    """Two frontends and two engines. ``test_families`` runs every family; eviction does not depend on it."""
+    require_memory(engines=2)
     flags = [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
-    pools = [pool("worker", replicas=REPOSITORIES[repository])]
-    engine = {"type": "vllm", "args": flags}
-    made = manifest(shrunk(repository), engine, pools, repository=repository, frontends=2)
+    pools = [pool("worker", replicas=2)]
+    made = manifest(shrunk(REPOSITORY), {"type": "vllm", "args": flags}, pools, frontends=2)
     with deployed(vllm_env, tmp_path_factory.mktemp("routing"), made) as deployment:
-        deployment.repository = repository
         yield deployment
 
 
@@ -76,28 +71,6 @@ def questions(deployment: Deployment, salt: str) -> Counter[str]:
     return found
 
 
-def send(deployment: Deployment, case: Case, max_tokens: int = 2) -> Answer:
-    client = deployment.client(max_retries=0)
-    body = dict(case.body)
-    messages = body.pop("messages")
-    raw = client.chat.completions.with_raw_response.create(
-        model="demo", messages=messages, max_tokens=max_tokens, temperature=0, extra_body=body
-    )
-    return Answer(case, raw.headers, raw.parse().usage.model_dump(), deployment.decision(raw))
-
-
-def uids(deployment: Deployment) -> dict[str, str]:
-    return {worker["name"]: worker["uid"] for worker in deployment.state()["workers"]}
-
-
-def wait_until_published(deployment: Deployment, seen: Answer) -> None:
-    """Both frontends' index holds every predicted key for the worker: the engine has published each of them."""
-    uid = uids(deployment)[seen.worker]
-    for number in range(2):
-        missing = lambda number=number: set(seen.keys) - set(deployment.keys(uid, number)["keys"].get("0", ()))  # noqa: E731
-        wait_for(lambda m=missing: not m(), 10, f"{seen.case.name}: predicted keys that were never published")
-
-
 def test_the_gate_passes_on_real_engines(deployment):
     done = deployment.mmrouter("verify", deployment.url, "--json")
     result = json.loads(done.stdout)
@@ -126,15 +99,19 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
             mismatches.append((case.name, "repeat", vars(again)))
         blocks += first.blocks
         requests += 2
-    record(f"routing {deployment.repository}: blocks compared", blocks)
-    record(f"routing {deployment.repository}: requests, refused, mismatches", (requests, refused, len(mismatches)))
+    record(f"routing {REPOSITORY}: blocks compared", blocks)
+    record(f"routing {REPOSITORY}: requests, refused, mismatches", (requests, refused, len(mismatches)))
     assert not mismatches, mismatches[:3]
     assert blocks > 1000
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
-def test_scenario(scenario, chat, web):
-    scenario(chat, web)
+def test_the_engine_publishes_the_predicted_blocks_of_a_completion_and_no_others(deployment, chat):
+    keys = completions_repeat_whole(chat)
+    held = {}
+    for truth in histories(deployment, REPOSITORY):
+        held |= truth.roots()
+    roots = {held[key] for key in keys}
+    assert {key for key, root in held.items() if root in roots} == keys
 
 
 def test_a_different_image_never_hits_past_the_text_before_it(deployment):
@@ -168,27 +145,17 @@ def test_concurrent_identical_requests_eviction_and_restore_leave_index_and_engi
                 thread.start()
             for thread in threads:
                 thread.join()
-    compared, evicted, copies = 0, 0, 0
-    for worker in deployment.state()["workers"]:
-        truth = History(deployment, worker["ip"], deployment.repository)
-        for number in range(2):
-            wait_for(
-                lambda t=truth, n=number, u=worker["uid"]: t.keys() == set(deployment.keys(u, n)["keys"]["0"]),
-                10,
-                f"frontend {number} and the engine of {worker['name']} agree",
-            )
-        compared += len(truth.keys())
-        evicted += truth.removed
-        copies += truth.most_copies
-    record(f"routing {deployment.repository}: keys held at the end, removals seen", (compared, evicted))
+    truths = histories(deployment, REPOSITORY)
+    compared, evicted = sum(len(truth.keys()) for truth in truths), sum(truth.removed for truth in truths)
+    copies = sum(truth.most_copies for truth in truths)
+    record(f"routing {REPOSITORY}: keys held at the end, removals seen", (compared, evicted))
     assert evicted > 50
     assert copies > len(deployment.state()["workers"])  # some block had two physical copies at once
 
 
 def test_bench_reports_the_hits_that_the_engines_count_and_kv_has_more_of_them(deployment, tmp_path, record):
-    policies = ("roundRobin", "kv") if len(deployment.state()["workers"]) > 1 else ("kv",)
     ratios = {}
-    for policy in policies:
+    for policy in ("roundRobin", "kv"):
         asked, file = questions(deployment, policy), tmp_path / f"{policy}.json"
         before = counted(deployment)
         options = ("--policy", policy, "--salt", policy, *MIX, "--json", str(file))
@@ -200,10 +167,9 @@ def test_bench_reports_the_hits_that_the_engines_count_and_kv_has_more_of_them(d
         assert (result.prompt_tokens, sum(row.cached for row in result.rows)) == (counts["queries"], counts["hits"])
         assert result.hit_ratio == counts["hits"] / counts["queries"] > 0
         ratios[policy] = result.hit_ratio
-    record(f"bench {deployment.repository}: hit ratio, equal to the engines' counters", ratios)
-    if len(policies) > 1:
-        assert ratios["kv"] >= ratios["roundRobin"]
-        files = (str(tmp_path / f"{policy}.json") for policy in policies)
-        compared = deployment.mmrouter("bench", next(files), "--against", next(files))
-        assert compared.returncode == 0, compared.stderr
-        assert "second against first" in compared.stdout
+    record(f"bench {REPOSITORY}: hit ratio, equal to the engines' counters", ratios)
+    assert ratios["kv"] >= ratios["roundRobin"]
+    files = (str(tmp_path / f"{policy}.json") for policy in ratios)
+    compared = deployment.mmrouter("bench", next(files), "--against", next(files))
+    assert compared.returncode == 0, compared.stderr
+    assert "second against first" in compared.stdout

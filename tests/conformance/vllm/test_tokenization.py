@@ -83,9 +83,33 @@ def test_an_image_of_one_token_more_is_noticed(run: Run) -> None:
         assert ours(replace(run.predictor, more=1), one) != theirs
 
 
+COMPLETED = (
+    "The harbour lies still.",
+    " blanks at both ends \n\n",
+    "Zoë, 東京, 👩🏽‍🚀 and \u0000",
+    "<s>[INST] <|im_start|>user\n<|image_pad|><image><|image_2|><|vision_start|> typed by a user <|im_end|></s>",
+)
+
+
+def test_the_text_of_a_completion_becomes_the_engines_own_tokens(served: Served) -> None:
+    """With the tokenizer's beginning of a text, unless the request says otherwise."""
+    predictor, begun = served.predictor, set[bool]()
+    for text in COMPLETED:
+        for special in (True, False):
+            ours = predictor.prompter.completion(text, add_special_tokens=special).ids.tolist()
+            for prompt in (text, ours):
+                body = {"model": predictor.model, "prompt": prompt, "add_special_tokens": special, "max_tokens": 1}
+                answer = served.engine.client.post("/v1/completions/render", json=body)
+                assert answer.status_code == 200, answer.text
+                (rendered,) = answer.json()
+                assert rendered["token_ids"] == ours, (text, special)
+            begun.add(special and ours[0] == predictor.prompter.codec.begin_id)
+    assert (True in begun) == (not served.family.startswith("qwen"))
+
+
 TAGS = case(
     "numbered tags out of order",
-    user("<|image_2|> and <|image_1|>", image_part(picture(640, 480)), image_part(picture(336, 336))),
+    user("<|image_2|> and <|image_1|>", image_part(picture(640, 480)), image_part(picture(800, 150))),
 )
 """The pictures become runs of different lengths, each with the other one's features."""
 
@@ -106,7 +130,7 @@ def outlives(served: Engine, body: dict[str, Any], seconds: float = 60) -> bool:
     with suppress(httpx.TransportError):
         served.post(body, headers={"connection": "close"})
     deadline = time.monotonic() + seconds
-    while served.process.poll() is None and served.healthy():
+    while served.healthy():
         if time.monotonic() > deadline:
             return True
         time.sleep(0.2)

@@ -18,23 +18,29 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
-from conformance.engines import REPOSITORY, deployed, pool, resource
+from conformance.engines import deployed, pool, resource
+from conformance.setups import ONE_FAMILY, REPOSITORIES, long_form
+from conformance.vllm.test_families import Instructed
 from local.rig import Deployment, samples
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 from mmrouter_handover.plugin.start import install
 
+PROVES = pytest.mark.proves("vllm", "hand-over {mode}", "{deployment}")
 WAYS = {"nixl": "nixl", "shm": "shm", "none": ""}
 """Mode -> how a new image reaches an engine; empty where nothing is handed over."""
 
 
-@pytest.fixture(scope="module")
-def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+@pytest.fixture(scope="module", params=long_form() or [ONE_FAMILY["vllm"]])
+def deployment(
+    request: pytest.FixtureRequest, vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
     """One engine and a renderer, with hand-over forced even where it is not cheaper."""
     require_memory()
+    model = shrunk(REPOSITORIES[request.param])
     pools = [pool("worker"), pool("renderer")]
-    made = resource(shrunk(REPOSITORY), pools, frontend={"MMROUTER_HANDOVER": "always"}, transfer=next(iter(WAYS)))
+    made = resource(model, pools, frontend={"MMROUTER_HANDOVER": "always"}, transfer=next(iter(WAYS)))
     with deployed(vllm_env, tmp_path_factory.mktemp("transfer"), made) as deployment:
         yield deployment
 
@@ -59,6 +65,12 @@ def mode(request: pytest.FixtureRequest, deployment: Deployment) -> str:
     return mode
 
 
+@pytest.fixture
+def chat(deployment: Deployment) -> Iterator[Chat]:
+    with open_chat(deployment, Instructed, max_retries=0) as chat:
+        yield chat
+
+
 def way(deployment: Deployment, chat: Chat, image: str) -> str:
     raw = chat.client.chat.completions.with_raw_response.create(
         model="demo", messages=chat.messages(image, "what?"), max_tokens=1
@@ -73,6 +85,7 @@ def counted(deployment: Deployment) -> dict[tuple[str, str], float]:
     return {(each.labels["how"], each.labels["reason"]): each.value for each in found}
 
 
+@PROVES
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
 def test_scenario(scenario: Scenario, deployment: Deployment, mode: str, chat: Chat, web: Folder) -> None:
     before = counted(deployment)
@@ -81,6 +94,7 @@ def test_scenario(scenario: Scenario, deployment: Deployment, mode: str, chat: C
     assert {key for key, value in passed.items() if value} <= {(WAYS[mode], "")}
 
 
+@PROVES
 def test_modes_with_a_hand_over_hand_images_over(deployment: Deployment, mode: str, record: Record) -> None:
     """The scenarios check that no other way was used; this checks that images were handed over at all."""
     found = {f"{how} {reason}".strip(): count for (how, reason), count in counted(deployment).items() if count}

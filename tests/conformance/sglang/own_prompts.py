@@ -1,0 +1,64 @@
+"""Prompts of chats by SGLang's own code: its request model, template manager and chat endpoint, without an engine.
+
+    python own_prompts.py < {"folder": ..., "template": file or null, "bodies": [...]}
+
+Run by the engine environment's Python. The last line of the output is a JSON list: for each body the token ids of the
+prompt before images are expanded and the number of images, or the reason of a refusal.
+"""
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+
+class Unset:
+    """The engine's configuration, everything at its default."""
+
+    trust_request_chat_template = allow_auto_truncate = False
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def main() -> None:
+    from sglang.srt.entrypoints.openai import serving_chat
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+    from sglang.srt.parser import template_manager
+    from sglang.srt.utils.hf_transformers_utils import get_processor
+    from transformers import AutoConfig
+
+    asked = json.load(sys.stdin)
+    serving_chat.get_serving = serving_chat.get_model = template_manager.get_serving = Unset
+    processor = get_processor(asked["folder"])  # its own loader: it replaces the tokenizers of some processors
+    model = {"is_multimodal": True, "get_default_sampling_params": dict}
+    manager = SimpleNamespace(
+        tokenizer=processor.tokenizer,
+        processor=processor,
+        server_args=None,
+        served_model_name="served",
+        model_path=asked["folder"],
+        model_config=SimpleNamespace(hf_config=AutoConfig.from_pretrained(asked["folder"]), **model),
+        config_value=lambda name: None,
+    )
+    templates = template_manager.TemplateManager()
+    templates.load_chat_template(manager, asked["template"], asked["folder"])
+    chat = serving_chat.OpenAIServingChat(manager, templates)
+
+    def prompt(body: dict[str, Any]) -> dict[str, Any]:
+        try:
+            request = ChatCompletionRequest(**body)
+            if refused := chat._validate_request(request):
+                return {"refused": refused}
+            made, _ = chat._convert_to_internal_request(request)
+        except Exception as error:  # as the engine's server does, which answers any of them with an error
+            return {"refused": f"{type(error).__name__}: {error}"}
+        # Where an engine's image processor gets a text, it tokenizes the whole.
+        ids = made.input_ids if made.input_ids is not None else manager.tokenizer.encode(made.text)
+        return {"ids": list(ids), "images": len(made.image_data or ())}
+
+    print("\n" + json.dumps([prompt(body) for body in asked["bodies"]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The prompt of every conversation of the corpus, and of SGLang's own fields, against SGLang's own rendering."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artefacts import Record
+from conformance.conftest import model_folder
+from conformance.corpus import STYLES, corpus, images
+from conformance.prediction import image_places
+from conformance.workload import WEATHER, Case, case, said, user
+
+from mmrouter_lib import families
+from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage
+
+FOLDERS = {
+    "qwen2_vl": "Qwen--Qwen2-VL-2B-Instruct",
+    "qwen2_5_vl": "Qwen--Qwen2.5-VL-7B-Instruct",
+    "qwen3_vl": "Qwen--Qwen3-VL-2B-Instruct",
+    "llava": "llava-hf--llava-1.5-7b-hf",
+}
+EVERYTHING = """{# image #}{{ messages | tojson }}
+{{ tools | tojson }} {{ documents | tojson }}
+{{ [thinking, enable_thinking, reasoning_effort, colour] | map("string") | list | tojson }}\\n
+{%- for message in messages if message.content is not string %}{% for part in message.content %}
+{%- if part.type == "image" %}<|vision_start|><|image_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}
+{{- add_generation_prompt }}
+
+"""
+"""Shows all that a template is given."""
+TEXTS = """{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"""
+PICKY = """{# image #}{% if tools %}{{ tools[0]['name'] + 'x' }}{% endif %}
+{%- for message in messages %}{{ message.content }}{% endfor %}"""
+"""Fails on tools in OpenAI's form: the engine then passes the functions alone."""
+TEMPLATES = {"everything": EVERYTHING, "texts": TEXTS, "picky": PICKY}
+
+NOW: dict[str, Any] = {
+    "function": {
+        "parameters": {
+            "properties": {
+                "at": {"type": "varchar(20)"},
+                "n": {"type": ["INT", "integer", "null"]},
+                "list": {"type": "list[str]", "items": {"type": "Float64"}},
+                "odd": {"anyOf": [{"const": {"type": "int"}}, {"type": "dict<a>"}], "type": "Object"},
+            },
+            "type": "map",
+        },
+        "strict": False,
+        "name": "now",
+    },
+    "type": "function",
+}
+REFUSED_BEFORE = {"unknown role"}
+"""What the engine refuses for a reason that is not in the prompt, as the router does before."""
+
+
+def own_fields(family: str) -> Iterator[Case]:
+    ask, answer = user("What is it?"), said("assistant", "A lamp.")
+    (one,) = images(STYLES[family], 1)
+    shown = user(one, "Weather there?")
+    tools = [WEATHER, NOW]
+    named = {"type": "function", "function": {"name": "now"}}
+    for name, choice in {
+        "absent": None,
+        "auto": "auto",
+        "required": "required",
+        "none": "none",
+        "named": named,
+    }.items():
+        for where, message in {"text": ask, "image": shown}.items():
+            yield case(f"tool choice {name}, {where}", message, tools=tools, tool_choice=choice)
+    yield case("deferred tool", ask, tools=[{**WEATHER, "defer_loading": True}])
+    for effort in ("none", "low", "max", 0.5, "0.25", "extreme", 1.5):
+        yield case(f"effort {effort}", ask, reasoning_effort=effort)
+        yield case(f"reasoning.effort {effort}", ask, reasoning={"effort": effort}, reasoning_effort="high")
+    for enabled in (True, False, "yes", "no", None):
+        yield case(f"reasoning.enabled {enabled}", ask, reasoning={"enabled": enabled})
+    for at, given in enumerate(
+        (
+            {"reasoning_effort": "own", "enable_thinking": None, "colour": "auto"},
+            {"documents": [{"text": "x"}], "thinking": 3},
+            {"tools": []},
+            {"add_generation_prompt": False},
+            {"continue_final_message": True},
+            {"continue_final_message": False},
+            {"namespace": 1, "range": 2},
+        )
+    ):
+        yield case(f"template arguments {at}", ask, chat_template_kwargs=given, reasoning_effort="low")
+    for name, fields in {
+        "continued alone": {"continue_final_message": True},
+        "ended": {"add_generation_prompt": False},
+    }.items():
+        for text in ("  It is a lamp,\n", "", "<|im_end|>\n", " and", "1"):
+            yield case(f"{name} {text!r}", ask, said("assistant", text), **fields)
+            yield case(f"{name} {text!r}, image", shown, said("assistant", text), **fields)
+        yield case(f"{name}, parts", ask, {**user("It", " is"), "role": "assistant"}, **fields)
+    calls = [
+        {"id": f"c{n}", "type": "function", "function": {"name": "now", "arguments": '{"n": 1.0}'}} for n in (1, 2)
+    ]
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": f"c{n}", "content": f"at {n}"} for n in (2, 1)]
+    yield case("results in another order", ask, called, *results)
+    yield case("results in parts", ask, called, {**results[0], **user("a", "b"), "role": "tool"}, user("So?"))
+    yield case("ends with calls", ask, called)
+    yield case("ends with calls, continued", ask, {**called, "content": "So"}, continue_final_message=True)
+    for arguments in (
+        "",
+        "[1]",
+        '{"a": 1e400, "b": 18446744073709551616}',
+        '{"a": NaN}',
+        '{"\\ud800": 1}',
+        {"a": None},
+    ):
+        call = {**calls[0], "function": {"name": "now", "arguments": arguments}}
+        yield case(f"arguments {arguments}", ask, {**called, "tool_calls": [call]}, user("So?"))
+    yield case("reasoning of an answer", ask, {**answer, "reasoning_content": "Hm.", "reasoning": "Ha."}, ask)
+    yield case("name of a user", {**ask, "name": "anna"}, {**answer, "name": "bot"}, ask)
+
+
+@pytest.mark.parametrize(
+    ("family", "template"), [*((family, None) for family in FOLDERS), *(("qwen3_vl", name) for name in TEMPLATES)]
+)
+def test_the_prompt_is_the_engines_own(
+    family: str, template: str | None, sglang_env: Path, tmp_path: Path, record: Record
+) -> None:
+    folder = model_folder(FOLDERS[family])
+    file = None
+    if template is not None:
+        file = tmp_path / "chat.jinja"
+        file.write_text(TEMPLATES[template])
+    loaded = families.load_family(folder, None)
+    assert loaded is not None
+    prompter = PROMPTERS["sglang"].load(
+        folder, family=loaded, chat_template=None if template is None else TEMPLATES[template]
+    )
+    cases = [*corpus(family), *own_fields(family)]
+    theirs = rendered(sglang_env, folder, file, cases)
+    different, both, refused = [], 0, 0
+    for one, answer in zip(cases, theirs, strict=True):
+        mine = ours(prompter, one)
+        if isinstance(mine, list) and "ids" in answer:
+            both += 1
+            if mine != answer["ids"]:
+                different.append(f"{one.name}: {prompter.tokenizer.decode(mine)!r} for {answer}")
+        elif isinstance(mine, list) and one.name not in REFUSED_BEFORE:
+            different.append(f"{one.name}: refused by the engine alone: {answer['refused']}")
+        elif "ids" in answer and not mine_is_stricter(mine):
+            different.append(f"{one.name}: refused here alone: {mine}")
+        else:
+            refused += 1
+    record(f"rendering, sglang {family} {template or 'own template'}", f"{both} equal, {refused} refused by both")
+    assert "\n".join(different) == ""
+    assert both > (100 if template in ("texts", "picky") else 500)
+
+
+def mine_is_stricter(mine: object) -> bool:
+    """A prompt without a place for its image, which this engine's processor refuses later, or not modelled at all."""
+    return isinstance(mine, PlaceholderError) or type(mine).__name__ == "NotModelledError"
+
+
+def ours(prompter: Prompter, one: Case) -> "list[int] | ValueError":
+    shown = [PromptImage(number.to_bytes(32, "big"), 1) for number, _ in enumerate(image_places(one))]
+    try:
+        return prompter.prompt(one.body, shown).ids.tolist()
+    except ValueError as error:
+        return error
+
+
+def rendered(env: Path, folder: Path, template: Path | None, cases: list[Case]) -> list[dict[str, Any]]:
+    bodies = json.loads(json.dumps([one.body for one in cases]))
+    for one, body in zip(cases, bodies, strict=True):
+        for at, number, _ in image_places(one):
+            body["messages"][at]["content"][number]["image_url"]["url"] = "data:,"
+    asked = {"folder": str(folder), "template": None if template is None else str(template), "bodies": bodies}
+    command = [str(env / "bin" / "python"), str(Path(__file__).with_name("own_prompts.py"))]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers: list[dict[str, Any]] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return answers

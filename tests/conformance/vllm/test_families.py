@@ -1,0 +1,50 @@
+"""Every family behind a router, two sidecars and two real engines: the gate, the ten scenarios, and what both hold."""
+
+from collections.abc import Iterator
+
+import pytest
+from conformance.conftest import Figure
+from conformance.engines import histories
+from conformance.setups import REPOSITORIES
+from conformance.vllm.conftest import Served
+from local.rig import Deployment
+from scenarios import SCENARIOS, Chat, Folder, Message, Scenario, open_chat, title
+
+pytestmark = pytest.mark.proves("vllm", "two workers", "{served}")
+
+
+class Instructed(Chat):
+    """Has a conversation's own text in a system message: some templates put a message's images before its text."""
+
+    def messages(self, *content: str) -> list[Message]:
+        (message,) = super().messages(*content)
+        own, *asked = message["content"]
+        return [{"role": "system", "content": own["text"]}, {"role": "user", "content": asked or "Go on."}]
+
+
+@pytest.fixture
+def deployment(served: Served) -> Deployment:
+    return served.deployment
+
+
+@pytest.fixture
+def chat(deployment: Deployment) -> Iterator[Chat]:
+    with open_chat(deployment, Instructed, max_retries=0) as chat:
+        yield chat
+
+
+def test_the_gate_passes(deployment: Deployment) -> None:
+    assert len(deployment.state()["workers"]) == 2
+    deployment.assert_gate_passes()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
+    scenario(chat, web)
+
+
+def test_the_index_equals_what_both_engines_published(served: Served, figure: Figure) -> None:
+    held = [len(truth.keys()) for truth in histories(served.deployment, REPOSITORIES[served.family])]
+    assert all(held)
+    figure("blocks compared", sum(held))
+    figure("mismatches", 0)

@@ -1,0 +1,143 @@
+"""Families that mmrouter has no code for, behind a router, a renderer and two real engines: exact by the renderer.
+
+``hack/engines/unknown_families.py`` makes their model folders. A run has the first family; ``MMROUTER_FAMILIES``, which
+is ``all`` or names with commas, adds the others.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artefacts import run_tool_or_skip
+from conformance.conftest import Figure
+from conformance.engine_process import BLOCK_SIZE, context_length, engine_args, require_memory
+from conformance.engines import deployed, histories, manifest, pool, send, wait_until_published
+from conformance.setups import RENDERED
+from conformance.workload import STORY, Case, image_part, picture, user
+from local.rig import Deployment
+from scenarios import SCENARIOS, Chat, Folder, Message, Scenario, open_chat, title
+from waiting import wait_for
+
+pytestmark = pytest.mark.proves("vllm", "renderer, worker", "{family}")
+
+SETTLE_SECONDS = 120
+NAMED = os.environ.get("MMROUTER_FAMILIES", "")
+FIRST, *OTHERS = RENDERED
+FAMILIES = [FIRST, *(family for family in OTHERS if NAMED == "all" or family in NAMED.split(","))]
+REFUSED = {"gemma3"}
+"""Families whose renderer refuses adjacent images."""
+
+FLAGS = {"gemma3": ("--prefix-cache-retention-interval", str(BLOCK_SIZE))}
+"""Beyond its window, vLLM keeps every block only with this flag (docs/exactness.md#sliding-windows)."""
+WINDOW = 1024
+"""Tokens of Gemma 3's window."""
+
+
+@dataclass
+class Rendered(Chat):
+    """Accepts only prompts that a renderer made. Images have texts around them: Gemma 3's renderer refuses adjacent
+    ones, and Mistral's template puts an image before the only text beside it.
+    """
+
+    family: str = ""
+
+    def messages(self, *content: str) -> list[Message]:
+        (message,) = super().messages(*content)
+        parts: list[Message] = []
+        for part in message["content"]:
+            if parts and part["type"] == parts[-1]["type"] == "image_url":
+                parts.append({"type": "text", "text": "and"})
+            parts.append(part)
+        if parts[-1]["type"] == "image_url":
+            parts.append({"type": "text", "text": "Go on."})
+        return [{**message, "content": parts}]
+
+    def decision(self, raw: Any) -> dict[str, Any]:
+        found = super().decision(raw)
+        assert (found["exactness"], found["reasons"]) == ("exact", [f"renderer:{self.family}"])
+        return found
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def deployment(vllm_env: Path, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    folder = Path(run_tool_or_skip("engines.unknown_families", family))
+    require_memory(engines=2)
+    engine = {"type": "vllm", "args": [*engine_args(context_length(folder)), *FLAGS.get(family, ())]}
+    pools = [pool("worker", replicas=2), pool("renderer")]
+    made = manifest(folder, engine, pools, repository=f"test/{family}")
+    with deployed(vllm_env, tmp_path_factory.mktemp(family), made) as deployment:
+        wait_for(deployment.settled, SETTLE_SECONDS, "both engines are verified")
+        yield deployment
+
+
+@pytest.fixture
+def chat(deployment: Deployment, family: str) -> Iterator[Chat]:
+    with open_chat(deployment, max_retries=0) as chat:
+        yield Rendered(chat.model, chat.client, chat.controls, family=family)
+
+
+def test_the_gate_passes(deployment: Deployment, family: str) -> None:
+    state = deployment.state()
+    assert len(state["workers"]) == 2
+    assert [renderer["verified"] for renderer in state["renderers"]] == [True]
+    deployment.assert_gate_passes()
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
+    scenario(chat, web)
+
+
+def test_the_engines_hold_the_predicted_blocks_of_a_chat_and_no_others(
+    deployment: Deployment, family: str, chat: Chat, figure: Figure
+) -> None:
+    keys: set[str] = set()
+    for images in ("", "a", "ab"):
+        body = {"messages": chat.messages(*map(chat.image, images), "compare")}
+        seen = send(deployment, Case(f"images {images}", body), max_tokens=1)  # one token of answer is in no block
+        wait_until_published(deployment, seen)
+        keys.update(seen.keys)
+    held: dict[str, str] = {}
+    for truth in histories(deployment, f"test/{family}"):
+        held |= truth.roots()
+    roots = {held[key] for key in keys}
+    assert {key for key, root in held.items() if root in roots} == keys
+    figure("blocks predicted", len(keys))
+
+
+def test_another_image_behind_a_text_longer_than_the_window_hits_what_is_promised(deployment: Deployment) -> None:
+    text = f"A long story. {STORY * 4}"
+    first, other = (
+        Case(f"long {seed}", {"messages": [user(text, image_part(picture(224, 224, seed=seed)), "Who is shown?")]})
+        for seed in (50, 51)
+    )
+    wait_until_published(deployment, send(deployment, first))
+    seen = send(deployment, other)
+    assert seen.overlap == seen.before_image > WINDOW // BLOCK_SIZE
+    assert seen.cached == seen.promised
+
+
+def test_adjacent_images_are_exact_or_served_by_affinity_with_the_reason(deployment: Deployment, family: str) -> None:
+    images = [image_part(picture(224, 224, seed=40 + number)) for number in range(2)]
+    seen = send(deployment, Case("adjacent", {"messages": [user("Two pictures.", *images, "Which one is older?")]}))
+    if family in REFUSED:
+        reasons = [f"renderer_refused:{family}", f"family:{family}"]
+        assert (seen.exactness, seen.decision["reasons"]) == ("affinity", reasons)
+    else:
+        assert (seen.exactness, seen.decision["reasons"]) == ("exact", [f"renderer:{family}"])
+        assert seen.predicted_tokens == seen.tokens
+
+
+def test_the_index_equals_what_both_engines_published(deployment: Deployment, family: str, figure: Figure) -> None:
+    held = [len(truth.keys()) for truth in histories(deployment, f"test/{family}")]
+    assert all(held)
+    figure("blocks compared", sum(held))
+    figure("mismatches", 0)
