@@ -87,6 +87,14 @@ class Seen:
     """Tokens that the engine took from its cache."""
     image_at: int | None
     """First token of the first image."""
+    keys: tuple[str, ...] = ()
+    """Predicted keys of its blocks, in order."""
+
+    @property
+    def reusable(self) -> int:
+        """Blocks that a repeat can take from the cache: an engine always computes the last token. One with a sliding
+        window does not keep more of a prompt than these."""
+        return (self.tokens - 1) // self.size
 
 
 @dataclass
@@ -120,16 +128,30 @@ class Chat:
         return [{"role": "user", "content": parts}]
 
     def send(self, *content: str, messages: list[Message] | None = None) -> Seen:
-        """Send one request, and wait until every frontend knows its blocks.
+        """Send one chat, and wait until every frontend knows its blocks.
 
         Raises ``AssertionError`` unless the router was exact: its token count is the engine's, and the engine took from
         its cache what the router saw there.
         """
         messages = messages or self.messages(*content)
-        raw = self._answer(messages)
+        seen = self._exact(self._answer(messages))
+        self.settle({"messages": messages}, seen.reusable)
+        return seen
+
+    def complete(self, prompt: str | list[int]) -> Seen:
+        """Send one completion, and wait and check as :meth:`send` does. Its one token of answer is in no block."""
+        raw = self.client.completions.with_raw_response.create(
+            model=self.model, prompt=prompt, max_tokens=1, temperature=0
+        )
+        seen = self._exact(raw)
+        self.settle({"prompt": prompt}, seen.reusable, "/v1/completions")
+        return seen
+
+    def _exact(self, raw: Any) -> Seen:
         usage, headers = raw.parse().usage, raw.headers
         assert usage is not None
         assert usage.prompt_tokens_details is not None
+        decision = self.decision(raw)
         seen = Seen(
             worker=headers["x-mmrouter-worker"],
             exactness=headers["x-mmrouter-exactness"],
@@ -139,55 +161,54 @@ class Chat:
             predicted_tokens=int(headers["x-mmrouter-prompt-tokens"]),
             tokens=usage.prompt_tokens,
             cached=usage.prompt_tokens_details.cached_tokens or 0,
-            image_at=next((int(image["offset"]) for image in self._decision(raw)["images"]), None),
+            image_at=next((int(image["offset"]) for image in decision["images"]), None),
+            keys=tuple(decision["keys"]),
         )
         assert seen.exactness == "exact"
         assert seen.predicted_tokens == seen.tokens
-        # An engine always computes the last token, so the last block of a prompt of whole blocks is none of its hits.
-        cached_blocks = min(seen.overlap, (seen.tokens - 1) // seen.size)
-        assert seen.cached == cached_blocks * seen.size
-        self.settle(messages, seen.blocks)
+        assert seen.cached == min(seen.overlap, seen.reusable) * seen.size
         return seen
 
     def decided(self, *content: str) -> dict[str, Any]:
         """Send one request and return its decision."""
         raw = self._answer(self.messages(*content))
         assert raw.parse().choices[0].message.content
-        return self._decision(raw)
+        return self.decision(raw)
 
     def _answer(self, messages: list[Message]) -> Any:
         return self.client.chat.completions.with_raw_response.create(
             model=self.model, messages=cast(Any, messages), max_tokens=4, temperature=0
         )
 
-    def _decision(self, raw: Any) -> dict[str, Any]:
+    def decision(self, raw: Any) -> dict[str, Any]:
         path = f"/control/decisions/{raw.headers['x-mmrouter-request-id']}"
         found: dict[str, Any] = self.controls[0].get(path).raise_for_status().json()
         return found
 
-    def settle(self, messages: list[Message], blocks: int) -> None:
-        """Wait until every frontend sees so many blocks of a prompt at some engine."""
-        body = {"model": self.model, "messages": messages}
+    def settle(self, fields: dict[str, Any], blocks: int, path: str = "/v1/chat/completions") -> None:
+        """Wait until every frontend sees at least so many blocks of a request's prompt at some engine."""
+        body = {"model": self.model, **fields}
         for number, control in enumerate(self.controls):
 
-            def known(control: httpx.Client = control) -> bool:
-                dry = control.post("/control/explain", json=body).raise_for_status().json()
-                return max((int(each["overlap"]) for each in dry["candidates"]), default=0) == blocks
+            def seen(control: httpx.Client = control) -> int:
+                dry = control.post("/control/explain", params={"path": path}, json=body).raise_for_status().json()
+                return max((int(each["overlap"]) for each in dry["candidates"]), default=0)
 
-            wait_for(known, SETTLE_SECONDS, f"frontend {number} sees the blocks of the last request")
+            what = f"frontend {number} sees the {blocks} blocks of the last request"
+            wait_for(lambda seen=seen: seen() >= blocks, SETTLE_SECONDS, what, known=seen)
 
 
 @contextmanager
-def open_chat(deployment: Deployment, **options: Any) -> Iterator[Chat]:
+def open_chat(deployment: Deployment, kind: type[Chat] = Chat, **options: Any) -> Iterator[Chat]:
     """Give a chat with a local deployment and all its frontends. ``options`` are those of the official client."""
     with ExitStack() as stack:
         controls = [stack.enter_context(deployment.control(number)) for number in range(len(deployment.controls))]
-        yield Chat("demo", stack.enter_context(deployment.client(**options)), controls)
+        yield kind("demo", stack.enter_context(deployment.client(**options)), controls)
 
 
 def assert_whole(first: Seen, again: Seen) -> None:
     """Raise ``AssertionError`` unless ``again`` found all of itself where ``first`` went."""
-    assert again.overlap == again.blocks == first.blocks
+    assert again.reusable <= again.overlap <= again.blocks == first.blocks
     assert again.worker == first.worker
 
 
@@ -264,6 +285,20 @@ def a_signed_url_and_the_plain_one_are_one_image_and_changed_bytes_are_another(c
     assert_whole(first, chat.send(f"{url}?signature=1&expires=2", "what?"))
     web.put("b.png", chat.picture("changed"))
     assert_only_text(chat.send(f"{url}?signature=3", "what?"))
+
+
+def completions_repeat_whole(chat: Chat) -> set[str]:
+    """A text and token ids, repeat whole as completions. Return the keys of their blocks.
+
+    Apart from the ten scenarios, which are about images.
+    """
+    keys: set[str] = set()
+    for prompt in (f"{chat.nonce} {FILLER}", [ord(letter) for letter in chat.nonce[:16]] * 6):
+        first = chat.complete(prompt)
+        assert first.blocks > 1
+        assert_whole(first, chat.complete(prompt))
+        keys.update(first.keys)
+    return keys
 
 
 Scenario = Callable[[Chat, Pictures], None]

@@ -20,16 +20,18 @@ IMAGES = [data_uri(picture(f"stream {n}", 112, 112)) for n in range(4)]
 GREEDY: Mapping[str, float] = {"temperature": 0}
 BEST_ONLY: Mapping[str, float] = {"temperature": 1, "min_p": 1}
 """Sampled for the router, but only the most probable token can be drawn."""
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BREAKS = "mmrouter_stream_breaks_total"
 
 
-def body(number: int, tokens: int, **fields: Any) -> dict[str, Any]:
-    """Return a request; every second one has an image."""
-    parts: list[dict[str, Any]] = [{"type": "text", "text": f"Story {number} of the sea, told at length. " * 3}]
+def body(number: int, tokens: int, path: str = CHAT, **fields: Any) -> dict[str, Any]:
+    """Return a request; every second chat has an image."""
+    text = f"Story {number} of the sea, told at length. " * 3
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text}]
     if number % 2:
         parts.append({"type": "image_url", "image_url": {"url": IMAGES[number % 4]}})
-    messages = [{"role": "user", "content": parts}]
-    return {"model": "demo", "messages": messages, "max_tokens": tokens, "ignore_eos": True, **GREEDY, **fields}
+    prompt = {"messages": [{"role": "user", "content": parts}]} if path == CHAT else {"prompt": text}
+    return {"model": "demo", **prompt, "max_tokens": tokens, "ignore_eos": True, **GREEDY, **fields}
 
 
 class Received(NamedTuple):
@@ -37,14 +39,22 @@ class Received(NamedTuple):
     finish: str
     prompt_tokens: int
     completion_tokens: int
+    listed: list[tuple[str, int]]
+    """Tokens with log probabilities, and the number of others beside each."""
 
 
-def whole_answer(url: str, request: dict[str, Any]) -> Received:
+def _listed(choice: Mapping[str, Any]) -> list[tuple[str, int]]:
+    found = (choice.get("logprobs") or {}).get("content") or ()
+    return [(entry["token"], len(entry["top_logprobs"])) for entry in found]
+
+
+def whole_answer(url: str, request: dict[str, Any], path: str = CHAT) -> Received:
     """Return an answer that is not streamed."""
-    answer = httpx.post(f"{url}/v1/chat/completions", json=request, timeout=SECONDS).raise_for_status().json()
+    answer = httpx.post(url + path, json=request, timeout=SECONDS).raise_for_status().json()
     choice, usage = answer["choices"][0], answer["usage"]
-    text = choice["message"]["content"]
-    return Received(text, choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
+    text = choice["message"]["content"] if path == CHAT else choice["text"]
+    counts = usage["prompt_tokens"], usage["completion_tokens"]
+    return Received(text, choice["finish_reason"], *counts, _listed(choice))
 
 
 @dataclass
@@ -53,6 +63,7 @@ class Stream:
 
     url: str
     request: dict[str, Any]
+    path: str = CHAT
     chunks: list[dict[str, Any]] = field(default_factory=list)
     end: str = ""
     error: str = ""
@@ -60,7 +71,7 @@ class Stream:
     def read(self) -> None:
         request = {**self.request, "stream": True, "stream_options": {"include_usage": True}}
         try:
-            with httpx.stream("POST", f"{self.url}/v1/chat/completions", json=request, timeout=SECONDS) as answer:
+            with httpx.stream("POST", self.url + self.path, json=request, timeout=SECONDS) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         self.chunks.append(json.loads(line[6:]))
@@ -76,10 +87,11 @@ class Stream:
     @property
     def received(self) -> Received:
         choices = [choice for chunk in self.chunks for choice in chunk["choices"]]
-        text = "".join(choice["delta"].get("content") or "" for choice in choices)
+        text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
         (finish,) = (choice["finish_reason"] for choice in choices if choice["finish_reason"])
         (usage,) = (chunk["usage"] for chunk in self.chunks if chunk.get("usage"))
-        return Received(text, finish, usage["prompt_tokens"], usage["completion_tokens"])
+        listed = [entry for choice in choices for entry in _listed(choice)]
+        return Received(text, finish, usage["prompt_tokens"], usage["completion_tokens"], listed)
 
 
 @dataclass
@@ -93,20 +105,22 @@ class Streams:
     count: int
     tokens: int
     sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
+    path: str = CHAT
 
     def __post_init__(self) -> None:
         with ThreadPoolExecutor(16) as pool:
-            self.answers = list(pool.map(partial(whole_answer, self.deployment.url), self.requests))
+            ask = partial(whole_answer, self.deployment.url, path=self.path)
+            self.answers = list(pool.map(ask, self.requests))
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        return [body(number, self.tokens, **self.sampling) for number in range(self.count)]
+        return [body(number, self.tokens, self.path, **self.sampling) for number in range(self.count)]
 
     def assert_outlive(self, strike: Callable[[str], None]) -> None:
         """Begin all streams, strike the engine with most of them, and compare each stream with its answer."""
         deployment = self.deployment
         before = deployment.metric(BREAKS)
-        streams = [Stream(deployment.url, request) for request in self.requests]
+        streams = [Stream(deployment.url, request, self.path) for request in self.requests]
         with _read(streams):
             wait_for(lambda: all(len(stream.chunks) > 3 for stream in streams), SECONDS, "every stream has begun")
             strike(self.busiest())

@@ -12,6 +12,7 @@ from cluster.controlplane import ControlPlane
 from cluster.resources import deployment
 from hypothesis import strategies as st
 
+from mmrouter_lib.api import SpecError
 from mmrouter_lib.api.crd import definition
 
 SPECS = Path(__file__).with_name("specs.yaml")
@@ -73,6 +74,16 @@ def replace(cluster: ControlPlane, namespace: str, document: Object) -> tuple[in
     path = f"{PATH.format(namespace)}/{document['metadata']['name']}"
     answer = cluster.request("PUT", path, document, fieldValidation="Strict", dryRun="All")
     return answer.status_code, answer.json()
+
+
+BEYOND_CEL = ("is not a label name", "cannot be set here")
+"""Sentences of Python's for what the server takes all the same: the syntax of label names in `nodeSelector`, as keys of
+maps have no bound that a rule could be costed by, and shortened or upper-case spellings of owned flags."""
+
+
+def surprising(error: SpecError) -> list[str]:
+    """Return the sentences about a stored object that the server should have refused."""
+    return [text for _, text in error.errors if not any(known in text for known in BEYOND_CEL)]
 
 
 @cache

@@ -10,7 +10,7 @@ from cluster.controlplane import ControlPlane
 from cluster.resources import deployment
 from waiting import wait_for
 
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 
 CHILDREN = (
     *("serviceaccounts", "roles", "rolebindings", "configmaps", "secrets", "networkpolicies", "poddisruptionbudgets"),

@@ -9,7 +9,7 @@ from cluster.access import Access
 from cluster.controlplane import APPLY
 
 from mmrouter_lib.api import parse_deployment
-from mmrouter_operator.cluster.known_kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.cluster.operator_kinds import CORE_CHILDREN, KINDS
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.model.kinds import RESOURCE, Ref
 from mmrouter_operator.render import render

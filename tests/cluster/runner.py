@@ -6,7 +6,6 @@ at their pods' addresses, with the ConfigMaps, Secrets and ServiceAccount tokens
 
 import asyncio
 import base64
-import contextlib
 import itertools
 import json
 from collections.abc import Callable, Mapping
@@ -82,7 +81,7 @@ class LocalRunner:
         for container in local.init + local.containers:
             container.env["MMROUTER_DISCOVERY"] = "kubernetes"  # the substrate's own is by file
         hooks = {c["name"]: (c.get("lifecycle") or {}).get("preStop") or {} for c in pod["spec"]["containers"]}
-        self._running[uid] = Running(local, asyncio.create_task(local.run(contextlib.nullcontext())), hooks)
+        self._running[uid] = Running(local, asyncio.create_task(local.run(())), hooks)
         return local.ip
 
     def states(self, uid: str) -> dict[str, ContainerState] | None:

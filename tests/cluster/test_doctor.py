@@ -126,7 +126,8 @@ def test_a_secret_that_is_named_and_not_there_is_a_problem_until_it_is(plane: Co
 def test_doctor_and_the_servers_admission_agree_on_a_namespace_that_refuses_pods(plane: ControlPlane) -> None:
     with plane.namespace(**{"pod-security.kubernetes.io/enforce": "restricted"}) as name:
         model = {"id": "org/model"}
-        settled(plane, name, model=model, pools=[pool(sharedMemory={"scope": "node"})])
+        routing = {"transfer": "none"}  # else the frontends share the node's memory, too
+        settled(plane, name, model=model, routing=routing, pools=[pool(sharedMemory={"scope": "node"})])
         (seen,) = diagnosed(plane, "demo", "-n", name).seen("Pod Security")
         assert "enforces restricted, and pods are not within it: pool worker: volume shared" in seen
         assert {pod["metadata"]["labels"]["mmrouter.io/role"] for pod in plane.pods(name)} <= {"frontend"}

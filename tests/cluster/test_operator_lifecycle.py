@@ -14,6 +14,8 @@ from cluster.operators import Replica, operator
 from cluster.resources import Object, apply, condition, resource
 from waiting import wait_for
 
+from mmrouter_operator.model.kinds import REPLACE_KEYS
+
 ROOT = Path(__file__).resolve().parents[2]
 
 Children = dict[tuple[str, str], dict[str, Any]]
@@ -240,10 +242,23 @@ def test_a_pool_that_is_taken_out_takes_its_children_with_it(deployed: Deployed)
     assert deployed.get("deployments", "fewer-worker")
 
 
-def test_a_lost_secret_is_made_anew_and_told_and_a_malformed_one_is_left_alone(deployed: Deployed) -> None:
+def test_a_lost_secret_keeps_its_keys_or_is_made_anew_and_told_and_a_malformed_one_is_left_alone(
+    deployed: Deployed,
+) -> None:
     children = deployed.made("keys")
     [name] = [name for kind, name in children if kind == "secrets"]
-    before = children["secrets", name]["data"]
+    secret = children["secrets", name]
+    before, running = secret["data"], deployed.get("deployments", "keys-worker")["metadata"]["generation"]
+    deployed.delete("secrets", name)
+
+    def restored() -> bool:
+        found = deployed.get("secrets", name)
+        return bool(found) and found["metadata"]["uid"] != secret["metadata"]["uid"]
+
+    wait_for(restored, SECONDS, "the Secret is back")
+    assert deployed.get("secrets", name)["data"] == before
+    assert deployed.get("deployments", "keys-worker")["metadata"]["generation"] == running
+    deployed.patch("secrets", name, {"metadata": {"annotations": {REPLACE_KEYS: "true"}}})
     deployed.delete("secrets", name)
     degraded = deployed.await_condition("keys", "Degraded", "True", "SecretRecreated")
     assert name in degraded["message"]

@@ -84,6 +84,11 @@ def test_every_right_is_used_and_none_is_missing(
         for change in ({"networkPolicy": {"enabled": False}}, {"model": {"id": spec["model"]["id"]}}):
             deployed.apply({**resource, "spec": {**spec, **change}})
             deployed.settled("rights")
+        # Embeddings that travel by files have a claim, which goes with the encoders.
+        encoders = {"name": "encode", "role": "encoder", "replicas": 1, "accelerator": {"kind": "cpu"}}
+        for pools in ([*spec["pools"], encoders], spec["pools"]):
+            deployed.apply({**resource, "spec": {**spec, "pools": pools}})
+            deployed.settled("rights")
         # Revisions are kept for a while; each change of a template makes one.
         for number in range(6):
             deployed.apply({**resource, "spec": {**spec, "engine": {"type": "vllm", "args": [f"--seed={number}"]}}})

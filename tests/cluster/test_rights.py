@@ -20,7 +20,7 @@ from cluster.resources import RBAC, binding
 from cluster.test_optional_apis import SCHEMAS
 from waiting import wait_for
 
-from mmrouter_operator.cluster.known_kinds import KINDS
+from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.kinds import RESOURCE
 
 Right = tuple[str, str, str]
@@ -36,6 +36,7 @@ ALLOWED = (200, 201, 404)
 """404: there is no such object, which an account without the right is not shown."""
 CONTENT: dict[str, dict[str, Any]] = {
     "Service": {"spec": {"ports": [{"port": 80}]}},
+    "PersistentVolumeClaim": {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1"}}}},
     "ControllerRevision": {"revision": 1, "data": {"template": {}}},
     "HorizontalPodAutoscaler": {
         "spec": {

@@ -10,7 +10,7 @@ from cluster.operators import USER, Replica, idle
 from cluster.resources import all_there, apply, expected, resource
 from waiting import wait_for
 
-from mmrouter_operator.cluster.known_kinds import CORE_CHILDREN, KINDS
+from mmrouter_operator.cluster.operator_kinds import CORE_CHILDREN, KINDS
 from mmrouter_operator.model.kinds import RESOURCE
 
 TIMED = 50

@@ -27,7 +27,7 @@ def prepare() -> None:
             run("cluster.go_programs", "kubernetes")
         run("cluster.go_programs", "helm")
         return
-    for programs in ("node", "kubernetes", "helm"):  # the first names what the machine lacks
+    for programs in ("node", "kubernetes", "helm", "policies"):  # the first names what the machine lacks
         run("cluster.go_programs", programs)
     if (images := shared_images()) is None:  # the builder keeps the layers, the tests make archives of them
         with tempfile.TemporaryDirectory(prefix="mmrouter-images-") as folder:

