@@ -30,7 +30,7 @@ from hack.cluster import go_programs
 from hack.generators import dashboard, tables
 from hack.generators.cluster_role import cluster_role
 from hack.generators.tiny_tokenizer import tokenizer_json
-from mmrouter_cli.resource_commands import crd_text
+from mmrouter_cli.cluster_commands import crd_text
 
 TOKENIZER = ROOT / "examples" / "models" / "tiny-qwen2-vl" / "tokenizer.json"
 CHART = ROOT / "charts" / "mmrouter"

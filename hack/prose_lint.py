@@ -7,6 +7,7 @@ there are findings. Rules:
 
 - ``words``: the phrases of :data:`BANNED`, in prose and in identifiers.
 - ``citations``: a file of the repository that a text names exists, and so does the heading of ``docs/page.md#heading``.
+  A module in backticks may be named by the end of its path.
 - ``links``: the target of a relative Markdown link exists, and its anchor is a heading of that page.
 
 Runs on the standard library alone.
@@ -51,6 +52,9 @@ TOP_FOLDERS = (
 NAMED = re.compile(
     rf"(?<![\w/.${{}}\\-])((?:{TOP_FOLDERS})/[\w./-]+\.(?:md|ya?ml|py|json|sh|rs)|[A-Z]{{4,}}\.md)\b(?:#([\w-]+))?"
 )
+MODULE = re.compile(r"`((?:\w+/)*\w+\.py)`")
+ENGINES_FILES = ROOT / "docs" / "engine-facts"
+"""Pages that name files of the engines."""
 PLACEHOLDER = re.compile(r"(?:\b|_)(?:NAME|ENGINE)(?=\b|_)")
 LINK = re.compile(r"\[[^\]\[]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -74,6 +78,14 @@ def anchors(page: Path) -> frozenset[str]:
     return frozenset(re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings)
 
 
+@cache
+def module_ends() -> frozenset[tuple[str, ...]]:
+    """Return the last parts of every module's path, in any number."""
+    listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "*.py"], capture_output=True, text=True, check=True)
+    paths = [Path(line).parts for line in listed.stdout.splitlines()]
+    return frozenset(parts[at:] for parts in paths for at in range(len(parts)))
+
+
 def words(file: Path, text: str) -> Iterator[tuple[int, str]]:
     """Yield (offset, message) of each banned phrase."""
     for pattern, advice in WORDS:
@@ -93,6 +105,10 @@ def citations(file: Path, text: str) -> Iterator[tuple[int, str]]:
             yield match.start(), f"there is no {name}"
         elif anchor and name.endswith(".md") and anchor not in anchors(ROOT / name):
             yield match.start(), f"{name} has no heading #{anchor}"
+    for match in MODULE.finditer(text) if file.parent != ENGINES_FILES else ():
+        name = match[1]
+        if not (NAMED.fullmatch(name) or PLACEHOLDER.search(name) or Path(name).parts in module_ends()):
+            yield match.start(), f"there is no {name}"
 
 
 def links(file: Path, text: str) -> Iterator[tuple[int, str]]:

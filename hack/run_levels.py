@@ -93,6 +93,10 @@ LARGE = {
 """Unit tests by step. Few steps, because each one imports pytest, hypothesis and the product once more."""
 CONNECTIONS = (f"{ROUTER}/media", *files(ROUTER, "server", "control", "pods", "app", "connection"))
 """Tests that mostly wait for connections."""
+TENANTS = files(
+    ROUTER, "hostile_bodies", "tenancy", "tls", "tracing", "unresolved_images", "waiting_line", "worker_threads"
+)
+"""Tests of the router that mostly wait for threads and timers."""
 RELEASES = files(f"{UNIT}/hack", "python_releases")
 TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 """Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
@@ -107,18 +111,25 @@ DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer", 
 """Tests that start and break deployments of their own; the other files share one."""
 STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang")
 SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
+SECURE = files(LOCAL, "engine_tls", "key_rotation", "limits", "streams", "tenants", "tls")
 CLUSTER = "tests/cluster"
 FAULTS, RUNNING_PODS, SCALE, SPEED = files(CLUSTER, "faults", "running", "scale", "speed")
 DIAGNOSTICS = files(CLUSTER, "doctor", "plan", "leadership")
 VERSIONS = files(CLUSTER, "upgrade", "rights", "operator_rights")
 E2E = "tests/e2e"
-OWN_NODE = files(E2E, "vllm", "tour", "upgrade", "options")
+OWN_NODE = files(E2E, "vllm", "tour", "upgrade", "options", "example")
 CHANGING = files(E2E, "rollout", "disaggregated")
 """Deployments that change under load, and pipelines of pods."""
 REAL, VLLM = "tests/conformance", "tests/conformance/vllm"
-ROUTED, FIELDS, RENDERER = files(VLLM, "routing", "fields", "renderer")
-DISAGGREGATED = files(VLLM, "encoders", "disaggregated")
-HANDED_OVER = files(VLLM, "handover", "transfer")
+ROUTED = files(VLLM, "routing", "sliding_window")
+FIELDS = files(VLLM, "fields", "renderer", "unknown_families")
+DISAGGREGATED = files(VLLM, "encoders", "disaggregated", "leases")
+HANDED_OVER = files(VLLM, "handover", "handover_gain", "transfer")
+SGLANG_PROMPTS = files(f"{REAL}/sglang", "llava", "prediction", "rendering")
+(DEMO,) = files(VLLM, "demo")
+LONG_FORM = bool(os.environ.get("MMROUTER_FAMILIES"))
+CELLS = files(REAL, "cells") if LONG_FORM else ()
+"""Every setup with each of these families (``tests/conformance/setups.py``); otherwise not collected."""
 NATIVE = module("hack.native_wheel", "--optional")
 LEVELS = {
     "check": Level(
@@ -127,9 +138,10 @@ LEVELS = {
             Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
             *(
-                Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *PROCESSES))
+                Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *TENANTS, *PROCESSES))
                 for name, folders in LARGE.items()
             ),
+            Step("unit tests of tenants and threads", tests=TENANTS),
             Step("unit tests of connections", tests=CONNECTIONS),
             Step("campaign, short form", tests="tests/campaign"),
             Step("unit tests of other packages", tests=SMALL, without=(*sum(LARGE.values(), ()), *TOOLS, *PROCESSES)),
@@ -145,12 +157,13 @@ LEVELS = {
             Step("licences", module("hack.supply_chain.bill_of_materials", "--check")),
             Step("other Python releases", tests=RELEASES, limit_s=900),  # the first time, they install the lock
         ),
-        limit_s=300,
+        limit_s=900,
         lanes=4,  # on two CPUs: some tests wait more than they compute
     ),
     "local": Level(
         (
-            Step("local deployments", tests=LOCAL, without=(*DISRUPTIVE, *STAGED, *SLOW_LOCAL)),
+            Step("local deployments", tests=LOCAL, without=(*DISRUPTIVE, *STAGED, *SLOW_LOCAL, *SECURE)),
+            Step("local deployments, security and streams", tests=SECURE),
             Step("local deployments, disruptive", tests=DISRUPTIVE),
             Step("local deployments, staged", tests=STAGED),
             Step("local deployments, slow", tests=SLOW_LOCAL),
@@ -194,15 +207,19 @@ LEVELS = {
     # A starting engine keeps one CPU busy. The longest first. The steps collect their comparisons in a shared folder.
     "conformance": Level(
         (
-            Step("SGLang", tests=f"{REAL}/sglang"),
+            Step("SGLang", tests=f"{REAL}/sglang", without=SGLANG_PROMPTS),
+            Step("SGLang, prompts", tests=SGLANG_PROMPTS),
             Step("vLLM, disaggregated", tests=DISAGGREGATED),
-            Step("vLLM, per family", tests=VLLM, without=(ROUTED, FIELDS, RENDERER, *DISAGGREGATED, *HANDED_OVER)),
+            Step("vLLM, per family", tests=VLLM, without=(*ROUTED, *FIELDS, *DISAGGREGATED, *HANDED_OVER, DEMO)),
             Step("vLLM, image hand-over", tests=HANDED_OVER),
             Step("vLLM behind routers", tests=ROUTED),
-            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang")),
-            Step("vLLM, field by field", tests=(FIELDS, RENDERER)),
+            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang", *CELLS)),
+            Step("vLLM, field by field", tests=FIELDS),
+            *((Step("every setup with every family", tests=CELLS, when="after"),) if CELLS else ()),
+            # Alone: its verdict is that of `mmrouter up --demo`, which has a limit for late events.
+            Step("demo with vLLM", tests=DEMO, when="after"),
         ),
-        limit_s=3300,
+        limit_s=6 * 3600 if LONG_FORM else 3300,
         lanes=3,
         lane_gb=6,
     ),

@@ -4,8 +4,9 @@
     python -m hack.cluster.go_programs kubernetes --where    # prints the folder only
 
 Sets: ``kubernetes`` (API server, controllers, scheduler, kubectl; about 4 minutes on 2 cores, 0.35 GB), ``node``
-(kubelet, kube-proxy, CoreDNS; 2 minutes, 0.25 GB), ``helm`` (80 seconds, 0.1 GB) and ``workflow`` (actionlint, kind; 20
-seconds, 20 MB), each in a folder of the cache. Kubernetes has the version of ``kube/go.mod``, the last that works with
+(kubelet, kube-proxy, CoreDNS; 2 minutes, 0.25 GB), ``policies`` (kube-router's controller of NetworkPolicies; a minute,
+40 MB), ``helm`` (80 seconds, 0.1 GB) and ``workflow`` (actionlint, kind; 20 seconds, 20 MB), each in a folder of the
+cache. Kubernetes has the version of ``kube/go.mod``, the last that works with
 the containerd of Debian bookworm. Go, etcd and openssl are used where they are installed and never installed here;
 Debian bookworm's Go is too old. Requirements of the machine are checked before a long build. Exit status and cache:
 ``hack/build_once.py``.
@@ -35,6 +36,7 @@ from hack.build_once import (
 )
 
 MODULE = Path(__file__).with_name("kube")
+POLICIES_MODULE = Path(__file__).with_name("netpol")
 GO_SETTINGS = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -trimpath -buildvcs=false", "GOWORK": "off"}
 GO_FOLDERS = ("/usr/local/go/bin", "/usr/lib/go/bin")  # where installers put it that set no PATH
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
@@ -119,6 +121,15 @@ def build_node(go: str, folder: Path) -> None:
     for command in NODE_COMMANDS:
         build_kubernetes(go, command, folder)
     install(go, f"github.com/coredns/coredns@v{COREDNS}", "-s -w", folder)
+
+
+def policies_recipe() -> str:
+    return digest(*((POLICIES_MODULE / name).read_text() for name in ("go.mod", "go.sum", "main.go")))
+
+
+def build_policies(go: str, folder: Path) -> None:
+    options = ["-ldflags", "-s -w", "-o", f"{folder}/"]
+    run_go([go, "build", *options, "."], "go build of netpol", POLICIES_MODULE, go_env())
 
 
 def build_helm(go: str, folder: Path) -> None:
@@ -209,6 +220,11 @@ def require_node() -> None:
         raise CannotMakeError(f"a node of a cluster needs {', '.join(lacks)}")
 
 
+def require_ipset() -> None:
+    if shutil.which("ipset") is None:
+        raise CannotMakeError("NetworkPolicies are enforced with ipset (Debian: ipset)")
+
+
 def require_control_plane() -> None:
     for name, package in CONTROL_PLANE_PACKAGES.items():
         if shutil.which(name) is None:
@@ -239,6 +255,14 @@ SETS = {
         build_node,
         gigabytes=5,
         require=require_node,
+    ),
+    "policies": ProgramSet(
+        "kube-router's controller of NetworkPolicies (once, up to 2 minutes)",
+        lambda: cache_dir() / "policies" / policies_recipe()[:8],
+        policies_recipe,
+        build_policies,
+        gigabytes=2,
+        require=require_ipset,
     ),
     "helm": ProgramSet(
         f"helm {HELM} (once, up to 2 minutes)",

@@ -1,15 +1,18 @@
-"""Record a short capture from a real vLLM on CPU, which unit tests compare with the library: requests, answers, frames.
+"""Record short captures from a real vLLM on CPU, which unit tests compare with the library: requests, answers, frames.
 
-    .venv/bin/python -m hack.engines.record_capture ENGINE_ENV OUT_DIR
+    .venv/bin/python -m hack.engines.record_capture ENGINE_ENV OUT_DIR [CAPTURE ...]
 
 Run it from the repository's root: the engine is given the model by its relative path, which is part of the names that
-it makes of images. Writes ``OUT_DIR/tiny-qwen2-vl.jsonl`` and the pictures in ``OUT_DIR/images``.
+it makes of images. Writes ``OUT_DIR/CAPTURE.jsonl`` for each capture (``tiny-qwen2-vl``, and ``tiny-qwen2-vl-window``,
+whose model has a sliding window of 1,024 tokens), and the pictures in ``OUT_DIR/images``.
 """
 
 import copy
 import json
 import random
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +27,9 @@ from mmrouter_cli.sample_images import data_uri
 from mmrouter_lib.media_identity import media_identity, to_wire
 
 MODEL = Path("examples/models/tiny-qwen2-vl")
+WINDOWED = f"{MODEL.name}-window"
+WINDOW, STEP = 1024, 512  # tokens
+WORDS = "the lamp on north pier was repainted twice and keeper wrote down every boat that passed it by night"
 KEY = bytes(range(32))
 PICTURES = {"a_112x84.png": (1, 112, 84), "b_112x84.png": (2, 112, 84), "c_196x140.png": (3, 196, 140)}
 SETTLE_SECONDS = 1.0
@@ -36,9 +42,24 @@ def main() -> int:
     for name, (seed, width, height) in PICTURES.items():
         cells = Image.frombytes("RGB", (4, 4), random.Random(seed).randbytes(48))
         cells.resize((width, height), Image.Resampling.NEAREST).save(images / name, optimize=True)
+    wanted = sys.argv[3:] or [MODEL.name, WINDOWED]
+    if MODEL.name in wanted:
+        record(env, out, MODEL.name, MODEL, list(cases(images)), "")
+    if WINDOWED in wanted:
+        with tempfile.TemporaryDirectory() as made:
+            model = narrowed(Path(made) / MODEL.name)
+            note = f", sliding window of {WINDOW} tokens, steps of {STEP}"
+            record(env, out, WINDOWED, model, list(windowed(images)), note, f"--max-num-batched-tokens={STEP}")
+    return 0
+
+
+def record(
+    env: Path, out: Path, name: str, model: Path, made: list[tuple[str, dict[str, Any]]], note: str, *flags: str
+) -> None:
     rows: list[dict[str, Any]] = []
-    with engine_process.engine(env, MODEL, out / "engine.log") as engine:
-        for number, (label, body) in enumerate(cases(images)):
+    images = out / "images"
+    with engine_process.engine(env, model, out / "engine.log", *flags) as engine:
+        for number, (label, body) in enumerate(made):
             seen = len(engine.listener.frames)
             sent = inlined(body, images)
             began = time.monotonic()
@@ -72,13 +93,21 @@ def main() -> int:
         "kind": "meta",
         "model": MODEL.name,
         "model_id": str(MODEL),
-        "note": "vLLM 0.32.0 CPU, block 32, sha256_cbor, no weights, float32",
+        "note": f"vLLM 0.32.0 CPU, block 32, sha256_cbor, no weights, float32{note}",
     }
-    replay = {"kind": "replay", "start": 0, "parts": replayed}
-    lines = [json.dumps(line, separators=(",", ":")) for line in (meta, *rows, replay)]
-    (out / "tiny-qwen2-vl.jsonl").write_text("\n".join(lines) + "\n")
+    replay = [{"kind": "replay", "start": 0, "parts": replayed}] if name == MODEL.name else []
+    lines = [json.dumps(line, separators=(",", ":")) for line in (meta, *rows, *replay)]
+    (out / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     (out / "engine.log").unlink()
-    return 0
+
+
+def narrowed(out: Path) -> Path:
+    """Copy the model with a sliding window for every layer."""
+    shutil.copytree(MODEL, out)
+    config = json.loads((out / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+    (out / "config.json").write_text(json.dumps(config))
+    return out
 
 
 def cases(images: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -95,6 +124,26 @@ def cases(images: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "two images swapped", chat(words, b, a, tail)
     yield "a larger image first", chat(c, words)
     yield "cache_salt", {**chat(words, a, tail), "cache_salt": "tenant-1"}
+
+
+def windowed(images: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield prompts around a window: longer than it, cut back, and with images inside and before it."""
+    draw = random.Random(WINDOW)
+    lines = [" ".join(draw.choices(WORDS.split(), k=75)) for _ in range(12)]
+    pictures = {name: media_identity((images / name).read_bytes(), {}, key=KEY) for name in PICTURES}
+    a, b, c = ({**picture(name), "uuid": to_wire(identity)} for name, identity in pictures.items())
+    yield "text within the window", chat(*lines[:2])
+    yield "text beyond the window", chat(*lines)
+    yield "text beyond the window again", chat(*lines)
+    yield "text beyond the window, longer", chat(*lines, lines[0], lines[1])
+    yield "text beyond the window, cut back", chat(*lines[:7])
+    yield "text beyond the window, cut back again", chat(*lines[:7])
+    yield "image inside the window", chat(*lines[4:9], a, *lines[9:])
+    yield "image inside the window again", chat(*lines[4:9], a, *lines[9:])
+    yield "image before the window", chat(b, *lines[:11])
+    yield "image before the window again", chat(b, *lines[:11])
+    yield "image before the window, other tail", chat(b, *lines[:10], lines[3])
+    yield "images before and inside the window", chat(b, *lines[:9], c, lines[2])
 
 
 def chat(*parts: Any) -> dict[str, Any]:

@@ -17,7 +17,17 @@ from functools import partial
 from pathlib import Path
 
 from hack.build_once import CannotMakeError, cache_dir, digest, main, run
-from hack.engines.vllm_env import SELDOM, SITE_FILE, TORCH, collect_seldom, make, mend, wheel_folders
+from hack.engines.vllm_env import (
+    NIXL,
+    SELDOM,
+    SITE_FILE,
+    TORCH,
+    collect_seldom,
+    make,
+    mend,
+    rest_between_polls,
+    wheel_folders,
+)
 
 SGLANG = "0.5.23"
 TRANSFORMERS = "5.19.0"  # part of the identity of an image (docs/exactness.md), so it never floats
@@ -41,6 +51,12 @@ STARTS = r'mp\.set_start_method\("(?:spawn|fork)", force=True\)'
 FORKS = 'mp.set_start_method("fork", force=True)'
 """An engine is three processes, and with ``spawn`` two of them import again what the first one has loaded: two thirds
 of the start-up CPU. The first process has a single thread when it forks, so forking is safe."""
+
+
+DEVICE_MEMORY = r'"VRAM": nixlBind\.(?:VRAM|DRAM)_SEG,'
+IS_HOST_MEMORY = '"VRAM": nixlBind.DRAM_SEG,'
+"""An engine tells NIXL that its blocks are in a device's memory, which on a CPU is the host's. NIXL refuses addresses
+that are not in the memory named."""
 
 
 def env_dir() -> Path:
@@ -77,16 +93,24 @@ def build(env: Path) -> None:
 
 def additions() -> str:
     """Return a digest of everything that is added to an environment that is ready."""
-    return digest(STARTS, FORKS, SELDOM, *(inspect.getsource(each) for each in (add, collect_seldom, mend)))
+    functions = (add, collect_seldom, mend, rest_between_polls)
+    texts = (STARTS, FORKS, SELDOM, DEVICE_MEMORY, IS_HOST_MEMORY, *NIXL)
+    return digest(*texts, *(inspect.getsource(each) for each in functions))
 
 
 def add(env: Path) -> None:
-    """Have an engine's processes start with what the first one has loaded, and look for garbage less often."""
+    """Have an engine's processes start with what the first one has loaded, look for garbage less often, and hand over
+    blocks by NIXL from a CPU's memory.
+    """
     python = str(env / "bin" / "python")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
     engine = site / "sglang" / "srt" / "entrypoints" / "engine.py"
     mend(engine, STARTS, FORKS, "how SGLang starts its processes")
-    run([python, "-m", "compileall", "-q", str(engine)], "compileall")
+    run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *NIXL], "pip install")
+    transfers = rest_between_polls(site)
+    mend(transfers, DEVICE_MEMORY, IS_HOST_MEMORY, "what NIXL calls a device's memory")
+    run([python, "-m", "compileall", "-q", str(engine), str(transfers)], "compileall")
+    run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
     collect_seldom(site)
 
 

