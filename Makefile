@@ -13,10 +13,13 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 
 ENGINE ?= sim
+DEMO_vllm := examples/demo-vllm.yaml
+DEMO_sglang := examples/demo-real-sglang.yaml
 ARGS ?=
 WRITE ?=
+FAMILIES ?=
 
-.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster images conformance bench bench-quick soak campaign sbom audit lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster kind images conformance bench bench-quick soak campaign sbom audit lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,12 +39,12 @@ $(STAMP): requirements.lock pyproject.toml
 native: venv ## compile two hot loops and install them into .venv; needs Rust, and everything runs without it
 	@$(PY) -m hack.native_wheel --install
 
-demo: venv ## show exact image routing in under a minute; ENGINE=vllm takes two real engines
-ifeq ($(ENGINE),vllm)
-	@env="$$($(PY) -m hack.engines.vllm_env)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
-		exec $(VENV)/bin/mmrouter up examples/demo-vllm.yaml --demo --engines path --engine-env "$$env" $(ARGS)
-else
+demo: venv ## show exact image routing in under a minute; ENGINE=vllm or sglang takes two real engines
+ifeq ($(ENGINE),sim)
 	@exec $(VENV)/bin/mmrouter up examples/demo.yaml --demo $(ARGS)
+else
+	@env="$$($(PY) -m hack.engines.$(ENGINE)_env)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
+		exec $(VENV)/bin/mmrouter up $(DEMO_$(ENGINE)) --demo --engines path --engine-env "$$env" $(ARGS)
 endif
 
 check: venv ## the inner loop: format, lint, types, import rules, unit tests
@@ -72,11 +75,15 @@ e2e: venv ## only the level with real pods: on a one-node cluster of its own, or
 cluster: venv ## a one-node cluster with the images in the foreground; another terminal takes it by `source build/cluster.sh`
 	@exec $(PY) tests/e2e/one_node_cluster.py $(ARGS)
 
+# It runs make itself, which must not take over these ARGS.
+kind: venv ## a cluster of kind, with a Docker daemon of its own, for the level e2e; ARGS is another command for it
+	@env -u MAKEFLAGS -u ARGS $(PY) -m hack.kind.cluster $(ARGS) || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }
+
 images: venv ## build the images with docker, podman or buildah; ARGS="--export DIR" writes archives
 	@$(PY) -m hack.images.build_images $(ARGS)
 
-conformance: venv ## only the level with real engines; WRITE=1 writes its table, docs/conformance.md
-	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(PY) -m hack.run_levels conformance
+conformance: venv ## only the level with real engines; WRITE=1 writes docs/conformance.md, FAMILIES=all runs every setup with every family
+	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(if $(FAMILIES),MMROUTER_FAMILIES=$(FAMILIES)) $(PY) -m hack.run_levels conformance
 
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)
