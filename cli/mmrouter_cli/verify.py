@@ -5,8 +5,9 @@ as complete hits, go to the first one's engine, and agree with the engine's own 
 not hit past the text before it. Two images swapped must differ from the first image on, and the same two in the same
 order must hit completely, since a miss alone may come from a cache that never held them.
 
-By default (strict) every request must be `exact`. Otherwise a `partial` one must hit exactly the blocks before its
-first image, and never more than the engine had. `affinity` always fails.
+By default (strict) every request must be `exact`. Otherwise a `partial` one must hit at least the blocks before its
+first image (more where the identity of that image is known and a later one's is not), and never more than the engine
+had. `affinity` always fails.
 """
 
 import secrets
@@ -62,9 +63,10 @@ class Observation:
 
     @property
     def whole_hit(self) -> bool:
-        """Whether the overlap is what was promised, or also the last block, which is held but never served."""
-        promised = self.promised or 0
-        return 0 < promised <= self.overlap <= (self.blocks if self.exactness == "exact" else promised)
+        """Whether the overlap is at least what was promised. The last block is held but never served, and a `partial`
+        prediction may reach beyond an image that is known, up to the first unknown one.
+        """
+        return 0 < (self.promised or 0) <= self.overlap <= self.blocks
 
 
 class Verifier:
@@ -203,7 +205,7 @@ def _not_allowed(result: Observation, *, strict: bool) -> str | None:
 
 
 def check_repeats(name: str, first: Observation, repeats: Sequence[Observation], *, strict: bool) -> Check:
-    """Check that every repeat hits exactly its promised blocks, on the engine of the first request."""
+    """Check that every repeat hits its promised blocks, on the engine of the first request."""
     for result in repeats:
         if (refused := _not_allowed(result, strict=strict)) is not None:
             return Check(name, False, refused)

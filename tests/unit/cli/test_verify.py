@@ -81,9 +81,10 @@ def test_a_partial_decision_passes_only_without_strict_and_only_for_what_it_prom
     assert "--no-strict allows" in gate(strict=False)._exact("x", PARTIAL).message
     affine = replace(GOOD, exactness="affinity")
     assert "affinity, not exact" in check_repeats("x", GOOD, [affine], strict=False).message
-    # An overlap past the image would be a false one, a shorter one a miss of what is known.
-    for overlap in (1, 3, 6):
-        assert not check_repeats("x", GOOD, [replace(PARTIAL, overlap=overlap)], strict=False).passed
+    # A shorter overlap is a miss of what is known. A longer one passes an image that is known, if the engine confirms it.
+    for overlap, passes in ((1, False), (3, True), (6, True), (7, False)):
+        assert check_repeats("x", GOOD, [replace(PARTIAL, overlap=overlap)], strict=False).passed is passes
+    assert not check_cached_tokens("x", [replace(PARTIAL, overlap=3, cached=32)]).passed
     # It may underestimate the engine and never overestimate it.
     assert check_cached_tokens("x", [PARTIAL]).passed
     assert not check_cached_tokens("x", [replace(PARTIAL, cached=16)]).passed
