@@ -81,7 +81,7 @@ def test_a_partial_decision_passes_only_without_strict_and_only_for_what_it_prom
     assert "--no-strict allows" in gate(strict=False)._exact("x", PARTIAL).message
     affine = replace(GOOD, exactness="affinity")
     assert "affinity, not exact" in check_repeats("x", GOOD, [affine], strict=False).message
-    # A shorter overlap is a miss of what is known. A longer one passes an image that is known, if the engine confirms it.
+    # A shorter overlap misses what is known. A longer one passes a known image, if the engine confirms it.
     for overlap, passes in ((1, False), (3, True), (6, True), (7, False)):
         assert check_repeats("x", GOOD, [replace(PARTIAL, overlap=overlap)], strict=False).passed is passes
     assert not check_cached_tokens("x", [replace(PARTIAL, overlap=3, cached=32)]).passed
