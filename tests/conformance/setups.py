@@ -3,7 +3,7 @@
 A test that proves a cell is marked ``proves(engine, setup, family)``; ``{name}`` in them stands for the test's
 parameter of that name. What the mark's tests found is the cell; a cell that cannot be run has its reason here.
 
-A run has one family for most setups. ``MMROUTER_FAMILIES``, which is ``all`` or names of families with commas, makes it
+A run has one family for each setup, and the others on one engine. ``MMROUTER_FAMILIES``, which is ``all`` or names of families with commas, makes it
 the long form: every setup with each of them (``test_cells.py``).
 """
 
@@ -61,6 +61,11 @@ def long_form() -> list[str]:
     """Return the families of the long form, none where the run is not that."""
     named = os.environ.get("MMROUTER_FAMILIES", "")
     return list(FAMILIES) if named == "all" else [family for family in FAMILIES if family in named.split(",")]
+
+
+def with_two_workers() -> list[str]:
+    """Return the families that a run has on two vLLM workers; it has the others on one."""
+    return long_form() or [ONE_FAMILY["vllm"]]
 
 
 class Place(NamedTuple):

@@ -1,4 +1,4 @@
-"""Two engines per family behind a router, started once for all test files, because a start takes most of the time."""
+"""The engines of each family behind a router, started once for all files, because a start takes most of the time."""
 
 import time
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from conformance.engine_process import BLOCK_SIZE, Engine, env_version, require_
 from conformance.engines import deployed, manifest, pool, served_directly, vllm_engine
 from conformance.prediction import Predictor
 from conformance.report import Cells
-from conformance.setups import REPOSITORIES
+from conformance.setups import REPOSITORIES, with_two_workers
 from local.rig import Deployment
 from waiting import wait_for
 
@@ -23,8 +23,8 @@ SETTLE_SECONDS = 120
 
 @dataclass(frozen=True)
 class Served:
-    """A family's running deployment of two engines. ``engine`` is one of them, asked directly; ``predictor`` is the
-    library's for the model folder.
+    """A family's running deployment of one or two engines. ``engine`` is one of them, asked directly; ``predictor`` is
+    the library's for the model folder.
 
     ``test_families`` sends requests through the router. ``test_prediction`` then compares all that the one engine
     publishes with all that it received directly, so between these two nothing else may fill its cache. Rendered prompts
@@ -47,13 +47,14 @@ def served(
         with cells.of("vllm", family, "uuid of ours") as cell:
             vllm_env: Path = request.getfixturevalue("vllm_env")  # inside the cell, so that a skip becomes its reason
             cell.version = env_version(vllm_env)
-            require_memory(engines=2)
+            replicas = 2 if family in with_two_workers() else 1
+            require_memory(engines=replicas)
             began = time.monotonic()
             folder = shrunk(REPOSITORIES[family])
-            workers = [pool("worker", replicas=2)]
+            workers = [pool("worker", replicas=replicas)]
             made = manifest(folder, vllm_engine(folder), workers, repository=REPOSITORIES[family])
             deployment = running.enter_context(deployed(vllm_env, tmp_path_factory.mktemp(family), made))
-            wait_for(deployment.settled, SETTLE_SECONDS, "both engines are verified")
+            wait_for(deployment.settled, SETTLE_SECONDS, "every engine is verified")
             direct = running.enter_context(served_directly(deployment))
             direct.start_s = time.monotonic() - began
         yield Served(

@@ -1,16 +1,22 @@
-"""Every family behind a router, two sidecars and two real engines: the gate, the ten scenarios, and what both hold."""
+"""A family behind a router, two sidecars and two real engines: the gate, the ten scenarios, and what both hold.
+
+One family, or all of the long form.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 from conformance.conftest import Figure
 from conformance.engines import histories
-from conformance.setups import REPOSITORIES
+from conformance.setups import REPOSITORIES, with_two_workers
 from conformance.vllm.conftest import Served
 from local.rig import Deployment
 from scenarios import SCENARIOS, Chat, Folder, Message, Scenario, open_chat, title
 
-pytestmark = pytest.mark.proves("vllm", "two workers", "{served}")
+pytestmark = [
+    pytest.mark.proves("vllm", "two workers", "{served}"),
+    pytest.mark.parametrize("served", with_two_workers(), indirect=True),
+]
 
 
 class Instructed(Chat):
