@@ -37,7 +37,8 @@ from waiting import wait_for
 
 from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.events import Cleared, Removed, Stored
+from mmrouter_lib.engines.base.events import Cleared, Ragged, Removed, Stored
+from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
 
 @dataclass(frozen=True)
@@ -242,17 +243,27 @@ class History:
         copies: Counter[int] = Counter()
         key_of: dict[int, int] = {}
         root_of: dict[int, int] = {}
+        windows = WindowBlocks()
         self.removed = 0
         decode = adapter(self._kind).decode_batch
         for event in of_one_group([event for _, payload in replay(self._ip) for event in decode(payload).events]):
             match event:
-                case Stored():
-                    parent = self._seed(salt=event.salt) if event.parent is None else key_of[event.parent]
-                    keys = chain(event.ids, event.block_size, len(event.hashes), event.extras, parent)
-                    key_of.update(zip(event.hashes, keys, strict=True))
-                    root_of.update(dict.fromkeys(keys, keys[0] if event.parent is None else root_of[parent]))
-                    copies.update(event.hashes)
-                    self.most_copies = max(self.most_copies, *copies.values())
+                case Stored() | Ragged():
+                    if isinstance(event, Ragged):
+                        # The event does not say which of its tokens its blocks are: the sidecar's own code finds out.
+                        hashes, keys, rest = windows.place(event, lambda _, salt: self._seed(salt=salt))
+                        assert not rest, f"{len(rest)} hashes of a ragged event are not explained"
+                    else:
+                        hashes = event.hashes
+                        parent = self._parent(event, key_of, windows)
+                        keys = chain(event.ids, event.block_size, len(hashes), event.extras, parent)
+                        if event.window:
+                            windows.follow(event, keys)
+                    key_of.update(zip(hashes, keys, strict=True))
+                    beginning = None if event.parent is None else key_of.get(event.parent)
+                    root_of.update(dict.fromkeys(keys, root_of.get(beginning, keys[0]) if keys else 0))
+                    copies.update(hashes)
+                    self.most_copies = max(self.most_copies, *copies.values(), 0)
                 case Removed():
                     for block in event.hashes:
                         copies[block] = copies[block] - 1 if self._kind == "vllm" else 0
@@ -262,6 +273,14 @@ class History:
         assert min(copies.values(), default=0) >= 0
         held = [key_of[block] for block, count in copies.items() if count]
         return {f"{key:016x}": f"{root_of[key]:016x}" for key in held}
+
+    def _parent(self, event: Stored, key_of: Mapping[int, int], windows: WindowBlocks) -> int:
+        """Return the key before the event's first block. A window's engine may never have stored that block."""
+        if event.parent is None:
+            return self._seed(salt=event.salt)
+        key = key_of.get(event.parent) or windows.key(event.parent)
+        assert key is not None, f"the parent {event.parent} was never published"
+        return key
 
 
 def of_one_group(events: Sequence[Any]) -> Iterator[Any]:
