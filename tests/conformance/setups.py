@@ -4,7 +4,8 @@ A test that proves a cell is marked ``proves(engine, setup, family)``; ``{name}`
 parameter of that name. What the mark's tests found is the cell; a cell that cannot be run has its reason here.
 
 A run has one family for each setup, and the others on one engine. ``MMROUTER_FAMILIES``, which is ``all`` or names of
-families with commas, makes it the long form: every setup with each of them (``test_cells.py``).
+families with commas, makes it the long form: every setup with each of them (``test_cells.py``), and tests that measure
+for minutes.
 """
 
 import os

@@ -155,6 +155,7 @@ def test_auto_encodes_each_image_once_and_uses_what_is_held(deployment: Deployme
     assert how["queued"] == 3, "once each, whichever request came first"
 
 
+@pytest.mark.long_form
 def test_auto_answers_sooner_than_modes_that_take_turns(deployment: Deployment, chat: Chat) -> None:
     """Prints the time to the first token by mode, in turns, for docs/disaggregation.md. Both other modes take about
     three times as long, on an idle and on a busy machine.
@@ -183,6 +184,7 @@ def test_auto_answers_sooner_than_modes_that_take_turns(deployment: Deployment, 
     assert min(medians, key=lambda mode: medians[mode]) == "auto", medians
 
 
+@pytest.mark.long_form
 def test_the_bench_measures_each_mode_on_the_same_engines(deployment: Deployment, tmp_path: Path) -> None:
     file = tmp_path / "modes.json"
     load = f"--requests 12 --concurrency 4 --turns 1 --image-share 1 --image-reuse 0 --image-size {SIDE}x{SIDE}"

@@ -24,6 +24,8 @@ from conformance.workload import data_uri, picture
 from local.rig import Deployment
 from waiting import wait_for
 
+pytestmark = pytest.mark.long_form
+
 SIZE, IMAGES, AT_ONCE, REQUESTS, ROUNDS = (4032, 3024), 3, 4, 8, 3
 """A telephone's photographs. The processor shrinks them to few tokens, so that reading them is most of the work."""
 MODES = ("none", "shm")
