@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 from conformance.event_listener import Listener
 
 from hack.build_once import cache_dir
+from mmrouter_cli.local.loopback_network import AddressBlock, take_block
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 from mmrouter_lib.engines.launchers import LAUNCHERS
@@ -32,9 +33,6 @@ CONTEXT = 8192
 FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
 MORE_BYTES = 3 << 29
 """For each further engine: most of an engine's memory is code, which engines share."""
-LOCK_PORT = 47_128
-HELD: list[socket.socket] = []
-"""Sockets that reserve the addresses of this session against a session beside it."""
 
 
 @dataclass
@@ -93,7 +91,7 @@ def engine(
     resource, ``vllm`` or ``sglang``; ``wrapper`` precedes the command, ``variables`` extend its environment.
     """
     require_memory()
-    ip = free_address()
+    ip = addresses().next_pod()
     listener = Listener(ip, kind)
     try:
         made = command(model_dir, ip, kind)
@@ -125,35 +123,10 @@ def require_memory(engines: int = 1) -> None:
         pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, {who} {needed / 2**30:g}")
 
 
-def free_address() -> str:
-    for number in range(1, 255):
-        ip = f"127.1.9.{number}"
-        if all(is_free(ip, port) for port in (HTTP_PORT, EVENTS_PORT, REPLAY_PORT)) and hold(ip):
-            return ip
-    pytest.fail("no loopback address in 127.1.9.0/24 is free")
-
-
-def hold(ip: str) -> bool:
-    """Reserve an address until this session ends, because an engine binds its ports long after its start."""
-    lock = socket.socket()
-    try:
-        lock.bind((ip, LOCK_PORT))
-    except OSError:
-        lock.close()
-        return False
-    HELD.append(lock)
-    return True
-
-
-def is_free(ip: str, port: int) -> bool:
-    with socket.socket() as probe:
-        # Connections of an engine that just ended linger on its port, which keeps no server from binding it.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, port))
-        except OSError:
-            return False
-        return True
+@cache
+def addresses() -> AddressBlock:
+    """Reserve addresses until this session ends, against deployments and sessions beside it."""
+    return take_block((HTTP_PORT, EVENTS_PORT, REPLAY_PORT))
 
 
 def command(model_dir: Path, ip: str, kind: str) -> Launch:
