@@ -1,15 +1,14 @@
-"""A real engine as a subprocess on a loopback address of its own, and a listener for what it publishes."""
+"""A real engine as a subprocess on a loopback address of its own."""
 
 import json
 import os
 import signal
-import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,13 +16,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import zmq
-from waiting import wait_for
+from conformance.event_listener import Listener
 
 from hack.build_once import cache_dir
+from mmrouter_cli.local.loopback_network import AddressBlock, take_block
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
-from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.events import Batch, Stored
 from mmrouter_lib.engines.base.launch import EVENTS_PORT, HTTP_PORT, REPLAY_PORT, Launch
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.pod_paths import MODEL_DIR
@@ -36,122 +33,6 @@ CONTEXT = 8192
 FREE_BYTES = 6 << 30  # 3 to 4.5 GB stay resident
 MORE_BYTES = 3 << 29
 """For each further engine: most of an engine's memory is code, which engines share."""
-LOCK_PORT = 47_128
-HELD: list[socket.socket] = []
-"""Sockets that reserve the addresses of this session against a session beside it."""
-REPLAY_END = (-1).to_bytes(8, "big", signed=True)
-
-
-class Listener:
-    """Binds the engine's event socket, as a sidecar does, and keeps every message in order. A thread reads
-    continuously: a bound subscriber announces its subscription only while its socket is served, and the engine's
-    publisher drops messages until then.
-    """
-
-    def __init__(self, ip: str, kind: str = "vllm") -> None:
-        self._decode = adapter(kind).decode_batch
-        self.frames: list[tuple[int, bytes]] = []
-        self._arrived = threading.Condition()
-        self._stop = threading.Event()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.subscribe(b"")
-        self._socket.bind(f"tcp://{ip}:{EVENTS_PORT}")
-        self._ip = ip
-        self._thread = threading.Thread(target=self._read, name=f"listener {ip}")
-        self._thread.start()
-
-    def _read(self) -> None:
-        while not self._stop.is_set():
-            if self._socket.poll(100):
-                _, number, payload = self._socket.recv_multipart()
-                with self._arrived:
-                    self.frames.append((int.from_bytes(number, "big"), payload))
-                    self._arrived.notify_all()
-
-    def wait_for_prompt(self, ids: Sequence[int], seconds: float = 20) -> None:
-        """Wait for the block with the first tokens of a prompt; messages are ordered, so all earlier ones are there."""
-        seen = 0
-        deadline = time.monotonic() + seconds
-        with self._arrived:
-            while True:
-                for _, payload in self.frames[seen:]:
-                    seen += 1
-                    if self._begins(payload, ids):
-                        return
-                if not self._arrived.wait(deadline - time.monotonic()):
-                    pytest.fail(f"the blocks of the last prompt were not published within {seconds:g} s")
-
-    def _begins(self, payload: bytes, ids: Sequence[int]) -> bool:
-        return any(
-            isinstance(event, Stored) and event.ids.tolist() == list(ids[: len(event.ids)])
-            for event in self._decode(payload).events
-        )
-
-    def batches(self) -> list[Batch]:
-        return [self._decode(payload) for _, payload in self.frames]
-
-    def replayed(self) -> list[tuple[int, bytes]]:
-        return replay(self._ip)
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._socket.close(linger=0)
-        self._context.term()
-
-
-def replay(ip: str, seconds: float = 300) -> list[tuple[int, bytes]]:
-    """Return everything that an engine has published, numbered without a gap, from its replay socket.
-
-    The engine's socket drops messages beyond its queue of 1,000 while a reader is slow, so a replay is requested again
-    from the first message that is missing.
-    """
-    got: dict[int, bytes] = {}
-    first, before = 0, -1
-    while first > before:
-        before = first
-        end = replay_from(ip, first, got, seconds)
-        while first in got:
-            first += 1
-        if first >= end:
-            return sorted(got.items())
-    pytest.fail(f"the engine at {ip} does not replay its message {first}, of those before {end}")
-
-
-def replay_from(ip: str, first: int, got: dict[int, bytes], seconds: float) -> int:
-    """Add an engine's messages from a number on to ``got``; return the number after its last one."""
-    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = 0
-        dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.connect(f"tcp://{ip}:{REPLAY_PORT}")
-        dealer.send_multipart([b"", first.to_bytes(8, "big")])
-        while dealer.poll(int(seconds * 1000)):
-            *_, number, payload = dealer.recv_multipart()
-            if number == REPLAY_END:
-                return max(got, default=first - 1) + 1
-            got[int.from_bytes(number, "big")] = payload
-    pytest.fail(f"the engine at {ip} did not replay its events within {seconds:g} s")
-
-
-class ReplayListener(Listener):
-    """Reads what an engine publishes from its replay socket, because a sidecar has bound the other one."""
-
-    def __init__(self, ip: str) -> None:
-        self._decode = adapter("vllm").decode_batch
-        self._ip = ip
-        self._before = len(replay(ip))
-
-    @property
-    def frames(self) -> list[tuple[int, bytes]]:  # type: ignore[override]
-        """Return the messages since this listener was made."""
-        return replay(self._ip)[self._before :]
-
-    def wait_for_prompt(self, ids: Sequence[int], seconds: float = 60) -> None:
-        def published() -> bool:
-            return any(self._begins(payload, ids) for _, payload in self.frames)
-
-        wait_for(published, seconds, "the blocks of the last prompt are published", every=0.2)
 
 
 @dataclass
@@ -210,7 +91,7 @@ def engine(
     resource, ``vllm`` or ``sglang``; ``wrapper`` precedes the command, ``variables`` extend its environment.
     """
     require_memory()
-    ip = free_address()
+    ip = addresses().next_pod()
     listener = Listener(ip, kind)
     try:
         made = command(model_dir, ip, kind)
@@ -242,35 +123,10 @@ def require_memory(engines: int = 1) -> None:
         pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, {who} {needed / 2**30:g}")
 
 
-def free_address() -> str:
-    for number in range(1, 255):
-        ip = f"127.1.9.{number}"
-        if all(is_free(ip, port) for port in (HTTP_PORT, EVENTS_PORT, REPLAY_PORT)) and hold(ip):
-            return ip
-    pytest.fail("no loopback address in 127.1.9.0/24 is free")
-
-
-def hold(ip: str) -> bool:
-    """Reserve an address until this session ends, because an engine binds its ports long after its start."""
-    lock = socket.socket()
-    try:
-        lock.bind((ip, LOCK_PORT))
-    except OSError:
-        lock.close()
-        return False
-    HELD.append(lock)
-    return True
-
-
-def is_free(ip: str, port: int) -> bool:
-    with socket.socket() as probe:
-        # Connections of an engine that just ended linger on its port, which keeps no server from binding it.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, port))
-        except OSError:
-            return False
-        return True
+@cache
+def addresses() -> AddressBlock:
+    """Reserve addresses until this session ends, against deployments and sessions beside it."""
+    return take_block((HTTP_PORT, EVENTS_PORT, REPLAY_PORT))
 
 
 def command(model_dir: Path, ip: str, kind: str) -> Launch:

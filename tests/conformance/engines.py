@@ -24,12 +24,11 @@ from conformance.engine_process import (
     START_SECONDS,
     VLLM_ENVIRONMENT,
     Engine,
-    ReplayListener,
     context_length,
     engine_args,
-    replay,
     sglang_args,
 )
+from conformance.event_listener import ReplayListener, replay
 from conformance.setups import REPOSITORIES
 from conformance.workload import Case
 from local.rig import Deployment, metric, running

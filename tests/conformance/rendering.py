@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
-from conformance.engine_process import environment, free_address, is_healthy, require_memory, server, wait_healthy
+from conformance.engine_process import addresses, environment, is_healthy, require_memory, server, wait_healthy
 
 PORT = 8000
 
@@ -61,7 +61,7 @@ def renderer(
     stands before its command, ``variables`` in its environment.
     """
     require_memory()
-    ip = free_address()
+    ip = addresses().next_pod()
     command = [str(env / "bin" / "vllm"), "launch", "render", str(model_dir), "--host", ip, "--port", str(PORT)]
     argv = [*wrapper, *command, "--served-model-name", model_dir.name, "--max-model-len", "8192", *extra]
     with (

@@ -35,6 +35,17 @@ def test_the_gate_fails_closed_with_a_wrong_token_and_without_a_deployment(demo)
     assert unreachable.returncode == 1
 
 
+def test_a_second_deployment_beside_the_first_has_addresses_of_its_own(settled):
+    with running(ROOT / "examples" / "demo.yaml") as second:
+        both = [{one.url, *(frontend["url"] for frontend in one.run["frontends"])} for one in (settled, second)]
+        blocks = [{".".join(httpx.URL(url).host.split(".")[:3]) for url in urls} for urls in both]
+        assert [len(block) for block in blocks] == [1, 1]
+        assert blocks[0] != blocks[1]
+        assert any(f"addresses: {httpx.URL(second.url).host} for Services" in line for line in second.log)
+        for one in (settled, second):
+            one.assert_gate_passes()
+
+
 def ask(demo, text="Describe the morning light over the harbour, please, in one short sentence."):
     body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
     return httpx.post(f"{demo.run['frontends'][0]['url']}/v1/chat/completions", json=body, timeout=30)

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 ROUNDS = 20
 SHM = "/dev/shm/"  # noqa: S108 - where POSIX shared memory lies
@@ -26,7 +26,7 @@ def main() -> None:
     mark = sys.argv[1].encode()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    began = time.time()
+    before = objects()
     groups: set[int] = set()
     folders: list[str] = []
     for line in sys.stdin:
@@ -40,7 +40,7 @@ def main() -> None:
     memory: set[str] = set()
     for _ in range(ROUNDS):  # a process that is just starting is found in the next round
         left = [pid for pid in processes() if _member(pid, groups) or _marked(pid, mark)]
-        memory |= shared_memory(left, began)
+        memory |= shared_memory(left, before)
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -64,23 +64,31 @@ def members(group: int) -> list[int]:
     return [pid for pid in processes() if _member(pid, {group})]
 
 
-def shared_memory(pids: Iterable[int], since: float) -> set[str]:
-    """Return the shared memory objects mapped by processes and created after ``since`` (seconds since 1970).
+def objects() -> frozenset[tuple[str, int]]:
+    """Return path and inode of the machine's shared memory objects. Their times do not show which of them are new: the
+    wall clock may be set."""
+    with contextlib.suppress(OSError), os.scandir(SHM) as entries:
+        return frozenset((entry.path, entry.inode()) for entry in entries)
+    return frozenset()
+
+
+def shared_memory(pids: Iterable[int], before: Container[tuple[str, int]]) -> set[str]:
+    """Return this user's shared memory objects that processes have mapped, without those of ``before``.
 
     A pod's shared memory ends with the pod; here it is the machine's, and a killed process leaves it behind.
     """
-    objects = set()
+    found = set()
     for path in {path for pid in pids for path in _mapped(pid)}:
         with contextlib.suppress(OSError):
             status = os.stat(path)
-            if status.st_uid == os.getuid() and status.st_mtime >= since:
-                objects.add(path)
-    return objects
+            if status.st_uid == os.getuid() and (path, status.st_ino) not in before:
+                found.add(path)
+    return found
 
 
-def remove_unused(objects: Iterable[str]) -> None:
+def remove_unused(paths: Iterable[str]) -> None:
     """Remove shared memory objects that no living process has mapped."""
-    unused = set(objects)
+    unused = set(paths)
     if not unused:
         return
     for path in unused - {path for pid in processes() for path in _mapped(pid)}:
@@ -89,14 +97,14 @@ def remove_unused(objects: Iterable[str]) -> None:
 
 
 def _mapped(pid: int) -> set[str]:
-    objects = set()
+    mapped = set()
     with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as file:
         for line in file:
             path = line.rstrip("\n").partition(SHM)[2]
             # Only objects in the root: folders there have owners that remove them.
             if path and "/" not in path and not path.endswith(" (deleted)"):
-                objects.add(SHM + path)
-    return objects
+                mapped.add(SHM + path)
+    return mapped
 
 
 def _member(pid: int, groups: set[int]) -> bool:

@@ -16,7 +16,7 @@ import aiohttp
 
 from mmrouter_cli.local.devices import DeviceRequest, assign
 from mmrouter_cli.local.environment import Commands, Engines, engine_commands
-from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders
+from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders, network_namespace
 from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
 from mmrouter_cli.local.pod import LocalPod, PodBuilder
 from mmrouter_cli.local.pod_processes import VainError, log_failure
@@ -109,12 +109,17 @@ class LocalCluster:
         for number, plan in enumerate(self._plan.pods):
             placed = replace(plan, uid=str(uuid.uuid4()), ip=self._block.next_pod(), node=NODE)
             self.pods.append(builder.build(placed, self._plan, number, self._notify))
+        addresses = f"{self._block.service} for Services"
+        if self.pods:
+            addresses += f", {self.pods[0].ip} to {self.pods[-1].ip} for pods"
+        self._log(self.name, f"addresses: {addresses}")
         for service in self._plan.services:
             await self._serve(service)
         self._notify()
         run = {
             "deployment": self.name,
             "pid": os.getpid(),
+            "network": network_namespace(),
             "endpoint": self.endpoint,
             "frontends": [frontend._asdict() for frontend in self.frontends],
             "control_token": str(self.control_token_path or ""),
@@ -206,7 +211,7 @@ async def run_local(
     plan.pods = assign(plan.pods, devices or {})
     ports = {port for pod in plan.pods for port in pod.ports}
     async with AsyncExitStack() as stack:
-        block = stack.enter_context(contextlib.closing(take_block(ports)))
+        block = stack.enter_context(contextlib.closing(take_block(ports, len(plan.pods))))
         guard = Guard(uuid.uuid4().hex)
         stack.push_async_callback(guard.close)
         folders = make_folders(name)

@@ -23,6 +23,15 @@ def run_root() -> Path:
     return Path(base) / f"mmrouter-{os.getuid()}"
 
 
+def network_namespace() -> int:
+    """Return the network namespace of this process, 0 where there are none. Each has loopback addresses of its own, so
+    that runs in two of them may have the same endpoint.
+    """
+    with contextlib.suppress(OSError):
+        return os.stat("/proc/self/ns/net").st_ino
+    return 0
+
+
 class RunFolders(NamedTuple):
     """The folder of one run, and its twin on tmpfs (the same one where there is no tmpfs)."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from mmrouter_cli.local.folders import LocalError
 
+NETWORK = "127.1"
 LOCK_PORT = 47_127
 FIRST_POD = 2
 
@@ -27,7 +28,7 @@ class AddressBlock:
 
     @property
     def service(self) -> str:
-        return f"127.1.{self.number}.1"
+        return _address(self.number, 1)
 
     def next_pod(self) -> str:
         """Return the next pod's address. Raises :class:`LocalError` when none is left."""
@@ -35,26 +36,31 @@ class AddressBlock:
         if host > 253:
             raise LocalError("too many pods for one machine: 252 addresses are all there are")
         self.used += 1
-        return f"127.1.{self.number}.{host}"
+        return _address(self.number, host)
 
     def close(self) -> None:
         self.lock.close()
 
 
-def take_block(ports: Iterable[int]) -> AddressBlock:
-    """Take the first block that is free and on which ``ports`` can be bound. Raises :class:`LocalError`."""
+def take_block(ports: Iterable[int], pods: int = 1) -> AddressBlock:
+    """Take the first block that is free and where Services and pods can bind ``ports``. Raises :class:`LocalError`."""
     wanted = sorted(set(ports))
     problem = "every block is in use"
     for number in range(256):
-        lock = _listen(f"127.1.{number}.254", LOCK_PORT)
+        lock = _listen(_address(number, 254), LOCK_PORT)
         if lock is None:
             continue
-        taken = next((port for port in wanted if not can_bind(f"127.1.{number}.{FIRST_POD}", port)), None)
+        hosts = range(1, min(FIRST_POD + pods, 254))
+        taken = next((port for host in hosts for port in wanted if not can_bind(_address(number, host), port)), None)
         if taken is None:
             return AddressBlock(number, lock)
         lock.close()
         problem = f"port {taken} is taken by a process that listens on all addresses; stop it"
-    raise LocalError(f"no free block of loopback addresses 127.1.K.0/24: {problem}")
+    raise LocalError(f"no free block of loopback addresses {NETWORK}.K.0/24: {problem}")
+
+
+def _address(block: int, host: int) -> str:
+    return f"{NETWORK}.{block}.{host}"
 
 
 def can_bind(host: str, port: int) -> bool:

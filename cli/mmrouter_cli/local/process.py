@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from mmrouter_cli.local.cleanup_guard import members, remove_unused, shared_memory
+from mmrouter_cli.local.cleanup_guard import members, objects, remove_unused, shared_memory
 
 LINE_LIMIT = 64 * 1024
 OUTPUT_SECONDS = 0.3
@@ -62,9 +63,9 @@ class Child:
     process: asyncio.subprocess.Process
     output: "asyncio.Task[None]"
     guard: Guard
-    began: float
+    objects_before: frozenset[tuple[str, int]]
     memory: set[str] = field(default_factory=set)
-    recorded_at: float = 0.0
+    recorded_at: float = -math.inf
 
     @property
     def pid(self) -> int:
@@ -77,9 +78,9 @@ class Child:
 
     def record_memory(self, *, every: float = 0.0) -> None:
         """Record the group's shared memory, at most every ``every`` seconds, to remove it after a crash."""
-        if time.time() - self.recorded_at >= every:
-            self.recorded_at = time.time()
-            self.memory |= shared_memory(members(self.pid), self.began)
+        if time.monotonic() - self.recorded_at >= every:
+            self.recorded_at = time.monotonic()
+            self.memory |= shared_memory(members(self.pid), self.objects_before)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -104,7 +105,7 @@ async def spawn(
 ) -> Child:
     """Start a process; ``line`` gets each line of its output. Raises ``OSError``."""
     reader_end, writer_end = os.pipe()
-    began = time.time()
+    before = objects()
     try:
         # Not asyncio's pipe, whose wait() would also wait for grandchildren that hold it.
         process = await asyncio.create_subprocess_exec(
@@ -123,7 +124,7 @@ async def spawn(
     finally:
         os.close(writer_end)
     guard.send(f"+{process.pid}")
-    return Child(process, asyncio.create_task(_pump(reader_end, line)), guard, began)
+    return Child(process, asyncio.create_task(_pump(reader_end, line)), guard, before)
 
 
 def _die_with_parent() -> Callable[[], None]:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from mmrouter_cli.local.folders import run_root
+from mmrouter_cli.local.folders import network_namespace, run_root
 from mmrouter_lib.pod_paths import CONFIG_DIR
 
 CONTROL_PORT = 8001
@@ -70,10 +70,12 @@ def find_control(url: str, control: str | None, token: str | None) -> ControlEnd
 
 
 def _runs() -> Iterator[dict[str, Any]]:
-    """Yield the descriptions of this user's local deployments."""
+    """Yield the descriptions of this user's local deployments whose addresses are those of this network namespace."""
     for path in sorted(run_root().glob("*/run.json")):
         with suppress(OSError, ValueError):  # that run is ending
-            yield json.loads(path.read_text())
+            run = json.loads(path.read_text())
+            if run.get("network") == network_namespace():
+                yield run
 
 
 def _control_url(ip: str) -> str:

@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from mmrouter_lib.api import owned_flag_rules
 from mmrouter_lib.api.cross_field_rules import VALIDATIONS, Resource, immutable, rule, validation
-from mmrouter_lib.api.engine_traits import EngineType
+from mmrouter_lib.api.engine_traits import ENGINE_TYPES, EngineType, engine_is
 from mmrouter_lib.api.shared_types import (
     WORD,
     WORD_OR_EMPTY,
@@ -115,10 +115,13 @@ class EngineSpec(Resource):
     args: list[Argument] = Field(default=[], max_length=64)
     """Additional engine arguments, for every pool. Arguments that have a field of their own are refused."""
 
-    @rule("embeddingVolume", "!has(self.embeddingVolume) || self.type == 'vllm'")
-    def _volume_is_for_vllm(self) -> bool:
+    @rule(
+        "embeddingVolume",
+        f"!has(self.embeddingVolume) || {engine_is(lambda traits: traits.embeddings_in_files, 'self.type')}",
+    )
+    def _volume_is_supported(self) -> bool:
         """embeddingVolume is for engine type vllm: SGLang's encoders send embeddings over the network"""
-        return self.embedding_volume is None or self.type == "vllm"
+        return self.embedding_volume is None or ENGINE_TYPES[self.type].embeddings_in_files
 
     @model_validator(mode="after")
     def _own_flags(self) -> "EngineSpec":

@@ -1,6 +1,6 @@
 """The engine types of the resource, each with what its validation needs: owned flags, block sizes, supported roles."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -32,6 +32,8 @@ class EngineTraits:
     default_block_sizes: Mapping[AcceleratorKind, int]  # tokens per KV block where neither pool nor engine sets them
     has_renderers: bool  # whether pools of role renderer exist for it
     supports_transfer: bool  # whether routing.transfer may be other than none
+    embeddings_in_files: bool  # whether encoders can hand embeddings over in files of engine.embeddingVolume
+    encoders_serve_tls: bool  # whether engine.tls encrypts the connections to encoders
 
 
 # Why args must not set a flag.
@@ -107,6 +109,8 @@ VLLM = EngineTraits(
     default_block_sizes={"nvidia": 16, "amd": 16, "intel-i915": 64, "intel-xe": 64, "gaudi": 128, "cpu": 128},
     has_renderers=True,
     supports_transfer=True,
+    embeddings_in_files=True,
+    encoders_serve_tls=True,
 )
 
 SGLANG_FLAGS = (
@@ -161,6 +165,13 @@ SGLANG = EngineTraits(
     default_block_sizes={"nvidia": 16, "amd": 16, "intel-i915": 64, "intel-xe": 64, "gaudi": 64, "cpu": 16},
     has_renderers=False,
     supports_transfer=False,
+    embeddings_in_files=False,
+    encoders_serve_tls=False,
 )
 
 ENGINE_TYPES: Final[Mapping[EngineType, EngineTraits]] = {traits.type: traits for traits in (VLLM, SGLANG)}
+
+
+def engine_is(able: Callable[[EngineTraits], bool], field: str = "self.engine.type") -> str:
+    """Return CEL for: the engine type in ``field`` has a trait."""
+    return " || ".join(f"{field} == '{traits.type}'" for traits in ENGINE_TYPES.values() if able(traits))

@@ -1,6 +1,5 @@
 """`spec`: the desired state, and the rules between its sections."""
 
-from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -8,7 +7,7 @@ from pydantic import Field, model_validator
 from mmrouter_lib.api import owned_flag_rules
 from mmrouter_lib.api.cross_field_rules import Broken, Resource, broken, rule
 from mmrouter_lib.api.engine import EngineSpec, Model
-from mmrouter_lib.api.engine_traits import ENGINE_TYPES, EngineTraits
+from mmrouter_lib.api.engine_traits import ENGINE_TYPES, engine_is
 from mmrouter_lib.api.operations import Frontend, NetworkPolicy, Observability, Sidecar, Verification
 from mmrouter_lib.api.pools import Pool, Role
 from mmrouter_lib.api.routing import Routing
@@ -18,11 +17,6 @@ from mmrouter_lib.api.shared_types import by_key
 def _any(role: Role) -> str:
     """CEL for: a pool of that role is there."""
     return f"self.pools.exists(p, p.role == '{role}')"
-
-
-def _engine_is(able: Callable[[EngineTraits], bool]) -> str:
-    """CEL for: the engine type has a trait."""
-    return " || ".join(f"self.engine.type == '{traits.type}'" for traits in ENGINE_TYPES.values() if able(traits))
 
 
 class Spec(Resource):
@@ -89,7 +83,7 @@ class Spec(Resource):
         weights = [pool.weight for pool in self.pools if pool.role == "encoder"]
         return not weights or any(weights) or Broken(f"pools[{self._first('encoder')}].weight")
 
-    @rule("pools", f"{_engine_is(lambda traits: traits.has_renderers)} || !{_any('renderer')}")
+    @rule("pools", f"{engine_is(lambda traits: traits.has_renderers)} || !{_any('renderer')}")
     def _renderers_are_supported(self) -> bool | Broken:
         """renderer pools exist for engine type vllm only"""
         renderer = self._first("renderer")
@@ -97,7 +91,7 @@ class Spec(Resource):
 
     @rule(
         "routing.transfer",
-        f"{_engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer in ['auto', 'none']",
+        f"{engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer in ['auto', 'none']",
     )
     def _transfer_is_supported(self) -> bool:
         """transfer: shm and nixl are for engine type vllm; SGLang engines process images themselves"""
@@ -115,6 +109,28 @@ class Spec(Resource):
             if pool.shared_memory.scope != "node":
                 return self.routing.transfer != "shm" or Broken(f"pools[{number}].sharedMemory.scope")
         return True
+
+    @rule(
+        "routing.sharedVolume",
+        "!has(self.routing.sharedVolume) || self.pools.exists(p, p.sharedMemory.scope == 'node')",
+    )
+    def _shared_volume_is_mounted(self) -> bool:
+        """only pools with sharedMemory.scope: node mount routing.sharedVolume, and no pool has it"""
+        return self.routing.shared_volume is None or any(pool.shared_memory.scope == "node" for pool in self.pools)
+
+    @rule("engine.embeddingVolume", f"!has(self.engine.embeddingVolume) || {_any('encoder')}")
+    def _embeddings_have_an_encoder(self) -> bool:
+        """engine.embeddingVolume is for the embeddings of encoders, and no pool has role: encoder"""
+        return self.engine.embedding_volume is None or self._first("encoder") is not None
+
+    @rule(
+        "engine.tls",
+        f"{engine_is(lambda traits: traits.encoders_serve_tls)} || !has(self.engine.tls) || !{_any('encoder')}",
+    )
+    def _encoders_serve_tls(self) -> bool:
+        """SGLang's encoders serve no TLS, so images would reach them unencrypted: use engine.tls without encoders"""
+        supported = ENGINE_TYPES[self.engine.type].encoders_serve_tls
+        return supported or self.engine.tls is None or self._first("encoder") is None
 
     @property
     def transfer(self) -> Literal["none", "shm", "nixl"]:

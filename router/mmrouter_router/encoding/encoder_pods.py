@@ -25,10 +25,10 @@ from mmrouter_lib.engines.vllm.stage_requests import StageError, encode_request,
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.encoding.encoder_queue import Encoder
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
-from mmrouter_router.fleet.own_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Fleet, Worker, prefer_admitted
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, Delivery
 from mmrouter_router.http.engine_connection import Body, UpstreamError
+from mmrouter_router.http.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.request.renderer_client import new_nonce, small_pictures

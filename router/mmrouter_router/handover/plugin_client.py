@@ -14,8 +14,8 @@ import orjson
 
 from mmrouter_lib.engines.vllm import plugin_api as wire
 from mmrouter_lib.engines.vllm.plugin_api import Way as Processed
-from mmrouter_router.fleet.own_requests import EngineRequestError, EngineRequests
 from mmrouter_router.handover.ways import Fallback
+from mmrouter_router.http.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.http.upstream import Upstream
 
 log = logging.getLogger("mmrouter.handover")

@@ -23,7 +23,7 @@ from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, OWNER
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
-from mmrouter_router.fleet.own_requests import EngineRequestError
+from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media

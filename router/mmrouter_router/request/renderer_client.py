@@ -23,8 +23,8 @@ from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH, read_rendered, render_request
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.single_flight import SingleFlight
-from mmrouter_router.fleet.own_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.telemetry.metrics import Metrics
 

@@ -20,8 +20,8 @@ from mmrouter_lib.engines.sglang.stage_requests import decode_fields, new_meetin
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
 from mmrouter_router.core.settings import Settings
-from mmrouter_router.fleet.own_requests import EngineRequestError, EngineRequests
 from mmrouter_router.fleet.workers import Target, Worker
+from mmrouter_router.http.engine_requests import EngineRequestError, EngineRequests
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import CHAT

@@ -17,8 +17,8 @@ from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.differences import PredictedPrompt, RenderVerdict, compare_rendering, predicted_prompt
 from mmrouter_router.explain.parity_check import Verdict, check_parity
 from mmrouter_router.fleet.feed_client import FeedClient
-from mmrouter_router.fleet.own_requests import EngineRequestError
 from mmrouter_router.fleet.workers import Fleet
+from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.request.prepared import CHAT, Prepared
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
-from conformance.engine_process import BLOCK_SIZE, Engine, ReplayListener, context_length
+from conformance.engine_process import BLOCK_SIZE, Engine, context_length
+from conformance.event_listener import ReplayListener
 from conformance.prediction import Exchange, Predictor, compare, image_places
 from conformance.report import Cells
 from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images

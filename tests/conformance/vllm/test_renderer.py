@@ -16,8 +16,8 @@ from conformance.rendering import renderer
 from conformance.workload import workload
 
 from mmrouter_lib.engines.vllm.launch import launch
-from mmrouter_router.fleet.own_requests import EngineRequestError
 from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
-from conformance.engine_process import BLOCK_SIZE, engine_args, replay, require_memory
+from conformance.engine_process import BLOCK_SIZE, engine_args, require_memory
 from conformance.engines import AGREE_SECONDS, REPOSITORY, Answer, deployed, manifest, pool, send
+from conformance.event_listener import replay
 from conformance.prediction import Predictor
 from conformance.window_engine import WindowEngine
 from conformance.workload import STORY, Case, case, image_part, picture, said, user

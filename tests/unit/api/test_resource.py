@@ -136,6 +136,9 @@ RED = {"name": "red", "concurrency": 2}
 SCOPE = "needs scope: node on every pool"
 DECODE = pool("d", "decode")
 RENDERER = pool("r", "renderer", accelerator=CPU)
+ENCODER = pool("e", "encoder")
+VOLUME = {"nfs": {"server": "s", "path": "/"}}
+TLS = {"secretName": "engines"}
 TWO = {"maxReplicas": 2}
 CLAIMS = "pools[0].accelerator.claims"
 CLAIM = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
@@ -171,6 +174,14 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (pools(pool(sharedMemory=NODE), RENDERER, routing=SHM), "pools[1].sharedMemory.scope", SCOPE),
     (pools(pool("p", "prefill", sharedMemory=NODE), DECODE, routing=SHM), "pools[1].sharedMemory.scope", SCOPE),
     ({"routing": {"transfer": "nixl"}}, "routing.transfer", "add a renderer pool"),
+    ({"routing": {"sharedVolume": VOLUME}}, "routing.sharedVolume", "no pool has it"),
+    ({"engine": {"type": "vllm", "embeddingVolume": VOLUME}}, "engine.embeddingVolume", "no pool has role: encoder"),
+    (
+        pools(pool(), ENCODER, engine=SGLANG | {"embeddingVolume": VOLUME}),
+        "engine.embeddingVolume",
+        "for engine type vllm",
+    ),
+    (pools(pool(), ENCODER, engine=SGLANG | {"tls": TLS}), "engine.tls", "SGLang's encoders serve no TLS"),
     (pools(pool(sharedMemory=NODE), routing=SHM, engine=SGLANG), "routing.transfer", "are for engine type vllm"),
     (media(fetch="allowList"), "routing.media.allowedHosts", "at least one entry"),
     (media(allowedHosts=["a.example"]), "routing.media.allowedHosts", "no effect with fetch: dataOnly"),
@@ -303,6 +314,9 @@ def test_all_errors_are_reported_at_once() -> None:
         {"pools": [pool(parallelism={"data": 2}, accelerator={"kind": "nvidia", "count": 2})]},
         {"pools": [pool(accelerator={"kind": "nvidia", "resourceName": "nvidia.com/mig-3g.40gb"})]},
         {"routing": {"transfer": "shm"}, "pools": [pool(sharedMemory=NODE)]},
+        {"routing": {"sharedVolume": VOLUME}, "pools": [pool(sharedMemory=NODE), ENCODER]},
+        {"engine": {"type": "vllm", "embeddingVolume": VOLUME, "tls": TLS}, "pools": [pool(), ENCODER]},
+        {"engine": SGLANG | {"tls": TLS}},
         {"routing": {"transfer": "nixl"}, "pools": [pool(), pool("r", "renderer", accelerator=CPU)]},
         media(fetch="public", allowedCIDRs=["0.0.0.0/0"]),
         tenants(default={"requestsPerMinute": 2}, named=[RED, {"name": "free", "priority": "high"}], maxWaitSeconds=0),

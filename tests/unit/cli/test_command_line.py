@@ -1,5 +1,6 @@
 """The entry point: how a command ends early, the page of options, `mmrouter crd`, and where a deployment is found."""
 
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from waiting import wait_for
 from mmrouter_cli.__main__ import WITHOUT_OPTIONS, main
 from mmrouter_cli.app import app
 from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
+from mmrouter_cli.local.folders import network_namespace
 from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
 from mmrouter_lib.api.crd import definition
 
@@ -185,12 +187,25 @@ def test_elsewhere_the_error_names_what_runs_on_this_machine(
         find_control("127.1.0.1:8000", None, None)
     (tmp_path / "runs" / "ending").mkdir(parents=True)
     (tmp_path / "runs" / "ending" / "run.json").write_text("{")
-    (tmp_path / "runs" / "demo").mkdir()
-    (tmp_path / "runs" / "demo" / "run.json").write_text(
-        '{"endpoint": "http://127.1.0.1:8000", "frontends": [], "control_token": "/nowhere"}'
-    )
+    described_run(tmp_path / "runs" / "demo", "/nowhere")
     with pytest.raises(UnreachableError, match=r"\(there is http://127\.1\.0\.1:8000\)"):
         find_control("127.1.0.1:8000", None, None)
+
+
+def test_a_deployment_with_the_same_address_in_another_network_is_not_taken_for_the_one_here(
+    pod: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmrouter_cli.status.control_api.run_root", lambda: tmp_path / "runs")
+    for name, network in (("a", 1), ("b", network_namespace())):
+        (tmp_path / name).write_text(f"token-{name}\n")
+        described_run(tmp_path / "runs" / name, str(tmp_path / name), network)
+    assert find_control("http://127.1.0.1:8000", None, None).token == "token-b"
+
+
+def described_run(folder: Path, token_file: str, network: int | None = None) -> None:
+    run = {"endpoint": "http://127.1.0.1:8000", "frontends": [], "control_token": token_file}
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps(run | {"network": network or network_namespace()}))
 
 
 CONTEXT = """

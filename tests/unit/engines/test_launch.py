@@ -61,12 +61,6 @@ def test_tls_is_read_again_when_its_files_change(engine: Any) -> None:
     assert {"--ssl-certfile", "--ssl-keyfile", "--enable-ssl-refresh"} == flags(given) - flags(engine())
 
 
-def test_encoders_of_sglang_serve_no_tls() -> None:
-    with pytest.raises(LaunchError, match="SGLang's encoders serve no TLS") as caught:
-        sglang("encoder", fields={"tls": {"secretName": "a"}}, pools=EPD)
-    assert caught.value.path == "engine.tls"
-
-
 def test_every_field_that_changes_prompts_or_blocks_becomes_its_flag_of_vllm() -> None:
     engine = {"processor": {"maxPixels": 1003520}, "args": ["--max-model-len", "8192"]}
     pool = FOUR_GPUS | {"blockSize": 32, "updates": {"drainSeconds": 7}, "args": ["--enforce-eager"]}

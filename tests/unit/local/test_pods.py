@@ -6,15 +6,19 @@ import os
 import signal
 import stat
 import sys
+from contextlib import ExitStack
+from mmap import mmap
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import psutil
 import pytest
 from unit.local.conftest import alive, ask
 
+from mmrouter_cli.local.cleanup_guard import objects, shared_memory
 from mmrouter_cli.local.devices import DeviceRequest
-from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.folders import SHM, LocalError
 from mmrouter_cli.local.pod_processes import VAIN_STARTS, VainError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 
@@ -223,7 +227,7 @@ async def test_shared_memory_ends_with_the_container_that_made_it(run: Any, kit:
         container = cluster.pods[0].container("web")
         await _until(lambda: log.of("web-0/web"))
         first = Path(log.of("web-0/web")[0])
-        assert first.exists()
+        os.utime(first, (0, 0))  # the wall clock is set back
         container.child.record_memory()  # as the next probe would
         container.child.process.kill()
         await cluster.wait_until(lambda: container.restarts == 1, 5)
@@ -232,6 +236,16 @@ async def test_shared_memory_ends_with_the_container_that_made_it(run: Any, kit:
         assert not first.exists()
         assert second.exists()
     assert not second.exists()
+
+
+def test_shared_memory_from_before_is_not_taken_for_that_of_a_container() -> None:
+    with NamedTemporaryFile(dir=SHM) as old, ExitStack() as mapped:
+        before = objects()
+        with NamedTemporaryFile(dir=SHM) as new:
+            for file in (old, new):
+                file.truncate(1)
+                mapped.enter_context(mmap(file.fileno(), 1))
+            assert shared_memory([os.getpid()], before) == {new.name}
 
 
 async def test_one_that_will_not_stop_is_killed_after_its_grace(run: Any, kit: Any, log: Any) -> None:

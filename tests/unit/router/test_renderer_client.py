@@ -8,8 +8,8 @@ from unit.router.rig import LoopbackEngine, cancelled, http_answer, refused, unt
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.fleet.own_requests import EngineRequestError
 from mmrouter_router.fleet.workers import Member
+from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.renderer_client import Renderer
 from mmrouter_router.telemetry.metrics import Metrics

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 from unit.engines.conftest import deployment, role
+from unit.sidecar.janitor_rig import node  # noqa: F401  (a fixture)
 
 from mmrouter_lib import feed
 from mmrouter_lib.api import to_json as to_json_object

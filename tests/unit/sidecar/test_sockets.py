@@ -298,29 +298,6 @@ async def test_every_captured_engine_stream_yields_its_blocks(
     assert one.metric("events_total", what="unknown_removed") == 0
 
 
-async def test_health_load_and_geometry_come_from_the_engines_http_side(
-    start: Any, http_engine: Any, router: Any, settings: Any
-) -> None:
-    settings.model_dir.mkdir()
-    (settings.model_dir / "config.json").write_text("{}")
-    (settings.model_dir / "model.safetensors").write_text("weights do not count")
-    http_engine["metrics"] = (
-        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
-        'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:cache_config_info{block_size="32",engine="0"} 1.0\n'
-    )
-    one = await start()
-    beat = await router.heartbeat(lambda beat: beat.engine_state == "up" and beat.block_size == 32)
-    assert beat.engine_version == "0.32.0"
-    assert set(beat.digests) == {"config.json"}
-    assert len(beat.digests["config.json"]) == 64
-    assert (beat.model, beat.revision, beat.engine) == ("org/model", "main", "vllm")
-    load = await router.until(lambda: router.of(feed.LoadReport))
-    assert load[0] == feed.LoadReport(0, 3.0, 1.0, 0.5)
-    http_engine["health"] = 503
-    await router.heartbeat(lambda beat: beat.engine_state == "down")
-    assert one.metric("probe_failures_total", path="/health") >= 1
-
-
 async def fetch(url: str, method: str = "GET", **options: Any) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.request(method, url, **options) as answer:
         return answer.status, await answer.text()
@@ -340,64 +317,6 @@ async def test_a_router_reports_encoders_to_an_engine_that_uses_them(
     assert one.metric("encoders", state="up") == uses
     url = f"http://{settings.loopback}:8002/encoders/3/encode"
     assert (await fetch(url, "POST", data=b"{}"))[0] == encode_status
-
-
-async def test_an_engine_without_events_gets_a_new_epoch_when_it_goes_down(
-    start: Any, http_engine: Any, router: Any, settings: Any
-) -> None:
-    """No connection tells that it ended, as an engine's publisher does."""
-    await start(replace(settings, publishes=False))
-    up = await router.heartbeat(lambda beat: beat.engine_state == "up")
-    await router.ask(lambda number: feed.CanaryClaim(number, up.epoch, "r", 5.0))
-    await router.ask(lambda number: feed.CanaryResult(number, feed.CanaryReport(up.epoch, "True", router="r")))
-    await router.heartbeat(lambda beat: beat.canary is not None)
-    http_engine["health"] = 503
-    down = await router.heartbeat(lambda beat: beat.engine_state == "down")
-    assert (down.canary, down.epoch > up.epoch, down.worker != up.worker) == (None, True, True)
-
-
-async def test_an_sglang_engine_reports_identity_settings(
-    start: Any, http_engine: Any, router: Any, settings: Any
-) -> None:
-    http_engine["server"] = {
-        **{"version": "0.5.23", "kv_events": {"publisher": "zmq", "block_size": 32}},
-        **{"revision": None, "mm_preprocess_cache_size_mb": 256, "page_size": 32},
-    }
-    http_engine["metrics"] = "sglang:num_running_reqs 2.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.25\n"
-    await start(replace(settings, engine="sglang"))
-    beat = await router.heartbeat(lambda beat: beat.engine_state == "up")
-    assert (beat.engine_version, beat.facts) == ("", {})  # no information about its model yet; the request is repeated
-    http_engine["model"] = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"]}
-    beat = await router.heartbeat(lambda beat: beat.engine_version != "")
-    assert (beat.engine, beat.engine_version, beat.block_size) == ("sglang", "0.5.23", 32)
-    assert beat.facts == {
-        **{"version": "0.5.23", "revision": "null", "mm_preprocess_cache_size_mb": "256", "page_size": "32"},
-        **{"model_type": "qwen2_5_vl", "architectures": '["Qwen2_5_VLForConditionalGeneration"]'},
-    }
-    load = await router.until(lambda: router.of(feed.LoadReport))
-    assert load[0] == feed.LoadReport(0, 2.0, 1.0, 0.25)
-    http_engine["health"] = 503
-    await router.heartbeat(lambda beat: beat.engine_state == "down")
-
-
-async def test_an_encoder_has_its_own_health_path_and_a_long_period(
-    start: Any, http_engine: Any, router: Any, settings: Any
-) -> None:
-    """Its answer is an encoded image; its load is read as often as any engine's."""
-    http_engine["health"] = 503
-    http_engine["metrics"] = "sglang:num_running_reqs 1.0\nsglang:num_queue_reqs 1.0\nsglang:token_usage 0.5\n"
-    await start(replace(settings, engine="sglang", health_path="/health", health_seconds=30.0))
-    await until(lambda: len(http_engine["asked"]) >= 2)  # an encoder that is not up has the usual period
-    http_engine["health"] = 200
-    await router.heartbeat(lambda beat: beat.engine_state == "up")
-    asked = len(http_engine["asked"])
-    for waiting in (2, 3, 4):
-        http_engine["metrics"] = http_engine["metrics"].replace(
-            f"_reqs {waiting - 1}.0\nsglang:t", f"_reqs {waiting}.0\nsglang:t"
-        )
-        await router.until(lambda waiting=waiting: any(load.waiting == waiting for load in router.of(feed.LoadReport)))
-    assert set(http_engine["asked"]) == {"/health"}
-    assert len(http_engine["asked"]) == asked
 
 
 async def test_readiness_metrics_and_the_drain_hook(pair: Any, settings: Any, router: Any) -> None:

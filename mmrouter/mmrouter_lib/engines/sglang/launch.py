@@ -42,8 +42,6 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     if pool.role == "renderer":
         raise LaunchError("role", "SGLang has no renderer: it stands beside vLLM engines only")
     spec = dep.spec
-    if spec.engine.tls is not None and pool.role == "encoder":
-        raise LaunchError("engine.tls", f"pool {pool.name}: SGLang's encoders serve no TLS: remove pool or tls")
     model, engine, encodes, asks = spec.model, spec.engine, pool.role == "encoder", asks_encoders(dep, pool)
     env = {"SGLANG_USE_CPU_ENGINE": "1"} if pool.accelerator.kind == "cpu" else {}
     if not encodes:
