@@ -11,9 +11,12 @@ from typing import Any
 
 import openai
 
+from mmrouter_cli.sample_images import data_uri, picture
+
 CLIENTS = 4
 RETRIES = 5  # what docs/architecture.md recommends to clients
 TOPICS = 12
+PICTURES = 8
 TOKENS = (3, 40, 400)
 
 
@@ -40,12 +43,15 @@ class Answers:
 
 
 class Clients:
-    """``url`` is the Service's. A stream may be cut where ``may_cut`` is set: the router that carries it is killed."""
+    """``url`` is the Service's. A stream may be cut where ``may_cut`` is set: the router that carries it is killed.
+    ``pictures``: every other chat begins with one of a few pictures.
+    """
 
-    def __init__(self, url: str, model: str, seed: int, topics: int = TOPICS) -> None:
+    def __init__(self, url: str, model: str, seed: int, topics: int = TOPICS, *, pictures: bool = False) -> None:
         self.answers, self.may_cut = Answers(), False
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=90, max_retries=RETRIES)
         self._model, self._seed, self._topics = model, seed, topics
+        self._pictures = [data_uri(picture(f"{number}")) for number in range(PICTURES if pictures else 0)]
         self._stop = threading.Event()
 
     @contextmanager
@@ -65,36 +71,39 @@ class Clients:
         """Send one chat and count its outcome."""
         topic, tokens = dice.randrange(self._topics), dice.choice(TOKENS)
         turns = dice.randrange(1, 4)
-        messages: list[Any] = [{"role": "user", "content": f"Topic {topic} of the harbour in the light. " * 12}]
+        shown = dice.randrange(2 * PICTURES) if self._pictures else PICTURES
+        text = f"Topic {topic} of the harbour in the light. " * 12
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in self._pictures[shown : shown + 1]]
+        messages: list[Any] = [{"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
         for turn in range(turns):
             messages += [
                 {"role": "assistant", "content": f"It is number {topic}."},
                 {"role": "user", "content": f"And turn {turn}?"},
             ]
-        question = f"{topic}/{turns}", tokens
+        question = f"{topic}/{turns}/{shown}" if parts else f"{topic}/{turns}", tokens
         options: Any = {"model": self._model, "messages": messages, "max_tokens": tokens, "temperature": 0}
         began, pieces = time.monotonic(), 0
         stream = dice.random() < 0.6
         try:
             if stream:
-                text, usage, finish = "", None, None
+                answered, usage, finish = "", None, None
                 for chunk in self._client.chat.completions.create(
                     **options, stream=True, stream_options={"include_usage": True}
                 ):
                     pieces += 1
                     usage = chunk.usage or usage
                     for choice in chunk.choices:
-                        text += choice.delta.content or ""
+                        answered += choice.delta.content or ""
                         finish = choice.finish_reason or finish
                 if usage is None or finish is None:
                     raise ConnectionError("the stream ended without a finish reason or usage")
             else:
                 answer = self._client.chat.completions.create(**options)
-                text, usage = answer.choices[0].message.content or "", answer.usage
+                answered, usage = answer.choices[0].message.content or "", answer.usage
         except Exception as error:  # the client's transport has many ways to say that an answer broke off
             self._failed(error, pieces, question)
         else:
-            self.answers.whole(question, text, usage, time.monotonic() - began)
+            self.answers.whole(question, answered, usage, time.monotonic() - began)
             self.answers.outcomes["streams" if stream else "answers"] += 1
 
     def _failed(self, error: Exception, pieces: int, question: tuple[str, int]) -> None:

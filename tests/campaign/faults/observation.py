@@ -20,7 +20,6 @@ from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.feed import deciding
 from mmrouter_sidecar.blocks.ledger import Ledger
 
-WORKERS = 3  # of examples/demo.yaml
 FRESH_SECONDS = 0.9
 END = b"\xff" * 8
 LAG = 4.5
@@ -28,14 +27,20 @@ LAG = 4.5
 
 
 class Observer:
-    """Queries the processes of a local deployment. Use it from one thread."""
+    """Queries the processes of a local deployment. Use it from one thread.
+
+    Indexes are compared with the caches of vLLM's engines. SGLang's lists have token ids without images, and encoders
+    have no index.
+    """
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
         folder = Path(deployment.run["control_token"]).parent
         self._engine_key = (folder / "engine.key").read_text().strip()
         self._identity_key = (folder / "identity.key").read_bytes()
-        self._model = load_deployment(folder.parent / "deployment.json").spec.model
+        spec = load_deployment(folder.parent / "deployment.json").spec
+        self._model, self._compares = spec.model, spec.engine.type == "vllm"
+        self._workers = sum(pool.replicas for pool in spec.pools if pool.role != "renderer")
         self._http = httpx.Client(verify=False, trust_env=False, timeout=60)
 
     def close(self) -> None:
@@ -64,13 +69,15 @@ class Observer:
         for number in range(len(self.deployment.controls)):
             try:
                 workers = self.workers(number)
-                if len(workers) != WORKERS:
+                if len(workers) != self._workers:
                     found.append(f"frontend {number}: {len(workers)} workers")
                 for worker in workers:
+                    if worker["role"] == "encoder":
+                        continue
                     before = self._cache(worker["ip"])
                     view = self.control(f"/control/workers/{worker['uid']}/keys", number)
                     held = {rank: {int(key, 16) for key in keys} for rank, keys in view["keys"].items()}
-                    wrong = difference(before, held, self._cache(worker["ip"]))
+                    wrong = difference(before, held, self._cache(worker["ip"])) if self._compares else ""
                     # Routers use the index of a dead sidecar for two seconds; only a fresh frame shows that it runs.
                     silent = worker["heard_seconds_ago"] is None or worker["heard_seconds_ago"] > FRESH_SECONDS
                     if wrong or silent or not view["synced"] or worker["standing"] != "verified":
@@ -80,6 +87,8 @@ class Observer:
         return found
 
     def _cache(self, address: str) -> Held:
+        if not self._compares:
+            return {}
         headers = {"authorization": f"Bearer {self._engine_key}"}
         answer = self._http.get(f"http://{address}:8000/sim/cache", headers=headers)
         return keys_of(answer.raise_for_status().json(), self.seed)

@@ -14,9 +14,10 @@ from campaign.targets.prompts import Prompts
 from campaign.targets.resources import AdmittedResources, Resources
 from campaign.targets.soak import Soak
 from campaign.targets.soak_month import SoakMonth
+from campaign.targets.stage_faults import StageFaults
 from campaign.targets.tenant_timing import TenantTiming
 from campaign.targets.urls import Urls
 
 _INPUTS = (HttpStreams, LoopTurns, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
-_ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, Faults, SoakMonth, Soak, TenantTiming)
+_ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, Faults, StageFaults, SoakMonth, Soak, TenantTiming)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}
