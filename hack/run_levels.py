@@ -126,7 +126,7 @@ FIELDS = files(VLLM, "fields", "renderer", "unknown_families")
 DISAGGREGATED = files(VLLM, "encoders", "disaggregated", "leases")
 HANDED_OVER = files(VLLM, "handover", "handover_gain", "transfer")
 SGLANG_PROMPTS = files(f"{REAL}/sglang", "llava", "prediction", "rendering")
-(DEMO,) = files(VLLM, "demo")
+(DEMO,) = files(REAL, "demo")
 LONG_FORM = bool(os.environ.get("MMROUTER_FAMILIES"))
 CELLS = files(REAL, "cells") if LONG_FORM else ()
 """Every setup with each of these families (``tests/conformance/setups.py``); otherwise not collected."""
@@ -210,14 +210,14 @@ LEVELS = {
             Step("SGLang", tests=f"{REAL}/sglang", without=SGLANG_PROMPTS),
             Step("SGLang, prompts", tests=SGLANG_PROMPTS),
             Step("vLLM, disaggregated", tests=DISAGGREGATED),
-            Step("vLLM, per family", tests=VLLM, without=(*ROUTED, *FIELDS, *DISAGGREGATED, *HANDED_OVER, DEMO)),
+            Step("vLLM, per family", tests=VLLM, without=(*ROUTED, *FIELDS, *DISAGGREGATED, *HANDED_OVER)),
             Step("vLLM, image hand-over", tests=HANDED_OVER),
             Step("vLLM behind routers", tests=ROUTED),
-            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang", *CELLS)),
+            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang", *CELLS, DEMO)),
             Step("vLLM, field by field", tests=FIELDS),
             *((Step("every setup with every family", tests=CELLS, when="after"),) if CELLS else ()),
             # Alone: its verdict is that of `mmrouter up --demo`, which has a limit for late events.
-            Step("demo with vLLM", tests=DEMO, when="after"),
+            Step("demo with real engines", tests=DEMO, when="after"),
         ),
         limit_s=6 * 3600 if LONG_FORM else 3300,
         lanes=3,

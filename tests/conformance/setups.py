@@ -58,10 +58,18 @@ def not_run(engine: str, setup: str, family: str) -> str:
     return impossible or UNSUPPORTED.get((engine, setup, family)) or NOT_PART
 
 
+def named_families() -> list[str]:
+    """Return the families of ``MMROUTER_FAMILIES``, none where it is not set. Raises ``pytest.UsageError``."""
+    known = FAMILIES | RENDERED
+    named = [name.strip() for name in os.environ.get("MMROUTER_FAMILIES", "").split(",") if name.strip()]
+    if unknown := [name for name in named if name not in (*known, "all")]:
+        raise pytest.UsageError(f"FAMILIES: {', '.join(unknown)} is no known family; write all, or {', '.join(known)}")
+    return list(known) if "all" in named else named
+
+
 def long_form() -> list[str]:
     """Return the families of the long form, none where the run is not that."""
-    named = os.environ.get("MMROUTER_FAMILIES", "")
-    return list(FAMILIES) if named == "all" else [family for family in FAMILIES if family in named.split(",")]
+    return [family for family in FAMILIES if family in named_families()]
 
 
 def with_two_workers() -> list[str]:

@@ -12,7 +12,19 @@ from typing import Any
 import pytest
 from conformance.prediction import Report
 from conformance.report import EXPECTED, PROVIDERS, Cells, exclusive, run_folder, table
-from conformance.setups import CELLS, ENGINES, FAMILIES, NOT_PART, NOT_RUN, RENDERED, SETUPS, Proof, not_run, places
+from conformance.setups import (
+    CELLS,
+    ENGINES,
+    FAMILIES,
+    NOT_PART,
+    NOT_RUN,
+    RENDERED,
+    SETUPS,
+    Proof,
+    named_families,
+    not_run,
+    places,
+)
 
 NOTHING: dict[str, Any] = {"date": "", "machine": "", "cells": [], "proofs": []}
 TESTS = Path(__file__).resolve().parents[1]
@@ -103,14 +115,20 @@ def test_a_run_keeps_the_cells_that_it_does_not_have_and_joins_its_sessions(tmp_
     assert "not run: the run failed before it compared anything" in text
 
 
-@pytest.mark.parametrize("families", ["", "llava", "all"])
+@pytest.mark.parametrize("families", ["", "mistral3", "llava", "all"])
 def test_only_the_long_form_has_cells_of_its_own_each_of_a_family_that_the_engine_serves(
     families: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MMROUTER_FAMILIES", families)
     found = {place.family for place in places()}
-    assert found == {"": set(), "llava": {"llava"}, "all": set(FAMILIES)}[families]
+    assert found == {"llava": {"llava"}, "all": set(FAMILIES)}.get(families, set())
     assert all(not_run(*place) == NOT_PART for place in places())
+
+
+def test_an_unknown_family_is_refused_with_the_known_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MMROUTER_FAMILIES", "llava,qwen9")
+    with pytest.raises(pytest.UsageError, match=r"^FAMILIES: qwen9 is no known family; .* qwen2_vl, .* mistral3$"):
+        named_families()
 
 
 def test_two_providers_of_one_family_are_two_rows(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
-"""``make demo ENGINE=vllm``, as the README has it: two real engines start side by side and are routed to exactly."""
+"""``make demo ENGINE=...``, as the README has it: two real engines start side by side and are routed to exactly."""
 
 import json
 import signal
 import subprocess
-from pathlib import Path
 
+import pytest
 from local.rig import ROOT
 
 SECONDS = 900
 
 
-def test_the_demo_with_real_engines_starts_them_side_by_side_and_ends_with_exact_hits(vllm_env: Path) -> None:
-    command = ["make", "--no-print-directory", "demo", "ENGINE=vllm", "ARGS=--json"]
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_demo_with_real_engines_starts_them_side_by_side_and_ends_with_exact_hits(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"{engine}_env")  # built with a limit of its own
+    command = ["make", "--no-print-directory", "demo", f"ENGINE={engine}", "ARGS=--json"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     )
