@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     name_needs(items, {"shrunk", "vllm_env", "sglang_env", "older_sglang_env"})
-    if not long_form() and (measuring := [item for item in items if item.get_closest_marker("long_form")]):
+    if not named_families() and (measuring := [item for item in items if item.get_closest_marker("long_form")]):
         items[:] = [item for item in items if item not in measuring]
         config.hook.pytest_deselected(items=measuring)
 
