@@ -4,13 +4,12 @@ Where the router learns images, each is shown behind other texts until it is kno
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
 import pytest
 from conformance.conftest import Figure, Shrunk
+from conformance.conversations import QUESTION, Instructed, Taught
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, histories, pods, pool, resource, sglang_manifest
 from conformance.setups import RENDERED, REPOSITORIES, Place, named_families, places
@@ -18,15 +17,12 @@ from conformance.sglang.test_llava import FAMILIES as LLAVA
 from conformance.sglang.test_llava import checkpoint
 from conformance.sglang.test_pairs import HOST_COPIES
 from conformance.vllm.test_encoders import EMBEDDING
-from conformance.vllm.test_families import Instructed
 from local.rig import Deployment, metric
-from scenarios import SCENARIOS, Chat, Folder, Message, Scenario, Seen, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 pytestmark = pytest.mark.proves("{place.engine}", "{place.setup}", "{place.family}")
 VERIFY_SECONDS = 600.0
-LEARN_SECONDS = 120.0
-QUESTION = "What is to be seen here, and what of it is in the middle? " * 4
 FETCHED = "vllm:prompt_tokens_by_source_total"
 
 
@@ -72,19 +68,6 @@ def sglang(place: Place, shrunk: Shrunk, env: Path, folder: Path) -> dict[str, A
 def verified(deployment: Deployment) -> bool:
     workers = deployment.state()["workers"]
     return {worker["standing"] for worker in workers if worker["role"] != "encoder"} == {"verified"}
-
-
-class Taught(Instructed):
-    def send(self, *content: str, messages: list[Message] | None = None) -> Seen:
-        messages = messages or self.messages(*content)
-        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
-        for url in {part["image_url"]["url"]: None for part in parts if part["type"] == "image_url"}:
-            other = replace(self, nonce=token_hex(8))
-            wait_for(lambda o=other, u=url: o.known(u), LEARN_SECONDS, "the image is known")
-        return super().send(messages=messages)
-
-    def known(self, url: str) -> bool:
-        return bool(self.decided(url, QUESTION)["exactness"] == "exact")
 
 
 @pytest.fixture

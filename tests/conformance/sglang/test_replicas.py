@@ -14,12 +14,13 @@ import psutil
 import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
+from conformance.conversations import Taught
 from conformance.engine_process import require_memory
 from conformance.engines import deployed as deployed_engines
 from conformance.engines import histories, sglang_manifest
 from local.rig import Deployment
 from local.test_sglang import BLOCK, LONG, Served, image, text
-from scenarios import SCENARIOS, Chat, Folder, Scenario, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 pytestmark = pytest.mark.proves("sglang", "two workers", "qwen2_5_vl")
@@ -50,6 +51,12 @@ def deployment(served: Served) -> Deployment:
     return served.deployment
 
 
+@pytest.fixture
+def chat(served: Served) -> Iterator[Chat]:
+    with open_chat(served.deployment, Taught if served.provider == "learned" else Chat, max_retries=0) as chat:
+        yield chat
+
+
 def assert_indexes_are_the_engines_caches(deployment: Deployment) -> int:
     """Return the removals seen."""
     return sum(truth.removed for truth in histories(deployment, REPOSITORY, "sglang"))
@@ -78,7 +85,7 @@ def test_repeats_are_exact_hits_and_another_image_hits_the_text_before_it_alone(
     assert other["cached"] == again["images"][0]["offset"] // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("served", ["artifact"], indirect=True)
+@pytest.mark.parametrize("served", ["artifact", pytest.param("learned", marks=pytest.mark.long_form)], indirect=True)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
 def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
     scenario(chat, web)

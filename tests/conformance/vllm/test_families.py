@@ -7,25 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 from conformance.conftest import Figure
+from conformance.conversations import Instructed
 from conformance.engines import histories
 from conformance.setups import REPOSITORIES, with_two_workers
 from conformance.vllm.conftest import Served
 from local.rig import Deployment
-from scenarios import SCENARIOS, Chat, Folder, Message, Scenario, open_chat, title
+from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 
 pytestmark = [
     pytest.mark.proves("vllm", "two workers", "{served}"),
     pytest.mark.parametrize("served", with_two_workers(), indirect=True),
 ]
-
-
-class Instructed(Chat):
-    """Has a conversation's own text in a system message: some templates put a message's images before its text."""
-
-    def messages(self, *content: str) -> list[Message]:
-        (message,) = super().messages(*content)
-        own, *asked = message["content"]
-        return [{"role": "system", "content": own["text"]}, {"role": "user", "content": asked or "Go on."}]
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ import httpx
 import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
+from conformance.conversations import Instructed
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, pool, resource
 from conformance.setups import ONE_FAMILY, REPOSITORIES, long_form
-from conformance.vllm.test_families import Instructed
 from local.rig import Deployment, samples
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
