@@ -19,7 +19,7 @@ import msgspec
 
 from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
 from mmrouter_lib.cache_layout import FULL_KINDS, CacheGroup
-from mmrouter_lib.engines.base.events import Batch, Cleared, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Removed, Stored
 from mmrouter_lib.feed import ImageObservation
 from mmrouter_sidecar.blocks.block_table import BlockTable
 from mmrouter_sidecar.blocks.image_observations import ImageObservations
@@ -27,7 +27,6 @@ from mmrouter_sidecar.blocks.known_groups import KnownGroups
 from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
 MAX_SEEDS = 65_536
-_STORES = (Stored, Ragged)
 
 
 class Place(NamedTuple):
@@ -131,32 +130,22 @@ class Ledger:
     def apply(self, batch: Batch, rank: int) -> None:
         if batch.rank != rank:
             self.counts["rank_mismatch"] += 1
-        for event in batch.events:
-            if isinstance(event, _STORES) and (unnamed := self._groups.unnamed(event)) is not None:
-                self._set_group(unnamed)
-        later: list[Stored | Ragged | Removed] = []  # full attention's blocks of this batch name those of other groups
-        for event in batch.events:
-            if isinstance(event, Cleared):
-                self._take_in(rank, later)
-                later = []
-                self.counts["cleared"] += 1
-                self._empty(rank)
-            elif isinstance(event, Ignored):
-                self.counts[f"ignored_{event.reason}"] += 1
-            elif event.group in self._groups.beside:
-                later.append(event)
-            else:
-                self._take_in(rank, (event,))
-        self._take_in(rank, later)
-
-    def _take_in(self, rank: int, events: Sequence[Stored | Ragged | Removed]) -> None:
-        for event in events:
+        if not self._groups.named:  # all groups of an engine stand in its first batch
+            for event in batch.events:
+                if isinstance(event, Stored | Ragged):
+                    self._name(event)
+        for event in self._groups.in_order(batch.events):
             if isinstance(event, Stored):
                 self._store(rank, event)
             elif isinstance(event, Removed):
                 self._remove(rank, event)
-            else:
+            elif isinstance(event, Ragged):
                 self._store_ragged(rank, event)
+            elif isinstance(event, Cleared):
+                self.counts["cleared"] += 1
+                self._empty(rank)
+            else:
+                self.counts[f"ignored_{event.reason}"] += 1
 
     def clear(self, rank: int) -> None:
         """Clear one rank, whose state is no longer proved."""
@@ -249,6 +238,7 @@ class Ledger:
         return ops
 
     def _store(self, rank: int, event: Stored) -> None:
+        self._name(event)
         place = Place(rank, event.group, event.medium)
         table = self._table(place, event.block_size)
         if table.block_size != event.block_size and not self._resized(place, table, event):
@@ -281,6 +271,7 @@ class Ledger:
             self.observations.observe(rank, event, keys, parent)
 
     def _store_ragged(self, rank: int, event: Ragged) -> None:
+        self._name(event)
         place = Place(rank, event.group, event.medium)
         table = self._table(place, event.block_size)
         if table.block_size != event.block_size:
@@ -335,6 +326,10 @@ class Ledger:
             table.put_aside(hashes)
             self._append_op(LedgerOp("aside", *place, pack_keys(hashes), b"", table.block_size))
 
+    def _name(self, event: Stored | Ragged) -> None:
+        if self._groups.named.get(event.group) != event.kind and (group := self._groups.unnamed(event)) is not None:
+            self._set_group(group)
+
     def _set_group(self, group: CacheGroup) -> None:
         self._groups.put(group)
         self._append_op(_group_op(group))
@@ -342,8 +337,7 @@ class Ledger:
     def _resized(self, place: Place, table: BlockTable, event: Stored) -> bool:
         """Put a place's blocks aside if all were parts of blocks; return whether it was so.
 
-        A prompt shorter than a block leaves such an entry, always alone in its event
-        (docs/engine-facts/vllm.md#event-fields).
+        Such an entry stands alone in its event (docs/engine-facts/vllm.md#event-fields).
         """
         grows = table.partial and not event.block_size % table.block_size
         if grows:
