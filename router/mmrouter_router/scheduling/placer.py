@@ -244,8 +244,12 @@ def _of_groups(
     if prepared.rendered and worker.heartbeat is not None and not worker.heartbeat.all_groups:
         # A family of unknown layout, and a sidecar that leaves mamba groups out: the overlap may be too high.
         return "affinity", (*reasons, "old_feed:cache_groups")
-    if worker.layout.bounds:
-        return "bounded", (*reasons, *(f"cache_groups:{why}" for why in worker.layout.bounds))
+    bounds = worker.layout.bounds
+    if not worker.layout.whole and (prepared.spans or prepared.salt):
+        # Without full attention, an image or a salt that ended before the kept blocks is in no event.
+        bounds += ("window",) if worker.layout.tails[-1].tokens < len(prepared.ids) else ()
+    if bounds:
+        return "bounded", (*reasons, *(f"cache_groups:{why}" for why in bounds))
     return exactness, reasons
 
 

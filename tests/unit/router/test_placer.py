@@ -206,6 +206,22 @@ def test_case_45_groups_of_other_block_sizes_promise_nothing_and_keep_their_cana
     assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:block_size",))
 
 
+@pytest.mark.parametrize(
+    ("window", "change", "exactness"),
+    [
+        (2 * BLOCK, {}, "exact"),
+        (2 * BLOCK, {"salt": "tenant"}, "bounded"),
+        (2 * BLOCK, {"spans": (Span(1, 2, bytes(32)),)}, "bounded"),
+        (100 * BLOCK, {"salt": "tenant"}, "exact"),
+    ],
+)
+def test_images_and_salts_before_a_window_without_full_attention_bound_the_promise(rig, window, change, exactness):
+    hybrid(rig, (CacheGroup(0, "sliding_window", window, BLOCK), KEYS[2:4]))
+    decision = rig.placer.place(replace(prepared(), **change))
+    assert decision.exactness == exactness
+    assert decision.reasons == (() if exactness == "exact" else ("cache_groups:window",))
+
+
 def test_windows_of_an_older_sidecar_bound_the_promise(rig):
     """It publishes only those blocks of a window beside full attention that stand in events without gaps."""
     hybrid(rig, (FULL, KEYS[:4]), (CacheGroup(1, "sliding_window", BLOCK + 1), ()), all_groups=False)
