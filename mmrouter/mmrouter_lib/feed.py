@@ -5,11 +5,13 @@ one or more :data:`Reply` with its ``id``, each as ``[b"", payload]``; ``last`` 
 counts from 1 in each epoch; a ``Snapshot`` at (epoch, seq) holds every delta up to ``seq``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Literal, TypeVar
 
 import msgspec
+
+from mmrouter_lib.cache_layout import CacheGroup
 
 VERSION = 1
 ACCEPTED = (VERSION,)  # versions that this code reads. Version 1 is the first, so there is no N-1 yet.
@@ -69,25 +71,6 @@ class CanaryReport(msgspec.Struct, frozen=True, array_like=True):
     router: str = ""
 
 
-class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
-    """A cache group that events have named, on any rank; ``kind`` is the engine's name for it, or empty."""
-
-    group: int
-    kind: str
-    window: int = 0  # tokens; 0 for full attention
-
-
-def deciding(groups: Sequence[CacheGroup]) -> CacheGroup:
-    """Return the group whose blocks decide a hit; group 0 with full attention without any group.
-
-    A group with full attention decides if there is one. Otherwise the widest window does: it needs most blocks.
-    """
-    full = [group for group in groups if not group.window]
-    if full or not groups:
-        return full[0] if full else CacheGroup(0, "")
-    return max(groups, key=lambda group: (group.window, -group.group))
-
-
 class SharedDirectory(msgspec.Struct, frozen=True, array_like=True):
     """The node's shared directory (docs/transfer.md), at the last pass of the sidecar's janitor. In bytes.
 
@@ -106,11 +89,14 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Identity and state of a sidecar and its engine, sent every half second and on every change.
 
     ``worker`` is ``<pod uid>/<boot id>``; ``seq`` is the last delta's number, so a router that missed the newest delta
-    notices without waiting for the next one. ``groups`` is in ascending order. ``facts`` are the engine settings that
-    media identity depends on (SGLang: version, model type, page size, flags; structured values as JSON). ``shared`` is
-    set in pods with the node's shared directory. ``keys`` has the fingerprints of the sidecar's public key and of the
-    routers' keys that it accepts (:mod:`.feed_keys`). ``device`` is PyTorch's type of the device that the engine
-    reports, empty while unknown, ``devices`` their number, and ``requested_device`` the type that its pool asks for.
+    notices without waiting for the next one. ``groups`` is in ascending order, full attention first, because older
+    routers index the first group without a window. ``facts`` are the engine settings that media identity depends on
+    (SGLang: version, model type, page size, flags; structured values as JSON). ``shared`` is set in pods with the
+    node's shared directory. ``keys`` has the fingerprints of the sidecar's public key and of the routers' keys that it
+    accepts (:mod:`.feed_keys`). ``device`` is PyTorch's type of the device that the engine reports, empty while
+    unknown, ``devices`` their number, and ``requested_device`` the type that its pool asks for. ``all_groups``:
+    ``groups`` and the deltas have every group that events have named; older sidecars leave out mamba, and blocks of
+    windows beside full attention.
     """
 
     worker: str
@@ -133,6 +119,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     device: str = ""
     devices: int = 0
     requested_device: str = ""
+    all_groups: bool = False
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

@@ -35,6 +35,7 @@ from local.rig import Deployment, metric, running
 from waiting import wait_for
 
 from mmrouter_lib.block_keys import chain, namespace_seed
+from mmrouter_lib.cache_layout import FULL_KINDS
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import Cleared, Ragged, Removed, Stored
 from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
@@ -283,9 +284,9 @@ class History:
 
 
 def of_one_group(events: Sequence[Any]) -> Iterator[Any]:
-    """Yield the events of the cache group that has every block of a prompt: one without a window, if there is one."""
-    windows = {event.group: event.window for event in events if isinstance(event, Stored)}
-    decides = min((group for group, window in windows.items() if not window), default=min(windows, default=0))
+    """Yield the events of the cache group that has every block of a prompt: full attention, if there is any."""
+    kinds = {event.group: event.kind for event in events if isinstance(event, Stored)}
+    decides = min((group for group, kind in kinds.items() if kind in FULL_KINDS), default=min(kinds, default=0))
     return (event for event in events if getattr(event, "group", decides) == decides)
 
 

@@ -216,8 +216,7 @@ them (`test_routing.py` of both), also through a prefill and a decode engine of 
 **Families behind a renderer.** mmrouter has no code for them, so their prompts come from `vllm launch render` with the
 engines' files. Networks and configurations are this project's, with the geometry, special ids and window of the
 published models. Gemma 3 has its own tokenizer and chat template. Mistral 3 has a stand-in, Mistral AI's tokenizer and
-template of Pixtral, because no package has the later ones of Mistral Small 3.1. Images have texts around them. Gemma 3
-runs with a flag that keeps the blocks beyond its window ([why](exactness.md#sliding-windows)).
+template of Pixtral, because no package has the later ones of Mistral Small 3.1. Images have texts around them.
 
 **Several engines.** A cell's tests are in `tests/conformance`, marked with the cell that they prove. With every family
 (`test_cells.py`) they are `mmrouter verify`, the ten scenarios, that each stage had its part of a request, and that the

@@ -188,7 +188,7 @@ def _routing(answers: Sequence[Answer], before: Events, after: Events) -> Routin
         lost = [uid for uid, epoch in before[2].items() if after[2].get(uid, epoch) != epoch]
         if lost:
             events, why = "off", f"{len(lost)} engines lost their history meanwhile"
-        elif answers and not decisions["exact"] + decisions["partial"]:
+        elif answers and not any(decisions[kind] for kind in ("exact", "bounded", "partial")):
             events, why = "off", "no decision knew what engines hold: all were affinity"
     return Routing(
         events, why, dict(decisions), run_statistics.overlap(answers), dict(workers.most_common(MOST_WORKERS))

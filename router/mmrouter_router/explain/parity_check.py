@@ -54,8 +54,8 @@ class Verdict:
 def expected_blocks(prepared: Prepared, worker: Worker, rank: int, block_size: int) -> ExpectedBlocks | None:
     """Return the blocks that a worker should hold after a request, ``None`` where nothing was predicted.
 
-    For a request that is exact up to an image, the complete blocks before it; for a cache with a sliding window, the
-    blocks that a hit needs (docs/engine-facts/vllm.md#sliding-windows).
+    For a request that is exact up to an image, the complete blocks before it; for a cache without full
+    attention, the blocks that a hit needs (docs/engine-facts/vllm.md#sliding-windows).
     """
     if prepared.exactness == "affinity":
         return None
@@ -70,9 +70,9 @@ def expected_blocks(prepared: Prepared, worker: Worker, rank: int, block_size: i
         ids, spans = filled.ids, ()
     blocks = min([len(ids), *stops]) // block_size
     keys = prepared.keys(block_size, scope)[:blocks]
-    if worker.group.window:
+    if not worker.layout.whole:
         hit = (len(ids) - 1) // block_size
-        keys = keys[max(0, hit - window_blocks(worker.group.window, block_size)) : hit]
+        keys = keys[max(0, hit - window_blocks(worker.layout.tails[0].tokens, block_size)) : hit]
     if not keys:
         return None
     end = blocks * block_size
@@ -127,11 +127,14 @@ async def published_blocks(
             if raw.rank != rank:
                 continue
             try:
-                events = decode(raw.payload).events
+                batch = decode(raw.payload)
             except EventError:
                 continue  # counted by the sidecar, which has seen the same bytes
-            stored += [event for event in events if isinstance(event, Stored)]
-            gone |= any(isinstance(event, Ragged) and event.hashes for event in events)
+            for event in batch.events:
+                if isinstance(event, Stored) and event.group == worker.layout.primary:
+                    stored.append(event)
+                elif isinstance(event, Ragged) and event.group == worker.layout.primary:
+                    gone |= bool(event.hashes)
     return stored, gone
 
 

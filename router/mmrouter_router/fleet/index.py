@@ -3,7 +3,7 @@
 A candidate is one rank of one worker in one epoch and owns one bit (its *slot*). A prompt lookup costs one dictionary
 access per block, whatever the number of candidates, and stops at the first block without a holder. A key stands for its
 block and all before it, but an engine may evict a block in the middle: a candidate's overlap ends at the first block
-that it does not hold. A cache with a sliding window hits otherwise (:meth:`Index.match_windows`).
+that it does not hold. A cache of several groups has a slot for each, and hits otherwise (:meth:`Index.match_groups`).
 
 Equal sets are one object (:meth:`Index._shared`). Neighbouring blocks of a prompt mostly have the same holders, so
 every loop here computes a set once per run of blocks and skips the rest of the run by identity, a mere shortcut.
@@ -15,6 +15,7 @@ A removed candidate is *retired*: its bit stops matching at once, and is wiped f
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, count, islice
+from typing import NamedTuple
 
 Slot = int  # number of a candidate's bit
 NOWHERE: Slot = -1  # the slot of a rank that is not in the index
@@ -22,6 +23,28 @@ NOWHERE: Slot = -1  # the slot of a rank that is not in the index
 MAX_SETS = 65_536  # distinct holder sets that are shared; beyond it sharing starts anew, at a cost in memory only
 SPARSE = 16  # with at most one of this many bits set, bits are extracted one by one
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
+
+
+class HitRule(NamedTuple):
+    """What a hit needs of a cache's groups (``mmrouter_lib.cache_layout``), as bits of their slots.
+
+    ``whole``: groups that hold every block of the hit. ``tails``: (blocks, groups that hold as many at its end).
+    """
+
+    whole: int
+    tails: tuple[tuple[int, int], ...]
+
+    def of_length(self, blocks: int) -> "HitRule":
+        """Return the rule for prompts of ``blocks``, of which a tail of that length is the whole."""
+        if all(need < blocks for need, _ in self.tails):
+            return self
+        whole, tails = self.whole, []
+        for need, groups in self.tails:
+            if need < blocks:
+                tails.append((need, groups))
+            else:
+                whole |= groups
+        return HitRule(whole, tuple(tails))
 
 
 class Index:
@@ -136,23 +159,23 @@ class Index:
                 overlap[slot] = depth
         return overlap
 
-    def match_windows(self, keys: Sequence[int], needs: Mapping[Slot, int]) -> dict[Slot, int]:
-        """Return slot -> longest hit, for live slots whose cache has a sliding window.
+    def match_groups(self, keys: Sequence[int], rules: Mapping[Slot, HitRule]) -> dict[Slot, int]:
+        """Return slot -> longest hit, for live slots of caches with several groups or a window, by their primary slot.
 
-        A hit of n blocks requires the last ``min(n, need)`` of them (:func:`window_blocks`). ``keys`` exclude a block
-        that ends with the prompt's last token, which an engine computes anew.
+        ``keys`` exclude a block that ends with the prompt's last token, which an engine computes anew.
         """
-        get, length = self._holders.get, len(keys)
-        if any(need < length for need in needs.values()):
-            holders = [get(key, 0) for key in keys]
+        get = self._holders.get
+        holders: list[int] | None = None
         overlap: dict[Slot, int] = {}
-        whole: list[Slot] = []  # windows longer than the prompt: a hit is a prefix
-        for slot, need in needs.items():
-            if need >= length:
-                whole.append(slot)
+        leading: list[Slot] = []  # a hit is what the primary group holds from the start
+        for slot, rule in rules.items():
+            whole, tails = rule.of_length(len(keys))
+            if not tails and whole == 1 << slot:
+                leading.append(slot)
             elif self._live >> slot & 1:
-                overlap[slot] = _last_run(holders, 1 << slot, need)
-        return overlap | self.match(keys, whole) if whole else overlap
+                holders = [get(key, 0) for key in keys] if holders is None else holders
+                overlap[slot] = _longest_hit(holders, whole, tails)
+        return overlap | self.match(keys, leading) if leading else overlap
 
     def sweep(self, budget: int = 20_000) -> bool:
         """Wipe up to ``budget`` keys of retired candidates; return whether keys are left."""
@@ -189,11 +212,23 @@ def window_blocks(window: int, block_size: int) -> int:
     return max(1, -(-(window - 1) // block_size))
 
 
-def _last_run(holders: Sequence[int], bit: int, need: int) -> int:
-    """Return the end of the last run of ``need`` held blocks, else the length of the leading run."""
+def _longest_hit(holders: Sequence[int], whole: int, tails: Sequence[tuple[int, int]]) -> int:
+    """Shorten the hit to what each rule allows, until all agree: every rule is true of 0 blocks."""
+    hit, agreed = len(holders), -1
+    if whole:
+        hit = next((number for number, have in enumerate(holders) if have & whole != whole), hit)
+    while hit != agreed:
+        agreed = hit
+        for need, groups in tails:
+            hit = _last_run(holders, hit, groups, need)
+    return hit
+
+
+def _last_run(holders: Sequence[int], end: int, groups: int, need: int) -> int:
+    """Return the end of the last run of ``need`` held blocks among the first ``end``, else the leading run's length."""
     run = 0
-    for number in range(len(holders) - 1, -1, -1):
-        if holders[number] & bit:
+    for number in range(end - 1, -1, -1):
+        if holders[number] & groups == groups:
             run += 1
             if run == need:
                 return number + need

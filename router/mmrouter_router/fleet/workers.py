@@ -10,10 +10,11 @@ from blake3 import blake3
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
+from mmrouter_lib.cache_layout import CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
-from mmrouter_router.fleet.index import Index, Slot, mask_of, window_blocks
+from mmrouter_router.fleet.index import HitRule, Index, Slot, mask_of, window_blocks
 from mmrouter_router.fleet.rank_load import LoadColumns, RankUsage
 from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.metrics import Metrics
@@ -46,7 +47,11 @@ class Member:
 
 @dataclass
 class Worker:
-    """State of one engine pod. ``slots`` has one index slot per rank of the current epoch."""
+    """State of one engine pod.
+
+    ``slots`` has the index slot of each rank's primary cache group in the current epoch, ``beside`` those of the other
+    groups, by rank and group.
+    """
 
     member: Member
     since: float
@@ -55,7 +60,8 @@ class Worker:
     heartbeat_at: float = 0.0
     slots: dict[int, Slot] = field(default_factory=dict)
     usage: dict[int, RankUsage] = field(default_factory=dict)
-    group: feed.CacheGroup = field(default_factory=lambda: feed.deciding(()))  # the KV cache group in the index
+    beside: dict[tuple[int, int], Slot] = field(default_factory=dict)
+    layout: CacheLayout = field(default_factory=lambda: cache_layout(()))
     delta_event: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; waiters clear it
     scope: Scope | None = None  # of SGLang: engines with equal scopes assign equal sentinels
 
@@ -107,28 +113,38 @@ class Target(NamedTuple):
 
 
 class CacheQuery(NamedTuple):
-    """Index slots of targets with one block size. ``windows``: blocks that a hit needs before its end."""
+    """Index slots of targets with one block size. ``rules``: of caches that hit by more than leading blocks."""
 
     slots: dict[Slot, int]  # zeros, in the order of the targets
     mask: int  # of the slots
-    windows: dict[Slot, int]
+    rules: dict[Slot, HitRule]
     block_size: int
 
 
 def cache_query(targets: Iterable[Target]) -> CacheQuery:
-    """Build the query for targets; valid until their fleet changes."""
+    """Build the query for targets; valid until their fleet changes. A layout that promises nothing is left out."""
     slots: list[Slot] = []
-    windows: dict[Slot, int] = {}
+    rules: dict[Slot, HitRule] = {}
     size = 0
     for worker, rank, size in targets:
         slot = worker.slots.get(rank)
-        if slot is None:
+        if slot is None or not worker.layout.comparable:
             continue
-        if worker.group.window:
-            windows[slot] = window_blocks(worker.group.window, size)
+        if worker.layout.tails or len(worker.layout.whole) > 1:
+            rules[slot] = _hit_rule(worker, rank, size)
         else:
             slots.append(slot)
-    return CacheQuery(dict.fromkeys(slots, 0), mask_of(slots), windows, size)
+    return CacheQuery(dict.fromkeys(slots, 0), mask_of(slots), rules, size)
+
+
+def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
+    layout = worker.layout
+
+    def bits_of(groups: Iterable[int]) -> int:
+        return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
+
+    tails = [(window_blocks(tail.tokens, block_size), bits_of(tail.groups)) for tail in layout.tails]
+    return HitRule(bits_of(layout.whole), tuple(tails))
 
 
 class Fleet:
@@ -154,10 +170,10 @@ class Fleet:
     def lookup(self, keys: Sequence[int], tokens: int, query: CacheQuery) -> dict[Slot, int]:
         """Return slot -> blocks of a prompt that its cache would hit. ``keys``: at the query's block size."""
         hits = self.index.match(keys, query.slots, query.mask) if query.slots else {}
-        if query.windows:
+        if query.rules:
             # The engine computes a prompt's last token anew, so its block cannot be hit.
             hittable = max(0, tokens - 1) // query.block_size
-            hits |= self.index.match_windows(keys[:hittable], query.windows)
+            hits |= self.index.match_groups(keys[:hittable], query.rules)
         return hits
 
     def changed(self) -> None:
@@ -242,7 +258,7 @@ class Fleet:
             worker.since = self._clock()  # the verification timeout restarts: this cache has proved nothing yet
         steps = self._carry_out(worker, worker.sync.on_heartbeat(beat))
         if beat.epoch == worker.sync.epoch:
-            steps += self._regroup(worker, feed.deciding(beat.groups))
+            steps += self._regroup(worker, cache_layout(beat.groups, complete=beat.all_groups))
         quiet = ("seq", "shared")
         if (
             before is None
@@ -252,10 +268,13 @@ class Fleet:
             self.changed()
         return steps
 
-    def _regroup(self, worker: Worker, group: feed.CacheGroup) -> list[SyncRequest]:
-        """Resync when another cache group decides what a hit is: the index holds the keys of the previous one."""
-        before, worker.group = worker.group, group
-        if group.group == before.group or not worker.sync.synced:
+    def _regroup(self, worker: Worker, layout: CacheLayout) -> list[SyncRequest]:
+        """Resync when other cache groups are to be indexed: the index holds the keys of the previous ones."""
+        before, worker.layout = worker.layout, layout
+        if (layout.primary, layout.groups) == (before.primary, before.groups):
+            return []
+        self._retire(worker, tuple(worker.slots))
+        if not worker.sync.synced:
             return []  # a snapshot under way is filtered when it arrives
         self._metrics.feed_events.labels("regroup").inc()
         return self._carry_out(worker, worker.sync.start())
@@ -271,10 +290,10 @@ class Fleet:
                     self._apply(worker, step)
                 case feed.SnapshotPart():
                     if self._indexed(worker, step.group, step.medium):
-                        self.index.store(self._slot(worker, step.rank), unpack_keys(step.keys))
+                        self.index.store(self._slot(worker, step.rank, step.group), unpack_keys(step.keys))
                 case "synced":
                     for rank in range(worker.ranks):
-                        self._slot(worker, rank)
+                        self._slot(worker, rank, worker.layout.primary)
                     worker.delta_event.set()
                     self._metrics.feed_events.labels("synced").inc()
                     self.changed()
@@ -288,14 +307,11 @@ class Fleet:
     def _apply(self, worker: Worker, delta: Delta) -> None:
         self._metrics.deltas += 1
         worker.delta_event.set()
-        if delta.cleared and delta.rank in worker.slots:
-            self.index.retire(worker.slots.pop(delta.rank))
-            self.version += 1
+        if delta.cleared:
+            self._retire(worker, [delta.rank])
         if not self._indexed(worker, delta.group, delta.medium):
             return
-        slot = worker.slots.get(delta.rank)
-        if slot is None:
-            slot = self._slot(worker, delta.rank)
+        slot = self._slot(worker, delta.rank, delta.group)
         if delta.removed:
             self.index.remove(slot, unpack_keys(delta.removed))
         if delta.stored:
@@ -306,22 +322,31 @@ class Fleet:
                 usage.computed(keys)
 
     def _indexed(self, worker: Worker, group: int, medium: str) -> bool:
-        reason = "medium" if medium != INDEXED_MEDIUM else "group" if group != worker.group.group else ""
+        reason = "medium" if medium != INDEXED_MEDIUM else "group" if group not in worker.layout.groups else ""
         if reason:
             self._metrics.feed_ignored.labels(reason).inc()
         return not reason
 
-    def _slot(self, worker: Worker, rank: int) -> Slot:
-        slot = worker.slots.get(rank)
-        if slot is None:
-            slot = worker.slots[rank] = self.index.join()
+    def _slot(self, worker: Worker, rank: int, group: int) -> Slot:
+        """Return the slot of a group. Those of all groups of a rank begin and end together."""
+        primary = worker.layout.primary
+        if rank not in worker.slots:
+            worker.slots[rank] = self.index.join()
+            for other in worker.layout.groups - {primary}:
+                worker.beside[rank, other] = self.index.join()
             self.version += 1
-        return slot
+        return worker.slots[rank] if group == primary else worker.beside[rank, group]
+
+    def _retire(self, worker: Worker, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if (slot := worker.slots.pop(rank, None)) is not None:
+                self.index.retire(slot)
+                for place in [place for place in worker.beside if place[0] == rank]:
+                    self.index.retire(worker.beside.pop(place))
+                self.version += 1
 
     def _reset(self, worker: Worker) -> None:
-        for slot in worker.slots.values():
-            self.index.retire(slot)
-        worker.slots.clear()
+        self._retire(worker, tuple(worker.slots))
         self.version += 1
         for usage in worker.usage.values():
             usage.clear_pending()

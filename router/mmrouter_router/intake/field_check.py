@@ -13,7 +13,8 @@ from mmrouter_lib.engines.base.request_fields import Effect, Endpoint, words
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_XARGS
 from mmrouter_router.core.errors import RequestError
 
-Exactness = Literal["exact", "partial", "affinity"]  # how much is predicted: all, up to the first image, nothing
+Exactness = Literal["exact", "bounded", "partial", "affinity"]
+"""How much is predicted: all; all, but the engine may hit more than its events tell; up to the first image; nothing."""
 
 Cause = Effect | Literal["media", "template_argument", "several_prompts", "not_modelled"]
 

@@ -158,6 +158,8 @@ class Placer:
             number += 1
         chosen = groups[number].targets[row]
         exactness, reasons = prepared.exactness_for(chosen.worker.scope)
+        if exactness != "affinity":
+            exactness, reasons = _of_groups(prepared, chosen.worker, exactness, reasons)
         if exactness != "affinity" and not choice.winner.scored:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
         return Decision(chosen, choice, policy, exactness, reasons, keys=keys[number])
@@ -233,6 +235,22 @@ class Placer:
             raise NoWorkerError(f"no worker can take the request ({states or 'no worker is known'})")
         groups = [CandidateGroup(self._fleet, *shared, group) for shared, group in rows.items()]
         return groups, None if math.isinf(until) else until
+
+
+def _of_groups(
+    prepared: Prepared, worker: Worker, exactness: Exactness, reasons: tuple[str, ...]
+) -> tuple[Exactness, tuple[str, ...]]:
+    """Return an exactness and its reasons, weakened by what is not known of the worker's cache groups."""
+    if prepared.rendered and worker.heartbeat is not None and not worker.heartbeat.all_groups:
+        # A family of unknown layout, and a sidecar that leaves mamba groups out: the overlap may be too high.
+        return "affinity", (*reasons, "old_feed:cache_groups")
+    bounds = worker.layout.bounds
+    if not worker.layout.whole and (prepared.spans or prepared.salt):
+        # Without full attention, an image or a salt that ended before the kept blocks is in no event.
+        bounds += ("window",) if worker.layout.tails[-1].tokens < len(prepared.ids) else ()
+    if bounds:
+        return "bounded", (*reasons, *(f"cache_groups:{why}" for why in bounds))
+    return exactness, reasons
 
 
 def _able(worker: Worker, eligibility: Eligibility) -> bool:

@@ -180,10 +180,14 @@ class Canary:
                 while True:
                     worker.delta_event.clear()
                     slot = worker.slots.get(target.rank)
-                    hits = self._fleet.lookup(keys, tokens, cache_query([target]))
-                    # A window does not keep a block that ends with the prompt's last token.
-                    expected = (tokens - 1) // target.block_size if worker.group.window else len(keys)
-                    missing = expected - hits.get(slot, 0) if slot is not None else len(keys)
+                    if slot is None:
+                        missing = len(keys)
+                    elif worker.layout.whole:
+                        missing = sum(not self._fleet.index.holds(slot, key) for key in keys)
+                    else:
+                        # A window does not keep a block that ends with the prompt's last token.
+                        hits = self._fleet.lookup(keys, tokens, cache_query([target]))
+                        missing = (tokens - 1) // target.block_size - hits.get(slot, 0)
                     if not missing:
                         return 0
                     await _next_delta(worker)

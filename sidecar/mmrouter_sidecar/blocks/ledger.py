@@ -5,9 +5,9 @@ engine events into net changes of block keys, and into the operations from which
 without a known key (unknown parent, or another size than the group's) is put aside and counted by reason: it is not
 published, but its copies are counted, so that they are right once its key is known.
 
-If there is a group with full attention, it decides what a hit is (``mmrouter_lib.feed.deciding``), and nothing is
-recomputed for the others. If a sliding window decides, :mod:`mmrouter_sidecar.blocks.sliding_windows` locates the
-blocks of events that name only some. Pure; no I/O.
+Cache groups share one chain of hashes, and events of groups other than full attention name only some of the blocks that
+their tokens fill. Beside full attention, which names all, the same hash has the same key. Without it,
+:mod:`mmrouter_sidecar.blocks.sliding_windows` locates the blocks. Pure; no I/O.
 """
 
 from array import array
@@ -18,10 +18,12 @@ from typing import NamedTuple
 import msgspec
 
 from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
+from mmrouter_lib.cache_layout import FULL_KINDS, CacheGroup
 from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Removed, Stored
-from mmrouter_lib.feed import CacheGroup, ImageObservation, deciding
+from mmrouter_lib.feed import ImageObservation
 from mmrouter_sidecar.blocks.block_table import BlockTable
 from mmrouter_sidecar.blocks.image_observations import ImageObservations
+from mmrouter_sidecar.blocks.known_groups import KnownGroups
 from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
 MAX_SEEDS = 65_536
@@ -40,7 +42,7 @@ class LedgerOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``add``: add a copy of each hash with its key. ``aside``: add a copy of each without a key. ``drop``: remove a copy
     of each. ``clear``: clear the whole rank. ``resize``: set the block size of a place and put its blocks aside.
-    ``group``: set a cache group. ``known``: keys and digests of followed blocks of a window group, held or not.
+    ``group``: set a cache group. ``known``: keys and digests of followed blocks without full attention, held or not.
     """
 
     kind: str
@@ -54,6 +56,7 @@ class LedgerOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     spec: str = ""  # the group's kind
     window: int = 0  # tokens
     digests: bytes = b""
+    parts: bool = False  # of the group
 
 
 class PendingAdd(NamedTuple):
@@ -92,10 +95,7 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.observations = ImageObservations()
         self.windows = WindowBlocks()
-        self._groups: dict[int, CacheGroup] = {}
-        self._ordered: tuple[CacheGroup, ...] = ()
-        self._decides = deciding(())
-        self._apart: set[int] = set()  # groups that are not indexed
+        self._groups = KnownGroups()
         self._seed_of = seed_of
         self._seeds: dict[tuple[str | None, str | None], Key] = {}
         self._cleared: set[int] = set()
@@ -113,14 +113,15 @@ class Ledger:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the deciding group, 0 until the engine stored a block."""
-        group = self._decides.group
-        return next((table.block_size for place, table in self.tables.items() if place.group == group), 0)
+        """Tokens per block of the primary group, 0 until the engine stored a block."""
+        return next(
+            (table.block_size for place, table in self.tables.items() if place.group == self._groups.primary), 0
+        )
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Indexed cache groups in ascending order."""
-        return self._ordered
+        """Cache groups that events have named: those with full attention, then the others, in ascending order."""
+        return self._groups.ordered
 
     @property
     def dirty(self) -> bool:
@@ -129,7 +130,11 @@ class Ledger:
     def apply(self, batch: Batch, rank: int) -> None:
         if batch.rank != rank:
             self.counts["rank_mismatch"] += 1
-        for event in batch.events:
+        if not self._groups.named:  # all groups of an engine stand in its first batch
+            for event in batch.events:
+                if isinstance(event, Stored | Ragged):
+                    self._name(event)
+        for event in self._groups.in_order(batch.events):
             if isinstance(event, Stored):
                 self._store(rank, event)
             elif isinstance(event, Removed):
@@ -141,8 +146,6 @@ class Ledger:
                 self._empty(rank)
             else:
                 self.counts[f"ignored_{event.reason}"] += 1
-                if event.group is not None:
-                    self._apart.add(event.group)
 
     def clear(self, rank: int) -> None:
         """Clear one rank, whose state is no longer proved."""
@@ -170,8 +173,6 @@ class Ledger:
         self.observations = ImageObservations()
         self.windows.clear()
         self._groups.clear()
-        self._regroup()
-        self._apart.clear()
 
     def take(self) -> LedgerChanges:
         changes: list[Change] = []
@@ -195,8 +196,7 @@ class Ledger:
             self._renew(op.rank)
             return
         if op.kind == "group":
-            self._groups[op.group] = CacheGroup(op.group, op.spec, op.window)
-            self._regroup()
+            self._groups.put(CacheGroup(op.group, op.spec, op.window, op.block_size, op.parts))
             return
         if op.kind == "known":
             self.windows.recall(unpack_keys(op.keys), op.digests)
@@ -218,7 +218,7 @@ class Ledger:
 
     def dump(self) -> list[LedgerOp]:
         """Return the operations that rebuild the current state."""
-        ops = [LedgerOp("group", 0, g.group, spec=g.kind, window=g.window) for g in self._ordered]
+        ops = [_group_op(group) for group in self._groups]
         if len(self.windows):
             known, digests = self.windows.dump()
             ops.append(LedgerOp("known", 0, keys=pack_keys(known), digests=digests))
@@ -238,15 +238,19 @@ class Ledger:
         return ops
 
     def _store(self, rank: int, event: Stored) -> None:
-        group = self._groups.get(event.group)
-        if group is None or group.kind != event.kind:
-            self._set_group(event)
+        self._name(event)
         place = Place(rank, event.group, event.medium)
         table = self._table(place, event.block_size)
         if table.block_size != event.block_size and not self._resized(place, table, event):
             # A part of a block, or another block size of the group: its keys would not be comparable.
             self._put_aside(place, table, event.hashes, "block_size")
             return
+        shareable = event.lora is not None
+        if event.group in self._groups.beside:
+            located = self._keys_of_full(rank, event)
+            if len(located) == len(event.hashes):
+                self._add(place, table, event.hashes, array("Q", located.values()), shareable=shareable)
+                return
         parent = self._parent(rank, table, event)
         if parent is None:
             self._put_aside(place, table, event.hashes, "unknown_parent")
@@ -260,27 +264,38 @@ class Ledger:
         if blocks > 1:
             table.partial = False
         keys = chain(ids, event.block_size, blocks, event.extras, parent)
-        self._add(place, table, hashes, keys, shareable=event.lora is not None)
-        if event.window and self._decides.window:
+        self._add(place, table, hashes, keys, shareable=shareable)
+        if event.kind not in FULL_KINDS and self._groups.full is None:
             self.windows.follow(event, keys)
         if event.spans or ids.typecode == "Q":
             self.observations.observe(rank, event, keys, parent)
 
     def _store_ragged(self, rank: int, event: Ragged) -> None:
-        if event.group not in self._groups or self._groups[event.group].kind != event.kind:
-            self._set_group(event)
+        self._name(event)
         place = Place(rank, event.group, event.medium)
         table = self._table(place, event.block_size)
-        if self._decides.group != event.group:
-            self._put_aside(place, table, event.hashes, "ragged_beside")
-        elif table.block_size != event.block_size:
+        if table.block_size != event.block_size:
             self._put_aside(place, table, event.hashes, "block_size")
+            return
+        if event.group in self._groups.beside:
+            located = self._keys_of_full(rank, event)
+            hashes, keys = tuple(located), array("Q", located.values())
+            rest = tuple([number for number in event.hashes if number not in located])
         else:
-            placed = self.windows.place(event, self._seed)
-            if placed.hashes:
-                table.partial = False
-                self._add(place, table, placed.hashes, placed.keys, shareable=False)
-            self._put_aside(place, table, placed.rest, "ragged_store")
+            hashes, keys, rest = self.windows.place(event, self._seed)
+        if hashes:
+            table.partial = False
+            self._add(place, table, hashes, keys, shareable=event.lora is not None)
+        self._put_aside(place, table, rest, "ragged_store")
+
+    def _keys_of_full(self, rank: int, event: Stored | Ragged) -> dict[int, Key]:
+        """Return the keys that full attention has for an event's hashes: equal hashes are of equal prompts."""
+        full = [
+            table.blocks
+            for place, table in self.tables.items()
+            if place.group == self._groups.full and place.rank == rank and table.block_size == event.block_size
+        ]
+        return {number: blocks[number] for number in event.hashes for blocks in full if number in blocks}
 
     def _add(
         self, place: Place, table: BlockTable, hashes: Sequence[int], keys: "array[int]", *, shareable: bool
@@ -311,32 +326,29 @@ class Ledger:
             table.put_aside(hashes)
             self._append_op(LedgerOp("aside", *place, pack_keys(hashes), b"", table.block_size))
 
-    def _set_group(self, event: Stored | Ragged) -> None:
-        self._groups[event.group] = CacheGroup(event.group, event.kind, event.window or 0)
-        self._regroup()
-        self._append_op(LedgerOp("group", 0, event.group, spec=event.kind, window=event.window or 0))
+    def _name(self, event: Stored | Ragged) -> None:
+        if self._groups.named.get(event.group) != event.kind and (group := self._groups.unnamed(event)) is not None:
+            self._set_group(group)
 
-    def _regroup(self) -> None:
-        self._ordered = tuple(self._groups[number] for number in sorted(self._groups))
-        self._decides = deciding(self._ordered)
+    def _set_group(self, group: CacheGroup) -> None:
+        self._groups.put(group)
+        self._append_op(_group_op(group))
 
     def _resized(self, place: Place, table: BlockTable, event: Stored) -> bool:
         """Put a place's blocks aside if all were parts of blocks; return whether it was so.
 
-        A prompt shorter than a block leaves such an entry, always alone in its event
-        (docs/engine-facts/vllm.md#event-fields).
+        Such an entry stands alone in its event (docs/engine-facts/vllm.md#event-fields).
         """
-        if not table.partial or event.block_size % table.block_size:
-            return False
-        self.counts["block_size"] += len(table.blocks)
-        table.resize(event.block_size)
-        self._append_op(LedgerOp("resize", *place, block_size=event.block_size))
-        return True
+        grows = table.partial and not event.block_size % table.block_size
+        if grows:
+            self.counts["block_size"] += len(table.blocks)
+            table.resize(event.block_size)
+            self._append_op(LedgerOp("resize", *place, block_size=event.block_size))
+        if (changed := self._groups.with_parts(event, table.block_size)) is not None:
+            self._set_group(changed)
+        return grows
 
     def _remove(self, rank: int, event: Removed) -> None:
-        if event.group in self._apart and event.group not in self._groups:
-            self.counts["removed_apart"] += len(event.hashes)
-            return
         place = Place(rank, event.group, event.medium)
         table = self._table(place, 0)
         if unknown := table.drop(event.hashes):
@@ -351,7 +363,7 @@ class Ledger:
         return self._parent_elsewhere(rank, event.block_size, event.parent) if parent is None else parent
 
     def _parent_elsewhere(self, rank: int, block_size: int, parent: int) -> Key | None:
-        """Find a parent elsewhere on the rank; under a deciding window it may have been dropped, or never stored."""
+        """Find a parent elsewhere on the rank; without full attention it may have been dropped, or never stored."""
         for place, table in self.tables.items():
             if place.rank == rank and table.block_size == block_size and parent in table.blocks:
                 return table.blocks[parent]
@@ -372,3 +384,8 @@ class Ledger:
                 self._seeds.clear()
             seed = self._seeds[lora, salt] = self._seed_of(lora, salt)
         return seed
+
+
+def _group_op(group: CacheGroup) -> LedgerOp:
+    number, kind, window, size, parts = group.group, group.kind, group.window, group.block_size, group.parts
+    return LedgerOp("group", 0, number, block_size=size, spec=kind, window=window, parts=parts)

@@ -15,6 +15,7 @@ import msgspec
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
+from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import EventError
 from mmrouter_sidecar.blocks.journal import CanaryOutcome, Epoch, Flush, Journal, Record
@@ -81,7 +82,7 @@ class EventRelay:
         self.sent = 0.0  # the engine's time of the last batch
         self._unpublished: list[tuple[int, int, bytes]] = []
         self._applied = False  # batches were applied since the last flush
-        self._announced: tuple[feed.CacheGroup, ...] = ()  # groups in the last heartbeat
+        self._announced: tuple[CacheGroup, ...] = ()  # groups in the last heartbeat
         self._unreadable = False  # whether the last batch was; only the first in a row is logged
         self._snapshot: list[feed.SnapshotPart] | None = None  # of the present (epoch, seq)
         self._unconfirmed: set[int] = set()  # ranks whose resumed state the engine has not confirmed yet
@@ -195,6 +196,7 @@ class EventRelay:
                 device=facts.device,
                 devices=facts.devices,
                 requested_device=self._settings.device,
+                all_groups=True,
             )
         )
 

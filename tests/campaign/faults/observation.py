@@ -16,8 +16,8 @@ from local.rig import Deployment
 
 from mmrouter_lib.api import load_deployment
 from mmrouter_lib.block_keys import Key, namespace_seed
+from mmrouter_lib.cache_layout import cache_layout
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_lib.feed import deciding
 from mmrouter_sidecar.blocks.ledger import Ledger
 
 FRESH_SECONDS = 0.9
@@ -188,7 +188,7 @@ class Recorder:
         batch = decode_batch(payload)
         sent = self._time(batch.sent)
         engine.ledger.apply(batch, 0)
-        group = deciding(engine.ledger.groups).group
+        group = cache_layout(engine.ledger.groups).primary
         for place, stored, removed, cleared in engine.ledger.take().changes:
             if place.group != group or place.medium != "GPU":
                 continue

@@ -177,7 +177,7 @@ class EngineEvents(Target):
         if not worker.sync.synced:
             raise BrokenPropertyError("the router is not in step at the end")
         indexed = {rank: self._fleet.index.keys(slot) for rank, slot in worker.slots.items()}
-        held = {place[0]: keys for place, keys in _held(relay).items() if place[1:] == (worker.group.group, "GPU")}
+        held = {place[0]: keys for place, keys in _held(relay).items() if place[1:] == (worker.layout.primary, "GPU")}
         if any(keys - held.get(rank, set()) for rank, keys in indexed.items()):
             raise BrokenPropertyError(f"indexed {indexed}, the sidecar holds {held}")
         if model is None:

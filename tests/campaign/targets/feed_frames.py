@@ -13,6 +13,7 @@ from campaign.target import BrokenPropertyError, Target
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
+from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, SnapshotPart
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.telemetry.metrics import Metrics
@@ -68,7 +69,7 @@ class FeedFrames(Target):
         snapshot = SnapshotPart(1, "uid/boot-1", 5, 3, 0, 0, "GPU", pack_keys([1, 2, 3]), True)
         deltas = [Delta(5, number, 0.0, 0, 0, "GPU", pack_keys([number * 10]), pack_keys([1])) for number in (4, 5, 6)]
         cleared = Delta(5, 7, 0.0, 0, 0, "CPU", b"", b"", True)
-        groups = (feed.CacheGroup(0, "sliding_window", 8), feed.CacheGroup(1, "full_attention"))
+        groups = (CacheGroup(0, "sliding_window", 8), CacheGroup(1, "full_attention"))
         grouped = msgspec.structs.replace(BEAT, canary=CANARY, groups=groups, shared=OTHERS)
         sighting = feed.ImageObservation(0, 0, None, 3, 4, bytes(32), (1, 2))
         load, work = feed.LoadReport(0, 1.0, 2.0, 0.5), feed.Work("r", 0, 1, 2.0, 3.0)

@@ -30,8 +30,6 @@ FAMILIES = [FIRST, *(family for family in OTHERS if NAMED == "all" or family in 
 REFUSED = {"gemma3"}
 """Families whose renderer refuses adjacent images."""
 
-FLAGS = {"gemma3": ("--prefix-cache-retention-interval", str(BLOCK_SIZE))}
-"""Beyond its window, vLLM keeps every block only with this flag (docs/exactness.md#sliding-windows)."""
 WINDOW = 1024
 """Tokens of Gemma 3's window."""
 
@@ -70,7 +68,7 @@ def family(request: pytest.FixtureRequest) -> str:
 def deployment(vllm_env: Path, family: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = Path(run_tool_or_skip("engines.unknown_families", family))
     require_memory(engines=2)
-    engine = {"type": "vllm", "args": [*engine_args(context_length(folder)), *FLAGS.get(family, ())]}
+    engine = {"type": "vllm", "args": engine_args(context_length(folder))}
     pools = [pool("worker", replicas=2), pool("renderer")]
     made = manifest(folder, engine, pools, repository=f"test/{family}")
     with deployed(vllm_env, tmp_path_factory.mktemp(family), made) as deployment:
@@ -113,16 +111,15 @@ def test_the_engines_hold_the_predicted_blocks_of_a_chat_and_no_others(
     figure("blocks predicted", len(keys))
 
 
-def test_another_image_behind_a_text_longer_than_the_window_hits_what_is_promised(deployment: Deployment) -> None:
-    text = f"A long story. {STORY * 4}"
-    first, other = (
-        Case(f"long {seed}", {"messages": [user(text, image_part(picture(224, 224, seed=seed)), "Who is shown?")]})
-        for seed in (50, 51)
-    )
-    wait_until_published(deployment, send(deployment, first))
-    seen = send(deployment, other)
-    assert seen.overlap == seen.before_image > WINDOW // BLOCK_SIZE
-    assert seen.cached == seen.promised
+def test_other_images_behind_a_text_longer_than_the_window_hit_what_is_promised(deployment: Deployment) -> None:
+    """Gemma 3's windows keep the end of the first prompt; the second on an engine leaves what the third hits."""
+    text, answers = f"A long story. {STORY * 4}", []
+    for seed in range(50, 56):  # three at least on one of the two engines
+        image = image_part(picture(224, 224, seed=seed))
+        answers.append(send(deployment, Case(f"long {seed}", {"messages": [user(text, image, "Who is shown?")]})))
+        wait_until_published(deployment, answers[-1])
+    assert [answer.cached for answer in answers] == [answer.promised for answer in answers]
+    assert max(answer.overlap for answer in answers) == answers[0].before_image > WINDOW // BLOCK_SIZE
 
 
 def test_adjacent_images_are_exact_or_served_by_affinity_with_the_reason(deployment: Deployment, family: str) -> None:

@@ -12,8 +12,8 @@ from unit.engines.conftest import OWN, WINDOWED
 from unit.sidecar.conftest import Routed, seed
 
 from mmrouter_lib.block_keys import block_keys
+from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines.vllm.block_hashes import Tagged, align, block_digest, root, short, tagged
-from mmrouter_lib.feed import CacheGroup
 
 SIZE = 4
 BLOCKS = {  # stored blocks per capture, ragged events included; a LoRA's hash does not follow from events
@@ -150,7 +150,7 @@ def test_case_50_predicted_keys_and_predicted_hits_are_the_engines_step_by_step(
     assert not routed.ledger.counts["unknown_parent"]
     assert routed.ledger.aside == 0
     window, kind = (131072, "sliding_window") if "sw131072" in name else (0, "full_attention")
-    assert routed.ledger.groups == (CacheGroup(0, kind, window),)
+    assert routed.ledger.groups == (CacheGroup(0, kind, window, ENGINE_SIZE),)
 
 
 @pytest.mark.usefixtures("form")
@@ -167,7 +167,7 @@ def test_case_45_a_narrow_windows_blocks_are_predicted_or_counted_and_no_hit_is_
         for payload in step.payloads:
             assert routed.apply(payload) <= set(predicted), step.label
     published = sum(len(event["block_hashes"]) for event in events(captures, WINDOWED))
-    assert routed.ledger.groups == (CacheGroup(0, "sliding_window", 1024),)
+    assert routed.ledger.groups == (CacheGroup(0, "sliding_window", 1024, ENGINE_SIZE),)
     assert routed.ledger.counts == {"stored": 108, "ragged_store": 38, "unknown_parent": 58}
     assert published == routed.ledger.counts.total() == 204
     assert all(promised <= cached for promised, cached in hits.values())

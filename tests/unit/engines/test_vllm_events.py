@@ -171,11 +171,11 @@ def test_events_that_cannot_be_indexed_have_a_listed_reason(event: Any, reason: 
     assert reason in IGNORED_REASONS
 
 
-@pytest.mark.parametrize("kind", ["mamba", "chunked_local_attention", "encoder_only_attention", "of a later release"])
-def test_case_45_a_group_whose_blocks_are_no_prefix_is_ignored_by_its_number(kind: str) -> None:
-    event = decoded(stored(kv_cache_spec_kind=kind, group_idx=2))
-    assert event.group == 2
-    assert event.reason in IGNORED_REASONS
+@pytest.mark.parametrize("kind", ["mamba", "chunked_local_attention", "sliding_window_mla", "of a later release"])
+def test_case_45_groups_of_every_kind_keep_their_kind_and_what_recomputation_needs(kind: str) -> None:
+    extras = [[["u-1", 0]], None]
+    event = decoded(stored(kv_cache_spec_kind=kind, group_idx=2, extra_keys=extras))
+    assert (event.group, event.kind, event.published) == (2, kind, extras)
 
 
 @pytest.mark.parametrize("hashes", [[], [12]])

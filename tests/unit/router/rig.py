@@ -170,10 +170,12 @@ class Rig:
     def sync(self, worker: Worker, keys, **position) -> None:
         sync(self.fleet, worker, keys, **position)
 
-    def delta(self, worker: Worker, keys=(), *, rank=0, group=0, medium="GPU", skipped=0, cleared=False) -> None:
+    def delta(
+        self, worker: Worker, keys=(), *, rank=0, group=0, medium="GPU", skipped=0, cleared=False, removed=()
+    ) -> None:
         """Publish stored keys, after ``skipped`` lost deltas."""
-        seq, stored = worker.sync.seq + 1 + skipped, pack_keys(keys)
-        delta = feed.Delta(worker.sync.epoch, seq, 0.0, rank, group, medium, stored, b"", cleared)
+        seq, packed = worker.sync.seq + 1 + skipped, (pack_keys(keys), pack_keys(removed))
+        delta = feed.Delta(worker.sync.epoch, seq, 0.0, rank, group, medium, *packed, cleared)
         self.fleet.on_published(worker, delta)
 
     def beat(self, worker: Worker, canary: str = "True", epoch: int = 1, **values) -> None:

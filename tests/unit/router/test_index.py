@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.fleet.index import Index, bits, window_blocks
+from mmrouter_router.fleet.index import HitRule, Index, bits, mask_of, window_blocks
 
 KEYS = st.lists(st.integers(0, 40), max_size=12)
 STEP = st.one_of(
@@ -47,26 +47,47 @@ def test_index_matches_a_model_of_sets(steps, prompt):
     assert len(index) == len(set().union(*model))
 
 
-def longest_hit(held: set[int], keys: list[int], need: int) -> int:
-    """The rule itself: a hit of n blocks needs the last ``need`` blocks before its end, or all of them."""
-    return max(n for n in range(len(keys) + 1) if all(key in held for key in keys[max(0, n - need) : n]))
+def alone(slot: int, need: int) -> HitRule:
+    """The rule of a cache with one window."""
+    return HitRule(0, ((need, 1 << slot),))
+
+
+def longest_hit(keys: list[int], whole: list[set[int]], tails: list[tuple[int, set[int]]]) -> int:
+    """The rule itself: a hit of n blocks needs all before its end of some groups, and the last ones of others."""
+    return max(
+        n
+        for n in range(len(keys) + 1)
+        if all(held.issuperset(keys[:n]) for held in whole)
+        and all(held.issuperset(keys[max(0, n - need) : n]) for need, held in tails)
+    )
+
+
+HELD = st.sets(st.integers(0, 9))
 
 
 @given(
-    st.lists(st.sets(st.integers(0, 9)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.lists(HELD, max_size=2), st.lists(st.tuples(st.integers(1, 15), HELD), max_size=3)), max_size=3
+    ),
     st.lists(st.integers(0, 9), max_size=14, unique=True),
-    st.lists(st.integers(1, 15), min_size=4, max_size=4),
 )
-def test_case_45_sliding_window_hits_match_the_rule(held, prompt, needs):
-    index = Index()
-    slots = {index.join(): (keys, need) for keys, need in zip(held, needs, strict=False)}
-    for slot, (keys, _) in slots.items():
-        index.store(slot, keys)
-    found = index.match_windows(prompt, {slot: need for slot, (_, need) in slots.items()})
-    assert found == {slot: longest_hit(keys, prompt, need) for slot, (keys, need) in slots.items()}
-    gone = next(iter(slots))
-    index.retire(gone)
-    assert gone not in index.match_windows(prompt, {slot: need for slot, (_, need) in slots.items()})
+def test_case_45_hits_of_several_groups_match_the_rule(caches, prompt):
+    index, rules, expected = Index(), {}, {}
+    for whole, tails in caches:
+        held = [*whole, *(keys for _, keys in tails)]
+        if not held:
+            continue
+        slots = [index.join() for _ in held]
+        for slot, keys in zip(slots, held, strict=True):
+            index.store(slot, keys)
+        needs = [(need, 1 << slot) for (need, _), slot in zip(tails, slots[len(whole) :], strict=True)]
+        rules[slots[0]] = HitRule(mask_of(slots[: len(whole)]), tuple(needs))
+        expected[slots[0]] = longest_hit(prompt, whole, tails)
+    assert index.match_groups(prompt, rules) == expected
+    if rules:
+        gone = next(iter(rules))
+        index.retire(gone)
+        assert gone not in index.match_groups(prompt, rules)
 
 
 @given(st.integers(1, 5000), st.integers(1, 64))
@@ -83,9 +104,9 @@ def test_window_hits_after_evicted_blocks():
     index.store(slot, range(46, 78))
     assert index.match(range(78), [slot]) == {slot: 0}
     # The facts' example: window 1024, blocks of 32, 32 of 78 blocks held, and the repeat hit all of them.
-    assert index.match_windows(range(78), {slot: window_blocks(1024, 32)}) == {slot: 78}
+    assert index.match_groups(range(78), {slot: alone(slot, window_blocks(1024, 32))}) == {slot: 78}
     index.remove(slot, [60])
-    assert index.match_windows(range(78), {slot: window_blocks(1024, 32)}) == {slot: 0}
+    assert index.match_groups(range(78), {slot: alone(slot, window_blocks(1024, 32))}) == {slot: 0}
 
 
 def test_retired_slot_is_reused_only_after_the_sweep():

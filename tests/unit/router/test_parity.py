@@ -10,6 +10,7 @@ from unit.router.rig import Rig, counts, running, until, value
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.cache_layout import CacheGroup, cache_layout
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.media_identity import to_wire
@@ -226,7 +227,7 @@ def test_affinity_or_short_prompt_expects_nothing(rig):
 
 
 def test_sliding_window_expects_the_blocks_of_a_hit(rig):
-    rig.engine.group = feed.CacheGroup(0, "sliding_window", 5)
+    rig.engine.layout = cache_layout([CacheGroup(0, "sliding_window", 5)])
     whole = rig.expected().keys
     found = expected_blocks(prepared(), rig.engine, 0, BLOCK)
     assert found.keys == whole[3:4]

@@ -8,6 +8,7 @@ from unit.router.rig import BLOCK, IDS, KEYS, SEED, Rig, deployment, prepared
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
+from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer
@@ -107,8 +108,8 @@ def test_only_device_memory_of_the_indexed_group_counts(rig):
         assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == expected
 
 
-WINDOW = {"groups": (feed.CacheGroup(0, "sliding_window", 2 * BLOCK + 1),)}
-FULL_SECOND = {"groups": (feed.CacheGroup(0, "sliding_window", 64), feed.CacheGroup(1, "full_attention"))}
+WINDOW = {"groups": (CacheGroup(0, "sliding_window", 2 * BLOCK + 1),)}
+FULL_SECOND = {"groups": (CacheGroup(0, "sliding_window", 64), CacheGroup(1, "full_attention"))}
 
 
 def test_window_group_hits_after_dropped_blocks(rig):
@@ -151,11 +152,93 @@ def test_groups_before_the_snapshot_need_no_second_one(rig):
     rig.fleet.feed_connected(worker)
     rig.beat(worker, **FULL_SECOND)
     asked = worker.sync.request_id
-    part = feed.SnapshotPart(asked, worker.id, 1, 0, 0, 1, "GPU", pack_keys(KEYS[:2]), True)
-    rig.fleet.on_reply(worker, part)
+    for group in (0, 1):
+        part = feed.SnapshotPart(asked, worker.id, 1, 0, 0, group, "GPU", pack_keys(KEYS[:2]), group == 1)
+        rig.fleet.on_reply(worker, part)
     rig.beat(worker, **FULL_SECOND)
     assert worker.sync.synced
     assert rig.placer.place(prepared()).choice.winner.overlap == 2
+
+
+FULL, MAMBA, CHUNKED = (CacheGroup(n, k, 0, BLOCK) for n, k in enumerate(["full_attention", "mamba", "chunked_local"]))
+
+
+def hybrid(rig, *held, all_groups=True):
+    """A worker with these groups, each with the keys that it holds."""
+    worker = rig.worker("a", groups=tuple(group for group, _ in held), all_groups=all_groups)
+    if not worker.sync.synced:  # the snapshot came before the groups
+        rig.sync(worker, ())
+    for group, keys in held:
+        rig.delta(worker, keys, group=group.group)
+    return worker
+
+
+def test_case_45_mamba_is_hit_at_its_rightmost_state_within_full_attention(rig):
+    hybrid(rig, (FULL, KEYS[:4]), (MAMBA, [KEYS[1], KEYS[4]]))
+    decision = rig.placer.place(prepared())
+    assert (decision.choice.winner.overlap, decision.exactness, decision.reasons) == (2, "exact", ())
+
+
+def test_removals_and_clears_reach_every_group(rig):
+    worker = hybrid(rig, (FULL, KEYS[:4]), (MAMBA, KEYS[1:4:2]))
+    assert rig.placer.place(prepared()).choice.winner.overlap == 4
+    rig.delta(worker, removed=KEYS[3:4], group=1)
+    assert rig.placer.place(prepared()).choice.winner.overlap == 2
+    rig.delta(worker, cleared=True)
+    rig.delta(worker, KEYS[:4])
+    assert rig.placer.place(prepared()).choice.winner.overlap == 0
+    rig.delta(worker, KEYS[2:3], group=1)
+    assert rig.placer.place(prepared()).choice.winner.overlap == 3
+
+
+def test_case_45_kinds_that_are_not_understood_make_a_decision_bounded(rig):
+    hybrid(rig, (FULL, KEYS[:4]), (CHUNKED, KEYS[:3]))
+    decision = rig.placer.place(prepared())
+    assert decision.choice.winner.overlap == 3
+    assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:chunked_local",))
+
+
+def test_case_45_groups_of_other_block_sizes_promise_nothing_and_keep_their_canary(rig):
+    larger = CacheGroup(1, "mamba", 0, 2 * BLOCK)
+    worker = hybrid(rig, (FULL, KEYS[:4]), (larger, KEYS[1:2]))
+    decision = rig.placer.place(prepared())
+    assert (decision.choice.winner.overlap, rig.placer.eligibility(worker)) == (0, "verified")
+    assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:block_size",))
+
+
+@pytest.mark.parametrize(
+    ("window", "change", "exactness"),
+    [
+        (2 * BLOCK, {}, "exact"),
+        (2 * BLOCK, {"salt": "tenant"}, "bounded"),
+        (2 * BLOCK, {"spans": (Span(1, 2, bytes(32)),)}, "bounded"),
+        (100 * BLOCK, {"salt": "tenant"}, "exact"),
+    ],
+)
+def test_images_and_salts_before_a_window_without_full_attention_bound_the_promise(rig, window, change, exactness):
+    hybrid(rig, (CacheGroup(0, "sliding_window", window, BLOCK), KEYS[2:4]))
+    decision = rig.placer.place(replace(prepared(), **change))
+    assert decision.exactness == exactness
+    assert decision.reasons == (() if exactness == "exact" else ("cache_groups:window",))
+
+
+def test_windows_of_an_older_sidecar_bound_the_promise(rig):
+    """It publishes only those blocks of a window beside full attention that stand in events without gaps."""
+    hybrid(rig, (FULL, KEYS[:4]), (CacheGroup(1, "sliding_window", BLOCK + 1), ()), all_groups=False)
+    decision = rig.placer.place(prepared())
+    assert decision.choice.winner.overlap == 0
+    assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:old_feed",))
+
+
+@pytest.mark.parametrize("all_groups", [False, True])
+def test_rendered_prompts_are_not_exact_on_a_feed_that_may_lack_groups(rig, all_groups):
+    """A family with code here has one group; a renderer's may have mamba, which older sidecars do not name."""
+    hybrid(rig, (FULL, KEYS[:4]), all_groups=all_groups)
+    rendered = replace(prepared(), rendered=True)
+    decision = rig.placer.place(rendered)
+    assert decision.reasons == (() if all_groups else ("old_feed:cache_groups",))
+    assert decision.exactness == ("exact" if all_groups else "affinity")
+    assert rig.placer.place(prepared()).exactness == "exact"
 
 
 def test_case_49_cleared_rank_and_removed_worker(rig):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from unit.sidecar.janitor_rig import node  # noqa: F401  (a fixture)
 from mmrouter_lib import feed
 from mmrouter_lib.api import to_json as to_json_object
 from mmrouter_lib.block_keys import namespace_seed, unpack_keys
+from mmrouter_lib.cache_layout import cache_layout
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_lib.feed import deciding
-from mmrouter_router.fleet.index import Index, window_blocks
+from mmrouter_router.fleet.index import HitRule, Index, mask_of, window_blocks
 from mmrouter_sidecar import app
 from mmrouter_sidecar.app import Sidecar
 from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp
@@ -227,11 +228,11 @@ def seed(lora: str | None = None, salt: str | None = None) -> int:
 
 
 class Routed:
-    """A ledger that reads engine batches, and an index that follows it."""
+    """A ledger that reads engine batches, and an index that follows it, with a slot per cache group."""
 
     def __init__(self) -> None:
         self.ledger, self.index = Ledger(seed), Index()
-        self.slot = self.index.join()
+        self.slots: defaultdict[int, int] = defaultdict(self.index.join)
         self.ops: list[LedgerOp] = []
 
     def apply(self, payload: bytes) -> set[int]:
@@ -240,15 +241,17 @@ class Routed:
         taken = self.ledger.take()
         self.ops += taken.ops
         for change in taken.changes:
-            self.index.remove(self.slot, change.removed)
-            self.index.store(self.slot, change.stored)
+            self.index.remove(self.slots[change.place.group], change.removed)
+            self.index.store(self.slots[change.place.group], change.stored)
         return {key for change in taken.changes for key in change.stored}
 
     def overlap(self, keys: Any, size: int) -> int:
         """Return the blocks of ``size`` tokens that a router expects a prompt to hit."""
-        window = deciding(self.ledger.groups).window
-        wanted = {self.slot: window_blocks(window, size) if window else len(keys)}
-        return self.index.match_windows(keys, wanted)[self.slot]
+        layout = cache_layout(self.ledger.groups)
+        tails = [(window_blocks(t.tokens, size), mask_of(self.slots[g] for g in t.groups)) for t in layout.tails]
+        rule = HitRule(mask_of(self.slots[group] for group in layout.whole), tuple(tails))
+        slot = self.slots[layout.primary]
+        return self.index.match_groups(keys, {slot: rule})[slot]
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ from unit.conftest import examples
 from unit.sidecar.conftest import CLEARED, batch, removed, seed, stored
 
 from mmrouter_lib.block_keys import Span, block_keys
+from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_lib.feed import CacheGroup
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_sidecar.blocks.block_table import BlockTable
 from mmrouter_sidecar.blocks.ledger import Ledger, Place
@@ -214,10 +214,10 @@ def test_the_key_of_an_image_block_is_the_one_that_the_router_computes(ledger: L
 
 
 def test_ignored_events_are_counted_by_reason(ledger: Ledger) -> None:
-    apply(ledger, stored([1], kv_cache_spec_kind="mamba"), stored([], ids=[]))
+    apply(ledger, stored([1], locality="REMOTE"), stored([], ids=[]))
     apply(ledger, stored([1], ids=[1, 2]), rank=0)
     ledger.apply(decode_batch(batch(stored([2]), rank=3)), 0)
-    assert ledger.counts["ignored_spec_mamba"] == ledger.counts["ignored_empty_store"] == 1
+    assert ledger.counts["ignored_remote"] == ledger.counts["ignored_empty_store"] == 1
     assert ledger.counts["rank_mismatch"] == 1
 
 
@@ -255,7 +255,9 @@ def test_case_43_hashes_without_tokens_are_held_and_not_indexed(ledger: Ledger) 
     assert (ledger.aside, ledger.counts["unknown_removed"]) == (0, 0)
 
 
-def test_case_45_groups_that_are_no_prefix_are_not_indexed_and_the_others_are_named(ledger: Ledger) -> None:
+def test_case_45_groups_of_every_kind_are_named_and_their_blocks_have_the_keys_of_full_attention(
+    ledger: Ledger,
+) -> None:
     apply(
         ledger,
         stored([1], group_idx=0, kv_cache_spec_kind="mamba"),
@@ -263,10 +265,13 @@ def test_case_45_groups_that_are_no_prefix_are_not_indexed_and_the_others_are_na
         stored([1], group_idx=2, kv_cache_spec_kind="full_attention"),
         removed(1, group_idx=0),
     )
-    assert ledger.counts["ignored_spec_mamba"] == ledger.counts["removed_apart"] == 1
-    assert ledger.counts["unknown_removed"] == 0
-    assert ledger.groups == (CacheGroup(1, "sliding_window", 64), CacheGroup(2, "full_attention"))
-    assert {place.group for place in ledger.tables} == {1, 2}
+    assert ledger.counts == {"stored": 3, "removed": 1}
+    full, mamba, window = ledger.groups
+    assert full == CacheGroup(2, "full_attention", 0, SIZE)
+    assert window == CacheGroup(1, "sliding_window", 64, SIZE)
+    assert mamba == CacheGroup(0, "mamba", 0, SIZE)
+    assert keys(ledger, Place(0, 1, "GPU")) == keys(ledger, Place(0, 2, "GPU"))
+    assert not keys(ledger, Place(0, 0, "GPU"))
     assert dumped(ledger).groups == ledger.groups
 
 

@@ -17,6 +17,7 @@ from unit.sidecar.relay_bench import Bench
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
+from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
 from mmrouter_sidecar.blocks import journal as journal_module
 from mmrouter_sidecar.engine.event_order import digest_of
@@ -319,7 +320,7 @@ def test_groups_are_published_before_the_first_delta_that_needs_them(bench: Benc
     window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
     bench.flushed(stored([1], **window), stored([1], group_idx=1, kv_cache_spec_kind="full_attention"))
     beat, *deltas = bench.frames[before:]
-    assert beat.groups == (feed.CacheGroup(0, "sliding_window", 8), feed.CacheGroup(1, "full_attention"))
+    assert beat.groups == (CacheGroup(1, "full_attention", 0, 2), CacheGroup(0, "sliding_window", 8, 2))
     assert beat.seq == 0, "what it announces has not been sent yet"
     assert {delta.group for delta in deltas} == {0, 1}
     bench.flushed(stored([2], 1, **window))

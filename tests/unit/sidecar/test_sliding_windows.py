@@ -16,7 +16,6 @@ from unit.sidecar.conftest import Routed, batch, removed, seed, stored
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_lib.feed import deciding
 from mmrouter_lib.media_identity import foreign_identity
 from mmrouter_sidecar.blocks.ledger import Ledger, Place
 from mmrouter_sim.core import requests as sim
@@ -184,14 +183,3 @@ def test_an_adapters_ragged_event_is_counted_and_not_indexed() -> None:
     whole = stored([3], ids=[1, 2], lora_name="l", extra_keys=[["l"]], **window)
     ledger.apply(decode_batch(batch(whole)), 0)
     assert ledger.held == 1, "one that names all of its blocks needs no recomputation"
-
-
-def test_beside_full_attention_nothing_of_a_window_is_recomputed() -> None:
-    ledger = Ledger(seed)
-    full = stored([1], ids=[1, 2], group_idx=1, kv_cache_spec_kind="full_attention")
-    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 9}
-    ledger.apply(decode_batch(batch(full, stored([5], ids=list(range(6)), **window))), 0)
-    assert (ledger.counts["ragged_beside"], len(ledger.windows)) == (1, 0)
-    assert [group.group for group in ledger.groups] == [0, 1]
-    assert deciding(ledger.groups).group == 1
-    assert ledger.block_size == SIZE

@@ -43,7 +43,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     medium: str
     window: int | None = None  # tokens; None for full attention
     kind: str = ""  # the engine's name for the group's kind of cache, empty where it sends none
-    published: Any = None  # extra keys per block as received; only with a window, where hashes are recomputed
+    published: Any = None  # extra keys per block as received; not of full attention, as hashes of others are recomputed
 
 
 class Ragged(msgspec.Struct, frozen=True, gc=False):
@@ -78,10 +78,9 @@ class Cleared(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ignored(msgspec.Struct, frozen=True, gc=False):
-    """An event that is not indexed, counted under ``reason``; ``group``: the cache group that is the reason."""
+    """An event that is not indexed, counted under ``reason``."""
 
     reason: str
-    group: int | None = None
 
 
 Event = Stored | Ragged | Removed | Cleared | Ignored

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from mmrouter_lib.block_keys import span_extra
+from mmrouter_lib.cache_layout import FULL_KINDS
 from mmrouter_lib.engines.base.events import (
     BatchDecoder,
     Cleared,
@@ -28,21 +29,12 @@ from mmrouter_lib.engines.base.events import (
 )
 from mmrouter_lib.media_identity import foreign_identity, from_wire
 
-INDEXED_KINDS = frozenset(
-    {None, "full_attention", "mla_attention", "sink_full_attention", "sliding_window", "sliding_window_mla"}
-)
-"""Cache kinds whose blocks cover ``block_size`` consecutive tokens; releases that send no kind have full attention."""
-
-OTHER_KINDS = ("mamba", "chunked_local_attention", "encoder_only_attention", "cross_attention", "unknown")
-
 IGNORED_REASONS = frozenset(
     {
         "empty_store",  # neither blocks nor tokens
         "empty_remove",
         "remote",  # a block that another node holds
-        "spec_other",
         "unknown_event",
-        *(f"spec_{kind}" for kind in OTHER_KINDS),
     }
 )
 
@@ -114,9 +106,7 @@ def _event(event: _Removed | _Cleared | Ignored) -> Event:
 
 
 def _stored(event: _Stored[Any]) -> Event:
-    kind, group = event.kv_cache_spec_kind, event.group_idx or 0
-    if kind not in INDEXED_KINDS:
-        return Ignored(f"spec_{kind}" if kind in OTHER_KINDS else "spec_other", group)
+    kind, group = event.kv_cache_spec_kind or "", event.group_idx or 0
     if event.locality == "REMOTE":
         return Ignored("remote")
     size, blocks = checked_block_size(event.block_size), len(event.block_hashes)
@@ -135,7 +125,7 @@ def _stored(event: _Stored[Any]) -> Event:
     medium, window = event.medium or "GPU", event.kv_cache_spec_sliding_window
     if blocks * size < tokens:
         published_extras(keys or (), lora=event.lora_name, starts_prompt=parent is None)  # raises now instead of later
-        return Ragged(hashes, parent_hash, ids, size, keys, lora, group, medium, window, kind or "")
+        return Ragged(hashes, parent_hash, ids, size, keys, lora, group, medium, window, kind)
     if keys and blocks * size > tokens:
         keys = keys[: tokens // size]
     extras, spans, salt = (
@@ -143,9 +133,9 @@ def _stored(event: _Stored[Any]) -> Event:
         if keys and any(keys)
         else ({}, (), None)
     )
-    kept = keys if window else None
+    kept = None if kind in FULL_KINDS and not window else keys
     # Positional, because keyword arguments take longer.
-    return Stored(hashes, parent_hash, ids, size, extras, spans, lora, salt, group, medium, window, kind or "", kept)
+    return Stored(hashes, parent_hash, ids, size, extras, spans, lora, salt, group, medium, window, kind, kept)
 
 
 def published_extras(

@@ -1,0 +1,173 @@
+"""Run requests through vLLM's own scheduler and KV cache manager, without a model. Runs in the engine's environment.
+
+    python engine_steps.py MODEL_FOLDER
+
+Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
+answered on standard output, each as a length (4 bytes, little-endian) and msgpack. A message with ``layers`` (a list of
+kind and fields), ``block_size`` and ``blocks`` replaces the engine. All others are requests: ``ids``, ``images`` as
+(identifier, offset, length), ``salt``, ``output`` (tokens to generate) and ``steps`` (after which it is aborted, 0 for
+never). Answers have the tokens that the engine had, those that it generated, and the event batches as its publisher
+encodes them.
+"""
+
+import os
+import struct
+import sys
+from typing import Any, BinaryIO
+
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+import msgspec
+import torch
+from vllm.config import KVEventsConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+MAX_LENGTH, CHUNK = 4_096, 1_024  # tokens of a prompt, and of one step
+MEMORY = 1 << 40  # bytes; the number of blocks is given
+
+
+def layer_spec(kind: str, block_size: int, fields: dict[str, Any]) -> Any:
+    """What a layer of this kind keeps; every kind has pages of one size, as vLLM requires of groups in one pool."""
+    if kind == "mamba":
+        page = 2 * block_size * 64 * 2  # that of attention with one head of 64 in 16 bits
+        return specs.MambaSpec(
+            block_size=block_size, shapes=((page // 4,),), dtypes=(torch.float32,), mamba_cache_mode="align"
+        )
+    attention = {"block_size": block_size, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
+    kinds = {
+        "full": specs.FullAttentionSpec,
+        "window": specs.SlidingWindowSpec,
+        "mla": specs.MLAAttentionSpec,
+        "chunked": specs.ChunkedLocalAttentionSpec,
+    }
+    return kinds[kind](**{**attention, **fields})
+
+
+class Engine:
+    """vLLM's scheduler over layers of these kinds."""
+
+    def __init__(self, folder: str, layers: list[list[Any]], block_size: int, blocks: int) -> None:
+        arguments = EngineArgs(
+            model=folder,
+            block_size=block_size,
+            max_model_len=MAX_LENGTH,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=8,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256_cbor",
+            num_gpu_blocks_override=blocks,
+            async_scheduling=False,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        )
+        self.config = arguments.create_engine_config()
+        self.config.cache_config.kv_cache_layout = "BLNHC"  # of a worker's backend; blocks of mixed kinds lie together
+        if any(kind == "mamba" for kind, _ in layers):
+            self.config.cache_config.mamba_cache_mode = "align"
+            self.config.cache_config.mamba_block_size = block_size
+        layer_specs = {str(n): layer_spec(kind, block_size, fields) for n, (kind, fields) in enumerate(layers)}
+        with set_current_vllm_config(self.config):
+            (made,) = kv_cache_utils.get_kv_cache_configs(self.config, [layer_specs], [MEMORY])
+            cache = kv_cache_utils.generate_scheduler_kv_cache_config([made])
+            self.config.cache_config.num_gpu_blocks = cache.num_blocks
+            unit, hash_unit = kv_cache_utils.resolve_kv_cache_block_sizes(cache, self.config)
+            self.scheduler = Scheduler(
+                vllm_config=self.config,
+                kv_cache_config=cache,
+                structured_output_manager=StructuredOutputManager(self.config),
+                block_size=unit,
+                hash_block_size=hash_unit,
+                log_stats=True,
+            )
+        # No image is encoded here, so images of any size are allowed.
+        self.scheduler.max_num_encoder_input_tokens = MAX_LENGTH
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=MAX_LENGTH)
+        hash_function = get_hash_fn_by_name("sha256_cbor")
+        kv_cache_utils.init_none_hash(hash_function)
+        self._hasher = kv_cache_utils.get_request_block_hasher(hash_unit, hash_function)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._batches: list[bytes] = []
+        self.scheduler.kv_event_publisher.publish = lambda batch: self._batches.append(self._encode(batch))
+        self._count = 0
+
+    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Run a request to its end, or abort it after some steps."""
+        self._count += 1
+        name = f"r{self._count}"
+        request = Request(
+            request_id=name,
+            prompt_token_ids=asked["ids"],
+            sampling_params=SamplingParams(max_tokens=asked["output"], temperature=0, ignore_eos=True),
+            pooling_params=None,
+            cache_salt=asked["salt"],
+            mm_features=[
+                MultiModalFeatureSpec(
+                    data=None,
+                    modality="image",
+                    identifier=identifier,
+                    mm_hash=identifier,
+                    mm_position=PlaceholderRange(offset=offset, length=length),
+                )
+                for identifier, offset, length in asked["images"]
+            ],
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        self._batches = []
+        cached, steps = -1, 0
+        while self.scheduler.has_unfinished_requests():
+            scheduled = self.scheduler.schedule()
+            for new in scheduled.scheduled_new_reqs:
+                cached = new.num_computed_tokens if cached < 0 else cached
+            self.scheduler.update_from_output(scheduled, self._forward(scheduled, request))
+            steps += 1
+            if steps == asked["steps"]:
+                self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.update_from_output(empty := self.scheduler.schedule(), self._forward(empty, request))
+        return {"cached": cached, "output": list(request.output_token_ids), "batches": self._batches}
+
+    def _forward(self, scheduled: Any, request: Request) -> ModelRunnerOutput:
+        names = list(scheduled.num_scheduled_tokens)
+        done = request.num_computed_tokens >= request.num_tokens
+        tokens = [[1000 + request.num_tokens * 7 % 997] if done else [] for _ in names]
+        return ModelRunnerOutput(
+            req_ids=names, req_id_to_index={name: n for n, name in enumerate(names)}, sampled_token_ids=tokens
+        )
+
+
+def read(stream: BinaryIO) -> Any | None:
+    head = stream.read(4)
+    return msgspec.msgpack.decode(stream.read(*struct.unpack("<I", head))) if head else None
+
+
+def write(stream: BinaryIO, value: Any) -> None:
+    raw = msgspec.msgpack.encode(value)
+    stream.write(struct.pack("<I", len(raw)) + raw)
+    stream.flush()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what vLLM prints must not stand among the answers
+    engine: Engine | None = None
+    while (message := read(sys.stdin.buffer)) is not None:
+        if "layers" in message:
+            engine = Engine(sys.argv[1], **message)
+            groups = [group.kv_cache_spec for group in engine.scheduler.kv_cache_config.kv_cache_groups]
+            write(answers, [type(spec).__name__ for spec in groups])
+        else:
+            assert engine is not None, "a request before any layers"
+            write(answers, engine.run(message))
+
+
+if __name__ == "__main__":
+    main()
