@@ -34,6 +34,11 @@ PHI3 = (
     *("<|image_1|>", "<|image_2|>", "<|image_7|>", "<|image_01|>", "<|image_|>", "<|image|>"),
     *("<|user|>", "<|end|>", "<|assistant|>", "<|system|>", "<|placeholder3|>", "<s>", "</s>"),
 )
+TEXT = (
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "<|begin_of_text|>", "<|eot_id|>"),
+    *("<|start_header_id|>", "<s>", "</s>", "[INST]", "[/INST]", "<\uff5cUser\uff5c>", "<|user|>", "<|end|>"),
+    *("<bos>", "<start_of_turn>", "<end_of_turn>\n", "<image>", "<unk>"),
+)
 BLANKS = (" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "   \n \t")
 ODD = (
     *("▁", "▁▁a", "e\u0301", "\u0301", "ﬁ", "Ⅷ", "\ufeff", "\u2028", "\u0000", "\ufffd", "Å", "A\u030a", "\ud7ff"),
@@ -70,6 +75,13 @@ def corpus(family: str) -> list[Case]:
     cases = [*plain(), *fields(style), *placed(style), *literal(style), *called(style), *drawn(style)]
     assert len({one.name for one in cases}) == len(cases)
     return cases
+
+
+def text_corpus() -> list[Case]:
+    """Conversations without images, with what the tokenizers of several text models treat as their own."""
+    style = Style("<|image_pad|>", TEXT, SMALL, 0)
+    cases = [*plain(), *fields(style), *literal(style), *called(style), *drawn(style)]
+    return [one for one in cases if '"image_url"' not in json.dumps(one.body)]
 
 
 def images(style: Style, count: int) -> list[dict[str, object]]:

@@ -32,7 +32,14 @@ class TemplateError(ValueError):
 
 
 class NotModelledError(ValueError):
-    """The engine builds this prompt in a way that is not modelled: the request is served without a prediction."""
+    """The engine builds this prompt in a way that is not modelled: the request is served without a prediction.
+
+    ``reason``: the decision's reason, ``cause:subject``.
+    """
+
+    def __init__(self, message: str, reason: str = "not_modelled:messages") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 ContentFormat = Literal["openai", "string"]

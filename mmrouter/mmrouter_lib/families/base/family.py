@@ -90,6 +90,9 @@ class Family(ABC):
     fragile: ClassVar[bool] = False
     """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
 
+    places_images: ClassVar[bool] = True
+    """Whether the place and length of images are known. Otherwise prompts without an image alone are predicted."""
+
     @property
     def pixel_options(self) -> dict[str, int]:
         """The processor options in force: they change pixels, so they belong to the media identity."""
