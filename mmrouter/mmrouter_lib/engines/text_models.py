@@ -32,7 +32,7 @@ OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
 }
 """``model_type``s and architectures whose chats vLLM 0.32 and SGLang 0.5.23 render by code instead of a template.
 
-vLLM renders gpt-oss by openai-harmony, which fetches its vocabulary from the network and writes the day into the prompt.
+vLLM renders gpt-oss by openai-harmony, which fetches its vocabulary and writes the day into the prompt.
 """
 
 _MEDIA = re.compile(r"vision|visual|image|img|video|audio|speech|thinker|mm_")

@@ -14,7 +14,14 @@ from tokenizers import Tokenizer
 from mmrouter_lib.families import Expanded, Family, ModelFolderError, PromptImage
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
-from mmrouter_lib.prompt.templates import Compiled, NotModelledError, TemplateError, Templates, compile_template, find_templates
+from mmrouter_lib.prompt.templates import (
+    Compiled,
+    NotModelledError,
+    TemplateError,
+    Templates,
+    compile_template,
+    find_templates,
+)
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 
 _UNSET = (None, "auto")  # values in chat_template_kwargs that vLLM treats as absent
@@ -36,12 +43,7 @@ class Prompter:
 
     @classmethod
     def load(
-        cls,
-        model_dir: Path,
-        *,
-        chat_template: str | None = None,
-        family: Family,
-        tokenizer: Tokenizer | None = None,
+        cls, model_dir: Path, *, chat_template: str | None = None, family: Family, tokenizer: Tokenizer | None = None
     ) -> Self:
         """Read a model folder; ``chat_template`` (a text) and ``tokenizer`` replace what it has.
 

@@ -65,12 +65,19 @@ def declared_class(declared: object) -> str:
 
 
 def as_class(tokenizer: Tokenizer, name: str, config: Mapping[str, Any]) -> Tokenizer:
-    """Return a tokenizer as a class has it; ``config`` is tokenizer_config.json. Raises :class:`TokenizerClassError`."""
+    """Return a tokenizer as a class has it. ``config``: tokenizer_config.json.
+
+    Raises :class:`TokenizerClassError` for a class that is not modelled.
+    """
     if name == AS_FILE:
         return tokenizer
     if name == "LlamaTokenizer":
         return _llama(tokenizer, config)
-    if name in _OWN_PARTS and config.get("add_prefix_space") in (None, False) and _digest(tokenizer) == _OWN_PARTS[name]:
+    if (
+        name in _OWN_PARTS
+        and config.get("add_prefix_space") in (None, False)
+        and _digest(tokenizer) == _OWN_PARTS[name]
+    ):
         return tokenizer
     raise TokenizerClassError(name)
 

@@ -39,10 +39,7 @@ async def prompts(folder: str, chats: list[dict[str, Any]], completions: list[di
             return {"refused": f"{type(error).__name__}: {error}"}
         return list(made[0]["prompt_token_ids"]) if isinstance(made, list) else {"refused": str(made)}
 
-    return [
-        *[await asked(body, chat=True) for body in chats],
-        *[await asked(body, chat=False) for body in completions],
-    ]
+    return [*[await asked(body, chat=True) for body in chats], *[await asked(body, chat=False) for body in completions]]
 
 
 def main() -> None:

@@ -53,12 +53,7 @@ class SglangPrompter(Prompter):
 
     @classmethod
     def load(
-        cls,
-        model_dir: Path,
-        *,
-        chat_template: str | None = None,
-        family: Family,
-        tokenizer: Tokenizer | None = None,
+        cls, model_dir: Path, *, chat_template: str | None = None, family: Family, tokenizer: Tokenizer | None = None
     ) -> Self:
         """As :meth:`Prompter.load`. A template file loses newlines at its ends, and its ``\\n`` become newlines."""
         explicit = None if chat_template is None else chat_template.strip("\n").replace("\\n", "\n")
@@ -147,9 +142,7 @@ def as_sglang_loads(tokenizer: Tokenizer, name: str, config: Mapping[str, Any]) 
     begin = special_tokens(dict(config)).get("bos_token")
     if declared in _BEGIN_TEXTS and config.get("add_bos_token") in (None, True) and begin is not None:
         made.post_processor = TemplateProcessing(
-            single=f"{begin}:0 $A:0",
-            pair=f"{begin}:0 $A:0 $B:1",
-            special_tokens=[(begin, made.token_to_id(begin))],
+            single=f"{begin}:0 $A:0", pair=f"{begin}:0 $A:0 $B:1", special_tokens=[(begin, made.token_to_id(begin))]
         )
     return made
 
