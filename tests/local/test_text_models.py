@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest

@@ -2,7 +2,7 @@
 the vocabulary of it.
 
 Which of the two it is depends on the class that tokenizer_config.json declares and on the ``model_type``. The rules are
-compared with the real library by ``tests/conformance/vllm/test_text_models.py``.
+compared with the real library by ``tests/conformance/test_text_models.py``.
 """
 
 import json
