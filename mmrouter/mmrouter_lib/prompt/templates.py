@@ -31,17 +31,6 @@ class TemplateError(ValueError):
     """The chat template cannot render the messages, or refuses them: the client's error, an answer of 400."""
 
 
-class NotModelledError(ValueError):
-    """The engine builds this prompt in a way that is not modelled: the request is served without a prediction.
-
-    ``reason``: the decision's reason, ``cause:subject``.
-    """
-
-    def __init__(self, message: str, reason: str = "not_modelled:messages") -> None:
-        super().__init__(message)
-        self.reason = reason
-
-
 ContentFormat = Literal["openai", "string"]
 
 

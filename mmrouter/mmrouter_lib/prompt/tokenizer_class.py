@@ -18,6 +18,7 @@ _BASE_CLASSES = frozenset({"PreTrainedTokenizer", "PythonBackend", AS_FILE})
 
 FORCED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen4_exp"), "Qwen3_5Tokenizer"),
+    "hyperclovax_vision_v2": "GPT2Tokenizer",
     "qwen2": "Qwen2Tokenizer",
 }
 """``model_type`` -> class whatever is declared."""
@@ -25,17 +26,20 @@ FORCED: Final[Mapping[str, str]] = {
 _TAKE_FILE: Final = frozenset(
     " ".join(
         (
-            "arctic aria chameleon chatlm deepseek_ocr deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4",
-            "deepseek_vl deepseek_vl_hybrid deepseek_vl_v2 ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe",
-            "glm4_moe_lite glm4v glm4v_moe glm_image glmasr got_ocr2 gpt_bigcode granite granitemoe granitemoehybrid",
-            "granitemoeshared h2ovl_chat hyperclovax hyperclovax_vlm internlm2 jamba janus kimi_k25 kimi_linear llava",
-            "llava_next mimo_v2_flash minicpm3 minicpmv minicpmv4_6 minicpmv4_7 minimax_m2 ministral ministral3",
-            "mistral mistral3 mixtral molmo molmo2 nemotron nvfp4 olmo2 olmo3 olmo_hybrid opencua openvla paddleocr_vl",
-            "persimmon phi3 phi3_v phimoe pixtral smolvlm stablelm step3_vl step3p5 vipllava voxtral voxtral_realtime",
+            "EvollaModel arctic aria bigbird_pegasus camembertv2-base canary chameleon chatlm cohere_asr deepseek_ocr",
+            "deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 deepseek_vl deepseek_vl_hybrid",
+            "deepseek_vl_v2 ernie4_5 ernie4_5_moe flex_olmo fuyu glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe",
+            "glm_image glmasr got_ocr2 gpt_bigcode granite granitemoe granitemoehybrid granitemoeshared h2ovl_chat",
+            "hyperclovax hyperclovax_vlm internlm2 jamba janus kimi_k25 kimi_linear kosmos-2 llava llava_next",
+            "mimo_v2_flash minicpm3 minicpmv minicpmv4_6 minicpmv4_7 minimax_m2 ministral ministral3 mistral mistral3",
+            "mixtral modernbert modernbert-decoder molmo molmo2 nemotron nvfp4 nystromformer olmo2 olmo3 olmo_hybrid",
+            "opencua openvla paddleocr_vl pegasus_x persimmon phi3 phi3_v phimoe pix2struct pixtral smolvlm stablelm",
+            "step3_vl step3p5 step3p7 umt5 unlimited-ocr unlimited_ocr vipllava voxtral voxtral_realtime",
+            "xlm-roberta-xl",
         )
     ).split()
 )
-"""``model_type``s whose tokenizer.json is taken as it is, whatever class is declared."""
+"""``model_type``s whose tokenizer.json is taken as it is, whatever class is declared: three by vLLM 0.32 alone."""
 
 _OWN_PARTS: Final[Mapping[str, str]] = {
     "Qwen2Tokenizer": "10112c177db5b6be609bca5ae9b6f3e8",

@@ -3,7 +3,8 @@
     python own_prompts.py < {"folders": [...], "chats": [...], "completions": [...]}
 
 Run by the engine environment's Python. The last line of the output is a JSON object: for each folder a list with the
-token ids of every chat, then of every completion, or the reason of a refusal.
+token ids of every chat, then of every completion, or the reason of a refusal. A chat with images is an object of
+``ids`` and ``images``, (name, offset, length) each.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ async def prompts(folder: str, chats: list[dict[str, Any]], completions: list[di
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    config = ModelConfig(model=folder, dtype="float32", max_model_len=8192)
+    config = ModelConfig(model=folder, dtype="float32", max_model_len=8192, limit_mm_per_prompt={"image": 32})
     server = OnlineRenderer(
         config,
         renderer_from_config(VllmConfig(model_config=config)),
@@ -37,7 +38,13 @@ async def prompts(folder: str, chats: list[dict[str, Any]], completions: list[di
                 made = await server.render_completion(CompletionRequest(**body, model="m"))
         except Exception as error:  # as the engine's server does, which answers any of them with an error
             return {"refused": f"{type(error).__name__}: {error}"}
-        return list(made[0]["prompt_token_ids"]) if isinstance(made, list) else {"refused": str(made)}
+        if not isinstance(made, list):
+            return {"refused": str(made)}
+        ids, places = list(made[0]["prompt_token_ids"]), made[0].get("mm_placeholders")
+        if not places:
+            return ids
+        named = zip(made[0]["mm_hashes"]["image"], places["image"], strict=True)
+        return {"ids": ids, "images": [[name, place.offset, place.length] for name, place in named]}
 
     return [*[await asked(body, chat=True) for body in chats], *[await asked(body, chat=False) for body in completions]]
 

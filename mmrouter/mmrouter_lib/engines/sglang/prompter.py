@@ -14,13 +14,12 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
-from mmrouter_lib.families import Expanded, Family, PromptImage, expand_ids
+from mmrouter_lib.families import Expanded, Family, NotModelledError, PromptImage, expand_ids
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.prompter import Prompter
 from mmrouter_lib.prompt.templates import (
     Compiled,
     ContentFormat,
-    NotModelledError,
     TemplateError,
     Templates,
     compile_template,
