@@ -17,7 +17,7 @@ from mmrouter_lib.families import TextOnly
 from mmrouter_lib.model_folder import find_json, read_json
 from mmrouter_lib.prompt import Prompter
 from mmrouter_lib.prompt.templates import Templates
-from mmrouter_lib.prompt.tokenizer import load_tokenizer
+from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
 
 OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
@@ -80,7 +80,8 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
         raise UnpredictedError(f"tokenizer:{error}") from error
     family = TextOnly(model_type)
     loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family, tokenizer=tokenizer)
-    return _with_tokenizers_template(loaded, plain=plain)
+    named = replace(loaded, variables=special_tokens(described), codec=TokenizerCodec.of(tokenizer, described))
+    return _with_tokenizers_template(named, plain=plain)
 
 
 def takes_text_only(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -48,7 +48,8 @@ class Prompter:
             compiled = {source: compile_template(source) for source in templates.texts()}
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"{model_dir}: the chat template does not compile: {error}") from error
-        tokenizer = tokenizer or load_tokenizer(model_dir, config)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(model_dir, config)
         codec = TokenizerCodec.of(tokenizer, config)
         try:
             family.check(codec)

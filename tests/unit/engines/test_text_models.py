@@ -98,6 +98,15 @@ def test_a_vision_model_whose_processor_has_another_template_is_not_predicted(fo
     assert "<|im_start|>" in load_text_prompter("vllm", made).render(BODY["messages"])
 
 
+def test_an_older_folder_has_its_named_tokens_in_a_file_of_their_own(folder):
+    made = folder()
+    (made / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|endoftext|>"}}))
+    (made / "chat_template.jinja").write_text("{{ bos_token }}!")
+    prompter = load_text_prompter("vllm", made)
+    assert prompter.render(BODY["messages"]) == "<|endoftext|>!"
+    assert prompter.codec.begin_id == prompter.tokenizer.token_to_id("<|endoftext|>")
+
+
 def test_the_class_of_a_tokenizer_follows_the_model_type_before_the_declaration():
     assert tokenizer_class("qwen2", "LlamaTokenizerFast") == "Qwen2Tokenizer"
     assert tokenizer_class("deepseek_v3", "LlamaTokenizerFast") == "TokenizersBackend"
