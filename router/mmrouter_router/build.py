@@ -95,7 +95,7 @@ def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
 
 
 def _build_sentinels(base: Base, model: PromptModel) -> SentinelStore:
-    images = small_pictures() if model.family is not None else ()
+    images = small_pictures() if model.family is not None and model.family.places_images else ()
     options = model.family.pixel_options if model.family is not None else {}
     known = [(media_identity(data, options, key=base.settings.identity_key), data) for data in images]
     return SentinelStore(count=lambda event: base.metrics.sentinels.labels(event).inc(), probe_images=known)

@@ -12,7 +12,7 @@ from typing import Final
 from mmrouter_lib.api import MMRouterDeployment, SpecError, load_deployment
 from mmrouter_lib.pod_paths import CONFIG_DIR, MODEL_DIR
 
-PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizers, templates, processors
+PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*")  # tokenizers, templates, processors
 IGNORED: Final = ("*/*", "*.index.json")  # variants of the model in sub-folders, and the index files of its weights
 
 log = logging.getLogger("mmrouter.fetch")

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from mmrouter_lib import families
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.families import Family, ImageSizeError
 from mmrouter_lib.prompt import (
     Expanded,
@@ -55,7 +56,9 @@ class Model:
     architectures: tuple[str, ...] = ()
 
     def count(self, width: int, height: int) -> int:
-        """Return an image's placeholder tokens. Raises :class:`RequestError` for an unsupported size."""
+        """Return an image's placeholder tokens. Raises :class:`RequestError` for one that the model does not take."""
+        if not self.family.places_images:
+            raise RequestError("At most 0 image(s) may be provided in one prompt.")
         try:
             return self.family.count(width, height)
         except ImageSizeError as error:
@@ -122,8 +125,10 @@ def load(
     config = _read(folder / "config.json")
     family = families.load_family(folder, Limits(**processor))
     if family is None:
-        raise ValueError(f"{folder / 'config.json'}: model_type {config.get('model_type')!r} is not simulated")
-    prompter = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family)
+        prompter = load_text_prompter(engine, folder, chat_template)
+        family = prompter.family
+    else:
+        prompter = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family)
     return Model(
         name=name,
         tokenizer=prompter.tokenizer,

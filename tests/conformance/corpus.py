@@ -30,9 +30,23 @@ DRAWN = 320
 
 QWEN = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>")
 LLAVA = ("<image>", "<s>", "</s>", "<pad>", "<unk>", "[INST]", "<<SYS>>")
+GEMMA = (
+    "<start_of_image>",
+    "<end_of_image>",
+    "<image_soft_token>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<bos>",
+    "\n\n",
+)
 PHI3 = (
     *("<|image_1|>", "<|image_2|>", "<|image_7|>", "<|image_01|>", "<|image_|>", "<|image|>"),
     *("<|user|>", "<|end|>", "<|assistant|>", "<|system|>", "<|placeholder3|>", "<s>", "</s>"),
+)
+TEXT = (
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "<|begin_of_text|>", "<|eot_id|>"),
+    *("<|start_header_id|>", "<s>", "</s>", "[INST]", "[/INST]", "<\uff5cUser\uff5c>", "<|user|>", "<|end|>"),
+    *("<bos>", "<start_of_turn>", "<end_of_turn>\n", "<image>", "<unk>"),
 )
 BLANKS = (" ", "  ", "\n", "\n\n", "\r\n", "\t", "\u00a0", "\u3000", "\u200b", "   \n \t")
 ODD = (
@@ -59,6 +73,8 @@ STYLES = {
     "qwen2_vl": Style("<|image_pad|>", QWEN, SMALL, 6),
     "qwen2_5_vl": Style("<|image_pad|>", (*QWEN, "<tool_call>", "</tool_call>"), SMALL, 6),
     "qwen3_vl": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
+    "qwen3_5": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
+    "gemma3": Style("<start_of_image>", GEMMA, SMALL[:3], 3, tools=False),
     "llava": Style("<image>", LLAVA, ((120, 60), (90, 300)), 4),
     "llava_next": Style("<image>", LLAVA, ((120, 60), (60, 120), (224, 224)), 3, tools=False),
     "phi3_v": Style("<|image_1|>", PHI3, ((120, 60), (60, 120), (224, 224)), 3),
@@ -70,6 +86,13 @@ def corpus(family: str) -> list[Case]:
     cases = [*plain(), *fields(style), *placed(style), *literal(style), *called(style), *drawn(style)]
     assert len({one.name for one in cases}) == len(cases)
     return cases
+
+
+def text_corpus() -> list[Case]:
+    """Conversations without images, with what the tokenizers of several text models treat as their own."""
+    style = Style("<|image_pad|>", TEXT, SMALL, 0)
+    cases = [*plain(), *fields(style), *literal(style), *called(style), *drawn(style)]
+    return [one for one in cases if '"image_url"' not in json.dumps(one.body)]
 
 
 def images(style: Style, count: int) -> list[dict[str, object]]:

@@ -33,7 +33,7 @@ REPOSITORIES = {
     "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
 }
 RENDERED = {"gemma3": "Gemma 3", "mistral3": "Mistral 3"}
-"""Families without code in mmrouter, whose prompts a renderer makes."""
+"""Families beside a renderer: it makes the prompts of Mistral 3, and is the second opinion on those of Gemma 3."""
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")

@@ -23,6 +23,7 @@ def demo(tmp_path_factory):
 def forget_the_family(router) -> None:
     router.preparer.family = router.preparer.prompter = None
     router.preparer.unknown_family = "unheard_of"
+    router.preparer.unpredicted = "family:unheard_of"
 
 
 def lose_the_renderer(router) -> None:

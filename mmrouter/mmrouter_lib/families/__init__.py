@@ -10,6 +10,7 @@ import pkgutil
 from mmrouter_lib.families.base.family import Expanded as Expanded
 from mmrouter_lib.families.base.family import Family as Family
 from mmrouter_lib.families.base.family import ImageSizeError as ImageSizeError
+from mmrouter_lib.families.base.family import NotModelledError as NotModelledError
 from mmrouter_lib.families.base.family import PlaceholderError as PlaceholderError
 from mmrouter_lib.families.base.family import ProcessorLimits as ProcessorLimits
 from mmrouter_lib.families.base.family import PromptImage as PromptImage
@@ -17,6 +18,7 @@ from mmrouter_lib.families.base.family import expand_ids as expand_ids
 from mmrouter_lib.families.base.family import family_name as family_name
 from mmrouter_lib.families.base.family import is_proved as is_proved
 from mmrouter_lib.families.base.family import load_family as load_family
+from mmrouter_lib.families.base.text import TextOnly as TextOnly
 from mmrouter_lib.model_folder import ModelFolderError as ModelFolderError
 
 for _module in pkgutil.iter_modules(__path__):

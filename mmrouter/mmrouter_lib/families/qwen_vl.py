@@ -1,7 +1,7 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: one image processor, read from the folder as transformers 5.19 reads it.
+"""Qwen2-VL to Qwen3.6: one image processor, read from the folder as transformers 5.19 reads it.
 
-Patches of 14 pixels (Qwen3-VL: 16) are merged 2x2, so sides are multiples of 28 (32) pixels. As published, images are
-scaled to 3136 to 12845056 pixels, by Qwen3-VL to 65536 to 16777216.
+Patches of 14 pixels (from Qwen3-VL on: 16) are merged 2x2, so sides are multiples of 28 (32) pixels. As published,
+images are scaled to 3136 to 12845056 pixels, from Qwen3-VL on to 65536 to 16777216.
 """
 
 import math
@@ -123,3 +123,6 @@ def smart_resize(width: int, height: int, *, unit: int, min_pixels: int, max_pix
 
 for model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
     register(model_type, load, proved_on=("vllm", "sglang"))
+# Qwen3.6 has the type of Qwen3.5. The types with "moe" differ in the language model only.
+for model_type in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
+    register(model_type, load, proved_on=("vllm",))

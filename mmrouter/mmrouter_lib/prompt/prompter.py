@@ -11,7 +11,7 @@ import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import Tokenizer
 
-from mmrouter_lib.families import Expanded, Family, ModelFolderError, PromptImage
+from mmrouter_lib.families import Expanded, Family, ModelFolderError, NotModelledError, PromptImage
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
@@ -35,15 +35,21 @@ class Prompter:
     variables: Mapping[str, str]
 
     @classmethod
-    def load(cls, model_dir: Path, *, chat_template: str | None = None, family: Family) -> Self:
-        """Read a model folder; ``chat_template`` (a text) replaces its template. Raises :class:`ModelFolderError`."""
+    def load(
+        cls, model_dir: Path, *, chat_template: str | None = None, family: Family, tokenizer: Tokenizer | None = None
+    ) -> Self:
+        """Read a model folder; ``chat_template`` (a text) and ``tokenizer`` replace what it has.
+
+        Raises :class:`ModelFolderError`.
+        """
         config = find_json(model_dir, "tokenizer_config.json") or {}
         templates = find_templates(model_dir, chat_template, config)
         try:
             compiled = {source: compile_template(source) for source in templates.texts()}
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"{model_dir}: the chat template does not compile: {error}") from error
-        tokenizer = load_tokenizer(model_dir, config)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(model_dir, config)
         codec = TokenizerCodec.of(tokenizer, config)
         try:
             family.check(codec)
@@ -111,8 +117,13 @@ class Prompter:
         """Return the expanded prompt of a chat request's body. Raises what :meth:`render` and :meth:`expand` raise,
         and :class:`NotModelledError`.
         """
+        self._check_images(images)
         text = self.render(body["messages"], **render_arguments(body))
         return self.expand(text, images, add_special_tokens=bool(body.get("add_special_tokens", False)))
+
+    def _check_images(self, images: Sequence[PromptImage]) -> None:
+        if images and not self.family.places_images:
+            raise NotModelledError("the place of images is not modelled", f"family:{self.family.name}")
 
     def completion(self, prompt: "str | array[int]", *, add_special_tokens: bool = True) -> Expanded:
         """Return the prompt of a completion: of a text, or of token ids, which stay as they are.

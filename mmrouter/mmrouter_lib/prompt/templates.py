@@ -31,10 +31,6 @@ class TemplateError(ValueError):
     """The chat template cannot render the messages, or refuses them: the client's error, an answer of 400."""
 
 
-class NotModelledError(ValueError):
-    """The engine builds this prompt in a way that is not modelled: the request is served without a prediction."""
-
-
 ContentFormat = Literal["openai", "string"]
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.model_folder import ModelFolderError
 from mmrouter_lib.prompt.segment_cache import SegmentCache
@@ -56,7 +55,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
     As transformers 5.19 does: tokens of ``added_tokens_decoder`` that the file lacks or has with other properties are
     added in the order of their ids, then named and additional special tokens that are still unknown. Qwen2-VL's
-    placeholder is such a token. ``add_bos_token`` and ``add_eos_token`` override the file's post-processor.
+    placeholder is such a token. It ignores ``add_bos_token`` and ``add_eos_token`` beside a tokenizer.json.
 
     Raises :class:`ModelFolderError` for a file that cannot be read or a token that does not get its configured id.
     """
@@ -86,25 +85,7 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
                 f"{folder / 'tokenizer_config.json'}: {token.content!r} is given the id {number}, "
                 f"but the tokenizer has it as {tokenizer.token_to_id(token.content)}"
             )
-    _set_ends(tokenizer, config)
     return tokenizer
-
-
-def _set_ends(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
-    """Apply ``add_bos_token`` and ``add_eos_token``, where either is set."""
-    if not {"add_bos_token", "add_eos_token"} & config.keys():
-        return
-    named = special_tokens(config)
-    begin, end = (
-        named.get(name) if config.get(flag) else None
-        for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))
-    )
-    before, after = ("" if begin is None else f"{begin}:0 "), ("" if end is None else f" {end}:0")
-    tokenizer.post_processor = TemplateProcessing(
-        single=f"{before}$A:0{after}",
-        pair=f"{before}$A:0{after} $B:1",
-        special_tokens=[(text, tokenizer.token_to_id(text)) for text in (begin, end) if text is not None],
-    )
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:

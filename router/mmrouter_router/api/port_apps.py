@@ -163,6 +163,7 @@ def control_app(
     async def state() -> dict[str, Any]:
         return {
             **state_of(reporter.report(), fleet, placer),
+            "predicts_images": prompter is None or prompter.family.places_images,
             "renderers": reporter.renderer.state(),
             "feed_keys": feed_keys(),
         }

@@ -9,25 +9,31 @@ from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
 log = logging.getLogger("mmrouter.decision")
 
 
-def prediction_line(spec: Spec, *, family: str, unknown: str, learns_images: bool) -> str:
+def prediction_line(
+    spec: Spec, *, family: str, unknown: str, learns_images: bool, unpredicted: str = "", text_only: bool = False
+) -> str:
     """Return which requests of a deployment are predicted exactly, and why the others are not.
 
-    ``family``: the modelled one; ``unknown``: the model type where no family is modelled. ``learns_images``: whether
-    the engine names images itself.
+    ``family``: the modelled one; ``unknown``: the model type where no prompt is predicted, for the reason
+    ``unpredicted``. ``text_only``: the family has no place for images. ``learns_images``: whether the engine names
+    images itself.
     """
     engine, policy = spec.engine.type, spec.routing.policy
     if unknown and not any(pool.role == "renderer" for pool in spec.pools):
         return (
-            f"no prompt is predicted, because family {unknown} is not modelled for {engine} and there is no renderer "
-            "pool: all requests are placed by affinity"
+            f"no prompt of {unknown} is predicted for {engine} ({unpredicted}), and there is no renderer pool: all "
+            "requests are placed by affinity"
         )
     if unknown:
         line = f"chats are exact by the renderers' prompts, because family {unknown} is not modelled for {engine}"
         affinity = "requests to /v1/completions and /v1/responses are placed by affinity"
+    elif text_only:
+        line = f"chats without media, and completions, are exact: the texts of {family} are modelled for {engine}"
+        affinity = "chats with media and requests to /v1/responses are placed by affinity"
     else:
         line = f"chats with text and images, and completions, are exact: family {family} is modelled for {engine}"
         affinity = "requests to /v1/responses are placed by affinity"
-    if learns_images:
+    if learns_images and not text_only:
         line += "; an image is partial until its identity in the engine is computed or learned"
     if policy in PROMPT_BLIND_POLICIES:
         line += f"; policy {policy} ignores prompts, so only samples are predicted"

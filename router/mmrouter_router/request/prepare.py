@@ -1,5 +1,6 @@
 """Prepares a parsed request for placement: resolves its images and predicts its token ids (docs/architecture.md)."""
 
+import logging
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,8 +14,9 @@ from xxhash import xxh3_64_intdigest
 from mmrouter_lib.block_keys import Span, namespace_seed
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.engines.vllm.adapter import VLLM
-from mmrouter_lib.families import Family, ImageSizeError, family_name, is_proved, load_family
+from mmrouter_lib.families import Family, ImageSizeError, ModelFolderError, family_name, is_proved, load_family
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe, rotates
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.model_folder import read_json
@@ -29,9 +31,12 @@ from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
+from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Rendered, Renderer
 from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
 from mmrouter_router.telemetry.tracing import child_span
+
+log = logging.getLogger("mmrouter.prepare")
 
 Images = tuple[ResolvedImage, ...]
 PROBE_CACHE = 4096
@@ -44,22 +49,38 @@ _IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images only: ev
 
 
 class PromptModel(NamedTuple):
-    """The model's family and its prompter, ``None`` for a family that is not modelled for the engine."""
+    """The model's family and its prompter, ``None`` where no prompt is predicted.
+
+    ``name``: the family's, or the ``model_type``. ``unpredicted``: why, as a decision's reason.
+    """
 
     family: Family | None
     prompter: Prompter | None
     name: str
+    unpredicted: str = ""
 
     @classmethod
     def load(cls, settings: Settings) -> Self:
-        """Load them from the model folder. Raises ``ModelFolderError``."""
+        """Load them from the model folder. Raises ``ModelFolderError`` for a family with a geometry that is not usable.
+
+        A model without a family is predicted where its texts are, unless there are renderers, which know its images.
+        """
         spec, folder = settings.deployment.spec, settings.model_dir
-        name = family_name(read_json(folder, "config.json"))
-        family = load_family(folder, spec.engine.processor) if is_proved(name, spec.engine.type) else None
-        if family is None:
-            return cls(None, None, name)
+        name, engine = family_name(read_json(folder, "config.json")), spec.engine.type
+        family = load_family(folder, spec.engine.processor) if is_proved(name, engine) else None
         template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
-        return cls(family, PROMPTERS[spec.engine.type].load(folder, chat_template=template, family=family), name)
+        if family is not None:
+            return cls(family, PROMPTERS[engine].load(folder, chat_template=template, family=family), name)
+        if any(pool.role == RENDERER_ROLE for pool in spec.pools):
+            return cls(None, None, name, f"family:{name}")
+        try:
+            prompter = load_text_prompter(engine, folder, template)
+        except UnpredictedError as error:
+            return cls(None, None, name, str(error))
+        except ModelFolderError as error:
+            log.warning("the model's prompts are not predicted: %s", error)
+            return cls(None, None, name, f"model_folder:{name}")
+        return cls(prompter.family, prompter, name)
 
 
 class _Probed(NamedTuple):
@@ -97,6 +118,7 @@ class Preparer:
         model = model or PromptModel.load(settings)
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
+        self.unpredicted = model.unpredicted
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key
@@ -156,16 +178,16 @@ class Preparer:
                 rendered = await self._render(request, images, reasons, tenant) if exactness == "exact" else None
                 if rendered is None:
                     exactness = "affinity"
-                    reasons.append(f"family:{self.unknown_family}")
+                    reasons.append(self.unpredicted)
                 else:
                     ids, spans = rendered
                     images = _counted(images, spans)
             elif exactness != "affinity":
                 try:
                     ids, spans = await self._expand_off_loop(request, images, tenant)
-                except NotModelledError:
+                except NotModelledError as error:
                     exactness = "affinity"
-                    reasons.append("not_modelled:messages")
+                    reasons.append(error.reason)
                 except PromptTooLongError as error:
                     if self.family is not None and self.family.fragile:
                         raise _too_long(request) from error

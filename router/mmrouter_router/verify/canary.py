@@ -1,6 +1,7 @@
 """Canary: verify each worker once per epoch by two small images whose blocks are predicted (docs/exactness.md).
 
-Where the engine writes sentinels, an unknown image is first learned by a probe request of its own.
+A model whose images have no place in a prediction is verified by a text. Where the engine writes sentinels, an unknown
+image is first learned by a probe request of its own.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from mmrouter_router.explain.differences import Difference, Prediction, first_di
 from mmrouter_router.explain.parity_check import published_blocks
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.workers import Fleet, Target, Worker, cache_query
-from mmrouter_router.request.renderer_client import new_nonce, small_pictures
+from mmrouter_router.request.renderer_client import new_nonce
 from mmrouter_router.sentinels.evidence import SentinelStore
 from mmrouter_router.sentinels.table import Scope, Values, fill_sentinels, observe_sentinels
 from mmrouter_router.telemetry.metrics import Metrics
@@ -111,8 +112,8 @@ class Canary:
         # because a result is final for the epoch.
         scope = target.worker.scope
         retried = INCONCLUSIVE if scope is None else ("identity",)
-        for image in map(self._probes.image, small_pictures()):
-            if scope is not None and self._values(scope, image) is None:
+        for image in self._probes.canary_images():
+            if scope is not None and image is not None and self._values(scope, image) is None:
                 await self.learn(target, feeder, image)
             difference, blocks = await self._ask(target, feeder, nonce, image)
             if difference is not None and difference.cause in retried:
@@ -126,7 +127,7 @@ class Canary:
 
     async def _answers(self, target: Target, _: FeedClient) -> tuple[Difference | None, int]:
         """Verify an engine that publishes no blocks by the length of its prompt."""
-        image = self._probes.image(small_pictures()[0])
+        image = self._probes.canary_images()[0]
         request = await self._probes.build(new_nonce(), image, target.block_size)
         tokens = prompt_tokens(await self._probes.send(target, request))
         predicted = len(request.ids)
@@ -135,9 +136,12 @@ class Canary:
         return None, 0
 
     async def _ask(
-        self, target: Target, feeder: FeedClient, nonce: str, image: ProbeImage
+        self, target: Target, feeder: FeedClient, nonce: str, image: ProbeImage | None
     ) -> tuple[Difference | None, int]:
-        """Send an image and wait for the predicted blocks; return the first difference and the number compared."""
+        """Send an image, or a text alone, and wait for the predicted blocks.
+
+        Returns the first difference and the number compared.
+        """
         request = await self._probes.build(nonce, image, target.block_size)
         scope, before = target.worker.scope, target.worker.sync.seq
         prediction, keys = self._predict(scope, request, image, target.block_size)
@@ -152,21 +156,27 @@ class Canary:
         return difference or Difference("unknown", f"{missing} of {len(keys)} predicted keys were not published"), 0
 
     def _predict(
-        self, scope: Scope | None, request: ProbeRequest, image: ProbeImage, block_size: int
+        self, scope: Scope | None, request: ProbeRequest, image: ProbeImage | None, block_size: int
     ) -> tuple[Prediction, "array[int]"]:
-        placeholder = request.ids[request.span.offset]
+        spans = () if request.span is None else (request.span,)
+        placeholder = -1 if request.span is None else request.ids[request.span.offset]
         if scope is None:
-            keys = block_keys(request.ids, block_size, (request.span,), self._seed)
-            return Prediction(request.ids, (request.span,), block_size, None, placeholder), keys
-        ids = fill_sentinels(request.ids, (request.span,), lambda identity: self._values(scope, image)).ids
+            keys = block_keys(request.ids, block_size, spans, self._seed)
+            return Prediction(request.ids, spans, block_size, None, placeholder), keys
+        values = None if image is None else self._values(scope, image)
+        ids = fill_sentinels(request.ids, spans, lambda _: values).ids
         return Prediction(ids, (), block_size, None, placeholder), block_keys(ids, block_size, (), self._seed)
 
     def _values(self, scope: Scope, image: ProbeImage) -> Values | None:
         return self._sentinels.values(scope, image.identity, image.data) if self._sentinels is not None else None
 
-    def _observe(self, target: Target, request: ProbeRequest, image: ProbeImage, stored: Sequence[Stored]) -> bool:
+    def _observe(
+        self, target: Target, request: ProbeRequest, image: ProbeImage | None, stored: Sequence[Stored]
+    ) -> bool:
         """Record the image's sentinels in these blocks; return whether they are there."""
         scope = target.worker.scope
+        if image is None or request.span is None:
+            return False
         values = observe_sentinels(request.ids, request.span, target.block_size, stored) if scope is not None else None
         if values is not None and scope is not None and self._sentinels is not None:
             self._sentinels.on_observed(scope, image.identity, image.data, values)

@@ -1,6 +1,6 @@
 """Probe requests: an image under a unique text, sent by the router itself to see what an engine makes of it.
 
-The canary verifies workers with them, sentinel learning identifies images.
+The canary verifies workers with them, sentinel learning identifies images. Where no image has a place, they are text.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from mmrouter_router.http.engine_requests import EngineRequestError, EngineReque
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.request.renderer_client import SIDE
+from mmrouter_router.request.renderer_client import SIDE, small_pictures
 from mmrouter_router.scheduling.placer import PARTNERS
 
 MAX_ANSWER = 64 * 1024
@@ -48,11 +48,11 @@ class ProbeImage:
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """One request: its body, the predicted prompt, and the image's span in it."""
+    """One request: its body, the predicted prompt, and the image's span in it, if it has one."""
 
     body: bytes
     ids: "array[int]"
-    span: Span
+    span: Span | None
 
 
 class _Usage(msgspec.Struct):
@@ -94,7 +94,12 @@ class ProbeRequests:
         options, tokens = (family.pixel_options, family.count(SIDE, SIDE)) if family is not None else ({}, 0)
         return ProbeImage(media_identity(data, options, key=self._key), data, "image/png", tokens)
 
-    async def build(self, nonce: str, image: ProbeImage, block_size: int) -> ProbeRequest:
+    def canary_images(self) -> list[ProbeImage | None]:
+        """Return the images that a canary shows, one after the other; ``None`` is a request of text alone."""
+        family = self._preparer.family
+        return [None] if family is not None and not family.places_images else [*map(self.image, small_pictures())]
+
+    async def build(self, nonce: str, image: ProbeImage | None, block_size: int) -> ProbeRequest:
         """Build a request for an image, its prompt predicted by the library or, for an unknown family, by a renderer.
 
         Raises :class:`ProbeRequestError` where the prompt cannot be predicted.
@@ -104,30 +109,33 @@ class ProbeRequests:
         head = " ".join([nonce] * (1 + block_size // 4)) if self._fills_a_block else nonce
         tail = " ".join(nonce for _ in range(2 + block_size // 4))
         for system in (True, False):
-            messages = _messages(nonce, head, tail, system=system)
-            uri = f"data:{image.mime};base64," + base64.b64encode(image.data).decode()
+            messages = _messages(nonce, head, tail, system=system, image=image is not None)
             body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
-            shown = ImageRewrite(message=len(messages) - 1, part=1, url=uri, uuid=to_wire(image.identity))
-            rewritten = self._adapter.rewrite_chat(body, [shown], model=self._model, cache_salt=None).body
+            shown = []
+            if image is not None:
+                uri = f"data:{image.mime};base64," + base64.b64encode(image.data).decode()
+                shown = [ImageRewrite(message=len(messages) - 1, part=1, url=uri, uuid=to_wire(image.identity))]
+            rewritten = self._adapter.rewrite_chat(body, shown, model=self._model, cache_salt=None).body
             try:
                 ids, spans = await self._prompt(messages, rewritten, image)
                 break
             except (TemplateError, EngineRequestError) as error:  # a template that takes no system message
                 if not system:
                     raise ProbeRequestError(str(error)) from error
-        if len(spans) != 1:
-            raise ProbeRequestError(f"the prompt has {len(spans)} images instead of one")
-        return ProbeRequest(orjson.dumps(rewritten), ids, spans[0])
+        if len(spans) != len(shown):
+            raise ProbeRequestError(f"the prompt has {len(spans)} images instead of {len(shown)}")
+        return ProbeRequest(orjson.dumps(rewritten), ids, spans[0] if spans else None)
 
     async def _prompt(
-        self, messages: list[dict[str, Any]], rewritten: dict[str, Any], image: ProbeImage
+        self, messages: list[dict[str, Any]], rewritten: dict[str, Any], image: ProbeImage | None
     ) -> tuple["array[int]", tuple[Span, ...]]:
         prompter, renderer = self._preparer.prompter, self._preparer.renderer
         if prompter is not None:
-            expanded = prompter.prompt({"messages": messages}, [PromptImage(image.identity, image.tokens)])
+            images = [] if image is None else [PromptImage(image.identity, image.tokens)]
+            expanded = prompter.prompt({"messages": messages}, images)
             return expanded.ids, expanded.spans
         if renderer is None:
-            raise ProbeRequestError(f"family {self._preparer.unknown_family} is not modelled")
+            raise ProbeRequestError(f"no prompt is predicted: {self._preparer.unpredicted}")
         return await renderer.render(rewritten)
 
     async def send(self, target: Target, request: ProbeRequest) -> bytes:
@@ -174,11 +182,13 @@ def prompt_tokens(answer: bytes) -> int:
         raise ProbeRequestError(f"the answer does not report its prompt tokens: {error}") from error
 
 
-def _messages(nonce: str, head: str, tail: str, *, system: bool) -> list[dict[str, Any]]:
-    content = [
-        {"type": "text", "text": f"{head} look"},
-        {"type": "image_url", "image_url": {"url": ""}},
-        {"type": "text", "text": tail},
-    ]
+def _messages(nonce: str, head: str, tail: str, *, system: bool, image: bool) -> list[dict[str, Any]]:
+    content: Any = f"{head} look {tail}"
+    if image:
+        content = [
+            {"type": "text", "text": f"{head} look"},
+            {"type": "image_url", "image_url": {"url": ""}},
+            {"type": "text", "text": tail},
+        ]
     first = [{"role": "system", "content": f"{nonce} canary"}] if system else []
     return [*first, {"role": "user", "content": content}]

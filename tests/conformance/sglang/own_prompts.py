@@ -1,9 +1,10 @@
 """Prompts of chats by SGLang's own code: its request model, template manager and chat endpoint, without an engine.
 
-    python own_prompts.py < {"folder": ..., "template": file or null, "bodies": [...]}
+    python own_prompts.py < {"folder": ..., "template": file or null, "text_only": ..., "bodies": [...]}
 
-Run by the engine environment's Python. The last line of the output is a JSON list: for each body the token ids of the
-prompt before images are expanded and the number of images, or the reason of a refusal.
+Run by the engine environment's Python. ``text_only``: whether the model takes nothing else. The last line of the output
+is a JSON list: for each body the token ids of the prompt before images are expanded and the number of images, or the
+reason of a refusal.
 """
 
 import json
@@ -25,15 +26,17 @@ def main() -> None:
     from sglang.srt.entrypoints.openai import serving_chat
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
     from sglang.srt.parser import template_manager
-    from sglang.srt.utils.hf_transformers_utils import get_processor
+    from sglang.srt.utils.hf_transformers_utils import get_processor, get_tokenizer
     from transformers import AutoConfig
 
     asked = json.load(sys.stdin)
     serving_chat.get_serving = serving_chat.get_model = template_manager.get_serving = Unset
-    processor = get_processor(asked["folder"])  # its own loader: it replaces the tokenizers of some processors
-    model = {"is_multimodal": True, "get_default_sampling_params": dict}
+    text_only = asked["text_only"]
+    # Its own loaders: they replace the tokenizers of some folders.
+    processor = None if text_only else get_processor(asked["folder"])
+    model = {"is_multimodal": not text_only, "get_default_sampling_params": dict}
     manager = SimpleNamespace(
-        tokenizer=processor.tokenizer,
+        tokenizer=get_tokenizer(asked["folder"]) if processor is None else processor.tokenizer,
         processor=processor,
         server_args=None,
         served_model_name="served",

@@ -171,12 +171,15 @@ def ours(prompter: Prompter, one: Case) -> "list[int] | ValueError":
         return error
 
 
-def rendered(env: Path, folder: Path, template: Path | None, cases: list[Case]) -> list[dict[str, Any]]:
+def rendered(
+    env: Path, folder: Path, template: Path | None, cases: list[Case], *, text_only: bool = False
+) -> list[dict[str, Any]]:
     bodies = json.loads(json.dumps([one.body for one in cases]))
     for one, body in zip(cases, bodies, strict=True):
         for at, number, _ in image_places(one):
             body["messages"][at]["content"][number]["image_url"]["url"] = "data:,"
-    asked = {"folder": str(folder), "template": None if template is None else str(template), "bodies": bodies}
+    file = None if template is None else str(template)
+    asked = {"folder": str(folder), "template": file, "text_only": text_only, "bodies": bodies}
     command = [str(env / "bin" / "python"), str(Path(__file__).with_name("own_prompts.py"))]
     done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -100,6 +100,7 @@ class Deployment:
     ignores_order: bool = False
     forgets: bool = False
     images_first: bool = False
+    predicts_images: bool = True
     refuses_adjacent: bool = False
     pretends: int = 0
     held: list[list[str]] = field(default_factory=list)
@@ -110,7 +111,8 @@ class Deployment:
         if path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         if path == "/control/state":
-            return httpx.Response(200, json={"workers": [{"role": "worker", "standing": "verified", "cause": ""}]})
+            workers = [{"role": "worker", "standing": "verified", "cause": ""}]
+            return httpx.Response(200, json={"workers": workers, "predicts_images": self.predicts_images})
         if path.startswith("/control/decisions/"):
             return httpx.Response(200, json={"images": [{"offset": 0 if self.images_first else self.block_size}]})
         units = self._units(json.loads(request.content))
@@ -128,7 +130,9 @@ class Deployment:
         kinds = [part["type"] for part in parts]
         if self.refuses_adjacent and ("image_url", "image_url") in pairwise(kinds):
             self.exactness = "affinity"
+        assert self.predicts_images == ("image_url" in kinds)
         urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
+        urls = urls or [part["text"] for part in parts if part["text"] != "and"]
         images = ["image" for _ in urls] if self.ignores_images else urls
         images = sorted(images) if self.ignores_order else images
         return [*images, first["text"], last["text"]] if self.images_first else [first["text"], *images, last["text"]]
@@ -163,6 +167,21 @@ def test_a_correct_deployment_passes_and_one_that_predicts_up_to_the_image_only_
 
 def test_a_template_that_puts_images_before_the_text_passes():
     assert [check for check in gate(Deployment(images_first=True)).run(rounds=1) if not check.passed] == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "failing"),
+    [
+        ({}, None),
+        ({"ignores_images": True}, "round 1: another text misses"),
+        ({"ignores_order": True}, "round 1: swapped texts part"),
+        ({"pretends": 16}, "round 1: cached_tokens agree"),
+        ({"exactness": "affinity"}, "round 1: exact"),
+    ],
+)
+def test_a_deployment_that_predicts_no_images_is_checked_by_texts_in_their_place(broken, failing):
+    checks = gate(Deployment(predicts_images=False, **broken)).run(rounds=1)
+    assert next((check.name for check in checks if not check.passed), None) == failing
 
 
 def test_a_family_whose_adjacent_images_are_not_rendered_passes():

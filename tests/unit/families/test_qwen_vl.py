@@ -23,8 +23,8 @@ def qwen2(make_folder, *size, model_type="qwen2_5_vl"):
     return families.load_family(make_folder(model_type, **QWEN2), None).count(*size)
 
 
-def qwen3(make_folder, *size):
-    return families.load_family(make_folder("qwen3_vl", patch=16, **QWEN3), None).count(*size)
+def qwen3(make_folder, *size, model_type="qwen3_vl"):
+    return families.load_family(make_folder(model_type, patch=16, **QWEN3), None).count(*size)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,8 @@ def test_case_17_case_18_case_19_case_20_case_21_case_22_counts_are_those_of_the
     make_folder, size, second, third
 ):
     assert [qwen2(make_folder, *size, model_type=name) for name in ("qwen2_vl", "qwen2_5_vl")] == [second, second]
-    assert qwen3(make_folder, *size) == third
+    later = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+    assert [qwen3(make_folder, *size, model_type=name) for name in later] == [third] * 4
 
 
 @pytest.mark.parametrize(

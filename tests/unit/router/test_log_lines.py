@@ -42,14 +42,21 @@ async def test_an_unpredicted_request_has_no_hit_ratio_and_says_so(caplog):
     ("policy", "roles", "unknown", "said"),
     [
         ("kv", ("worker",), "", " and completions, are exact: family qwen2_vl is modelled for vllm;"),
-        ("kv", ("worker",), "new", "no prompt is predicted, because family new is not modelled for vllm and"),
+        ("kv", ("worker",), "new", "no prompt of new is predicted for vllm (tokenizer:missing), and there is no"),
         ("kv", ("worker", "renderer"), "new", "exact by the renderers' prompts, because family new is not modelled"),
         ("roundRobin", ("worker",), "", "; policy roundRobin ignores prompts, so only samples are predicted;"),
     ],
 )
 def test_the_line_at_the_start_says_what_is_exact_and_why_not(policy, roles, unknown, said):
     spec = deployed(policy, roles=roles).spec
-    assert said in prediction_line(spec, family="qwen2_vl", unknown=unknown, learns_images=False)
+    reason = "tokenizer:missing" if unknown else ""
+    assert said in prediction_line(spec, family="qwen2_vl", unknown=unknown, learns_images=False, unpredicted=reason)
+
+
+def test_the_line_at_the_start_says_that_media_are_not_predicted():
+    line = prediction_line(deployed("kv").spec, family="qwen3", unknown="", learns_images=True, text_only=True)
+    assert "chats without media, and completions, are exact: the texts of qwen3 are modelled for vllm;" in line
+    assert "chats with media and requests to /v1/responses are placed by affinity" in line
 
 
 def test_lines_at_debug_are_not_limited():

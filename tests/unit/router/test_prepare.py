@@ -189,13 +189,20 @@ async def test_invalid_image_is_refused_with_its_field(prepare, url, says):
     assert says in str(error)
 
 
-@pytest.mark.parametrize(("engine", "family"), [("vllm", "brand_new_vl"), ("sglang", "llava"), ("sglang", "phi3_v")])
-async def test_unmodelled_family_is_served_by_affinity(tmp_path, engine, family):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+@pytest.mark.parametrize(
+    ("engine", "family", "reason"),
+    [
+        ("vllm", "brand_new_vl", "tokenizer:missing"),
+        ("sglang", "llava", "family:llava"),
+        ("sglang", "phi3_v", "family:phi3_v"),
+    ],
+)
+async def test_unmodelled_family_is_served_by_affinity(tmp_path, engine, family, reason):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {}}))
     async with preparing(settings(tmp_path, engine=engine)) as preparer:
         prepared = await preparer.prepare(chat(text("x"), image("a"), avif("b")), None)
     assert prepared.exactness == "affinity"
-    assert prepared.reasons == ("image_format:messages[0].content[2].image_url.url", f"family:{family}")
+    assert prepared.reasons == ("image_format:messages[0].content[2].image_url.url", reason)
     assert (len(prepared.images), prepared.ids) == (2, array("I"))
 
     rigs = [Rig(), Rig()]

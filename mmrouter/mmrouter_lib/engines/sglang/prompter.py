@@ -7,34 +7,36 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import orjson
 from tokenizers import Tokenizer
-from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
-from mmrouter_lib.families import Expanded, Family, PromptImage, expand_ids
+from mmrouter_lib.families import Expanded, Family, NotModelledError, PromptImage, expand_ids
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.prompter import Prompter
 from mmrouter_lib.prompt.templates import (
     Compiled,
     ContentFormat,
-    NotModelledError,
     TemplateError,
     Templates,
     compile_template,
     loops_over_content,
 )
-from mmrouter_lib.prompt.tokenizer import TokenizerCodec
+from mmrouter_lib.prompt.tokenizer import load_tokenizer, special_tokens
+from mmrouter_lib.prompt.tokenizer_class import AS_FILE, as_class
 
-Loaded = TypeVar("Loaded", bound=Prompter)
 _LLAMAS = frozenset({"LlamaTokenizer", "LlamaTokenizerFast"})
+_BEGIN_TEXTS = _LLAMAS | {"CodeLlamaTokenizer", "CodeLlamaTokenizerFast", "CohereTokenizerFast"}
+_BEGIN_TEXTS |= {"GemmaTokenizer", "GemmaTokenizerFast"}
 _SHOWS_MEDIA = ("image", "audio", "video", "vision")
 """A template with one of these words gets contents as parts, any other one texts, and then images are dropped."""
 _MESSAGE_NAMES = ("message", "msg", "m")
 _ARGUMENTS = ("conversation", "tools", "add_generation_prompt", "tokenize", "return_dict")
 """Names that the engine passes itself: a second value in ``chat_template_kwargs`` is an error."""
+_LOW_EFFORT = ("low_effort", "truncate_history_thinking")  # a template with both gets the first for a low effort
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
 _TRUE = frozenset({"1", "true", "yes", "y", "on"})
 _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool_calls")
@@ -49,11 +51,15 @@ class SglangPrompter(Prompter):
     content: ContentFormat = "openai"
 
     @classmethod
-    def load(cls, model_dir: Path, *, chat_template: str | None = None, family: Family) -> Self:
+    def load(
+        cls, model_dir: Path, *, chat_template: str | None = None, family: Family, tokenizer: Tokenizer | None = None
+    ) -> Self:
         """As :meth:`Prompter.load`. A template file loses newlines at its ends, and its ``\\n`` become newlines."""
         explicit = None if chat_template is None else chat_template.strip("\n").replace("\\n", "\n")
-        loaded = super(SglangPrompter, cls).load(model_dir, chat_template=explicit, family=family)
-        loaded = _with_llamas_tokenizer(loaded, find_json(model_dir, "tokenizer_config.json") or {})
+        if tokenizer is None:
+            config = find_json(model_dir, "tokenizer_config.json") or {}
+            tokenizer = as_sglang_loads(load_tokenizer(model_dir, config), AS_FILE, config)
+        loaded = super(SglangPrompter, cls).load(model_dir, chat_template=explicit, family=family, tokenizer=tokenizer)
         source = _template(loaded.templates)
         compiled: dict[str, Compiled] = {source: loaded.compiled.get(source) or compile_template(source)}
         in_parts = any(word in source for word in _SHOWS_MEDIA) or loops_over_content(source, _MESSAGE_NAMES)
@@ -66,7 +72,10 @@ class SglangPrompter(Prompter):
         Where a tokenizer adds special tokens, the engine makes a text of all ids again and tokenizes that with them.
         Raises what :meth:`Prompter.prompt` raises.
         """
+        self._check_images(images)
         text, tail = self._render(body, shows_images=bool(images))
+        if not self.family.places_images:
+            return Expanded(ids=self._ids(text, tail), spans=(), unplaced=None)
         if self.codec.encode("", add_special_tokens=True):
             return self.expand(self.codec.decode(self._ids(text, tail)), images, add_special_tokens=True)
         if images or not tail:
@@ -98,6 +107,8 @@ class SglangPrompter(Prompter):
                 chat[-1] = {"role": "user", "content": last}
         variables = template_variables(body)
         context = {**self.variables, "documents": None, **variables, "messages": chat, "add_generation_prompt": True}
+        if variables.get("reasoning_effort") == "low" and all(name in self.source for name in _LOW_EFFORT):
+            raise NotModelledError("the engine adds a variable of the template")
         choice = body.get("tool_choice")
         tools = shown_tools(body.get("tools"), choice)
         template = self.compiled[self.source].template
@@ -113,18 +124,26 @@ class SglangPrompter(Prompter):
                 raise TemplateError(f"the chat template refuses the messages: {error}") from error
 
 
-def _with_llamas_tokenizer(loaded: Loaded, config: dict[str, Any]) -> Loaded:
-    """Rebuild a tokenizer of transformers' class ``LlamaTokenizer`` as the engine loads it, which ignores what
-    tokenizer.json says of normalization: only the beginning of a text gets a blank, not that behind a special token.
+def as_sglang_loads(tokenizer: Tokenizer, name: str, config: Mapping[str, Any]) -> Tokenizer:
+    """Return a tokenizer as the engine loads it. ``name``: the class that transformers chooses.
+
+    Where that takes tokenizer.json as it is, the engine takes the declared class after all, gives it the file's first
+    step of splitting where it has another kind, and begins texts as older releases of transformers did. ``config`` is
+    tokenizer_config.json. Raises :class:`~mmrouter_lib.prompt.tokenizer_class.TokenizerClassError`.
     """
-    if config.get("tokenizer_class") not in _LLAMAS:
-        return loaded
-    tokenizer = Tokenizer.from_str(loaded.tokenizer.to_str())
-    tokenizer.encode_special_tokens = loaded.tokenizer.encode_special_tokens
-    tokenizer.normalizer = None
-    scheme = "always" if config.get("legacy") else "first"
-    tokenizer.pre_tokenizer = Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
-    return replace(loaded, tokenizer=tokenizer, codec=TokenizerCodec.of(tokenizer, config))
+    declared = str(config.get("tokenizer_class"))
+    if name == AS_FILE and declared in _LLAMAS:
+        name = "LlamaTokenizer"
+    made = as_class(tokenizer, name, config)
+    before, after = tokenizer.pre_tokenizer, made.pre_tokenizer
+    if before is not None and after is not None and type(before) is not type(after):
+        made.pre_tokenizer = before
+    begin = special_tokens(dict(config)).get("bos_token")
+    if declared in _BEGIN_TEXTS and config.get("add_bos_token") in (None, True) and begin is not None:
+        made.post_processor = TemplateProcessing(
+            single=f"{begin}:0 $A:0", pair=f"{begin}:0 $A:0 $B:1", special_tokens=[(begin, made.token_to_id(begin))]
+        )
+    return made
 
 
 def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:

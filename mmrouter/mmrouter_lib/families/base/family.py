@@ -22,6 +22,17 @@ class PlaceholderError(ValueError):
     """The placeholders in the prompt do not fit the images of the request."""
 
 
+class NotModelledError(ValueError):
+    """The engine builds this prompt in a way that is not modelled: the request is served without a prediction.
+
+    ``reason``: the decision's reason, ``cause:subject``.
+    """
+
+    def __init__(self, message: str, reason: str = "not_modelled:messages") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class PromptImage:
     """An image of a request: its media identity (32 bytes) and the number of placeholder tokens it becomes.
@@ -89,6 +100,9 @@ class Family(ABC):
     image, for every family."""
     fragile: ClassVar[bool] = False
     """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
+
+    places_images: ClassVar[bool] = True
+    """Whether the place and length of images are known. Otherwise prompts without an image alone are predicted."""
 
     @property
     def pixel_options(self) -> dict[str, int]:

@@ -1,0 +1,112 @@
+"""Models without a family here: their texts are predicted where the engine makes a prompt of template and tokenizer.
+
+vLLM processes a request without media as text, whatever else the model takes; of SGLang this is known of models that
+take text only. Models that an engine prompts by code of its own are not predicted.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
+from mmrouter_lib.families import TextOnly
+from mmrouter_lib.model_folder import find_json, read_json
+from mmrouter_lib.prompt import Prompter
+from mmrouter_lib.prompt.templates import Templates
+from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
+from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
+
+OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
+    "vllm": re.compile(
+        r"gpt_oss|(?:DeepseekV32|DeepseekV41|MoonshotKimia)ForCausalLM|KimiK3ForConditionalGeneration"
+        r"|(?:DeepseekV4|Inkling)For(?:CausalLM|ConditionalGeneration)"
+    ),
+    "sglang": re.compile(
+        r"deepseek_v41|.*(?:DeepseekV4|KimiK3).*|InklingForConditionalGeneration|GlmMoeDsaForCausalLM"
+        r"|Glm5NextForConditionalGeneration|minimax_m3_vl"
+    ),
+}
+"""``model_type``s and architectures whose chats vLLM 0.32 and SGLang 0.5.23 render by code instead of a template.
+
+vLLM renders gpt-oss by openai-harmony, which fetches its vocabulary and writes the day into the prompt.
+"""
+
+_MEDIA = re.compile(r"vision|visual|image|img|video|audio|speech|thinker|mm_")
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_MISTRAL_FILES = ("tekken.json", "tokenizer.model.v*")
+
+
+class UnpredictedError(ValueError):
+    """The prompts of a model are not predicted; the message is the decisions' reason, ``cause:subject``."""
+
+
+def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | None = None) -> Prompter:
+    """Return the prompter of a model folder without a family; ``chat_template`` (a text) replaces its template.
+
+    Raises :class:`UnpredictedError`, and :class:`~mmrouter_lib.model_folder.ModelFolderError` for files that cannot be
+    read.
+    """
+    config = read_json(folder, "config.json")
+    model_type = str(config.get("model_type", "unknown"))
+    names = [model_type, *(config.get("architectures") or ())]
+    own = next((name for name in names if OWN_PROMPTS[engine].fullmatch(str(name))), None)
+    if own is not None:
+        raise UnpredictedError(f"engine_prompts:{own}")
+    plain = takes_text_only(folder, config)
+    if config.get("is_encoder_decoder") or not (plain or engine == "vllm"):
+        raise UnpredictedError(f"family:{model_type}")
+    described = _tokenizer_config(folder)
+    for pattern in _MISTRAL_FILES:
+        if found := sorted(file.name for file in folder.glob(pattern)):
+            raise UnpredictedError(f"tokenizer:{found[0]}")
+    if not (folder / "tokenizer.json").is_file():
+        raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")
+    if "AutoTokenizer" in str(described.get("auto_map")):
+        raise UnpredictedError("tokenizer:remote_code")
+    try:
+        declared = described.get("tokenizer_class") or config.get("tokenizer_class")
+        name = tokenizer_class(model_type, declared)
+        tokenizer = load_tokenizer(folder, described)
+        if engine == "sglang":
+            name = declared_class(declared) if name == AS_FILE and declared is not None else name
+            tokenizer = as_sglang_loads(tokenizer, name, described)
+        else:
+            tokenizer = as_class(tokenizer, name, described)
+    except TokenizerClassError as error:
+        raise UnpredictedError(f"tokenizer:{error}") from error
+    family = TextOnly(model_type)
+    loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family, tokenizer=tokenizer)
+    named = replace(loaded, variables=special_tokens(described), codec=TokenizerCodec.of(tokenizer, described))
+    return _with_tokenizers_template(named, plain=plain)
+
+
+def takes_text_only(folder: Path, config: Mapping[str, Any]) -> bool:
+    """Whether neither config.json nor a processor's file tells of images, videos or audio."""
+    return not (any(_MEDIA.search(key) for key in config) or any((folder / name).exists() for name in _PROCESSORS))
+
+
+def _with_tokenizers_template(loaded: Prompter, *, plain: bool) -> Prompter:
+    """A model without a processor has the tokenizer's template only; of another one both must be the same."""
+    own, processors = loaded.templates.tokenizer, loaded.templates.processor
+    if processors is None or own.get("default") == processors:
+        return loaded
+    if not plain:
+        raise UnpredictedError(f"family:{loaded.family.name}")
+    return replace(loaded, templates=Templates(processor=None, tokenizer=own))
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json with the named tokens that older folders have in a file of their own."""
+    config = find_json(folder, "tokenizer_config.json") or {}
+    if "added_tokens_decoder" in config:
+        return config
+    return config | (find_json(folder, "special_tokens_map.json") or {})
+
+
+def _other_vocabulary(folder: Path) -> str:
+    names = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+    return next((name for name in names if (folder / name).is_file()), "missing")

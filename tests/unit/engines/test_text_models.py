@@ -1,0 +1,135 @@
+"""Models without a family: which are predicted by template and tokenizer, and the reason of those that are not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from unit.conftest import shared_folder
+from unit.prompt.conftest import TINY
+
+from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
+from mmrouter_lib.prompt import NotModelledError, PromptImage
+from mmrouter_lib.prompt.tokenizer_class import TokenizerClassError, as_class, tokenizer_class
+
+BODY = {"messages": [{"role": "user", "content": "How are you?"}]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    def make(
+        config: dict | None = None, described: dict | None = None, *, without: str = "", files: tuple = ()
+    ) -> Path:
+        for name in ("tokenizer.json", "chat_template.jinja"):
+            shutil.copyfile(TINY / name, tmp_path / name)
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "new", **(config or {})}))
+        given = {"tokenizer_class": "PreTrainedTokenizerFast", **(described or {})}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+        for name in files:
+            (tmp_path / name).write_text("{}")
+        if without:
+            (tmp_path / without).unlink()
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_chat_is_the_templates_text_in_the_tokenizers_ids(folder, engine):
+    prompter = load_text_prompter(engine, folder())
+    text = "<|im_start|>user\nHow are you?<|im_end|>\n<|im_start|>assistant\n"
+    prompt = prompter.prompt(BODY, [])
+    assert text in prompter.codec.decode(prompt.ids)
+    assert prompt.ids[-len(prompter.codec.encode(text, add_special_tokens=False)) :] == prompter.codec.encode(
+        text, add_special_tokens=False
+    )
+    assert prompter.completion("a <|image_pad|> b").spans == ()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_chat_with_an_image_is_not_predicted(folder, engine):
+    with pytest.raises(NotModelledError) as caught:
+        load_text_prompter(engine, folder()).prompt(BODY, [PromptImage(bytes(32), 1)])
+    assert caught.value.reason == "family:new"
+
+
+UNPREDICTED = {
+    "engine_prompts:gpt_oss": {"config": {"model_type": "gpt_oss"}},
+    "engine_prompts:DeepseekV32ForCausalLM": {"config": {"architectures": ["DeepseekV32ForCausalLM"]}},
+    "family:new": {"config": {"is_encoder_decoder": True}},
+    "tokenizer:missing": {"without": "tokenizer.json"},
+    "tokenizer:tokenizer.model": {"without": "tokenizer.json", "files": ("tokenizer.model",)},
+    "tokenizer:tekken.json": {"files": ("tekken.json",)},
+    "tokenizer:tokenizer.model.v3": {"files": ("tokenizer.model.v3",)},
+    "tokenizer:remote_code": {"described": {"auto_map": {"AutoTokenizer": ["a.B", None]}}},
+    "tokenizer:no_class": {"described": {"tokenizer_class": None}},
+    "tokenizer:BertTokenizer": {"described": {"tokenizer_class": "BertTokenizer"}},
+    "tokenizer:Qwen2Tokenizer": {"described": {"tokenizer_class": "Qwen2TokenizerFast"}},  # other parts than its own
+}
+
+
+@pytest.mark.parametrize("reason", UNPREDICTED)
+def test_what_is_not_predicted_has_a_reason_of_its_own(folder, reason):
+    with pytest.raises(UnpredictedError) as caught:
+        load_text_prompter("vllm", folder(**UNPREDICTED[reason]))
+    assert str(caught.value) == reason
+
+
+def test_gpt_oss_is_rendered_by_its_template_on_sglang_alone(folder):
+    made = folder({"model_type": "gpt_oss"})
+    assert load_text_prompter("sglang", made).family.name == "gpt_oss"
+
+
+@pytest.mark.parametrize("config", [{"vision_config": {}}, {"image_token_id": 3}, {"mm_vision_tower": "clip"}])
+def test_texts_of_a_vision_model_are_predicted_on_vllm_alone(folder, config):
+    assert load_text_prompter("vllm", folder(config)).prompt(BODY, []).ids
+    with pytest.raises(UnpredictedError, match="family:new"):
+        load_text_prompter("sglang", folder(config))
+
+
+def test_a_vision_model_whose_processor_has_another_template_is_not_predicted(folder):
+    made = folder({"vision_config": {}}, files=("preprocessor_config.json",))
+    (made / "chat_template.json").write_text(json.dumps({"chat_template": "another"}))
+    with pytest.raises(UnpredictedError, match="family:new"):
+        load_text_prompter("vllm", made)
+    made = folder()
+    (made / "preprocessor_config.json").unlink()
+    assert "<|im_start|>" in load_text_prompter("vllm", made).render(BODY["messages"])
+
+
+def test_an_older_folder_has_its_named_tokens_in_a_file_of_their_own(folder):
+    made = folder()
+    (made / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|endoftext|>"}}))
+    (made / "chat_template.jinja").write_text("{{ bos_token }}!")
+    prompter = load_text_prompter("vllm", made)
+    assert prompter.render(BODY["messages"]) == "<|endoftext|>!"
+    assert prompter.codec.begin_id == prompter.tokenizer.token_to_id("<|endoftext|>")
+
+
+def test_the_class_of_a_tokenizer_follows_the_model_type_before_the_declaration():
+    assert tokenizer_class("qwen2", "LlamaTokenizerFast") == "Qwen2Tokenizer"
+    assert tokenizer_class("deepseek_v3", "LlamaTokenizerFast") == "TokenizersBackend"
+    assert tokenizer_class("llama", "LlamaTokenizerFast") == "LlamaTokenizer"
+    assert tokenizer_class("llama", "PreTrainedTokenizerFast") == "TokenizersBackend"
+    with pytest.raises(TokenizerClassError, match="no_class"):
+        tokenizer_class("llama", None)
+
+
+def test_a_llama_tokenizer_puts_a_blank_at_the_beginning_of_a_text_only():
+    models = shared_folder("MMROUTER_MODELS", "models")
+    tokenizer = Tokenizer.from_file(str(models / "llava-hf--llava-1.5-7b-hf" / "tokenizer.json"))
+    first = as_class(tokenizer, "LlamaTokenizer", {})
+    legacy = as_class(tokenizer, "LlamaTokenizer", {"legacy": True})
+    never = as_class(tokenizer, "LlamaTokenizer", {"add_prefix_space": False})
+    for made, expected in ((first, ["▁a", "</s>", "b"]), (legacy, ["▁a", "</s>", "▁b"]), (never, ["a", "</s>", "b"])):
+        assert made.encode("a</s>b", add_special_tokens=False).tokens == expected
+
+
+def test_sglang_begins_texts_of_a_llama_tokenizer_whatever_its_file_says(folder):
+    described = {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<|endoftext|>"}
+    made = folder({"model_type": "deepseek_v3"}, described)
+    begin = load_text_prompter("sglang", made).codec.begin_id
+    assert load_text_prompter("sglang", made).completion("hello").ids[0] == begin
+    assert load_text_prompter("vllm", made).completion("hello").ids[0] != begin
+    assert load_text_prompter("sglang", folder(described=described | {"add_bos_token": False})).completion("x").ids
