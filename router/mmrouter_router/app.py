@@ -31,7 +31,7 @@ from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
-from mmrouter_router.scheduling.placer import Eligibility
+from mmrouter_router.scheduling.placer import Eligibility, NoWorkerError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.probe_requests import ProbeRequestError
 
@@ -284,4 +284,12 @@ class Router:
     def client_app(self) -> Any:
         model = {"id": self.settings.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
         model["root"] = self.settings.deployment.spec.model.id
-        return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, model)
+        return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, self._serves, model)
+
+    def _serves(self) -> bool:
+        """Whether an engine can take a request now, if only as a last resort."""
+        try:
+            self.placer.groups((), frozenset(self.stages.form().answers), None)
+        except NoWorkerError:
+            return False
+        return True

@@ -243,8 +243,9 @@ class Chat:
                 extra += _debug_headers(reply)
             if reply.answer.status >= 400:
                 raw = await reply.error_text()
-                field_of = self._adapter.prompt_error_field
-                await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of), extra)
+                field_of, hidden = self._adapter.prompt_error_field, {reply.decision.target.worker.member.name}
+                hidden.add(reply.trace.answers)
+                await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of, hidden), extra)
             else:
                 dropped = _OF_STREAMS if reply.is_stream else _HOP_BY_HOP
                 passed = [(n, v) for n, v in reply.answer.headers if n not in dropped]

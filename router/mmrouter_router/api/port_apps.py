@@ -33,25 +33,35 @@ from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.sampling import ParitySampler
 
 CLIENT_PORT, METRICS_PORT = 8000, 9090
-MODELS, HEALTH = "/v1/models", "/health"
+MODELS, HEALTH, READY = "/v1/models", "/health", "/ready"
+READ = ["GET", "HEAD"]  # methods of a route that reads
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
 PARITY_SECONDS = 0.5  # how long a requested comparison waits for missing blocks
 
 
 def client_app(
-    chat: Chat, metrics: Metrics, shutdown: Shutdown, ready: Callable[[], bool], model: dict[str, Any]
+    chat: Chat,
+    metrics: Metrics,
+    shutdown: Shutdown,
+    ready: Callable[[], bool],
+    serves: Callable[[], bool],
+    model: dict[str, Any],
 ) -> Any:
-    """Return the ASGI app for clients; ``model``: the entry of the model list.
+    """Return the ASGI app for clients. ``serves``: whether an engine can take a request now.
+
+    ``model``: the entry of the model list.
 
     The hot routes bypass the framework, whose overhead exceeds that of a routing decision.
     """
-    fallback = _public_app(chat.tenants, ready, model)
+    fallback = _public_app(chat.tenants, ready, serves, model)
     hot = PARSERS.keys()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if shutdown.draining:
             send = shutdown.closing(send)
+        if scope["type"] == "http":
+            scope = {**scope, "path": _without_slash(scope["path"])}
         if scope["type"] == "http" and scope["path"] in hot:
             await chat(scope, receive, send)
         else:
@@ -60,32 +70,41 @@ def client_app(
     async def serve_hot(client: HotRequest) -> None:
         if shutdown.draining:
             client.keep_alive = False
+        client.path = _without_slash(client.path)
         await chat.answer(client)
 
-    app.hot = {path.encode(): serve_hot for path in hot}  # type: ignore[attr-defined] # read by ClientConnection
+    raw_paths = [each for path in hot for each in (path.encode(), f"{path}/".encode())]
+    app.hot = dict.fromkeys(raw_paths, serve_hot)  # type: ignore[attr-defined] # read by ClientConnection
     return app
+
+
+def _without_slash(path: str) -> str:
+    """Return a path without the slash at its end: a redirect would make some clients send no body."""
+    return path.removesuffix("/") or path
 
 
 def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
     app = FastAPI(title="mmrouter metrics", openapi_url=None)
 
-    @app.get("/healthz")
+    @app.api_route("/healthz", methods=READ)
     async def alive() -> Response:
         return Response("ok")
 
-    @app.get("/readyz")
+    @app.api_route("/readyz", methods=READ)
     async def is_ready() -> Response:
         state = ready()
         return JSONResponse({"ready": state}, 200 if state else 503)
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def exposition() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
 
 
-def _public_app(tenants: Tenants, ready: Callable[[], bool], model: dict[str, Any]) -> FastAPI:
+def _public_app(
+    tenants: Tenants, ready: Callable[[], bool], serves: Callable[[], bool], model: dict[str, Any]
+) -> FastAPI:
     app = FastAPI(title="mmrouter", openapi_url=None)
 
     app.add_exception_handler(RequestError, error_response)
@@ -93,18 +112,23 @@ def _public_app(tenants: Tenants, ready: Callable[[], bool], model: dict[str, An
     @app.exception_handler(404)
     @app.exception_handler(405)
     async def no_route(request: Request, error: Exception) -> Response:
-        is_known = getattr(error, "status_code", 404) == 405
-        make = RequestError.method_not_allowed if is_known else RequestError.not_found
-        return await error_response(request, make(request.method, request.url.path))
+        method, path = request.method, request.url.path
+        if getattr(error, "status_code", 404) != 405:
+            return await error_response(request, RequestError.not_found(method, path))
+        return await error_response(request, RequestError.method_not_allowed(method, path, READ))
 
-    @app.get(MODELS)
+    @app.api_route(MODELS, methods=READ)
     async def models(request: Request) -> dict[str, Any]:
         tenants.authenticate(request.scope["headers"])
         return {"object": "list", "data": [model]}
 
-    @app.get(HEALTH)
+    @app.api_route(HEALTH, methods=READ)
     async def health() -> Response:
         return Response(status_code=200 if ready() else 503)
+
+    @app.api_route(READY, methods=READ)
+    async def can_serve() -> Response:
+        return Response(status_code=200 if ready() and serves() else 503)
 
     return app
 
@@ -118,7 +142,7 @@ async def error_response(_: Request, error: Exception) -> Response:
 def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
     """Return ``send`` that counts the answer. Unknown paths count as ``other``, to bound the label."""
     path = scope.get("path", "")
-    if path == HEALTH:
+    if path in (HEALTH, READY):
         return send  # polled by load balancers
 
     async def send_counted(message: Message) -> None:

@@ -229,8 +229,10 @@ class Placer:
                 scored = eligibility != "unsynced" and worker.canary == "True"
                 group += [(Target(worker, rank, size), scored) for rank in range(worker.ranks)]
         if not rows:
-            states = ", ".join(f"{worker.member.name} {state}" for worker, state in found)
-            raise NoWorkerError(f"no worker can take the request ({states or 'no worker is known'})")
+            counted = Counter(state for _, state in found)
+            # Clients read it, so it names no pod; `mmrouter status` does.
+            states = ", ".join(f"{count} {state}" for state, count in counted.items())
+            raise NoWorkerError(states or "none is known")
         groups = [CandidateGroup(self._fleet, *shared, group) for shared, group in rows.items()]
         return groups, None if math.isinf(until) else until
 

@@ -10,7 +10,19 @@ from unittest.mock import patch
 import httpx
 import pytest
 import zmq
-from unit.router.rig import BLOCK, IDS, KEYS, Rig, counts, deployment, heartbeat, prepared, resource, sync
+from unit.router.rig import (
+    BLOCK,
+    IDS,
+    KEYS,
+    LoopbackServer,
+    Rig,
+    counts,
+    deployment,
+    heartbeat,
+    prepared,
+    resource,
+    sync,
+)
 from unit.router.test_prepare import settings
 
 from mmrouter_router import app
@@ -150,6 +162,48 @@ async def test_requests_to_cold_routes_are_counted_without_client_paths_as_label
     await client.post("/v1/models")
     counted = counts(r.metrics.requests, "path", "code")
     assert counted == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
+
+
+async def test_every_refused_method_names_the_allowed_ones(client):
+    read = "GET, HEAD"
+    for path, method, allowed in (("/v1/models", "POST", read), (CHAT, "GET", "POST"), ("/health", "PUT", read)):
+        answer = await client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+        assert f"use {allowed.replace(', ', ' or ')}." in answer.json()["error"]["message"]
+
+
+async def test_head_is_answered_like_get_without_a_body(r):
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient() as client:
+        for path in ("/v1/models", "/health", "/ready"):
+            url = f"http://{server.ip}:8000{path}"
+            read, head = await client.get(url), await client.head(url)
+            assert (head.status_code, head.content) == (read.status_code, b"")
+            assert head.headers.get("content-length") == read.headers.get("content-length")
+
+
+async def test_slash_at_the_end_of_a_path_changes_nothing(r):
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient() as client:
+        base = f"http://{server.ip}:8000"
+        assert (await client.get(f"{base}/v1/models/")).json() == (await client.get(f"{base}/v1/models")).json()
+        answer = await client.post(f"{base}{CHAT}/", json=HELLO)
+        assert answer.json()["error"]["code"] == "no_worker", "there is no engine, and the body has arrived"
+        answer = await client.post(f"{base}{CHAT}/?query", json=HELLO)
+        assert answer.json()["error"]["code"] == "no_worker"
+    assert counts(r.metrics.requests, "path", "code") == {("/v1/models", "200"): 2, (CHAT, "503"): 2}
+
+
+async def test_without_an_engine_a_frontend_is_healthy_but_not_ready(r, client):
+    r.apply_membership(Membership(()))
+    statuses = [(await client.get(path)).status_code for path in ("/health", "/ready")]
+    assert statuses == [200, 503]
+    r.apply_membership(Membership((member("demo-worker-1"),)))
+    answer = await client.post(CHAT, json=HELLO)
+    message = "No engine can take the request now: 1 unsynced. Try again."
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, message)
+    heard(r, "uid-demo-worker-1")
+    assert (await client.get("/ready")).status_code == 200
+    r.shutdown.drain("test")
+    assert (await client.get("/ready")).status_code == 503
 
 
 async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):
