@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -177,7 +178,9 @@ def verify(
 @app.command()
 def explain(
     url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
-    request_id: Annotated[str | None, typer.Argument(help="x-mmrouter-request-id of an answer.")] = None,
+    request_id: Annotated[
+        str | None, typer.Argument(help="A request id or id of an answer, or `last` for the newest request.")
+    ] = None,
     dry_run: Annotated[
         Path | None, typer.Option(help="A request as JSON: explain where it would go, without sending it.")
     ] = None,
@@ -201,12 +204,16 @@ def explain(
     with httpx.Client(timeout=30, headers=endpoint.authorization) as client:
         base = endpoint.controls[0]
         try:
+            if request_id == "last":
+                base, request_id = explained.newest(client, endpoint.controls) or leave("no request is kept")
             if dry_run is not None:
                 headers = {"x-mmrouter-api-key": api_key} if api_key else {}
                 body, params = dry_run.read_bytes(), {"path": path}
                 answer = client.post(f"{base}/control/explain", content=body, params=params, headers=headers)
             else:
-                answer = client.get(f"{base}/control/decisions/{request_id}", params={"parity": parity})
+                answer = client.get(
+                    f"{base}/control/decisions/{quote(request_id or '', safe='')}", params={"parity": parity}
+                )
         except OSError as error:
             leave(f"cannot read {dry_run}: {error.strerror}")
         except httpx.HTTPError as error:

@@ -22,7 +22,7 @@ from mmrouter_lib.engines.base.request_fields import COMPLETIONS, RESPONSES
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.admission.tenant_limits import Headers, TenantAdmission
 from mmrouter_router.core.errors import OVERLOADED, RequestError
-from mmrouter_router.core.request_ids import RequestIds
+from mmrouter_router.core.request_ids import NAME_HEADER, RequestIds, client_name
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.continued_stream import Continuations, ContinuedStream
@@ -121,7 +121,8 @@ class Chat:
         enter(span)
         code = "499"
         held = BodyReservation(self.body_budget, refuse=client.refuse_body)
-        extra = [(REQUEST_ID.encode(), request_id.encode())]
+        name = client_name(client.headers)
+        extra = [(REQUEST_ID.encode(), request_id.encode()), (NAME_HEADER, name or request_id.encode())]
         try:
             code = await self._admit(client, request_id, received, held, extra)
         except RequestError as error:
@@ -141,9 +142,12 @@ class Chat:
             # the connection, by which the client detects the truncation.
             code = BROKEN_OFF
             log.warning("%s: answer broke off: %s", request_id, error)
-        except Exception:  # a bug: counted as such, and logged by the server
+        except Exception:  # a bug: counted as such
             code = "500"
-            raise
+            if client.begun:
+                raise
+            log.exception("%s: request failed", request_id)
+            await _refuse(client, RequestError.internal(), extra)
         finally:
             held.release()
             self._metrics.in_flight -= 1
@@ -235,7 +239,7 @@ class Chat:
         stream: ContinuedStream | None = None
         reply = await self._forwarder.send(call, fingerprint, past)
         try:
-            self.decisions.add(request_id, reply.trace)
+            self.decisions.add(request_id, reply.trace, client_name(headers).decode())
             log_decision(reply.trace)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 from collections.abc import Callable
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -16,6 +17,7 @@ from mmrouter_lib.prompt import Prompter
 from mmrouter_router.api.chat import PARSERS, Chat
 from mmrouter_router.api.operator_report import Reporter, events
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.request_ids import NAME_HEADER, answered_name, without_prefix
 from mmrouter_router.dispatch.sglang_pair import choose_pair
 from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.explain.decisions import trace_of
@@ -65,7 +67,7 @@ def client_app(
         if scope["type"] == "http" and scope["path"] in hot:
             await chat(scope, receive, send)
         else:
-            await fallback(scope, receive, _counting(metrics, scope, send))
+            await fallback(scope, receive, _counting(metrics, scope, _naming(scope, send)))
 
     async def serve_hot(client: HotRequest) -> None:
         if shutdown.draining:
@@ -154,6 +156,18 @@ def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
     return send_counted
 
 
+def _naming(scope: Scope, send: Send) -> Send:
+    """Return ``send`` that adds the request's name to the answer."""
+
+    async def send_named(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            name = (NAME_HEADER, answered_name(scope.get("headers", ())))
+            message = {**message, "headers": [*message.get("headers", ()), name]}
+        await send(message)
+
+    return send_named
+
+
 def control_app(
     token: str,
     reporter: Reporter,
@@ -216,7 +230,7 @@ def control_app(
     async def latest(count: int = 50) -> list[dict[str, Any]]:
         return [trace.as_json() for trace in chat.decisions.latest(min(max(count, 1), 1000))]
 
-    @app.get("/control/decisions/{request_id}")
+    @app.get("/control/decisions/{request_id:path}")
     async def decision(request_id: str, ask: bool = True, parity: bool = False) -> JSONResponse:
         """Return a logged decision; with ``parity`` after comparing it with its worker's blocks."""
         trace = chat.decisions.get(request_id)
@@ -229,7 +243,7 @@ def control_app(
             if trace.rendering is not None:
                 evidence["rendering"] = rendering_json(trace.rendering, prompter)
             return JSONResponse({**_with_holders(await chat.describe(trace), fleet), **evidence})
-        if ask and not request_id.startswith(f"{reporter.router_id}-"):
+        if ask and not without_prefix(request_id).startswith(f"{reporter.router_id}-"):
             answer = await _ask_peers(peers(), request_id, token, parity=parity)
             if answer is not None:
                 return JSONResponse(answer)
@@ -321,7 +335,7 @@ async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, pa
     query = "ask=false&parity=true" if parity else "ask=false"
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for peer in peers:
-            url = f"http://{peer.ip}:{CONTROL_PORT}/control/decisions/{request_id}?{query}"
+            url = f"http://{peer.ip}:{CONTROL_PORT}/control/decisions/{quote(request_id, safe='')}?{query}"
             try:
                 async with session.get(url, headers=headers) as answer:
                     if answer.status == 200:

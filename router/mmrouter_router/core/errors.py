@@ -153,6 +153,10 @@ class RequestError(Exception):
         return error
 
     @classmethod
+    def internal(cls) -> Self:
+        return cls(500, "The router failed. Its log has the request's id.", type="server_error", code="internal_error")
+
+    @classmethod
     def quarantined(cls) -> Self:
         message = "Engine processes ended under this request, so it is not sent to another one. Change the request."
         return cls.invalid(message, code="request_quarantined")

@@ -28,6 +28,7 @@ from unit.router.test_prepare import settings
 from mmrouter_router import app
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.membership import Membership, Peer
 from mmrouter_router.fleet.workers import Member
@@ -204,6 +205,47 @@ async def test_without_an_engine_a_frontend_is_healthy_but_not_ready(r, client):
     assert (await client.get("/ready")).status_code == 200
     r.shutdown.drain("test")
     assert (await client.get("/ready")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("my/request-1", True), ("a" * 128, True), ("a" * 129, False), ("two words", False), ("", False)],
+)
+async def test_every_answer_has_the_clients_request_id_or_a_new_one(r, given, kept):
+    headers = {"x-request-id": given}
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient(headers=headers) as client:
+        base = f"http://{server.ip}:8000"
+        hot = [await client.post(base + CHAT, json=body) for body in (HELLO, {}, HELLO)]
+        cold = [await client.get(base + path) for path in ("/v1/models", "/health", "/unknown", CHAT)]
+        refused = await client.get(f"{base}/v1/models", headers={"x-long": "x" * 70_000})
+        assert refused.status_code == 431
+        names = [answer.headers["x-request-id"] for answer in (*hot, *cold, refused)]
+    assert (set(names) == {given}) == kept
+    assert kept or len(set(names)) == len(names)
+    assert kept or hot[0].headers["x-mmrouter-request-id"] == names[0]
+
+
+async def test_a_failure_of_the_router_has_openais_shape_and_the_request_id(r, caplog):
+    async def fails(*args, **options) -> None:
+        raise ZeroDivisionError
+
+    r.chat.prepare = fails
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient() as client:
+        answer = await client.post(f"http://{server.ip}:8000{CHAT}", json=HELLO, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-request-id"] == "mine"
+    assert any(answer.headers["x-mmrouter-request-id"] in record.getMessage() for record in caplog.records)
+
+
+def test_a_decision_is_found_by_the_routers_id_the_engines_and_the_clients():
+    log = DecisionLog(size=2)
+    traces = {name: DecisionTrace(name, None, 0, None, []) for name in ("r-1", "r-2", "r-3")}
+    for name, trace in traces.items():
+        log.add(name, trace, "mine" if name != "r-3" else "")
+    assert log.get("r-2") is log.get("chatcmpl-r-2") is log.get("cmpl-r-2") is log.get("mine") is traces["r-2"]
+    assert log.get("r-1") is None, "only two are kept"
+    log.add("r-4", traces["r-1"])
+    assert log.get("mine") is None
 
 
 async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):
