@@ -111,6 +111,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     set in pods with the node's shared directory. ``keys`` has the fingerprints of the sidecar's public key and of the
     routers' keys that it accepts (:mod:`.feed_keys`). ``device`` is PyTorch's type of the device that the engine
     reports, empty while unknown, ``devices`` their number, and ``requested_device`` the type that its pool asks for.
+    ``routes``: passed routes (:mod:`.engines.base.passed_routes`) that the engine serves. ``context_length``: tokens of
+    prompt and answer together, 0 while unknown.
     """
 
     worker: str
@@ -133,6 +135,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     device: str = ""
     devices: int = 0
     requested_device: str = ""
+    routes: tuple[str, ...] = ()
+    context_length: int = 0
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

@@ -1,4 +1,4 @@
-"""The handler of the hot routes: ``POST /v1/chat/completions``, ``/v1/completions`` and ``/v1/responses``.
+"""The handler of the hot routes, which end in an engine: chats, completions, responses and the passed routes.
 
 It runs the stages of docs/architecture.md without a framework and passes the engine's bytes through. A client that
 disconnects aborts the request in the engine.
@@ -18,6 +18,7 @@ from prometheus_client import Counter
 
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, UNCACHED
 from mmrouter_lib.engines.base.request_fields import COMPLETIONS, RESPONSES
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.admission.tenant_limits import Headers, TenantAdmission
@@ -35,7 +36,7 @@ from mmrouter_router.explain.log_lines import log_decision
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
 from mmrouter_router.http.engine_connection import UpstreamError
-from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_completion, parse_forwarded
+from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_completion, parse_forwarded, parse_passed
 from mmrouter_router.intake.api_key_auth import Tenant, Tenants
 from mmrouter_router.intake.json_body import Raw
 from mmrouter_router.request.prepare import Preparer
@@ -50,6 +51,7 @@ PARSERS: Final[Mapping[str, Callable[..., ChatRequest]]] = {
     CHAT: parse_chat,
     COMPLETIONS: parse_completion,
     RESPONSES: parse_forwarded,
+    **{path: partial(parse_passed, path) for path in PASSED_ROUTES},
 }
 """Path of a hot route -> parser of its bodies."""
 BROKEN_OFF = "broken_off"  # the code of an answer that broke off
@@ -220,6 +222,8 @@ class Chat:
         self, client: Client, tenant: Tenant, request_id: str, received: float, held: BodyReservation, extra: Headers
     ) -> str:
         path, headers = client.path, client.headers
+        if path in PASSED_ROUTES:
+            self._require_route(path, tenant)
         with child_span("receive") as span:
             raw = await client.body(self._limits.max_request_bytes, held)
             if span:
@@ -269,6 +273,13 @@ class Chat:
         finally:
             (reply if stream is None else stream).close()
 
+    def _require_route(self, path: str, tenant: Tenant) -> None:
+        """Raise 404 unless an engine serves a passed route for this tenant."""
+        self._forwarder.without_route(path)
+        if tenant.salt is not None and path not in UNCACHED | self._adapter.salted_routes:
+            # Without a salt the engine's cache would tell one tenant what another one sent.
+            raise RequestError(404, f"{path} is not served with API keys.", code="route_not_served")
+
     def _for_engine(self, path: str, prepared: Prepared, tenant: str) -> tuple[Outgoing, bytes]:
         """Return the engine's request and the fingerprint by which the quarantine recognises it."""
         return self._outgoing(path, prepared, tenant), _fingerprint(prepared)
@@ -278,6 +289,11 @@ class Chat:
             OutgoingImage(i.message, i.part, to_wire(i.identity), i.media, i.tokens)
             for i in (prepared.images if path == CHAT else ())
         )
+        if path in PASSED_ROUTES:
+            for name in prepared.request.removed:
+                self._metrics.stripped.labels(name).inc()
+            salt = {} if prepared.salt is None or path in UNCACHED else {"cache_salt": prepared.salt}
+            return Outgoing(path, {**prepared.request.body, **salt})
         rewrites = [image.rewrite() for image in images]
         rewritten = self._adapter.rewrite_chat(
             prepared.request.body, rewrites, model=self._served_model, cache_salt=prepared.salt

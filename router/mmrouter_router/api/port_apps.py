@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -35,28 +36,19 @@ from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.sampling import ParitySampler
 
 CLIENT_PORT, METRICS_PORT = 8000, 9090
-MODELS, HEALTH, READY = "/v1/models", "/health", "/ready"
+MODELS, HEALTH, READY, PING = "/v1/models", "/health", "/ready", "/ping"
 READ = ["GET", "HEAD"]  # methods of a route that reads
 CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
 PARITY_SECONDS = 0.5  # how long a requested comparison waits for missing blocks
 
 
-def client_app(
-    chat: Chat,
-    metrics: Metrics,
-    shutdown: Shutdown,
-    ready: Callable[[], bool],
-    serves: Callable[[], bool],
-    model: dict[str, Any],
-) -> Any:
-    """Return the ASGI app for clients. ``serves``: whether an engine can take a request now.
-
-    ``model``: the entry of the model list.
+def client_app(chat: Chat, metrics: Metrics, shutdown: Shutdown, ready: Callable[[], bool], about: "About") -> Any:
+    """Return the ASGI app for clients.
 
     The hot routes bypass the framework, whose overhead exceeds that of a routing decision.
     """
-    fallback = _public_app(chat.tenants, ready, serves, model)
+    fallback = _public_app(chat.tenants, ready, about)
     hot = PARSERS.keys()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,9 +96,16 @@ def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
     return app
 
 
-def _public_app(
-    tenants: Tenants, ready: Callable[[], bool], serves: Callable[[], bool], model: dict[str, Any]
-) -> FastAPI:
+@dataclass(frozen=True)
+class About:
+    """What the cold routes tell: the entry of the model list, releases, and whether an engine can take a request."""
+
+    model: Callable[[], dict[str, Any]]
+    versions: Callable[[], dict[str, str]]
+    serves: Callable[[], bool]
+
+
+def _public_app(tenants: Tenants, ready: Callable[[], bool], about: About) -> FastAPI:
     app = FastAPI(title="mmrouter", openapi_url=None)
 
     app.add_exception_handler(RequestError, error_response)
@@ -117,20 +116,36 @@ def _public_app(
         method, path = request.method, request.url.path
         if getattr(error, "status_code", 404) != 405:
             return await error_response(request, RequestError.not_found(method, path))
-        return await error_response(request, RequestError.method_not_allowed(method, path, READ))
+        allowed = getattr(error, "headers", None) or {}
+        methods = sorted(allowed.get("Allow", ", ".join(READ)).split(", "))
+        return await error_response(request, RequestError.method_not_allowed(method, path, methods))
 
     @app.api_route(MODELS, methods=READ)
     async def models(request: Request) -> dict[str, Any]:
         tenants.authenticate(request.scope["headers"])
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [about.model()]}
 
+    @app.api_route(f"{MODELS}/{{name:path}}", methods=READ)
+    async def one_model(request: Request, name: str) -> dict[str, Any]:
+        tenants.authenticate(request.scope["headers"])
+        model = about.model()
+        if name != model["id"]:
+            raise RequestError.unknown_model(name)
+        return model
+
+    @app.api_route("/version", methods=READ)
+    async def version(request: Request) -> dict[str, str]:
+        tenants.authenticate(request.scope["headers"])
+        return about.versions()
+
+    @app.api_route(PING, methods=[*READ, "POST"])
     @app.api_route(HEALTH, methods=READ)
     async def health() -> Response:
         return Response(status_code=200 if ready() else 503)
 
     @app.api_route(READY, methods=READ)
     async def can_serve() -> Response:
-        return Response(status_code=200 if ready() and serves() else 503)
+        return Response(status_code=200 if ready() and about.serves() else 503)
 
     return app
 
@@ -144,12 +159,12 @@ async def error_response(_: Request, error: Exception) -> Response:
 def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
     """Return ``send`` that counts the answer. Unknown paths count as ``other``, to bound the label."""
     path = scope.get("path", "")
-    if path in (HEALTH, READY):
+    if path in (HEALTH, READY, PING):
         return send  # polled by load balancers
 
     async def send_counted(message: Message) -> None:
         if message["type"] == "http.response.start":
-            label = path if path == MODELS else "other"
+            label = MODELS if path == MODELS or path.startswith(f"{MODELS}/") else "other"
             metrics.requests.labels(label, str(message["status"])).inc()
         await send(message)
 

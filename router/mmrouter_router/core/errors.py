@@ -115,6 +115,11 @@ class RequestError(Exception):
         return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.", code="unknown_url")
 
     @classmethod
+    def not_served(cls, path: str) -> Self:
+        message = f"The engines of this deployment do not serve {path}."
+        return cls(404, message, code="route_not_served")
+
+    @classmethod
     def method_not_allowed(cls, method: str, path: str, allowed: Sequence[str] = ("POST",)) -> Self:
         message = f"{method} is not allowed for {path[:SHOWN_CHARACTERS]}; use {' or '.join(allowed)}."
         return cls(405, message, code="method_not_allowed", headers={"Allow": ", ".join(allowed)})

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-from mmrouter_lib.engines.base.request_fields import Endpoint
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.request_ids import without_prefix
 from mmrouter_router.explain.differences import RenderVerdict
@@ -27,7 +26,7 @@ BODY_BYTES = 256 * 1024  # the largest body of an unpredicted request that is ke
 class UnpredictedRequest:
     """A request that was routed without a predicted prompt, from which the prompt can be predicted on demand."""
 
-    endpoint: Endpoint
+    endpoint: str
     raw: bytes  # its body, empty above BODY_BYTES
     images: tuple[ResolvedImage, ...]
     salt: str | None

@@ -23,7 +23,7 @@ import pybase64
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
-from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES
 from mmrouter_router.intake.field_check import Reason
 from mmrouter_router.intake.json_body import Raw
 
@@ -76,7 +76,7 @@ def _canonical(data: bytes, text: memoryview) -> bool:
 
 
 HEAD_CHARACTERS: Final = 2048  # characters of a prompt's JSON form that identify its beginning
-_PROMPT_FIELDS: Final[Mapping[Endpoint, str]] = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
+_PROMPT_FIELDS: Final[Mapping[str, str]] = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
 Modality = Literal["image", "video", "audio"]
 
@@ -110,8 +110,8 @@ class MediaPart(NamedTuple):
     ``holder[key]``, the field of its URL, is empty until :meth:`embed`: no engine can see a client's URL.
     """
 
-    holder: dict[str, Any]
-    key: str
+    holder: Any  # an object or an array
+    key: str | int
     url: str
     param: str
     kind: Modality
@@ -139,7 +139,7 @@ class ChatRequest:
     images: tuple[ImagePart, ...] = ()
     removed: tuple[str, ...] = ()
     source: Raw = b""  # the body as parsed: as received, or with placeholders for large images
-    endpoint: Endpoint = CHAT
+    endpoint: str = CHAT
     prompt: "str | array[int] | None" = None
 
     @property
@@ -150,4 +150,4 @@ class ChatRequest:
     @property
     def prompt_field(self) -> str:
         """The field that an error in the prompt is about."""
-        return _PROMPT_FIELDS[self.endpoint]
+        return _PROMPT_FIELDS.get(self.endpoint, "input")

@@ -61,9 +61,9 @@ async def r():
 HELLO = {"model": "t", "messages": [{"role": "user", "content": "x"}]}
 
 
-def client_of(router: Router, **options) -> httpx.AsyncClient:
+def client_of(router: Router, headers=None, **options) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(router.client_app(), **options)
-    return httpx.AsyncClient(transport=transport, base_url="http://router")
+    return httpx.AsyncClient(transport=transport, base_url="http://router", headers=headers)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ async def test_pods_of_all_roles_are_accepted(r, role):
 
 
 async def test_requests_to_cold_routes_are_counted_without_client_paths_as_labels(r, client):
-    for path in ("/v1/models", "/health", "/v1/embeddings", "/admin", "/v1/models/../secrets"):
+    for path in ("/v1/models", "/health", "/v1/unknown", "/admin", "/v1/models/../secrets"):
         await client.get(path)
     await client.post("/v1/models")
     counted = counts(r.metrics.requests, "path", "code")
