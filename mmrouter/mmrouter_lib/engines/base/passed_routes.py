@@ -40,8 +40,8 @@ PASSED_ROUTES: Final[Mapping[str, frozenset[str]]] = {
     GENERATE: words(
         "text input_ids image_data video_data audio_data modalities sampling_params stream return_logprob",
         "logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_hidden_states",
-        "return_bytes return_entropy return_prompt_token_ids max_dynamic_patch min_dynamic_patch use_audio_in_video video_config",
-        "images_config mm_processor_kwargs priority",
+        "return_bytes return_entropy return_prompt_token_ids max_dynamic_patch min_dynamic_patch use_audio_in_video",
+        "video_config images_config mm_processor_kwargs priority",
     ),
 }
 """Path -> the fields that are forwarded, of either engine.
