@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 
 from mmrouter_lib.engines.base.request_fields import Endpoint
 from mmrouter_lib.prompt import Prompter
-from mmrouter_router.api.chat import PARSERS, Chat
+from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.operator_report import Reporter, events
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import NAME_HEADER, answered_name, without_prefix
@@ -29,6 +29,7 @@ from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.client_channel import Message, Receive, Scope, Send
 from mmrouter_router.http.hot_request import HotRequest
 from mmrouter_router.http.server import Shutdown
+from mmrouter_router.intake import PARSERS
 from mmrouter_router.intake.api_key_auth import DEFAULT, Tenants
 from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.scheduling.placer import NoWorkerError, Placer

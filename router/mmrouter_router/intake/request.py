@@ -31,7 +31,7 @@ MIN_URI: Final = 16 * 1024  # characters of a URI from which extracting it pays
 _HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,(?!")')
 _OPENS: Final = b'"data:'
 MAX_SKIPPED: Final = 4096  # short or unusual URIs before the search ends, to bound the time in the event loop
-_SECRET: Final = secrets.token_hex(16)
+PLACEHOLDER: Final = f"data:,{secrets.token_hex(16)}."  # of an extracted image, before its number
 
 
 class InlineImage(NamedTuple):
@@ -55,19 +55,26 @@ def extract_images(raw: Raw) -> Extracted | None:
     at = raw.find(_OPENS)
     while at >= 0 and (end := raw.find(b'"', at + 1)) >= 0:
         if end - at > MIN_URI and (head := _HEAD.match(raw, at)) is not None and (at == 0 or raw[at - 1] != ord("\\")):
-            text = view[head.end() : end]
-            try:
-                data = pybase64.b64decode(text, validate=True)
-            except ValueError:
+            if (image := decoded_image(view[head.end() : end])) is None:
                 return None
-            placeholder = f"data:,{_SECRET}.{len(images)}"
-            images[placeholder] = InlineImage(data, text if _canonical(data, text) else text[:0])
+            placeholder = f"{PLACEHOLDER}{len(images)}"
+            images[placeholder] = image
             pieces += (view[done : at + 1], placeholder.encode())
             done = end
         elif (skipped := skipped + 1) > MAX_SKIPPED:
             return None
         at = raw.find(_OPENS, end + 1)
     return Extracted(b"".join((*pieces, view[done:])), images) if images else None
+
+
+def decoded_image(text: memoryview | str) -> InlineImage | None:
+    """Return an image by its base64, ``None`` where that is not strict."""
+    try:
+        view = memoryview(text.encode("ascii")) if isinstance(text, str) else text
+        data = pybase64.b64decode(view, validate=True)
+    except ValueError:
+        return None
+    return InlineImage(data, view if _canonical(data, view) else view[:0])
 
 
 def _canonical(data: bytes, text: memoryview) -> bool:
