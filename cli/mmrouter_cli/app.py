@@ -24,6 +24,7 @@ from mmrouter_cli.options import (
     Token,
     control_or_leave,
     leave,
+    local_url,
     table,
     trust,
 )
@@ -32,7 +33,10 @@ from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Proved-exact KV routing for vision-language models.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (cluster_commands.init, cluster_commands.status, cluster_commands.doctor, bench):
     app.command()(command)
@@ -177,7 +181,9 @@ def verify(
 
 @app.command()
 def explain(
-    url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
+    url: Annotated[
+        str | None, typer.Argument(help="The endpoint, like 127.1.0.1:8000. Default: the only local deployment.")
+    ] = None,
     request_id: Annotated[
         str | None, typer.Argument(help="A request id or id of an answer, or `last` for the newest request.")
     ] = None,
@@ -196,10 +202,13 @@ def explain(
     """Show why a request went where it went: every candidate's score, term by term, and who holds which block."""
     from mmrouter_cli import explain as explained
 
+    if url is not None and request_id is None and dry_run is None:
+        url, request_id = None, url
     if (request_id is None) == (dry_run is None):
         leave("give either a request id or --dry-run FILE")
     if parity and dry_run is not None:
         leave("--parity needs a request that was sent: give its id")
+    url = url or local_url() or leave("no `mmrouter up` runs here: give the URL of an endpoint")
     endpoint = control_or_leave(url, control, token)
     with httpx.Client(timeout=30, headers=endpoint.authorization) as client:
         base = endpoint.controls[0]

@@ -307,8 +307,8 @@ async def test_errors_have_anthropics_shape_and_name_the_field():
         assert error["error"]["type"] == "invalid_request_error"
         assert f"{FIRST}.text" in error["error"]["message"]
         assert error["request_id"] == answer.headers["request-id"]
-        nobody = await client.post(MESSAGES, json={**request("x"), "model": "t"})
-        assert (nobody.status_code, nobody.json()["error"]["type"]) == (503, "overloaded_error")
+        refused = await client.post(MESSAGES, json={**request("x"), "model": "t"})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
         wrong = await client.get(MESSAGES)
         assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
 
