@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import orjson
 
@@ -22,7 +22,7 @@ from mmrouter_router.intake import json_body
 from mmrouter_router.intake.chat import parse_unextracted
 from mmrouter_router.intake.field_check import check_fields
 from mmrouter_router.intake.json_body import Object, Raw
-from mmrouter_router.intake.request import PLACEHOLDER, ChatRequest, InlineImage, Limits, decoded_image
+from mmrouter_router.intake.request import PLACEHOLDER, ChatRequest, ImagePart, InlineImage, Limits, decoded_image
 
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 
@@ -83,18 +83,31 @@ def parse_messages(
     conversion = _Conversion(limits, traits)
     chat = conversion.chat(body, engine, counts=counts)
     request = parse_unextracted(orjson.dumps(chat), limits, served_model, engine)
-    images = zip(request.images, conversion.images, strict=True)
     steering = [name for name in adapter(engine).removed_fields if name in body]
-    named = tuple(replace(part, param=param, inline=inline) for part, (param, inline) in images)
-    return replace(request, images=named, removed=(*request.removed, *steering))
+    images = tuple(conversion.images[part.url].named(part) for part in request.images)
+    return replace(request, images=images, removed=(*request.removed, *steering))
+
+
+class _Image(NamedTuple):
+    """An image of a request: its field, and its bytes or its URL."""
+
+    param: str
+    inline: InlineImage | None
+    url: str
+
+    def named(self, part: ImagePart) -> ImagePart:
+        return replace(part, param=self.param, inline=self.inline, url=self.url)
 
 
 class _Conversion:
-    """One request's conversion. ``images``: field and bytes of each image in prompt order, no bytes for a URL."""
+    """One request's conversion. ``images``: by the placeholder that stands for each in the chat.
+
+    Their order is not that of the chat, where results of tools stand before the rest of their message.
+    """
 
     def __init__(self, limits: Limits, traits: TemplateTraits) -> None:
         self._limits, self._traits = limits, traits
-        self.images: list[tuple[str, InlineImage | None]] = []
+        self.images: dict[str, _Image] = {}
         self._messages: list[Object] = []
 
     def chat(self, body: Object, engine: EngineType, *, counts: bool) -> Object:
@@ -188,16 +201,16 @@ class _Conversion:
         name = "data" if kind == "base64" else "url"
         param = f"{path}.source.{name}"
         value = json_body.required(source, name, str, param)
-        inline: InlineImage | None = None
+        placeholder, inline = f"{PLACEHOLDER}{len(self.images)}", None
         if kind == "base64":
             inline = decoded_image(value)
             if inline is None:
                 message = "The image is not valid base64."
                 raise RequestError.invalid(message, param=param, code="media_data_uri")
-            value = f"{PLACEHOLDER}{len(self.images)}"
-        self.images.append((param, inline))
+            value = placeholder
+        self.images[placeholder] = _Image(param, inline, value)
         json_body.count_media(len(self.images), self._limits.max_images, param)
-        return {"type": "image_url", "image_url": {"url": value}}
+        return {"type": "image_url", "image_url": {"url": placeholder}}
 
     def _reasoning(self, body: Object, engine: EngineType, max_tokens: Any) -> Object:
         made: Object = {}

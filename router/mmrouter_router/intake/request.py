@@ -152,7 +152,7 @@ class ChatRequest:
     @property
     def text_size(self) -> int:
         """Bytes of the body without its images."""
-        return len(self.source) - sum(len(image.url) for image in self.images)
+        return max(0, len(self.source) - sum(len(image.url) for image in self.images))
 
     @property
     def prompt_field(self) -> str:

@@ -68,6 +68,23 @@ def test_blocks_become_the_parts_of_a_chat_in_order():
     assert (made.endpoint, made.inexact, made.max_tokens) == ("/v1/chat/completions", (), 8)
 
 
+def test_images_keep_their_bytes_and_fields_where_results_of_tools_move_to_the_front():
+    other = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG[:-4]}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [other]}
+    made = read(request(IMAGE, BY_URL, result), parse=parse)
+    assert [(image.message, image.part, image.param) for image in made.images] == [
+        (1, 0, "messages[0].content[2].content[0].source.data"),
+        (2, 0, "messages[0].content[0].source.data"),
+        (2, 1, "messages[0].content[1].source.url"),
+    ]
+    assert [image.inline and image.inline.data for image in made.images] == [
+        base64.b64decode(PNG[:-4]),
+        base64.b64decode(PNG),
+        None,
+    ]
+    assert made.images[2].url == BY_URL["source"]["url"]
+
+
 def test_fields_of_the_answer_are_those_of_a_chat():
     tool = {"name": "look", "input_schema": {"properties": {}}}
     body = request("x", tools=[tool], tool_choice={"type": "tool", "name": "look"}, stop_sequences=["."], top_k=3)
