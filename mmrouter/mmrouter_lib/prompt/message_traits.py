@@ -2,13 +2,11 @@
 
 from typing import Final
 
-import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mmrouter_lib.families import PlaceholderError
 from mmrouter_lib.prompt.prompter import Prompter, render_arguments
-from mmrouter_lib.prompt.templates import TemplateError, Templates
+from mmrouter_lib.prompt.templates import Templates
 
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")  # of thinking, as Anthropic's API names them
 _PROBE: Final = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
@@ -24,7 +22,8 @@ def wants_system_first(templates: Templates) -> bool:
             source = templates.choose(tools=tools)
             environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
             environment.from_string(source).render(messages=_PROBE, add_generation_prompt=False)
-        except (TemplateError, jinja2.TemplateError):
+        except Exception:
+            # A template is a program: where it fails on the probe, it would fail on such messages, too.
             return True
     return False
 
@@ -41,5 +40,5 @@ def _probe(prompter: Prompter, effort: str) -> str | None:
     messages = [{"role": "user", "content": "Hi"}]
     try:
         return prompter.render(messages, **render_arguments({"reasoning_effort": effort}))
-    except (TemplateError, PlaceholderError):
+    except ValueError:  # of the template, or of a prompt that is not modelled
         return None
