@@ -247,9 +247,8 @@ class Chat:
             await respond_json(client, 200, extra, counted(prepared))
             return "200"
         outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._for_engine, prepared, tenant.name)
-        call = ForwardCall(
-            request_id, prepared, outgoing, trace_context(headers), policy, tenant.name, encoder_mode=mode
-        )
+        sent = trace_context(headers) | ({} if outgoing.form is None else {"content-type": outgoing.form[0]})
+        call = ForwardCall(request_id, prepared, outgoing, sent, policy, tenant.name, encoder_mode=mode)
         past = AttemptHistory()
         stream: ContinuedStream | None = None
         reply = await self._forwarder.send(call, fingerprint, past)
@@ -308,7 +307,7 @@ class Chat:
             for name in prepared.request.removed:
                 self._metrics.stripped.labels(name).inc()
             salt = {} if prepared.salt is None or path in UNCACHED else {"cache_salt": prepared.salt}
-            return Outgoing(path, {**prepared.request.body, **salt})
+            return Outgoing(path, {**prepared.request.body, **salt}, form=prepared.request.form)
         rewrites = [image.rewrite() for image in images]
         rewritten = self._adapter.rewrite_chat(
             prepared.request.body, rewrites, model=self._served_model, cache_salt=prepared.salt

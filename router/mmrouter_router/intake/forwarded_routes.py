@@ -9,17 +9,19 @@ the body. References that the engine would have to resolve (``file_url``, ``file
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from blake3 import blake3
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES
+from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.field_check import Reason, check_fields
+from mmrouter_router.intake.form_body import read_form, write_form
 from mmrouter_router.intake.json_body import Object, Raw
 from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart, Modality
 
@@ -72,6 +74,8 @@ def parse_passed(path: str, raw: Raw, limits: Limits, served_model: str, engine:
 
     Media anywhere in the body are fetched by the router, also those that SGLang takes without ``data:``.
     """
+    if path == TRANSCRIBE:
+        return _parse_form(path, raw, limits, served_model)
     body = json_body.parse_object(raw, limits.max_request_bytes)
     fields = PASSED_ROUTES[path]
     steering = [name for name in adapter(engine).removed_fields if name in body and name not in fields]
@@ -89,15 +93,37 @@ def parse_passed(path: str, raw: Raw, limits: Limits, served_model: str, engine:
     for part in (*_plain_media_in(body, ""), *_media_in(body, "", removed)):
         media.append(part)
         json_body.count_media(len(media), limits.max_images, part.param)
+    stream = json_body.flag(body, "stream", nullable=True)
+    made = _passed(path, raw, served_model, body, stream=stream)
+    return replace(made, media=tuple(media), removed=tuple(sorted(removed)))
+
+
+def _parse_form(path: str, raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
+    if len(raw) > limits.max_request_bytes:
+        raise RequestError.too_large(limits.max_request_bytes)
+    fields = read_form(raw)
+    for field in fields:
+        if field.name not in PASSED_ROUTES[path]:
+            raise RequestError.unknown_field(field.name)
+        if field.name == "model" and field.value != served_model.encode():
+            raise RequestError.unknown_model(field.value.decode("utf-8", "replace"))
+        if (field.filename is not None) != (field.name == "file"):
+            raise RequestError.wrong_type(field.name, "a file" if field.name == "file" else "a text", field.name)
+    if not any(field.name == "file" for field in fields):
+        raise RequestError.missing("file")
+    stream = any(field.name == "stream" and field.value.lower() in (b"true", b"1") for field in fields)
+    return replace(_passed(path, raw, served_model, {}, stream=stream), form=write_form(fields))
+
+
+def _passed(path: str, raw: Raw, served_model: str, body: Object, *, stream: bool) -> ChatRequest:
     return ChatRequest(
         model=served_model,
         messages=[],
-        media=tuple(media),
-        stream=json_body.flag(body, "stream", nullable=True),
+        media=(),
+        stream=stream,
         max_tokens=None,
         body=body,
         inexact=(Reason("body", "not_modelled"),),
-        removed=tuple(sorted(removed)),
         source=raw,
         endpoint=path,
     )

@@ -147,6 +147,7 @@ class ChatRequest:
     removed: tuple[str, ...] = ()
     source: Raw = b""  # the body as parsed: as received, or with placeholders for large images
     endpoint: str = CHAT
+    form: tuple[str, bytes] | None = None  # content type and body of a request that is a form instead of JSON
     prompt: "str | array[int] | None" = None
 
     @property

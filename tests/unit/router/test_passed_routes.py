@@ -2,17 +2,22 @@
 
 import base64
 import json
+import re
 from contextlib import asynccontextmanager
 
 import pytest
-from unit.router.rig import KEYS, Engine, heartbeat, sync
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.conftest import examples
+from unit.router.rig import KEYS, Engine, LoopbackEngine, heartbeat, http_answer, sync
 from unit.router.test_app import client_of, counts, member, router
-from unit.router.test_intake import MISSING, PART_TYPE, UNKNOWN, fault, read
+from unit.router.test_intake import MISSING, PART_TYPE, TYPE, UNKNOWN, fault, read
 
 from mmrouter_lib.engines import ADAPTERS
-from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, UNCACHED, served_routes
+from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE, UNCACHED, served_routes
 from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.intake import parse_passed
+from mmrouter_router.intake.form_body import Field, read_form, write_form
 
 EVERY = tuple(PASSED_ROUTES)
 EMBED = "/v1/embeddings"
@@ -43,7 +48,7 @@ async def r():
         yield made
 
 
-@pytest.mark.parametrize("path", EVERY)
+@pytest.mark.parametrize("path", [path for path in EVERY if path != TRANSCRIBE])
 async def test_an_engine_that_serves_the_route_gets_the_body(r, path):
     body = {"text": "x"} if path == "/generate" else {"model": "t"}
     async with serving(r, (), (path,), ()) as engines, client_of(r) as client:
@@ -172,3 +177,79 @@ async def test_the_model_list_has_the_engines_context_and_a_time(r):
             assert (version["version"], version["engine"]) == ("0.32.0", "vllm")
             for method in ("GET", "POST"):
                 assert (await client.request(method, "/ping")).status_code == 200
+
+
+class Listens(LoopbackEngine):
+    """An engine that keeps the forms it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.forms = []
+
+    async def _connection(self, reader, writer):
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(re.search(r"content-length: (\d+)", head)[1])
+        self.forms.append((re.search(r"content-type: (\S+)", head)[1], await reader.readexactly(length)))
+        writer.write(http_answer(200, b'{"text": "hello"}'))
+
+
+AUDIO = b"RIFF\r\n--not-the-boundary\r\n\x00\xff"
+
+
+async def test_a_transcription_reaches_an_engine_as_a_form_of_the_routers_own(r):
+    engine = Listens()
+    await engine.serve()
+    one = member("w", engine.ip)
+    r.apply_membership(Membership((one,)))
+    worker = r.fleet.workers[one.uid]
+    r.fleet.feed_connected(worker)
+    sync(r.fleet, worker, KEYS)
+    heartbeat(r.fleet, worker, routes=(TRANSCRIBE,))
+    async with client_of(r) as client:
+        files = {"file": ("a.wav", AUDIO, "audio/wav")}
+        answer = await client.post(TRANSCRIBE, files=files, data={"model": "t", "language": "en"})
+        refused = await client.post(TRANSCRIBE, files=files, data={"vllm_xargs": "{}"})
+    engine.close()
+    assert (answer.status_code, answer.json()) == (200, {"text": "hello"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "vllm_xargs")
+    ((kind, body),) = engine.forms
+    assert kind.startswith("multipart/form-data;")
+    fields = {field.name: (field.value, field.filename, field.type) for field in read_form(body)}
+    assert fields == {
+        "file": (AUDIO, b"a.wav", b"audio/wav"),
+        "model": (b"t", None, b""),
+        "language": (b"en", None, b""),
+    }
+
+
+def form(*fields, end=b"--b--\r\n"):
+    return b"".join(b"--b\r\n%b\r\n\r\n%b\r\n" % field for field in fields) + end
+
+
+NAMED, FILE = b'Content-Disposition: form-data; name="%b"', b'content-disposition: form-data; name="file"; filename="f"'
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (b"{}", (400, None, "invalid_form")),
+        (form((FILE, b"x"), end=b""), (400, None, "invalid_form")),
+        (form((b'content-disposition: form-data; name="a\\"b"', b"x")), (400, None, "invalid_form")),
+        (form((b"content-type: text/plain", b"x")), (400, None, "invalid_form")),
+        (form(*[(NAMED % b"language", b"x")] * 70), (400, None, "invalid_form")),
+        (form((NAMED % b"model", b"other"), (FILE, b"x")), (404, "model", "model_not_found")),
+        (form((NAMED % b"url", b"file:///etc/passwd"), (FILE, b"x")), (400, "url", UNKNOWN)),
+        (form((NAMED % b"language", b"en")), (400, "file", MISSING)),
+        (form((NAMED % b"file", b"x")), (400, "file", TYPE)),
+    ],
+)
+def test_invalid_form_is_refused_with_status_field_and_code(raw, expected):
+    assert fault(raw, parse=lambda raw, *more: parse_passed(TRANSCRIBE, raw, *more)) == expected
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["file", "model", "x[]"]), st.binary(max_size=40)), max_size=5))
+def test_a_form_that_is_written_is_read_as_it_was(fields):
+    given_fields = [Field(name, value, b"f" if name == "file" else None) for name, value in fields]
+    if given_fields:
+        assert read_form(write_form(given_fields)[1]) == given_fields

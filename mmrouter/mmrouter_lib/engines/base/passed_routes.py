@@ -11,6 +11,7 @@ from mmrouter_lib.engines.base.request_fields import words
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
 GENERATE: Final = "/generate"
+TRANSCRIBE: Final = "/v1/audio/transcriptions"  # the only one whose body is a form
 ROUTES_PATH: Final = "/openapi.json"
 
 _POOLED: Final = words(
@@ -37,6 +38,12 @@ PASSED_ROUTES: Final[Mapping[str, frozenset[str]]] = {
     "/classify": _POOLED,
     "/v1/classify": _POOLED,
     **dict.fromkeys(("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"), _SCORED),
+    TRANSCRIBE: words(
+        "file model language prompt response_format temperature timestamp_granularities timestamp_granularities[]",
+        "stream stream_include_usage stream_continuous_usage_stats hotwords to_language seed n top_p top_k min_p",
+        "frequency_penalty repetition_penalty presence_penalty length_penalty max_completion_tokens use_beam_search",
+        "include_stop_str_in_output watermarking",
+    ),
     GENERATE: words(
         "text input_ids image_data video_data audio_data modalities sampling_params stream return_logprob",
         "logprob_start_len top_logprobs_num token_ids_logprob return_text_in_logprobs return_hidden_states",
