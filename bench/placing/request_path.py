@@ -135,7 +135,7 @@ class Ours:
 
     async def route(self, raw: bytes) -> tuple[bytes, "array[int]", int]:
         prepared = await self.router.chat.prepare(CHAT, raw, DEFAULT)
-        outgoing = self.router.chat._outgoing(CHAT, prepared, DEFAULT.name)
+        outgoing = self.router.chat._outgoing(prepared, DEFAULT.name)
         decision = self.router.placer.place(prepared)
         return outgoing.plain, prepared.ids, decision.choice.winner.overlap
 

@@ -9,6 +9,7 @@ import sys
 from types import FrameType
 
 WITHOUT_OPTIONS = ("router", "sidecar", "fetch-metadata", "engine-certificate")
+USAGES = {"plugin": "FOLDER", "shared-memory": "FOLDER GROUP"}
 CONFIGURED_BY = "its environment and /etc/mmrouter configure it (docs/architecture.md, Wiring)"
 
 
@@ -18,6 +19,14 @@ def main() -> None:
     # start would remain until its grace period ends. Deployables install their own handler later.
     signal.signal(signal.SIGTERM, end)
     command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if sys.argv[1:] == ["--version"]:  # without the imports of all commands
+        from mmrouter_lib import __version__
+
+        sys.stdout.write(f"{__version__}\n")
+        sys.exit(0)
+    if command in USAGES and sys.argv[2:] in (["-h"], ["--help"]):
+        sys.stdout.write(f"usage: mmrouter {command} {USAGES[command]}\n")
+        sys.exit(0)
     if command in WITHOUT_OPTIONS and sys.argv[2:]:
         sys.stderr.write(f"mmrouter {command} runs in a pod and takes no options: {CONFIGURED_BY}\n")
         sys.exit(0 if sys.argv[2] in ("-h", "--help") else 2)

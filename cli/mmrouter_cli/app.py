@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -23,6 +24,7 @@ from mmrouter_cli.options import (
     Token,
     control_or_leave,
     leave,
+    local_url,
     table,
     trust,
 )
@@ -31,7 +33,10 @@ from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="Proved-exact KV routing for vision-language models."
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Proved-exact KV routing for vision-language models.",
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (cluster_commands.init, cluster_commands.status, cluster_commands.doctor, bench):
     app.command()(command)
@@ -176,8 +181,12 @@ def verify(
 
 @app.command()
 def explain(
-    url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
-    request_id: Annotated[str | None, typer.Argument(help="x-mmrouter-request-id of an answer.")] = None,
+    url: Annotated[
+        str | None, typer.Argument(help="The endpoint, like 127.1.0.1:8000. Default: the only local deployment.")
+    ] = None,
+    request_id: Annotated[
+        str | None, typer.Argument(help="A request id or id of an answer, or `last` for the newest request.")
+    ] = None,
     dry_run: Annotated[
         Path | None, typer.Option(help="A request as JSON: explain where it would go, without sending it.")
     ] = None,
@@ -193,20 +202,27 @@ def explain(
     """Show why a request went where it went: every candidate's score, term by term, and who holds which block."""
     from mmrouter_cli import explain as explained
 
+    if url is not None and request_id is None and dry_run is None:
+        url, request_id = None, url
     if (request_id is None) == (dry_run is None):
         leave("give either a request id or --dry-run FILE")
     if parity and dry_run is not None:
         leave("--parity needs a request that was sent: give its id")
+    url = url or local_url() or leave("no `mmrouter up` runs here: give the URL of an endpoint")
     endpoint = control_or_leave(url, control, token)
     with httpx.Client(timeout=30, headers=endpoint.authorization) as client:
         base = endpoint.controls[0]
         try:
+            if request_id == "last":
+                base, request_id = explained.newest(client, endpoint.controls) or leave("no request is kept")
             if dry_run is not None:
                 headers = {"x-mmrouter-api-key": api_key} if api_key else {}
                 body, params = dry_run.read_bytes(), {"path": path}
                 answer = client.post(f"{base}/control/explain", content=body, params=params, headers=headers)
             else:
-                answer = client.get(f"{base}/control/decisions/{request_id}", params={"parity": parity})
+                answer = client.get(
+                    f"{base}/control/decisions/{quote(request_id or '', safe='')}", params={"parity": parity}
+                )
         except OSError as error:
             leave(f"cannot read {dry_run}: {error.strerror}")
         except httpx.HTTPError as error:

@@ -20,6 +20,7 @@ from mmrouter_cli.options import (
     Token,
     control_or_leave,
     leave,
+    local_url,
 )
 
 if TYPE_CHECKING:
@@ -41,9 +42,10 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat every second, until ctrl-C.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show pools, workers, exactness, hit ratio and conditions."""
+    """Show pools, workers, exactness, hit ratio and conditions; exit status 1 where no frontend answers."""
     from mmrouter_cli.status import view as shown
 
+    url = url or _local_unless(name, namespace, kubeconfig, control)
     if url is None:
         if control is not None:
             leave("--control goes with --url")
@@ -52,18 +54,21 @@ def status(
         _not_with_url(name, namespace, kubeconfig)
         views = shown.from_url(control_or_leave(url, control, token), watch=watch)
     try:
-        asyncio.run(_show(views, live=watch, as_json=as_json))
+        reachable = asyncio.run(_show(views, live=watch, as_json=as_json))
     except shown.StatusError as error:
         leave(str(error))
     except KeyboardInterrupt:
         raise typer.Exit from None
+    raise typer.Exit(0 if reachable else FAILED)
 
 
-async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool) -> None:
+async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool) -> bool:
+    """Show views as they come; return whether every deployment of the last ones was reachable."""
     from rich.live import Live
 
-    from mmrouter_cli.status.view import drawn
+    from mmrouter_cli.status.view import UNREACHABLE, drawn
 
+    now: list[View] = []
     if as_json:
         last = None
         async for now in views:
@@ -71,14 +76,22 @@ async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool
             if line != last:
                 typer.echo(line)
             last = line
-        return
-    if not live:
+    elif not live:
         async for now in views:
             Console().print(drawn(now))
-        return
-    with Live(auto_refresh=False) as screen:
-        async for now in views:
-            screen.update(drawn(now), refresh=True)
+    else:
+        with Live(auto_refresh=False) as screen:
+            async for now in views:
+                screen.update(drawn(now), refresh=True)
+    return all(view.phase != UNREACHABLE for view in now)
+
+
+def _local_unless(*of_cluster: object) -> str | None:
+    """Return the URL of the only local deployment, unless an option is about a cluster."""
+    url = local_url() if all(option is None for option in of_cluster) else None
+    if url is not None:
+        typer.echo(f"mmrouter: the local deployment {url}; name a deployment to read the cluster", err=True)
+    return url
 
 
 def doctor(
@@ -93,6 +106,7 @@ def doctor(
     """Check a deployment and give advice; exit status 1 where there is a problem."""
     from mmrouter_cli.doctor import diagnose, findings
 
+    url = url or _local_unless(name, namespace, kubeconfig, control)
     if url is None:
         from mmrouter_cli.cluster_reader import ClusterError
 
@@ -180,7 +194,8 @@ def init(
     if answers.needs_image:
         where = f"{answers.engine} on {answers.accelerator}"
         typer.echo(f"mmrouter: no image of {where} is published: put your own into {file}", err=True)
-    typer.echo(f"wrote {file}; apply it with: kubectl apply -f {file}", err=True)
+    typer.echo(f"wrote {file}; apply it with: kubectl apply -f {file}; see before what that does:", err=True)
+    typer.echo(f"mmrouter plan {file}", err=True)
 
 
 def _ask(field: str, question: str) -> str | int:

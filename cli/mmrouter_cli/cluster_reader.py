@@ -45,8 +45,7 @@ async def reading(kubeconfig: Path | None) -> AsyncIterator[Reader]:
     """Connect as the user's kubectl would. Raises :class:`ClusterError`, also for an ``ApiError`` of the block."""
     if kubeconfig is None and not _default_files() and "KUBERNETES_SERVICE_HOST" not in os.environ:
         raise ClusterError(
-            "no cluster is configured: there is no ~/.kube/config and KUBECONFIG names no file; give --kubeconfig, or, "
-            "to `status` and `doctor`, --url of a deployment that is not on a cluster"
+            "no cluster is configured: there is no ~/.kube/config and KUBECONFIG names no file, so give --kubeconfig"
         )
     try:
         reader = Reader(await load(kubeconfig), user_agent="mmrouter", identity="")

@@ -1,5 +1,6 @@
 """Prints a routing decision: the prediction, every candidate's score, and the evidence per block."""
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -9,6 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from mmrouter_cli.options import table
+
+
+def newest(client: httpx.Client, controls: Sequence[str]) -> tuple[str, str] | None:
+    """Return the control API and the id of the newest request of these frontends, ``None`` where none has one.
+
+    Raises ``httpx.HTTPError`` where a frontend does not answer.
+    """
+    found: list[tuple[float, str, str]] = []
+    for control in controls:
+        answer = client.get(f"{control}/control/decisions", params={"count": 1}).raise_for_status()
+        found += [(trace["at"], control, trace["request_id"]) for trace in answer.json()]
+    return max(found)[1:] if found else None
 
 
 def show(console: Console, trace: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
+from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control, only_run
 
 FAILED, USAGE = 1, 2
 
@@ -37,6 +37,14 @@ def trust(cacert: Path | None, insecure: bool) -> ssl.SSLContext:
     if insecure:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
+
+
+def local_url() -> str | None:
+    """Return the URL of the only local deployment, ``None`` without one; ends the command where there are several."""
+    try:
+        return only_run()
+    except UnreachableError as error:
+        leave(str(error))
 
 
 def control_or_leave(url: str, control: str | None, token: str | None) -> ControlEndpoint:

@@ -97,6 +97,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     unknown, ``devices`` their number, and ``requested_device`` the type that its pool asks for. ``all_groups``:
     ``groups`` and the deltas have every group that events have named; older sidecars leave out mamba, and blocks of
     windows beside full attention.
+    ``routes``: passed routes (:mod:`.engines.base.passed_routes`) that the engine serves. ``context_length``: tokens of
+    prompt and answer together, 0 while unknown.
     """
 
     worker: str
@@ -120,6 +122,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     devices: int = 0
     requested_device: str = ""
     all_groups: bool = False
+    routes: tuple[str, ...] = ()
+    context_length: int = 0
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

@@ -4,11 +4,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any, get_args
 
 import zmq.asyncio
 
+from mmrouter_lib import __version__
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.feed_keys import CHECK_SECONDS, KeyWatch, fingerprint
 from mmrouter_router import build
@@ -31,7 +33,7 @@ from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
-from mmrouter_router.scheduling.placer import Eligibility
+from mmrouter_router.scheduling.placer import Eligibility, NoWorkerError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.probe_requests import ProbeRequestError
 
@@ -96,7 +98,7 @@ class Router:
         self._context = zmq.asyncio.Context()
         # One group for all tasks: an unexpected exception ends the process instead of silently ending one feed.
         self._tasks = asyncio.TaskGroup()
-        self._started = time.monotonic()
+        self._started, self._created = time.monotonic(), int(time.time())
         self._ready = self._discovered = False
         self._changed = asyncio.Event()
         self.fleet.change_listeners.append(self._changed.set)
@@ -284,6 +286,32 @@ class Router:
             await asyncio.sleep(0 if more else SWEEP_SECONDS)
 
     def client_app(self) -> Any:
-        model = {"id": self.settings.served_model, "object": "model", "created": 0, "owned_by": "mmrouter"}
-        model["root"] = self.settings.deployment.spec.model.id
-        return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, model)
+        about = port_apps.About(self._model, self._versions, self._serves)
+        return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, about)
+
+    def _model(self) -> dict[str, Any]:
+        """Return the entry of the model list; its context is the smallest of the engines, ``None`` while unknown."""
+        lengths = [worker.heartbeat.context_length for worker in self.fleet if worker.heartbeat is not None]
+        return {
+            "id": self.settings.served_model,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mmrouter",
+            "root": self.settings.deployment.spec.model.id,
+            "parent": None,
+            "max_model_len": min(filter(None, lengths), default=None),
+        }
+
+    def _versions(self) -> dict[str, str]:
+        """Return the engines' release, of several the one that most engines run, and mmrouter's."""
+        found = Counter(worker.heartbeat.engine_version for worker in self.fleet if worker.heartbeat is not None)
+        version = found.most_common(1)[0][0] if found else ""
+        return {"version": version, "engine": self.settings.deployment.spec.engine.type, "mmrouter": __version__}
+
+    def _serves(self) -> bool:
+        """Whether an engine can take a request now, if only as a last resort."""
+        try:
+            self.placer.groups((), frozenset(self.stages.form().answers), None)
+        except NoWorkerError:
+            return False
+        return True

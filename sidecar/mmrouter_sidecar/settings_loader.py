@@ -115,7 +115,12 @@ def main() -> int:
     except (SettingsError, SpecError) as error:
         logging.getLogger("mmrouter.sidecar").error("configuration: %s", error)
         return CONFIGURATION_ERROR
-    sys.stdout.buffer.write(to_json(settings))
+    try:
+        sys.stdout.buffer.write(to_json(settings))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the sidecar was stopped while it started
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter reports it at its exit
+        return 1
     return 0
 
 

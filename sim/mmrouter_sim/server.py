@@ -166,8 +166,14 @@ def build_app(
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         return error_response(RequestError(f"{type(error).__name__}: {error}", status=status))
 
+    async def openapi(_engine: SimulatedEngine, _request: Request) -> Response:
+        return json_response(
+            {"paths": {path: {method.lower(): {} for method in methods} for path, methods, _ in routes}}
+        )
+
+    listed = [*routes, ("/openapi.json", ["GET"], openapi)]
     return Starlette(
-        routes=[Route(path, partial(handler, engine), methods=methods) for path, methods, handler in routes],
+        routes=[Route(path, partial(handler, engine), methods=methods) for path, methods, handler in listed],
         middleware=[Middleware(_ApiKey, keys=keys, is_guarded=is_guarded)] if keys else [],
         exception_handlers={RequestError: request_error, HTTPException: http_error, Exception: failure},
     )

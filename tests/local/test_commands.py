@@ -46,9 +46,9 @@ def test_a_second_deployment_beside_the_first_has_addresses_of_its_own(settled):
             one.assert_gate_passes()
 
 
-def ask(demo, text="Describe the morning light over the harbour, please, in one short sentence."):
+def ask(demo, text="Describe the morning light over the harbour, please, in one short sentence.", **options):
     body = {"model": "demo", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
-    return httpx.post(f"{demo.run['frontends'][0]['url']}/v1/chat/completions", json=body, timeout=30)
+    return httpx.post(f"{demo.run['frontends'][0]['url']}/v1/chat/completions", json=body, timeout=30, **options)
 
 
 def test_explain_finds_a_decision_on_any_replica_and_shows_every_candidate(demo):
@@ -63,6 +63,16 @@ def test_explain_finds_a_decision_on_any_replica_and_shows_every_candidate(demo)
     assert shown.returncode == 0
     assert "why: cost" in shown.stdout
     assert "blocks and who holds them now" in shown.stdout
+
+
+def test_explain_takes_the_ids_that_a_client_sees(demo):
+    answer = ask(demo, headers={"x-request-id": "of/the-client"})
+    assert answer.headers["x-request-id"] == "of/the-client"
+    routed = answer.headers["x-mmrouter-request-id"]
+    for name in (answer.json()["id"], "of/the-client", "last"):
+        done = demo.mmrouter("explain", demo.url, name, "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["request_id"] == routed
 
 
 def test_explain_compares_a_decision_with_what_its_engine_holds(demo):

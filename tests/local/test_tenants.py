@@ -112,7 +112,7 @@ def test_a_tenant_reads_nothing_of_prompts_and_images_that_another_one_sent(depl
 
     plain = [ask("second", number) for number in (sent[0], numbers[1])]
     assert {frozenset(answer.headers) for answer in plain} == {frozenset(plain[0].headers)}
-    assert [name for name in plain[0].headers if name.startswith("x-")] == ["x-mmrouter-request-id"]
+    assert [name for name in plain[0].headers if name.startswith("x-")] == ["x-mmrouter-request-id", "x-request-id"]
     key = {"authorization": f"Bearer {KEYS['second']}"}
     control = deployment.controls[0]
     decision = ask("first", sent[0]).headers["x-mmrouter-request-id"]

@@ -1,6 +1,8 @@
 """The command `mmrouter bench`: options, one or two runs, tables and files."""
 
 import asyncio
+import os
+import re
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
@@ -11,6 +13,7 @@ import typer
 from rich.console import Console
 
 from mmrouter_cli.options import FAILED, USAGE, CaCert, Control, Insecure, Token, leave, trust
+from mmrouter_cli.status.control_api import with_scheme
 
 if TYPE_CHECKING:
     from mmrouter_cli.bench.endpoint_probe import Target
@@ -21,6 +24,8 @@ MOST_REQUESTS = 100_000
 LONGEST_TOKENS = 2**20
 MOST_PIXELS = 8192
 MOST_RUNS = 2
+_ADDRESS = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\]):\d+(?:/|$)")
+"""A URL without its scheme, rather than a file."""
 WIDTH = 140
 """Columns of a table that is not printed to a terminal."""
 
@@ -119,6 +124,8 @@ def bench(
 
     def side(source: str, by: str | None, key: str | None, mode: str | None = None) -> "Target | list[Result]":
         """Return an endpoint to measure, or the runs of a file; ends on a bad one before anything is sent."""
+        if _ADDRESS.match(source) and not Path(source).exists():
+            source = with_scheme(source)
         if not source.startswith(("http://", "https://")):
             return _read_results(Path(source))
         # Every mode has pictures of its own, because encoders hold those of the mode before.
@@ -226,8 +233,13 @@ def _read_results(file: Path) -> "list[Result]":
 def _check_outputs(json_file: Path | None, html: Path | None) -> None:
     """End before a long run where its results could not be written."""
     for file in (json_file, html):
-        if file is not None and str(file) != "-" and not file.absolute().parent.is_dir():
-            leave(f"cannot write {file}: there is no folder {file.absolute().parent}")
+        if file is None or str(file) == "-":
+            continue
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            leave(f"cannot write {file}: there is no folder {folder}")
+        if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+            leave(f"cannot write {file}: it is a folder, or not yours to write")
     if html is not None:
         try:
             import leather  # noqa: F401

@@ -44,9 +44,23 @@ class ControlEndpoint:
         return {"authorization": f"Bearer {self.token}"}
 
 
+def with_scheme(url: str) -> str:
+    """Return a URL with ``http`` where it has no scheme, as in ``127.1.0.1:8000``."""
+    return url if "://" in url else f"http://{url}"
+
+
+def only_run() -> str | None:
+    """Return the endpoint of the only local deployment, ``None`` where none runs. Raises :class:`UnreachableError`."""
+    endpoints = [str(run["endpoint"]) for run in _runs()]
+    if len(endpoints) > 1:
+        raise UnreachableError(f"several deployments run here, {', '.join(endpoints)}: give the URL of one")
+    return endpoints[0] if endpoints else None
+
+
 def find_control(url: str, control: str | None, token: str | None) -> ControlEndpoint:
     """Find a deployment's control API. Raises :class:`UnreachableError`."""
-    url = url.rstrip("/").removesuffix("/v1")
+    url = with_scheme(url).rstrip("/").removesuffix("/v1")
+    control = None if control is None else with_scheme(control)
     token = token or os.environ.get("MMROUTER_CONTROL_TOKEN")
     if control and token:
         return ControlEndpoint(url, (control.rstrip("/"),), token)

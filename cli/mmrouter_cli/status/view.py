@@ -17,6 +17,8 @@ from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, State, Un
 EVERY_SECONDS = 1.0
 """Interval of --watch."""
 UNKNOWN = "-"
+UNREACHABLE = "Unreachable"
+"""Phase of a deployment none of whose frontends answers."""
 
 Object = Mapping[str, Any]
 
@@ -39,12 +41,15 @@ class PoolRow:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """One engine pod. ``exact``: True, False or Unknown, with the reason in brackets."""
+    """One engine pod."""
 
     name: str
     pool: str
     routable: bool
     exact: str
+    """True, False or Unknown, with the reason in brackets."""
+    unroutable: str = ""
+    """Why it is not routable."""
     where: str = ""
     """Its node."""
     blocks: int | None = None
@@ -94,6 +99,7 @@ def of_resource(resource: Object, pods: Sequence[Object]) -> View:
             view.pool,
             view.gates.get(ROUTABLE, False),
             "True" if view.gates.get(VERIFIED) else f"Unknown ({waiting[view.name] or 'not proved yet'})",
+            unroutable="" if view.gates.get(ROUTABLE) else waiting[view.name] or "its readiness gate is closed",
             where=view.node,
         )
         for view in views
@@ -135,9 +141,9 @@ def of_states(url: str, answers: Mapping[str, State | Unread]) -> View:
     workers = [_worker(rows) for rows in rows_of.values()]
     for row in (next(iter(states.values())).get("renderers") or []) if states else []:
         exact = "True" if row["verified"] else f"Unknown ({row['message'] or 'asked'})"
-        workers.append(WorkerRow(row["name"], row["pool"], row["answered"], exact))
+        workers.append(WorkerRow(row["name"], row["pool"], row["answered"], exact, row["message"] or "no answer yet"))
     workers.sort(key=lambda worker: (worker.pool, worker.name))
-    phase = "Unreachable" if not states else "Ready" if workers and ready == len(answers) else "Starting"
+    phase = UNREACHABLE if not states else "Ready" if workers and ready == len(answers) else "Starting"
     if phase == "Ready" and not all(worker.routable for worker in workers):
         phase = "Degraded"
     return View(
@@ -163,7 +169,9 @@ def _worker(rows: Sequence[Mapping[str, Any]]) -> WorkerRow:
         exact = "True"
     else:
         exact = f"Unknown ({next((row.get('message') for row in rows if row.get('message')), '') or 'not proved yet'})"
+    left_out = next((row for row in rows if not row["routable"]), None)
     return WorkerRow(
+        unroutable="" if left_out is None else left_out.get("message") or left_out.get("cause") or "no report yet",
         name=first["name"],
         pool=first["pool"],
         routable=all(row["routable"] for row in rows),
@@ -287,7 +295,8 @@ def _worker_table(workers: Sequence[WorkerRow]) -> Table:
         last = worker.heard_seconds_ago
         rest = [UNKNOWN if count is None else str(count) for count in (worker.blocks, worker.in_flight)]
         rest = [*rest, UNKNOWN if last is None else f"{last:.1f} s ago"] if live else [worker.where or UNKNOWN]
-        shown.add_row(worker.name, worker.pool, "yes" if worker.routable else Text("no", style="yellow"), exact, *rest)
+        routable = "yes" if worker.routable else Text(f"no: {worker.unroutable or UNKNOWN}", style="yellow")
+        shown.add_row(worker.name, worker.pool, routable, exact, *rest)
     return shown
 
 

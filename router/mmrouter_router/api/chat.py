@@ -1,4 +1,4 @@
-"""The handler of the hot routes: ``POST /v1/chat/completions``, ``/v1/completions`` and ``/v1/responses``.
+"""The handler of the hot routes, which end in an engine: chats, completions, responses and the passed routes.
 
 It runs the stages of docs/architecture.md without a framework and passes the engine's bytes through. A client that
 disconnects aborts the request in the engine.
@@ -9,20 +9,31 @@ import collections
 import hmac
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from blake3 import blake3
 from prometheus_client import Counter
 
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.request_fields import COMPLETIONS, RESPONSES
+from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, UNCACHED
+from mmrouter_lib.engines.base.request_fields import MESSAGES
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.admission.tenant_limits import Headers, TenantAdmission
+from mmrouter_router.api.answers import (
+    MESSAGE_ID,
+    MESSAGE_PATHS,
+    MessageSource,
+    counted,
+    debug_headers,
+    refuse,
+    respond_json,
+    respond_message,
+)
 from mmrouter_router.core.errors import OVERLOADED, RequestError
-from mmrouter_router.core.request_ids import RequestIds
+from mmrouter_router.core.request_ids import NAME_HEADER, RequestIds, client_name
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.continued_stream import Continuations, ContinuedStream
@@ -35,7 +46,7 @@ from mmrouter_router.explain.log_lines import log_decision
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Receive, Scope, Send
 from mmrouter_router.http.engine_connection import UpstreamError
-from mmrouter_router.intake import ChatRequest, Limits, parse_chat, parse_completion, parse_forwarded
+from mmrouter_router.intake import COUNT_TOKENS, PARSERS, ChatRequest, Limits, TemplateTraits
 from mmrouter_router.intake.api_key_auth import Tenant, Tenants
 from mmrouter_router.intake.json_body import Raw
 from mmrouter_router.request.prepare import Preparer
@@ -46,12 +57,6 @@ from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failur
 
 log = logging.getLogger("mmrouter.chat")
 
-PARSERS: Final[Mapping[str, Callable[..., ChatRequest]]] = {
-    CHAT: parse_chat,
-    COMPLETIONS: parse_completion,
-    RESPONSES: parse_forwarded,
-}
-"""Path of a hot route -> parser of its bodies."""
 BROKEN_OFF = "broken_off"  # the code of an answer that broke off
 STORED = "previous_response_id"
 PRIORITY = "priority"  # removed: an engine compares the values of all tenants, so one tenant could overtake others
@@ -88,6 +93,7 @@ class Chat:
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
+        self._traits = TemplateTraits.of(preparer.prompter)
         self._continuations = Continuations(
             forwarder, metrics, threads, enabled=spec.routing.continue_streams, by_tokens=self._adapter.continuation
         )
@@ -121,14 +127,17 @@ class Chat:
         enter(span)
         code = "499"
         held = BodyReservation(self.body_budget, refuse=client.refuse_body)
-        extra = [(REQUEST_ID.encode(), request_id.encode())]
+        name = client_name(client.headers)
+        extra = [(REQUEST_ID.encode(), request_id.encode()), (NAME_HEADER, name or request_id.encode())]
+        if path in MESSAGE_PATHS:
+            extra.append((MESSAGE_ID, extra[-1][1]))
         try:
             code = await self._admit(client, request_id, received, held, extra)
         except RequestError as error:
             code = str(error.status)
             if error.code in OVERLOADED:
                 self._metrics.overload.labels(error.code).inc()
-            await _refuse(client, error, extra)
+            await refuse(client, error, extra)
         except ClientGoneError:
             self._metrics.disconnects.inc()
         except asyncio.CancelledError:
@@ -141,9 +150,12 @@ class Chat:
             # the connection, by which the client detects the truncation.
             code = BROKEN_OFF
             log.warning("%s: answer broke off: %s", request_id, error)
-        except Exception:  # a bug: counted as such, and logged by the server
+        except Exception:  # a bug: counted as such
             code = "500"
-            raise
+            if client.begun:
+                raise
+            log.exception("%s: request failed", request_id)
+            await refuse(client, RequestError.internal(), extra)
         finally:
             held.release()
             self._metrics.in_flight -= 1
@@ -191,7 +203,10 @@ class Chat:
         return predicted_afterwards(trace, prepared)
 
     def _parse(self, path: str, raw: Raw) -> ChatRequest:
-        return PARSERS[path](raw, self._limits, self._served_model, self._engine)
+        arguments = raw, self._limits, self._served_model, self._engine
+        if path in MESSAGE_PATHS:
+            return PARSERS[path](*arguments, traits=self._traits)
+        return PARSERS[path](*arguments)
 
     async def _admit(
         self, client: Client, request_id: str, received: float, held: BodyReservation, extra: Headers
@@ -216,6 +231,8 @@ class Chat:
         self, client: Client, tenant: Tenant, request_id: str, received: float, held: BodyReservation, extra: Headers
     ) -> str:
         path, headers = client.path, client.headers
+        if path in PASSED_ROUTES:
+            self._require_route(path, tenant)
         with child_span("receive") as span:
             raw = await client.body(self._limits.max_request_bytes, held)
             if span:
@@ -224,36 +241,41 @@ class Chat:
         policy = _chosen(headers, POLICY, get_args(Policy)) if trusted else None
         mode = _chosen(headers, ENCODER_MODE, get_args(Mode)) if trusted else None
         shown = trusted or self.debug_headers
-        prepared = await self.prepare(path, raw, tenant, predict=shown or self.needs_prompt(request_id))
-        outgoing, fingerprint = await self._threads.run(
-            tenant.name, len(raw), self._for_engine, path, prepared, tenant.name
-        )
-        call = ForwardCall(
-            request_id, prepared, outgoing, trace_context(headers), policy, tenant.name, encoder_mode=mode
-        )
+        predict = shown or path == COUNT_TOKENS or self.needs_prompt(request_id)
+        prepared = await self.prepare(path, raw, tenant, predict=predict)
+        if path == COUNT_TOKENS:
+            await respond_json(client, 200, extra, counted(prepared))
+            return "200"
+        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._for_engine, prepared, tenant.name)
+        sent = trace_context(headers) | ({} if outgoing.form is None else {"content-type": outgoing.form[0]})
+        call = ForwardCall(request_id, prepared, outgoing, sent, policy, tenant.name, encoder_mode=mode)
         past = AttemptHistory()
         stream: ContinuedStream | None = None
         reply = await self._forwarder.send(call, fingerprint, past)
         try:
-            self.decisions.add(request_id, reply.trace)
+            self.decisions.add(request_id, reply.trace, client_name(headers).decode())
             log_decision(reply.trace)
             self._count(prepared, reply)
             self._metrics.first_byte.observe(time.perf_counter() - received)
             if shown:
-                extra += _debug_headers(reply)
+                extra += debug_headers(reply)
             if reply.answer.status >= 400:
                 raw = await reply.error_text()
-                field_of = self._adapter.prompt_error_field
-                await _refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of), extra)
+                field_of, hidden = self._adapter.prompt_error_field, {reply.decision.target.worker.member.name}
+                hidden.add(reply.trace.answers)
+                await refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of, hidden), extra)
             else:
                 dropped = _OF_STREAMS if reply.is_stream else _HOP_BY_HOP
                 passed = [(n, v) for n, v in reply.answer.headers if n not in dropped]
                 if reply.is_stream:
                     stream = self._continuations.open(call, fingerprint, past, reply, self.decisions.add)
-                    await client.stream(200, passed + extra, stream.first, stream)
+                    source = MessageSource(stream, len(prepared.ids)) if path == MESSAGES else stream
+                    await client.stream(200, passed + extra, source.first, source)
                     if stream.failed:
                         return BROKEN_OFF
                     reply = stream.reply
+                elif path == MESSAGES:
+                    await respond_message(client, reply, extra)
                 else:
                     await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
                 self._answered(reply.trace, prepared, outgoing)
@@ -264,15 +286,28 @@ class Chat:
         finally:
             (reply if stream is None else stream).close()
 
-    def _for_engine(self, path: str, prepared: Prepared, tenant: str) -> tuple[Outgoing, bytes]:
-        """Return the engine's request and the fingerprint by which the quarantine recognises it."""
-        return self._outgoing(path, prepared, tenant), _fingerprint(prepared)
+    def _require_route(self, path: str, tenant: Tenant) -> None:
+        """Raise 404 unless an engine serves a passed route for this tenant."""
+        self._forwarder.without_route(path)
+        if tenant.salt is not None and path not in UNCACHED | self._adapter.salted_routes:
+            # Without a salt the engine's cache would tell one tenant what another one sent.
+            raise RequestError(404, f"{path} is not served with API keys.", code="route_not_served")
 
-    def _outgoing(self, path: str, prepared: Prepared, tenant: str) -> Outgoing:
+    def _for_engine(self, prepared: Prepared, tenant: str) -> tuple[Outgoing, bytes]:
+        """Return the engine's request and the fingerprint by which the quarantine recognises it."""
+        return self._outgoing(prepared, tenant), _fingerprint(prepared)
+
+    def _outgoing(self, prepared: Prepared, tenant: str) -> Outgoing:
+        path = prepared.request.endpoint
         images = tuple(
             OutgoingImage(i.message, i.part, to_wire(i.identity), i.media, i.tokens)
             for i in (prepared.images if path == CHAT else ())
         )
+        if path in PASSED_ROUTES:
+            for name in prepared.request.removed:
+                self._metrics.stripped.labels(name).inc()
+            salt = {} if prepared.salt is None or path in UNCACHED else {"cache_salt": prepared.salt}
+            return Outgoing(path, {**prepared.request.body, **salt}, form=prepared.request.form)
         rewrites = [image.rewrite() for image in images]
         rewritten = self._adapter.rewrite_chat(
             prepared.request.body, rewrites, model=self._served_model, cache_salt=prepared.salt
@@ -318,21 +353,6 @@ class Chat:
         return trusted
 
 
-def _debug_headers(reply: EngineReply) -> Headers:
-    """Return the headers that disclose what other tenants asked, by the overlap (docs/architecture.md)."""
-    decision = reply.decision
-    winner = decision.choice.winner
-    return [
-        (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
-        (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
-        (b"x-mmrouter-exactness", decision.exactness.encode()),
-        (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
-        (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
-        (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),
-        (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
-    ]
-
-
 def _fingerprint(prepared: Prepared) -> bytes:
     """Return the hash by which the quarantine recognises a tenant's request; identities stand for extracted images."""
     hasher = blake3((prepared.salt or "").encode())
@@ -361,10 +381,3 @@ def _chosen(headers: Iterable[tuple[bytes, bytes]], name: bytes, values: tuple[C
             return value
     field = name.decode()
     raise RequestError.invalid(f"'{field}' is {wanted!r}, and must be one of {', '.join(values)}.", param=field)
-
-
-async def _refuse(client: Client, error: RequestError, extra: Headers) -> None:
-    body = error.to_body()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
-    await client.respond(error.status, headers + extra, body)

@@ -1,6 +1,7 @@
 """Errors for clients in OpenAI's shape; ``param`` names a field as clients write it (``messages[2].content``)."""
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
 
 import orjson
@@ -9,6 +10,12 @@ SHOWN_CHARACTERS = 80
 RETRY: Final = {"Retry-After": "1"}  # seconds
 OVERLOADED: Final = frozenset({"queue_full", "router_full", "rate_limited", "concurrency_limited"})
 """Codes of refusals under overload, which are counted by code."""
+
+CONTEXT_LENGTH: Final = "context_length_exceeded"
+"""OpenAI's code of a prompt that is too long, by which clients shorten a conversation."""
+_ABOUT_CONTEXT: Final = re.compile(r"(?:context|model) length", re.IGNORECASE)
+_PORT: Final = r"(?::\d{1,5})?"
+_ADDRESS: Final = re.compile(rf"\b\d{{1,3}}(?:\.\d{{1,3}}){{3}}{_PORT}\b|\[(?=[^\]]*:[^\]]*:)[0-9A-Fa-f:.]+\]{_PORT}")
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
 """Status and decoded error body of an engine -> the request field that the error is about."""
@@ -108,13 +115,18 @@ class RequestError(Exception):
         return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.", code="unknown_url")
 
     @classmethod
+    def not_served(cls, path: str) -> Self:
+        message = f"The engines of this deployment do not serve {path}."
+        return cls(404, message, code="route_not_served")
+
+    @classmethod
     def method_not_allowed(cls, method: str, path: str, allowed: Sequence[str] = ("POST",)) -> Self:
         message = f"{method} is not allowed for {path[:SHOWN_CHARACTERS]}; use {' or '.join(allowed)}."
         return cls(405, message, code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
 
     @classmethod
     def no_worker(cls, reason: str) -> Self:
-        message = f"No worker can take the request: {reason}. Try again."
+        message = f"No engine can take the request now: {reason}. Try again."
         return cls(503, message, type="server_error", code="no_worker", headers=RETRY)
 
     @classmethod
@@ -146,15 +158,20 @@ class RequestError(Exception):
         return error
 
     @classmethod
+    def internal(cls) -> Self:
+        return cls(500, "The router failed. Its log has the request's id.", type="server_error", code="internal_error")
+
+    @classmethod
     def quarantined(cls) -> Self:
         message = "Engine processes ended under this request, so it is not sent to another one. Change the request."
         return cls.invalid(message, code="request_quarantined")
 
     @classmethod
-    def from_engine(cls, status: int, body: bytes, field_of: FieldOf | None = None) -> Self:
+    def from_engine(cls, status: int, body: bytes, field_of: FieldOf | None = None, hidden: Iterable[str] = ()) -> Self:
         """Convert an engine's error (OpenAI's shape, its older flat form, FastAPI's ``detail``, text) to OpenAI's.
 
-        ``field_of`` names the field where the engine does not. Raises ``ValueError`` for a status below 400.
+        ``field_of`` names the field where the engine does not. ``hidden``: names that the client does not get, beside
+        addresses. Raises ``ValueError`` for a status below 400.
         """
         if status < 400:
             raise ValueError(f"status {status} is no error")
@@ -165,12 +182,15 @@ class RequestError(Exception):
             answer = orjson.loads(body)
         except orjson.JSONDecodeError:
             answer = body[:2000].decode("utf-8", "replace").strip()
-        message, param = _engine_words(answer)
+        message, param, code = _engine_words(answer)
         if field_of is not None and isinstance(answer, dict):
             param = field_of(status, answer) or param
         kind = "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
+        if not code:
+            code = CONTEXT_LENGTH if status < 500 and _ABOUT_CONTEXT.search(message) else "engine_error"
+        message = _without_places(message, hidden)
         message = message or f"The engine answered with status {status} and no readable error."
-        return cls(status, message, type=kind, param=param, code="engine_error")
+        return cls(status, message, type=kind, param=param, code=code)
 
 
 def shown(value: Any) -> str:
@@ -195,22 +215,36 @@ def field_path(place: Sequence[str | int]) -> str | None:
     return path or None
 
 
-def _engine_words(answer: Any) -> tuple[str, str | None]:
-    """Return (message, param) of an engine's decoded error body; the message is empty where there is none."""
+def _engine_words(answer: Any) -> tuple[str, str | None, str | None]:
+    """Return (message, param, code) of an engine's decoded error body; the message is empty where there is none.
+
+    A numeric code repeats the status, so it is left out: OpenAI's codes are words.
+    """
     if isinstance(answer, str):
-        return answer, None
+        return answer, None, None
     if not isinstance(answer, dict):
-        return "", None
+        return "", None, None
     error = answer.get("error", answer)
     if not isinstance(error, dict):
-        return (error, None) if isinstance(error, str) else ("", None)
-    message, param, detail = error.get("message"), error.get("param"), error.get("detail")
+        return error if isinstance(error, str) else "", None, None
+    message, param, code, detail = (error.get(name) for name in ("message", "param", "code", "detail"))
     if isinstance(message, str):
-        return message, param if isinstance(param, str) and param else None
+        return message, _word(param), _word(code)
     if isinstance(detail, list) and detail and isinstance(detail[0], dict):
         place = detail[0].get("loc")
-        return str(detail[0].get("msg") or ""), field_path(place) if isinstance(place, list) else None
-    return (detail, None) if isinstance(detail, str) else ("", None)
+        return str(detail[0].get("msg") or ""), field_path(place) if isinstance(place, list) else None, None
+    return detail if isinstance(detail, str) else "", None, None
+
+
+def _word(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _without_places(message: str, hidden: Iterable[str]) -> str:
+    """Return a message without network addresses and the ``hidden`` names, which are the cluster's own business."""
+    for name in hidden:
+        message = message.replace(name, "the engine") if name else message
+    return _ADDRESS.sub("(address)", message)
 
 
 def _unicode(value: str) -> str:

@@ -1,8 +1,19 @@
-"""Request ids: ULIDs (milliseconds, then 80 random bits), which sort by time and cannot be guessed."""
+"""Request ids: ULIDs (milliseconds, then 80 random bits), which sort by time and cannot be guessed.
+
+A client may name its request by ``x-request-id``. That name is answered and found in the decision log, but engines get
+the router's id: a client could choose the id of another tenant's request.
+"""
 
 import os
+import re
+import secrets
 import time
+from collections.abc import Iterable
 from typing import Final
+
+NAME_HEADER: Final = b"x-request-id"
+_NAME: Final = re.compile(rb"[A-Za-z0-9._:@/+=~-]{1,128}")
+_ANSWER_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # that engines put before the id of a request
 
 ALPHABET: Final = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _LETTERS: Final = (ALPHABET * 8).encode()  # byte -> letter; random bytes give uniform letters, eight bytes each
@@ -31,3 +42,19 @@ class RequestIds:
             letters = [ALPHABET[now >> shift & 31] for shift in range(5 * (_TIME - 1), -1, -5)]
             self._begin = self._prefix + "".join(letters)
         return self._begin + self._random[start:end]
+
+
+def client_name(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the client's name of its request, empty without one or where it is longer or of other characters."""
+    name = next((value for header, value in headers if header == NAME_HEADER), b"")
+    return name if _NAME.fullmatch(name) else b""
+
+
+def answered_name(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the client's name of its request, else a new one: of a request that is not in the decision log."""
+    return client_name(headers) or secrets.token_hex(16).encode()
+
+
+def without_prefix(name: str) -> str:
+    """Return the request id that an engine's answer id is made of, such as ``chatcmpl-ID``."""
+    return next((name.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if name.startswith(prefix)), name)

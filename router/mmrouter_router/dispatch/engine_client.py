@@ -103,12 +103,12 @@ class EngineClient:
         self._authorization = f"Bearer {engine_key}"
 
     async def post(self, target: Target, request_id: str, path: str, body: Body, headers: Mapping[str, str]) -> Answer:
-        """Send a request; its answer may not have begun. The router's headers override ``headers``.
+        """Send a request; its answer may not have begun. The router's headers override ``headers`` but a content type.
 
         Raises :class:`UpstreamError`.
         """
         own = {
-            "content-type": "application/json",
+            "content-type": headers.get("content-type", "application/json"),
             "authorization": self._authorization,
             self._request_id_header: request_id,
             "accept-encoding": "identity",

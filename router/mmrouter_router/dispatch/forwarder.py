@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES
 from mmrouter_lib.engines.sglang.stage_requests import MeetingFields
 from mmrouter_lib.engines.sglang.stage_requests import failure_of as failure_of_sglang
 from mmrouter_router.core.errors import RequestError
@@ -23,7 +24,15 @@ from mmrouter_router.http.engine_connection import Body, UpstreamError
 from mmrouter_router.http.upstream import Answer
 from mmrouter_router.request.prepared import CHAT, Prepared
 from mmrouter_router.scheduling.pipeline_stages import PipelineForm
-from mmrouter_router.scheduling.placer import Booking, Decision, NoWorkerError, Placer, QueueFullError
+from mmrouter_router.scheduling.placer import (
+    ANSWERING,
+    Booking,
+    Decision,
+    NoWorkerError,
+    Placer,
+    QueueFullError,
+    RouteNotServedError,
+)
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, child_span, failure_of
 
@@ -121,6 +130,13 @@ class Forwarder:
         self._metrics.quarantined.inc()
         raise RequestError.quarantined()
 
+    def without_route(self, path: str) -> set[str]:
+        """Return the pods that do not serve a passed route. Raises :class:`RequestError` (404) if no engine does."""
+        try:
+            return self._placer.without_route(path)
+        except RouteNotServedError as error:
+            raise RequestError.not_served(path) from error
+
     async def _place_in_turn(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
         """Place a request. A new one waits behind those in line; a retry does not wait and may be refused."""
         try:
@@ -131,17 +147,21 @@ class Forwarder:
             raise RequestError.queue_full(str(error)) from error
 
     def _place(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
-        form = self._stages.form(past.tried)
-        prepared, policy = call.prepared, call.policy
+        form, path = self._stages.form(past.tried), call.outgoing.path
+        prepared, policy, excluded = call.prepared, call.policy, past.tried
+        if path in PASSED_ROUTES:
+            policy, excluded = "leastLoaded", past.tried | self.without_route(path)
+            if path != GENERATE:  # generating takes a pair of engines where there are pairs
+                form = PipelineForm(ANSWERING)
         with child_span("schedule") as span:
             computes: Decision | None = None
             try:
                 if form.paired:
                     decision, computes = choose_pair(
-                        self._placer, prepared, form.answers, tried=past.tried, failed=past.failed, policy=policy
+                        self._placer, prepared, form.answers, tried=excluded, failed=past.failed, policy=policy
                     )
                 else:
-                    decision = self._placer.place(prepared, exclude=past.tried, policy=policy, roles=form.answers)
+                    decision = self._placer.place(prepared, exclude=excluded, policy=policy, roles=form.answers)
             except QueueFullError:
                 raise
             except NoWorkerError as error:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-from mmrouter_lib.engines.base.request_fields import Endpoint
 from mmrouter_lib.media_identity import to_wire
+from mmrouter_router.core.request_ids import without_prefix
 from mmrouter_router.explain.differences import RenderVerdict
 from mmrouter_router.explain.parity_check import ExpectedBlocks, Verdict, expected_blocks
 from mmrouter_router.media.content import Media
@@ -26,7 +26,7 @@ BODY_BYTES = 256 * 1024  # the largest body of an unpredicted request that is ke
 class UnpredictedRequest:
     """A request that was routed without a predicted prompt, from which the prompt can be predicted on demand."""
 
-    endpoint: Endpoint
+    endpoint: str
     raw: bytes  # its body, empty above BODY_BYTES
     images: tuple[ResolvedImage, ...]
     salt: str | None
@@ -112,16 +112,23 @@ class DecisionLog:
     def __init__(self, size: int = MAX_TRACES, tokens: int = MAX_TOKENS) -> None:
         self._size, self._free_tokens = size, tokens
         self._traces: OrderedDict[str, DecisionTrace] = OrderedDict()
+        self._names: OrderedDict[str, str] = OrderedDict()  # a client's name of its request -> id of the newest one
 
-    def add(self, request_id: str, trace: DecisionTrace) -> None:
+    def add(self, request_id: str, trace: DecisionTrace, name: str = "") -> None:
+        """Add a trace; ``name``: the client's name of its request, which need not be unique."""
+        if name:
+            self._names[name] = request_id
+            if len(self._names) > self._size:
+                self._names.popitem(last=False)
         self._traces[request_id] = trace
         self._free_tokens -= trace.weight
         while len(self._traces) > self._size or (self._free_tokens < 0 and len(self._traces) > 1):
             _, evicted = self._traces.popitem(last=False)
             self._free_tokens += evicted.weight
 
-    def get(self, request_id: str) -> DecisionTrace | None:
-        return self._traces.get(request_id)
+    def get(self, name: str) -> DecisionTrace | None:
+        """Return the trace of a request by its id, its engine's answer id, or the client's name of it."""
+        return self._traces.get(without_prefix(name)) or self._traces.get(self._names.get(name, ""))
 
     def latest(self, count: int) -> list[DecisionTrace]:
         return [trace for _, trace in zip(range(count), reversed(self._traces.values()), strict=False)]

@@ -56,6 +56,10 @@ class Client(Protocol):
     def gone(self) -> bool:
         """Whether the client disconnected before the end of its answer."""
 
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the answer has been sent."""
+
     async def body(self, limit: int, held: BodyReservation) -> bytes | bytearray:
         """Return the body, charged as it arrives. Raises 413, ClientGoneError, and what the reservation raises."""
 
@@ -87,7 +91,7 @@ class AsgiClient:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Headers = scope["headers"]
-        self.gone = False
+        self.gone = self.begun = False
         self._receive, self._send = receive, send
         self._disconnect_watch: asyncio.Task[None] | None = None
         self._refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -126,10 +130,12 @@ class AsgiClient:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def stream(self, status: int, headers: Headers, first: bytes, source: Source) -> None:
+        self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": first, "more_body": True})
         while piece := await source.piece():

@@ -16,6 +16,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.request_ids import NAME_HEADER, answered_name
 from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.client_channel import ClientTimeouts, Headers, StallTimer, unread_bytes
 from mmrouter_router.http.hot_request import Handler, HotRequest
@@ -240,9 +241,10 @@ class ClientConnection(HttpToolsProtocol):
     def _refuse(self, error: RequestError) -> None:
         if self.transport.is_closing():
             return
-        log.info("request refused: %s", error)
-        body = error.to_body()
+        body, name = error.to_body(), answered_name(self.headers)
+        log.info("%s: request refused: %s", name.decode(), error)
         lines = [STATUS_LINE[error.status], b"content-type: application/json\r\nconnection: close\r\n"]
+        lines.append(b"%b: %b\r\n" % (NAME_HEADER, name))
         lines += [b"%b: %b\r\n" % pair for pair in self.server_state.default_headers]
         self.transport.write(b"".join((*lines, b"content-length: %d\r\n\r\n" % len(body), body)))
         self.linger()

@@ -80,6 +80,10 @@ class HotRequest:
     def gone(self) -> bool:
         return self.disconnected
 
+    @property
+    def begun(self) -> bool:
+        return self.response_started
+
     def disconnect(self) -> None:
         if not self.response_complete and self.task is not None and not self.task.cancelling():
             self.disconnected = True

@@ -61,7 +61,7 @@ class Tenants:
             await asyncio.to_thread(self.refresh)
 
     def authenticate(self, headers: Iterable[tuple[bytes, bytes]]) -> Tenant:
-        """Return the tenant by the ``Authorization`` header (names in lower case).
+        """Return the tenant by the ``Authorization`` header, else by ``x-api-key`` (names in lower case).
 
         Raises :class:`RequestError`: 401, or 503 where the keys could not be read yet.
         """
@@ -69,7 +69,10 @@ class Tenants:
             raise RequestError.keys_unreadable()
         if not self.authenticating:
             return DEFAULT
-        values = [value for name, value in headers if name == b"authorization"]
+        given = list(headers)
+        values = [value for name, value in given if name == b"authorization"]
+        # Anthropic's clients send the bare key in a header of its own.
+        values = values or [b"Bearer " + value for name, value in given if name == b"x-api-key"]
         if not values:
             raise RequestError.unauthorized("No API key provided: send 'Authorization: Bearer <key>'.")
         scheme, _, key = values[0].strip().partition(b" ")

@@ -1,25 +1,37 @@
-"""Parser for the forwarded route ``POST /v1/responses``, which is placed by affinity.
+"""Parsers for the routes whose prompts are not predicted.
+
+``POST /v1/responses`` is placed by affinity. The passed routes (:mod:`mmrouter_lib.engines.base.passed_routes`) go to
+the least loaded engine that serves them.
 
 Media anywhere in the input (``input_image`` parts, screenshots in tool outputs) is fetched as for a chat and put into
 the body. References that the engine would have to resolve (``file_url``, ``file_id``) and embeddings are refused.
 """
 
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from blake3 import blake3
 
 from mmrouter_lib.api import EngineType
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.field_check import Reason, check_fields
+from mmrouter_router.intake.form_body import read_form, write_form
 from mmrouter_router.intake.json_body import Object, Raw
 from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart, Modality
 
 _INPUT = "input"
 _PROMPTS = (_INPUT, "previous_input_messages")  # fields that hold messages
 _MEDIA: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
+_PLAIN_MEDIA: dict[str, Modality] = {
+    f"{name}{end}": name for name in ("image", "video", "audio") for end in ("", "_data")
+}
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _IDENTITIES = ("uuid", "content_hash")
 """Fields beside and within a medium that would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid)."""
 _FILE_REFERENCES = frozenset({"file_url", "file_id"})
@@ -57,6 +69,90 @@ def parse_forwarded(raw: Raw, limits: Limits, served_model: str, engine: EngineT
     )
 
 
+def parse_passed(path: str, raw: Raw, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
+    """Parse and check the body of a passed route. Raises :class:`RequestError` only.
+
+    Media anywhere in the body are fetched by the router, also those that SGLang takes without ``data:``.
+    """
+    if path == TRANSCRIBE:
+        return _parse_form(path, raw, limits, served_model)
+    body = json_body.parse_object(raw, limits.max_request_bytes)
+    fields = PASSED_ROUTES[path]
+    steering = [name for name in adapter(engine).removed_fields if name in body and name not in fields]
+    for name in steering:
+        del body[name]
+    unknown = next((name for name in body if name not in fields), None)
+    if unknown is not None:
+        raise RequestError.unknown_field(unknown)
+    if "model" in body:
+        json_body.model_of(body, served_model)
+    if (json_body.optional(body, "sampling_params", dict) or {}).get("custom_params") is not None:
+        raise json_body.unsupported("sampling_params.custom_params", "it carries arguments for code in the engine")
+    removed = set(steering)
+    media: list[MediaPart] = []
+    for part in (*_plain_media_in(body, ""), *_media_in(body, "", removed)):
+        media.append(part)
+        json_body.count_media(len(media), limits.max_images, part.param)
+    stream = json_body.flag(body, "stream", nullable=True)
+    made = _passed(path, raw, served_model, body, stream=stream)
+    return replace(made, media=tuple(media), removed=tuple(sorted(removed)))
+
+
+def _parse_form(path: str, raw: Raw, limits: Limits, served_model: str) -> ChatRequest:
+    if len(raw) > limits.max_request_bytes:
+        raise RequestError.too_large(limits.max_request_bytes)
+    fields = read_form(raw)
+    for field in fields:
+        if field.name not in PASSED_ROUTES[path]:
+            raise RequestError.unknown_field(field.name)
+        if field.name == "model" and field.value != served_model.encode():
+            raise RequestError.unknown_model(field.value.decode("utf-8", "replace"))
+        if (field.filename is not None) != (field.name == "file"):
+            raise RequestError.wrong_type(field.name, "a file" if field.name == "file" else "a text", field.name)
+    if not any(field.name == "file" for field in fields):
+        raise RequestError.missing("file")
+    stream = any(field.name == "stream" and field.value.lower() in (b"true", b"1") for field in fields)
+    return replace(_passed(path, raw, served_model, {}, stream=stream), form=write_form(fields))
+
+
+def _passed(path: str, raw: Raw, served_model: str, body: Object, *, stream: bool) -> ChatRequest:
+    return ChatRequest(
+        model=served_model,
+        messages=[],
+        media=(),
+        stream=stream,
+        max_tokens=None,
+        body=body,
+        inexact=(Reason("body", "not_modelled"),),
+        source=raw,
+        endpoint=path,
+    )
+
+
+def _plain_media_in(value: Any, path: str) -> Iterator[MediaPart]:
+    """Yield the media below a value that stand as a string, or in an array of strings, under one of SGLang's names."""
+    for name, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        place = f"{path}[{name}]" if isinstance(name, int) else f"{path}.{name}" if path else name
+        kind = _PLAIN_MEDIA.get(name) if isinstance(name, str) else None
+        if kind is not None and item is not None:
+            yield from _plain_media(value, name, item, place, kind)
+        elif isinstance(item, dict | list):
+            yield from _plain_media_in(item, place)
+
+
+def _plain_media(holder: Any, key: str | int, value: Any, place: str, kind: Modality) -> Iterator[MediaPart]:
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _plain_media(value, number, item, f"{place}[{number}]", kind)
+    elif isinstance(value, str):
+        # Anything else than a URL would be a path of the engine's file system, or base64.
+        url = value if _URL.match(value) else f"data:;base64,{value}"
+        holder[key] = ""
+        yield MediaPart(holder, key, url, place, kind)
+    elif value is not None:
+        raise json_body.unsupported(place, NO_EMBEDDINGS)
+
+
 def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
     """Yield every media URL below a value and clear its field. ``parse_object`` has bounded the depth."""
     if isinstance(value, list):
@@ -65,7 +161,7 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
                 yield from _media_in(item, f"{path}[{number}]", removed)
     elif isinstance(value, dict):
         for name, item in list(value.items()):
-            place = f"{path}.{name}"
+            place = f"{path}.{name}" if path else name
             if item is None:
                 if name in _MEDIA:  # a part without a URL too: its identity alone would name cached pixels
                     removed.update(field for field in _IDENTITIES if value.pop(field, None) is not None)

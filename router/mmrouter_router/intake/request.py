@@ -23,7 +23,7 @@ import pybase64
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
-from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES
 from mmrouter_router.intake.field_check import Reason
 from mmrouter_router.intake.json_body import Raw
 
@@ -31,7 +31,7 @@ MIN_URI: Final = 16 * 1024  # characters of a URI from which extracting it pays
 _HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,(?!")')
 _OPENS: Final = b'"data:'
 MAX_SKIPPED: Final = 4096  # short or unusual URIs before the search ends, to bound the time in the event loop
-_SECRET: Final = secrets.token_hex(16)
+PLACEHOLDER: Final = f"data:,{secrets.token_hex(16)}."  # of an extracted image, before its number
 
 
 class InlineImage(NamedTuple):
@@ -55,13 +55,10 @@ def extract_images(raw: Raw) -> Extracted | None:
     at = raw.find(_OPENS)
     while at >= 0 and (end := raw.find(b'"', at + 1)) >= 0:
         if end - at > MIN_URI and (head := _HEAD.match(raw, at)) is not None and (at == 0 or raw[at - 1] != ord("\\")):
-            text = view[head.end() : end]
-            try:
-                data = pybase64.b64decode(text, validate=True)
-            except ValueError:
+            if (image := decoded_image(view[head.end() : end])) is None:
                 return None
-            placeholder = f"data:,{_SECRET}.{len(images)}"
-            images[placeholder] = InlineImage(data, text if _canonical(data, text) else text[:0])
+            placeholder = f"{PLACEHOLDER}{len(images)}"
+            images[placeholder] = image
             pieces += (view[done : at + 1], placeholder.encode())
             done = end
         elif (skipped := skipped + 1) > MAX_SKIPPED:
@@ -70,13 +67,23 @@ def extract_images(raw: Raw) -> Extracted | None:
     return Extracted(b"".join((*pieces, view[done:])), images) if images else None
 
 
+def decoded_image(text: memoryview | str) -> InlineImage | None:
+    """Return an image by its base64, ``None`` where that is not strict."""
+    try:
+        view = memoryview(text.encode("ascii")) if isinstance(text, str) else text
+        data = pybase64.b64decode(view, validate=True)
+    except ValueError:
+        return None
+    return InlineImage(data, view if _canonical(data, view) else view[:0])
+
+
 def _canonical(data: bytes, text: memoryview) -> bool:
     """Return whether encoding reproduces the text: unused bits of its last character may be set."""
     return pybase64.b64encode(data[-(len(data) % 3 or 3) :]) == text[-4:]
 
 
 HEAD_CHARACTERS: Final = 2048  # characters of a prompt's JSON form that identify its beginning
-_PROMPT_FIELDS: Final[Mapping[Endpoint, str]] = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
+_PROMPT_FIELDS: Final[Mapping[str, str]] = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
 Modality = Literal["image", "video", "audio"]
 
@@ -110,8 +117,8 @@ class MediaPart(NamedTuple):
     ``holder[key]``, the field of its URL, is empty until :meth:`embed`: no engine can see a client's URL.
     """
 
-    holder: dict[str, Any]
-    key: str
+    holder: Any  # an object or an array
+    key: str | int
     url: str
     param: str
     kind: Modality
@@ -139,15 +146,16 @@ class ChatRequest:
     images: tuple[ImagePart, ...] = ()
     removed: tuple[str, ...] = ()
     source: Raw = b""  # the body as parsed: as received, or with placeholders for large images
-    endpoint: Endpoint = CHAT
+    endpoint: str = CHAT
+    form: tuple[str, bytes] | None = None  # content type and body of a request that is a form instead of JSON
     prompt: "str | array[int] | None" = None
 
     @property
     def text_size(self) -> int:
         """Bytes of the body without its images."""
-        return len(self.source) - sum(len(image.url) for image in self.images)
+        return max(0, len(self.source) - sum(len(image.url) for image in self.images))
 
     @property
     def prompt_field(self) -> str:
         """The field that an error in the prompt is about."""
-        return _PROMPT_FIELDS[self.endpoint]
+        return _PROMPT_FIELDS.get(self.endpoint, "input")

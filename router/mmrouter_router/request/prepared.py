@@ -145,13 +145,14 @@ class Outgoing:
     """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order.
 
     ``reports_ids``: its stream contains token ids that the router requested and the client did not. ``run``: calls the
-    functions that write a large body, outside the event loop.
+    functions that write a large body, outside the event loop. ``form``: content type and body of a form.
     """
 
     path: str
     fields: Mapping[str, Any]
     images: tuple[OutgoingImage, ...] = ()
     reports_ids: bool = False
+    form: tuple[str, bytes] | None = None
     run: Callable[..., Awaitable[Any]] = run_inline
 
     async def whole(self) -> bytes:
@@ -160,7 +161,9 @@ class Outgoing:
         return body
 
     async def written(self, fields: Mapping[str, Any], urls: Mapping[Place, str | None] | None = None) -> Body:
-        """Return :meth:`pieces`, made outside the event loop if they are large."""
+        """Return :meth:`pieces`, made outside the event loop if they are large; of a form its body."""
+        if self.form is not None:
+            return self.form[1]
         pieces: Body = await self.run(self.pieces, fields, urls)
         return pieces
 

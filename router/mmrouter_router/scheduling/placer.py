@@ -25,6 +25,7 @@ Eligibility = Literal["verified", "degraded", "waiting", "pending", "refused", "
 """How a worker may be used: ``verified`` with its overlap, ``degraded`` without; ``waiting`` (for readiness gates) and
 ``pending`` (for the canary) as a last resort; ``refused`` not at all, ``unsynced`` as a last resort while it serves."""
 
+ANSWERING: Final = frozenset({"worker", "prefill", "decode"})  # each of them serves a route without stages
 WORKERS = frozenset({"worker"})  # serve a request whole; other roles are placed for pipeline forms with stages
 PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}  # role -> the role of the other engine of a pair (SGLang)
 
@@ -63,6 +64,10 @@ class NoWorkerError(Exception):
 
 class QueueFullError(NoWorkerError):
     """All workers that could take it have the maximum of requests without a first byte."""
+
+
+class RouteNotServedError(NoWorkerError):
+    """Every engine that runs has a list of routes without this one."""
 
 
 class Placer:
@@ -175,6 +180,13 @@ class Placer:
         """Whether a worker may get requests, if only as a last resort."""
         return _able(worker, self.eligibility(worker))
 
+    def without_route(self, path: str) -> set[str]:
+        """Return the pods that do not serve a passed route. Raises :class:`RouteNotServedError` if no engine does."""
+        running = [worker for worker in self._fleet if worker.heartbeat and worker.heartbeat.engine_state == "up"]
+        if running and not any(_serves(worker, path) for worker in running):
+            raise RouteNotServedError(path)
+        return {worker.member.uid for worker in self._fleet if not _serves(worker, path)}
+
     def partner(self, worker: Worker) -> Target | None:
         """Return an engine that can answer in a pair with this prefill or decode engine, or ``None``.
 
@@ -231,8 +243,10 @@ class Placer:
                 scored = eligibility != "unsynced" and worker.canary == "True"
                 group += [(Target(worker, rank, size), scored) for rank in range(worker.ranks)]
         if not rows:
-            states = ", ".join(f"{worker.member.name} {state}" for worker, state in found)
-            raise NoWorkerError(f"no worker can take the request ({states or 'no worker is known'})")
+            counted = Counter(state for _, state in found)
+            # Clients read it, so it names no pod; `mmrouter status` does.
+            states = ", ".join(f"{count} {state}" for state, count in counted.items())
+            raise NoWorkerError(states or "none is known")
         groups = [CandidateGroup(self._fleet, *shared, group) for shared, group in rows.items()]
         return groups, None if math.isinf(until) else until
 
@@ -251,6 +265,10 @@ def _of_groups(
     if bounds:
         return "bounded", (*reasons, *(f"cache_groups:{why}" for why in bounds))
     return exactness, reasons
+
+
+def _serves(worker: Worker, path: str) -> bool:
+    return worker.heartbeat is not None and path in worker.heartbeat.routes
 
 
 def _able(worker: Worker, eligibility: Eligibility) -> bool:

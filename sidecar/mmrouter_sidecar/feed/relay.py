@@ -47,6 +47,8 @@ class EngineFacts(msgspec.Struct, frozen=True):
     identity: dict[str, str] = {}  # settings that media identities depend on
     device: str = ""  # as the engine reports it
     devices: int = 0
+    routes: tuple[str, ...] = ()  # passed routes that it serves
+    context_length: int = 0
 
 
 class EventRelay:
@@ -136,7 +138,8 @@ class EventRelay:
         self._unconfirmed.clear()
         self._unpublished.clear()
         self._applied = False
-        self.facts = msgspec.structs.replace(self.facts, version="", block_size=0, identity={}, device="", devices=0)
+        kept = {name: getattr(self.facts, name) for name in ("state", "draining", "digests", "revision", "cut_off")}
+        self.facts = EngineFacts(**kept)
         if reason == DISCONNECTED:
             self.facts = msgspec.structs.replace(self.facts, state="down", cut_off=True)
         self._begin(secrets.token_hex(4), fresh=True, reason=reason)
@@ -197,6 +200,8 @@ class EventRelay:
                 devices=facts.devices,
                 requested_device=self._settings.device,
                 all_groups=True,
+                routes=facts.routes,
+                context_length=facts.context_length,
             )
         )
 

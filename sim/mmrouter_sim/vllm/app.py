@@ -19,7 +19,7 @@ from mmrouter_sim.generation import render
 from mmrouter_sim.vllm import completions, requests, tokens_in
 from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.plugin import Plugin
-from mmrouter_sim.vllm.requests import ChatRequest, check, parse
+from mmrouter_sim.vllm.requests import ChatRequest, CompletionRequest, check, parse
 
 GUARDED = ("/v1", "/v2", "/inference", "/sim")
 """Path prefixes that need the API key (docs/engine-facts/vllm.md#http-endpoints); ``/sim`` is the simulator's own."""
@@ -42,6 +42,7 @@ def build(engine: SimulatedEngine) -> Starlette:
             ("/v1/chat/completions/render", ["POST"], tokens_in.render_chat),
             ("/v1/completions/render", ["POST"], tokens_in.render_completion),
             ("/inference/v1/generate", ["POST"], tokens_in.generate),
+            ("/tokenize", ["POST"], _tokenize),
             ("/detokenize", ["POST"], tokens_in.detokenize),
         ]
     if engine.plugin is not None:
@@ -92,6 +93,19 @@ async def _rendered(engine: SimulatedEngine, request: Request) -> Response:
             "model": body.model,
         }
     )
+
+
+async def _tokenize(engine: SimulatedEngine, request: Request) -> Response:
+    """Answer the token ids of a text, or of a chat's prompt."""
+    raw = await request.body()
+    if b'"messages"' in raw:
+        ids = (await _chat_prompt(engine, parse(raw, ChatRequest))).ids.tolist()
+    else:
+        body = parse(raw, CompletionRequest)
+        completions.check_model(engine, body.model)
+        special = body.add_special_tokens
+        ids = (await render(engine, partial(requests.from_text, engine, body.prompt, special=special))).ids.tolist()
+    return json_response({"count": len(ids), "max_model_len": engine.context, "tokens": ids, "token_strs": None})
 
 
 T = TypeVar("T")

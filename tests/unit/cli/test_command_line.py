@@ -25,6 +25,7 @@ from mmrouter_cli.app import app
 from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
 from mmrouter_cli.local.folders import network_namespace
 from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
+from mmrouter_lib import __version__
 from mmrouter_lib.api.crd import definition
 
 
@@ -206,6 +207,102 @@ def described_run(folder: Path, token_file: str, network: int | None = None) -> 
     run = {"endpoint": "http://127.1.0.1:8000", "frontends": [], "control_token": token_file}
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(run | {"network": network or network_namespace()}))
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of local runs, and no cluster."""
+    monkeypatch.setattr("mmrouter_cli.status.control_api.run_root", lambda: tmp_path / "runs")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("KUBECONFIG", "MMROUTER_CONTROL_TOKEN", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "runs"
+
+
+def add_run(runs: Path, name: str, endpoint: str) -> None:
+    folder = runs / name
+    folder.mkdir(parents=True)
+    (folder / "token").write_text("secret")
+    frontend = {"url": endpoint, "control": endpoint.replace(":8000", ":8001")}
+    run = {"endpoint": endpoint, "frontends": [frontend], "control_token": str(folder / "token")}
+    run["network"] = network_namespace()
+    (folder / "run.json").write_text(json.dumps(run))
+
+
+LOCAL = "http://127.0.0.1:8000"
+"""Nothing listens on its control port 8001."""
+
+
+@pytest.mark.parametrize(("command", "status"), [(("status",), 1), (("doctor",), 0), (("explain", "last"), 2)])
+def test_without_a_url_the_only_local_deployment_is_taken(runs: Path, command: tuple[str, ...], status: int) -> None:
+    elsewhere = CliRunner().invoke(app, command)
+    assert elsewhere.exit_code == 2, "none runs here, and there is no cluster"
+    add_run(runs, "one", LOCAL)
+    taken = CliRunner().invoke(app, command)
+    assert (taken.exit_code, "127.0.0.1:800" in taken.output) == (status, True)
+    add_run(runs, "two", "http://127.0.0.2:8000")
+    several = CliRunner().invoke(app, command)
+    assert (several.exit_code, "several deployments run here" in several.output) == (2, True)
+
+
+def test_a_name_is_looked_up_on_the_cluster_although_a_deployment_runs_here(runs: Path) -> None:
+    add_run(runs, "one", LOCAL)
+    for command in ("status", "doctor"):
+        result = CliRunner().invoke(app, [command, "vl"])
+        assert (result.exit_code, "no cluster is configured" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "127.0.0.1:8000/v1/", "http://127.0.0.1:8000"])
+def test_a_url_needs_no_scheme(runs: Path, url: str) -> None:
+    add_run(runs, "one", LOCAL)
+    found = ControlEndpoint(LOCAL, ("http://127.0.0.1:8001",), "secret")
+    assert find_control(url, None, None) == found
+    assert find_control(url, "127.0.0.1:8001", "secret") == found
+
+
+def test_an_address_is_measured_and_a_file_is_read(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    address = CliRunner().invoke(app, ["bench", "127.0.0.1:9", "--requests", "1"])
+    assert "http://127.0.0.1:9" in address.output
+    file = CliRunner().invoke(app, ["bench", "result.json"])
+    assert "neither a URL nor a file" in file.output
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+@pytest.mark.parametrize("path", [".", "none/page.html"])
+def test_a_result_that_could_not_be_written_ends_bench_before_it_measures(
+    option: str, path: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(app, ["bench", "http://127.0.0.1:9", option, str(tmp_path / path)])
+    assert (result.exit_code, "cannot write" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["", *sorted(COMMANDS)])
+def test_every_command_explains_itself_by_both_options(name: str) -> None:
+    long, short = (CliRunner().invoke(app, [*name.split(), option]) for option in ("--help", "-h"))
+    assert (short.exit_code, short.output) == (0, long.output)
+
+
+@pytest.mark.parametrize("command", ["plugin", "shared-memory"])
+def test_a_containers_command_with_arguments_explains_itself(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["mmrouter", command, "-h"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 0
+    assert f"mmrouter {command} FOLDER" in capsys.readouterr().out
+
+
+def test_the_version_is_printed_without_importing_the_commands() -> None:
+    code = "import sys; sys.argv = ['mmrouter', '--version']\n"
+    code += "import mmrouter_cli.__main__ as entry\n"
+    code += "try: entry.main()\nfinally: print(*sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    version, modules = shown.splitlines()
+    assert version == __version__
+    assert not {"typer", "httpx", "pydantic", "yaml", "asyncio"} & set(modules.split())
 
 
 CONTEXT = """

@@ -164,3 +164,10 @@ def test_a_missing_folder_or_answer_is_status_2_and_named(
 def test_with_a_dash_the_file_is_printed_and_nothing_else() -> None:
     result = run("-", "--yes")
     assert parse_deployment(yaml.safe_load(result.stdout)).metadata.name == "qwen2-5-vl-3b-instruct"
+
+
+def test_the_last_line_is_the_next_command(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    done = CliRunner().invoke(app, ["init", str(file), "--yes"])
+    assert done.exit_code == 0
+    assert done.output.splitlines()[-1] == f"mmrouter plan {file}"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from unit.operator.simulated_world import pair, standing, want, whole
 
 from mmrouter_cli.app import app
-from mmrouter_cli.explain import error_text, show
+from mmrouter_cli.explain import error_text, newest, show
 from mmrouter_operator.planning.planner import Blocked, Complete
 from mmrouter_operator.planning.rollout_simulation import simulate
 
@@ -267,3 +267,11 @@ def test_a_terminal_of_80_columns_shows_a_pods_whole_name_and_no_column_of_nothi
 @pytest.mark.parametrize(("param", "says"), [("messages", "messages: No."), (None, "No.")])
 def test_a_refusal_is_shown_with_its_field(param, says):
     assert error_text(httpx.Response(400, json={"error": {"message": "No.", "param": param}})) == says
+
+
+def test_the_newest_request_is_looked_for_at_every_frontend() -> None:
+    kept = {"a": [{"at": 1.0, "request_id": "a-1"}], "b": [{"at": 2.0, "request_id": "b-1"}], "c": []}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=kept[request.url.host]))
+    with httpx.Client(transport=transport) as client:
+        assert newest(client, ["http://a", "http://b", "http://c"]) == ("http://b", "b-1")
+        assert newest(client, ["http://c"]) is None

@@ -59,6 +59,7 @@ def test_an_engine_is_exact_only_where_its_gate_says_so() -> None:
     assert (workers["a"].routable, workers["a"].exact) == (True, "True")
     assert workers["b"].exact == "Unknown (not proved yet)"
     assert workers["c"].exact == "Unknown (ImagePullBackOff)"
+    assert (workers["b"].unroutable, workers["c"].unroutable) == ("", "ImagePullBackOff")
 
 
 def test_a_resource_without_status_shows_no_made_up_values() -> None:
@@ -95,6 +96,7 @@ def test_a_worker_is_as_the_worst_frontend_sees_it() -> None:
     (worker,) = seen_by(a=good, b=bad).workers
     assert (worker.routable, worker.exact) == (False, "Unknown (its sidecar is not heard)")
     assert worker.in_flight == 3
+    assert "no: its sidecar is not heard" in text(seen_by(a=good, b=bad))
     assert seen_by(a=good, b=bad).phase == "Degraded"
 
 
@@ -200,6 +202,7 @@ def test_what_cannot_be_looked_at_ends_with_status_2_and_a_sentence(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    monkeypatch.setattr(control_api, "run_root", lambda: tmp_path)
     result = CliRunner().invoke(app, [command, *arguments], catch_exceptions=False)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith("mmrouter: ")

@@ -10,12 +10,25 @@ from unittest.mock import patch
 import httpx
 import pytest
 import zmq
-from unit.router.rig import BLOCK, IDS, KEYS, Rig, counts, deployment, heartbeat, prepared, resource, sync
+from unit.router.rig import (
+    BLOCK,
+    IDS,
+    KEYS,
+    LoopbackServer,
+    Rig,
+    counts,
+    deployment,
+    heartbeat,
+    prepared,
+    resource,
+    sync,
+)
 from unit.router.test_prepare import settings
 
 from mmrouter_router import app
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.membership import Membership, Peer
 from mmrouter_router.fleet.workers import Member
@@ -48,9 +61,9 @@ async def r():
 HELLO = {"model": "t", "messages": [{"role": "user", "content": "x"}]}
 
 
-def client_of(router: Router, **options) -> httpx.AsyncClient:
+def client_of(router: Router, headers=None, **options) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(router.client_app(), **options)
-    return httpx.AsyncClient(transport=transport, base_url="http://router")
+    return httpx.AsyncClient(transport=transport, base_url="http://router", headers=headers)
 
 
 @pytest.fixture
@@ -145,11 +158,94 @@ async def test_pods_of_all_roles_are_accepted(r, role):
 
 
 async def test_requests_to_cold_routes_are_counted_without_client_paths_as_labels(r, client):
-    for path in ("/v1/models", "/health", "/v1/embeddings", "/admin", "/v1/models/../secrets"):
+    for path in ("/v1/models", "/health", "/v1/unknown", "/admin", "/v1/models/../secrets"):
         await client.get(path)
     await client.post("/v1/models")
     counted = counts(r.metrics.requests, "path", "code")
     assert counted == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
+
+
+async def test_every_refused_method_names_the_allowed_ones(client):
+    read = "GET, HEAD"
+    for path, method, allowed in (("/v1/models", "POST", read), (CHAT, "GET", "POST"), ("/health", "PUT", read)):
+        answer = await client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
+        assert f"use {allowed.replace(', ', ' or ')}." in answer.json()["error"]["message"]
+
+
+async def test_head_is_answered_like_get_without_a_body(r):
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient() as client:
+        for path in ("/v1/models", "/health", "/ready"):
+            url = f"http://{server.ip}:8000{path}"
+            read, head = await client.get(url), await client.head(url)
+            assert (head.status_code, head.content) == (read.status_code, b"")
+            assert head.headers.get("content-length") == read.headers.get("content-length")
+
+
+async def test_slash_at_the_end_of_a_path_changes_nothing(r):
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient() as client:
+        base = f"http://{server.ip}:8000"
+        assert (await client.get(f"{base}/v1/models/")).json() == (await client.get(f"{base}/v1/models")).json()
+        answer = await client.post(f"{base}{CHAT}/", json=HELLO)
+        assert answer.json()["error"]["code"] == "no_worker", "there is no engine, and the body has arrived"
+        answer = await client.post(f"{base}{CHAT}/?query", json=HELLO)
+        assert answer.json()["error"]["code"] == "no_worker"
+    assert counts(r.metrics.requests, "path", "code") == {("/v1/models", "200"): 2, (CHAT, "503"): 2}
+
+
+async def test_without_an_engine_a_frontend_is_healthy_but_not_ready(r, client):
+    r.apply_membership(Membership(()))
+    statuses = [(await client.get(path)).status_code for path in ("/health", "/ready")]
+    assert statuses == [200, 503]
+    r.apply_membership(Membership((member("demo-worker-1"),)))
+    answer = await client.post(CHAT, json=HELLO)
+    message = "No engine can take the request now: 1 unsynced. Try again."
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, message)
+    heard(r, "uid-demo-worker-1")
+    assert (await client.get("/ready")).status_code == 200
+    r.shutdown.drain("test")
+    assert (await client.get("/ready")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [("my/request-1", True), ("a" * 128, True), ("a" * 129, False), ("two words", False), ("", False)],
+)
+async def test_every_answer_has_the_clients_request_id_or_a_new_one(r, given, kept):
+    headers = {"x-request-id": given}
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient(headers=headers) as client:
+        base = f"http://{server.ip}:8000"
+        hot = [await client.post(base + CHAT, json=body) for body in (HELLO, {}, HELLO)]
+        cold = [await client.get(base + path) for path in ("/v1/models", "/health", "/unknown", CHAT)]
+        refused = await client.get(f"{base}/v1/models", headers={"x-long": "x" * 70_000})
+        assert refused.status_code == 431
+        names = [answer.headers["x-request-id"] for answer in (*hot, *cold, refused)]
+    assert (set(names) == {given}) == kept
+    assert kept or len(set(names)) == len(names)
+    assert kept or hot[0].headers["x-mmrouter-request-id"] == names[0]
+
+
+async def test_a_failure_of_the_router_has_openais_shape_and_the_request_id(r, caplog):
+    async def fails(*args, **options) -> None:
+        raise ZeroDivisionError
+
+    r.chat.prepare = fails
+    async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient() as client:
+        answer = await client.post(f"http://{server.ip}:8000{CHAT}", json=HELLO, headers={"x-request-id": "mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert answer.headers["x-request-id"] == "mine"
+    assert any(answer.headers["x-mmrouter-request-id"] in record.getMessage() for record in caplog.records)
+
+
+def test_a_decision_is_found_by_the_routers_id_the_engines_and_the_clients():
+    log = DecisionLog(size=2)
+    traces = {name: DecisionTrace(name, None, 0, None, []) for name in ("r-1", "r-2", "r-3")}
+    for name, trace in traces.items():
+        log.add(name, trace, "mine" if name != "r-3" else "")
+    assert log.get("r-2") is log.get("chatcmpl-r-2") is log.get("cmpl-r-2") is log.get("mine") is traces["r-2"]
+    assert log.get("r-1") is None, "only two are kept"
+    log.add("r-4", traces["r-1"])
+    assert log.get("mine") is None
 
 
 async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):

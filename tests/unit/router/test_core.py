@@ -136,6 +136,22 @@ def test_retry_and_authentication_headers_are_set():
     assert headers == {"no_worker": retry, "busy": retry, "unauthorized": authenticate, "method_not_allowed": allow}
 
 
+def test_engine_error_keeps_its_code_and_the_figures_of_a_context_length():
+    body = b'{"error":{"message":"x","type":"t","param":"messages","code":"content_filter"}}'
+    error = RequestError.from_engine(400, body)
+    assert (error.param, error.code) == ("messages", "content_filter")
+    words = "This model's maximum context length is 2000 tokens. However, you requested 2100 tokens."
+    body = json.dumps({"error": {"message": words, "type": "BadRequestError", "param": None, "code": 400}}).encode()
+    error = RequestError.from_engine(400, body)
+    assert (error.message, error.code) == (words, "context_length_exceeded")
+
+
+def test_engine_error_names_no_pod_and_no_address():
+    words = "demo-worker-1: peer 10.0.3.4:5557 and [fd00::12]:8998 of 10.1.2.3 do not answer, x = [1:2]"
+    error = RequestError.from_engine(500, json.dumps({"detail": words}).encode(), hidden=("demo-worker-1", ""))
+    assert error.message == "the engine: peer (address) and (address) of (address) do not answer, x = [1:2]"
+
+
 TOO_LONG = b'{"error":{"message":"too long","type":"BadRequestError","param":"input_tokens","code":400}}'
 NO_PARAM = b'{"error":{"message":"bad image","type":"BadRequestError","param":null,"code":400}}'
 VALIDATION = b'{"detail":[{"loc":["body","messages",0,"role"],"msg":"Field required"}]}'

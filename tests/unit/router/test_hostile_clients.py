@@ -185,6 +185,12 @@ class Pair:
             self._runner.run(getattr(front, name)())
 
 
+@pytest.fixture(autouse=True)
+def same_request_id(monkeypatch):
+    """Refusals of the connection itself have a random request id."""
+    monkeypatch.setattr("mmrouter_router.http.connection.answered_name", lambda headers: b"made")
+
+
 @pytest.fixture(scope="module")
 def pair():
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a router

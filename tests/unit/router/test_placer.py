@@ -75,7 +75,7 @@ def test_last_resort_keeps_overlap_of_verified_workers_only(rig):
 @pytest.mark.parametrize("values", [{"engine_state": "down"}, {"engine_state": "starting"}, {"draining": True}])
 def test_down_or_draining_engine_is_no_candidate(rig, values):
     rig.worker("a", KEYS, **values)
-    with pytest.raises(NoWorkerError, match="a unsynced"):
+    with pytest.raises(NoWorkerError, match="1 unsynced"):
         rig.placer.place(prepared())
 
 

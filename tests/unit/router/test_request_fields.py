@@ -8,9 +8,8 @@ import pytest
 
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint
-from mmrouter_router.api.chat import PARSERS
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import ChatRequest, Limits
+from mmrouter_router.intake import PARSERS, ChatRequest, Limits
 
 BODIES: dict[Endpoint, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "x"}]},

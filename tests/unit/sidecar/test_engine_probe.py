@@ -162,6 +162,8 @@ async def test_an_engine_that_fell_back_to_a_cpu_is_reported_by_its_sidecar(sett
         "/metrics": {},
         "/server_info": {"version": "0.5.23", "device": "cpu", "tp_size": 1, "dp_size": 1},
         "/model_info": {"model_type": "qwen2_vl"},
+        "/openapi.json": {"paths": {"/tokenize": {}, "/flush_cache": {}, "/generate": {}}},
+        "/v1/models": {"data": [{"id": "m", "max_model_len": 8192}]},
     }
 
     async def answer(request: web.Request) -> web.Response:
@@ -185,6 +187,7 @@ async def test_an_engine_that_fell_back_to_a_cpu_is_reported_by_its_sidecar(sett
         relay.close()
     (beat,) = [frame for frame in frames if isinstance(frame, feed.Heartbeat)][-1:]
     assert (beat.device, beat.devices, beat.requested_device) == ("cpu", 1, "cuda")
+    assert (beat.routes, beat.context_length) == (("/tokenize", "/generate"), 8192)
     assert "computes on cpu, and its pool asks for cuda" in caplog.text
 
 

@@ -1,6 +1,9 @@
 """The settings of a sidecar."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +110,14 @@ def test_a_hub_download_is_found_by_branch_and_by_commit(tmp_path: Path) -> None
     assert metadata.hub_folder(tmp_path, "org/name", "main") == expected
     assert metadata.hub_folder(tmp_path, "org/name", "c0ffee") == expected
     assert metadata.hub_folder(tmp_path, "org/name", "other") is None
+
+
+def test_a_sidecar_that_is_stopped_while_it_starts_leaves_no_traceback(environment: dict[str, str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "mmrouter_sidecar.settings_loader"]
+    done = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, env={**os.environ, **environment}
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

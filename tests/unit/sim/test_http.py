@@ -50,6 +50,23 @@ async def test_a_repeat_hits_all_but_the_last_token_and_another_image_hits_only_
     assert cached_tokens(swapped) == before // 16 * 16
 
 
+async def test_a_prompt_is_tokenized_as_it_is_computed(serve):
+    client = await serve()
+    _, reply = await client.chat(LONG, return_token_ids=True)
+    status, made = await client.post("/tokenize", chat_body(LONG))
+    assert (status, made["tokens"], made["count"]) == (200, reply["prompt_token_ids"], len(reply["prompt_token_ids"]))
+    _, text_alone = await client.post("/tokenize", {"prompt": LONG})
+    assert text_alone["tokens"] == client.engine.model.tokenizer.encode(LONG).ids
+
+
+async def test_the_engine_lists_its_routes(serve):
+    client = await serve()
+    status, made = await client.get("/openapi.json")
+    assert status == 200
+    assert {"/tokenize", "/detokenize", CHAT} <= made["paths"].keys()
+    assert "/v1/embeddings" not in made["paths"]
+
+
 async def test_a_salt_keeps_equal_prompts_apart(serve):
     client = await serve()
     cached = []

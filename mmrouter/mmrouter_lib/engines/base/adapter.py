@@ -32,6 +32,17 @@ class EngineInfo(msgspec.Struct, frozen=True):
     publishes: bool = True  # whether the engine says nothing against publishing KV events
 
 
+MODELS_PATH = "/v1/models"
+
+
+def context_length(models: Mapping[str, Any]) -> int:
+    """Return the tokens that the first model of an engine's model list takes, 0 where the list does not say."""
+    rows = models.get("data")
+    first = rows[0] if isinstance(rows, list) and rows else None
+    length = first.get("max_model_len") if isinstance(first, dict) else None
+    return length if isinstance(length, int) and length > 0 else 0
+
+
 LABELS = r'\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}'
 """Regular expression for a sample's labels, one group: the text between the braces."""
 
@@ -152,6 +163,8 @@ class EngineAdapter:
     removed_xargs: tuple[str, ...] = ()
     """Keys of ``vllm_xargs``. A report of reused blocks looks like new copies
     (docs/engine-facts/vllm.md#what-publishes-no-events)."""
+    salted_routes: frozenset[str]
+    """Passed routes whose request takes a tenant's salt."""
     request_id_header: str = "x-request-id"
     continues_with_generation_prompt: bool
     """Whether a continued final message follows the generation prompt, so that ``add_generation_prompt`` has no effect.

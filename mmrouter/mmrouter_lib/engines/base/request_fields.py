@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
-Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+Endpoint: TypeAlias = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 
 CHAT: Final[Endpoint] = "/v1/chat/completions"
 COMPLETIONS: Final[Endpoint] = "/v1/completions"
 RESPONSES: Final[Endpoint] = "/v1/responses"
+MESSAGES: Final[Endpoint] = "/v1/messages"
 
 Effect: TypeAlias = Literal[
     "processor_options",
@@ -43,6 +44,20 @@ class RequestFields:
     def knows(self, name: str) -> bool:
         known = (self.harmless, self.prompt, self.removed, self.affecting, self.refused)
         return any(name in names for names in known)
+
+
+def message_fields(removed: frozenset[str], affecting: Mapping[str, Effect]) -> RequestFields:
+    """Return the fields of Anthropic's message requests, which reach every engine as a chat."""
+    return RequestFields(
+        prompt=words("model messages system tools tool_choice thinking output_config chat_template_kwargs"),
+        harmless=words(
+            "max_tokens stop_sequences stream temperature top_k top_p metadata service_tier context_management betas",
+            "cache_control inference_geo speed user_profile_id watermarking mm_payload return_mm_kwargs",
+        ),
+        affecting=affecting,
+        removed=removed,
+        refused={"container": "engines have no containers", "mcp_servers": "engines call no servers"},
+    )
 
 
 IGNORED_CHAT: Final = words(

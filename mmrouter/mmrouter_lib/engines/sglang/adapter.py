@@ -16,6 +16,7 @@ from mmrouter_lib.engines.base.adapter import (
     load_parser,
     without,
 )
+from mmrouter_lib.engines.base.passed_routes import GENERATE
 from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import compact_json
 from mmrouter_lib.engines.sglang.request_fields import REMOVED_FIELDS, REQUEST_FIELDS
@@ -147,6 +148,7 @@ SGLANG: Final = EngineAdapter(
     prompt_error_field=prompt_error_field,
     request_fields=REQUEST_FIELDS,
     removed_fields=REMOVED_FIELDS,
+    salted_routes=frozenset({GENERATE}),
     request_id_header="x-override-rid",
     continues_with_generation_prompt=True,
     learns_image_identity=True,

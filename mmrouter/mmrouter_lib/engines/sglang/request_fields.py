@@ -9,11 +9,13 @@ from mmrouter_lib.engines.base.request_fields import (
     IGNORED_CHAT,
     IGNORED_COMPLETIONS,
     IGNORED_RESPONSES,
+    MESSAGES,
     REFUSED_RESPONSES,
     RESPONSES,
     Effect,
     Endpoint,
     RequestFields,
+    message_fields,
     words,
 )
 
@@ -104,4 +106,5 @@ REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
         removed=_REMOVED,
         refused=REFUSED_RESPONSES,
     ),
+    MESSAGES: message_fields(_REMOVED, {}),
 }

@@ -16,6 +16,7 @@ from mmrouter_lib.engines.base.adapter import (
     load_parser,
     without,
 )
+from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES, TRANSCRIBE, UNCACHED
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_FIELDS, REMOVED_XARGS, REQUEST_FIELDS
@@ -135,6 +136,7 @@ VLLM: Final = EngineAdapter(
     request_fields=REQUEST_FIELDS,
     removed_fields=REMOVED_FIELDS,
     removed_xargs=REMOVED_XARGS,
+    salted_routes=frozenset(PASSED_ROUTES) - UNCACHED - {GENERATE, TRANSCRIBE},
     continues_with_generation_prompt=False,
     learns_image_identity=False,
     asks_encoders_itself=False,

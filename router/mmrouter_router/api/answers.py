@@ -1,0 +1,119 @@
+"""What clients are answered beside an engine's own bytes: errors, debug headers, and messages in Anthropic's form."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import orjson
+
+from mmrouter_lib.engines.base.request_fields import MESSAGES
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.request_ids import NAME_HEADER
+from mmrouter_router.dispatch.engine_client import EngineReply
+from mmrouter_router.http.client_channel import Client, Headers
+from mmrouter_router.http.engine_connection import Sink
+from mmrouter_router.intake import COUNT_TOKENS
+from mmrouter_router.request.prepared import Prepared
+from mmrouter_router.streams.messages import MessageStream, error_body, message_of
+
+MESSAGE_PATHS: Final = frozenset({MESSAGES, COUNT_TOKENS})
+MESSAGE_ID: Final = b"request-id"  # the header that Anthropic's clients read
+MAX_MESSAGE: Final = 64 << 20  # bytes of an answer that is converted as a whole
+
+
+def debug_headers(reply: EngineReply) -> Headers:
+    """Return the headers that disclose what other tenants asked, by the overlap (docs/architecture.md)."""
+    decision = reply.decision
+    winner = decision.choice.winner
+    return [
+        (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
+        (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
+        (b"x-mmrouter-exactness", decision.exactness.encode()),
+        (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
+        (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
+        (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),
+        (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
+    ]
+
+
+async def refuse(client: Client, error: RequestError, extra: Headers) -> None:
+    """Answer an error in the shape of the route's API."""
+    body = error.to_body()
+    if client.path in MESSAGE_PATHS:
+        body = error_body(error, next((value.decode() for name, value in extra if name == NAME_HEADER), ""))
+    headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    await respond_json(client, error.status, [*headers, *extra], body)
+
+
+async def respond_json(client: Client, status: int, extra: Headers, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await client.respond(status, [*headers, *extra], body)
+
+
+async def respond_message(client: Client, reply: EngineReply, extra: Headers) -> None:
+    """Answer a whole chat as a message. Raises :class:`RequestError` for an answer that is none."""
+    raw = reply.first
+    while len(raw) < MAX_MESSAGE and (piece := await reply.answer.piece()):
+        raw += piece
+    try:
+        body = await asyncio.to_thread(lambda: orjson.dumps(message_of(orjson.loads(raw))))
+    except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
+        message = "The engine's answer cannot be read."
+        raise RequestError(502, message, type="server_error", code="engine_error") from error
+    await respond_json(client, 200, extra, body)
+
+
+def counted(prepared: Prepared) -> bytes:
+    """Return the answer of :data:`COUNT_TOKENS`. Raises :class:`RequestError` for a prompt that is not predicted."""
+    if not prepared.ids:
+        message = f"The tokens of this request cannot be counted: {', '.join(prepared.reasons)}."
+        raise RequestError.invalid(message, code="not_counted")
+    return orjson.dumps({"input_tokens": len(prepared.ids)})
+
+
+class ChatStream(Protocol):
+    """The stream of a chat, in whole events."""
+
+    first: bytes
+
+    async def piece(self) -> bytes: ...
+
+    async def pour(self, sink: Sink) -> None: ...
+
+
+class MessageSource:
+    """The source of a stream of messages, made from a chat's."""
+
+    def __init__(self, chat: ChatStream, prompt_tokens: int) -> None:
+        self._chat, self._messages = chat, MessageStream(prompt_tokens)
+        self.first = self._messages.feed(chat.first)
+
+    def remaining(self) -> None:
+        """Return ``None``: more bytes of a stream can always follow."""
+
+    async def piece(self) -> bytes:
+        while events := await self._chat.piece():
+            if made := self._messages.feed(events):
+                return made
+        return b""
+
+    async def pour(self, sink: Sink) -> None:
+        await self._chat.pour(_Converted(sink, self._messages))
+
+
+class _Converted:
+    """A sink that passes a chat's events on as those of a message."""
+
+    def __init__(self, sink: Sink, messages: MessageStream) -> None:
+        self._sink, self._messages = sink, messages
+
+    @property
+    def full(self) -> bool:
+        return self._sink.full
+
+    def when_writable(self, callback: Callable[[], None] | None) -> None:
+        self._sink.when_writable(callback)
+
+    def write(self, piece: bytes) -> None:
+        if made := self._messages.feed(piece):
+            self._sink.write(made)

@@ -1,0 +1,67 @@
+"""Strict reading of a form with a file (``multipart/form-data``, RFC 7578), and writing it anew for an engine.
+
+An engine gets the form that the router writes, so that router and engine cannot read one body in two ways.
+"""
+
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.intake.json_body import Raw
+
+MAX_FIELDS: Final = 64
+_BOUNDARY: Final = re.compile(rb"--([A-Za-z0-9'()+_,./:=? -]{1,70})\r\n")
+_NAMED: Final = re.compile(rb'form-data; ?name="([A-Za-z0-9_\[\]]{1,64})"(; ?filename="([^"\r\n]{0,255})")?')
+_TYPE: Final = re.compile(rb"[A-Za-z0-9.+/-]{1,100}")
+
+
+class Field(NamedTuple):
+    """A field of a form. ``filename`` is ``None`` unless it is a file."""
+
+    name: str
+    value: bytes
+    filename: bytes | None = None
+    type: bytes = b""
+
+
+def read_form(raw: Raw) -> list[Field]:
+    """Return the fields of a form. Raises :class:`RequestError` (400) for another body."""
+    start = _BOUNDARY.match(raw)
+    if start is None:
+        raise _invalid("it does not begin with a boundary")
+    delimiter = b"\r\n--" + start[1]
+    # The delimiter ends at a line's end, so that it is not the beginning of a longer line.
+    pieces = (b"\r\n" + bytes(raw)).split(delimiter, MAX_FIELDS + 2)
+    if len(pieces) > MAX_FIELDS + 2 or pieces[0] or pieces[-1].strip() != b"--":
+        raise _invalid(f"it is incomplete, or has more than {MAX_FIELDS} fields")
+    return [_field(piece) for piece in pieces[1:-1]]
+
+
+def write_form(fields: Sequence[Field]) -> tuple[str, bytes]:
+    """Return the content type and the body of a form with these fields."""
+    boundary = secrets.token_hex(16)
+    pieces: list[bytes] = []
+    for field in fields:
+        file = b"" if field.filename is None else b'; filename="%b"' % field.filename
+        kind = b"content-type: %b\r\n" % field.type if field.type else b""
+        head = b'--%b\r\ncontent-disposition: form-data; name="%b"%b\r\n%b\r\n'
+        pieces += (head % (boundary.encode(), field.name.encode(), file, kind), field.value, b"\r\n")
+    return f"multipart/form-data; boundary={boundary}", b"".join((*pieces, b"--%b--\r\n" % boundary.encode()))
+
+
+def _field(piece: bytes) -> Field:
+    head, found, value = piece.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    headers = {name.strip().lower(): text.strip() for name, _, text in (line.partition(b":") for line in lines[1:])}
+    named = _NAMED.fullmatch(headers.get(b"content-disposition", b""))
+    kind = headers.get(b"content-type", b"")
+    if not found or lines[0] or named is None or len(headers) > len(lines) - 1:
+        raise _invalid("a field has no name, or more than a name and a file's name")
+    is_file = named[2] is not None
+    return Field(named[1].decode(), value, named[3] if is_file else None, kind if _TYPE.fullmatch(kind) else b"")
+
+
+def _invalid(why: str) -> RequestError:
+    return RequestError.invalid(f"The body is not a readable form: {why}.", code="invalid_form")
