@@ -7,7 +7,7 @@ the engines' own event history.
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -53,7 +53,12 @@ def deployment(served: Served) -> Deployment:
 
 @pytest.fixture
 def chat(served: Served) -> Iterator[Chat]:
-    with open_chat(served.deployment, Taught if served.provider == "learned" else Chat, max_retries=0) as chat:
+    with ExitStack() as stack:
+        kind = Chat if served.provider == "artifact" else Taught
+        chat = stack.enter_context(open_chat(served.deployment, kind, max_retries=0))
+        if isinstance(chat, Taught):
+            urls = [f"{frontend['url']}/v1" for frontend in served.deployment.run["frontends"]]
+            chat.frontends = [stack.enter_context(chat.client.with_options(base_url=url)) for url in urls]
         yield chat
 
 
