@@ -150,25 +150,31 @@ def cut_tokens(tokenizer: Tokenizer) -> list[str]:
         or any(token.single_word for token in added)
     ):
         return []
-    contents = {token.content for token in added}
+    sharing = texts_that_can_share({token.content for token in added})
     return [
         token.content
         for token in added
         if not (token.normalized or token.lstrip or token.rstrip)
         and token.content == token.content.strip()
-        and not any(_can_share(token.content, other) for other in contents)
+        and token.content not in sharing
     ]
 
 
-def _can_share(token: str, other: str) -> bool:
-    """Whether two different occurrences of the two tokens can share a character."""
-    if token != other and (token in other or other in token):
-        return True
-    shorter = min(len(token), len(other))
-    return any(
-        token[:length] == other[-length:] or other[:length] == token[-length:]
-        for length in range(1, shorter if token == other else shorter + 1)
-    )
+def texts_that_can_share(texts: set[str]) -> set[str]:
+    """Return those of some texts of which an occurrence can share a character with another occurrence of any of them.
+
+    By sets of beginnings and ends, because a vocabulary may have thousands of such texts.
+    """
+    beginnings = {text[:length] for text in texts for length in range(1, len(text) + 1)}
+    ends = {text[-length:] for text in texts for length in range(1, len(text) + 1)}
+    sharing: set[str] = set()
+    for text in texts:
+        size = len(text)
+        inside = {text[at:end] for at in range(size) for end in range(at + 1, size + 1) if end - at < size} & texts
+        overlaps = any(text[:length] in ends or text[-length:] in beginnings for length in range(1, size))
+        if inside or overlaps:
+            sharing |= inside | {text}
+    return sharing
 
 
 def _is_local(settings: dict[str, Any], inner: str, local: frozenset[str]) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from tokenizers.trainers import BpeTrainer
 
-from mmrouter_lib.prompt.segment_cache import OWNER, SegmentCache, cut_tokens
+from mmrouter_lib.prompt.segment_cache import OWNER, SegmentCache, cut_tokens, texts_that_can_share
 
 WORDS = ["ab <a> aa b_ab  a\nb", "<ab>a <b a_b> ba", "▁a▁b é e\u0301", "A B < > _ \t"]
 ALPHABET = "ab<>_ é\u0301\nA"
@@ -207,3 +207,13 @@ def test_half_a_surrogate_pair_is_refused_and_not_cached(tiny):
         with pytest.raises(TypeError):
             cached("a\ud800b", add_special_tokens=False)
     assert len(cached) == 0
+
+
+@given(st.sets(st.text("ab<", min_size=1, max_size=5), max_size=8))
+def test_texts_share_a_character_where_two_of_them_overlap_or_one_holds_the_other(texts):
+    def overlap(one: str, other: str) -> bool:
+        shifts = range(1 if one == other else 0, len(one))
+        return any(one[shift:].startswith(other) or other.startswith(one[shift:]) for shift in shifts)
+
+    expected = {one for one in texts if any(overlap(one, other) or overlap(other, one) for other in texts)}
+    assert texts_that_can_share(texts) == expected
