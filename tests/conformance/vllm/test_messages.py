@@ -29,9 +29,14 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import ChatRequest, Limits, TemplateTraits, parse_messages
 from mmrouter_router.intake.messages import BLOCKS, TOOL_FIELDS
 
-DRAWN = 150
+DRAWN, MOST = 150, 900
 LEAST = 60  # requests that both sides render; templates refuse some, such as two messages of one role in a row
-FLAGS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")  # without them tools are a 400
+FLAGS = (
+    "--trust-remote-code",
+    "--enable-auto-tool-choice",
+    "--tool-call-parser",
+    "hermes",
+)  # without them tools are a 400
 TOO_LONG = "maximum context length"
 TEXTS = (
     "Hello.",
@@ -142,7 +147,9 @@ def test_the_prompt_of_a_message_request_is_the_engines_own(
     traits, drawing = TemplateTraits.of(predictor.prompter), Drawing(1)
     both, images, refused = 0, 0, list[str]()
     with renderer(vllm_env, model_dir, tmp_path / "renderer.log", *FLAGS, *context(model_dir)) as running:
-        for number in range(DRAWN):
+        for number in range(MOST):
+            if number >= DRAWN and both >= LEAST:
+                break
             body = drawing.request(predictor.model)
             answer = running.client.post(
                 "/v1/messages/render", json={**body, "mm_payload": "none"}, headers={"connection": "close"}
