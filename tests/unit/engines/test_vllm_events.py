@@ -160,6 +160,7 @@ def test_prompt_embeddings_make_blocks_of_equal_ids_distinct() -> None:
     [
         (stored(block_hashes=[], token_ids=[1]), "empty_store"),
         (stored(locality="REMOTE"), "remote"),
+        (stored(lookahead_token_ids=[[7], [8]]), "lookahead"),
         ({"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "locality": "REMOTE"}, "remote"),
         ({"type": "BlockRemoved", "block_hashes": [], "medium": "GPU"}, "empty_remove"),
         ({"type": "BlockMoved", "block_hashes": [1]}, "unknown_event"),

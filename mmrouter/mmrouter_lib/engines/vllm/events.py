@@ -33,6 +33,7 @@ IGNORED_REASONS = frozenset(
     {
         "empty_store",  # neither blocks nor tokens
         "empty_remove",
+        "lookahead",  # a block whose hash also covers tokens after it: an equal block may not be hit
         "remote",  # a block that another node holds
         "unknown_event",
     }
@@ -60,6 +61,7 @@ class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored",
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    lookahead_token_ids: Any = None
 
 
 class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -109,6 +111,8 @@ def _stored(event: _Stored[Any]) -> Event:
     kind, group = event.kv_cache_spec_kind or "", event.group_idx or 0
     if event.locality == "REMOTE":
         return Ignored("remote")
+    if event.lookahead_token_ids:
+        return Ignored("lookahead")
     size, blocks = checked_block_size(event.block_size), len(event.block_hashes)
     tokens = count_ids(event.token_ids, _ID_BYTES)
     if not blocks and tokens < size:
