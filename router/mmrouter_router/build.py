@@ -88,7 +88,15 @@ def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
     renderer = Renderer(base.upstream, settings.engine_key, settings.served_model, base.metrics)
     predicting = renderer if RENDERER_ROLE in base.roles else None
     sentinels = _build_sentinels(base, model) if base.engine.learns_image_identity else None
-    preparer = Preparer(settings, media, model, renderer=predicting, sentinels=sentinels, threads=base.threads)
+    preparer = Preparer(
+        settings,
+        media,
+        model,
+        renderer=predicting,
+        sentinels=sentinels,
+        threads=base.threads,
+        key_forms=base.fleet.key_forms,
+    )
     family = model.family.name if model.family is not None else model.name
     base.metrics.parity.describe(base.spec.engine.type, family)
     return media, renderer, preparer

@@ -163,6 +163,11 @@ class Fleet:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
 
+    def key_forms(self) -> set[tuple[int, Scope | None]]:
+        """Return block size and scope of the engines that report a block size: prompts have keys for each of them."""
+        beats = [(worker.heartbeat, worker.scope) for worker in self if worker.heartbeat is not None]
+        return {(beat.block_size, scope) for beat, scope in beats if beat.block_size > 0}
+
     def now(self) -> float:
         """Seconds on the clock of ``since`` and ``heartbeat_at``."""
         return self._clock()

@@ -3,7 +3,7 @@
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -24,13 +24,13 @@ from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, Pr
 from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, OWNER
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
-from mmrouter_router.core.worker_threads import WorkerThreads
+from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
 from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
+from mmrouter_router.request.prepared import CHAT, KeyForm, Prepared, ResolvedImage
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Rendered, Renderer
 from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
@@ -114,7 +114,9 @@ class Preparer:
         renderer: Renderer | None = None,
         sentinels: SentinelStore | None = None,
         threads: WorkerThreads | None = None,
+        key_forms: Callable[[], Collection[KeyForm]] = tuple,
     ) -> None:
+        """``key_forms``: of the present engines, so that keys of long prompts are computed in a thread."""
         model = model or PromptModel.load(settings)
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
@@ -122,7 +124,7 @@ class Preparer:
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key
-        self._media, self._threads = media, threads or WorkerThreads()
+        self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
         self._max_pixels = settings.deployment.spec.routing.media.max_pixels
         self._seeds: dict[str | None, int] = {}
         self._probed: OrderedDict[bytes, _Probed] = OrderedDict()
@@ -200,7 +202,17 @@ class Preparer:
         fingerprint = await self._threads.run(tenant, len(request.source), self._fingerprint, request, images)
         prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
-        return Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, unseen)
+        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, unseen)
+        await self._compute_keys(prepared, tenant)
+        return prepared
+
+    async def _compute_keys(self, prepared: Prepared, tenant: str) -> None:
+        """Compute the keys of a long prompt in a thread."""
+        size = len(prepared.ids) * prepared.ids.itemsize
+        for block_size, scope in self._key_forms() if size > INLINE_BYTES else ():
+            if scope is not None:
+                prepared.filled(scope)  # reads what the event loop changes
+            await self._threads.run(tenant, size, prepared.keys, block_size, scope)
 
     async def _render(self, request: ChatRequest, images: Images, reasons: list[str], tenant: str) -> Rendered | None:
         """Return ids and spans from a renderer, ``None`` where it fails; adds the reason to ``reasons``.

@@ -47,6 +47,10 @@ class ResolvedImage:
         return PromptImage(self.identity if self.resolved else secrets.token_bytes(32), self.tokens)
 
 
+KeyForm = tuple[int, Scope | None]
+"""Block size, and scope of the engines that have these keys; ``None``: all have the same."""
+
+
 @dataclass
 class Prepared:
     """A request that is ready to be placed; ``ids`` and ``spans`` are empty where the prompt is not predicted."""
@@ -63,7 +67,7 @@ class Prepared:
     sentinels: SentinelStore | None = None  # for engines that put image identities into the ids
     rendered: bool = False  # ids and spans come from a renderer
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
-    _keys: dict[tuple[int, Scope | None], "array[int]"] = field(default_factory=dict)
+    _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 
     def keys(self, block_size: int, scope: Scope | None = None) -> "array[int]":

@@ -22,6 +22,7 @@ from unit.router.rig import HTTP_PORT, PORT, LoopbackServer, loopback
 from unit.router.test_app import heard, member, router
 from unit.router.test_hostile_bodies import BODIES
 
+from mmrouter_router.__main__ import shorten_collections
 from mmrouter_router.core.worker_threads import INLINE_BYTES
 from mmrouter_router.fleet.membership import Membership
 
@@ -30,6 +31,9 @@ LARGEST = 64 << 20  # `frontend.maxRequestBytes` by default
 TURN_S = 0.02
 STEPS = 1_000_000
 """Steps of an empty loop; a turn may take as long as they do where that is longer than :data:`TURN_S`."""
+ATTEMPTS = 3
+"""How often a body is sent until no turn is too long: what a body causes comes again, what the machine causes does not.
+"""
 
 
 class Engine(BaseHTTPRequestHandler):
@@ -83,6 +87,7 @@ class LoopTurns(Target):
                 made = await stack.enter_async_context(router())
                 made.apply_membership(Membership((member(ip=str(self._engine.server_address[0])),)))
                 heard(made, "uid-w0")
+                shorten_collections()
                 self._ip = (await stack.enter_async_context(LoopbackServer(made.client_app()))).ip
                 started.set_result(None)
                 await self._ended.wait()
@@ -99,16 +104,21 @@ class LoopTurns(Target):
         raw = orjson.dumps(body(min(int(size), LARGEST)))
         if len(raw) > LARGEST:
             return "too large"
+        for _ in range(ATTEMPTS):
+            status, longest, floor = self._send(path, raw)
+            self.spent_s = longest
+            if longest <= max(TURN_S, floor):
+                return f"{kind} {status}"
+        raise BrokenPropertyError(f"a turn of the loop took {1e3 * longest:.0f} ms of CPU time for {data.decode()}")
+
+    def _send(self, path: str, raw: bytes) -> tuple[int, float, float]:
+        """Send a body; return the status of its answer, the longest turn, and the time of :data:`STEPS`."""
         self._on_loop(self._begin)
         client = http.client.HTTPConnection(self._ip, PORT, timeout=300)
         client.request("POST", path, raw)
         status = client.getresponse().status
         client.close()
-        longest, floor = self._on_loop(self._end)
-        self.spent_s = longest
-        if longest > max(TURN_S, floor):
-            raise BrokenPropertyError(f"a turn of the loop took {1e3 * longest:.0f} ms of CPU time for {data.decode()}")
-        return f"{kind} {status}"
+        return status, *self._on_loop(self._end)
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         """Call a function in the loop's thread and return its result."""

@@ -12,7 +12,9 @@ from unit.conftest import shared_folder
 from unit.router.rig import Rig, refused, resource
 
 from mmrouter_cli.sample_images import data_uri, picture
+from mmrouter_lib.block_keys import block_keys
 from mmrouter_router.core.settings import CurveKeys, Settings
+from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer
@@ -66,6 +68,30 @@ async def test_plain_request_is_exact_and_reproducible(prepare):
     assert one.keys(SIZE) == two.keys(SIZE)
     assert len(one.spans) == 1
     assert one.spans[0].length == one.images[0].tokens == 16
+
+
+class RecordedThreads(WorkerThreads):
+    """``keys_of``: bytes of token ids whose keys were computed here."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys_of = []
+
+    async def run(self, tenant, size, work, *arguments):
+        if work.__name__ == "keys":
+            self.keys_of.append(size)
+        return await super().run(tenant, size, work, *arguments)
+
+
+@pytest.mark.parametrize(("repeats", "in_thread"), [(1, False), (200, True)])
+async def test_keys_of_a_long_prompt_are_computed_in_a_thread(repeats, in_thread):
+    threads = RecordedThreads()
+    async with preparing(settings(), threads=threads, key_forms=lambda: {(SIZE, None)}) as preparer:
+        prepared = await preparer.prepare(chat(text(LONG * repeats)), None)
+        assert threads.keys_of == [4 * len(prepared.ids)] * in_thread
+        ready = prepared.keys(SIZE)
+        assert list(ready) == list(block_keys(prepared.ids, SIZE, (), prepared.seed))
+    threads.close()
 
 
 async def test_another_image_changes_keys_from_its_block_on(prepare):
