@@ -34,6 +34,8 @@ REPOSITORIES = {
 }
 RENDERED = {"gemma3": "Gemma 3", "mistral3": "Mistral 3"}
 """Families beside a renderer: it makes the prompts of Mistral 3, and is the second opinion on those of Gemma 3."""
+WITHOUT_SETUP = {"qwen3_5": "Qwen3.5"}
+"""Families whose prompts alone are compared, with those of an engine's own code."""
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")
@@ -60,7 +62,7 @@ def not_run(engine: str, setup: str, family: str) -> str:
 
 def named_families() -> list[str]:
     """Return the families of ``MMROUTER_FAMILIES``, none where it is not set. Raises ``pytest.UsageError``."""
-    known = FAMILIES | RENDERED
+    known = FAMILIES | RENDERED | WITHOUT_SETUP
     named = [name.strip() for name in os.environ.get("MMROUTER_FAMILIES", "").split(",") if name.strip()]
     if unknown := [name for name in named if name not in (*known, "all")]:
         raise pytest.UsageError(f"FAMILIES: {', '.join(unknown)} is no known family; write all, or {', '.join(known)}")
@@ -72,8 +74,8 @@ def long_form() -> list[str]:
     return [family for family in FAMILIES if family in named_families()]
 
 
-def with_two_workers() -> list[str]:
-    """Return the families that a run has on two vLLM workers; it has the others on one."""
+def setup_families() -> list[str]:
+    """Return the families that a run has in vLLM's setups of several engines; it has the others on one engine."""
     return long_form() or [ONE_FAMILY["vllm"]]
 
 

@@ -12,7 +12,7 @@ from conformance.engine_process import BLOCK_SIZE, Engine, env_version, require_
 from conformance.engines import deployed, manifest, pool, served_directly, vllm_engine
 from conformance.prediction import Predictor
 from conformance.report import Cells
-from conformance.setups import REPOSITORIES, with_two_workers
+from conformance.setups import REPOSITORIES, setup_families
 from local.rig import Deployment
 from waiting import wait_for
 
@@ -47,7 +47,7 @@ def served(
         with cells.of("vllm", family, "uuid of ours") as cell:
             vllm_env: Path = request.getfixturevalue("vllm_env")  # inside the cell, so that a skip becomes its reason
             cell.version = env_version(vllm_env)
-            replicas = 2 if family in with_two_workers() else 1
+            replicas = 2 if family in setup_families() else 1
             require_memory(engines=replicas)
             began = time.monotonic()
             folder = shrunk(REPOSITORIES[family])

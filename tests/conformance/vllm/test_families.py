@@ -9,14 +9,14 @@ import pytest
 from conformance.conftest import Figure
 from conformance.conversations import Instructed
 from conformance.engines import histories
-from conformance.setups import REPOSITORIES, with_two_workers
+from conformance.setups import REPOSITORIES, setup_families
 from conformance.vllm.conftest import Served
 from local.rig import Deployment
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 
 pytestmark = [
     pytest.mark.proves("vllm", "two workers", "{served}"),
-    pytest.mark.parametrize("served", with_two_workers(), indirect=True),
+    pytest.mark.parametrize("served", setup_families(), indirect=True),
 ]
 
 

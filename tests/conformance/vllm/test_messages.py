@@ -16,7 +16,7 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, context_length
 from conformance.prediction import MAX_PIXELS, Predictor
 from conformance.rendering import Rendered, renderer
-from conformance.setups import REPOSITORIES
+from conformance.setups import REPOSITORIES, setup_families
 from conformance.workload import picture
 
 from mmrouter_lib.engines.base.adapter import ImageRewrite
@@ -138,11 +138,11 @@ def context(model_dir: Path) -> tuple[str, str]:
     return "--max-model-len", str(context_length(model_dir))
 
 
-@pytest.mark.parametrize("repository", REPOSITORIES.values(), ids=REPOSITORIES)
+@pytest.mark.parametrize("family", setup_families())
 def test_the_prompt_of_a_message_request_is_the_engines_own(
-    vllm_env: Path, shrunk: Shrunk, repository: str, tmp_path: Path, record: Record
+    vllm_env: Path, shrunk: Shrunk, family: str, tmp_path: Path, record: Record
 ) -> None:
-    model_dir = shrunk(repository)
+    model_dir = shrunk(REPOSITORIES[family])
     predictor = Predictor.load(model_dir, BLOCK_SIZE)
     traits, drawing = TemplateTraits.of(predictor.prompter), Drawing(1)
     both, images, refused = 0, 0, list[str]()

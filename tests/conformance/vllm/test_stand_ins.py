@@ -1,8 +1,8 @@
 """Families whose published folders are not at hand, with the folders of ``hack/engines/unknown_families.py``.
 
-Their prompts are compared with those of vLLM's own request models, renderer and processor, without an engine; with
-``MMROUTER_FAMILIES``, which is ``all`` or their names, also every block with what a real engine publishes. Qwen3.5 has
-Qwen3-VL's tokenizer and template.
+Their prompts are compared with those of vLLM's own request models, renderer and processor, without an engine, and every
+block of the named families with what a real engine publishes. Part of the long form. Qwen3.5 has Qwen3-VL's tokenizer
+and template.
 """
 
 import json
@@ -28,6 +28,7 @@ from mmrouter_lib.engines.base.events import Ragged, Stored
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.prompt import NotModelledError
 
+pytestmark = pytest.mark.long_form
 NAMED = os.environ.get("MMROUTER_FAMILIES", "")
 FAMILIES = {"qwen3_5": "bfloat16", "gemma3": "float32"}
 """Family -> the type that an engine computes with on a CPU."""

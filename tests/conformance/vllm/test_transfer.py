@@ -20,7 +20,7 @@ from conformance.conftest import Shrunk
 from conformance.conversations import Instructed
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, pool, resource
-from conformance.setups import ONE_FAMILY, REPOSITORIES, long_form
+from conformance.setups import REPOSITORIES, setup_families
 from local.rig import Deployment, samples
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
@@ -32,7 +32,7 @@ WAYS = {"nixl": "nixl", "shm": "shm", "none": ""}
 """Mode -> how a new image reaches an engine; empty where nothing is handed over."""
 
 
-@pytest.fixture(scope="module", params=long_form() or [ONE_FAMILY["vllm"]])
+@pytest.fixture(scope="module", params=setup_families())
 def deployment(
     request: pytest.FixtureRequest, vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
