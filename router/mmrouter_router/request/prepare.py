@@ -200,7 +200,8 @@ class Preparer:
         fingerprint = await self._threads.run(tenant, len(request.source), self._fingerprint, request, images)
         prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
-        return Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, unseen)
+        states = self.family is None or self.family.may_have_states
+        return Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen)
 
     async def _render(self, request: ChatRequest, images: Images, reasons: list[str], tenant: str) -> Rendered | None:
         """Return ids and spans from a renderer, ``None`` where it fails; adds the reason to ``reasons``.
