@@ -37,6 +37,10 @@ class QwenVL(Family):
     )
 
     @property
+    def may_have_states(self) -> bool:
+        return self.name.startswith("qwen3_5")
+
+    @property
     def pixel_options(self) -> dict[str, int]:
         return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
 

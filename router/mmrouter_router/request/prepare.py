@@ -202,7 +202,8 @@ class Preparer:
         fingerprint = await self._threads.run(tenant, len(request.source), self._fingerprint, request, images)
         prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
-        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, unseen)
+        states = self.family is None or self.family.may_have_states
+        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen)
         await self._compute_keys(prepared, tenant)
         return prepared
 

@@ -66,6 +66,7 @@ class Prepared:
     fingerprint: int
     sentinels: SentinelStore | None = None  # for engines that put image identities into the ids
     rendered: bool = False  # ids and spans come from a renderer
+    may_have_states: bool = False  # of the model: ``Family.may_have_states``
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)

@@ -255,8 +255,8 @@ def _of_groups(
     prepared: Prepared, worker: Worker, exactness: Exactness, reasons: tuple[str, ...]
 ) -> tuple[Exactness, tuple[str, ...]]:
     """Return an exactness and its reasons, weakened by what is not known of the worker's cache groups."""
-    if prepared.rendered and worker.heartbeat is not None and not worker.heartbeat.all_groups:
-        # A family of unknown layout, and a sidecar that leaves mamba groups out: the overlap may be too high.
+    if prepared.may_have_states and worker.heartbeat is not None and not worker.heartbeat.all_groups:
+        # An older sidecar, which leaves mamba groups out: the overlap may be too high.
         return "affinity", (*reasons, "old_feed:cache_groups")
     bounds = worker.layout.bounds
     if not worker.layout.whole and (prepared.spans or prepared.salt):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from array import array
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -281,3 +282,13 @@ async def test_forwarded_path_accepts_one_image_only(prepare_phi3):
     error = await refused(prepare_phi3(responses(input_image("a"), input_image("b"))))
     assert (error.status, error.param) == (400, "input[0].content[1].image_url")
     assert "several images" in str(error)
+
+
+@pytest.mark.parametrize(("model_type", "states"), [("qwen2_vl", False), ("qwen3_5", True), ("new", True)])
+async def test_models_whose_layers_are_not_known_to_be_attention_may_have_states(tmp_path, model_type, states):
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
+    async with preparing(settings(folder)) as preparer:
+        assert (await preparer.prepare(chat(text("x")), None)).may_have_states is states

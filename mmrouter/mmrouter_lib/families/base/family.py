@@ -105,6 +105,11 @@ class Family(ABC):
     """Whether the place and length of images are known. Otherwise prompts without an image alone are predicted."""
 
     @property
+    def may_have_states(self) -> bool:
+        """Whether layers may keep states (mamba) beside or instead of the blocks of attention."""
+        return False
+
+    @property
     def pixel_options(self) -> dict[str, int]:
         """The processor options in force: they change pixels, so they belong to the media identity."""
         return {}

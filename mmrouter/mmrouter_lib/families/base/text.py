@@ -21,6 +21,10 @@ class TextOnly(Family):
     media_text: ClassVar[Mapping[str, str]] = MappingProxyType({})
     places_images: ClassVar[bool] = False
 
+    @property
+    def may_have_states(self) -> bool:
+        return True  # config.json's layers are not read
+
     def count(self, width: int, height: int) -> int:
         """Return 0: no image has a place in a predicted prompt."""
         return 0
