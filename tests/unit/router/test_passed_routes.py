@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import tracemalloc
 from contextlib import asynccontextmanager
 
 import pytest
@@ -15,6 +16,7 @@ from unit.router.test_intake import MISSING, PART_TYPE, TYPE, UNKNOWN, fault, re
 
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE, UNCACHED, served_routes
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.intake import parse_passed
 from mmrouter_router.intake.form_body import Field, read_form, write_form
@@ -245,6 +247,20 @@ NAMED, FILE = b'Content-Disposition: form-data; name="%b"', b'content-dispositio
 )
 def test_invalid_form_is_refused_with_status_field_and_code(raw, expected):
     assert fault(raw, parse=lambda raw, *more: parse_passed(TRANSCRIBE, raw, *more)) == expected
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\nx", b""])
+def test_the_headers_of_a_field_are_bounded_before_they_become_objects(end):
+    lines = b"\r\n".join(b"%06d:" % number for number in range(200_000))
+    raw = b"--b\r\n" + NAMED % b"language" + b"\r\n" + lines + end + b"\r\n--b--\r\n"
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as refused:
+            read_form(raw)
+        assert refused.value.code == "invalid_form"
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(raw)
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=examples(60), deadline=None)
