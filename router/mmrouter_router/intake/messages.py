@@ -96,7 +96,7 @@ class _Image(NamedTuple):
     url: str
 
     def named(self, part: ImagePart) -> ImagePart:
-        return replace(part, param=self.param, inline=self.inline, url=self.url)
+        return replace(part, param=self.param, inline=self.inline, url=self.url, in_source=False)
 
 
 class _Conversion:

@@ -85,6 +85,15 @@ def test_images_keep_their_bytes_and_fields_where_results_of_tools_move_to_the_f
     assert made.images[2].url == BY_URL["source"]["url"]
 
 
+@pytest.mark.parametrize("url", [f"data:image/png;base64,{PNG * 40}", f"https://a.example/{'x' * 1000}"])
+def test_the_size_of_a_text_does_not_shrink_by_the_urls_of_images(url):
+    text = "x" * 1000
+    made = read(
+        request({"type": "text", "text": text}, {"type": "image", "source": {"type": "url", "url": url}}), parse=parse
+    )
+    assert len(text) < made.text_size <= len(made.source)
+
+
 def test_fields_of_the_answer_are_those_of_a_chat():
     tool = {"name": "look", "input_schema": {"properties": {}}}
     body = request("x", tools=[tool], tool_choice={"type": "tool", "name": "look"}, stop_sequences=["."], top_k=3)
