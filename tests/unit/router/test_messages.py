@@ -146,6 +146,8 @@ UNREADABLE = {"type": "image", "source": {"type": "base64", "data": "?"}}
         (request({"type": "tool_result", "tool_use_id": "t"}, role="assistant"), (400, FIRST, PART_TYPE)),
         (request("x", tools=[{"type": "bash_20250124", "name": "bash"}]), (400, "tools[0].type", PART_TYPE)),
         (request("x", tool_choice={"type": "any"}), (400, "tools", MISSING)),
+        (request("x", tool_choice={"type": []}), (400, "tool_choice.type", VALUE)),
+        (request("x", tool_choice={"type": {}}), (400, "tool_choice.type", VALUE)),
         (request("x", thinking={"type": "enabled", "budget_tokens": 8}), (400, "thinking.budget_tokens", VALUE)),
         (request("x", output_config={"effort": "most"}), (400, "output_config.effort", VALUE)),
     ],
