@@ -164,6 +164,10 @@ class RequestError(Exception):
         return cls(500, "The router failed. Its log has the request's id.", type="server_error", code="internal_error")
 
     @classmethod
+    def broken_off(cls) -> Self:
+        return cls(502, "The engine broke off its answer. Try again.", type="server_error", code="engine_lost")
+
+    @classmethod
     def quarantined(cls) -> Self:
         message = "Engine processes ended under this request, so it is not sent to another one. Change the request."
         return cls.invalid(message, code="request_quarantined")

@@ -341,6 +341,30 @@ async def test_errors_have_anthropics_shape_and_name_the_field():
         assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
 
 
+class BreaksOff(LoopbackEngine):
+    """An engine that closes its connection within an answer of this status."""
+
+    def __init__(self, status):
+        super().__init__()
+        self.status = status
+
+    async def respond(self, reader, writer, headers):
+        head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" % self.status
+        writer.write(head + b'5\r\n{"id"\r\n')
+        await writer.drain()
+        writer.close()
+        return False
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_a_message_whose_engine_breaks_off_before_anything_was_sent_is_an_error(status):
+    body = {**request("x"), "model": "t"}
+    async with router() as r, serving(r, BreaksOff(status)), client_of(r) as client:
+        answer = await client.post(MESSAGES, json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (502, "api_error")
+        assert value(r.metrics.requests.labels(MESSAGES, "502")) == 1
+
+
 async def test_tokens_of_a_message_are_counted_without_an_engine():
     async with router() as r, client_of(r) as client:
         raw = json.dumps({**request("how many?"), "model": "t"}).encode()
