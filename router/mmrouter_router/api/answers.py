@@ -52,7 +52,7 @@ async def respond_json(client: Client, status: int, extra: Headers, body: bytes)
 
 async def respond_message(client: Client, reply: EngineReply, extra: Headers) -> None:
     """Answer a whole chat as a message. Raises :class:`RequestError` for an answer that is none."""
-    raw = reply.first
+    raw = bytearray(reply.first)
     while len(raw) < MAX_MESSAGE and (piece := await reply.answer.piece()):
         raw += piece
     try:

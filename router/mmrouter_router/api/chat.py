@@ -146,10 +146,16 @@ class Chat:
                 raise
             self._metrics.disconnects.inc()
         except UpstreamError as error:
-            # Bytes were sent, so no retry is possible. Returning without completing the answer makes the server close
-            # the connection, by which the client detects the truncation.
-            code = BROKEN_OFF
+            # The engine began to answer, so no retry is possible.
             log.warning("%s: answer broke off: %s", request_id, error)
+            if client.begun:
+                # Returning without completing the answer makes the server close the connection, by which the client
+                # detects the truncation.
+                code = BROKEN_OFF
+            else:  # the router reads an error, and a message's answer, to its end first
+                broken = RequestError.broken_off()
+                code = str(broken.status)
+                await refuse(client, broken, extra)
         except Exception:  # a bug: counted as such
             code = "500"
             if client.begun:

@@ -15,7 +15,9 @@ CONTEXT_LENGTH: Final = "context_length_exceeded"
 """OpenAI's code of a prompt that is too long, by which clients shorten a conversation."""
 _ABOUT_CONTEXT: Final = re.compile(r"(?:context|model) length", re.IGNORECASE)
 _PORT: Final = r"(?::\d{1,5})?"
-_ADDRESS: Final = re.compile(rf"\b\d{{1,3}}(?:\.\d{{1,3}}){{3}}{_PORT}\b|\[(?=[^\]]*:[^\]]*:)[0-9A-Fa-f:.]+\]{_PORT}")
+# An address in brackets is bounded: an engine's message may quote a client's megabytes of them.
+_IPV6: Final = r"\[(?=[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:)[0-9A-Fa-f:.]{2,45}\]"
+_ADDRESS: Final = re.compile(rf"\b\d{{1,3}}(?:\.\d{{1,3}}){{3}}{_PORT}\b|{_IPV6}{_PORT}")
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
 """Status and decoded error body of an engine -> the request field that the error is about."""
@@ -160,6 +162,10 @@ class RequestError(Exception):
     @classmethod
     def internal(cls) -> Self:
         return cls(500, "The router failed. Its log has the request's id.", type="server_error", code="internal_error")
+
+    @classmethod
+    def broken_off(cls) -> Self:
+        return cls(502, "The engine broke off its answer. Try again.", type="server_error", code="engine_lost")
 
     @classmethod
     def quarantined(cls) -> Self:

@@ -118,6 +118,7 @@ class DecisionLog:
         """Add a trace; ``name``: the client's name of its request, which need not be unique."""
         if name:
             self._names[name] = request_id
+            self._names.move_to_end(name)
             if len(self._names) > self._size:
                 self._names.popitem(last=False)
         self._traces[request_id] = trace

@@ -12,6 +12,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake.json_body import Raw
 
 MAX_FIELDS: Final = 64
+MAX_HEAD: Final = 4096  # bytes of a field's headers, which become objects of many times their size
 _BOUNDARY: Final = re.compile(rb"--([A-Za-z0-9'()+_,./:=? -]{1,70})\r\n")
 _NAMED: Final = re.compile(rb'form-data; ?name="([A-Za-z0-9_\[\]]{1,64})"(; ?filename="([^"\r\n]{0,255})")?')
 _TYPE: Final = re.compile(rb"[A-Za-z0-9.+/-]{1,100}")
@@ -52,12 +53,14 @@ def write_form(fields: Sequence[Field]) -> tuple[str, bytes]:
 
 
 def _field(piece: bytes) -> Field:
-    head, found, value = piece.partition(b"\r\n\r\n")
-    lines = head.split(b"\r\n")
+    end = piece.find(b"\r\n\r\n", 0, MAX_HEAD)
+    if end < 0:
+        raise _invalid(f"a field has no headers that end, or more than {MAX_HEAD} bytes of them")
+    lines, value = piece[:end].split(b"\r\n"), piece[end + 4 :]
     headers = {name.strip().lower(): text.strip() for name, _, text in (line.partition(b":") for line in lines[1:])}
     named = _NAMED.fullmatch(headers.get(b"content-disposition", b""))
     kind = headers.get(b"content-type", b"")
-    if not found or lines[0] or named is None or len(headers) > len(lines) - 1:
+    if lines[0] or named is None or len(headers) > len(lines) - 1:
         raise _invalid("a field has no name, or more than a name and a file's name")
     is_file = named[2] is not None
     return Field(named[1].decode(), value, named[3] if is_file else None, kind if _TYPE.fullmatch(kind) else b"")

@@ -33,7 +33,7 @@ _PLAIN_MEDIA: dict[str, Modality] = {
 }
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _IDENTITIES = ("uuid", "content_hash")
-"""Fields beside and within a medium that would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid)."""
+"""Fields of a part, or in its medium, that would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid)."""
 _FILE_REFERENCES = frozenset({"file_url", "file_id"})
 NO_EMBEDDINGS = "send media, not embeddings"
 _EMBEDDINGS = frozenset({"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"})
@@ -160,11 +160,13 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
             if isinstance(item, dict | list):
                 yield from _media_in(item, f"{path}[{number}]", removed)
     elif isinstance(value, dict):
+        # Of every part, also of one without a URL: its identity alone would name what the engine has cached.
+        removed.update(field for field in _IDENTITIES if value.pop(field, None) is not None)
+        if value.get("type") == "prompt_embeds":  # they stand under ``data``
+            raise json_body.unsupported(f"{path}.type" if path else "type", NO_EMBEDDINGS)
         for name, item in list(value.items()):
             place = f"{path}.{name}" if path else name
             if item is None:
-                if name in _MEDIA:  # a part without a URL too: its identity alone would name cached pixels
-                    removed.update(field for field in _IDENTITIES if value.pop(field, None) is not None)
                 continue
             if name in _EMBEDDINGS:
                 raise json_body.unsupported(place, NO_EMBEDDINGS)
@@ -173,8 +175,6 @@ def _media_in(value: Any, path: str, removed: set[str]) -> Iterator[MediaPart]:
             if name in _MEDIA:
                 json_body.known_keys(value, _BESIDE_MEDIA, path)
                 holder, key, url, param = json_body.media_url(value, name, place)
-                for part in (value, holder):
-                    removed.update(field for field in _IDENTITIES if part.pop(field, None) is not None)
                 holder[key] = ""
                 yield MediaPart(holder, key, url, param, _MEDIA[name])
                 if holder is not value:

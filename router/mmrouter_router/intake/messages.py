@@ -96,7 +96,7 @@ class _Image(NamedTuple):
     url: str
 
     def named(self, part: ImagePart) -> ImagePart:
-        return replace(part, param=self.param, inline=self.inline, url=self.url)
+        return replace(part, param=self.param, inline=self.inline, url=self.url, in_source=False)
 
 
 class _Conversion:
@@ -281,7 +281,7 @@ def _tools(body: Object) -> Object:
     """Return the fields of a chat about tools."""
     choice = json_body.optional(body, "tool_choice", dict) or {}
     kind = choice.get("type", "auto")
-    if kind not in _CHOICES:
+    if kind not in tuple(_CHOICES):  # a list or an object has no hash
         raise RequestError.unknown_value("tool_choice.type", kind, tuple(_CHOICES))
     tools = json_body.objects(body, "tools")
     if not tools:

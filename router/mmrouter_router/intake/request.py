@@ -109,6 +109,7 @@ class ImagePart:
     url: str
     param: str
     inline: InlineImage | None = None  # extracted from the body; the URL is then its placeholder
+    in_source: bool = True  # the URL is in the request's source
 
 
 class MediaPart(NamedTuple):
@@ -153,7 +154,7 @@ class ChatRequest:
     @property
     def text_size(self) -> int:
         """Bytes of the body without its images."""
-        return max(0, len(self.source) - sum(len(image.url) for image in self.images))
+        return max(0, len(self.source) - sum(len(image.url) for image in self.images if image.in_source))
 
     @property
     def prompt_field(self) -> str:

@@ -248,6 +248,13 @@ def test_a_decision_is_found_by_the_routers_id_the_engines_and_the_clients():
     assert log.get("mine") is None
 
 
+def test_a_name_that_a_client_reuses_stays_with_its_newest_request():
+    log = DecisionLog(size=2)
+    for number, name in enumerate(("mine", "other", "mine", "another")):
+        log.add(f"r-{number}", DecisionTrace(f"r-{number}", None, 0, None, []), name)
+    assert log.get("mine") is log.get("r-2") is not None
+
+
 async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):
     (tmp_path / "api-keys").mkdir()
     (tmp_path / "api-keys" / "tenant").write_text("key")

@@ -17,6 +17,7 @@ from mmrouter_router.core.errors import RequestError, field_path
 from mmrouter_router.core.linear_cost import WINDOW, Line, Rate, guess
 from mmrouter_router.core.log_limit import LogLimit
 from mmrouter_router.core.request_ids import RequestIds
+from mmrouter_router.dispatch.engine_client import ERROR_LIMIT
 
 WRONG = Line(0.005, 0.001)
 
@@ -150,6 +151,13 @@ def test_engine_error_names_no_pod_and_no_address():
     words = "demo-worker-1: peer 10.0.3.4:5557 and [fd00::12]:8998 of 10.1.2.3 do not answer, x = [1:2]"
     error = RequestError.from_engine(500, json.dumps({"detail": words}).encode(), hidden=("demo-worker-1", ""))
     assert error.message == "the engine: peer (address) and (address) of (address) do not answer, x = [1:2]"
+
+
+def test_addresses_are_found_in_a_message_as_long_as_a_client_can_make_an_engine_quote():
+    # With work that grows by the square of the length this would take minutes, in the event loop.
+    words = "[" * ERROR_LIMIT
+    error = RequestError.from_engine(400, json.dumps({"detail": f"{words}fd00::12]:8998"}).encode())
+    assert error.message == f"{words[:-1]}(address)"
 
 
 TOO_LONG = b'{"error":{"message":"too long","type":"BadRequestError","param":"input_tokens","code":400}}'

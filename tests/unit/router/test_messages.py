@@ -85,6 +85,15 @@ def test_images_keep_their_bytes_and_fields_where_results_of_tools_move_to_the_f
     assert made.images[2].url == BY_URL["source"]["url"]
 
 
+@pytest.mark.parametrize("url", [f"data:image/png;base64,{PNG * 40}", f"https://a.example/{'x' * 1000}"])
+def test_the_size_of_a_text_does_not_shrink_by_the_urls_of_images(url):
+    text = "x" * 1000
+    made = read(
+        request({"type": "text", "text": text}, {"type": "image", "source": {"type": "url", "url": url}}), parse=parse
+    )
+    assert len(text) < made.text_size <= len(made.source)
+
+
 def test_fields_of_the_answer_are_those_of_a_chat():
     tool = {"name": "look", "input_schema": {"properties": {}}}
     body = request("x", tools=[tool], tool_choice={"type": "tool", "name": "look"}, stop_sequences=["."], top_k=3)
@@ -137,6 +146,8 @@ UNREADABLE = {"type": "image", "source": {"type": "base64", "data": "?"}}
         (request({"type": "tool_result", "tool_use_id": "t"}, role="assistant"), (400, FIRST, PART_TYPE)),
         (request("x", tools=[{"type": "bash_20250124", "name": "bash"}]), (400, "tools[0].type", PART_TYPE)),
         (request("x", tool_choice={"type": "any"}), (400, "tools", MISSING)),
+        (request("x", tool_choice={"type": []}), (400, "tool_choice.type", VALUE)),
+        (request("x", tool_choice={"type": {}}), (400, "tool_choice.type", VALUE)),
         (request("x", thinking={"type": "enabled", "budget_tokens": 8}), (400, "thinking.budget_tokens", VALUE)),
         (request("x", output_config={"effort": "most"}), (400, "output_config.effort", VALUE)),
     ],
@@ -328,6 +339,30 @@ async def test_errors_have_anthropics_shape_and_name_the_field():
         assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
         wrong = await client.get(MESSAGES)
         assert (wrong.status_code, wrong.json()["type"]) == (405, "error")
+
+
+class BreaksOff(LoopbackEngine):
+    """An engine that closes its connection within an answer of this status."""
+
+    def __init__(self, status):
+        super().__init__()
+        self.status = status
+
+    async def respond(self, reader, writer, headers):
+        head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" % self.status
+        writer.write(head + b'5\r\n{"id"\r\n')
+        await writer.drain()
+        writer.close()
+        return False
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_a_message_whose_engine_breaks_off_before_anything_was_sent_is_an_error(status):
+    body = {**request("x"), "model": "t"}
+    async with router() as r, serving(r, BreaksOff(status)), client_of(r) as client:
+        answer = await client.post(MESSAGES, json=body)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (502, "api_error")
+        assert value(r.metrics.requests.labels(MESSAGES, "502")) == 1
 
 
 async def test_tokens_of_a_message_are_counted_without_an_engine():

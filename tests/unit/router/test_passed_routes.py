@@ -3,7 +3,9 @@
 import base64
 import json
 import re
+import tracemalloc
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +17,14 @@ from unit.router.test_intake import MISSING, PART_TYPE, TYPE, UNKNOWN, fault, re
 
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE, UNCACHED, served_routes
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.membership import Membership
-from mmrouter_router.intake import parse_passed
+from mmrouter_router.intake import parse_forwarded, parse_passed
 from mmrouter_router.intake.form_body import Field, read_form, write_form
 
 EVERY = tuple(PASSED_ROUTES)
 EMBED = "/v1/embeddings"
+EMBEDDED = (400, "messages[0].content[0].type", PART_TYPE)
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n rest").decode()
 
 
@@ -114,11 +118,28 @@ async def test_media_are_resolved_and_identities_removed(r):
             {"messages": [{"content": [{"image_url": {}}]}]},
             (400, "messages[0].content[0].image_url.url", MISSING),
         ),
+        (EMBED, {"messages": [{"content": [{"type": "prompt_embeds", "data": "AAAA"}]}]}, EMBEDDED),
         ("/v1/score", {"data_1": {"content": [{"file_url": "x"}]}}, (400, "data_1.content[0].file_url", PART_TYPE)),
     ],
 )
 def test_invalid_passed_request_is_refused_with_status_field_and_code(path, body, expected):
     assert fault(body, parse=lambda raw, *more: parse_passed(path, raw, *more)) == expected
+
+
+AUDIO_PART = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+
+
+@pytest.mark.parametrize(
+    "part", [AUDIO_PART, {"type": "image_url"}, {"image": PNG}, {"type": "image_url", "image_url": None}]
+)
+@pytest.mark.parametrize("parse", [partial(parse_passed, EMBED), parse_forwarded])
+def test_no_part_brings_an_identity_of_the_clients(part, parse):
+    for name in ("uuid", "content_hash"):
+        request = read(
+            {"model": "demo", "input": [{"role": "user", "content": [{**part, name: "chosen"}]}]}, parse=parse
+        )
+        assert "chosen" not in json.dumps(request.body)
+        assert request.removed == (name,)
 
 
 async def test_a_path_of_the_engines_files_is_no_image(r):
@@ -245,6 +266,20 @@ NAMED, FILE = b'Content-Disposition: form-data; name="%b"', b'content-dispositio
 )
 def test_invalid_form_is_refused_with_status_field_and_code(raw, expected):
     assert fault(raw, parse=lambda raw, *more: parse_passed(TRANSCRIBE, raw, *more)) == expected
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\nx", b""])
+def test_the_headers_of_a_field_are_bounded_before_they_become_objects(end):
+    lines = b"\r\n".join(b"%06d:" % number for number in range(200_000))
+    raw = b"--b\r\n" + NAMED % b"language" + b"\r\n" + lines + end + b"\r\n--b--\r\n"
+    tracemalloc.start()
+    try:
+        with pytest.raises(RequestError) as refused:
+            read_form(raw)
+        assert refused.value.code == "invalid_form"
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(raw)
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=examples(60), deadline=None)
