@@ -25,7 +25,7 @@ from mmrouter_router.intake.form_body import read_form, write_form
 from mmrouter_router.intake.json_body import Object, Raw
 from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart, Modality
 
-_INPUT = "input"
+_INPUT, _TOOLS = "input", "tools"
 _PROMPTS = (_INPUT, "previous_input_messages")  # fields that hold messages
 _MEDIA: dict[str, Modality] = {"image_url": "image", "video_url": "video", "audio_url": "audio"}
 _PLAIN_MEDIA: dict[str, Modality] = {
@@ -90,9 +90,11 @@ def parse_passed(path: str, raw: Raw, limits: Limits, served_model: str, engine:
         raise json_body.unsupported("sampling_params.custom_params", "it carries arguments for code in the engine")
     removed = set(steering)
     media: list[MediaPart] = []
+    tools = {_TOOLS: body.pop(_TOOLS)} if _TOOLS in body else {}  # they only describe fields, which media may be
     for part in (*_plain_media_in(body, ""), *_media_in(body, "", removed)):
         media.append(part)
         json_body.count_media(len(media), limits.max_images, part.param)
+    body |= tools
     stream = json_body.flag(body, "stream", nullable=True)
     made = _passed(path, raw, served_model, body, stream=stream)
     return replace(made, media=tuple(media), removed=tuple(sorted(removed)))

@@ -126,6 +126,13 @@ def test_invalid_passed_request_is_refused_with_status_field_and_code(path, body
     assert fault(body, parse=lambda raw, *more: parse_passed(path, raw, *more)) == expected
 
 
+def test_a_tool_may_have_a_parameter_that_is_named_like_a_medium():
+    properties = {name: {"type": "string"} for name in ("image", "image_url", "file_id", "audio_data", "uuid")}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"properties": properties}}}]
+    request = read({"prompt": "x", "tools": tools}, parse=partial(parse_passed, "/tokenize"))
+    assert (request.body["tools"], request.media) == (tools, ())
+
+
 AUDIO_PART = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
 
 
