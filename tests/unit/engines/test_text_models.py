@@ -76,9 +76,44 @@ def test_what_is_not_predicted_has_a_reason_of_its_own(folder, reason):
     assert str(caught.value) == reason
 
 
-def test_gpt_oss_is_rendered_by_its_template_on_sglang_alone(folder):
-    made = folder({"model_type": "gpt_oss"})
-    assert load_text_prompter("sglang", made).family.name == "gpt_oss"
+HYBRID = [
+    {"full_attention_interval": 4, "linear_num_key_heads": 16},  # Qwen3-Next
+    {"linear_attn_config": {"kda_layers": [1]}},  # Kimi Linear
+    {"mamba_d_state": 128},  # Falcon-H1, Granite 4
+    {"ssm_state_size": 128, "hybrid_override_pattern": "M-*"},  # Nemotron-H
+    {"conv_L_cache": 3},  # LFM2
+    {"layer_types": ["attn", "jet"]},  # Jet-Nemotron
+    {"hybrid_layer_pattern": [0, 1], "architectures": ["MiMoV2FlashForCausalLM"]},
+    {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+    {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"]},
+]
+
+
+@pytest.mark.parametrize("config", HYBRID)
+def test_models_whose_states_and_windows_are_in_no_event_are_not_predicted_on_sglang(folder, config):
+    made = folder(config)
+    with pytest.raises(UnpredictedError) as caught:
+        load_text_prompter("sglang", made)
+    assert str(caught.value) == f"cache_groups:{config.get('model_type', 'new')}"
+
+
+PLAIN = [
+    {"layer_types": ["full_attention"] * 2, "use_sliding_window": False, "sliding_window": None},
+    {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "model_type": "gemma3_text",
+    },  # whole in the engine's cache
+    {"sliding_window": 4096, "model_type": "mistral"},
+]
+
+
+@pytest.mark.parametrize("config", PLAIN)
+def test_models_whose_blocks_the_engine_keeps_whole_are_predicted_on_sglang(folder, config):
+    assert load_text_prompter("sglang", folder(config)).prompt(BODY, []).ids
+
+
+def test_models_with_states_are_predicted_on_vllm_whose_events_name_them(folder):
+    assert load_text_prompter("vllm", folder(HYBRID[0])).prompt(BODY, []).ids
 
 
 @pytest.mark.parametrize("config", [{"vision_config": {}}, {"image_token_id": 3}, {"mm_vision_tower": "clip"}])
