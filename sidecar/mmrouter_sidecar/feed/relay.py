@@ -273,6 +273,7 @@ class EventRelay:
                 if isinstance(reply, feed.Accepted):
                     difference = f": {canary.cause}, {canary.message}" if canary.cause else ""
                     log.info("canary of epoch %d: %s%s", canary.epoch, canary.result, difference)
+                    self.flush()  # else a rewritten journal has what waits, and the next flush appends it again
                     self._write(CanaryOutcome(canary))
                     self.beat()
                 yield reply

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from unit.sidecar.conftest import CLEARED, batch, follow, keys_of, stored
+from unit.sidecar.conftest import CLEARED, batch, follow, keys_of, removed, stored
 from unit.sidecar.relay_bench import Bench
 
 from mmrouter_lib import feed
@@ -149,6 +149,20 @@ def test_a_rewritten_journal_holds_the_same_state(bench: Bench, monkeypatch: pyt
     again = bench.reopened()
     assert again.state == state
     assert again.state[-1] == canary
+
+
+def test_a_canarys_result_does_not_journal_a_waiting_batch_twice(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "MIN_COMPACT_BYTES", 0)
+    monkeypatch.setattr(journal_module, "COMPACT_FACTOR", 0)  # every record rewrites the journal
+    bench.relay.canary.claim(feed.CanaryClaim(1, bench.relay.epoch, "r", 1.0), 0.0)
+    bench.batch(stored([1]))
+    canary = feed.CanaryReport(bench.relay.epoch, "True", router="r")
+    assert bench.ask(feed.CanaryResult(1, canary)) == [feed.Accepted(1)]
+    monkeypatch.undo()
+    bench.relay.flush()
+    again = bench.reopened()
+    again.flushed(removed(1))
+    assert set().union(*again.index().values()) == set(), "it was stored once, and removed once"
 
 
 def test_a_journal_of_another_model_or_key_is_discarded(bench: Bench) -> None:
