@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 from campaign.faults import clock
@@ -42,10 +42,9 @@ DRAWS = [
 ]
 
 
-class Faults(Target):
-    """One deployment; after a fault that broke a promise, another one."""
+class FaultTarget(Target):
+    """A target that injects faults into local deployments, isolated from the rest of the machine."""
 
-    name = "faults"
     short = 0
     in_process = False
     limit_s = 1200.0  # above the sum of all waits
@@ -63,21 +62,53 @@ class Faults(Target):
         lacking = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
         return f"it needs {', '.join(lacking)}" if lacking else ""
 
-    @classmethod
-    def left_out(cls) -> str:
-        reason = clock.missing()
-        return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
-
     def __enter__(self) -> Self:
         self._disk = isolate()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="mmrouter-faults-")))
-        self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._running.close()
         self._stack.close()
         leave(self._disk)
+
+    def _deploy(self, resource: dict[str, Any]) -> None:
+        """Start a deployment and wait until its engines are verified. Raises ``TimeoutError``."""
+        self._deployment = self._running.enter_context(deployed(self._folder, resource))
+        self._observer = self._running.enter_context(closing(Observer(self._deployment)))
+        if wrong := self._settle():
+            raise TimeoutError("; ".join(wrong))
+
+    def _count(self, clients: Clients) -> None:
+        """Add what the clients of an input were answered to the campaign's figures."""
+        for outcome, count in clients.answers.outcomes.items():
+            self.totals[outcome] += count
+        self.keep_largest(**{"s for an answer": round(clients.answers.slowest, 1)})
+
+    def _settle(self) -> list[str]:
+        """Wait until every index equals its cache; return where it does not within the deadline."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while wrong := self._observer.differences():
+            if time.monotonic() > deadline:
+                return [f"not settled within {SETTLE_SECONDS:g} s", *wrong]
+            time.sleep(0.1)
+        return []
+
+
+class Faults(FaultTarget):
+    """One deployment; after a fault that broke a promise, another one."""
+
+    name = "faults"
+
+    @classmethod
+    def left_out(cls) -> str:
+        reason = clock.missing()
+        return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._start()
+        return self
 
     def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
         """Draw every fault once, in any order, before any of them again."""
@@ -106,14 +137,11 @@ class Faults(Target):
         return f"{command} {fault} {load}"
 
     def _start(self) -> None:
-        resource, enter = example(), self._running.enter_context
+        resource = example()
         if not clock.missing():
             clock.preload(resource, clock.build(self._folder))
-        self._deployment = enter(deployed(self._folder, resource))
-        self._observer = enter(closing(Observer(self._deployment)))
-        self._recorder = enter(closing(Recorder(self._deployment)))
-        if wrong := self._settle():
-            raise TimeoutError("; ".join(wrong))
+        self._deploy(resource)
+        self._recorder = self._running.enter_context(closing(Recorder(self._deployment)))
 
     def _fault(self, command: str, fault: str, load: bool, number: int, dice: random.Random) -> list[str]:
         deployment = self._deployment
@@ -146,9 +174,7 @@ class Faults(Target):
         checker = self._recorder.checked({victim.pod: 2 * SECONDS} if command == "router" else {}, delay.longest)
         self.keep_largest(**{"s that a thread waited for a CPU": round(delay.longest, 2)})
         broken += clients.answers.broken
-        for outcome, count in clients.answers.outcomes.items():
-            self.totals[outcome] += count
-        self.keep_largest(**{"s for an answer": round(clients.answers.slowest, 1)})
+        self._count(clients)
         self.totals["times of a clock that was set"] += self._recorder.stepped
         self.totals["reads of a cache"] += checker.decisions
         self.totals["blocks claimed"] += checker.blocks
@@ -181,12 +207,3 @@ class Faults(Target):
                     broken.add(f"{frontend['name']} believes {victim.pod}, which has been silent")
             time.sleep(WATCH_SECONDS)
         return sorted(broken)
-
-    def _settle(self) -> list[str]:
-        """Wait until every index equals its cache; return where it does not within the deadline."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while wrong := self._observer.differences():
-            if time.monotonic() > deadline:
-                return [f"not settled within {SETTLE_SECONDS:g} s", *wrong]
-            time.sleep(0.1)
-        return []
