@@ -106,7 +106,9 @@ def test_the_readme_applies_the_shortest_example() -> None:
 
 
 @pytest.mark.parametrize(("page", "command"), FOUND)
-def test_commands_succeed_as_they_stand(page: str, command: str, plane: ControlPlane, kube_bin: Path) -> None:
+def test_commands_succeed_as_they_stand(
+    page: str, command: str, plane: ControlPlane, kube_bin: Path, tmp_path: Path
+) -> None:
     def has_status() -> bool:
         done = plane.kubectl("get", "mmrd", "qwen-vl", "-o", "jsonpath={.status.phase}")
         return done.returncode != 0 or bool(done.stdout)
@@ -119,7 +121,11 @@ def test_commands_succeed_as_they_stand(page: str, command: str, plane: ControlP
         return  # the fixture runs it
     if "qwen-vl" in command:
         wait_for(has_status, 20, "the example has a status")
-    env = os.environ | {"KUBECONFIG": str(plane.kubeconfig), "PATH": f"{kube_bin}:{os.environ['PATH']}"}
+    env = os.environ | {
+        "KUBECONFIG": str(plane.kubeconfig),
+        "PATH": f"{kube_bin}:{os.environ['PATH']}",
+        "XDG_RUNTIME_DIR": str(tmp_path),  # `status` without a name prefers local deployments, such as other tests'
+    }
     typed = command.replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli")
     done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

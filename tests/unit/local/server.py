@@ -37,6 +37,11 @@ match sys.argv[1:]:
         pathlib.Path(path).write_text(text)
     case ["check-then-sleep", path]:
         sys.exit(0 if pathlib.Path(path).exists() and time.sleep(600) is None else 3)
+    case ["read-once-there", path]:
+        while not pathlib.Path(path).exists():
+            time.sleep(0.05)
+        print(pathlib.Path(path).read_text(), flush=True)
+        time.sleep(600)
     case ["children"]:
         # One child stays in the group, one leaves it: both must end with the container.
         for leave in (False, True):

@@ -281,15 +281,15 @@ async def test_pods_start_side_by_side_but_those_on_one_device_one_after_the_oth
         await cluster.wait_ready(30)
 
 
-async def test_pods_share_the_folder_of_a_claim_of_the_run(run: Any, kit: Any) -> None:
+async def test_pods_share_the_folder_of_a_claim_of_the_run(run: Any, kit: Any, log: Any) -> None:
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "x"}, "spec": {}}
     volumes = [{"name": "v", "persistentVolumeClaim": {"claimName": "x"}}]
     mounts = [{"name": "v", "mountPath": "/v"}]
     write = kit.container("prepare", "write", "/v/made", "yes", volumeMounts=mounts)
-    read = kit.container("main", "check-then-sleep", "/v/made", volumeMounts=mounts)
+    read = kit.container("main", "read-once-there", "/v/made", volumeMounts=mounts)
     first = kit.deployment("one", read, initContainers=[write], volumes=volumes)
-    async with run(claim, first, kit.deployment("two", read, volumes=volumes)) as cluster:
-        assert [pod.container("main").restarts for pod in cluster.pods] == [0, 0]
+    async with run(claim, first, kit.deployment("two", read, volumes=volumes)):
+        await _until(lambda: log.of("one-0/main") == log.of("two-0/main") == ["yes"])
 
 
 @pytest.mark.parametrize(
