@@ -171,7 +171,7 @@ LEVELS = {
             Step("processes", tests=PROCESSES),
             Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),
-        limit_s=1200,
+        limit_s=2700,
         lanes=3,
     ),
     # Each lane has a control plane of its own: many tests wait, for pods and for a minute in which nothing may happen.
@@ -187,7 +187,7 @@ LEVELS = {
             Step("chart", tests="tests/chart"),
             Step("control plane, speed", tests=SPEED, when="after"),
         ),
-        limit_s=1200,
+        limit_s=2700,
         lanes=3,
         lane_gb=3,
     ),
