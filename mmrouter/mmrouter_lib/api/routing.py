@@ -141,7 +141,7 @@ class Routing(Resource):
     until it is complete. If all engines that could serve a request are full, it is answered 429 with Retry-After."""
     continue_streams: bool = True
     """Whether a stream whose engine ends or hangs is continued on another one: greedy and seeded answers, and sampled
-    chats and completions on vLLM."""
+    chats and completions on vLLM, to which the router adds a seed where token ids are not enough."""
     transfer: Literal["auto", "none", "shm", "nixl"] = "none"
     """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share (every
     pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool directly. nixl:

@@ -19,6 +19,7 @@ from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.sentinels.evidence import SentinelStore
 from mmrouter_router.sentinels.table import FilledPrompt, Scope, Values, fill_sentinels
+from mmrouter_router.streams.soundness import Way
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +150,14 @@ async def run_inline(work: Callable[..., T], *arguments: Any) -> T:
 class Outgoing:
     """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order.
 
-    ``reports_ids``: its stream contains token ids that the router requested and the client did not. ``run``: calls the
-    functions that write a large body, outside the event loop. ``form``: content type and body of a form.
+    ``way``: how its stream is continued; one of ``token_ids`` contains ids that the client did not request. ``run``:
+    calls the functions that write a large body, outside the event loop. ``form``: content type and body of a form.
     """
 
     path: str
     fields: Mapping[str, Any]
     images: tuple[OutgoingImage, ...] = ()
-    reports_ids: bool = False
+    way: Way | None = None
     form: tuple[str, bytes] | None = None
     run: Callable[..., Awaitable[Any]] = run_inline
 
