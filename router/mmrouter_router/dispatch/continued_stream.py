@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation
+from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation, Way
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.engine_client import EngineReply
@@ -32,7 +32,7 @@ from mmrouter_router.streams.answer import (
     split,
 )
 from mmrouter_router.streams.kept import STREAM_BYTES, KeptBytes, KeptStream
-from mmrouter_router.streams.soundness import CONTINUED, MAX_CONTINUATIONS, REFUSALS, Cause, Refusal, Way
+from mmrouter_router.streams.soundness import CONTINUED, MAX_CONTINUATIONS, REFUSALS, Cause, Refusal
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span
 

@@ -12,6 +12,7 @@ import orjson
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.base.continuation import Way
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import ChatRequest
@@ -19,7 +20,6 @@ from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.sentinels.evidence import SentinelStore
 from mmrouter_router.sentinels.table import FilledPrompt, Scope, Values, fill_sentinels
-from mmrouter_router.streams.soundness import Way
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,6 @@ Refusal = Literal[
 ]
 """Why a broken stream was not continued."""
 
-Way = Literal["repeated", "seeded", "token_ids"]
-"""How a stream is continued: its answer is the same everywhere, is so because of a seed that the router adds, or is
-continued from its token ids."""
-
 CONTINUED: Final = ("/v1/chat/completions", "/v1/completions")
 MAX_CONTINUATIONS: Final = 2  # of one stream
 _NO_SEED: Final = -1  # vLLM takes it for none
