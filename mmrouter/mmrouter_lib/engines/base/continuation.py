@@ -9,7 +9,6 @@ Obstacle = Literal[
 ]
 """What makes the rest of an answer depend on where the answer began (docs/streams.md)."""
 
-
 Way = Literal["repeated", "seeded", "token_ids"]
 """How a stream is continued: its answer is the same everywhere, is so because of a seed that the router adds, or is
 continued from its token ids."""
