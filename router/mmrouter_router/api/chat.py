@@ -95,7 +95,13 @@ class Chat:
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
         self._traits = TemplateTraits.of(preparer.prompter)
         self._continuations = Continuations(
-            forwarder, metrics, threads, enabled=spec.routing.continue_streams, by_tokens=self._adapter.continuation
+            forwarder,
+            metrics,
+            threads,
+            enabled=spec.routing.continue_streams,
+            seeds=spec.routing.seed_streams,
+            traits=settings.answer_traits,
+            by_tokens=self._adapter.continuation,
         )
         self._threads, self._admission = threads, admission
         self.needs_prompt, self._answered = needs_prompt, answered
@@ -320,10 +326,10 @@ class Chat:
         )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
-        reporting = self._continuations.reporting(path, rewritten.body)
+        way, added = self._continuations.plan(path, rewritten.body)
         copied = sum(len(image.media.data) for image in images if not image.media.text)
         run = partial(self._threads.run, tenant, copied + prepared.request.text_size)
-        return Outgoing(path, {**rewritten.body, **reporting}, images, reports_ids=bool(reporting), run=run)
+        return Outgoing(path, {**rewritten.body, **added}, images, way=way, run=run)
 
     def _count(self, prepared: Prepared, reply: EngineReply) -> None:
         decision = reply.decision

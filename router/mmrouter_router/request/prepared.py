@@ -12,6 +12,7 @@ import orjson
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.base.continuation import Way
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import ChatRequest
@@ -149,14 +150,14 @@ async def run_inline(work: Callable[..., T], *arguments: Any) -> T:
 class Outgoing:
     """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order.
 
-    ``reports_ids``: its stream contains token ids that the router requested and the client did not. ``run``: calls the
-    functions that write a large body, outside the event loop. ``form``: content type and body of a form.
+    ``way``: how its stream is continued; one of ``token_ids`` contains ids that the client did not request. ``run``:
+    calls the functions that write a large body, outside the event loop. ``form``: content type and body of a form.
     """
 
     path: str
     fields: Mapping[str, Any]
     images: tuple[OutgoingImage, ...] = ()
-    reports_ids: bool = False
+    way: Way | None = None
     form: tuple[str, bytes] | None = None
     run: Callable[..., Awaitable[Any]] = run_inline
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from mmrouter_lib.engines.base.continuation import TokenContinuation
+from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation
 from mmrouter_lib.engines.base.events import Batch
 from mmrouter_lib.engines.base.request_fields import Endpoint, RequestFields
 
@@ -178,8 +178,10 @@ class EngineAdapter:
     """Language engines send images to encoders themselves. Otherwise the router runs the encoder stage."""
     pairs_prefill_and_decode: bool
     """Prefill and decode engines serve a request together or not at all. Otherwise each also answers alone."""
+    answer_traits: Callable[[Sequence[Sequence[str]], Mapping[str, Any]], AnswerTraits]
+    """Return the traits of a deployment from the engine arguments of each pool and the model's config.json."""
     continuation: TokenContinuation | None = None
-    """How the engine continues an answer from its token ids; ``None``: answers are only repeated (docs/streams.md)."""
+    """How the engine continues an answer from its token ids; ``None``: it does not (docs/streams.md)."""
     publishing_roles: frozenset["Role"]  # roles whose engines publish KV events for what they compute
 
     def rewrite_chat(
