@@ -213,10 +213,11 @@ vLLM and SGLang publish for a completion, of a text or of token ids, are the pre
 them (`test_routing.py` of both), also through a prefill and a decode engine of SGLang
 (`tests/conformance/sglang/test_pairs.py`).
 
-**Families behind a renderer.** mmrouter has no code for them, so their prompts come from `vllm launch render` with the
-engines' files. Networks and configurations are this project's, with the geometry, special ids and window of the
-published models. Gemma 3 has its own tokenizer and chat template. Mistral 3 has a stand-in, Mistral AI's tokenizer and
-template of Pixtral, because no package has the later ones of Mistral Small 3.1. Images have texts around them.
+**Families beside a renderer.** `vllm launch render` with the engines' files is a second opinion on their prompts; when
+the row of Mistral 3 was made, before its family had code here, its prompts came from the renderer. Networks and
+configurations are this project's, with the geometry, special ids and window of the published models. Gemma 3 has its
+own tokenizer and chat template. Mistral 3 has a stand-in, Mistral AI's tokenizer and template of Pixtral, because no
+package has the later ones of Mistral Small 3.1. Images have texts around them.
 
 **Several engines.** A cell's tests are in `tests/conformance`, marked with the cell that they prove. With every family
 (`test_cells.py`) they are `mmrouter verify`, the ten scenarios, that each stage had its part of a request, and that the

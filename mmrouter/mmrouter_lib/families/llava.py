@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from mmrouter_lib.families import pixtral
 from mmrouter_lib.families.base.family import Family, ImageSizeError, ProcessorLimits, refuse_options, register
 from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, whole_number
 
@@ -43,8 +44,8 @@ class Llava(Family):
         return self.base_tokens
 
 
-def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Llava | None:
-    """Return the family of a folder, ``None`` where its vision tower is not CLIP (Pixtral has the same model_type).
+def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Llava | pixtral.Pixtral | None:
+    """Return the family of a folder, ``None`` where its vision tower is neither CLIP nor Pixtral's.
 
     Raises :class:`ModelFolderError`.
     """
@@ -52,7 +53,10 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     vision = config.get("vision_config")
     if not (vision is None or isinstance(vision, dict)):
         raise ModelFolderError(f"{file}: vision_config must be an object, not {type(vision).__name__}")
-    if vision is not None and vision.get("model_type", "clip_vision_model") != "clip_vision_model":
+    tower = "clip_vision_model" if vision is None else vision.get("model_type", "clip_vision_model")
+    if tower == "pixtral" and name == "llava":
+        return pixtral.load(folder, config, limits)
+    if tower != "clip_vision_model":
         return None
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=name)
     defaults = _WHOLE_TOWER if vision is None else _BARE_TOWER

@@ -44,7 +44,8 @@ class ResolvedImage:
 
     def in_prompt(self) -> PromptImage:
         """Return the image for the prompt; an unresolved one is random, because no block from it on may match."""
-        return PromptImage(self.identity if self.resolved else secrets.token_bytes(32), self.tokens)
+        identity = self.identity if self.resolved else secrets.token_bytes(32)
+        return PromptImage(identity, self.tokens, (self.width, self.height))
 
 
 KeyForm = tuple[int, Scope | None]

@@ -202,6 +202,7 @@ class EventRelay:
                 all_groups=True,
                 routes=facts.routes,
                 context_length=facts.context_length,
+                drafter=self._settings.drafter,
             )
         )
 

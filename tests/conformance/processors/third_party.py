@@ -4,6 +4,7 @@
     python third_party.py mlx_phi3v MLX_VLM_WHEEL < request.json > answer.json
     python third_party.py vllm_phi3v MODEL_FOLDER < request.json > answer.json
     python third_party.py vllm_handover PLUGIN_FOLDER < request.json > answer.json
+    python third_party.py vllm_prompts < request.json > answer.json
 
 The functions of these names say what requests and answers hold.
 """
@@ -35,9 +36,10 @@ def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoProcessor
 
     def count(processor: Any, width: int, height: int) -> int | None:
+        own = COUNTS.get(type(processor).__name__, counted)
         try:
-            return int(processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
-        except ValueError:
+            return own(processor, width, height)
+        except (ValueError, ZeroDivisionError):
             return None
 
     def ids(processor: Any, files: list[str], text: str) -> list[int]:
@@ -55,6 +57,101 @@ def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
         }
 
     return {folder: answer(folder) for folder in request["models"]}
+
+
+def counted(processor: Any, width: int, height: int) -> int | None:
+    """Return what the processor itself says."""
+    tokens = int(processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
+    return tokens or None  # Pixtral's makes no token of an image whose shorter side vanishes
+
+
+def counted_gemma4(processor: Any, width: int, height: int) -> int:
+    """Return the tokens by vLLM's formula, with begin and end. The processor has to make the same number."""
+    from vllm.model_executor.models.gemma4_mm import Gemma4ProcessingInfo
+
+    images = processor.image_processor
+    vision = SimpleNamespace(
+        patch_size=images.patch_size,
+        pooling_kernel_size=images.pooling_kernel_size,
+        default_output_length=images.max_soft_tokens,
+    )
+    info = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
+    tokens = Gemma4ProcessingInfo._compute_num_soft_tokens(info, width, height)  # type: ignore[arg-type]
+    assert counted(processor, width, height) == tokens, (width, height)
+    return tokens + 2
+
+
+def counted_llama4(processor: Any, width: int, height: int) -> int:
+    """Return the special tokens in the text that the processor writes for the canvas that it chooses."""
+    import torch
+    from transformers.image_utils import SizeDict
+    from transformers.models.llama4.image_processing_llama4 import find_supported_resolutions, get_best_fit
+
+    images, side = processor.image_processor, processor.image_processor.size["height"]
+    canvases = find_supported_resolutions(images.max_patches, SizeDict(height=side, width=side))
+    high, wide = get_best_fit((height, width), torch.tensor(canvases), images.resize_to_max_canvas).tolist()
+    patches = (side // processor.patch_size) ** 2 // processor.downsample_ratio
+    return processor._prompt_split_image((high // side, wide // side), patches).count("<|")
+
+
+def counted_minicpmv(processor: Any, width: int, height: int) -> int:
+    """Return the special tokens and line feeds of the text for the sizes that the image processor chooses, and three
+    for the image's number.
+    """
+    import torch
+
+    images, size = processor.image_processor, (height, width)
+    side, patch = images.scale_resolution, images.patch_size
+    grid = images.get_sliced_grid(size, images.max_slice_nums, side)
+    pictures = [images.find_best_resize(size, side, patch, allow_upscale=grid is None)]
+    if grid is not None:
+        high, wide = images.get_refine_size(size, grid, side, patch, allow_upscale=True)
+        pictures += [(high // grid[0], wide // grid[1])] * (grid[0] * grid[1])
+    inputs = {
+        "grids": [grid or [0, 0]],
+        "num_patches_per_image": [len(pictures)],
+        "target_sizes": torch.tensor([[high // patch, wide // patch] for high, wide in pictures]),
+    }
+    text = processor.replace_image_token(inputs, 0, image_token_divisor=processor.image_token_divisor)
+    return text.count("<") + text.count("\n") + 3
+
+
+COUNTS = {
+    "Gemma4Processor": counted_gemma4,
+    "Llama4Processor": counted_llama4,
+    "MiniCPMV4_6Processor": counted_minicpmv,
+}
+"""Processors that state no number of tokens, or one that is not the engine's."""
+
+
+def vllm_prompts(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Prompts by vLLM 0.32's own front end. The request holds ``models`` (folders) and ``chats``, each a list of
+    picture ``files`` and a ``text``, which become one user message. The answer holds for each folder and chat ``ids``
+    and ``places``, [offset, length, name] of each image, which has the number of its file as its name.
+    """
+    return {folder: own_prompts(folder, request["chats"]) for folder in request["models"]}
+
+
+def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.renderers import renderer_from_config
+
+    config = ModelConfig(model=folder, dtype="float32", trust_remote_code=False)
+    renderer: Any = renderer_from_config(VllmConfig(model_config=config))
+    made = []
+    for chat in chats:
+        content = [*({"type": "image"} for _ in chat["files"]), {"type": "text", "text": chat["text"]}]
+        text = renderer.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        ids = renderer.tokenizer.encode(text, add_special_tokens=False)
+        names = [str(number) for number, _ in enumerate(chat["files"])]
+        pictures = {"image": list(map(opened, chat["files"]))}
+        done = renderer._process_multimodal(ids, pictures, {"image": names}, None, skip_mm_cache=True)
+        named = zip(done["mm_placeholders"]["image"], done["mm_hashes"]["image"], strict=True)
+        places = [[place.offset, place.length, name] for place, name in named]
+        made.append({"ids": list(done["prompt_token_ids"]), "places": places})
+    return made
 
 
 def mlx_phi3v(request: dict[str, Any], wheel: str) -> dict[str, Any]:
