@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from artefacts import Record, run_tool_or_skip
-from conformance.conftest import Shrunk, model_folder
-from conformance.setups import REPOSITORIES
+from conformance.conftest import Figure, Shrunk, model_folder
+from conformance.setups import PROCESSED, REPOSITORIES
 from conformance.workload import picture
 
 from hack.build_once import cache_dir
@@ -32,9 +32,9 @@ HUGGING_FACE = [
     "llava-hf--llava-1.5-7b-hf",
     "llava-hf--llava-v1.6-mistral-7b-hf",
     "qwen3_5",
-    *(TILED := ["mistral3", "pixtral", "glm4v", "internvl", "llama4", "gemma4", "minicpmv4_6"]),
+    *PROCESSED,
 ]
-STAND_INS = {"qwen3_5", *TILED}
+STAND_INS = {"qwen3_5", *PROCESSED}
 """Folders that ``hack/engines/unknown_families.py`` makes."""
 PHI3 = "microsoft--Phi-3-vision-128k-instruct"
 CROPS = [16, 4, 1, 9]
@@ -214,9 +214,10 @@ def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_proce
     assert not wrong, wrong[:10]
 
 
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.proves("vllm", "front end", "{name}")
+@pytest.mark.parametrize("name", PROCESSED)
 def test_case_24_images_have_the_tokens_and_places_that_vllms_own_front_end_gives_them(
-    name: str, ask: Ask, pictures: list[Drawn], record: Record
+    name: str, ask: Ask, pictures: list[Drawn], record: Record, figure: Figure
 ) -> None:
     family = load(folder_of(name))
     prompter = Prompter.load(folder_of(name), family=family)
@@ -231,7 +232,10 @@ def test_case_24_images_have_the_tokens_and_places_that_vllms_own_front_end_give
         places = [[span.offset, span.length, str(span.identity[0])] for span in expanded.spans]
         if (expanded.ids.tolist(), places) != (answer["ids"], answer["places"]):
             wrong.append([drawn.path.name for drawn in group])
-    record(f"vLLM's front end {name}: pictures, prompts, mismatches", [OWN_PICTURES, len(groups), len(wrong)])
+    figures = {"pictures": OWN_PICTURES, "prompts": len(groups), "mismatches": len(wrong)}
+    record(f"vLLM's front end {name}", figures)
+    for what, count in figures.items():
+        figure(what, count)
     assert not wrong, wrong[:10]
 
 

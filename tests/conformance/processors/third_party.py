@@ -59,10 +59,22 @@ def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
     return {folder: answer(folder) for folder in request["models"]}
 
 
-def counted(processor: Any, width: int, height: int) -> int | None:
+def counted(processor: Any, width: int, height: int) -> int:
     """Return what the processor itself says."""
-    tokens = int(processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
-    return tokens or None  # Pixtral's makes no token of an image whose shorter side vanishes
+    return int(processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
+
+
+def counted_pixtral(processor: Any, width: int, height: int) -> int | None:
+    """Return the tokens of the picture that the image processor resizes to, ``None`` where a side vanishes. What the
+    processor itself says takes three rows of pixels for three channels.
+    """
+    import numpy as np
+    from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+    longest, unit = processor.image_processor.size["longest_edge"], processor.patch_size * processor.spatial_merge_size
+    shape = np.broadcast_to(np.uint8(0), (3, height, width))
+    high, wide = get_resize_output_image_size(shape, longest, unit, "channels_first")
+    return high // unit * (wide // unit + 1) if high and wide else None
 
 
 def counted_gemma4(processor: Any, width: int, height: int) -> int:
@@ -120,8 +132,9 @@ COUNTS = {
     "Gemma4Processor": counted_gemma4,
     "Llama4Processor": counted_llama4,
     "MiniCPMV4_6Processor": counted_minicpmv,
+    "PixtralProcessor": counted_pixtral,
 }
-"""Processors that state no number of tokens, or one that is not the engine's."""
+"""Processors that state no number of tokens, or not the engine's."""
 
 
 def vllm_prompts(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

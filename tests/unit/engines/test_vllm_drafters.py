@@ -22,7 +22,7 @@ FULL, WINDOW, STATES = (CacheGroup(0, "full_attention"), CacheGroup(1, "sliding_
         ({"model": "m", "num_speculative_tokens": 3}, "unknown"),
     ],
 )
-def test_drafters_that_read_hidden_states_are_told_by_their_method(config, found):
+def test_the_method_says_whether_a_drafter_reads_hidden_states(config, found):
     text = json.dumps(config)
     for args in (["--speculative-config", text], [f"--speculative-config={text}"], ["-sc", text]):
         assert drafter(["--max-model-len", "9", *args]) == found

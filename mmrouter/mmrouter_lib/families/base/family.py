@@ -178,6 +178,11 @@ def load_family(model_dir: Path, processor: ProcessorLimits | None) -> Family | 
     return None if load is None else load(model_dir, config, processor)
 
 
+def family_names() -> frozenset[str]:
+    """Return the names of all registered families."""
+    return frozenset(_loaders)
+
+
 def is_proved(name: str, engine_type: str) -> bool:
     """Whether the engine's prompts are proved to equal the family's, block by block (docs/conformance.md)."""
     return (name, engine_type) in _proved
