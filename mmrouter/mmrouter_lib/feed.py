@@ -99,7 +99,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     windows beside full attention.
     ``routes``: passed routes (:mod:`.engines.base.passed_routes`) that the engine serves. ``context_length``: tokens of
     prompt and answer together, 0 while unknown. ``drafter``: what the engine's drafter does to hits
-    (:mod:`.engines.vllm.drafters`).
+    (:mod:`.engines.vllm.drafters`). ``adapters``: LoRA adapters that it had loaded when it came up.
     """
 
     worker: str
@@ -126,6 +126,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     routes: tuple[str, ...] = ()
     context_length: int = 0
     drafter: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

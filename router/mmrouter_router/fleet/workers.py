@@ -163,6 +163,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.version = 0  # increases with every change of the candidates, for caches of derived values
         self._metrics, self._clock = metrics, clock
+        self._adapters: tuple[int, frozenset[str]] = (-1, frozenset())  # of a version
         self.change_listeners: list[Callable[[], None]] = []  # of membership, sync, verification and engine state
         self.sighting_listeners: list[Callable[[Worker, feed.ImageObservation], None]] = []
         self.work_listeners: list[Callable[[Worker, feed.Work], None]] = []  # of load frames, this router's included
@@ -174,6 +175,14 @@ class Fleet:
         """Return block size and scope of the engines that report a block size: prompts have keys for each of them."""
         beats = [(worker.heartbeat, worker.scope) for worker in self if worker.heartbeat is not None]
         return {(beat.block_size, scope) for beat, scope in beats if beat.block_size > 0}
+
+    def adapters(self) -> frozenset[str]:
+        """Return the LoRA adapters that any engine has loaded."""
+        if self._adapters[0] != self.version:
+            beats = (worker.heartbeat for worker in self)
+            names = frozenset(name for beat in beats if beat is not None for name in beat.adapters)
+            self._adapters = self.version, names
+        return self._adapters[1]
 
     def now(self) -> float:
         """Seconds on the clock of ``since`` and ``heartbeat_at``."""

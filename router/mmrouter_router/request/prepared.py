@@ -69,6 +69,7 @@ class Prepared:
     rendered: bool = False  # ids and spans come from a renderer
     may_have_states: bool = False  # of the model: ``Family.may_have_states``
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
+    adapter: str = ""  # name of the LoRA adapter that answers, empty for the model itself
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 

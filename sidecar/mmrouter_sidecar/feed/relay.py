@@ -49,6 +49,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     devices: int = 0
     routes: tuple[str, ...] = ()  # passed routes that it serves
     context_length: int = 0
+    adapters: tuple[str, ...] = ()  # LoRA adapters that it has loaded
 
 
 class EventRelay:
@@ -203,6 +204,7 @@ class EventRelay:
                 routes=facts.routes,
                 context_length=facts.context_length,
                 drafter=self._settings.drafter,
+                adapters=facts.adapters,
             )
         )
 

@@ -5,9 +5,9 @@
 Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
 answered on standard output, each as a length (4 bytes, little-endian) and msgpack. A message with ``layers`` (a list of
 kind and fields), ``block_size``, ``blocks`` and ``drafter`` (a method or empty) replaces the engine. All others are
-requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``, ``output`` (tokens to generate) and ``steps``
-(after which it is aborted, 0 for never). Answers have the tokens that the engine had, those that it generated, and the
-event batches as its publisher encodes them.
+requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``, ``lora`` (an adapter's name), ``output`` (tokens
+to generate) and ``steps`` (after which it is aborted, 0 for never). Answers have the tokens that the engine had, those
+that it generated, and the event batches as its publisher encodes them.
 """
 
 import json
@@ -24,6 +24,7 @@ import msgspec
 import torch
 from vllm.config import KVEventsConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -59,6 +60,10 @@ def speculation(method: str) -> dict[str, Any] | None:
     folder = Path(tempfile.mkdtemp())
     (folder / "config.json").write_text(json.dumps(DRAFT))
     return {"method": method, "model": str(folder), "num_speculative_tokens": 1}
+
+
+def adapter(name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name, ord(name[0]), f"/adapters/{name}")
 
 
 def layer_spec(kind: str, block_size: int, fields: dict[str, Any]) -> Any:
@@ -135,6 +140,7 @@ class Engine:
             sampling_params=SamplingParams(max_tokens=asked["output"], temperature=0, ignore_eos=True),
             pooling_params=None,
             cache_salt=asked["salt"],
+            lora_request=adapter(asked["lora"]),
             mm_features=[
                 MultiModalFeatureSpec(
                     data=None,

@@ -83,7 +83,7 @@ class EngineProcess:
     def run(self, prompt: Drawn) -> Any:
         images = [(to_wire(image.identity), image.offset, image.length) for image in prompt.images]
         limits = {"output": prompt.output, "steps": prompt.steps}
-        return self.ask({"ids": prompt.ids, "images": images, "salt": prompt.salt, **limits})
+        return self.ask({"ids": prompt.ids, "images": images, "salt": prompt.salt, "lora": prompt.lora, **limits})
 
 
 class Followed:
@@ -125,7 +125,7 @@ class Followed:
         return min(self.fleet.index.match(self._keys(prompt), [slot])[slot], (len(prompt.ids) - 1) // size) * size
 
     def _keys(self, prompt: Drawn) -> "array[int]":
-        size, seed = self.relay.ledger.block_size, self.settings.seed(None, prompt.salt)
+        size, seed = self.relay.ledger.block_size, self.settings.seed(prompt.lora, prompt.salt)
         return block_keys(array("I", prompt.ids), size, prompt.images, seed)
 
     def _answer(self, requests: Sequence[feed.Request]) -> None:
