@@ -44,8 +44,8 @@ class Llava(Family):
         return self.base_tokens
 
 
-def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Llava | pixtral.Pixtral | None:
-    """Return the family of a folder, ``None`` where its vision tower is neither CLIP nor Pixtral's.
+def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Llava | None:
+    """Return the family of a folder, ``None`` where its vision tower is not CLIP.
 
     Raises :class:`ModelFolderError`.
     """
@@ -53,10 +53,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     vision = config.get("vision_config")
     if not (vision is None or isinstance(vision, dict)):
         raise ModelFolderError(f"{file}: vision_config must be an object, not {type(vision).__name__}")
-    tower = "clip_vision_model" if vision is None else vision.get("model_type", "clip_vision_model")
-    if tower == "pixtral" and name == "llava":
-        return pixtral.load(folder, config, limits)
-    if tower != "clip_vision_model":
+    if vision is not None and vision.get("model_type", "clip_vision_model") != "clip_vision_model":
         return None
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=name)
     defaults = _WHOLE_TOWER if vision is None else _BARE_TOWER
@@ -126,6 +123,17 @@ def picture_sides(file: str, values: dict[str, Any], key: str) -> tuple[int, int
     return side, side
 
 
+def load_any(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Family | None:
+    """Return the family of a folder by its vision tower: Pixtral's folders have the same ``model_type``.
+
+    Raises :class:`ModelFolderError`.
+    """
+    vision = config.get("vision_config")
+    if isinstance(vision, dict) and vision.get("model_type") == "pixtral":
+        return pixtral.load(folder, config, limits)
+    return load(folder, config, limits)
+
+
 # SGLang expands the placeholders of LLaVA in its scheduler, by rules that are not modelled
 # (docs/engine-facts/sglang.md#identity-per-family).
-register("llava", load, proved_on=("vllm",))
+register("llava", load_any, proved_on=("vllm",))

@@ -27,6 +27,7 @@ from mmrouter_lib.model_folder import ModelFolderError, find_json, image_process
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
+OWN_TOKENIZERS = ("tekken.json", "tokenizer.model.v*")  # of mistral_common, which vLLM prefers
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 
 
@@ -70,8 +71,13 @@ class Pixtral(Family):
         return (width - 1) // self.unit + 1, (height - 1) // self.unit + 1
 
 
-def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Pixtral:
-    """Return the family of a folder. Raises :class:`ModelFolderError` where its files contradict each other."""
+def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Pixtral | None:
+    """Return the family of a folder, ``None`` with a tokenizer of Mistral's own.
+
+    Raises :class:`ModelFolderError` where files contradict each other.
+    """
+    if any(True for pattern in OWN_TOKENIZERS for _ in folder.glob(pattern)):
+        return None
     name, file = str(config["model_type"]), str(folder / "config.json")
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=name)
     vision = config.get("vision_config")

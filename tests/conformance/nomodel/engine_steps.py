@@ -5,7 +5,7 @@
 Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
 answered on standard output, each as a length (4 bytes, little-endian) and msgpack. A message with ``layers`` (a list of
 kind and fields), ``block_size``, ``blocks`` and ``drafter`` (a method or empty) replaces the engine. All others are
-requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``, ``lora`` (an adapter's name), ``output`` (tokens
+requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``, ``lora`` (an adapter), ``output`` (tokens
 to generate) and ``steps`` (after which it is aborted, 0 for never). Answers have the tokens that the engine had, those
 that it generated, and the event batches as its publisher encodes them.
 """

@@ -228,6 +228,12 @@ def test_a_llava_folder_with_a_pixtral_tower_is_pixtral(load):
     assert (family.name, family.count(1024, 1024)) == ("llava", 64 * 65)
 
 
+def test_a_folder_with_mistrals_own_tokenizer_is_of_no_known_family(load, tmp_path):
+    load("mistral3")
+    (tmp_path / "tekken.json").write_text("{}")
+    assert families.load_family(tmp_path, None) is None
+
+
 def test_llama4_takes_its_placeholder_from_the_tokenizer(load):
     assert load("llama4").placeholder_id == 77
     with pytest.raises(ModelFolderError, match="no token"):
