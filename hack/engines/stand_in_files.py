@@ -165,7 +165,13 @@ def gemma4() -> dict[str, dict[str, Any]]:
         "Gemma4ForConditionalGeneration",
         "gemma4",
         {"model_type": "gemma4_text", "sliding_window": 512},
-        {"model_type": "gemma4_vision", "num_hidden_layers": 2, "patch_size": 16, "pooling_kernel_size": 3},
+        {
+            "model_type": "gemma4_vision",
+            "num_hidden_layers": 2,
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+            "default_output_length": 280,
+        },
     )
     names = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "audio": "<|audio|>", "video": "<|video|>"}
     config |= {f"{name}_token_id": of[token] for name, token in names.items()}

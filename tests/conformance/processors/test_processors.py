@@ -229,7 +229,7 @@ def test_case_24_images_have_the_tokens_and_places_that_vllms_own_front_end_give
         content = [*({"type": "image_url"} for _ in group), {"type": "text", "text": group[0].text}]
         shown = [replace(image(family, drawn), identity=bytes([n]) * 32) for n, drawn in enumerate(group)]
         expanded = prompter.prompt({"messages": [{"role": "user", "content": content}]}, shown)
-        places = [[span.offset, span.length, str(span.identity[0])] for span in expanded.spans]
+        places = [[span.offset, span.length, span.identity[0]] for span in expanded.spans]
         if (expanded.ids.tolist(), places) != (answer["ids"], answer["places"]):
             wrong.append([drawn.path.name for drawn in group])
     figures = {"pictures": OWN_PICTURES, "prompts": len(groups), "mismatches": len(wrong)}

@@ -140,7 +140,7 @@ COUNTS = {
 def vllm_prompts(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Prompts by vLLM 0.32's own front end. The request holds ``models`` (folders) and ``chats``, each a list of
     picture ``files`` and a ``text``, which become one user message. The answer holds for each folder and chat ``ids``
-    and ``places``, [offset, length, name] of each image, which has the number of its file as its name.
+    and ``places``, [offset, length, number of its file] of each image.
     """
     return {folder: own_prompts(folder, request["chats"]) for folder in request["models"]}
 
@@ -152,17 +152,17 @@ def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]
     config = ModelConfig(model=folder, dtype="float32", trust_remote_code=False)
     renderer: Any = renderer_from_config(VllmConfig(model_config=config))
     made = []
-    for chat in chats:
+    for at, chat in enumerate(chats):
         content = [*({"type": "image"} for _ in chat["files"]), {"type": "text", "text": chat["text"]}]
         text = renderer.tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
         ids = renderer.tokenizer.encode(text, add_special_tokens=False)
-        names = [str(number) for number, _ in enumerate(chat["files"])]
+        names = [f"{at}.{number}" for number, _ in enumerate(chat["files"])]  # one name is one image to vLLM
         pictures = {"image": list(map(opened, chat["files"]))}
         done = renderer._process_multimodal(ids, pictures, {"image": names}, None, skip_mm_cache=True)
         named = zip(done["mm_placeholders"]["image"], done["mm_hashes"]["image"], strict=True)
-        places = [[place.offset, place.length, name] for place, name in named]
+        places = [[place.offset, place.length, int(name.partition(".")[2])] for place, name in named]
         made.append({"ids": list(done["prompt_token_ids"]), "places": places})
     return made
 
