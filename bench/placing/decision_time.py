@@ -46,21 +46,17 @@ class Ours:
         count = load.workers
         self.index = fleet.index
         self.slots = [worker.slots[0] for worker in members]
-        self._asked, self._mask, self._held = (
-            dict.fromkeys(self.slots, 0),
-            mask_of(self.slots),
-            column_getter(self.slots),
-        )
+        self._mask, self._held = mask_of(self.slots), column_getter(self.slots)
         self._who = [f"{worker.id}#0" for worker in members], [w.member.name for w in members], ["worker"] * count
         self._idle, self._scored = (0.0,) * count, (True,) * count
         self._placer = workload.placer(fleet, count)
 
     def decide(self, ids: "array[int]") -> int:
         keys, idle = block_keys(ids, BLOCK_SIZE, (), SEED), self._idle
-        overlaps = self.index.match(keys, self._asked, self._mask)
+        overlaps = self.index.leading(keys, self._mask)
         candidates = CandidateTable(
             *self._who,
-            overlap=list(overlaps.values()),
+            overlap=self._held(overlaps),
             blocks=(len(keys),) * len(self.slots),
             prefill=idle,
             active=idle,

@@ -15,8 +15,8 @@ from mmrouter_router.core.fair_slots import FairSlots
 from mmrouter_router.core.memory_trim import HeapTrimmer, malloc_trim
 
 INLINE_BYTES: Final = 32 * 1024
-"""Bytes of input up to which work runs in the event loop, where a thread costs 0.1 ms. It takes less than 1 ms for every
-stage but tokenizing, whose bound is that of :mod:`mmrouter_router.request.prepare`."""
+"""Bytes of input up to which work runs in the event loop, where a thread costs 0.1 ms. Every stage takes less than 1 ms
+for them but tokenizing, whose bound is in :mod:`mmrouter_router.request.prepare`."""
 LARGE_BYTES: Final = 1024 * 1024  # bytes of input above which work runs in the threads for large work
 THREADS: Final = 2
 """For either size. Python runs one at a time; what they gain is that tokenizing, hashing and decoding run beside it."""
