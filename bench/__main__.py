@@ -18,6 +18,7 @@ BENCHMARKS = {
     "connections": "serving.resource_usage:connections",
     "decision": "placing.decision_time:run",
     "encoders": "encoders.image_spreading:run",
+    "fleet": "placing.large_fleet:run",
     "handover": "shm_transfer:run",
     "ingest": "feed.router_ingest:run",
     "memory": "feed.router_index:memory",

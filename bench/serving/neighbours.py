@@ -49,8 +49,8 @@ class StallClients:
     """Commands of a process, as of :class:`~bench.serving.load_generator.LoadGenerator`."""
 
     async def gaps(self, host: str, port: int, streams: int, pause_ms: int, seconds: float) -> dict[str, Any]:
-        """Keep streams open for some time. Answer the microseconds between their tokens, of short chats, and of
-        ``GET /health``.
+        """Keep streams open for some time, at least one on each connection. Answer the microseconds between their
+        tokens, of short chats, and of ``GET /health``.
         """
         end, gaps = time.monotonic() + seconds, list[float]()
         paced = message(host, port, chat_body(stream=True, pause_ms=pause_ms))
@@ -58,22 +58,25 @@ class StallClients:
 
         async def stream() -> None:
             connection = await connect(host, port)
-            while time.monotonic() < end:
+            while True:
                 answer = _Gaps(gaps)
                 await connection.exchange(paced, answer)
                 answer.check(b"[DONE]")
-            connection.close()
+                if time.monotonic() >= end:
+                    connection.close()
+                    return
 
         async def timed(request: bytes, expected: bytes) -> list[float]:
             connection, times = await connect(host, port), list[float]()
-            while time.monotonic() < end:
+            while True:
                 answer, began = Answer(), time.perf_counter_ns()
                 await connection.exchange(request, answer)
                 times.append((time.perf_counter_ns() - began) / 1000)
                 answer.check(expected)
+                if time.monotonic() >= end:
+                    connection.close()
+                    return times
                 await asyncio.sleep(PAUSE_SECONDS)
-            connection.close()
-            return times
 
         short = message(host, port, chat_body(stream=False))
         answers = await asyncio.gather(
@@ -88,7 +91,7 @@ class StallClients:
             await _repeat_connections(lambda: _one(host, port, chat_body(stream=False), times), end)
         elif kind != "none":
             body_for = _bodies(kind)
-            while time.monotonic() < end:
+            while not times or time.monotonic() < end:
                 await _one(host, port, body_for(), times)
                 await asyncio.sleep(PAUSE_SECONDS)
         return {"us": times}
@@ -123,8 +126,10 @@ async def _one(host: str, port: int, body: bytes, times: list[float]) -> None:
 
 async def _repeat_connections(open_one: Callable[[], Coroutine[None, None, None]], end: float) -> None:
     async with asyncio.TaskGroup() as tasks:
-        while time.monotonic() < end:
+        while True:
             tasks.create_task(open_one())
+            if time.monotonic() >= end:
+                return
             await asyncio.sleep(1 / CONNECTIONS_PER_SECOND)
 
 
