@@ -36,8 +36,8 @@ class LargeFleet:
         self.placer.place(self.prompts[number % len(self.prompts)], policy=policy)
 
     def change(self) -> None:
-        """Let the next worker begin or end draining."""
-        worker = self._workers[self._changes % len(self._workers)]
+        """Let a worker begin draining, or end it again, so that at most one drains."""
+        worker = self._workers[self._changes // 2 % len(self._workers)]
         self._changes += 1
         assert worker.heartbeat is not None
         beat = msgspec.structs.replace(worker.heartbeat, draining=not worker.heartbeat.draining)
