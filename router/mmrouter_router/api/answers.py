@@ -1,7 +1,6 @@
 """What clients are answered beside an engine's own bytes: errors, debug headers, and messages in Anthropic's form."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 import orjson
@@ -52,13 +51,18 @@ async def respond_json(client: Client, status: int, extra: Headers, body: bytes)
     await client.respond(status, [*headers, *extra], body)
 
 
-async def respond_message(client: Client, reply: EngineReply, extra: Headers) -> None:
-    """Answer a whole chat as a message. Raises :class:`RequestError` for an answer that is none."""
+async def respond_message(
+    client: Client, reply: EngineReply, extra: Headers, run: Callable[[int, Callable[[], bytes]], Awaitable[bytes]]
+) -> None:
+    """Answer a whole chat as a message, which ``run`` makes beside the event loop where its bytes are many.
+
+    Raises :class:`RequestError` for an answer that is none.
+    """
     raw = bytearray(reply.first)
     while len(raw) < MAX_MESSAGE and (piece := await reply.answer.piece()):
         raw += piece
     try:
-        body = await asyncio.to_thread(lambda: orjson.dumps(message_of(orjson.loads(raw))))
+        body = await run(len(raw), lambda: orjson.dumps(message_of(orjson.loads(raw))))
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
         message = "The engine's answer cannot be read."
         raise RequestError(502, message, type="server_error", code="engine_error") from error

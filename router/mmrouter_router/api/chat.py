@@ -279,7 +279,8 @@ class Chat:
                 raw = await reply.error_text()
                 field_of, hidden = self._adapter.prompt_error_field, {reply.decision.target.worker.member.name}
                 hidden.add(reply.trace.answers)
-                await refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of, hidden), extra)
+                rewrite = partial(RequestError.from_engine, reply.answer.status, raw, field_of, hidden)
+                await refuse(client, await self._threads.run(tenant.name, len(raw), rewrite), extra)
             else:
                 dropped = _OF_STREAMS if reply.is_stream else _HOP_BY_HOP
                 passed = [(n, v) for n, v in reply.answer.headers if n not in dropped]
@@ -291,7 +292,7 @@ class Chat:
                         return BROKEN_OFF
                     reply = stream.reply
                 elif path == MESSAGES:
-                    await respond_message(client, reply, extra)
+                    await respond_message(client, reply, extra, partial(self._threads.run, tenant.name))
                 else:
                     await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
                 self._answered(reply.trace, prepared, outgoing)

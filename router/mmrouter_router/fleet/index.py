@@ -146,12 +146,10 @@ class Index:
         bit = 1 << slot
         return {key for key, have in self._holders.items() if have & bit} if self._live & bit else set()
 
-    def match(self, keys: Sequence[int], slots: Iterable[Slot], mask: int | None = None) -> dict[Slot, int]:
-        """Return slot -> leading blocks held, for live ``slots``: any, or a dictionary of zeros with its ``mask``."""
-        zeros = slots.copy() if isinstance(slots, dict) else dict.fromkeys(slots, 0)
-        wanted = mask_of(zeros) if mask is None else mask
+    def leading(self, keys: Sequence[int], wanted: int) -> list[int]:
+        """Return the leading blocks held, by slot: 0 for those not in the mask ``wanted``, and for ``NOWHERE``."""
+        overlap = [0] * len(self._held)
         alive = wanted & self._live
-        overlap = zeros if alive == wanted else dict.fromkeys(bits(alive), 0)
         depth, seen = 0, -1
         for depth, have in enumerate(map(self._holders.get, keys)):
             if have is not seen:
@@ -171,6 +169,12 @@ class Index:
             for slot in bits(alive):
                 overlap[slot] = depth
         return overlap
+
+    def match(self, keys: Sequence[int], slots: Iterable[Slot]) -> dict[Slot, int]:
+        """Return slot -> leading blocks held, for live ``slots``."""
+        slots = [slot for slot in slots if self._live >> slot & 1]
+        overlap = self.leading(keys, mask_of(slots))
+        return {slot: overlap[slot] for slot in slots}
 
     def match_groups(self, keys: Sequence[int], rules: Mapping[Slot, HitRule]) -> dict[Slot, int]:
         """Return slot -> longest hit, for live slots of caches with several groups or a window, by their primary slot.
@@ -254,10 +258,12 @@ def _last_run(holders: Sequence[int], end: int, groups: int, need: int) -> int:
 
 
 def mask_of(slots: Iterable[Slot]) -> int:
-    mask = 0
-    for slot in slots:
-        mask |= 1 << slot
-    return mask
+    numbers = list(slots)
+    digits = bytearray(b"0") * (max(numbers, default=0) + 1)  # a mask of a thousand bits, shifted in, costs the square
+    for slot in numbers:
+        digits[slot] = ord("1")
+    digits.reverse()
+    return int(digits, 2)
 
 
 def bits(mask: int) -> list[Slot]:

@@ -115,7 +115,7 @@ class Followed:
         if not (size := self.relay.ledger.block_size):
             return 0
         hits = self.fleet.lookup(self._keys(prompt), len(prompt.ids), cache_query([Target(self.worker, 0, size)]))
-        return min(hits.get(self.worker.slots[0], 0), (len(prompt.ids) - 1) // size) * size
+        return min(hits[self.worker.slots[0]], (len(prompt.ids) - 1) // size) * size
 
     def of_primary_alone(self, prompt: Drawn) -> int:
         """Return the tokens that an index of one group expects, which holds every block of a hit."""
