@@ -39,6 +39,7 @@ class DecisionTrace:
     ``identity``: provider of the images' identities for the chosen worker, and the reason. ``stages``: one entry per
     stage and attempt before the answer. ``transfers``: one per handed over image, engine and attempt. ``answers``: the
     engine that answers, where stages came before it. ``degraded``: the pools that the pipeline form omits.
+    ``round_robin``: blocks that round robin would have found, ``None`` where it was not compared (docs/ui.md).
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class DecisionTrace:
     form: str = "whole"
     degraded: tuple[str, ...] = ()
     unpredicted: UnpredictedRequest | None = None
+    round_robin: int | None = None
 
     @property
     def weight(self) -> int:
@@ -113,6 +115,10 @@ class DecisionLog:
         self._size, self._free_tokens = size, tokens
         self._traces: OrderedDict[str, DecisionTrace] = OrderedDict()
         self._names: OrderedDict[str, str] = OrderedDict()  # a client's name of its request -> id of the newest one
+        self.added = 0  # traces since the process started
+
+    def __len__(self) -> int:
+        return len(self._traces)
 
     def add(self, request_id: str, trace: DecisionTrace, name: str = "") -> None:
         """Add a trace; ``name``: the client's name of its request, which need not be unique."""
@@ -122,6 +128,7 @@ class DecisionLog:
             if len(self._names) > self._size:
                 self._names.popitem(last=False)
         self._traces[request_id] = trace
+        self.added += 1
         self._free_tokens -= trace.weight
         while len(self._traces) > self._size or (self._free_tokens < 0 and len(self._traces) > 1):
             _, evicted = self._traces.popitem(last=False)
