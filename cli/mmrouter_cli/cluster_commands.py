@@ -93,8 +93,7 @@ def ui(
         str | None,
         typer.Argument(
             help="An endpoint, like 127.1.0.1:8000, or the name of a deployment of the cluster. "
-            "Default: the only local deployment.",
-            metavar="[URL|NAME]",
+            "Default: the only local deployment."
         ),
     ] = None,
     namespace: Namespace = None,
@@ -108,7 +107,8 @@ def ui(
 
     target = target or local_url() or leave("no `mmrouter up` runs here: give the URL of an endpoint or a name")
     if ":" in target:
-        _not_with_url(None, namespace, kubeconfig)
+        if namespace is not None or kubeconfig is not None:
+            leave("--namespace and --kubeconfig go with a name")
         pages = asyncio.run(live_pages.of_endpoint(control_or_leave(target, control, token)))
         raise typer.Exit(0 if _show_pages(pages, as_json=as_json) else FAILED)
     from mmrouter_cli.cluster_reader import ClusterError

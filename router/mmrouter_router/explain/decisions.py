@@ -86,6 +86,7 @@ class DecisionTrace:
             "predicted": "before" if self.unpredicted is None else "no",
             "blocks": winner.blocks,
             "overlap": winner.overlap,
+            "regret": decision.choice.regret,
             "why": decision.choice.reason,
             "candidates": [
                 {

@@ -1,7 +1,7 @@
 // The list of decisions as they happen, the newest first.
 import { bar, by, clock, el, fill, number, plural, set, show, short, sync } from "./dom.js";
 
-export const LIST_ROWS = 40;
+const LIST_ROWS = 40;
 
 let rows = []; // the newest first
 let seen = 0;
@@ -24,7 +24,7 @@ function draw() {
   show(by("decisions-table"), seen > 0);
   set(by("pause"), paused ? `Resume (${number(waiting)} more)` : "Pause");
   if (paused) return;
-  const more = seen > rows.length ? `, the newest of ${plural(seen, "decision")} since the page was opened` : "";
+  const more = seen > rows.length ? `, the newest of ${number(seen)}` : "";
   set(by("decisions-note"), seen ? `${number(rows.length)} shown${more}. Open one to see why.` : "");
   sync(by("decisions-table").tBodies[0], rows, (row) => row.request_id, make, refresh);
 }
@@ -59,7 +59,8 @@ function refresh(node, row) {
   parts.kind.className = row.exactness === "exact" ? "" : "doubt";
   set(parts.reasons, row.reasons.join(", "));
   const images = row.images ? `, ${plural(row.images, "image")}` : "";
-  set(cells[6], row.why || `best of ${plural(row.candidates, "candidate")}${images}`);
+  const regret = row.regret ? `; gave away ${plural(row.regret, "block")} held elsewhere` : "";
+  set(cells[6], `${row.why || `best of ${plural(row.candidates, "candidate")}${images}`}${regret}`);
 }
 
 /** Set up the section; `open(id)` is called for a decision that is clicked. */

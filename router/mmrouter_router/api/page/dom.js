@@ -31,6 +31,7 @@ export function fill(node, share) {
   if (node.style.width !== width) node.style.width = width;
 }
 
+/** Return an empty bar, or one that is filled to a share. */
 export const bar = (share = 0) => {
   const inner = el("span");
   fill(inner, share);
@@ -43,20 +44,15 @@ export const bar = (share = 0) => {
  */
 export function sync(parent, items, keyOf, make, update) {
   const before = parent.rows ?? new Map();
-  const after = new Map();
+  const after = new Map(items.map((item) => [keyOf(item), before.get(keyOf(item)) ?? make(item)]));
+  // First, so that no other row has to move: a moved one loses the focus.
+  for (const [key, row] of before) if (!after.has(key)) row.remove();
   let at = parent.firstChild;
   for (const item of items) {
-    const key = keyOf(item);
-    const row = before.get(key) ?? make(item);
-    after.set(key, row);
+    const row = after.get(keyOf(item));
     update(row, item);
     if (row === at) at = at.nextSibling;
     else parent.insertBefore(row, at);
-  }
-  while (at !== null) {
-    const next = at.nextSibling;
-    at.remove();
-    at = next;
   }
   parent.rows = after;
 }

@@ -36,6 +36,9 @@ function parts(trace) {
         `of which the worker held ${number(trace.overlap)}`;
   return [
     el("p", { class: "lead" }, `${trace.worker}: ${trace.why}`),
+    trace.regret
+      ? el("p", { class: "note" }, `Given away: ${plural(trace.regret, "block")} more that another worker held, for the load there.`)
+      : null,
     el("p", { class: "note" }, `${clock(trace.at)}, policy ${trace.policy}, ${trace.exactness}${reasons}. ${prompt}.`),
     ...attempts(trace),
     ...candidates(trace),
@@ -44,7 +47,7 @@ function parts(trace) {
     el("h3", {}, "In a terminal"),
     el("p", { class: "note" }, el("code", {}, `mmrouter explain ${trace.request_id} --parity`),
       " compares the prediction with what the engine holds."),
-  ];
+  ].filter((part) => part !== null);
 }
 
 function attempts(trace) {

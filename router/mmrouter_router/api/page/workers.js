@@ -1,13 +1,15 @@
 // The table of workers: sorted, filtered, at most one page of rows in the document, however many workers there are.
 import { bar, by, el, fill, number, percent, plural, set, show, sync } from "./dom.js";
 
-export const PAGE_ROWS = 25;
+const PAGE_ROWS = 25;
+const names = new Intl.Collator("en", { numeric: true }); // one, because making one takes longer than a comparison
 const RANK = { refused: 0, degraded: 1, unsynced: 2, waiting: 3, pending: 4, draining: 5, verified: 6 };
 const COLUMNS = [
   { name: "Worker", value: (row) => row.name, text: true },
   { name: "Standing", value: (row) => RANK[row.standing] ?? 0, up: true },
   { name: "In flight", value: (row) => row.in_flight, number: true },
   { name: "Queue", value: (row) => row.queue, number: true, title: "Blocks that wait to be computed" },
+  { name: "KV in use", value: (row) => row.kv_usage, number: true, title: "Memory for blocks that running requests use" },
   { name: "Cached blocks", value: (row) => row.held },
   { name: "Requests", value: (row) => row.decisions, number: true },
   { name: "Hits", value: (row) => (row.blocks ? row.hits / row.blocks : -1), number: true },
@@ -41,8 +43,8 @@ function chosen() {
   const { value } = COLUMNS[order.column];
   const compare = (a, b) => {
     const [one, other] = [value(a), value(b)];
-    const result = typeof one === "string" ? one.localeCompare(other, "en", { numeric: true }) : one - other;
-    return (order.up ? result : -result) || a.name.localeCompare(b.name, "en", { numeric: true });
+    const result = typeof one === "string" ? names.compare(one, other) : one - other;
+    return (order.up ? result : -result) || names.compare(a.name, b.name);
   };
   return found.sort(compare);
 }
@@ -73,7 +75,7 @@ function make() {
   cells[0].append(parts.name, parts.pool);
   cells[1].removeAttribute("data-name");
   cells[1].append(parts.standing, parts.why);
-  cells[4].append(el("span", { class: "held" }, parts.bar, parts.held));
+  cells[5].append(el("span", { class: "held" }, parts.bar, parts.held));
   return Object.assign(el("tr", {}, ...cells), { parts });
 }
 
@@ -86,10 +88,11 @@ function refresh(node, row, fullest) {
   set(parts.why, row.why);
   set(cells[2], row.waiting ? `${number(row.in_flight)} + ${number(row.waiting)}` : number(row.in_flight));
   set(cells[3], number(row.queue));
+  set(cells[4], percent(row.kv_usage));
   set(parts.held, number(row.held));
   fill(parts.bar.firstChild, row.held / fullest);
-  set(cells[5], number(row.decisions));
-  set(cells[6], row.blocks ? percent(row.hits / row.blocks) : "–");
+  set(cells[6], number(row.decisions));
+  set(cells[7], row.blocks ? percent(row.hits / row.blocks) : "–");
 }
 
 function headings() {
