@@ -91,14 +91,11 @@ class LiveView:
     def parts(self, cursor: Cursor) -> Iterator[bytes]:
         """Yield one tick's parts; empty where the page has it already."""
         self.compare()
-        made: list[tuple[str, Callable[[Cursor], dict[str, Any]]]] = [
-            ("summary", self.summary), ("workers", self.workers), ("decisions", self.decisions)
-        ]  # fmt: skip
-        if cursor.tick % MAP_TICKS == 0:
-            made.append(("map", self.map))
+        sections = [self.summary, self.workers, self.decisions, *([self.map] if cursor.tick % MAP_TICKS == 0 else ())]
         cursor.tick += 1
-        for name, make in made:
-            raw = orjson.dumps({name: make(cursor)}, option=orjson.OPT_NON_STR_KEYS)
+        for make in sections:
+            name = make.__name__
+            raw = orjson.dumps({name: make(cursor)})
             yield b"" if cursor.last.get(name) == raw else b"data: " + raw + b"\n\n"
             cursor.last[name] = raw
 

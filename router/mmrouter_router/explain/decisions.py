@@ -128,9 +128,10 @@ class DecisionLog:
             self._names.move_to_end(name)
             if len(self._names) > self._size:
                 self._names.popitem(last=False)
+        replaced = self._traces.pop(request_id, None)  # the same request, which has moved to another engine
         self._traces[request_id] = trace
         self.added += 1
-        self._free_tokens -= trace.weight
+        self._free_tokens -= trace.weight - (replaced.weight if replaced is not None else 0)
         while len(self._traces) > self._size or (self._free_tokens < 0 and len(self._traces) > 1):
             _, evicted = self._traces.popitem(last=False)
             self._free_tokens += evicted.weight

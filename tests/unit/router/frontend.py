@@ -54,8 +54,8 @@ class Reports(Rig):
 class Decisions:
     """The decisions of a router without clients: those that a test makes."""
 
-    def __init__(self) -> None:
-        self.decisions = DecisionLog()
+    def __init__(self, kept: int) -> None:
+        self.decisions = DecisionLog(kept)
 
     async def describe(self, trace: DecisionTrace) -> dict:
         return trace.as_json()
@@ -64,13 +64,13 @@ class Decisions:
 class Frontend(Reports):
     """The control app without requests."""
 
-    def __init__(self, token: str = "t", ip: str = "", **about: str) -> None:
+    def __init__(self, token: str = "t", ip: str = "", kept: int = 1000, **about: str) -> None:
         super().__init__()
         self.token = token
         self.ip = ip or loopback()
         self.stopping = asyncio.Event()
         self.refusals = Metrics().control_refusals
-        self.chat = Decisions()
+        self.chat = Decisions(kept)
         named = {"deployment": "d", "model": "m", "engine": "vllm", "policy": "kv", "version": "1"} | about
         exactness = self.metrics.decisions
         self.live = LiveView(self.reporter, self.placer, self.chat.decisions, exactness, named, lambda: 1)

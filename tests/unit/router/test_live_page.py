@@ -152,15 +152,15 @@ async def test_a_stream_ends_with_the_router_and_with_its_client(frontend, clien
         await anext(answer.aiter_lines())
         assert frontend.live._pages == 1
     await until(lambda: frontend.live._pages == 0)
-    stream = frontend.live.events(frontend.stopping, seconds=60)
-    await anext(stream)
-    rest = asyncio.ensure_future(anext(stream, None))
+    stream = frontend.live.events(frontend.stopping, seconds=600)
+
+    async def whole() -> list[bytes]:
+        return [part async for part in stream]
+
+    reading = asyncio.create_task(whole())
+    await until(lambda: frontend.live._pages == 1)
     frontend.stopping.set()
-    async with asyncio.timeout(30):
-        while rest.result() is not None if rest.done() else True:
-            if rest.done():
-                rest = asyncio.ensure_future(anext(stream, None))
-            await asyncio.sleep(0)
+    assert await asyncio.wait_for(reading, 30)
 
 
 def test_unchanged_parts_are_not_sent_again():
@@ -251,6 +251,18 @@ def test_round_robin_is_compared_in_ticks_of_bounded_size():
     for number in range(5):
         frontend.decide(f"r{number}", ids=long)
     assert [parts(frontend, cursor)["summary"]["round_robin"]["decisions"] for _ in range(4)] == [2, 4, 5, 5]
+
+
+def test_of_a_log_that_was_full_before_only_the_newer_half_is_compared():
+    frontend, cursor = Frontend(kept=4), Cursor()
+    frontend.worker("a")
+    for number in range(6):
+        frontend.decide(f"r{number}")
+    seen = parts(frontend, cursor)["summary"]["round_robin"]
+    assert (seen["decisions"], seen["found"]) == (2, 2 * len(KEYS))
+    frontend.decide("next")
+    parts(frontend, cursor)
+    assert frontend.chat.decisions.get("next").round_robin == len(KEYS)
 
 
 def test_a_conversation_on_one_of_three_engines_finds_more_than_round_robin_would():

@@ -9,13 +9,14 @@ let waiting = 0; // that came while the list was paused
 let paused = false;
 let explain = () => {};
 
-/** Take the decisions since the last part. */
+/** Take the decisions since the last part; one that comes again has moved to another engine. */
 export function update(part) {
-  const known = new Set(rows.map((row) => row.request_id));
-  const fresh = part.rows.filter((row) => !known.has(row.request_id));
-  seen += fresh.length + part.left_out;
-  rows = [...fresh, ...rows].slice(0, LIST_ROWS);
-  if (paused) waiting += fresh.length + part.left_out;
+  const came = new Set(part.rows.map((row) => row.request_id));
+  const others = rows.filter((row) => !came.has(row.request_id));
+  const fresh = part.rows.length - (rows.length - others.length) + part.left_out;
+  seen += fresh;
+  if (paused) waiting += fresh;
+  rows = [...part.rows, ...others].slice(0, LIST_ROWS);
   draw();
 }
 
@@ -40,7 +41,7 @@ function make(row) {
   const cells = [
     el("td", { class: "whole" }, clock(row.at)),
     el("td", { class: "whole" }, button),
-    el("td", {}, row.worker),
+    el("td"),
     el("td", { class: "wide" }, el("span", { class: "held" }, parts.bar, parts.held)),
     el("td", { class: "number", "data-name": "Round robin" }),
     el("td", {}, parts.kind, parts.reasons),
@@ -52,6 +53,7 @@ function make(row) {
 
 function refresh(node, row) {
   const { parts, cells } = node;
+  set(cells[2], row.worker);
   fill(parts.bar.firstChild, row.blocks ? row.overlap / row.blocks : 0);
   set(parts.held, row.predicted ? `${number(row.overlap)} of ${number(row.blocks)}` : "not predicted");
   set(cells[4], row.round_robin === null ? "–" : number(row.round_robin));
