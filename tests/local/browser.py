@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 CHROMIUM = shutil.which("chromium")
-START_SECONDS = 120.0
-ANSWER_SECONDS = 120.0
+START_SECONDS = 300.0
+ANSWER_SECONDS = 300.0
 FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
     *("--no-first-run", "--disable-extensions", "--disable-background-networking", "--disable-component-update"),
@@ -26,12 +26,13 @@ KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "ArrowRight": 39}
 
 
 class Browser:
-    """One page. ``console``: what it logged as an error, uncaught exceptions and refusals of its policy included."""
+    """One page. ``console``: what it logged as an error, refusals of its policy included."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._numbers = socket, itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.console: list[str] = []
+        self.uncaught: list[str] = []
         self.requests: list[str] = []
         self._reader = asyncio.create_task(self._read())
 
@@ -41,7 +42,7 @@ class Browser:
             if "id" in event:
                 self._answers.pop(event["id"]).set_result(event)
             elif event["method"] == "Runtime.exceptionThrown":
-                self.console.append(json.dumps(event["params"]["exceptionDetails"]))
+                self.uncaught.append(event["params"]["exceptionDetails"]["exception"]["description"])
             elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
                 self.console.append(event["params"]["entry"]["text"])
             elif event["method"] == "Network.requestWillBeSent":
@@ -67,11 +68,13 @@ class Browser:
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    async def until(self, script: str, seconds: float = 90.0) -> Any:
-        """Return an expression's value as soon as it is true."""
+    async def until(self, script: str, seconds: float = 150.0) -> Any:
+        """Return an expression's value as soon as it is true, unless a script of the page has failed before."""
         try:
             async with asyncio.timeout(seconds):
-                while not (value := await self.value(script)):
+                # An element has no value that could be returned.
+                while not (value := await self.value(f"((it) => it instanceof Node || it)({script})")):
+                    assert self.uncaught == []
                     await asyncio.sleep(0.05)
         except TimeoutError:
             shown = await self.value("document.body.innerText")

@@ -9,12 +9,13 @@ from starlette.routing import Route
 
 PATH: Final = "/ui/"
 FOLDER: Final = Path(__file__).with_name("page")
-TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 POLICY: Final = "; ".join(
     (
         "default-src 'none'",
         "script-src 'self'",
         "style-src 'self'",
+        "img-src 'self'",
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",

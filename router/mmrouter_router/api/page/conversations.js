@@ -29,27 +29,27 @@ export function update(part) {
 }
 
 function make(row) {
-  const id = { current: row.request_id };
-  const button = el("button", { type: "button", class: "link id", on: { click: () => explain(id.current) } });
-  const images = el("span", { class: "sub" });
-  const cells = [el("td", {}, button, images), el("td", { class: "number" }), el("td", { class: "number" })];
-  return Object.assign(el("tr", {}, ...cells), { id, button, images, shares: [] });
+  const parts = { newest: row.request_id, images: el("span", { class: "sub" }), shares: [] };
+  parts.button = el("button", { type: "button", class: "link id", on: { click: () => explain(parts.newest) } });
+  const counts = [el("td", { class: "number" }), el("td", { class: "number" })];
+  return Object.assign(el("tr", {}, el("td", {}, parts.button, parts.images), ...counts), { parts });
 }
 
 function refresh(node, row, workers) {
-  node.id.current = row.request_id;
-  set(node.button, short(row.conversation));
-  node.button.setAttribute("aria-label", `Explain the newest request of conversation ${row.conversation}`);
-  set(node.images, row.images ? plural(row.images, "image") : "");
-  set(node.cells[1], number(row.requests));
-  set(node.cells[2], number(row.blocks));
-  while (node.shares.length < workers.length) {
+  const { parts, cells } = node;
+  parts.newest = row.request_id;
+  set(parts.button, short(row.conversation));
+  parts.button.setAttribute("aria-label", `Explain the newest request of conversation ${row.conversation}`);
+  set(parts.images, row.images ? plural(row.images, "image") : "");
+  set(cells[1], number(row.requests));
+  set(cells[2], number(row.blocks));
+  while (parts.shares.length < workers.length) {
     const share = el("span");
-    node.shares.push(share);
+    parts.shares.push(share);
     node.append(el("td", { class: "cell" }, share));
   }
-  while (node.shares.length > workers.length) node.shares.pop().parentNode.remove();
-  node.shares.forEach((share, index) => {
+  while (parts.shares.length > workers.length) parts.shares.pop().parentNode.remove();
+  parts.shares.forEach((share, index) => {
     const held = row.held[index];
     set(share, held ? `${Math.round(held * 100)} %` : "·");
     share.className = held ? "" : "none";

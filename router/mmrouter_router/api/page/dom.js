@@ -38,12 +38,14 @@ export const bar = (share = 0) => {
   return el("span", { class: "bar", "aria-hidden": "true" }, inner);
 };
 
+const rowsOf = new WeakMap(); // parent -> key -> row
+
 /**
  * Make the children of `parent` those of `items`, in this order: existing rows are updated and moved, not made again.
  * `make(item)` returns a row, `update(row, item)` fills it.
  */
 export function sync(parent, items, keyOf, make, update) {
-  const before = parent.rows ?? new Map();
+  const before = rowsOf.get(parent) ?? new Map();
   const after = new Map(items.map((item) => [keyOf(item), before.get(keyOf(item)) ?? make(item)]));
   // First, so that no other row has to move: a moved one loses the focus.
   for (const [key, row] of before) if (!after.has(key)) row.remove();
@@ -54,7 +56,7 @@ export function sync(parent, items, keyOf, make, update) {
     if (row === at) at = at.nextSibling;
     else parent.insertBefore(row, at);
   }
-  parent.rows = after;
+  rowsOf.set(parent, after);
 }
 
 const grouped = new Intl.NumberFormat("en");

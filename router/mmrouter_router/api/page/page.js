@@ -44,34 +44,32 @@ async function connect() {
   stream?.abort();
   const mine = (stream = new AbortController());
   while (!mine.signal.aborted) {
-    let why = "connection lost, trying again";
-    try {
-      const answer = await ask("/control/live", mine.signal);
-      if (answer.status === 401) {
-        signIn("The frontend rejects this token: it may belong to another deployment or have been replaced.");
-        return;
-      }
-      if (answer.ok) await follow(answer.body.getReader());
-      else why = `${(await answer.json()).detail ?? answer.status}, trying again`;
-    } catch (error) {
-      if (mine.signal.aborted) return;
-      if (!(error instanceof TypeError)) throw error; // what fetch raises for a broken connection
+    const answer = await unlessBroken(ask("/control/live", mine.signal));
+    if (answer?.status === 401) {
+      signIn("The frontend rejects this token: it may belong to another deployment or have been replaced.");
+      return;
     }
-    connection("lost", why);
+    if (answer?.ok) await follow(answer.body.getReader());
+    if (mine.signal.aborted) return;
+    const why = answer?.status === 503 ? (await unlessBroken(answer.json()))?.detail : "connection lost";
+    connection("lost", `${why}, trying again`);
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
 
-/** Read server-sent events, of which each is one part. EventSource cannot send the token. */
+/** Return a promise's value, or nothing where the connection broke or was ended. */
+const unlessBroken = (promise) => promise.catch(() => undefined);
+
+/** Read server-sent events until the connection ends; each is one part. EventSource cannot send the token. */
 async function follow(reader) {
   const decoder = new TextDecoder();
   let text = "";
   workers.clear();
   decisions.clear();
   for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    text += decoder.decode(value, { stream: true });
+    const read = await unlessBroken(reader.read());
+    if (!read || read.done) return;
+    text += decoder.decode(read.value, { stream: true });
     const events = text.split("\n\n");
     text = events.pop();
     for (const event of events) {

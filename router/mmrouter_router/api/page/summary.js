@@ -64,13 +64,12 @@ function exact({ counts, exactness, possible }) {
     : `All ${plural(all, "decision")} exact: nothing was left out of a prediction`);
   const rows = exactness.filter(([, , count]) => count)
     .sort((a, b) => ORDER.indexOf(a[0]) - ORDER.indexOf(b[0]) || b[2] - a[2]);
-  sync(by("causes"), rows, ([kind, cause]) => `${kind} ${cause}`, cause, (node, [, , count]) => set(node.count, number(count)));
+  sync(by("causes"), rows, ([kind, cause]) => `${kind} ${cause}`, cause, (node, [, , count]) => set(node.lastChild, number(count)));
 }
 
 function cause([kind, why]) {
-  const count = el("span", { class: "number" });
   const label = el("span", { class: kind === "exact" ? "label" : "label doubt" }, why ? `${kind}: ${why}` : kind);
-  return Object.assign(el("li", {}, label, el("span", { class: "sub" }, MEANING[kind] ?? ""), count), { count });
+  return el("li", {}, label, el("span", { class: "sub" }, MEANING[kind] ?? ""), el("span", { class: "number" }));
 }
 
 function workers({ standings, index_keys: keys, ready }) {
