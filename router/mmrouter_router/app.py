@@ -17,6 +17,7 @@ from mmrouter_router import build
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import port_apps
 from mmrouter_router.api.chat import Chat
+from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.core.settings import CURVE_FILES, Settings, SettingsError, curve_keys
@@ -186,6 +187,7 @@ class Router:
             stopping=self.shutdown.stopping,
             refusals=self.metrics.control_refusals,
             feed_keys=lambda: sorted({fingerprint(key) for one in self._curve for key in (one.public, one.server)}),
+            live=self._live_view(),
         )
         admin = {port_apps.CONTROL_PORT: control, METRICS_PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
@@ -289,6 +291,13 @@ class Router:
     def client_app(self) -> Any:
         about = port_apps.About(self._models, self._versions, self._serves)
         return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, about)
+
+    def _live_view(self) -> LiveView:
+        resource = self.settings.deployment
+        about = {"deployment": resource.metadata.name, "model": self.settings.served_model}
+        about |= {"engine": resource.spec.engine.type, "policy": resource.spec.routing.policy, "version": __version__}
+        exactness, frontends = self.metrics.decisions, lambda: 1 + len(self.peers)
+        return LiveView(self.reporter, self.placer, self.decisions, exactness, about, frontends)
 
     def _models(self) -> list[dict[str, Any]]:
         """Return the model list: the model, and the LoRA adapters that engines have loaded.

@@ -351,6 +351,7 @@ class Chat:
         self._metrics.overlap_blocks.inc(hits)
         if blocks:
             self._metrics.hit_ratio.observe(hits / blocks)
+            self._metrics.regret.observe(decision.choice.regret)
         self.counts["decisions"] += 1
         self.counts["exact_decisions"] += decision.exactness == "exact"
         self.counts["prompt_blocks"] += blocks

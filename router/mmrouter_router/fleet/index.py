@@ -141,6 +141,10 @@ class Index:
     def holds(self, slot: Slot, key: int) -> bool:
         return bool(self._holders.get(key, 0) & self._live & (1 << slot))
 
+    def holders(self, key: int) -> int:
+        """Return the candidates that hold a block, as bits of their slots."""
+        return self._holders.get(key, 0) & self._live
+
     def keys(self, slot: Slot) -> set[int]:
         """Return all keys of one candidate by a scan of the whole table, for tests and the control API."""
         bit = 1 << slot

@@ -259,7 +259,7 @@ class Fleet:
             case Heartbeat():
                 return self._heartbeat(worker, frame)
             case feed.LoadReport():
-                self.usage(worker, frame.rank).queue(frame.waiting)
+                self.usage(worker, frame.rank).queue(frame.waiting, frame.kv_usage)
             case feed.ImageObservation():
                 self._metrics.sightings.inc()
                 for on_sighting in self.sighting_listeners:

@@ -222,6 +222,13 @@ class Choice:
         return tuple(sorted(scores, key=lambda s: (s.cost, s.candidate.held, s.tie, s.candidate.id)))
 
     @property
+    def regret(self) -> int:
+        """Blocks that a verified candidate held beyond the winner's hit: what was given away, because of its load."""
+        table, winner = self.candidates, self.winner
+        best = max(table.overlap) if all(table.scored) else max(map(mul, table.overlap, table.scored))
+        return max(0, best - (winner.overlap + winner.coming if winner.scored else 0))
+
+    @property
     def reason(self) -> str:
         if self.policy == "roundRobin":
             return f"turn {self.turn % len(self.candidates)} of {len(self.candidates)} candidates"
