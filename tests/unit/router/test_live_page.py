@@ -93,7 +93,9 @@ async def test_the_policy_allows_only_the_page_s_own_scripts_and_connections(cli
 
 @pytest.mark.parametrize("name", FILES)
 def test_files_name_no_other_server_and_parse_no_text_as_html(name):
-    assert not re.search(r"(?:https?:)?//[a-z](?!ww\.w3\.org/2000/svg)", re.sub(r"^\s*//.*$", "", text(name), flags=re.MULTILINE))
+    assert not re.search(
+        r"(?:https?:)?//[a-z](?!ww\.w3\.org/2000/svg)", re.sub(r"^\s*//.*$", "", text(name), flags=re.MULTILINE)
+    )
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b|new Function|\sstyle=", text(name)
     )
