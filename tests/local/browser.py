@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import io
 import itertools
 import json
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from PIL import Image
 
 CHROMIUM = shutil.which("chromium")
 START_SECONDS = 300.0
@@ -61,6 +63,7 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
         await self.call("Page.navigate", url=url)
+        await self.until("location.protocol === 'http:' && document.readyState === 'complete'")
 
     async def value(self, script: str) -> Any:
         """Return the value of an expression in the page."""
@@ -68,7 +71,7 @@ class Browser:
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
-    async def until(self, script: str, seconds: float = 150.0) -> Any:
+    async def until(self, script: str, seconds: float = 60.0) -> Any:
         """Return an expression's value as soon as it is true, unless a script of the page has failed before."""
         try:
             async with asyncio.timeout(seconds):
@@ -109,10 +112,11 @@ class Browser:
             where = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
             await self.call("Input.dispatchMouseEvent", type=kind, **where)
 
-    async def picture(self, file: Path, *, whole: bool = False) -> Path:
+    async def picture(self, file: Path, *, whole: bool = False) -> None:
+        """Write a picture of what is visible, or of the whole page, in 128 colours. The mouse points at nothing."""
+        await self.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(shot["data"]))
-        return file
+        Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB").quantize(128).save(file, optimize=True)
 
 
 @contextlib.asynccontextmanager

@@ -82,7 +82,7 @@ def talk(demo: Deployment, turns: int = 3) -> list[str]:
     ids = []
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=120) as client:
         for question in QUESTIONS:
-            messages: list[Any] = [{"role": "system", "content": SYSTEM * 4}]
+            messages: list[Any] = [{"role": "system", "content": f"Visitors ask: {question} {SYSTEM * 4}"}]
             for turn in range(turns):
                 messages.append({"role": "user", "content": f"{question} Please explain it for day {turn}. " * 3})
                 raw = client.chat.completions.with_raw_response.create(model="demo", messages=messages, max_tokens=24)
@@ -155,7 +155,7 @@ async def pictures(page: Browser, folder: Path) -> None:
     await page.press("Escape")
     await page.value("document.activeElement.blur()")
     if picture := os.environ.get("MMROUTER_PICTURE"):
-        await page.size(1200, 860)
+        await page.size(1120, 760)
         await page.value("scrollTo(0, 0)")
         await page.picture(ROOT / picture)
 
@@ -196,7 +196,7 @@ async def test_a_thousand_workers_and_a_burst_of_decisions_change_little_at_a_ti
     await page.value(COUNT_CHANGES)
     for burst in range(3):
         for number, worker in enumerate(crowded.fleet):
-            crowded.fleet.on_published(worker, LoadReport(0, 1000 + burst * WORKERS + number))
+            crowded.fleet.on_published(worker, LoadReport(0, 0.0, 1000 + burst * WORKERS + number, 0.5))
         for number in range(200):
             ids = array("I", range(burst * 10_000 + number, burst * 10_000 + number + BLOCK * 3))
             crowded.delta(
@@ -267,7 +267,7 @@ async def test_without_a_token_the_page_shows_a_form_and_a_wrong_one_is_refused(
 ) -> None:
     crowded.decide("secret")
     await page.open(f"http://{crowded.ip}:{PORT}/ui/")
-    await page.until("document.activeElement.id === 'token'")
+    await page.until("document.activeElement?.id === 'token'")
     assert "secret" not in await page.value("document.body.textContent")
     for given in ("wrong", crowded.token):
         await page.value("document.querySelector('#token').focus()")
