@@ -3,13 +3,13 @@
 A test that proves a cell is marked ``proves(engine, setup, family)``; ``{name}`` in them stands for the test's
 parameter of that name. What the mark's tests found is the cell; a cell that cannot be run has its reason here.
 
-A run has one family for each setup, and the others on one engine. ``MMROUTER_FAMILIES``, which is ``all`` or names of
-families with commas, makes it the long form: every setup with each of them (``test_cells.py``), and tests that measure
-for minutes.
+A run has one family for each setup, and a few others on one engine. ``MMROUTER_FAMILIES``, which is ``all`` or names of
+families with commas, makes it the long form: every setup with each of them (``test_cells.py``), every family on an
+engine, and tests that measure for minutes.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -77,6 +77,11 @@ def long_form() -> list[str]:
 def setup_families() -> list[str]:
     """Return the families that a run has in vLLM's setups of several engines; it has the others on one engine."""
     return long_form() or [ONE_FAMILY["vllm"]]
+
+
+def parameters(names: Iterable[str], *always: str) -> list[Any]:
+    """Return ``names`` as parameters, of which all but ``always`` are only part of the long form."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.long_form) for name in names]
 
 
 class Place(NamedTuple):
