@@ -79,8 +79,8 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
         whole_number(file, config, f"{name}_token_id", default)
         for name, default in (("image", 258_880), ("boi", 255_999), ("eoi", 258_882))
     )
-    patch_size, pool, most = geometry
-    return Gemma4(image, begin, end, patch_size, pool, most)
+    patch, pool, most = geometry
+    return Gemma4(image, begin, end, patch, pool, most)
 
 
 register(MODEL_TYPE, load, proved_on=("vllm",))

@@ -43,7 +43,7 @@ THIRD_PARTY = Path(__file__).with_name("third_party.py")
 MLX_VLM = "0.7.10"
 SIZES = 20_000
 PICTURES = 300
-OWN_PICTURES = 60  # through vLLM's own front end, which takes longer
+OWN_PICTURES = 30  # through vLLM's own front end, which takes longer
 UNITS = (14, 16, 28, 32, 336)
 
 KINDS = [
@@ -214,18 +214,27 @@ def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_proce
     assert not wrong, wrong[:10]
 
 
+@pytest.fixture(scope="module")
+def front_end(ask: Ask, pictures: list[Drawn]) -> dict[str, Any]:
+    """The prompts of all families by vLLM's own front end, of one process."""
+    asked = [
+        {"files": [str(drawn.path) for drawn in group], "text": group[0].text}
+        for group in chats(pictures[:OWN_PICTURES])
+    ]
+    answers = ask("vllm_prompts", models=[str(folder_of(name)) for name in PROCESSED], chats=asked)
+    return {Path(folder).name: answer for folder, answer in answers.items()}
+
+
 @pytest.mark.proves("vllm", "front end", "{name}")
 @pytest.mark.parametrize("name", PROCESSED)
 def test_case_24_images_have_the_tokens_and_places_that_vllms_own_front_end_gives_them(
-    name: str, ask: Ask, pictures: list[Drawn], record: Record, figure: Figure
+    name: str, front_end: dict[str, Any], pictures: list[Drawn], record: Record, figure: Figure
 ) -> None:
     family = load(folder_of(name))
     prompter = Prompter.load(folder_of(name), family=family)
     groups = chats(pictures[:OWN_PICTURES])
-    asked = [{"files": [str(drawn.path) for drawn in group], "text": group[0].text} for group in groups]
-    (answers,) = ask("vllm_prompts", models=[str(folder_of(name))], chats=asked).values()
     wrong = []
-    for group, answer in zip(groups, answers, strict=True):
+    for group, answer in zip(groups, front_end[name], strict=True):
         content = [*({"type": "image_url"} for _ in group), {"type": "text", "text": group[0].text}]
         shown = [replace(image(family, drawn), identity=bytes([n]) * 32) for n, drawn in enumerate(group)]
         expanded = prompter.prompt({"messages": [{"role": "user", "content": content}]}, shown)
