@@ -23,7 +23,8 @@ MAX_MESSAGE: Final = 64 << 20  # bytes of an answer that is converted as a whole
 def debug_headers(reply: EngineReply) -> Headers:
     """Return the headers that disclose what other tenants asked, by the overlap (docs/architecture.md)."""
     decision = reply.decision
-    winner = decision.choice.winner
+    winner, tokens = decision.choice.winner, reply.trace.prompt_tokens
+    recomputed = decision.target.worker.recomputed_blocks(tokens, decision.target.block_size)
     return [
         (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
         (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
@@ -31,7 +32,8 @@ def debug_headers(reply: EngineReply) -> Headers:
         (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
         (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
         (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),
-        (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
+        (b"x-mmrouter-prompt-tokens", str(tokens).encode()),
+        (b"x-mmrouter-recomputed-blocks", str(recomputed).encode()),
     ]
 
 

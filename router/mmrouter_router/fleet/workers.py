@@ -97,6 +97,13 @@ class Worker:
             return "Unknown"
         return beat.canary.result
 
+    def recomputed_blocks(self, tokens: int, block_size: int) -> int:
+        """Return the held blocks that a repeat of a prompt cannot hit, beside the one of its last token."""
+        if not self.layout.recomputed or block_size < 1:
+            return 0
+        looked_at = tokens if len(self.layout.groups) > 1 else tokens - 1
+        return max(0, max(0, tokens - 1) // block_size - max(0, looked_at // block_size - 1))
+
     def is_admitted(self, now: float, timeout: float) -> bool:
         """Whether the gates are open, or were closed for ``timeout`` seconds, as by an operator that is away."""
         return self.member.admitted or now - self.since >= timeout
@@ -132,7 +139,7 @@ def cache_entry(worker: Worker, rank: int, block_size: int) -> tuple[Slot, HitRu
     slot = worker.slots.get(rank)
     if slot is None or not worker.layout.comparable:
         return NOWHERE, None
-    if worker.layout.tails or len(worker.layout.whole) > 1:
+    if worker.layout.tails or worker.layout.recomputed or len(worker.layout.whole) > 1:
         return slot, _hit_rule(worker, rank, block_size)
     return slot, None
 
@@ -152,7 +159,7 @@ def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
         return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
 
     tails = [(window_blocks(tail.tokens, block_size), bits_of(tail.groups)) for tail in layout.tails]
-    return HitRule(bits_of(layout.whole), tuple(tails))
+    return HitRule(bits_of(layout.whole), tuple(tails), bits_of(layout.recomputed))
 
 
 class Fleet:
@@ -164,6 +171,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.version = 0  # increases with every change of the candidates, for caches of derived values
         self._metrics, self._clock = metrics, clock
+        self._adapters: tuple[int, frozenset[str]] = (-1, frozenset())  # of a version
         self.change_listeners: list[Callable[[], None]] = []  # of membership, sync, verification and engine state
         self.sighting_listeners: list[Callable[[Worker, feed.ImageObservation], None]] = []
         self.work_listeners: list[Callable[[Worker, feed.Work], None]] = []  # of load frames, this router's included
@@ -176,6 +184,14 @@ class Fleet:
         beats = [(worker.heartbeat, worker.scope) for worker in self if worker.heartbeat is not None]
         return {(beat.block_size, scope) for beat, scope in beats if beat.block_size > 0}
 
+    def adapters(self) -> frozenset[str]:
+        """Return the LoRA adapters that any engine has loaded."""
+        if self._adapters[0] != self.version:
+            beats = (worker.heartbeat for worker in self)
+            names = frozenset(name for beat in beats if beat is not None for name in beat.adapters)
+            self._adapters = self.version, names
+        return self._adapters[1]
+
     def now(self) -> float:
         """Seconds on the clock of ``since`` and ``heartbeat_at``."""
         return self._clock()
@@ -187,9 +203,11 @@ class Fleet:
         hits = self.index.leading(keys, query.leading)
         if query.rules:
             # The engine computes a prompt's last token anew, so its block cannot be hit.
-            hittable = max(0, tokens - 1) // query.block_size
-            for slot, blocks in self.index.match_groups(keys[:hittable], query.rules).items():
-                hits[slot] = blocks
+            for length in (tokens - 1, tokens):
+                rules = {slot: rule for slot, rule in query.rules.items() if rule.sees_last == (length == tokens)}
+                found = self.index.match_groups(keys[: max(0, length) // query.block_size], rules) if rules else {}
+                for slot, blocks in found.items():
+                    hits[slot] = blocks
         return hits
 
     def touch(self, worker: Worker) -> None:
@@ -282,7 +300,7 @@ class Fleet:
             worker.since = self._clock()  # the verification timeout restarts: this cache has proved nothing yet
         steps = self._carry_out(worker, worker.sync.on_heartbeat(beat))
         if beat.epoch == worker.sync.epoch:
-            steps += self._regroup(worker, cache_layout(beat.groups, complete=beat.all_groups))
+            steps += self._regroup(worker, cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter))
         quiet = ("seq", "shared")
         if (
             before is None

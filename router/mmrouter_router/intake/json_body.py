@@ -6,7 +6,7 @@ and router cannot read one body in two ways (duplicate keys, odd numbers, invali
 
 import re
 from collections.abc import Iterator, Set
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 
@@ -150,10 +150,14 @@ def flag(body: Object, name: str, *, default: bool = False, nullable: bool = Fal
     return value
 
 
-def model_of(body: Object, served_model: str) -> str:
-    """Return the model's name. Raises 400 where it is missing, 404 where it is not ``served_model``."""
+Served: TypeAlias = str | frozenset[str]
+"""Names that a request may give as its model: the deployment's, and those of LoRA adapters."""
+
+
+def model_of(body: Object, served: Served) -> str:
+    """Return the model's name. Raises 400 where it is missing, 404 where it is not served."""
     model = required(body, "model", str)
-    if model != served_model:
+    if model != served and (isinstance(served, str) or model not in served):
         raise RequestError.unknown_model(model)
     return model
 

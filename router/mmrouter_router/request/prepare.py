@@ -129,16 +129,17 @@ class Preparer:
         self._identity_key = settings.identity_key
         self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
         self._max_pixels = settings.deployment.spec.routing.media.max_pixels
-        self._seeds: dict[str | None, int] = {}
+        self._seeds: dict[tuple[str | None, str], int] = {}
         self._probed: OrderedDict[bytes, _Probed] = OrderedDict()
 
-    def seed(self, salt: str | None) -> int:
-        seed = self._seeds.get(salt)
+    def seed(self, salt: str | None, lora: str = "") -> int:
+        """Return the seed of the keys of a tenant's prompts, for the model or one of its LoRA adapters."""
+        seed = self._seeds.get((salt, lora))
         if seed is None:
             model = self._deployment.spec.model
-            seed = namespace_seed(self._identity_key, model=model.id, revision=model.revision, salt=salt)
+            seed = namespace_seed(self._identity_key, model=model.id, revision=model.revision, lora=lora, salt=salt)
             if len(self._seeds) < SEEDS:
-                self._seeds[salt] = seed
+                self._seeds[salt, lora] = seed
         return seed
 
     def image_key(self, salt: str | None) -> bytes:
@@ -203,10 +204,11 @@ class Preparer:
             if span:
                 span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
         fingerprint = await self._threads.run(tenant, len(request.source), self._fingerprint, request, images)
-        prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
+        lora = "" if request.model == self._served_model else request.model
+        prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt, lora), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
         states = self.family is None or self.family.may_have_states
-        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen)
+        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen, lora)
         await self._compute_keys(prepared, tenant)
         return prepared
 

@@ -144,9 +144,13 @@ class Placer:
     ) -> Decision:
         """Choose among the eligible engines of these roles, without the pod uids in ``exclude``.
 
+        A LoRA adapter's request goes to engines that have loaded it.
+
         ``partner``: an engine that the chosen one exchanges KV blocks with. ``dry_run``: nothing is sent, so queues
         may be full. Raises :class:`NoWorkerError`.
         """
+        if prepared.adapter:
+            exclude = {*exclude, *(worker.member.uid for worker in self._fleet if not _has(worker, prepared.adapter))}
         kind = frozenset(roles)
         groups = self.groups(exclude, kind, partner)
         if not dry_run:
@@ -306,6 +310,10 @@ def _of_groups(
     if bounds:
         return "bounded", (*reasons, *(f"cache_groups:{why}" for why in bounds))
     return exactness, reasons
+
+
+def _has(worker: Worker, adapter: str) -> bool:
+    return worker.heartbeat is not None and adapter in worker.heartbeat.adapters
 
 
 def _serves(worker: Worker, path: str) -> bool:
