@@ -21,7 +21,6 @@ from bench.child_process import Child
 from bench.feed.fake_sidecars import address
 from bench.quick.scenarios import Scenario, scenarios
 from bench.quick.verdicts import Figure
-from bench.serving import stalls
 from bench.serving.router_processes import Server, ServingRig
 
 ROUNDS: Final = 7
@@ -43,10 +42,6 @@ TIMES: Final = {
 ACROSS_PROCESSES: Final = 1.5
 """Allowed factor for times of two processes: one computes more and the other calls the kernel more, whose cost differs
 between machines."""
-STALL: Final = "time: token gap p99 beside new prompts of 32k tokens through the router, over the bench's engine"
-STALL_SECONDS: Final = 4.0
-STALL_ALLOWED: Final = 2.0
-"""A tail: tokenizing in the event loop would make it four to thirty times as long."""
 _LINE: Final = re.compile(r"^\d+ +(\d+\.\d+) (\w+)\(")
 
 
@@ -161,13 +156,7 @@ def router() -> list[Figure]:
     with ServingRig() as rig:
         process = rig.start(rig.ours(policy="kv"))
         load = rig.load_generator()
-        figures = [*router_times(load, process, rig.engine), *system_calls(load, rig)]
-    return [*figures, stall()]
-
-
-def stall() -> Figure:
-    with ServingRig() as rig:
-        return Figure(STALL, stalls.token_gap_ratio(rig, STALL_SECONDS), "x", allowed=STALL_ALLOWED, noisy=True)
+        return [*router_times(load, process, rig.engine), *system_calls(load, rig)]
 
 
 def router_times(load: Child, router: Server, engine: Server) -> list[Figure]:

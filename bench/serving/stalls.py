@@ -78,13 +78,3 @@ def rows(neighbour: str, times: Times, missing: Sequence[str]) -> list[Row]:
             else:
                 result.append(not_run(best, "x", "; ".join(missing)))
     return result
-
-
-def token_gap_ratio(rig: ServingRig, seconds: float) -> float:
-    """Return the p99 of token gaps beside new prompts through the router over the engine's own, for *bench-quick*."""
-    clients, neighbour = stall_clients(rig)
-    slow = [
-        percentile(beside(clients, neighbour, target, "prompts", seconds)["gap"], 0.99)
-        for target in (rig.engine, _ours(rig))
-    ]
-    return slow[1] / slow[0]

@@ -19,7 +19,7 @@ from mmrouter_router.sentinels.table import Scope
 
 
 class CandidateRow(NamedTuple):
-    """One rank, and what placement needs of it beside a request. Valid until its worker changes.
+    """One rank, and what of it does not depend on a request. Valid until its worker changes.
 
     ``slot``: of its counts, ``NOWHERE`` without an index slot; ``hits`` and ``rule``: of :func:`cache_entry`.
     """
