@@ -9,7 +9,7 @@ import pytest
 from bench import shm_transfer
 from bench.feed import router_index, router_ingest
 from bench.feed.fake_sidecars import Curve
-from bench.placing import decision_time, request_path
+from bench.placing import decision_time, large_fleet, request_path
 from bench.placing.request_path import COLD, NAIVE, TINY, WARM, AnswersDifferError, Naive, Timed, measure, rows
 from bench.placing.workload import BLOCK_SIZE, build, split, steps, vllm_payload
 from mmrouter_lib.block_keys import block_keys
@@ -80,9 +80,9 @@ def test_equal_answers_give_rows_and_the_missing_peer_is_named():
 
 
 def test_an_index_that_claims_a_block_too_many_is_found(monkeypatch):
-    honest = Index.match
-    lying = lambda *asked: {slot: depth + 1 for slot, depth in honest(*asked).items()}  # noqa: E731
-    monkeypatch.setattr(Index, "match", lying)
+    honest = Index.leading
+    lying = lambda *asked: [depth + 1 for depth in honest(*asked)]  # noqa: E731
+    monkeypatch.setattr(Index, "leading", lying)
     with pytest.raises(decision_time.AnswersDifferError, match="query 0: ours has"):
         decision_time.compare(PLACED)
 
@@ -210,3 +210,12 @@ def test_a_hand_over_of_something_else_ends_the_run(monkeypatch):
 def test_the_first_row_of_a_hand_over_is_its_ratio_to_a_copy():
     ratio, *_ = shm_transfer.rows(shm_transfer.Times([1.0], [1.1], [0.1]), 16 * shm_transfer.MB, 8)
     assert (ratio.name, ratio.value, ratio.met) == ("ratio_to_memcpy, 16 MB", 1.2, True)
+
+
+def test_placements_in_a_large_fleet_are_timed_by_prompt_by_change_and_in_turns(monkeypatch):
+    monkeypatch.setattr(large_fleet, "SIZES", (4,))
+    monkeypatch.setattr(large_fleet, "QUERIES", 20)
+    monkeypatch.setattr(large_fleet, "BLOCKS_PER_WORKER", 80)
+    names = [row.name for row in large_fleet.run() if row.value]
+    ways = ("kv", "after a change", "round robin")
+    assert names == [f"placement, 4 workers, {way}: {share}" for way in ways for share in ("p50", "p99")]

@@ -4,6 +4,8 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from unit.router.rig import BLOCK, IDS, KEYS, SEED, Rig, deployment, prepared
 
 from mmrouter_lib import feed
@@ -318,3 +320,43 @@ def test_longest_prefix_holder_is_chosen_exactly_and_excluded_workers_are_skippe
         assert (decision.target.worker.member.name, decision.choice.winner.overlap, decision.exactness) == expected
     with pytest.raises(NoWorkerError):
         rig.placer.place(prepared(), exclude={"uid-a", "uid-b", "uid-c"})
+
+
+CHANGES = ("join", "leave", "canary", "drain", "stale", "clear", "gates", "time")
+
+
+def candidates(placer: Placer) -> object:
+    """What a placement would choose from, or why it cannot."""
+    try:
+        groups = placer.groups((), frozenset({"worker"}), None)
+    except NoWorkerError as error:
+        return str(error)
+    return [
+        (group.targets, group.scored, group.ids, group.caches, group.held(range(1000)), group.loads(range(1000)))
+        for group in groups
+    ]
+
+
+@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 2), st.booleans()), max_size=25))
+def test_candidates_that_are_kept_equal_those_of_a_new_placer(steps):
+    rig = Rig()
+    names = "abc"
+    for change, number, yes in steps:
+        worker = rig.fleet.workers.get(f"uid-{names[number]}")
+        if change == "time":
+            rig.clock.now += 30
+        elif worker is None or change == "join":
+            rig.worker(names[number], KEYS[: number + 1], admitted=yes)
+        elif change == "leave":
+            rig.fleet.leave(worker.member.uid)
+        elif change == "canary":
+            rig.beat(worker, "True" if yes else "")
+        elif change == "drain":
+            rig.beat(worker, draining=yes)
+        elif change == "stale":
+            rig.fleet.mark_stale(worker)
+        elif change == "clear":
+            rig.delta(worker, KEYS, cleared=yes)
+        else:
+            rig.fleet.join(replace(worker.member, admitted=yes))
+        assert candidates(rig.placer) == candidates(Placer(deployment(), rig.fleet)), change
