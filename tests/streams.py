@@ -2,12 +2,12 @@
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import httpx
 from local.rig import Deployment
@@ -20,6 +20,38 @@ IMAGES = [data_uri(picture(f"stream {n}", 112, 112)) for n in range(4)]
 GREEDY: Mapping[str, float] = {"temperature": 0}
 BEST_ONLY: Mapping[str, float] = {"temperature": 1, "min_p": 1}
 """Sampled for the router, but only the most probable token can be drawn."""
+SEEDED: Mapping[str, float] = {"temperature": 1, "seed": 7}
+WHOLE_ANSWER: Mapping[str, Mapping[str, Any]] = {
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "stop": {"stop": ["a text that does not occur"]},
+    "grammar": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "numbers",
+                "schema": {"type": "array", "items": {"type": "integer"}, "minItems": 200},
+            },
+        }
+    },
+    "tools": {
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "count",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 200}},
+                        "required": ["numbers"],
+                    },
+                },
+            }
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "count"}},
+    },
+    "choices": {"n": 2},
+}
+"""Fields of chats whose effect depends on the whole answer, not only on the tokens that are still to come."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BREAKS = "mmrouter_stream_breaks_total"
 
@@ -34,27 +66,57 @@ def body(number: int, tokens: int, path: str = CHAT, **fields: Any) -> dict[str,
     return {"model": "demo", **prompt, "max_tokens": tokens, "ignore_eos": True, **GREEDY, **fields}
 
 
+@dataclass
+class Choice:
+    """What one choice says. ``calls``: names and arguments of tools. ``listed``: tokens with log probabilities, and the
+    number of others beside each.
+    """
+
+    text: str = ""
+    calls: str = ""
+    finish: list[str] = field(default_factory=list)
+    listed: list[tuple[str, int]] = field(default_factory=list)
+
+    def add(self, part: Mapping[str, Any]) -> None:
+        """Add a choice of a chunk or of a whole answer."""
+        said = part.get("delta") or part.get("message") or part
+        self.text += said.get("text") or said.get("content") or ""
+        for call in said.get("tool_calls") or ():
+            self.calls += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
+        self.finish += [part["finish_reason"]] if part["finish_reason"] else []
+        logprobs = part.get("logprobs") or {}
+        self.listed += [(entry["token"], len(entry["top_logprobs"])) for entry in logprobs.get("content") or ()]
+        tokens = logprobs.get("tokens") or ()
+        self.listed += [
+            (token, len(top)) for token, top in zip(tokens, logprobs.get("top_logprobs") or (), strict=True)
+        ]
+
+
 class Received(NamedTuple):
-    text: str
-    finish: str
+    choices: dict[int, Choice]
     prompt_tokens: int
     completion_tokens: int
-    listed: list[tuple[str, int]]
-    """Tokens with log probabilities, and the number of others beside each."""
 
-
-def _listed(choice: Mapping[str, Any]) -> list[tuple[str, int]]:
-    found = (choice.get("logprobs") or {}).get("content") or ()
-    return [(entry["token"], len(entry["top_logprobs"])) for entry in found]
+    @classmethod
+    def of(cls, parts: Iterable[Mapping[str, Any]], usage: Mapping[str, int]) -> Self:
+        choices: dict[int, Choice] = {}
+        for part in parts:
+            choices.setdefault(part["index"], Choice()).add(part)
+        return cls(choices, usage["prompt_tokens"], usage["completion_tokens"])
 
 
 def whole_answer(url: str, request: dict[str, Any], path: str = CHAT) -> Received:
     """Return an answer that is not streamed."""
     answer = httpx.post(url + path, json=request, timeout=SECONDS).raise_for_status().json()
-    choice, usage = answer["choices"][0], answer["usage"]
-    text = choice["message"]["content"] if path == CHAT else choice["text"]
-    counts = usage["prompt_tokens"], usage["completion_tokens"]
-    return Received(text, choice["finish_reason"], *counts, _listed(choice))
+    return Received.of(answer["choices"], answer["usage"])
+
+
+def undisturbed(url: str, request: dict[str, Any], path: str = CHAT) -> Received:
+    """Return an answer that is streamed by one engine."""
+    stream = Stream(url, request, path)
+    stream.read()
+    assert not stream.broken, stream.error or stream.chunks[-1:]
+    return stream.received
 
 
 @dataclass
@@ -82,39 +144,35 @@ class Stream:
 
     @property
     def broken(self) -> bool:
-        return bool(self.error) or self.end != "data: [DONE]" or "error" in self.chunks[-1]
+        return bool(self.error) or self.end != "data: [DONE]" or not self.chunks or "error" in self.chunks[-1]
 
     @property
     def received(self) -> Received:
-        choices = [choice for chunk in self.chunks for choice in chunk["choices"]]
-        text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
-        (finish,) = (choice["finish_reason"] for choice in choices if choice["finish_reason"])
         (usage,) = (chunk["usage"] for chunk in self.chunks if chunk.get("usage"))
-        listed = [entry for choice in choices for entry in _listed(choice)]
-        return Received(text, finish, usage["prompt_tokens"], usage["completion_tokens"], listed)
+        return Received.of((choice for chunk in self.chunks for choice in chunk["choices"]), usage)
 
 
 @dataclass
 class Streams:
     """The streams of one deployment, and the answers that they should give.
 
-    ``sampling``: fields under which an answer can be compared with another one.
+    ``fields``: of the requests, under which an answer can be compared with another one.
     """
 
     deployment: Deployment
     count: int
     tokens: int
-    sampling: Mapping[str, float] = field(default_factory=lambda: GREEDY)
+    fields: Mapping[str, Any] = field(default_factory=lambda: GREEDY)
     path: str = CHAT
 
     def __post_init__(self) -> None:
         with ThreadPoolExecutor(16) as pool:
-            ask = partial(whole_answer, self.deployment.url, path=self.path)
+            ask = partial(undisturbed, self.deployment.url, path=self.path)
             self.answers = list(pool.map(ask, self.requests))
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        return [body(number, self.tokens, self.path, **self.sampling) for number in range(self.count)]
+        return [body(number, self.tokens, self.path, **self.fields) for number in range(self.count)]
 
     def assert_outlive(self, strike: Callable[[str], None]) -> None:
         """Begin all streams, strike the engine with most of them, and compare each stream with its answer."""
@@ -124,7 +182,7 @@ class Streams:
         with _read(streams):
             wait_for(lambda: all(len(stream.chunks) > 3 for stream in streams), SECONDS, "every stream has begun")
             strike(self.busiest())
-        errors = [stream.error or stream.chunks[-1]["error"] for stream in streams if stream.broken]
+        errors = [stream.error or stream.chunks[-1:] for stream in streams if stream.broken]
         assert not errors, errors
         different = [
             (got, wanted)

@@ -11,6 +11,13 @@ from rich.text import Text
 
 from mmrouter_cli.options import table
 
+_STREAMS = {
+    "repeated": "repeated, because every engine gives the same answer",
+    "seeded": "repeated with the seed that the router set",
+    "token_ids": "continued from its token ids",
+}
+"""How a stream is continued; any other value is the code of the reason why not (docs/streams.md)."""
+
 
 def newest(client: httpx.Client, controls: Sequence[str]) -> tuple[str, str] | None:
     """Return the control API and the id of the newest request of these frontends, ``None`` where none has one.
@@ -38,6 +45,8 @@ def show(console: Console, trace: dict[str, Any]) -> None:
         console.print(given, highlight=False)
     for number, attempt in enumerate(trace["attempts"], 1):
         console.print(f"attempt {number}: {attempt['worker']}: {attempt['outcome']}", highlight=False, markup=False)
+    if stream := trace.get("stream"):
+        console.print(f"if its engine ends, the stream is {_STREAMS.get(stream, f'not continued: {stream}')}")
     if trace.get("chain") or trace.get("degraded"):
         _stages(console, trace)
     console.print(_candidates(trace))

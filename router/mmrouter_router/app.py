@@ -80,6 +80,7 @@ class Router:
             self.tracing,
             self.threads,
             admission,
+            adapters=self.fleet.adapters,
             needs_prompt=build.build_needs_prompt(base, self.preparer, self.sampler),
             answered=self._answered,
         )
@@ -288,7 +289,7 @@ class Router:
             await asyncio.sleep(0 if more else SWEEP_SECONDS)
 
     def client_app(self) -> Any:
-        about = port_apps.About(self._model, self._versions, self._serves)
+        about = port_apps.About(self._models, self._versions, self._serves)
         return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, about)
 
     def _live_view(self) -> LiveView:
@@ -298,10 +299,13 @@ class Router:
         exactness, frontends = self.metrics.decisions, lambda: 1 + len(self.peers)
         return LiveView(self.reporter, self.placer, self.decisions, exactness, about, frontends)
 
-    def _model(self) -> dict[str, Any]:
-        """Return the entry of the model list; its context is the smallest of the engines, ``None`` while unknown."""
+    def _models(self) -> list[dict[str, Any]]:
+        """Return the model list: the model, and the LoRA adapters that engines have loaded.
+
+        The context is the smallest of the engines, ``None`` while unknown.
+        """
         lengths = [worker.heartbeat.context_length for worker in self.fleet if worker.heartbeat is not None]
-        return {
+        model = {
             "id": self.settings.served_model,
             "object": "model",
             "created": self._created,
@@ -310,6 +314,8 @@ class Router:
             "parent": None,
             "max_model_len": min(filter(None, lengths), default=None),
         }
+        adapters = sorted(self.fleet.adapters())
+        return [model, *({**model, "id": name, "root": name, "parent": model["id"]} for name in adapters)]
 
     def _versions(self) -> dict[str, str]:
         """Return the engines' release, of several the one that most engines run, and mmrouter's."""

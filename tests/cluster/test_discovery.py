@@ -3,6 +3,7 @@
 import asyncio
 import time
 from asyncio import to_thread
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mmrouter_router.telemetry.metrics import Metrics
 
 ACCOUNT = "frontend"
 OWN = "demo-frontend-0"
+NODE = "n1"
 
 
 class World:
@@ -45,7 +47,7 @@ class World:
         if role != "frontend":
             labels["mmrouter.io/pool"] = role
         spec = {
-            "nodeName": "n1",
+            "nodeName": NODE,
             "serviceAccountName": ACCOUNT,
             "containers": [{"name": "engine", "image": "none"}],
             "initContainers": [{"name": "sidecar", "image": "none", "restartPolicy": "Always"}],
@@ -95,8 +97,11 @@ class Watch:
 
 
 @pytest.fixture
-def world(cluster: ControlPlane, namespace: str, tmp_path: Path) -> World:
-    return World(cluster, namespace, tmp_path / "serviceaccount")
+def world(cluster: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[World]:
+    """The node exists, because the control plane deletes pods of unknown nodes after 40 s."""
+    cluster.request("POST", "/api/v1/nodes", {"metadata": {"name": NODE}}).raise_for_status()
+    yield World(cluster, namespace, tmp_path / "serviceaccount")
+    cluster.request("DELETE", f"/api/v1/nodes/{NODE}").raise_for_status()
 
 
 async def test_pods_come_change_and_go(world: World) -> None:
@@ -106,7 +111,7 @@ async def test_pods_come_change_and_go(world: World) -> None:
         await watch.until(lambda: watch.names() == ["w0"])
         member = watch.now.members[0]
         facts = (member.uid, member.ip, member.pool, member.node, member.ready)
-        assert facts == (uid, "10.0.0.1", "worker", "n1", False)
+        assert facts == (uid, "10.0.0.1", "worker", NODE, False)
 
         started = {"name": "sidecar", "started": True, "ready": True, "image": "", "imageID": "", "restartCount": 0}
         await to_thread(world.status, "w0", initContainerStatuses=[started])

@@ -3,13 +3,13 @@
 A test that proves a cell is marked ``proves(engine, setup, family)``; ``{name}`` in them stands for the test's
 parameter of that name. What the mark's tests found is the cell; a cell that cannot be run has its reason here.
 
-A run has one family for each setup, and the others on one engine. ``MMROUTER_FAMILIES``, which is ``all`` or names of
-families with commas, makes it the long form: every setup with each of them (``test_cells.py``), and tests that measure
-for minutes.
+A run has one family for each setup, and a few others on one engine. ``MMROUTER_FAMILIES``, which is ``all`` or names of
+families with commas, makes it the long form: every setup with each of them (``test_cells.py``), every family on an
+engine, and tests that measure for minutes.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,6 +36,17 @@ RENDERED = {"gemma3": "Gemma 3", "mistral3": "Mistral 3"}
 """Families beside a renderer: it makes the prompts of Mistral 3, and is the second opinion on those of Gemma 3."""
 WITHOUT_SETUP = {"qwen3_5": "Qwen3.5"}
 """Families whose prompts alone are compared, with those of an engine's own code."""
+PROCESSED = {
+    "mistral3": "Mistral 3",
+    "pixtral": "Pixtral",
+    "glm4v": "GLM-4.1V",
+    "internvl": "InternVL 3",
+    "llama4": "Llama 4",
+    "gemma4": "Gemma 4",
+    "minicpmv4_6": "MiniCPM-V 4.6",
+}
+"""Families whose prompts are compared with those of vLLM's own front end, which expands images without a model."""
+SHOWN = FAMILIES | RENDERED | PROCESSED
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")
@@ -79,6 +90,11 @@ def setup_families() -> list[str]:
     return long_form() or [ONE_FAMILY["vllm"]]
 
 
+def parameters(names: Iterable[str], *always: str) -> list[Any]:
+    """Return ``names`` as parameters, of which all but ``always`` are only part of the long form."""
+    return [name if name in always else pytest.param(name, marks=pytest.mark.long_form) for name in names]
+
+
 class Place(NamedTuple):
     """A cell, as a parameter of tests."""
 
@@ -109,6 +125,7 @@ def places() -> list[Place]:
 CELLS = [
     *((engine, setup, family) for engine in ENGINES for setup in SETUPS for family in FAMILIES),
     *(("vllm", "renderer, worker", family) for family in RENDERED),
+    *(("vllm", "front end", family) for family in PROCESSED),
 ]
 
 
@@ -176,4 +193,4 @@ def tables(proofs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             _, setup, family = cell
             proof = found.get((engine, SAME.get((engine, setup), setup), family))
             result = proof.result if proof else f"not run: {not_run(*cell)}"
-            yield f"| {setup} | {(FAMILIES | RENDERED)[family]} | {result.replace('|', '/')} |"
+            yield f"| {setup} | {SHOWN[family]} | {result.replace('|', '/')} |"

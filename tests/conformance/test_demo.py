@@ -5,12 +5,13 @@ import signal
 import subprocess
 
 import pytest
+from conformance.setups import parameters
 from local.rig import ROOT
 
 SECONDS = 900
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", parameters(["vllm", "sglang"], "vllm"))
 def test_the_demo_with_real_engines_starts_them_side_by_side_and_ends_with_exact_hits(
     engine: str, request: pytest.FixtureRequest
 ) -> None:

@@ -3,6 +3,7 @@
 import pytest
 from conformance.engine_process import engine_args, require_memory
 from conformance.engines import deployed, manifest, pool, sglang_manifest
+from conformance.setups import parameters
 from local.engine_certificates import NAME, engines, replace, serving_tls, shown, trust
 from unit.router.certificates import certificate
 from waiting import wait_for
@@ -13,7 +14,7 @@ SECONDS = 120
 SGLANG_MODEL = "Qwen/Qwen3-VL-2B-Instruct"
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
+@pytest.fixture(scope="module", params=parameters(["vllm", "sglang"], "vllm"))
 def deployment(request, shrunk, tmp_path_factory):
     require_memory()
     env = request.getfixturevalue(f"{request.param}_env")

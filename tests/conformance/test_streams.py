@@ -1,8 +1,8 @@
 """Streams of real engines, with images, have the same text after their engine was stopped, lost or killed.
 
 One deployment of two engines per engine type: a stopped engine resumes, a lost node is back, and an ended engine starts
-again afterwards. vLLM answers are repeated if greedy and continued from their token ids if sampled, SGLang answers are
-repeated.
+again afterwards. vLLM answers are repeated if greedy or seeded and continued from their token ids if sampled, SGLang
+answers are repeated.
 """
 
 import os
@@ -19,7 +19,7 @@ from conformance.engine_process import engine_args, require_memory
 from conformance.engines import deployed, manifest, pool, sglang_manifest
 from local.rig import Deployment
 from node_loss import losing_nodes, own_network
-from streams import BEST_ONLY, CHAT, COMPLETIONS, GREEDY, Streams
+from streams import BEST_ONLY, CHAT, COMPLETIONS, GREEDY, SEEDED, WHOLE_ANSWER, Streams
 from waiting import wait_for
 
 REPOSITORIES = {"vllm": "Qwen/Qwen2-VL-2B-Instruct", "sglang": "Qwen/Qwen2.5-VL-7B-Instruct"}
@@ -33,9 +33,9 @@ class Served:
     deployment: Deployment
     continues: bool
 
-    def streams(self, sampling: Mapping[str, float] = GREEDY, path: str = CHAT) -> Streams:
+    def streams(self, fields: Mapping[str, Any] = GREEDY, path: str = CHAT) -> Streams:
         wait_for(self.deployment.settled, PROVE_SECONDS, "two verified engines")
-        return Streams(self.deployment, COUNT, TOKENS, sampling, path)
+        return Streams(self.deployment, COUNT, TOKENS, fields, path)
 
 
 @pytest.fixture(scope="module", params=list(REPOSITORIES))
@@ -65,7 +65,7 @@ def send_signal(deployment: Deployment, name: str, number: signal.Signals) -> No
 
 
 def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
-    for sampling in (GREEDY, BEST_ONLY) if served.continues else (GREEDY,):
+    for sampling in (GREEDY, BEST_ONLY, SEEDED) if served.continues else (GREEDY,):
         stopped: list[str] = []
 
         def stop(name: str, stopped: list[str] = stopped) -> None:
@@ -82,8 +82,15 @@ def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "path"),
-    [({}, CHAT), ({"logprobs": True, "top_logprobs": 2}, CHAT), ({"logprobs": True}, CHAT), ({}, COMPLETIONS)],
-    ids=["chats", "top_logprobs", "logprobs", "completions"],
+    [
+        ({}, CHAT),
+        ({"logprobs": True, "top_logprobs": 2}, CHAT),
+        ({"logprobs": True}, CHAT),
+        ({}, COMPLETIONS),
+        ({"logprobs": 2}, COMPLETIONS),
+        *((fields, CHAT) for fields in WHOLE_ANSWER.values()),
+    ],
+    ids=["chats", "top_logprobs", "logprobs", "completions", "completions_logprobs", *WHOLE_ANSWER],
 )
 def test_streams_outlive_a_lost_node(served: Served, fields: dict[str, Any], path: str) -> None:
     streams = served.streams({**(BEST_ONLY if served.continues else GREEDY), **fields}, path)

@@ -1,5 +1,6 @@
 """SGLang engines behind the product: identities computed or learned, repeats exact, and the engine says the same."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from local.rig import Deployment, deployed, example
+from streams import SECONDS, body
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
@@ -97,3 +99,15 @@ def test_swapped_images_share_the_text_before_them_alone(served: Served) -> None
     assert (swapped["exactness"], swapped["overlap"], swapped["cached"]) == ("exact", before, before * BLOCK)
     again = served.held(head, image("right"), image("left"), tail)
     assert (again["exactness"], again["cached"]) == ("exact", again["blocks"] * BLOCK)
+
+
+def test_a_sampled_stream_whose_engine_ends_gets_an_error_that_names_the_cause(served: Served) -> None:
+    deployment, request = served.deployment, body(2, 400, stream=True, temperature=1)
+    with httpx.stream("POST", f"{deployment.url}/v1/chat/completions", json=request, timeout=SECONDS) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        decision = deployment.decision(answer)
+        deployment.processes("sglang")[decision["worker"]].kill()
+        *_, error, end = [line for line in lines if line]
+    assert decision["stream"] == "engine"
+    assert (json.loads(error[6:])["error"]["code"], end) == ("stream_engine", "data: [DONE]")

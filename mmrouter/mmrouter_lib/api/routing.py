@@ -142,7 +142,10 @@ class Routing(Resource):
     continue_streams: bool = True
     """Whether a stream whose engine ends or hangs is continued on another one: greedy and seeded answers, and sampled
     chats and completions on vLLM."""
-    transfer: Literal["auto", "none", "shm", "nixl"] = "none"
+    seed_streams: bool = False
+    """Whether sampled streams on vLLM that token ids cannot continue (tools, grammars, stop strings) get a random seed,
+    by which they are repeated on another engine. vLLM samples seeded requests one by one, without FlashInfer."""
+    transfer: Literal["auto", "none", "shm", "nixl"] = "auto"
     """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share (every
     pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool directly. nixl:
     processed images over the network, and shm between pods of scope node on one node. auto: as shm, where every pool

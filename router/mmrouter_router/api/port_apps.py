@@ -103,9 +103,9 @@ def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
 
 @dataclass(frozen=True)
 class About:
-    """What the cold routes tell: the entry of the model list, releases, and whether an engine can take a request."""
+    """What the cold routes tell: the model list, releases, and whether an engine can take a request."""
 
-    model: Callable[[], dict[str, Any]]
+    models: Callable[[], list[dict[str, Any]]]
     versions: Callable[[], dict[str, str]]
     serves: Callable[[], bool]
 
@@ -128,15 +128,15 @@ def _public_app(tenants: Tenants, ready: Callable[[], bool], about: About) -> Fa
     @app.api_route(MODELS, methods=READ)
     async def models(request: Request) -> dict[str, Any]:
         tenants.authenticate(request.scope["headers"])
-        return {"object": "list", "data": [about.model()]}
+        return {"object": "list", "data": about.models()}
 
     @app.api_route(f"{MODELS}/{{name:path}}", methods=READ)
     async def one_model(request: Request, name: str) -> dict[str, Any]:
         tenants.authenticate(request.scope["headers"])
-        model = about.model()
-        if name != model["id"]:
+        found = next((model for model in about.models() if model["id"] == name), None)
+        if found is None:
             raise RequestError.unknown_model(name)
-        return model
+        return found
 
     @app.api_route("/version", methods=READ)
     async def version(request: Request) -> dict[str, str]:

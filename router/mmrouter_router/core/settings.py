@@ -11,7 +11,10 @@ from typing import Literal, NamedTuple, cast, get_args
 import zmq
 
 from mmrouter_lib.api import MMRouterDeployment, load_deployment
+from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.continuation import AnswerTraits
 from mmrouter_lib.feed_keys import ROUTER_SECRET, SIDECAR_PUBLIC, FeedKeyError, Keys, read_keys
+from mmrouter_lib.model_folder import read_json
 
 Discovery = Literal["file", "kubernetes"]
 DRAIN_SECONDS = 30.0
@@ -83,6 +86,13 @@ class Settings:
     @property
     def served_model(self) -> str:
         return self.deployment.spec.model.served_name or self.deployment.metadata.name
+
+    @property
+    def answer_traits(self) -> AnswerTraits:
+        """Traits of the engines' answers. Raises ``ModelFolderError``."""
+        spec = self.deployment.spec
+        args = [[*spec.engine.args, *pool.args] for pool in spec.pools if pool.role not in ("encoder", "renderer")]
+        return adapter(spec.engine.type).answer_traits(args, read_json(self.model_dir, "config.json"))
 
     @property
     def chat_template(self) -> Path:

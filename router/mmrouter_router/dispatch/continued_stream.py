@@ -1,16 +1,17 @@
 """A client's stream whose engine may change (docs/streams.md).
 
 Where the engine's stream breaks, another engine continues the answer from its token ids, or repeats it and the client
-gets what it does not have yet. The first engine's bytes pass through unread.
+gets what it does not have yet; a seed makes a sampled answer repeatable. The first engine's bytes pass through unread.
 """
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from mmrouter_lib.engines.base.continuation import TokenContinuation
+from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation, Way
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.engine_client import EngineReply
@@ -38,13 +39,17 @@ from mmrouter_router.telemetry.tracing import child_span
 log = logging.getLogger("mmrouter.streams")
 
 _DEATHS: Final = frozenset({"engine_lost", "stalled"})
+_SEED_BITS: Final = 62  # engines take 64 bits with a sign, and add the number of a choice
 
 OnMoved = Callable[[str, DecisionTrace], None]
 """Request id and the trace of the engine that continues."""
 
 
 class Continuations:
-    """Makes streams that can move to another engine. ``enabled``: ``spec.routing.continueStreams``."""
+    """Makes streams that can move to another engine.
+
+    ``enabled``: ``spec.routing.continueStreams``. ``seeds``: ``spec.routing.seedStreams``.
+    """
 
     def __init__(
         self,
@@ -53,35 +58,46 @@ class Continuations:
         threads: WorkerThreads,
         *,
         enabled: bool,
+        seeds: bool,
+        traits: AnswerTraits,
         by_tokens: TokenContinuation | None = None,
     ) -> None:
-        """``by_tokens``: how the engines continue token ids, ``None`` where they do not."""
+        """``traits``: of the engines. ``by_tokens``: how they continue token ids, ``None`` where they do not."""
         self.forwarder, self.metrics, self.threads, self.by_tokens = forwarder, metrics, threads, by_tokens
         self.kept = KeptBytes()
-        self._enabled = enabled
+        self._enabled, self._traits = enabled, traits
+        self._seeds = seeds and traits.reproducible == "seeded"
 
-    def reporting(self, path: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the fields by which a stream reports token ids, where only they make it possible to continue it."""
-        if self.by_tokens is None or fields.get("stream") is not True or soundness.is_reproducible(fields):
-            return {}
-        return self.by_tokens.reporting if self._refusal(path, fields) is None else {}
+    def plan(self, path: str, fields: Mapping[str, Any]) -> tuple[Way | None, Mapping[str, Any]]:
+        """Return how the stream of a request can be continued, and the fields that the engine needs for that."""
+        way, _ = self._way(path, fields) if fields.get("stream") is True else (None, None)
+        if way == "token_ids" and self.by_tokens is not None:
+            return way, self.by_tokens.reporting
+        return way, {"seed": secrets.randbits(_SEED_BITS)} if way == "seeded" else {}
 
-    def _refusal(self, path: str, fields: Mapping[str, Any]) -> Refusal | None:
-        """Return why a stream cannot be continued."""
+    def _way(self, path: str, fields: Mapping[str, Any]) -> tuple[Way | None, Refusal | None]:
+        """Return how a stream can be continued, or why not."""
         if not self._enabled:
-            return "off"
+            return None, "off"
         if path not in CONTINUED:
-            return "route"
-        if soundness.is_reproducible(fields):
-            return None
-        return "engine" if self.by_tokens is None else self.by_tokens.obstacle(path, fields)
+            return None, "route"
+        if soundness.is_reproducible(fields, self._traits):
+            return "repeated", None
+        if self.by_tokens is None:
+            return None, "engine"
+        obstacle = self.by_tokens.obstacle(path, fields) or ("reasoning" if self._traits.reasoning else None)
+        if obstacle is None:
+            return "token_ids", None
+        # With one seed, several equal prompts would get equal answers.
+        return ("seeded", None) if self._seeds and obstacle != "prompts" else (None, obstacle)
 
     def open(
         self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory, reply: EngineReply, on_moved: OnMoved
     ) -> "ContinuedStream":
         """Return the stream of an answer, which owns the reply from here on."""
         outgoing = call.outgoing
-        refusal = None if outgoing.reports_ids else self._refusal(outgoing.path, outgoing.fields)
+        way, refusal = (outgoing.way, None) if outgoing.way else self._way(outgoing.path, outgoing.fields)
+        reply.trace.stream = way or refusal or ""
         return ContinuedStream(self, call, fingerprint, past, reply, on_moved, refusal)
 
 
@@ -105,7 +121,7 @@ class ContinuedStream:
         self._owner, self._call, self._fingerprint, self._past = owner, call, fingerprint, past
         self._on_moved, self._refusal = on_moved, refusal
         self._kept = KeptStream(owner.kept, 0 if refusal else STREAM_BYTES)
-        self._by_tokens = owner.by_tokens if call.outgoing.reports_ids else None
+        self._by_tokens = owner.by_tokens if call.outgoing.way == "token_ids" else None
         self._convert: Callable[[Chunk], Chunk] | None = None  # of an engine that continues token ids
         self._answer: StreamedAnswer | None = None  # what the client has, from the first break on
         self._moves = 0
@@ -271,7 +287,7 @@ class ContinuedStream:
             reply = await owner.forwarder.send(call, self._fingerprint, self._past)
         except RequestError as error:
             return error.code if error.code in REFUSALS else "engine_refused"  # type: ignore[return-value]
-        self.reply = reply
+        self.reply, reply.trace.stream = reply, self.reply.trace.stream
         if self._by_tokens is not None and call.answer is not None:
             self._convert = partial(_as_chunk, self._by_tokens, call.outgoing, len(answer.ids))
         if not reply.is_stream:

@@ -39,6 +39,7 @@ class DecisionTrace:
     ``identity``: provider of the images' identities for the chosen worker, and the reason. ``stages``: one entry per
     stage and attempt before the answer. ``transfers``: one per handed over image, engine and attempt. ``answers``: the
     engine that answers, where stages came before it. ``degraded``: the pools that the pipeline form omits.
+    ``stream``: how a stream is continued where its engine ends, or why not.
     ``round_robin``: blocks that round robin would have found, ``None`` where it was not compared (docs/ui.md).
     """
 
@@ -55,6 +56,7 @@ class DecisionTrace:
     stages: list[dict[str, Any]] = field(default_factory=list)
     transfers: list[dict[str, Any]] = field(default_factory=list)
     answers: str = ""
+    stream: str = ""
     form: str = "whole"
     degraded: tuple[str, ...] = ()
     unpredicted: UnpredictedRequest | None = None
@@ -101,6 +103,7 @@ class DecisionTrace:
             "images": self.images,
             "keys": [f"{key:016x}" for key in self.keys[:KEYS_SHOWN]],
             "attempts": self.attempts,
+            "stream": self.stream,
             "form": self.form,
             "chain": self.stages,
             "travelled": self.transfers,

@@ -21,6 +21,10 @@ log = logging.getLogger("mmrouter.feeds")
 
 PUB_PORT, ROUTER_PORT = 7557, 7558
 TRIAL_SECONDS = 2.0  # how long the sidecar may be silent before another combination of keys is tried, if there is one
+HEARTBEAT_MS = 2_000
+"""A connection that is silent for three of them is replaced: its other end may have closed it while the node was cut
+off, and would never say so."""
+CONNECT_MS = 2_000  # after which a connection is tried anew, because the kernel repeats a lost SYN ever more rarely
 DRAIN = 64  # frames of one worker that are taken before other tasks run
 
 
@@ -209,6 +213,9 @@ class FeedClient:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)  # bounds the gap after a sidecar restarts
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
         socket.setsockopt(zmq.RCVHWM, 100_000)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)

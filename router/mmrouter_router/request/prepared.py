@@ -12,6 +12,7 @@ import orjson
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.base.continuation import Way
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import ChatRequest
@@ -44,7 +45,8 @@ class ResolvedImage:
 
     def in_prompt(self) -> PromptImage:
         """Return the image for the prompt; an unresolved one is random, because no block from it on may match."""
-        return PromptImage(self.identity if self.resolved else secrets.token_bytes(32), self.tokens)
+        identity = self.identity if self.resolved else secrets.token_bytes(32)
+        return PromptImage(identity, self.tokens, (self.width, self.height))
 
 
 KeyForm = tuple[int, Scope | None]
@@ -68,6 +70,7 @@ class Prepared:
     rendered: bool = False  # ids and spans come from a renderer
     may_have_states: bool = False  # of the model: ``Family.may_have_states``
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
+    adapter: str = ""  # name of the LoRA adapter that answers, empty for the model itself
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 
@@ -149,14 +152,14 @@ async def run_inline(work: Callable[..., T], *arguments: Any) -> T:
 class Outgoing:
     """A request for ``path`` whose image URLs are still empty. ``images``: in prompt order.
 
-    ``reports_ids``: its stream contains token ids that the router requested and the client did not. ``run``: calls the
-    functions that write a large body, outside the event loop. ``form``: content type and body of a form.
+    ``way``: how its stream is continued; one of ``token_ids`` contains ids that the client did not request. ``run``:
+    calls the functions that write a large body, outside the event loop. ``form``: content type and body of a form.
     """
 
     path: str
     fields: Mapping[str, Any]
     images: tuple[OutgoingImage, ...] = ()
-    reports_ids: bool = False
+    way: Way | None = None
     form: tuple[str, bytes] | None = None
     run: Callable[..., Awaitable[Any]] = run_inline
 

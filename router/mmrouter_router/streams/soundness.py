@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
-from mmrouter_lib.engines.base.continuation import Obstacle
+from mmrouter_lib.engines.base.continuation import AnswerTraits, Obstacle
 
 Cause = Literal["engine_lost", "stalled", "ended_early", "engine_failed"]
 """Connection lost; no byte from an engine that hangs; end without the last event; error event of the engine."""
@@ -26,21 +26,24 @@ Refusal = Literal[
 
 CONTINUED: Final = ("/v1/chat/completions", "/v1/completions")
 MAX_CONTINUATIONS: Final = 2  # of one stream
+_NO_SEED: Final = -1  # vLLM takes it for none
 
-_SAMPLED: Final = "another engine would sample other tokens, and a continuation by token ids does not support"
+_SAMPLED: Final = "another engine would sample other tokens, and"
+_IDS: Final = f"{_SAMPLED} a continuation by token ids does not support"
 _TEXTS: Final[Mapping[str, str]] = {
     "off": "spec.routing.continueStreams is false",
     "route": "streams of this route are not continued",
-    "engine": "another engine would sample other tokens, and engines of this type do not continue token ids",
-    "choices": f"{_SAMPLED} several choices or prompts",
-    "penalties": f"{_SAMPLED} presence and frequency penalties",
-    "tools": f"{_SAMPLED} tools",
-    "grammar": f"{_SAMPLED} structured outputs",
-    "stop": f"{_SAMPLED} stop strings",
-    "bad_words": f"{_SAMPLED} bad words",
-    "logprobs": f"{_SAMPLED} these log probabilities",
-    "reasoning": f"{_SAMPLED} a reasoning parser",
-    "field": f"{_SAMPLED} a field of the request that the router does not know",
+    "engine": f"{_SAMPLED} these engines neither apply seeds nor continue token ids",
+    "prompts": f"{_SAMPLED} one seed would give equal prompts equal answers",
+    "choices": f"{_IDS} several choices",
+    "penalties": f"{_IDS} presence and frequency penalties",
+    "tools": f"{_IDS} tools",
+    "grammar": f"{_IDS} structured outputs",
+    "stop": f"{_IDS} stop strings",
+    "bad_words": f"{_IDS} bad words",
+    "logprobs": f"{_IDS} these log probabilities",
+    "reasoning": f"{_IDS} a reasoning parser",
+    "field": f"{_IDS} a field of the request that the router does not know",
     "too_long": "the answer is longer than the router keeps",
     "limit": f"it was already continued {MAX_CONTINUATIONS} times",
     "diverged": "another engine gave a different answer",
@@ -54,11 +57,13 @@ REFUSALS: Final = frozenset(get_args(Refusal))
 assert set(_TEXTS) == REFUSALS
 
 
-def is_reproducible(fields: Mapping[str, Any]) -> bool:
+def is_reproducible(fields: Mapping[str, Any], traits: AnswerTraits) -> bool:
     """Return whether every engine gives the same answer to a request, so that a repetition continues it."""
     temperature, seed = fields.get("temperature"), fields.get("seed")
-    greedy = (_is_number(temperature) and temperature == 0) or fields.get("top_k") == 1
-    return greedy or (isinstance(seed, int) and not isinstance(seed, bool))
+    if traits.reproducible == "all" or (_is_number(temperature) and temperature == 0) or fields.get("top_k") == 1:
+        return True
+    seeded = isinstance(seed, int) and not isinstance(seed, bool) and seed != _NO_SEED
+    return seeded and traits.reproducible == "seeded"
 
 
 def describe(refusal: str) -> str:

@@ -1,7 +1,8 @@
 """Batches of engine events through a sidecar and a router: the router's index holds no block that the sidecar does not.
 
 Bytes that are no events are counted and clear the rank; nothing else ends the sidecar. A sidecar that is started again
-on the journal holds the same. For batches of an engine that is modelled, the index equals the engine's cache.
+on the journal holds the same. For batches of an engine that is modelled, with one cache group or several, the index
+equals the engine's cache, group by group.
 """
 
 import random
@@ -17,7 +18,10 @@ import msgspec
 from campaign.mutation import changed, mutated
 from campaign.target import BrokenPropertyError, Target
 from unit.sidecar.conftest import CLEARED, batch, keys_of, removed, stored
+from unit.sidecar.test_cache_groups import FULL_GROUP, MAMBA_GROUP, window
+from unit.sidecar.test_cache_groups import Engine as GroupedEngine
 from unit.sidecar.test_ledger import SIZE, Model
+from unit.sidecar.test_sliding_windows import Prompt
 
 from mmrouter_lib import feed, native
 from mmrouter_lib.block_keys import block_keys
@@ -41,10 +45,74 @@ ODD: tuple[Any, ...] = (
     *([[1, 2]], [["salt"]], "", "GPU", "CPU", "REMOTE", "sliding_window", "mamba", "full_attention", "BlockRemoved"),
 )
 IMAGE = [[[to_wire(bytes(32)), 0]], None]
+LAYOUTS = (
+    (FULL_GROUP, window(5)),
+    (window(9), window(9), FULL_GROUP),
+    (MAMBA_GROUP, FULL_GROUP),
+    (FULL_GROUP, window(5), MAMBA_GROUP, FULL_GROUP),
+)
+
+
+class OneGroup:
+    """A modelled engine with one cache group."""
+
+    def __init__(self) -> None:
+        self._model = Model()
+
+    def batches(self, script: bytes) -> Iterator[bytes]:
+        """Yield the events of storing, removing and clearing as the bytes say."""
+        for number, byte in enumerate(script[:200]):
+            if byte < 130:
+                blocks = [byte % 3, byte // 3 % 3, byte // 9 % 3, byte // 27 % 3][: 1 + (byte + number) % 4]
+                yield batch(*self._model.store(tuple(block * 10 + place for block in blocks for place in range(SIZE))))
+            elif byte < 250:
+                yield batch(*self._model.remove(byte + number))
+            else:
+                yield batch(*self._model.clear(None))
+
+    def held(self, seed: int) -> dict[int, set[int]]:
+        """Return the keys that each group holds."""
+        blocks = [block for block, copies in self._model.copies.items() if copies]
+        return {0: {block_keys(array("I", block), SIZE, [], seed)[-1] for block in blocks}}
+
+
+class SeveralGroups:
+    """A modelled engine with full attention and other cache groups; the first byte of its script chooses them."""
+
+    def __init__(self) -> None:
+        self._prompts: list[Prompt] = []
+        self._engine = GroupedEngine()
+
+    def batches(self, script: bytes) -> Iterator[bytes]:
+        """Yield the events of prompts, which share beginnings, and of removals, as the bytes say."""
+        engine = self._engine = GroupedEngine(*LAYOUTS[script[0] % len(LAYOUTS)], chunk=1 + script[0] // 4 % 8)
+        for number, byte in enumerate(script[1:100]):
+            if byte < 150:
+                words = [byte % 2, byte // 2 % 2, byte // 4 % 2, byte // 8 % 3][: 1 + (byte + number) % 4]
+                prompt = Prompt([word * 10 + place for word in words for place in range(3 * SIZE)])
+                self._prompts.append(prompt)
+                yield batch(*engine.run(prompt))
+            elif byte < 250:
+                yield batch(*engine.drop(byte + number))
+            else:
+                for copies in engine.copies:
+                    copies.clear()
+                yield batch(CLEARED)
+
+    def held(self, seed: int) -> dict[int, set[int]]:
+        """Return the keys that each group holds."""
+        keys: dict[bytes, int] = {}
+        for prompt in self._prompts:
+            keys |= zip(prompt.hashes, block_keys(array("I", prompt.ids), SIZE, [], seed), strict=True)
+        copies = enumerate(self._engine.copies)
+        return {number: {keys[name] for name, count in group.items() if count} for number, group in copies}
+
+
+MODELS = {b"model": OneGroup, b"groups": SeveralGroups}
 
 
 class EngineEvents(Target):
-    """An input: a line with the engine, then batches; or the line ``model``, then one byte for each step of a model."""
+    """An input: a line with the engine, then batches; or one of ``MODELS``, then one byte for each step of a model."""
 
     name = "engine_events"
     short = 100
@@ -98,14 +166,15 @@ class EngineEvents(Target):
             [msgspec.msgpack.encode([1.0, [["BlockStored", [4], None, [1, 2], 2, None, "GPU"]], 0])],
         ]
         events = [engine + APART.join(each) for engine in (b"vllm\n", b"sglang\n") for each in batches]
-        return [*events, b"model\n" + bytes(range(0, 250, 7)), b"model\n" + bytes(range(250, 0, -3))]
+        scripts = bytes(range(0, 250, 7)), bytes(range(250, 0, -3))
+        return [*events, *(name + b"\n" + script for name in MODELS for script in scripts)]
 
     def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
         if source.random() < 0.2:
-            return b"model\n" + source.randbytes(source.randrange(1, 120))
+            return source.choice(tuple(MODELS)) + b"\n" + source.randbytes(source.randrange(1, 120))
         chosen = source.choice(kept)
         head, _, rest = chosen.partition(b"\n")
-        if head != b"model" and source.random() < 0.7:
+        if head not in MODELS and source.random() < 0.7:
             payloads = rest.split(APART)
             place = source.randrange(len(payloads))
             with suppress(ValueError, TypeError, OverflowError, msgspec.MsgspecError):
@@ -118,9 +187,9 @@ class EngineEvents(Target):
 
     def check(self, data: bytes) -> str:
         head, _, rest = data.partition(b"\n")
-        model = Model() if head == b"model" else None
+        model = MODELS[head]() if head in MODELS and rest else None
         engine = "sglang" if head == b"sglang" else "vllm"
-        payloads = steps(model, rest) if model is not None else iter(rest.split(APART)[:50])
+        payloads = model.batches(rest) if model is not None else iter(rest.split(APART)[:50])
         self._number += 1
         settings = self._settings(engine)
         frames: list[feed.Published] = []
@@ -173,31 +242,22 @@ class EngineEvents(Target):
                 waiting += self._fleet.on_reply(worker, feed.decode_reply(feed.encode(reply)))
         raise BrokenPropertyError("the router does not stop asking", "hang")
 
-    def _compare(self, relay: EventRelay, worker: Worker, model: Model | None, settings: Settings) -> None:
+    def _compare(
+        self, relay: EventRelay, worker: Worker, model: OneGroup | SeveralGroups | None, settings: Settings
+    ) -> None:
         if not worker.sync.synced:
             raise BrokenPropertyError("the router is not in step at the end")
-        indexed = {rank: self._fleet.index.keys(slot) for rank, slot in worker.slots.items()}
-        held = {place[0]: keys for place, keys in _held(relay).items() if place[1:] == (worker.layout.primary, "GPU")}
-        if any(keys - held.get(rank, set()) for rank, keys in indexed.items()):
+        primary = worker.layout.primary
+        slots = {(rank, primary): slot for rank, slot in worker.slots.items()} | worker.beside
+        indexed = {place: keys for place, slot in slots.items() if (keys := self._fleet.index.keys(slot))}
+        held = {place[:2]: keys for place, keys in _held(relay).items() if place[2] == "GPU"}
+        if any(keys - held.get(place, set()) for place, keys in indexed.items()):
             raise BrokenPropertyError(f"indexed {indexed}, the sidecar holds {held}")
         if model is None:
             return  # two hashes may have come with one content, which an engine never sends: the index has less
-        blocks = [block for block, copies in model.copies.items() if copies]
-        keys = {block_keys(array("I", block), SIZE, [], settings.seed(None, None))[-1] for block in blocks}
-        if not keys == held.get(0, set()) == indexed.get(0, set()):
+        keys = {(0, group): keys for group, keys in model.held(settings.seed(None, None)).items() if keys}
+        if not keys == held == indexed:
             raise BrokenPropertyError(f"the engine holds {keys}, the sidecar {held}, indexed {indexed}")
-
-
-def steps(model: Model, script: bytes) -> Iterator[bytes]:
-    """Yield the batches of an engine that stores, removes and clears as the bytes say."""
-    for number, byte in enumerate(script[:200]):
-        if byte < 130:
-            blocks = [byte % 3, byte // 3 % 3, byte // 9 % 3, byte // 27 % 3][: 1 + (byte + number) % 4]
-            yield batch(*model.store(tuple(block * 10 + place for block in blocks for place in range(SIZE))))
-        elif byte < 250:
-            yield batch(*model.remove(byte + number))
-        else:
-            yield batch(*model.clear(None))
 
 
 def _held(relay: EventRelay) -> dict[tuple[int, int, str], set[int]]:

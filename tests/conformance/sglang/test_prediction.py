@@ -21,6 +21,7 @@ from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
 from conformance.prediction import Exchange, Predicted, Predictor, decode, image_places
 from conformance.report import Cells
 from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
+from conformance.setups import parameters
 from conformance.sglang.test_rendering import own_fields
 from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
 
@@ -67,7 +68,7 @@ class SglangPredictor(Predictor):
         return SGLANG.rewrite_chat(case.body, rewrites, model=self.model, cache_salt=case.salt).body
 
 
-@pytest.fixture(scope="session", params=list(FAMILIES))
+@pytest.fixture(scope="session", params=parameters(FAMILIES, "qwen2_5_vl", "qwen3_vl"))
 def run(
     request: pytest.FixtureRequest,
     shrunk: Shrunk,
@@ -163,6 +164,7 @@ def test_the_replay_holds_what_was_published_live(run: Run) -> None:
     assert all(isinstance(event, Cleared) for event in announced)
 
 
+@pytest.mark.long_form
 def test_an_older_release_writes_one_sentinel_per_image_as_predicted(
     older_sglang_env: Path, shrunk: Shrunk, tmp_path: Path, record: Record
 ) -> None:

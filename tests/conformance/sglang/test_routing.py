@@ -26,6 +26,7 @@ from conformance.engines import Answer, History, deployed, sglang_manifest
 from conformance.prediction import Report, image_places, repeats
 from conformance.report import Cell, Cells
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
+from conformance.setups import parameters
 from conformance.workload import Case, case, image_part, picture, said, user
 from local.rig import Deployment
 from scenarios import completions_repeat_whole, open_chat
@@ -98,7 +99,7 @@ class Served:
         return int(self.deployment.metric("mmrouter_sentinels_total", event=event))
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=parameters(MODELS, "learned"))
 def served(
     request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory, cells: Cells
 ) -> Iterator[Served]:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -31,21 +31,22 @@ SIZE, IMAGES, AT_ONCE, REQUESTS, ROUNDS = (4032, 3024), 3, 4, 8, 3
 MODES = ("none", "shm")
 
 
-@pytest.fixture(scope="module")
-def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One engine and two renderers. What is measured is a mode, so the frontend compares nothing itself."""
+@pytest.fixture
+def deployment(request: pytest.FixtureRequest, vllm_env: Path, shrunk: Shrunk, tmp_path: Path) -> Iterator[Deployment]:
+    """One engine and two renderers, with ``routing.transfer`` and the frontend's environment of the parameter."""
     require_memory(engines=2)
+    transfer, variables = request.param
     shared = {"sharedMemory": {"scope": "node", "size": "1Gi"}}
     pools = [pool("worker", **shared), pool("renderer", replicas=2, **shared)]
-    router = {"name": "router", "env": environment({"MMROUTER_HANDOVER": "always"})}
+    router = {"name": "router", "env": environment(variables)}
     made = manifest(
         shrunk(REPOSITORY),
         {"type": "vllm", "args": [*engine_args(), "--api-server-count=1"], "processor": {"maxPixels": MAX_PIXELS}},
         pools,
         frontend={"podTemplate": {"spec": {"containers": [router]}}},
-        routing={"media": LOOPBACK_MEDIA, "transfer": "shm"},
+        routing={"media": LOOPBACK_MEDIA, "transfer": transfer},
     )
-    with deployed(vllm_env, tmp_path_factory.mktemp("gain"), made) as deployment:
+    with deployed(vllm_env, tmp_path, made) as deployment:
         yield deployment
 
 
@@ -68,10 +69,18 @@ def body(seed: int) -> dict[str, Any]:
     return {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": [text, *parts]}]}
 
 
-async def run(deployment: Deployment, first: int) -> tuple[float, float, Counter[str]]:
-    """Return seconds of all requests, the median of one, and how many images came by each way."""
+class Measured(NamedTuple):
+    """Seconds of all requests and the median of one; how many images came by each way, and why not processed."""
+
+    seconds: float
+    median: float
+    ways: Counter[str]
+    reasons: Counter[str]
+
+
+async def run(deployment: Deployment, first: int) -> Measured:
     bodies = [json.dumps(body(first + number)) for number in range(REQUESTS)]
-    turns, seconds, ways = asyncio.Semaphore(AT_ONCE), [], Counter[str]()
+    turns, seconds, ways, reasons = asyncio.Semaphore(AT_ONCE), [], Counter[str](), Counter[str]()
     url = deployment.run["frontends"][0]["url"]
     async with httpx.AsyncClient(timeout=300) as client:
 
@@ -81,36 +90,53 @@ async def run(deployment: Deployment, first: int) -> tuple[float, float, Counter
                 answer = await client.post(f"{url}/v1/chat/completions", content=content)
                 seconds.append(time.monotonic() - began)
             assert answer.status_code == 200, answer.text
-            ways.update(one["how"] for one in deployment.decision(answer)["travelled"])
+            for image in deployment.decision(answer)["travelled"]:
+                ways[image["how"]] += 1
+                reasons.update({fallback["reason"] for fallback in image["instead_of"] if fallback["how"] == "shm"})
 
         began = time.monotonic()
         await asyncio.gather(*map(ask, bodies))
-        return time.monotonic() - began, median(seconds), ways
+        return Measured(time.monotonic() - began, median(seconds), ways, reasons)
 
 
+def by_shm(deployment: Deployment) -> bool:
+    """Whether a new request's images reached the engine through shared memory."""
+    url = f"{deployment.run['frontends'][0]['url']}/v1/chat/completions"
+    answer = httpx.post(url, json=body(secrets.randbits(20)), timeout=300)
+    return any(image["how"] == "shm" for image in deployment.decision(answer)["travelled"])
+
+
+# What is measured is a mode, so the frontend compares nothing itself.
+@pytest.mark.parametrize("deployment", [("shm", {"MMROUTER_HANDOVER": "always"})], indirect=True)
 def test_many_large_images_at_once_with_and_without_renderers(deployment: Deployment, record: Record) -> None:
     whole: dict[str, list[float]] = {mode: [] for mode in MODES}
     each: dict[str, list[float]] = {mode: [] for mode in MODES}
-    seed = 0
-
-    def by_shm() -> bool:
-        nonlocal seed
-        seed += 1
-        answer = httpx.post(
-            f"{deployment.run['frontends'][0]['url']}/v1/chat/completions", json=body(seed), timeout=300
-        )
-        return any(one["how"] == "shm" for one in deployment.decision(answer)["travelled"])
 
     for turn in range(ROUNDS):
         for mode in MODES if turn % 2 else MODES[::-1]:
             use(deployment, mode)
             if mode == "shm":
-                wait_for(by_shm, 120, "the router knows the plugins")
-            seconds, one, ways = asyncio.run(run(deployment, 1000 * (turn + 1) + 100 * MODES.index(mode)))
-            whole[mode].append(seconds)
-            each[mode].append(one)
-            assert set(ways) <= ({"shm", "inline"} if mode == "shm" else {"bytes"}), ways
+                wait_for(lambda: by_shm(deployment), 120, "the router knows the plugins")
+            measured = asyncio.run(run(deployment, 1000 * (turn + 1) + 100 * MODES.index(mode)))
+            whole[mode].append(measured.seconds)
+            each[mode].append(measured.median)
+            ways = set(measured.ways)
+            assert ways <= ({"shm", "inline"} if mode == "shm" else {"bytes"}), ways
     for mode in MODES:
         record(f"images per s, {mode}", round(REQUESTS * IMAGES / median(whole[mode]), 2))
         record(f"median request, s, {mode}", round(median(each[mode]), 3))
     record("requests with renderers over without, time", round(median(whole["shm"]) / median(whole["none"]), 3))
+
+
+@pytest.mark.parametrize("deployment", [("auto", {})], indirect=True)
+def test_auto_measures_both_ways_and_names_the_measurement_where_it_uses_no_renderer(
+    deployment: Deployment, record: Record
+) -> None:
+    """Which way wins depends on the machine, so a run is judged by the router's own reasons."""
+    wait_for(lambda: by_shm(deployment), 120, "the router knows the plugins")
+    rounds = [asyncio.run(run(deployment, 10_000 * (turn + 1))) for turn in range(ROUNDS)]
+    processed = [ways["shm"] + ways["inline"] for ways in (each.ways for each in rounds)]
+    assert 0 < sum(processed) < ROUNDS * REQUESTS * IMAGES
+    assert {reason for each in rounds for reason in each.reasons} == {"slower"}
+    record("images per s, auto, after both ways were measured", round(REQUESTS * IMAGES / rounds[-1].seconds, 2))
+    record("images processed by a renderer of those", f"{processed[-1]} of {REQUESTS * IMAGES}")

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.continuation import ContinuationError
 from mmrouter_lib.engines.vllm.continuation import CHAT, COMPLETIONS, as_chunk, build, ends_whole, obstacle, strip
 
@@ -67,8 +68,8 @@ def test_what_depends_on_where_the_answer_begins_is_not_continued(fields, why):
         (COMPLETIONS, {"prompt": "x"}, None),
         (COMPLETIONS, {"prompt": [1, 2]}, None),
         (COMPLETIONS, {"prompt": ["x"]}, None),
-        (COMPLETIONS, {"prompt": ["x", "y"]}, "choices"),
-        (COMPLETIONS, {"prompt": [[1], [2]]}, "choices"),
+        (COMPLETIONS, {"prompt": ["x", "y"]}, "prompts"),
+        (COMPLETIONS, {"prompt": [[1], [2]], "n": 2}, "prompts"),
         (COMPLETIONS, {"best_of": 2}, "choices"),
         (COMPLETIONS, {"suffix": "x"}, "field"),
         (COMPLETIONS, {"echo": True}, "field"),
@@ -152,6 +153,21 @@ def test_a_step_becomes_a_chunk_of_its_path():
 def test_log_probabilities_of_a_chat_list_as_many_tokens_as_asked_for(top, listed):
     made = choice_of(CHAT, STEP | {"logprobs": {"content": [LISTED]}}, {"logprobs": True, "top_logprobs": top})
     assert made["logprobs"]["content"] == [LISTED | {"top_logprobs": listed}]
+
+
+@pytest.mark.parametrize(
+    ("engine", "args", "config", "traits"),
+    [
+        ("vllm", [[], ["--enforce-eager"]], {}, ("seeded", False)),
+        ("vllm", [[], ["--reasoning-parser=qwen3"]], {}, ("seeded", True)),
+        ("vllm", [["--reasoning_parser", "qwen3"]], {"canvas_length": 32}, ("none", True)),
+        ("sglang", [[]], {}, ("none", False)),
+        ("sglang", [["--enable-deterministic-inference"], []], {}, ("none", False)),
+        ("sglang", [["--enable-deterministic-inference"]] * 2, {}, ("all", False)),
+    ],
+)
+def test_flags_and_model_decide_which_sampled_answers_are_alike(engine, args, config, traits):
+    assert adapter(engine).answer_traits(args, config) == traits
 
 
 def test_an_incomplete_character_is_seen():

@@ -136,7 +136,7 @@ FILED = [pool("enc", "encoder", "cpu", **NODE), pool("work", "worker", **NODE)]
     ("before", "after", "restarted"),
     [
         (ENCODED, [*ENCODED, pool("more", "worker", "amd")], {"enc", "work", "frontend"}),
-        (FILED, [FILED[0], {**FILED[1], "sharedMemory": {"scope": "pod"}}], {"enc", "work"}),
+        (FILED, [FILED[0], {**FILED[1], "sharedMemory": {"scope": "pod"}}], {"enc", "work", "frontend"}),
         (ENCODED, [*ENCODED, pool("more", "worker")], {"frontend"}),
         (ENCODED, [pool("enc", "encoder", sharedMemory={"size": "1Gi"}), ENCODED[1]], {"enc", "frontend"}),
     ],

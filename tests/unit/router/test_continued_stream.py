@@ -9,6 +9,7 @@ from unit.router.rig import BLOCK, IDS, SEED, counts, outcomes, spans_of, until
 from unit.router.streams.test_answer import DONE, Engine, received
 from unit.router.test_sglang_pair import DIES, HANGS, make  # noqa: F401  (a fixture)
 
+from mmrouter_lib.engines.base.continuation import AnswerTraits
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.continued_stream import Continuations
@@ -24,6 +25,8 @@ WHOLE = PART[: PART.rindex(b"\n\n") + 2]
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 COMPLETIONS = "/v1/completions"
 GREEDY = {"model": "m", "temperature": 0, "stream": True}
+SAMPLED = {"model": "m", "stream": True}
+SEEDED, UNSEEDED, ALIKE = AnswerTraits("seeded"), AnswerTraits(), AnswerTraits("all")
 
 
 def chunk(data: bytes) -> bytes:
@@ -50,18 +53,25 @@ class Collected(list):
 class Streams:
     """One router's streams to the engines of a rig."""
 
-    def __init__(self, rig, *, enabled: bool = True, by_tokens=None) -> None:
+    def __init__(self, rig, *, enabled: bool = True, seeds: bool = True, by_tokens=None, traits=SEEDED) -> None:
         self.rig, self.moved = rig, []
         self.past = AttemptHistory()
         self.continuations = Continuations(
-            rig.forwarder, rig.metrics, WorkerThreads(), enabled=enabled, by_tokens=by_tokens
+            rig.forwarder,
+            rig.metrics,
+            WorkerThreads(),
+            enabled=enabled,
+            seeds=seeds,
+            traits=traits,
+            by_tokens=by_tokens,
         )
         self.stream = None
 
-    async def read(self, fields=GREEDY, path: str = CHAT, *, pours: bool = True, reports_ids: bool = False) -> bytes:
+    async def read(self, fields=GREEDY, path: str = CHAT, *, pours: bool = True) -> bytes:
         """Return what a client gets."""
+        way, added = self.continuations.plan(path, fields)
         prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
-        call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields), reports_ids=reports_ids), {})
+        call = ForwardCall("r-1", prepared, Outgoing(path, {**fields, **added}, way=way), {})
         async with asyncio.timeout(60):
             reply = await self.rig.forwarder.send(call, b"f", self.past)
             moved = lambda request_id, trace: self.moved.append(trace)  # noqa: E731
@@ -124,29 +134,71 @@ async def test_an_engine_that_ends_its_stream_itself_is_replaced(rig, says, caus
     assert streams.counted == {(cause, "continued"): 1}
 
 
-@pytest.mark.parametrize("fields", [{"seed": 7}, {"top_k": 1, "temperature": 1}, {"temperature": 0.0, "n": 2}])
-async def test_answers_that_are_the_same_everywhere_are_continued(rig, fields):
+@pytest.mark.parametrize(
+    ("fields", "traits"),
+    [
+        ({"seed": 7}, SEEDED),
+        ({}, ALIKE),
+        ({"top_k": 1, "temperature": 1}, UNSEEDED),
+        ({"temperature": 0.0, "n": 2}, UNSEEDED),
+    ],
+)
+async def test_answers_that_are_the_same_everywhere_are_continued(rig, fields, traits):
     await rig.serve(w1=breaks(PART), w2=ends(SECOND))
-    assert received(await Streams(rig).read(fields)) == received(FIRST)
+    streams = Streams(rig, by_tokens=VLLM_CONTINUATION, traits=traits)
+    assert received(await streams.read(SAMPLED | fields)) == received(FIRST)
+    assert streams.stream.reply.trace.stream == "repeated"
+
+
+NOT_BY_IDS = [
+    *({"tools": [{"type": "function"}]}, {"response_format": {"type": "json_object"}}, {"presence_penalty": 1}),
+    *({"stop": "x"}, {"n": 2}, {"bad_words": ["x"]}, {"include_reasoning": False}, {"a_later_field": 1}, {"seed": -1}),
+]
+
+
+@pytest.mark.parametrize("fields", NOT_BY_IDS, ids=str)
+async def test_a_seed_makes_a_sampled_answer_the_same_everywhere(rig, fields):
+    engines = await rig.serve(w1=breaks(PART), w2=ends(SECOND))
+    streams = Streams(rig, by_tokens=VLLM_CONTINUATION, traits=AnswerTraits("seeded", reasoning="seed" in fields))
+    assert received(await streams.read(SAMPLED | fields)) == received(FIRST)
+    (first, second) = (body for engine in engines for _, _, body in engine.requests)
+    assert (first, second) == (SAMPLED | fields | {"seed": first["seed"]}, first)
+    assert (first["seed"] >= 0, streams.stream.reply.trace.stream) == (True, "seeded")
+
+
+def test_no_two_streams_have_the_same_seed(rig):
+    continuations = Streams(rig, by_tokens=VLLM_CONTINUATION).continuations
+    seeds = [continuations.plan(CHAT, SAMPLED | {"n": 2})[1]["seed"] for _ in range(100)]
+    assert len(set(seeds)) == len(seeds)
 
 
 @pytest.mark.parametrize(
-    ("fields", "enabled", "by_tokens", "refusal"),
+    ("fields", "by_tokens", "traits", "refusal"),
     [
-        ({}, True, None, "engine"),
-        ({"temperature": 0.7}, True, None, "engine"),
-        ({"seed": True}, True, None, "engine"),
-        ({"stop": "x"}, True, VLLM_CONTINUATION, "stop"),
-        ({"presence_penalty": 1}, True, VLLM_CONTINUATION, "penalties"),
-        (GREEDY, False, None, "off"),
+        ({}, None, UNSEEDED, "engine"),
+        ({"temperature": 0.7}, None, UNSEEDED, "engine"),
+        ({"seed": True}, None, SEEDED, "engine"),
+        ({"seed": 7}, None, UNSEEDED, "engine"),
+        ({"stop": "x"}, VLLM_CONTINUATION, UNSEEDED, "stop"),
+        ({"presence_penalty": 1}, VLLM_CONTINUATION, UNSEEDED, "penalties"),
+        ({"prompt": ["x", "x"]}, VLLM_CONTINUATION, SEEDED, "prompts"),
+        (GREEDY, None, None, "off"),
     ],
 )
-async def test_other_answers_end_with_an_error_that_names_the_cause(rig, fields, enabled, by_tokens, refusal):
+async def test_other_answers_end_with_an_error_that_names_the_cause(rig, fields, by_tokens, traits, refusal):
     _, second = await rig.serve(w1=breaks(PART), w2=ends(SECOND))
-    streams = Streams(rig, enabled=enabled, by_tokens=by_tokens)
-    assert_ends_with(await streams.read(fields), refusal, WHOLE)
+    streams = Streams(rig, enabled=traits is not None, by_tokens=by_tokens, traits=traits or SEEDED)
+    assert_ends_with(await streams.read(SAMPLED | fields), refusal, WHOLE)
+    assert streams.stream.reply.trace.stream == refusal
     assert (streams.stream.failed, second.asked) == (True, [])
     assert streams.counted == {("engine_lost", refusal): 1}
+
+
+async def test_no_seed_is_added_where_the_resource_does_not_ask_for_it(rig):
+    first, _ = await rig.serve(w1=breaks(PART), w2=ends(SECOND))
+    streams = Streams(rig, seeds=False, by_tokens=VLLM_CONTINUATION)
+    assert_ends_with(await streams.read(SAMPLED | {"stop": "x"}), "stop", WHOLE)
+    assert [body for _, _, body in first.requests] == [SAMPLED | {"stop": "x"}]
 
 
 async def test_another_answer_ends_the_stream(rig):

@@ -5,7 +5,7 @@ import json
 import pytest
 from unit.router.rig import BLOCK, LoopbackEngine, http_answer, synced
 from unit.router.streams.test_answer import DONE, Engine, event, received
-from unit.router.test_continued_stream import COMPLETIONS, TOKENS, Streams, assert_ends_with, breaks, ends
+from unit.router.test_continued_stream import COMPLETIONS, SAMPLED, TOKENS, Streams, assert_ends_with, breaks, ends
 from unit.router.test_sglang_pair import make  # noqa: F401  (a fixture)
 
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION
@@ -49,7 +49,6 @@ class TokensIn(LoopbackEngine):
 
 
 ANSWER = dict(zip(range(10, 15), ("The ", "tide ", "", "turns ", "at noon."), strict=True))
-REPORTING = {**VLLM_CONTINUATION.reporting, "model": "m", "stream": True}
 
 
 def reported(count: int, path: str = CHAT, **more) -> bytes:
@@ -74,7 +73,7 @@ async def by_tokens(rig, count: int, other: TokensIn, path: str = CHAT, **more) 
     await other.serve()
     synced(rig.fleet, Member("w2", "w2", other.ip, "worker", "worker"), (), "True", 1)
     streams = Streams(rig, by_tokens=VLLM_CONTINUATION)
-    return streams, await streams.read(REPORTING, path, reports_ids=True)
+    return streams, await streams.read(SAMPLED, path)
 
 
 @pytest.mark.parametrize("count", range(1, 5))
@@ -98,7 +97,7 @@ async def test_an_engine_continues_the_token_ids_of_a_sampled_answer(rig, count,
 async def test_a_sampled_answer_of_which_the_client_has_nothing_is_requested_anew(rig, path):
     whole = Engine("b", chat=path == CHAT).stream([TOKENS])
     _, second = await rig.serve(w1=breaks(reported(1, path)[:20]), w2=ends(whole))
-    out = await Streams(rig, by_tokens=VLLM_CONTINUATION).read(REPORTING, path, reports_ids=True)
+    out = await Streams(rig, by_tokens=VLLM_CONTINUATION).read(SAMPLED, path)
     assert received(out) == received(whole)
     assert [asked for asked, *_ in second.asked] == [path]
 
@@ -109,8 +108,8 @@ async def test_a_finished_answer_gets_its_last_events_from_the_router(rig, with_
     last["choices"] = [{"index": 0, "delta": {"content": ""}, "finish_reason": "stop", "token_ids": [99]}]
     await rig.serve(w1=breaks(reported(5) + b"data: " + json.dumps(last, separators=(",", ":")).encode() + b"\n\n"))
     streams = Streams(rig, by_tokens=VLLM_CONTINUATION)
-    fields = REPORTING | {"stream_options": {"include_usage": with_usage}}
-    choices, heads, usages, done = received(await streams.read(fields, reports_ids=True))
+    fields = SAMPLED | {"stream_options": {"include_usage": with_usage}}
+    choices, heads, usages, done = received(await streams.read(fields))
     assert (choices[0]["texts"], choices[0]["finish"]) == ([("content", "The tide turns at noon.")], ["stop"])
     assert (heads, done) == ({("a", 1)}, 1)
     assert usages == ([{"prompt_tokens": 2, "completion_tokens": 6, "total_tokens": 8}] if with_usage else [])
@@ -154,4 +153,5 @@ async def test_an_engine_that_does_not_take_token_ids_ends_the_stream(rig):
 def test_only_streams_that_need_them_report_token_ids(rig, path, fields, reports):
     for enabled in (True, False):
         streams = Streams(rig, enabled=enabled, by_tokens=VLLM_CONTINUATION)
-        assert bool(streams.continuations.reporting(path, fields)) == (reports and enabled)
+        way, added = streams.continuations.plan(path, fields)
+        assert (way == "token_ids", "return_token_ids" in added) == (reports and enabled, reports and enabled)

@@ -7,6 +7,8 @@ numbers that a real one would set are set: an answer has the number of its quest
 import asyncio
 import json
 import random
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,6 +23,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys, unpack_keys
 from mmrouter_lib.feed import Delta, Heartbeat, ReplayPart, ReplayRequest, SnapshotPart, SnapshotRequest
 from mmrouter_router.core.settings import CurveKeys
+from mmrouter_router.fleet import feed_client
 from mmrouter_router.fleet.feed_client import DRAIN, PUB_PORT, ROUTER_PORT, FeedClient
 from mmrouter_router.fleet.feed_sync import OLDER_BEATS, FeedSync
 from mmrouter_router.fleet.workers import Fleet, Member
@@ -312,3 +315,44 @@ async def test_feeds_of_all_accepted_versions_are_followed(version, context):
         for seq in range(worker.sync.seq + 1, end + 1):
             await player.pub.send(feed.encode(feed.Delta(7, seq, 0.0, 0, 0, "GPU", b"", b"")))
         await until(lambda: worker.sync.seq == end)
+
+
+class Network:
+    """Connections to a feed. ``lose``: those that exist get nothing through any more, and both ends stay open."""
+
+    def __init__(self, target: str) -> None:
+        self._target, self._losses = target, 0
+
+    async def serve(self, ip: str) -> None:
+        for port in (PUB_PORT, ROUTER_PORT):
+            await asyncio.start_server(partial(self._connection, port), ip, port)
+
+    def lose(self) -> None:
+        self._losses += 1
+
+    async def _connection(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(self._target, port)
+        with suppress(ConnectionError):
+            await asyncio.gather(self._pass(reader, there[1]), self._pass(there[0], writer))
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        losses = self._losses
+        while data := await reader.read(1 << 16):
+            if losses == self._losses:
+                writer.write(data)
+
+
+async def test_a_connection_whose_other_end_is_gone_without_a_word_is_replaced(context, monkeypatch):
+    monkeypatch.setattr(feed_client, "HEARTBEAT_MS", 200)
+    player, network = Player(feed.ACCEPTED[-1], target := loopback(), context), Network(target)
+    await network.serve(ip := loopback())
+    public, secret = zmq.curve_keypair()
+    fleet = Fleet(Metrics())
+    worker = fleet.join(Member("pod-1", "pod-1", ip, "worker", "worker"))
+    reader = FeedClient(worker, fleet, (CurveKeys(public, secret, player.public),), context, Metrics())
+    async with running(player.speak(), player.answer(), reader.run()):
+        await until(lambda: worker.routable)
+        network.lose()
+        player.published.append(player.payload("delta", _2=4))
+        await until(lambda: worker.sync.seq == 4)
+        assert await reader.request(lambda number: feed.CanaryClaim(number, 7, "router-a", 30.0))

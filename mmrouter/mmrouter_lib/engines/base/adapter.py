@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from mmrouter_lib.engines.base.continuation import TokenContinuation
+from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation
 from mmrouter_lib.engines.base.events import Batch
 from mmrouter_lib.engines.base.request_fields import Endpoint, RequestFields
 
@@ -41,6 +41,17 @@ def context_length(models: Mapping[str, Any]) -> int:
     first = rows[0] if isinstance(rows, list) and rows else None
     length = first.get("max_model_len") if isinstance(first, dict) else None
     return length if isinstance(length, int) and length > 0 else 0
+
+
+MAX_ADAPTERS, MAX_NAME = 256, 256
+
+
+def lora_adapters(models: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the LoRA adapters in an engine's model list, sorted: the entries with another model as their parent."""
+    rows = models.get("data")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    names = {row.get("id") for row in rows if isinstance(row.get("parent"), str)}
+    return tuple(sorted(name for name in names if isinstance(name, str) and 0 < len(name) <= MAX_NAME))[:MAX_ADAPTERS]
 
 
 LABELS = r'\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}'
@@ -178,8 +189,10 @@ class EngineAdapter:
     """Language engines send images to encoders themselves. Otherwise the router runs the encoder stage."""
     pairs_prefill_and_decode: bool
     """Prefill and decode engines serve a request together or not at all. Otherwise each also answers alone."""
+    answer_traits: Callable[[Sequence[Sequence[str]], Mapping[str, Any]], AnswerTraits]
+    """Return the traits of a deployment from the engine arguments of each pool and the model's config.json."""
     continuation: TokenContinuation | None = None
-    """How the engine continues an answer from its token ids; ``None``: answers are only repeated (docs/streams.md)."""
+    """How the engine continues an answer from its token ids; ``None``: it does not (docs/streams.md)."""
     publishing_roles: frozenset["Role"]  # roles whose engines publish KV events for what they compute
 
     def rewrite_chat(

@@ -1,11 +1,28 @@
-"""How an engine type continues an answer from its token ids, if it can."""
+"""How engines can continue an answer of another engine: what they give alike, and how they take its token ids."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-Obstacle = Literal["bad_words", "choices", "field", "grammar", "logprobs", "penalties", "reasoning", "stop", "tools"]
+Obstacle = Literal[
+    "bad_words", "choices", "field", "grammar", "logprobs", "penalties", "prompts", "reasoning", "stop", "tools"
+]
 """What makes the rest of an answer depend on where the answer began (docs/streams.md)."""
+
+Way = Literal["repeated", "seeded", "token_ids"]
+"""How a stream is continued: its answer is the same everywhere, is so because of a seed that the router adds, or is
+continued from its token ids."""
+
+
+class AnswerTraits(NamedTuple):
+    """What flags and model decide about the answers of a deployment's engines.
+
+    ``reproducible``: the sampled answers that every engine gives alike: those of requests with a seed, all, or none.
+    ``reasoning``: whether the engines separate reasoning from the answer.
+    """
+
+    reproducible: Literal["none", "seeded", "all"] = "none"
+    reasoning: bool = False
 
 
 class ContinuationError(ValueError):

@@ -16,6 +16,8 @@ from mmrouter_lib.engines.base.adapter import (
     load_parser,
     without,
 )
+from mmrouter_lib.engines.base.continuation import AnswerTraits
+from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.base.passed_routes import GENERATE
 from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import compact_json
@@ -133,6 +135,12 @@ def prompt_error_field(status: int, body: Mapping[str, Any]) -> str | None:
     return named[1] if named else None
 
 
+def answer_traits(args: Sequence[Sequence[str]], config: Mapping[str, Any]) -> AnswerTraits:
+    """Seeds have an effect only under this flag, which also seeds all other requests alike."""
+    flag = frozenset({"--enable-deterministic-inference"})
+    return AnswerTraits("all" if all(chosen_flags(each, flag) for each in args) else "none")
+
+
 SGLANG: Final = EngineAdapter(
     type="sglang",
     # /health generates a token; /ready is cheap, and answers 503 while draining
@@ -154,5 +162,6 @@ SGLANG: Final = EngineAdapter(
     learns_image_identity=True,
     asks_encoders_itself=True,
     pairs_prefill_and_decode=True,
+    answer_traits=answer_traits,
     publishing_roles=frozenset({"worker", "prefill"}),
 )

@@ -17,7 +17,7 @@ from mmrouter_lib.engines.base.adapter import (
     without,
 )
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES, TRANSCRIBE, UNCACHED
-from mmrouter_lib.engines.vllm.continuation import CONTINUATION
+from mmrouter_lib.engines.vllm.continuation import CONTINUATION, answer_traits
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_FIELDS, REMOVED_XARGS, REQUEST_FIELDS
 
@@ -141,6 +141,7 @@ VLLM: Final = EngineAdapter(
     learns_image_identity=False,
     asks_encoders_itself=False,
     pairs_prefill_and_decode=False,
+    answer_traits=answer_traits,
     continuation=CONTINUATION,
     publishing_roles=frozenset({"worker", "prefill", "decode"}),
 )

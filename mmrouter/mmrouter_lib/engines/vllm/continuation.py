@@ -1,4 +1,7 @@
-"""Continuation of a chat or completion by vLLM's tokens-in endpoint (docs/engine-facts/vllm.md#tokens-in)."""
+"""How vLLM's engines continue answers of another one (docs/streams.md).
+
+By its tokens-in endpoint, and by a seed (docs/engine-facts/vllm.md#tokens-in and #seeds).
+"""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,7 +9,8 @@ from typing import Any, Final
 
 import orjson
 
-from mmrouter_lib.engines.base.continuation import ContinuationError, Obstacle, TokenContinuation
+from mmrouter_lib.engines.base.continuation import AnswerTraits, ContinuationError, Obstacle, TokenContinuation
+from mmrouter_lib.engines.base.launch import chosen_flags
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
@@ -56,14 +60,20 @@ _IDS: Final = re.compile(rb',"(?:prompt_)?token_ids":(?:null|\[[0-9,]*\])')
 """Within a JSON string the quotes would have backslashes; the field is never the first of its object."""
 
 
+def answer_traits(args: Sequence[Sequence[str]], config: Mapping[str, Any]) -> AnswerTraits:
+    reasoning = any(chosen_flags(each, frozenset({"--reasoning-parser"})) for each in args)
+    refuses_seeds = config.get("canvas_length") is not None  # a diffusion model
+    return AnswerTraits("none" if refuses_seeds else "seeded", reasoning)
+
+
 def obstacle(path: str, body: Mapping[str, Any]) -> Obstacle | None:
     """Return why a request is not continued: a value that a continuation does not honour, or an unknown field."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        return "prompts"
     options = body.get("stream_options")
     if options is not None and not (isinstance(options, Mapping) and not set(options) - {"include_usage"}):
         return "field"
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
-        return "choices"
     for name, value in body.items():
         if name in ("logprobs", "top_logprobs"):
             if path == COMPLETIONS and value is not None:  # the form with offsets of characters
