@@ -155,7 +155,7 @@ async def pictures(page: Browser, folder: Path) -> None:
     await page.press("Escape")
     await page.value("document.activeElement.blur()")
     if picture := os.environ.get("MMROUTER_PICTURE"):
-        await page.size(1120, 760)
+        await page.size(1280, 800)
         await page.value("scrollTo(0, 0)")
         await page.picture(ROOT / picture)
 
