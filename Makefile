@@ -19,7 +19,7 @@ ARGS ?=
 WRITE ?=
 FAMILIES ?=
 
-.PHONY: help venv native demo check fix generate test test-local test-cluster e2e cluster kind images conformance bench bench-quick soak campaign sbom audit lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance bench bench-quick soak campaign sbom audit lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ test-cluster: venv ## only the level on a real control plane, which is built onc
 
 e2e: venv ## only the level with real pods: on a one-node cluster of its own, or on the one of MMROUTER_KUBECONFIG
 	@$(PY) -m hack.run_levels e2e
+
+picture: venv ## take docs/live-page.png, the README's picture of the live page; needs Debian's chromium
+	@MMROUTER_PICTURE=docs/live-page.png $(PY) -m pytest -q tests/local/test_live_page.py -k running_deployment
 
 cluster: venv ## a one-node cluster with the images in the foreground; another terminal takes it by `source build/cluster.sh`
 	@exec $(PY) tests/e2e/one_node_cluster.py $(ARGS)

@@ -18,6 +18,7 @@ BENCHMARKS = {
     "connections": "serving.resource_usage:connections",
     "decision": "placing.decision_time:run",
     "encoders": "encoders.image_spreading:run",
+    "fleet": "placing.large_fleet:run",
     "handover": "shm_transfer:run",
     "ingest": "feed.router_ingest:run",
     "memory": "feed.router_index:memory",
@@ -26,6 +27,7 @@ BENCHMARKS = {
     "requests": "serving.proxy_overhead:run_large",
     "restart": "feed.router_index:restart",
     "routing": "placing.request_path:run",
+    "stall": "serving.stalls:run",
 }
 """Name on the command line -> the module below ``bench`` and its function that returns the rows."""
 

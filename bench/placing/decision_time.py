@@ -44,23 +44,19 @@ class Ours:
             seqs[event.worker] += 1
             fleet.on_published(members[event.worker], workload.delta(seqs[event.worker], pack_keys(event.keys)))
         count = load.workers
-        self.index = fleet.index
+        self.fleet, self.index = fleet, fleet.index
         self.slots = [worker.slots[0] for worker in members]
-        self._asked, self._mask, self._held = (
-            dict.fromkeys(self.slots, 0),
-            mask_of(self.slots),
-            column_getter(self.slots),
-        )
+        self._mask, self._held = mask_of(self.slots), column_getter(self.slots)
         self._who = [f"{worker.id}#0" for worker in members], [w.member.name for w in members], ["worker"] * count
         self._idle, self._scored = (0.0,) * count, (True,) * count
-        self._placer = workload.placer(fleet, count)
+        self.placer = workload.placer(fleet, count)
 
     def decide(self, ids: "array[int]") -> int:
         keys, idle = block_keys(ids, BLOCK_SIZE, (), SEED), self._idle
-        overlaps = self.index.match(keys, self._asked, self._mask)
+        overlaps = self.index.leading(keys, self._mask)
         candidates = CandidateTable(
             *self._who,
-            overlap=list(overlaps.values()),
+            overlap=self._held(overlaps),
             blocks=(len(keys),) * len(self.slots),
             prefill=idle,
             active=idle,
@@ -74,7 +70,7 @@ class Ours:
 
     def place(self, ids: "array[int]") -> int:
         """The same by the router's placer, with the state of its workers: standing, loads, ranks."""
-        return self._placer.place(workload.prepared(ids)).choice.winner.overlap
+        return self.placer.place(workload.prepared(ids)).choice.winner.overlap
 
 
 def scan(load: BlockWorkload) -> list[int]:

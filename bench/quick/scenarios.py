@@ -21,6 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from bench.feed import sidecar_ingest
 from bench.placing import decision_time, request_path, workload
+from bench.placing.large_fleet import LargeFleet
 from bench.placing.request_path import TINY, WORDS, conversation
 from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, SEED, build, detailed_jpeg, split, vllm_payload
 from mmrouter_lib import feed
@@ -31,10 +32,13 @@ from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
 from mmrouter_router.media.content import decode
+from mmrouter_router.scheduling.scoring import Policy
 
 WORKERS = 64
 HELD = 500
 """Blocks per worker."""
+LARGE_FLEET, LARGE_FLEET_HELD = 1000, 100
+"""Workers, and blocks of each."""
 TURNS = 4
 LOOKUPS = "dictionary lookups"
 
@@ -62,6 +66,7 @@ def scenarios() -> Iterator[list[Scenario]]:
         try:
             yield [
                 *placement_scenarios(),
+                *large_fleet_scenarios(),
                 *ingest_scenarios(Path(folder)),
                 tokenization_scenario(),
                 image_scenario(),
@@ -101,6 +106,29 @@ def placement_scenarios() -> list[Scenario]:
         Scenario(
             "keys, index and placement, 64 workers", "prompt", LOOKUPS, once=lambda _: ours.place(ids), floor=lookups
         ),
+    ]
+
+
+def large_fleet_scenarios() -> list[Scenario]:
+    load = build(workers=LARGE_FLEET, blocks_per_worker=LARGE_FLEET_HELD, queries=1)
+    fleet = LargeFleet(load)
+    keys = fleet.prompts[0].keys(BLOCK_SIZE)
+    table = {key: event.worker for event in load.events for key in event.keys}
+
+    def scenario(name: str, policy: Policy, fresh: Callable[[], None] = lambda: None) -> Scenario:
+        return Scenario(
+            f"{name}, {LARGE_FLEET} workers",
+            "prompt",
+            LOOKUPS,
+            once=lambda _: fleet.place(0, policy),
+            floor=lambda _: [table.get(key) for key in keys],
+            fresh=fresh,
+        )
+
+    return [
+        scenario("placement", "kv"),
+        scenario("placement after a change", "kv", fleet.change),
+        scenario("placement in turns", "roundRobin"),
     ]
 
 

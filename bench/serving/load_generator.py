@@ -18,6 +18,8 @@ from mmrouter_cli.bench.http_client import Connection, Receiver, connect, post_m
 
 PROMPT = "Say what is in the picture, in one sentence that a child understands. " * 6
 IDLE_PAUSE_MS = 3_600_000
+KEY = "bench"
+"""API key of the requests; a router without tenants ignores it."""
 OPENED_AT_ONCE = 50
 
 
@@ -32,7 +34,12 @@ def chat_body(
     text: str | list[dict[str, Any]] = (f"{number}. " if number else "") + PROMPT * repeats
     if image:
         text = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": text}]
-    body: dict[str, Any] = {"model": "bench", "messages": [{"role": "user", "content": text}], "max_tokens": TOKENS}
+    return body_of(text, stream=stream, pause_ms=pause_ms)
+
+
+def body_of(content: str | list[dict[str, Any]], *, stream: bool = False, pause_ms: int | None = None) -> bytes:
+    """Return the body of a chat of one message."""
+    body: dict[str, Any] = {"model": "bench", "messages": [{"role": "user", "content": content}], "max_tokens": TOKENS}
     if stream:
         body["stream"] = True
     if pause_ms is not None:
@@ -47,10 +54,10 @@ class Answer(Receiver):
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.body = b""
         self.error: Exception | None = None
-        self._status = 0
+        self.status = 0
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
-        self._status = status
+        self.status = status
 
     def on_data(self, data: bytes) -> None:
         self.body += data
@@ -67,8 +74,8 @@ class Answer(Receiver):
         """Raise the answer's error, or ``ValueError`` where it lacks what is expected."""
         if self.error is not None:
             raise self.error
-        if self._status != 200 or expected not in self.body:
-            raise ValueError(f"status {self._status}: {self.body[:200].decode(errors='replace')}")
+        if self.status != 200 or expected not in self.body:
+            raise ValueError(f"status {self.status}: {self.body[:200].decode(errors='replace')}")
 
 
 async def _repeat(
@@ -90,13 +97,15 @@ async def _repeat(
             tokens += answer.body.count(b'"delta"')
         connection.close()
 
-    messages = (_message(host, port, body) for body in bodies)
+    messages = (message(host, port, body) for body in bodies)
     await asyncio.gather(*map(one_after_the_other, connections, messages))
     return times, tokens
 
 
-def _message(host: str, port: int, body: bytes) -> bytes:
-    return post_message(f"{host}:{port}", "/v1/chat/completions", {"content-type": "application/json"}, body)
+def message(host: str, port: int, body: bytes, key: str = KEY) -> bytes:
+    """Return a chat request of the tenant with this API key."""
+    headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    return post_message(f"{host}:{port}", "/v1/chat/completions", headers, body)
 
 
 class LoadGenerator:
@@ -124,12 +133,12 @@ class LoadGenerator:
 
     async def idle(self, host: str, port: int, connections: int) -> dict[str, Any]:
         """Open streams that pause after their first token; they stay open until this process ends."""
-        message = _message(host, port, chat_body(stream=True, pause_ms=IDLE_PAUSE_MS))
+        request = message(host, port, chat_body(stream=True, pause_ms=IDLE_PAUSE_MS))
         for first in range(0, connections, OPENED_AT_ONCE):
             count = min(OPENED_AT_ONCE, connections - first)
             answers = []
             for connection in await asyncio.gather(*(connect(host, port) for _ in range(count))):
-                connection.send(message, answer := Answer())
+                connection.send(request, answer := Answer())
                 answers.append(answer.began)
             await asyncio.gather(*answers)
         return {}

@@ -14,6 +14,9 @@ TOKENS = 64
 _LENGTH = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:\s*chunked", re.IGNORECASE)
 _PAUSE = re.compile(rb'"seed":\s*(\d+)')
+_LAST_CHUNK = b"0\r\n\r\n"
+_TAIL = 4096
+"""Bytes at the end of a body in which the load generator writes its options."""
 _STREAM = re.compile(rb'"stream":\s*true')
 
 _ANSWER = (
@@ -50,27 +53,36 @@ class EngineConnection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._data = b""
+        self._pieces: list[bytes] = []
+        self._left, self._chunked = 0, False
+        """Bytes that a request lacks; whether it ends with its last chunk instead."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self._data += data
-        head, found, rest = self._data.partition(b"\r\n\r\n")
+        self._pieces.append(data)  # joined once, because a body of 10 MB comes in fifty pieces
+        self._left -= len(data)
+        if not b"".join(self._pieces[-2:]).endswith(_LAST_CHUNK) if self._chunked else self._left > 0:
+            return
+        whole = b"".join(self._pieces)
+        self._pieces = [whole]
+        head, found, rest = whole.partition(b"\r\n\r\n")
         if not found:
             return
         if _CHUNKED.search(head):  # how some routers forward a large body
-            if not rest.endswith(b"0\r\n\r\n"):
+            self._chunked = not rest.endswith(_LAST_CHUNK)
+            if self._chunked:
                 return
             length = len(rest)
         else:
             declared = _LENGTH.search(head)
             length = int(declared[1]) if declared else 0
             if len(rest) < length:
+                self._left = length - len(rest)
                 return
-        body, self._data = rest[:length], rest[length:]
-        self._answer(head, body)
+        self._pieces, self._left = [rest[length:]], 0
+        self._answer(head, rest[max(0, length - _TAIL) : length])
 
     def _answer(self, head: bytes, body: bytes) -> None:
         assert self._transport is not None

@@ -19,7 +19,7 @@ from bench.child_process import Child, Process
 from bench.feed.fake_sidecars import FRONTEND, Curve, FakeSidecars, address
 from bench.peer_routers import SGLANG_ROUTER, SMG, Peer, PeerMissingError, ensure
 from bench.placing.workload import resource
-from bench.serving.load_generator import chat_body
+from bench.serving.load_generator import KEY, chat_body
 
 START_SECONDS = 60.0
 POLL_SECONDS = 0.1
@@ -27,7 +27,7 @@ MODEL = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen
 ENGINE_PORT = FRONTEND_PORT = 8000
 HEALTH_PORT, CONTROL_PORT = 9090, 8001
 CONTROL_TOKEN = "bench-control-token"
-JSON = {"content-type": "application/json"}
+HEADERS = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
 CLIENT = httpx.Client(timeout=5, trust_env=False, headers={"connection": "close"})
 
 
@@ -55,7 +55,7 @@ class Server(Process):
                 raise RouterFailedError(f"{self.name} ended with status {status}: {self.end_of_log()}")
             try:
                 body = chat_body(stream=False)
-                status = CLIENT.post(f"{self.url}/v1/chat/completions", content=body, headers=JSON).status_code
+                status = CLIENT.post(f"{self.url}/v1/chat/completions", content=body, headers=HEADERS).status_code
             except httpx.HTTPError as error:
                 answer = str(error)
             else:
@@ -78,9 +78,10 @@ class Ours(Server):
         policy: str,
         under: Sequence[str] = (),
         peers: Sequence[str] = (),
+        api_keys: Sequence[str] = (),
     ) -> None:
         """``under``: a command that runs the router, such as a tracer. ``workers``,
-        ``peers``: addresses of engines and of other routers.
+        ``peers``: addresses of engines and of other routers. ``api_keys``: of one tenant each.
         """
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
         members = [
@@ -92,6 +93,9 @@ class Ours(Server):
         keys = {"identity.key": os.urandom(32), "engine.key": b"bench-engine-key"}
         keys["control.token"] = CONTROL_TOKEN.encode()
         curve.write_config(self._config, resource(replicas=len(workers), policy=policy), keys)
+        for key in api_keys:
+            (self._config / "api-keys").mkdir(exist_ok=True)
+            (self._config / "api-keys" / key).write_text(key)
         environment = {
             "MMROUTER_CONFIG": str(self._config),
             "MMROUTER_MODEL_DIR": str(MODEL),
@@ -168,9 +172,17 @@ class ServingRig(ExitStack):
         self.enter_context(FakeSidecars(1, self.curve))
         return self
 
-    def ours(self, host: str = FRONTEND, *, policy: str, under: Sequence[str] = (), peers: Sequence[str] = ()) -> Ours:
+    def ours(
+        self,
+        host: str = FRONTEND,
+        *,
+        policy: str,
+        under: Sequence[str] = (),
+        peers: Sequence[str] = (),
+        api_keys: Sequence[str] = (),
+    ) -> Ours:
         """Return an mmrouter process in front of the engine; not waited for."""
-        return Ours(host, [address(0)], self.curve, policy=policy, under=under, peers=peers)
+        return Ours(host, [address(0)], self.curve, policy=policy, under=under, peers=peers, api_keys=api_keys)
 
     def start(self, process: Server) -> Server:
         """Wait until a process answers; it ends with the rig."""

@@ -38,7 +38,7 @@ app = typer.Typer(
     help="Proved-exact KV routing for vision-language models.",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (cluster_commands.init, cluster_commands.status, cluster_commands.doctor, bench):
+for command in (cluster_commands.init, cluster_commands.status, cluster_commands.ui, cluster_commands.doctor, bench):
     app.command()(command)
 app.command()(cluster_commands.rotate_keys)
 

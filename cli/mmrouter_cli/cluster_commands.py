@@ -1,4 +1,4 @@
-"""The commands `mmrouter init`, `crd`, `status` and `doctor`: options, one call each, and what is printed."""
+"""The commands `mmrouter init`, `crd`, `status`, `ui` and `doctor`: options, one call each, and what is printed."""
 
 import asyncio
 import json
@@ -24,8 +24,10 @@ from mmrouter_cli.options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
+    from contextlib import AbstractAsyncContextManager
 
+    from mmrouter_cli.status.live_pages import Page
     from mmrouter_cli.status.view import View
 
 
@@ -84,6 +86,68 @@ async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool
             async for now in views:
                 screen.update(drawn(now), refresh=True)
     return all(view.phase != UNREACHABLE for view in now)
+
+
+def ui(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="An endpoint, like 127.1.0.1:8000, or the name of a deployment of the cluster. "
+            "Default: the only local deployment."
+        ),
+    ] = None,
+    namespace: Namespace = None,
+    control: Control = None,
+    token: Token = None,
+    kubeconfig: Kubeconfig = None,
+    as_json: Json = False,
+) -> None:
+    """Print the addresses of the live page, one per frontend; on a cluster, forward their ports until ctrl-C."""
+    from mmrouter_cli.status import live_pages
+
+    target = target or local_url() or leave("no `mmrouter up` runs here: give the URL of an endpoint or a name")
+    if ":" in target:
+        if namespace is not None or kubeconfig is not None:
+            leave("--namespace and --kubeconfig go with a name")
+        pages = asyncio.run(live_pages.of_endpoint(control_or_leave(target, control, token)))
+        raise typer.Exit(0 if _show_pages(pages, as_json=as_json) else FAILED)
+    from mmrouter_cli.cluster_reader import ClusterError
+
+    if control is not None:
+        leave("--control goes with a URL")
+    try:
+        found = asyncio.run(
+            _forward_pages(live_pages.of_cluster(target, namespace, kubeconfig, token), as_json=as_json)
+        )
+    except ClusterError as error:
+        leave(str(error))
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    raise typer.Exit(0 if found else FAILED)
+
+
+async def _forward_pages(opened: "AbstractAsyncContextManager[list[Page]]", *, as_json: bool) -> bool:
+    async with opened as pages:
+        if _show_pages(pages, as_json=as_json):
+            typer.echo("mmrouter: these addresses work until ctrl-C", err=True)
+            await asyncio.Event().wait()
+    return False
+
+
+def _show_pages(pages: "Sequence[Page]", *, as_json: bool) -> bool:
+    """Print the pages; return whether there is one."""
+    from mmrouter_cli.status.control_api import Unread
+
+    shown = [page for page in pages if not isinstance(page.address, Unread)]
+    for page in pages:
+        if isinstance(page.address, Unread):
+            typer.echo(f"mmrouter: {page.frontend} has no page: {page.address.why}", err=True)
+    if as_json:
+        typer.echo(json.dumps([page._asdict() for page in shown]))
+    else:
+        for page in shown:
+            typer.echo(page.address)
+    return bool(shown)
 
 
 def _local_unless(*of_cluster: object) -> str | None:

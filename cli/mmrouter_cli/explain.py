@@ -40,6 +40,9 @@ def show(console: Console, trace: dict[str, Any]) -> None:
         highlight=False,
     )
     console.print(f"why: {trace['why']}", highlight=False, markup=False)
+    if trace.get("regret"):
+        given = f"given away: {trace['regret']} blocks more that another worker held, for the load there"
+        console.print(given, highlight=False)
     for number, attempt in enumerate(trace["attempts"], 1):
         console.print(f"attempt {number}: {attempt['worker']}: {attempt['outcome']}", highlight=False, markup=False)
     if stream := trace.get("stream"):

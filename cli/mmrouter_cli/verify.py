@@ -54,6 +54,8 @@ class Observation:
     """The engine that answered, where ``worker`` computed the prompt for it."""
     before: int | None = None
     """Complete blocks before the first image; ``None`` where not needed."""
+    recomputed: int = 0
+    """Held blocks that the engine computes anew for its drafter."""
 
     @property
     def promised(self) -> int | None:
@@ -61,7 +63,7 @@ class Observation:
         ``None``.
         """
         if self.exactness == "exact":
-            return reachable_blocks(self.blocks, self.block_size, self.prompt_tokens)
+            return reachable_blocks(self.blocks, self.block_size, self.prompt_tokens) - self.recomputed
         return self.before if self.exactness == "partial" else None
 
     @property
@@ -188,6 +190,7 @@ class Verifier:
             engine_tokens=int(usage.get("prompt_tokens", 0)),
             cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             before=self._blocks_before(request_id, block_size) if exactness == "partial" else None,
+            recomputed=int(headers.get("x-mmrouter-recomputed-blocks", "0")),
         )
 
     def _body(self, text: str, images: Sequence[bytes]) -> dict[str, Any]:

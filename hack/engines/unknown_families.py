@@ -11,8 +11,11 @@ of the repository:
   licence (its manifest says Apache-2.0, its text MIT). The tokenizers in them are their makers': Gemma 3's is under the
   Gemma Terms of Use, Llama 3's under the Llama 3.1 Community License, Qwen 3's under Apache-2.0, DeepSeek's under MIT.
 - Qwen3.5: tokenizer, template and preprocessor of Qwen3-VL (``MMROUTER_MODELS``), which stand in for its own.
-- Mistral 3: a tokenizer of Mistral AI from ``mistral_common`` (Apache-2.0), which vLLM's environment has; transformers
-  converts it and mistral_common makes the chat template. It is the one of Pixtral; Mistral Small 3.1 has a later one.
+- GLM-4.1V, InternVL, Llama 4, Gemma 4 and MiniCPM-V 4.6: tokenizer of Qwen3-VL with their tokens added
+  (``hack/engines/stand_in_files.py``).
+- Mistral 3 and Pixtral: a tokenizer of Mistral AI from ``mistral_common`` (Apache-2.0), which vLLM's environment has;
+  transformers converts it and mistral_common makes the chat template. It is the one of Pixtral; Mistral Small 3.1 has a
+  later one.
 
 The configurations are this project's: image geometry, special ids and window of the published models, and a network of
 a few layers (``shrink_model.py``). Exit status: ``hack/build_once.py``.
@@ -44,7 +47,7 @@ from hack.build_once import (
     run,
     status_of,
 )
-from hack.engines import vllm_env
+from hack.engines import stand_in_files, vllm_env
 from hack.engines.shrink_model import COPIED, HEADS, HIDDEN, TEXT
 
 FREE_GB = 1
@@ -125,6 +128,25 @@ MISTRAL3: dict[str, Any] = {
 }
 
 
+PIXTRAL: dict[str, Any] = MISTRAL3 | {
+    "config": {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "image_token_index": 10,
+        "text_config": MISTRAL3["config"]["text_config"],
+        "vision_config": {**MISTRAL3["config"]["vision_config"], "image_size": 1024, "patch_size": 16},
+        "vision_feature_select_strategy": "full",
+        "vision_feature_layer": -1,
+    },
+    "preprocessor_config": {
+        **MISTRAL3["preprocessor_config"],
+        "patch_size": {"height": 16, "width": 16},
+        "size": {"longest_edge": 1024},
+    },
+    "processor_config": {"processor_class": "PixtralProcessor", "patch_size": 16},
+}
+
+
 def of_npm(name: str, folder: Path) -> None:
     with tarfile.open(package(name, folder)) as files:
         for content in ("tokenizer.json", "tokenizer_config.json"):
@@ -198,6 +220,27 @@ def of_models(name: str, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
+def stand_in(name: str, folder: Path) -> None:
+    """Write a folder around Qwen3-VL's tokenizer. Raises :class:`CannotMakeError` without that."""
+    of_models("Qwen--Qwen3-VL-2B-Instruct", folder)
+    for unused in ("chat_template.json", "preprocessor_config.json", "video_preprocessor_config.json"):
+        (folder / unused).unlink(missing_ok=True)
+    tokenizer, config = (
+        json.loads((folder / file).read_text()) for file in ("tokenizer.json", "tokenizer_config.json")
+    )
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    for text, number in stand_in_files.ids(name).items():
+        tokenizer["added_tokens"].append({"id": number, "content": text, **flags})
+        config["added_tokens_decoder"][str(number)] = {"content": text, **flags}
+    config.pop("chat_template", None)
+    config |= {"extra_special_tokens": stand_in_files.NAMED.get(name, {}), "additional_special_tokens": []}
+    for file, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
+        (folder / file).write_text(json.dumps(content, ensure_ascii=False))
+    (folder / "chat_template.jinja").write_text(stand_in_files.TEMPLATE.replace("IMAGE", stand_in_files.IMAGES[name]))
+    for file, values in stand_in_files.FILES[name]().items():
+        (folder / f"{file}.json").write_text(json.dumps(values, indent=1) + "\n")
+
+
 def text_model(architecture: str, model_type: str, vocabulary: int) -> dict[str, Any]:
     config = {"architectures": [architecture], "model_type": model_type, "vocab_size": vocabulary}
     return {"config": {**SMALL, **config, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}}
@@ -223,6 +266,8 @@ def mistral3(folder: Path) -> None:
 FAMILIES: dict[str, tuple[Callable[[Path], None], Mapping[str, Any]]] = {
     "gemma3": (partial(of_npm, "gemma3"), GEMMA3),
     "mistral3": (mistral3, MISTRAL3),
+    "pixtral": (mistral3, PIXTRAL),
+    **{name: (partial(stand_in, name), {}) for name in stand_in_files.FILES},
     "qwen3_5": (partial(of_models, "Qwen--Qwen3-VL-2B-Instruct"), QWEN3_5),
     "qwen3": (partial(of_npm, "qwen3"), text_model("Qwen3ForCausalLM", "qwen3", 151_936)),
     "llama": (partial(of_npm, "llama3_1"), text_model("LlamaForCausalLM", "llama", 128_256)),
@@ -248,7 +293,9 @@ def make(family: str) -> Path:
     """Return a family's folder. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder = folder_of(family)
     files = FAMILIES[family][1]
-    sources = (inspect.getsource(source) for source in (of_npm, of_models, mistral3, package, build))
+    sources = (
+        inspect.getsource(source) for source in (of_npm, of_models, mistral3, package, build, stand_in, stand_in_files)
+    )
     recipe = digest(json.dumps(PACKAGES), RELEASE, TEKKEN, CONVERT, json.dumps(files), *sources)
     build_once(folder, recipe, partial(build, family), what=f"the model folder of {family}", free_gb=FREE_GB)
     return folder

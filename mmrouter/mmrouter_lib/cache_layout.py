@@ -8,7 +8,8 @@ up to a block where every group can continue (docs/engine-facts/vllm.md#cache-gr
 - mamba holds the state at that block's end, as a window of one block would.
 
 A group of any other kind has to hold every block here. That is enough for each of vLLM's kinds, so the promise is a
-lower bound. Pure.
+lower bound. A drafter that reads hidden states makes the engine compute the last block of each attention group's hit
+anew. Pure.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,8 @@ class CacheLayout(NamedTuple):
     ``primary``: the group that names all blocks of a prompt, the first one with full attention, else one with the
     widest window. ``whole``: groups that must hold every block before a hit's end. ``tails``: widest first. ``bounds``:
     why an engine may hit more than its groups promise, empty where the promise is exact. ``comparable``: all groups
-    have one block size; otherwise nothing is promised.
+    have one block size; otherwise nothing is promised. ``recomputed``: groups of which a hit needs one block more than
+    it has, because the engine computes that one anew for its drafter.
     """
 
     primary: int
@@ -58,13 +60,14 @@ class CacheLayout(NamedTuple):
     tails: tuple[Tail, ...] = ()
     bounds: tuple[str, ...] = ()
     comparable: bool = True
+    recomputed: frozenset[int] = frozenset()
 
 
-def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True) -> CacheLayout:
+def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True, drafter: str = "") -> CacheLayout:
     """Return the layout of an engine with these groups; without any, that of group 0 with full attention.
 
     ``complete``: every group of the engine and all blocks that it announces are in the feed, which older sidecars do
-    not ensure.
+    not ensure. ``drafter``: what it does to hits (:mod:`mmrouter_lib.engines.vllm.drafters`).
     """
     full: list[int] = []
     others: list[int] = []
@@ -90,7 +93,12 @@ def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True) -> Cach
     if not comparable:
         bounds.append("block_size")
     whole = (*full, *others) if groups else (0,)
+    if drafter == "unknown" or (drafter and tails.keys() - {1}):
+        # Events do not tell whether a window's group is among those that the drafter reads.
+        bounds.append("drafter")
     ordered = tuple(Tail(tokens, tuple(members)) for tokens, members in sorted(tails.items(), reverse=True))
     primary = whole[0] if whole else ordered[0].groups[0]
     members = frozenset(group.group for group in groups) or frozenset(whole)
-    return CacheLayout(primary, members, whole, ordered, tuple(dict.fromkeys(bounds)), comparable)
+    states = {group.group for group in groups if group.kind == MAMBA}
+    recomputed = members - states if drafter else frozenset()
+    return CacheLayout(primary, members, whole, ordered, tuple(dict.fromkeys(bounds)), comparable, recomputed)

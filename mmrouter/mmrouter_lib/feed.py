@@ -98,7 +98,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     ``groups`` and the deltas have every group that events have named; older sidecars leave out mamba, and blocks of
     windows beside full attention.
     ``routes``: passed routes (:mod:`.engines.base.passed_routes`) that the engine serves. ``context_length``: tokens of
-    prompt and answer together, 0 while unknown.
+    prompt and answer together, 0 while unknown. ``drafter``: what the engine's drafter does to hits
+    (:mod:`.engines.vllm.drafters`). ``adapters``: LoRA adapters that it had loaded when it came up.
     """
 
     worker: str
@@ -124,6 +125,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     all_groups: bool = False
     routes: tuple[str, ...] = ()
     context_length: int = 0
+    drafter: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

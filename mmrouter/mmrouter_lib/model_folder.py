@@ -61,6 +61,16 @@ def image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     return str(folder / "preprocessor_config.json"), read_json(folder, "preprocessor_config.json")
 
 
+def added_token_id(folder: Path, text: str) -> int | None:
+    """Return the id of a token that the tokenizer has beside its vocabulary, ``None`` without it."""
+    added = (find_json(folder, "tokenizer.json") or {}).get("added_tokens") or ()
+    for number, fields in ((each.get("id"), each) for each in added):
+        if fields.get("content") == text:
+            return int(number)
+    decoder = (find_json(folder, "tokenizer_config.json") or {}).get("added_tokens_decoder") or {}
+    return next((int(number) for number, fields in decoder.items() if fields.get("content") == text), None)
+
+
 NAMES = ("tokenizer.json", "tokenizer_config.json", "config.json", "preprocessor_config.json")
 PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry
 

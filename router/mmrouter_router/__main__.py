@@ -14,6 +14,7 @@ from mmrouter_lib.tls_context import CertificateError
 from mmrouter_router.app import Router
 from mmrouter_router.core.log_limit import LogLimit
 from mmrouter_router.core.settings import SettingsError, load
+from mmrouter_router.core.worker_threads import switch_threads_often
 
 GC_THRESHOLD: Final = 10_000  # with Python's 700, collections in a burst of requests take a tenth of the CPU
 
@@ -43,6 +44,7 @@ def main() -> int:
     async def serve() -> None:
         router = Router(settings)
         shorten_collections()
+        switch_threads_often()
         await router.run()
 
     try:

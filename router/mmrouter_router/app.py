@@ -17,6 +17,7 @@ from mmrouter_router import build
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import port_apps
 from mmrouter_router.api.chat import Chat
+from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.core.settings import CURVE_FILES, Settings, SettingsError, curve_keys
@@ -79,6 +80,7 @@ class Router:
             self.tracing,
             self.threads,
             admission,
+            adapters=self.fleet.adapters,
             needs_prompt=build.build_needs_prompt(base, self.preparer, self.sampler),
             answered=self._answered,
         )
@@ -185,6 +187,7 @@ class Router:
             stopping=self.shutdown.stopping,
             refusals=self.metrics.control_refusals,
             feed_keys=lambda: sorted({fingerprint(key) for one in self._curve for key in (one.public, one.server)}),
+            live=self._live_view(),
         )
         admin = {port_apps.CONTROL_PORT: control, METRICS_PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
@@ -286,13 +289,23 @@ class Router:
             await asyncio.sleep(0 if more else SWEEP_SECONDS)
 
     def client_app(self) -> Any:
-        about = port_apps.About(self._model, self._versions, self._serves)
+        about = port_apps.About(self._models, self._versions, self._serves)
         return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, about)
 
-    def _model(self) -> dict[str, Any]:
-        """Return the entry of the model list; its context is the smallest of the engines, ``None`` while unknown."""
+    def _live_view(self) -> LiveView:
+        resource = self.settings.deployment
+        about = {"deployment": resource.metadata.name, "model": self.settings.served_model}
+        about |= {"engine": resource.spec.engine.type, "policy": resource.spec.routing.policy, "version": __version__}
+        exactness, frontends = self.metrics.decisions, lambda: 1 + len(self.peers)
+        return LiveView(self.reporter, self.placer, self.decisions, exactness, about, frontends)
+
+    def _models(self) -> list[dict[str, Any]]:
+        """Return the model list: the model, and the LoRA adapters that engines have loaded.
+
+        The context is the smallest of the engines, ``None`` while unknown.
+        """
         lengths = [worker.heartbeat.context_length for worker in self.fleet if worker.heartbeat is not None]
-        return {
+        model = {
             "id": self.settings.served_model,
             "object": "model",
             "created": self._created,
@@ -301,6 +314,8 @@ class Router:
             "parent": None,
             "max_model_len": min(filter(None, lengths), default=None),
         }
+        adapters = sorted(self.fleet.adapters())
+        return [model, *({**model, "id": name, "root": name, "parent": model["id"]} for name in adapters)]
 
     def _versions(self) -> dict[str, str]:
         """Return the engines' release, of several the one that most engines run, and mmrouter's."""

@@ -3,9 +3,14 @@
 Engines are simulated, and the local substrate plays the kubelet and the images.
 """
 
+import signal
+import subprocess
+import sys
 import time
 from itertools import pairwise
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from cluster.controlplane import ControlPlane
 from cluster.load import describe, is_ready, load
@@ -96,3 +101,30 @@ def test_status_shows_both_engines_proved(real: ControlPlane, proved: str) -> No
     assert [(pool["name"], pool["ready"], pool["verified"]) for pool in view["pools"]] == [("worker", 2, 2)]
     assert [worker["exact"] for worker in view["workers"]] == ["True", "True"]
     assert "ExactRoutingVerified" in mmrouter(real, "status", "demo", "-n", proved).stdout
+
+
+def test_every_frontend_has_a_live_page_that_is_served_until_ctrl_c(real: ControlPlane, proved: str) -> None:
+    argv = [sys.executable, "-m", "mmrouter_cli", "ui", "demo", "-n", proved, f"--kubeconfig={real.kubeconfig}"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        addresses = [urlsplit(process.stdout.readline().strip()) for _ in marks(real, proved, "frontend")]
+        for address in addresses:
+            page = httpx.get(f"http://{address.netloc}{address.path}", trust_env=False, timeout=30)
+            assert page.headers["content-type"].startswith("text/html")
+            token = {"authorization": f"Bearer {address.fragment.removeprefix('token=')}"}
+            with httpx.stream("GET", f"http://{address.netloc}/control/live", headers=token, timeout=30) as stream:
+                assert '"deployment":"demo"' in next(line for line in stream.iter_lines() if line)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert (process.returncode, "Traceback" in errors) == (0, False), errors
+        assert "until ctrl-C" in errors
+    finally:
+        process.kill()
+
+
+def test_a_deployment_without_frontends_has_no_page(real: ControlPlane) -> None:
+    done = mmrouter(real, "ui", "absent", "-n", "default")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no frontend of a deployment absent runs in namespace default" in done.stderr

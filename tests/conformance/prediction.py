@@ -85,7 +85,8 @@ class Predictor:
     def _image(self, url: str) -> PromptImage:
         data = decode(url)
         size = probe(data, max_pixels=MAX_PIXELS, exif=self.family.rotates_exif)
-        return PromptImage(self._identity(data), self.family.count(size.width, size.height) + self.more)
+        count = self.family.count(size.width, size.height) + self.more
+        return PromptImage(self._identity(data), count, (size.width, size.height))
 
     def _identity(self, data: bytes) -> bytes:
         return media_identity(data, self.family.pixel_options, key=self.key)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conformance.family_rows import family_rows
 from conformance.setups import ENGINES, FAMILIES, NOT_PART, NOT_RUN, SCENARIOS, Proof, tables
 
 if TYPE_CHECKING:
@@ -172,12 +173,19 @@ def joined(earlier: Sequence[Mapping[str, Any]], parts: Sequence[Mapping[str, An
     return list((merged(earlier, "proofs", PLACE) | {cell: asdict(one) for cell, one in found.items()}).values())
 
 
-HEAD = """# Conformance
-
-Predictions compared with real engines. `make conformance WRITE=1` writes this page from the figures of its run
-(`conformance.json` beside it).
-
-## One engine
+FAMILIES_HEAD = (
+    "# Conformance",
+    "",
+    "Predictions compared with real engines. `make conformance WRITE=1` writes this page from the figures of its run",
+    "(`conformance.json` beside it).",
+    "",
+    "## Families",
+    "",
+    "How exactly a prompt of each family and its hits are [predicted](exactness.md#families), on the releases of the",
+    "rows below. A decision is weaker where a request or an engine's arguments say something that is not modelled.",
+    "",
+)
+HEAD = """## One engine
 
 Every row is one engine on CPU, which receives requests past the router. It has a model's real tokenizer, chat template,
 special ids and image geometry, and a network of two layers with random weights, on which no block hash depends.
@@ -213,10 +221,16 @@ vLLM and SGLang publish for a completion, of a text or of token ids, are the pre
 them (`test_routing.py` of both), also through a prefill and a decode engine of SGLang
 (`tests/conformance/sglang/test_pairs.py`).
 
-**Families behind a renderer.** mmrouter has no code for them, so their prompts come from `vllm launch render` with the
-engines' files. Networks and configurations are this project's, with the geometry, special ids and window of the
-published models. Gemma 3 has its own tokenizer and chat template. Mistral 3 has a stand-in, Mistral AI's tokenizer and
-template of Pixtral, because no package has the later ones of Mistral Small 3.1. Images have texts around them.
+**Front end.** vLLM's own front end, without a model or an engine's process, makes the token ids of chats with drawn
+pictures, and place and length of each image, and the library the same (`tests/conformance/processors`). Mistral 3 and
+Pixtral have Mistral AI's tokenizer of Pixtral. For the others Qwen3-VL's tokenizer stands in, with their tokens added,
+and a template of this project, so the row proves images and not texts.
+
+**Families beside a renderer.** `vllm launch render` with the engines' files is a second opinion on their prompts; when
+the row of Mistral 3 was made, before its family had code here, its prompts came from the renderer. Networks and
+configurations are this project's, with the geometry, special ids and window of the published models. Gemma 3 has its
+own tokenizer and chat template. Mistral 3 has a stand-in, Mistral AI's tokenizer and template of Pixtral, because no
+package has the later ones of Mistral Small 3.1. Images have texts around them.
 
 **Several engines.** A cell's tests are in `tests/conformance`, marked with the cell that they prove. With every family
 (`test_cells.py`) they are `mmrouter verify`, the ten scenarios, that each stage had its part of a request, and that the
@@ -246,7 +260,15 @@ def rows(cells: Mapping[tuple[str, str, str], Cell]) -> list[Cell]:
 def table(done: Mapping[str, Any]) -> str:
     cells = rows({(cell["engine"], cell["family"], cell["provider"]): Cell(**cell) for cell in done["cells"]})
     names = next((list(cell.scenarios) for cell in cells if cell.scenarios), [])
-    lines = [HEAD + ", ".join(names) + ".", "", f"{done['date']}, {done['machine']}. {OTHERS}", ""]
+    lines = [
+        *FAMILIES_HEAD,
+        *family_rows(),
+        "",
+        HEAD + ", ".join(names) + ".",
+        "",
+        f"{done['date']}, {done['machine']}. {OTHERS}",
+        "",
+    ]
     lines += list(grid(cells))
     failed = [
         f"- {FAMILIES[cell.family]} on {cell.engine}, {name}: {text}"

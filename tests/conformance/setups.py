@@ -36,6 +36,17 @@ RENDERED = {"gemma3": "Gemma 3", "mistral3": "Mistral 3"}
 """Families beside a renderer: it makes the prompts of Mistral 3, and is the second opinion on those of Gemma 3."""
 WITHOUT_SETUP = {"qwen3_5": "Qwen3.5"}
 """Families whose prompts alone are compared, with those of an engine's own code."""
+PROCESSED = {
+    "mistral3": "Mistral 3",
+    "pixtral": "Pixtral",
+    "glm4v": "GLM-4.1V",
+    "internvl": "InternVL 3",
+    "llama4": "Llama 4",
+    "gemma4": "Gemma 4",
+    "minicpmv4_6": "MiniCPM-V 4.6",
+}
+"""Families whose prompts are compared with those of vLLM's own front end, which expands images without a model."""
+SHOWN = FAMILIES | RENDERED | PROCESSED
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")
@@ -114,6 +125,7 @@ def places() -> list[Place]:
 CELLS = [
     *((engine, setup, family) for engine in ENGINES for setup in SETUPS for family in FAMILIES),
     *(("vllm", "renderer, worker", family) for family in RENDERED),
+    *(("vllm", "front end", family) for family in PROCESSED),
 ]
 
 
@@ -181,4 +193,4 @@ def tables(proofs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             _, setup, family = cell
             proof = found.get((engine, SAME.get((engine, setup), setup), family))
             result = proof.result if proof else f"not run: {not_run(*cell)}"
-            yield f"| {setup} | {(FAMILIES | RENDERED)[family]} | {result.replace('|', '/')} |"
+            yield f"| {setup} | {SHOWN[family]} | {result.replace('|', '/')} |"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance.family_rows import GROUPS
 from conformance.prediction import Report
 from conformance.report import EXPECTED, PROVIDERS, Cells, exclusive, run_folder, table
 from conformance.setups import (
@@ -18,13 +19,15 @@ from conformance.setups import (
     FAMILIES,
     NOT_PART,
     NOT_RUN,
-    RENDERED,
     SETUPS,
+    SHOWN,
     Proof,
     named_families,
     not_run,
     places,
 )
+
+from mmrouter_lib.families import family_names
 
 NOTHING: dict[str, Any] = {"date": "", "machine": "", "cells": [], "proofs": []}
 TESTS = Path(__file__).resolve().parents[1]
@@ -35,6 +38,14 @@ def test_the_published_table_is_made_from_the_figures_beside_it() -> None:
     with exclusive(run_folder()):  # a session beside this one may be writing them
         figures, page = json.loads((DOCS / "conformance.json").read_text()), (DOCS / "conformance.md").read_text()
     assert page == table(figures)
+
+
+def test_every_family_of_the_library_has_a_row_with_its_exactness() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(family_names())
+    rows = [row.split(" | ") for row in table(NOTHING).splitlines()]
+    found = {row[0]: row[2:] for row in rows if len(row) == 5}
+    assert found["| Mistral 3"][:2] == ["exact", "affinity"]
+    assert found["| Llama 4"][0].startswith("bounded")
 
 
 def test_a_cell_that_was_not_run_says_why(tmp_path: Path) -> None:
@@ -68,7 +79,7 @@ def test_every_family_has_a_row_for_every_engine_and_what_cannot_run_says_why() 
 def result(text: str, cell: tuple[str, str, str]) -> str:
     engine, setup, family = cell
     section = text.partition(f"### {ENGINES[engine]}")[2].partition("\n### ")[0]
-    (row,) = (row for row in section.splitlines() if row.startswith(f"| {setup} | {(FAMILIES | RENDERED)[family]} |"))
+    (row,) = (row for row in section.splitlines() if row.startswith(f"| {setup} | {SHOWN[family]} |"))
     return row.split(" | ")[2].removesuffix(" |")
 
 

@@ -141,7 +141,10 @@ class Routing(Resource):
     until it is complete. If all engines that could serve a request are full, it is answered 429 with Retry-After."""
     continue_streams: bool = True
     """Whether a stream whose engine ends or hangs is continued on another one: greedy and seeded answers, and sampled
-    chats and completions on vLLM, to which the router adds a seed where token ids are not enough."""
+    chats and completions on vLLM."""
+    seed_streams: bool = False
+    """Whether sampled streams on vLLM that token ids cannot continue (tools, grammars, stop strings) get a random seed,
+    by which they are repeated on another engine. vLLM samples seeded requests one by one, without FlashInfer."""
     transfer: Literal["auto", "none", "shm", "nixl"] = "auto"
     """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share (every
     pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool directly. nixl:

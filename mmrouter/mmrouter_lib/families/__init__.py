@@ -16,6 +16,7 @@ from mmrouter_lib.families.base.family import ProcessorLimits as ProcessorLimits
 from mmrouter_lib.families.base.family import PromptImage as PromptImage
 from mmrouter_lib.families.base.family import expand_ids as expand_ids
 from mmrouter_lib.families.base.family import family_name as family_name
+from mmrouter_lib.families.base.family import family_names as family_names
 from mmrouter_lib.families.base.family import is_proved as is_proved
 from mmrouter_lib.families.base.family import load_family as load_family
 from mmrouter_lib.families.base.text import TextOnly as TextOnly

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from mmrouter_lib.families import pixtral
 from mmrouter_lib.families.base.family import Family, ImageSizeError, ProcessorLimits, refuse_options, register
 from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, whole_number
 
@@ -44,7 +45,7 @@ class Llava(Family):
 
 
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Llava | None:
-    """Return the family of a folder, ``None`` where its vision tower is not CLIP (Pixtral has the same model_type).
+    """Return the family of a folder, ``None`` where its vision tower is not CLIP.
 
     Raises :class:`ModelFolderError`.
     """
@@ -122,6 +123,17 @@ def picture_sides(file: str, values: dict[str, Any], key: str) -> tuple[int, int
     return side, side
 
 
+def load_any(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Family | None:
+    """Return the family of a folder by its vision tower: Pixtral's folders have the same ``model_type``.
+
+    Raises :class:`ModelFolderError`.
+    """
+    vision = config.get("vision_config")
+    if isinstance(vision, dict) and vision.get("model_type") == "pixtral":
+        return pixtral.load(folder, config, limits)
+    return load(folder, config, limits)
+
+
 # SGLang expands the placeholders of LLaVA in its scheduler, by rules that are not modelled
 # (docs/engine-facts/sglang.md#identity-per-family).
-register("llava", load, proved_on=("vllm",))
+register("llava", load_any, proved_on=("vllm",))

@@ -96,7 +96,7 @@ def _pixel_limits(file: str, processor: dict[str, Any], limits: ProcessorLimits 
     return low, high
 
 
-def smart_resize(width: int, height: int, *, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def smart_resize(width: int, height: int, *, unit: int, min_pixels: float, max_pixels: float) -> tuple[int, int]:
     """Return the (width, height) in pixels that an image is resized to: multiples of ``unit`` near its own shape.
 
     This is ``smart_resize`` of transformers 5.19 in double precision. The order of the floating-point operations is

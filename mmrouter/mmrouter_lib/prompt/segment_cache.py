@@ -15,6 +15,7 @@ parts guarantee that the ids of the pieces are the ids of the whole text:
 
 import json
 import re
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,9 @@ from tokenizers import Tokenizer, models
 
 OWNER: ContextVar[str] = ContextVar("owner of the cached segments", default="")
 """The tenant of the text. Tenants share no segment, because the time of a hit would tell what another one sent."""
+NEW_TEXT: ContextVar[int] = ContextVar("characters that may be tokenized", default=sys.maxsize)
+"""Characters without cached ids that a caller tokenizes in one call at most. Tokenizing takes about 1 us for each,
+hundreds of times as long as a hit."""
 MAX_BYTES = 64 << 20
 MAX_TOKENS = 1_048_576
 """Most tokens of a text whose ids are converted: a list of this many integers takes 16 ms, in which no other thread
@@ -41,6 +45,10 @@ _PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation", "Whi
 
 class PromptTooLongError(ValueError):
     """A text has more than :data:`MAX_TOKENS` tokens."""
+
+
+class NewTextError(Exception):
+    """More characters than :data:`NEW_TEXT` have no cached ids; nothing was tokenized."""
 
 
 class SegmentCache:
@@ -74,7 +82,8 @@ class SegmentCache:
     def __call__(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the ids (u32) of a text.
 
-        Raises ``TypeError`` for a text that is not Unicode, :class:`PromptTooLongError` for too many tokens.
+        Raises ``TypeError`` for a text that is not Unicode, :class:`PromptTooLongError` for too many tokens,
+        :class:`NewTextError`.
         """
         if self._cut is None or (add_special_tokens and self._around is None):
             return self._tokenize([text], add_special_tokens)[0]
@@ -129,6 +138,8 @@ class SegmentCache:
                 self.size_bytes -= _size(oldest, ids)
 
     def _tokenize(self, texts: list[str], add_special_tokens: bool) -> "list[array[int]]":
+        if sum(map(len, texts)) > NEW_TEXT.get():
+            raise NewTextError
         # The batch call, even for one text: it computes no offsets and releases the interpreter's lock.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         if sum(map(len, encodings)) > self._max_tokens:

@@ -1,7 +1,6 @@
 """What clients are answered beside an engine's own bytes: errors, debug headers, and messages in Anthropic's form."""
 
-import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 import orjson
@@ -24,7 +23,8 @@ MAX_MESSAGE: Final = 64 << 20  # bytes of an answer that is converted as a whole
 def debug_headers(reply: EngineReply) -> Headers:
     """Return the headers that disclose what other tenants asked, by the overlap (docs/architecture.md)."""
     decision = reply.decision
-    winner = decision.choice.winner
+    winner, tokens = decision.choice.winner, reply.trace.prompt_tokens
+    recomputed = decision.target.worker.recomputed_blocks(tokens, decision.target.block_size)
     return [
         (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
         (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
@@ -32,7 +32,8 @@ def debug_headers(reply: EngineReply) -> Headers:
         (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
         (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
         (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),
-        (b"x-mmrouter-prompt-tokens", str(reply.trace.prompt_tokens).encode()),
+        (b"x-mmrouter-prompt-tokens", str(tokens).encode()),
+        (b"x-mmrouter-recomputed-blocks", str(recomputed).encode()),
     ]
 
 
@@ -50,13 +51,18 @@ async def respond_json(client: Client, status: int, extra: Headers, body: bytes)
     await client.respond(status, [*headers, *extra], body)
 
 
-async def respond_message(client: Client, reply: EngineReply, extra: Headers) -> None:
-    """Answer a whole chat as a message. Raises :class:`RequestError` for an answer that is none."""
+async def respond_message(
+    client: Client, reply: EngineReply, extra: Headers, run: Callable[[int, Callable[[], bytes]], Awaitable[bytes]]
+) -> None:
+    """Answer a whole chat as a message, which ``run`` makes beside the event loop where its bytes are many.
+
+    Raises :class:`RequestError` for an answer that is none.
+    """
     raw = bytearray(reply.first)
     while len(raw) < MAX_MESSAGE and (piece := await reply.answer.piece()):
         raw += piece
     try:
-        body = await asyncio.to_thread(lambda: orjson.dumps(message_of(orjson.loads(raw))))
+        body = await run(len(raw), lambda: orjson.dumps(message_of(orjson.loads(raw))))
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
         message = "The engine's answer cannot be read."
         raise RequestError(502, message, type="server_error", code="engine_error") from error

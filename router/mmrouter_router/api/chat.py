@@ -81,14 +81,16 @@ class Chat:
         threads: WorkerThreads,
         admission: TenantAdmission,
         *,
+        adapters: Callable[[], frozenset[str]],
         needs_prompt: Callable[[str], bool],
         answered: Callable[[DecisionTrace, Prepared, Outgoing], None],
     ) -> None:
-        """``needs_prompt``: request id -> whether the prompt must be predicted; false only where placement does not
-        depend on it. ``answered``: called after every complete answer, with the engine's request; must not block.
+        """``adapters``: names of LoRA adapters that requests may give as their model. ``needs_prompt``: request id ->
+        whether the prompt must be predicted; false only where placement does not depend on it. ``answered``: called
+        after every complete answer, with the engine's request; must not block.
         """
         spec = settings.deployment.spec
-        self._served_model, self._engine = settings.served_model, spec.engine.type
+        self._served_model, self._engine, self._loaded = settings.served_model, spec.engine.type, adapters
         self._adapter, self._limits = adapter(self._engine), Limits.of(spec.routing.media)
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
@@ -99,6 +101,7 @@ class Chat:
             metrics,
             threads,
             enabled=spec.routing.continue_streams,
+            seeds=spec.routing.seed_streams,
             traits=settings.answer_traits,
             by_tokens=self._adapter.continuation,
         )
@@ -214,7 +217,9 @@ class Chat:
         return predicted_afterwards(trace, prepared)
 
     def _parse(self, path: str, raw: Raw) -> ChatRequest:
-        arguments = raw, self._limits, self._served_model, self._engine
+        if path in PASSED_ROUTES:
+            return PARSERS[path](raw, self._limits, self._served_model, self._engine)
+        arguments = raw, self._limits, self._loaded() | {self._served_model}, self._engine
         if path in MESSAGE_PATHS:
             return PARSERS[path](*arguments, traits=self._traits)
         return PARSERS[path](*arguments)
@@ -274,7 +279,8 @@ class Chat:
                 raw = await reply.error_text()
                 field_of, hidden = self._adapter.prompt_error_field, {reply.decision.target.worker.member.name}
                 hidden.add(reply.trace.answers)
-                await refuse(client, RequestError.from_engine(reply.answer.status, raw, field_of, hidden), extra)
+                rewrite = partial(RequestError.from_engine, reply.answer.status, raw, field_of, hidden)
+                await refuse(client, await self._threads.run(tenant.name, len(raw), rewrite), extra)
             else:
                 dropped = _OF_STREAMS if reply.is_stream else _HOP_BY_HOP
                 passed = [(n, v) for n, v in reply.answer.headers if n not in dropped]
@@ -286,7 +292,7 @@ class Chat:
                         return BROKEN_OFF
                     reply = stream.reply
                 elif path == MESSAGES:
-                    await respond_message(client, reply, extra)
+                    await respond_message(client, reply, extra, partial(self._threads.run, tenant.name))
                 else:
                     await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
                 self._answered(reply.trace, prepared, outgoing)
@@ -321,7 +327,7 @@ class Chat:
             return Outgoing(path, {**prepared.request.body, **salt}, form=prepared.request.form)
         rewrites = [image.rewrite() for image in images]
         rewritten = self._adapter.rewrite_chat(
-            prepared.request.body, rewrites, model=self._served_model, cache_salt=prepared.salt
+            prepared.request.body, rewrites, model=prepared.adapter or self._served_model, cache_salt=prepared.salt
         )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
@@ -345,6 +351,7 @@ class Chat:
         self._metrics.overlap_blocks.inc(hits)
         if blocks:
             self._metrics.hit_ratio.observe(hits / blocks)
+            self._metrics.regret.observe(decision.choice.regret)
         self.counts["decisions"] += 1
         self.counts["exact_decisions"] += decision.exactness == "exact"
         self.counts["prompt_blocks"] += blocks

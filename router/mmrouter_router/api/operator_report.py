@@ -111,6 +111,12 @@ def _renderer_state(row: dict[str, Any]) -> ProbeState:
     return ProbeState(True, "Unknown", "pending", "no image has been rendered yet")
 
 
+def encoder_standing(state: ProbeState) -> str:
+    """Return the standing of an encoder: it has no canary and no blocks."""
+    proved = {"True": "verified", "False": "degraded"}.get(state.verified, "pending")
+    return proved if state.routable else "unsynced"
+
+
 def _row(uid: str, pool: str, role: str, standing: ProbeState, *, draining: bool) -> dict[str, Any]:
     return {"uid": uid, "pool": pool, "role": role, **standing._asdict(), "draining": draining}
 

@@ -16,14 +16,18 @@ from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 from mmrouter_lib.engines.base.request_fields import Endpoint
 from mmrouter_lib.prompt import Prompter
 from mmrouter_router.api.chat import Chat
-from mmrouter_router.api.operator_report import Reporter, events
+from mmrouter_router.api.live_page import page_routes
+from mmrouter_router.api.live_view import MAX_PAGES, LiveView
+from mmrouter_router.api.operator_report import Reporter, encoder_standing, events
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import NAME_HEADER, answered_name, without_prefix
 from mmrouter_router.dispatch.sglang_pair import choose_pair
 from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.encoding.encoder_pods import ProbeState
 from mmrouter_router.explain.decisions import trace_of
 from mmrouter_router.explain.differences import rendering_json
 from mmrouter_router.explain.parity_check import verdict_json
+from mmrouter_router.fleet.index import bits
 from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.client_channel import Message, Receive, Scope, Send
@@ -99,9 +103,9 @@ def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
 
 @dataclass(frozen=True)
 class About:
-    """What the cold routes tell: the entry of the model list, releases, and whether an engine can take a request."""
+    """What the cold routes tell: the model list, releases, and whether an engine can take a request."""
 
-    model: Callable[[], dict[str, Any]]
+    models: Callable[[], list[dict[str, Any]]]
     versions: Callable[[], dict[str, str]]
     serves: Callable[[], bool]
 
@@ -124,15 +128,15 @@ def _public_app(tenants: Tenants, ready: Callable[[], bool], about: About) -> Fa
     @app.api_route(MODELS, methods=READ)
     async def models(request: Request) -> dict[str, Any]:
         tenants.authenticate(request.scope["headers"])
-        return {"object": "list", "data": [about.model()]}
+        return {"object": "list", "data": about.models()}
 
     @app.api_route(f"{MODELS}/{{name:path}}", methods=READ)
     async def one_model(request: Request, name: str) -> dict[str, Any]:
         tenants.authenticate(request.scope["headers"])
-        model = about.model()
-        if name != model["id"]:
+        found = next((model for model in about.models() if model["id"] == name), None)
+        if found is None:
             raise RequestError.unknown_model(name)
-        return model
+        return found
 
     @app.api_route("/version", methods=READ)
     async def version(request: Request) -> dict[str, str]:
@@ -196,8 +200,9 @@ def control_app(
     stopping: asyncio.Event,
     refusals: Counter,
     feed_keys: Callable[[], list[str]],
+    live: LiveView,
 ) -> FastAPI:
-    """Build the control application. The stream of reports ends with ``stopping``.
+    """Build the control application. Its streams end with ``stopping``.
 
     ``feed_keys``: fingerprints of the public keys that the router uses and expects.
     ``refusals``: counts requests without the token, by reason.
@@ -210,6 +215,7 @@ def control_app(
             raise HTTPException(401, "the control token is missing or wrong")
 
     app = FastAPI(title="mmrouter control", openapi_url=None, dependencies=[Depends(authorized)])
+    app.router.routes += page_routes()  # without the token, which the page itself sends
 
     app.add_exception_handler(RequestError, error_response)
 
@@ -229,6 +235,12 @@ def control_app(
     @app.get("/control/stream")
     async def stream() -> StreamingResponse:
         return StreamingResponse(events(reporter.report, fleet, stopping), media_type="text/event-stream")
+
+    @app.get("/control/live")
+    async def live_events() -> StreamingResponse:
+        if live.full:
+            raise HTTPException(503, f"{MAX_PAGES} pages are open at this frontend: close one")
+        return StreamingResponse(live.events(stopping), media_type="text/event-stream")
 
     @app.get("/control/workers/{uid}/keys")
     async def keys(uid: str) -> dict[str, Any]:
@@ -304,9 +316,8 @@ def state_of(report: dict[str, Any], fleet: Fleet, placer: Placer) -> dict[str, 
 
 def _verdict(worker: Worker, row: dict[str, Any]) -> dict[str, Any]:
     verdict: dict[str, Any] = {name: row[name] for name in ("routable", "verified", "cause", "message") if name in row}
-    if worker.member.role == "encoder" and verdict:  # encoders have no canary and no blocks
-        proved = {"True": "verified", "False": "degraded"}.get(verdict["verified"], "pending")
-        verdict["standing"] = proved if verdict["routable"] else "unsynced"
+    if worker.member.role == "encoder" and verdict:
+        verdict["standing"] = encoder_standing(ProbeState(**verdict))
     return verdict
 
 
@@ -343,8 +354,9 @@ def worker_of(worker: Worker, fleet: Fleet, placer: Placer) -> dict[str, Any]:
 def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
     """Add the workers that hold each block now."""
     names = {slot: worker.member.name for worker in fleet for slot in worker.slots.values()}
-    held = [[name for slot, name in names.items() if fleet.index.holds(slot, int(key, 16))] for key in trace["keys"]]
-    return {**trace, "holders_now": [sorted(holders) for holders in held]}
+    sets = [fleet.index.holders(int(key, 16)) for key in trace["keys"]]
+    held = {each: sorted(names[slot] for slot in bits(each) if slot in names) for each in set(sets)}
+    return {**trace, "holders_now": [held[each] for each in sets]}
 
 
 async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, parity: bool) -> Any | None:

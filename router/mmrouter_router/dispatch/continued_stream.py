@@ -46,7 +46,10 @@ OnMoved = Callable[[str, DecisionTrace], None]
 
 
 class Continuations:
-    """Makes streams that can move to another engine. ``enabled``: ``spec.routing.continueStreams``."""
+    """Makes streams that can move to another engine.
+
+    ``enabled``: ``spec.routing.continueStreams``. ``seeds``: ``spec.routing.seedStreams``.
+    """
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class Continuations:
         threads: WorkerThreads,
         *,
         enabled: bool,
+        seeds: bool,
         traits: AnswerTraits,
         by_tokens: TokenContinuation | None = None,
     ) -> None:
@@ -62,6 +66,7 @@ class Continuations:
         self.forwarder, self.metrics, self.threads, self.by_tokens = forwarder, metrics, threads, by_tokens
         self.kept = KeptBytes()
         self._enabled, self._traits = enabled, traits
+        self._seeds = seeds and traits.reproducible == "seeded"
 
     def plan(self, path: str, fields: Mapping[str, Any]) -> tuple[Way | None, Mapping[str, Any]]:
         """Return how the stream of a request can be continued, and the fields that the engine needs for that."""
@@ -84,7 +89,7 @@ class Continuations:
         if obstacle is None:
             return "token_ids", None
         # With one seed, several equal prompts would get equal answers.
-        return ("seeded", None) if self._traits.reproducible == "seeded" and obstacle != "prompts" else (None, obstacle)
+        return ("seeded", None) if self._seeds and obstacle != "prompts" else (None, obstacle)
 
     def open(
         self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory, reply: EngineReply, on_moved: OnMoved

@@ -40,6 +40,7 @@ class DecisionTrace:
     stage and attempt before the answer. ``transfers``: one per handed over image, engine and attempt. ``answers``: the
     engine that answers, where stages came before it. ``degraded``: the pools that the pipeline form omits.
     ``stream``: how a stream is continued where its engine ends, or why not.
+    ``round_robin``: blocks that round robin would have found, ``None`` where it was not compared (docs/ui.md).
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class DecisionTrace:
     form: str = "whole"
     degraded: tuple[str, ...] = ()
     unpredicted: UnpredictedRequest | None = None
+    round_robin: int | None = None
 
     @property
     def weight(self) -> int:
@@ -86,6 +88,7 @@ class DecisionTrace:
             "predicted": "before" if self.unpredicted is None else "no",
             "blocks": winner.blocks,
             "overlap": winner.overlap,
+            "regret": decision.choice.regret,
             "why": decision.choice.reason,
             "candidates": [
                 {
@@ -116,6 +119,10 @@ class DecisionLog:
         self._size, self._free_tokens = size, tokens
         self._traces: OrderedDict[str, DecisionTrace] = OrderedDict()
         self._names: OrderedDict[str, str] = OrderedDict()  # a client's name of its request -> id of the newest one
+        self.added = 0  # traces since the process started
+
+    def __len__(self) -> int:
+        return len(self._traces)
 
     def add(self, request_id: str, trace: DecisionTrace, name: str = "") -> None:
         """Add a trace; ``name``: the client's name of its request, which need not be unique."""
@@ -124,8 +131,10 @@ class DecisionLog:
             self._names.move_to_end(name)
             if len(self._names) > self._size:
                 self._names.popitem(last=False)
+        replaced = self._traces.pop(request_id, None)  # the same request, which has moved to another engine
         self._traces[request_id] = trace
-        self._free_tokens -= trace.weight
+        self.added += 1
+        self._free_tokens -= trace.weight - (replaced.weight if replaced is not None else 0)
         while len(self._traces) > self._size or (self._free_tokens < 0 and len(self._traces) > 1):
             _, evicted = self._traces.popitem(last=False)
             self._free_tokens += evicted.weight

@@ -29,10 +29,23 @@ class HitRule(NamedTuple):
     """What a hit needs of a cache's groups (``mmrouter_lib.cache_layout``), as bits of their slots.
 
     ``whole``: groups that hold every block of the hit. ``tails``: (blocks, groups that hold as many at its end).
+    ``recomputed``: groups that hold one block more than the hit, which the engine computes anew.
     """
 
     whole: int
     tails: tuple[tuple[int, int], ...]
+    recomputed: int = 0
+
+    @property
+    def sees_last(self) -> bool:
+        """Whether a block that ends with the prompt's last token may be the one that is computed anew.
+
+        An engine with one group leaves that block out before it looks, as for any prompt.
+        """
+        groups = self.whole
+        for _, members in self.tails:
+            groups |= members
+        return bool(self.recomputed) and groups.bit_count() > 1
 
     def of_length(self, blocks: int) -> "HitRule":
         """Return the rule for prompts of ``blocks``, of which a tail of that length is the whole."""
@@ -44,7 +57,7 @@ class HitRule(NamedTuple):
                 tails.append((need, groups))
             else:
                 whole |= groups
-        return HitRule(whole, tuple(tails))
+        return HitRule(whole, tuple(tails), self.recomputed)
 
 
 class Index:
@@ -128,17 +141,19 @@ class Index:
     def holds(self, slot: Slot, key: int) -> bool:
         return bool(self._holders.get(key, 0) & self._live & (1 << slot))
 
+    def holders(self, key: int) -> int:
+        """Return the candidates that hold a block, as bits of their slots."""
+        return self._holders.get(key, 0) & self._live
+
     def keys(self, slot: Slot) -> set[int]:
         """Return all keys of one candidate by a scan of the whole table, for tests and the control API."""
         bit = 1 << slot
         return {key for key, have in self._holders.items() if have & bit} if self._live & bit else set()
 
-    def match(self, keys: Sequence[int], slots: Iterable[Slot], mask: int | None = None) -> dict[Slot, int]:
-        """Return slot -> leading blocks held, for live ``slots``: any, or a dictionary of zeros with its ``mask``."""
-        zeros = slots.copy() if isinstance(slots, dict) else dict.fromkeys(slots, 0)
-        wanted = mask_of(zeros) if mask is None else mask
+    def leading(self, keys: Sequence[int], wanted: int) -> list[int]:
+        """Return the leading blocks held, by slot: 0 for those not in the mask ``wanted``, and for ``NOWHERE``."""
+        overlap = [0] * len(self._held)
         alive = wanted & self._live
-        overlap = zeros if alive == wanted else dict.fromkeys(bits(alive), 0)
         depth, seen = 0, -1
         for depth, have in enumerate(map(self._holders.get, keys)):
             if have is not seen:
@@ -159,22 +174,28 @@ class Index:
                 overlap[slot] = depth
         return overlap
 
+    def match(self, keys: Sequence[int], slots: Iterable[Slot]) -> dict[Slot, int]:
+        """Return slot -> leading blocks held, for live ``slots``."""
+        slots = [slot for slot in slots if self._live >> slot & 1]
+        overlap = self.leading(keys, mask_of(slots))
+        return {slot: overlap[slot] for slot in slots}
+
     def match_groups(self, keys: Sequence[int], rules: Mapping[Slot, HitRule]) -> dict[Slot, int]:
         """Return slot -> longest hit, for live slots of caches with several groups or a window, by their primary slot.
 
-        ``keys`` exclude a block that ends with the prompt's last token, which an engine computes anew.
+        ``keys`` exclude a block that ends with the prompt's last token, except for rules that see it.
         """
         get = self._holders.get
         holders: list[int] | None = None
         overlap: dict[Slot, int] = {}
         leading: list[Slot] = []  # a hit is what the primary group holds from the start
-        for slot, rule in rules.items():
-            whole, tails = rule.of_length(len(keys))
-            if not tails and whole == 1 << slot:
+        for slot, general in rules.items():
+            rule = general.of_length(len(keys))
+            if not rule.tails and rule.whole == 1 << slot and not rule.recomputed:
                 leading.append(slot)
             elif self._live >> slot & 1:
                 holders = [get(key, 0) for key in keys] if holders is None else holders
-                overlap[slot] = _longest_hit(holders, whole, tails)
+                overlap[slot] = _longest_hit(holders, rule)
         return overlap | self.match(keys, leading) if leading else overlap
 
     def sweep(self, budget: int = 20_000) -> bool:
@@ -212,15 +233,18 @@ def window_blocks(window: int, block_size: int) -> int:
     return max(1, -(-(window - 1) // block_size))
 
 
-def _longest_hit(holders: Sequence[int], whole: int, tails: Sequence[tuple[int, int]]) -> int:
-    """Shorten the hit to what each rule allows, until all agree: every rule is true of 0 blocks."""
+def _longest_hit(holders: Sequence[int], rule: HitRule) -> int:
+    """Shorten the hit to what each group allows, until all agree: every group allows 0 blocks."""
+    whole, tails, recomputed = rule
     hit, agreed = len(holders), -1
     if whole:
         hit = next((number for number, have in enumerate(holders) if have & whole != whole), hit)
+        hit = max(0, hit - bool(whole & recomputed))
     while hit != agreed:
         agreed = hit
         for need, groups in tails:
-            hit = _last_run(holders, hit, groups, need)
+            more = bool(groups & recomputed)
+            hit = max(0, _last_run(holders, min(hit + more, len(holders)), groups, need + more) - more)
     return hit
 
 
@@ -238,10 +262,12 @@ def _last_run(holders: Sequence[int], end: int, groups: int, need: int) -> int:
 
 
 def mask_of(slots: Iterable[Slot]) -> int:
-    mask = 0
-    for slot in slots:
-        mask |= 1 << slot
-    return mask
+    numbers = list(slots)
+    digits = bytearray(b"0") * (max(numbers, default=0) + 1)  # a mask of a thousand bits, shifted in, costs the square
+    for slot in numbers:
+        digits[slot] = ord("1")
+    digits.reverse()
+    return int(digits, 2)
 
 
 def bits(mask: int) -> list[Slot]:

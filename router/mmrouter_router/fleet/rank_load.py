@@ -54,6 +54,7 @@ class RankUsage:
         self.encode = 0.0  # of images that are not encoded yet
         self.active = self.peer_prefill = self.peer_active = 0.0
         self.others = 0.0  # requests in the engine's queue that no router accounts for
+        self.kv_usage = 0.0  # of requests that the engine runs; no term of the score
         self.peers: dict[str, PeerUsage] = {}
         self.peer_requests = 0
 
@@ -92,8 +93,12 @@ class RankUsage:
         self.promised.clear()
         self._update_row()
 
-    def queue(self, waiting: float) -> None:
-        """Take the engine's queue length; only requests that no router accounts for are added load."""
+    def queue(self, waiting: float, kv_usage: float = 0.0) -> None:
+        """Take the engine's queue length and the share of its KV memory in use, 0 to 1.
+
+        Only requests that no router accounts for are added load.
+        """
+        self.kv_usage = kv_usage
         self.others = max(0.0, waiting - self.requests - self.peer_requests)
         self._update_row()
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from blake3 import blake3
 
@@ -14,7 +14,7 @@ from mmrouter_lib.cache_layout import CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
-from mmrouter_router.fleet.index import HitRule, Index, Slot, mask_of, window_blocks
+from mmrouter_router.fleet.index import NOWHERE, HitRule, Index, Slot, mask_of, window_blocks
 from mmrouter_router.fleet.rank_load import LoadColumns, RankUsage
 from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.metrics import Metrics
@@ -64,6 +64,7 @@ class Worker:
     layout: CacheLayout = field(default_factory=lambda: cache_layout(()))
     delta_event: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; waiters clear it
     scope: Scope | None = None  # of SGLang: engines with equal scopes assign equal sentinels
+    version: int = 0  # of the fleet at the last change of this worker that placement may see
 
     @property
     def id(self) -> str:
@@ -96,6 +97,13 @@ class Worker:
             return "Unknown"
         return beat.canary.result
 
+    def recomputed_blocks(self, tokens: int, block_size: int) -> int:
+        """Return the held blocks that a repeat of a prompt cannot hit, beside the one of its last token."""
+        if not self.layout.recomputed or block_size < 1:
+            return 0
+        looked_at = tokens if len(self.layout.groups) > 1 else tokens - 1
+        return max(0, max(0, tokens - 1) // block_size - max(0, looked_at // block_size - 1))
+
     def is_admitted(self, now: float, timeout: float) -> bool:
         """Whether the gates are open, or were closed for ``timeout`` seconds, as by an operator that is away."""
         return self.member.admitted or now - self.since >= timeout
@@ -113,28 +121,35 @@ class Target(NamedTuple):
 
 
 class CacheQuery(NamedTuple):
-    """Index slots of targets with one block size. ``rules``: of caches that hit by more than leading blocks."""
+    """What to look up for targets with one block size; valid until their fleet changes."""
 
-    slots: dict[Slot, int]  # zeros, in the order of the targets
-    mask: int  # of the slots
-    rules: dict[Slot, HitRule]
+    leading: int  # mask of the slots whose caches hit leading blocks
+    rules: dict[Slot, HitRule]  # of caches that hit by more
     block_size: int
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], rules: Sequence[HitRule | None], block_size: int) -> Self:
+        """Return the query for columns of :func:`cache_entry`."""
+        with_rule = {slot: rule for slot, rule in zip(slots, rules, strict=True) if rule} if any(rules) else {}
+        return cls(mask_of({*slots} - with_rule.keys() - {NOWHERE}), with_rule, block_size)
+
+
+def cache_entry(worker: Worker, rank: int, block_size: int) -> tuple[Slot, HitRule | None]:
+    """Return the slot of a rank, ``NOWHERE`` without hits, and its rule where it hits by more than leading blocks."""
+    slot = worker.slots.get(rank)
+    if slot is None or not worker.layout.comparable:
+        return NOWHERE, None
+    if worker.layout.tails or worker.layout.recomputed or len(worker.layout.whole) > 1:
+        return slot, _hit_rule(worker, rank, block_size)
+    return slot, None
 
 
 def cache_query(targets: Iterable[Target]) -> CacheQuery:
-    """Build the query for targets; valid until their fleet changes. A layout that promises nothing is left out."""
-    slots: list[Slot] = []
-    rules: dict[Slot, HitRule] = {}
-    size = 0
-    for worker, rank, size in targets:
-        slot = worker.slots.get(rank)
-        if slot is None or not worker.layout.comparable:
-            continue
-        if worker.layout.tails or len(worker.layout.whole) > 1:
-            rules[slot] = _hit_rule(worker, rank, size)
-        else:
-            slots.append(slot)
-    return CacheQuery(dict.fromkeys(slots, 0), mask_of(slots), rules, size)
+    """Build the query for targets. A cache whose layout promises nothing is left out."""
+    targets = list(targets)
+    entries = [cache_entry(*target) for target in targets]
+    slots, rules = [slot for slot, _ in entries], [rule for _, rule in entries]
+    return CacheQuery.of(slots, rules, targets[-1].block_size if targets else 0)
 
 
 def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
@@ -144,7 +159,7 @@ def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
         return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
 
     tails = [(window_blocks(tail.tokens, block_size), bits_of(tail.groups)) for tail in layout.tails]
-    return HitRule(bits_of(layout.whole), tuple(tails))
+    return HitRule(bits_of(layout.whole), tuple(tails), bits_of(layout.recomputed))
 
 
 class Fleet:
@@ -156,6 +171,7 @@ class Fleet:
         self.workers: dict[str, Worker] = {}
         self.version = 0  # increases with every change of the candidates, for caches of derived values
         self._metrics, self._clock = metrics, clock
+        self._adapters: tuple[int, frozenset[str]] = (-1, frozenset())  # of a version
         self.change_listeners: list[Callable[[], None]] = []  # of membership, sync, verification and engine state
         self.sighting_listeners: list[Callable[[Worker, feed.ImageObservation], None]] = []
         self.work_listeners: list[Callable[[Worker, feed.Work], None]] = []  # of load frames, this router's included
@@ -168,21 +184,42 @@ class Fleet:
         beats = [(worker.heartbeat, worker.scope) for worker in self if worker.heartbeat is not None]
         return {(beat.block_size, scope) for beat, scope in beats if beat.block_size > 0}
 
+    def adapters(self) -> frozenset[str]:
+        """Return the LoRA adapters that any engine has loaded."""
+        if self._adapters[0] != self.version:
+            beats = (worker.heartbeat for worker in self)
+            names = frozenset(name for beat in beats if beat is not None for name in beat.adapters)
+            self._adapters = self.version, names
+        return self._adapters[1]
+
     def now(self) -> float:
         """Seconds on the clock of ``since`` and ``heartbeat_at``."""
         return self._clock()
 
-    def lookup(self, keys: Sequence[int], tokens: int, query: CacheQuery) -> dict[Slot, int]:
-        """Return slot -> blocks of a prompt that its cache would hit. ``keys``: at the query's block size."""
-        hits = self.index.match(keys, query.slots, query.mask) if query.slots else {}
+    def lookup(self, keys: Sequence[int], tokens: int, query: CacheQuery) -> list[int]:
+        """Return by slot the blocks of a prompt that its cache would hit, 0 for slots that the query leaves out and for
+        ``NOWHERE``. ``keys``: at the query's block size.
+        """
+        hits = self.index.leading(keys, query.leading)
         if query.rules:
             # The engine computes a prompt's last token anew, so its block cannot be hit.
-            hittable = max(0, tokens - 1) // query.block_size
-            hits |= self.index.match_groups(keys[:hittable], query.rules)
+            for length in (tokens - 1, tokens):
+                rules = {slot: rule for slot, rule in query.rules.items() if rule.sees_last == (length == tokens)}
+                found = self.index.match_groups(keys[: max(0, length) // query.block_size], rules) if rules else {}
+                for slot, blocks in found.items():
+                    hits[slot] = blocks
         return hits
 
-    def changed(self) -> None:
+    def touch(self, worker: Worker) -> None:
+        """Note that what placement reads of a worker may have changed."""
         self.version += 1
+        worker.version = self.version
+
+    def changed(self, worker: Worker | None = None) -> None:
+        """Tell the listeners of a change, of one worker or of none that placement knows."""
+        self.version += 1
+        if worker is not None:
+            worker.version = self.version
         for listener in tuple(self.change_listeners):
             listener()
 
@@ -190,10 +227,10 @@ class Fleet:
         worker = self.workers.get(member.uid)
         if worker is None:
             worker = self.workers[member.uid] = Worker(member, self._clock())
-            self.changed()
+            self.changed(worker)
         elif worker.member != member:
             worker.member = member
-            self.changed()
+            self.changed(worker)
         return worker
 
     def leave(self, uid: str) -> None:
@@ -202,7 +239,7 @@ class Fleet:
             self._reset(worker)
             for usage in worker.usage.values():
                 usage.leave()
-            self.changed()
+            self.changed(worker)
 
     def usage(self, worker: Worker, rank: int) -> RankUsage:
         usage = worker.usage.get(rank)
@@ -222,7 +259,7 @@ class Fleet:
             case Heartbeat():
                 return self._heartbeat(worker, frame)
             case feed.LoadReport():
-                self.usage(worker, frame.rank).queue(frame.waiting)
+                self.usage(worker, frame.rank).queue(frame.waiting, frame.kv_usage)
             case feed.ImageObservation():
                 self._metrics.sightings.inc()
                 for on_sighting in self.sighting_listeners:
@@ -253,7 +290,7 @@ class Fleet:
         if worker.sync.synced:
             worker.sync.synced = False
             self._metrics.feed_events.labels("stale").inc()
-            self.changed()
+            self.changed(worker)
 
     def _heartbeat(self, worker: Worker, beat: Heartbeat) -> list[SyncRequest]:
         before, worker.heartbeat, worker.heartbeat_at = worker.heartbeat, beat, self._clock()
@@ -263,14 +300,14 @@ class Fleet:
             worker.since = self._clock()  # the verification timeout restarts: this cache has proved nothing yet
         steps = self._carry_out(worker, worker.sync.on_heartbeat(beat))
         if beat.epoch == worker.sync.epoch:
-            steps += self._regroup(worker, cache_layout(beat.groups, complete=beat.all_groups))
+            steps += self._regroup(worker, cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter))
         quiet = ("seq", "shared")
         if (
             before is None
             or any(getattr(before, name) != getattr(beat, name) for name in beat.__struct_fields__ if name not in quiet)
             or _shared_state(before.shared) != _shared_state(beat.shared)
         ):
-            self.changed()
+            self.changed(worker)
         return steps
 
     def _regroup(self, worker: Worker, layout: CacheLayout) -> list[SyncRequest]:
@@ -301,9 +338,9 @@ class Fleet:
                         self._slot(worker, rank, worker.layout.primary)
                     worker.delta_event.set()
                     self._metrics.feed_events.labels("synced").inc()
-                    self.changed()
+                    self.changed(worker)
                 case feed.SnapshotRequest() | feed.ReplayRequest():
-                    self.version += 1  # the worker may be synced no more
+                    self.touch(worker)  # it may be synced no more
                     kind = "AskSnapshot" if isinstance(step, feed.SnapshotRequest) else "AskReplay"
                     self._metrics.feed_events.labels(kind).inc()
                     requests.append(step)
@@ -339,7 +376,7 @@ class Fleet:
             worker.slots[rank] = self.index.join()
             for other in worker.layout.groups - {primary}:
                 worker.beside[rank, other] = self.index.join()
-            self.version += 1
+            self.touch(worker)
         return worker.slots[rank] if group == primary else worker.beside[rank, group]
 
     def _retire(self, worker: Worker, ranks: Iterable[int]) -> None:
@@ -348,11 +385,11 @@ class Fleet:
                 self.index.retire(slot)
                 for place in [place for place in worker.beside if place[0] == rank]:
                     self.index.retire(worker.beside.pop(place))
-                self.version += 1
+                self.touch(worker)
 
     def _reset(self, worker: Worker) -> None:
         self._retire(worker, tuple(worker.slots))
-        self.version += 1
+        self.touch(worker)
         for usage in worker.usage.values():
             usage.clear_pending()
 

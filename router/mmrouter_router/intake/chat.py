@@ -15,27 +15,27 @@ from mmrouter_lib.prompt.prompter import REPLACING
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.field_check import Reason, check_fields, inexact_fields
-from mmrouter_router.intake.json_body import MAX_DEPTH, Object, Raw
+from mmrouter_router.intake.json_body import MAX_DEPTH, Object, Raw, Served
 from mmrouter_router.intake.request import MIN_URI, ChatRequest, ImagePart, Limits, MediaPart, Modality, extract_images
 
 
-def parse_chat(raw: Raw, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
+def parse_chat(raw: Raw, limits: Limits, served: Served, engine: EngineType = "vllm") -> ChatRequest:
     """Parse and check the body of a chat request for one engine type. Raises :class:`RequestError` only."""
     if len(raw) > limits.max_request_bytes:
         raise RequestError.too_large(limits.max_request_bytes)
     if len(raw) > MIN_URI and (extracted := extract_images(raw)) is not None:
         # Where this fails the original body is parsed, whose error quotes the client.
         with suppress(RequestError):
-            request = parse_unextracted(extracted.raw, limits, served_model, engine)
+            request = parse_unextracted(extracted.raw, limits, served, engine)
             images = tuple(replace(image, inline=extracted.images.get(image.url)) for image in request.images)
             if sorted(image.url for image in images if image.inline is not None) == sorted(extracted.images):
                 return replace(request, images=images)
-    return parse_unextracted(raw, limits, served_model, engine)
+    return parse_unextracted(raw, limits, served, engine)
 
 
-def parse_unextracted(raw: Raw, limits: Limits, served_model: str, engine: EngineType) -> ChatRequest:
+def parse_unextracted(raw: Raw, limits: Limits, served: Served, engine: EngineType) -> ChatRequest:
     body = json_body.parse_object(raw, limits.max_request_bytes)
-    model = json_body.model_of(body, served_model)
+    model = json_body.model_of(body, served)
     check_fields(body, CHAT, engine)
     messages = json_body.objects(body, "messages")
     if messages is None:

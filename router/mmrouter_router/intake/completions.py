@@ -8,19 +8,19 @@ from mmrouter_lib.engines.base.request_fields import COMPLETIONS
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.field_check import Reason, check_fields, inexact_fields
-from mmrouter_router.intake.json_body import Raw
+from mmrouter_router.intake.json_body import Raw, Served
 from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits
 
 Prompt: TypeAlias = "str | array[int]"  # a text, or token ids (u32)
 
 
-def parse_completion(raw: Raw, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
+def parse_completion(raw: Raw, limits: Limits, served: Served, engine: EngineType = "vllm") -> ChatRequest:
     """Parse and check the body of a completion for one engine type. Raises :class:`RequestError` only.
 
     Several prompts are several requests inside the engine, so there is not one prompt to place them by.
     """
     body = json_body.parse_object(raw, limits.max_request_bytes)
-    model = json_body.model_of(body, served_model)
+    model = json_body.model_of(body, served)
     check_fields(body, COMPLETIONS, engine)
     prompts = _prompts(body.get("prompt"))
     json_body.flag(body, "add_special_tokens", default=True)

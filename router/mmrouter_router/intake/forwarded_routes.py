@@ -22,7 +22,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.field_check import Reason, check_fields
 from mmrouter_router.intake.form_body import read_form, write_form
-from mmrouter_router.intake.json_body import Object, Raw
+from mmrouter_router.intake.json_body import Object, Raw, Served
 from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart, Modality
 
 _INPUT, _TOOLS = "input", "tools"
@@ -42,10 +42,10 @@ _BESIDE_MEDIA = words("type detail cache_control prompt_cache_breakpoint").union
 )
 
 
-def parse_forwarded(raw: Raw, limits: Limits, served_model: str, engine: EngineType = "vllm") -> ChatRequest:
+def parse_forwarded(raw: Raw, limits: Limits, served: Served, engine: EngineType = "vllm") -> ChatRequest:
     """Parse and check the body of a forwarded route. Raises :class:`RequestError` only."""
     body = json_body.parse_object(raw, limits.max_request_bytes)
-    model = json_body.model_of(body, served_model)
+    model = json_body.model_of(body, served)
     check_fields(body, RESPONSES, engine)
     if body.get(_INPUT) is None:
         raise RequestError.missing(_INPUT)

@@ -5,8 +5,8 @@ and router cannot read one body in two ways (duplicate keys, odd numbers, invali
 """
 
 import re
-from collections.abc import Set
-from typing import Any, TypeVar
+from collections.abc import Iterator, Set
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 
@@ -18,6 +18,8 @@ MAX_VALUES = 131_072  # strings, arrays and objects of a body: parsing so many s
 MAX_ITEMS = 1_048_576  # separators of a body, which bounds its numbers: a prompt of a million token ids has as many
 
 _SHORT = 64 * 1024  # bytes of a body up to which counting brackets is cheaper than walking its objects
+
+_PIECE = 64 * 1024  # bytes of a body that one call scans, because Python changes threads between calls only
 
 _CONTAINERS = frozenset({dict, list})
 
@@ -71,20 +73,43 @@ def text_depth(text: str) -> int:
 
 def _bound_values(raw: Raw) -> None:
     """Refuse a body that is small in bytes but large as objects (``[[],[],...``) before it is parsed."""
-    if len(raw) <= MAX_VALUES or (
-        raw.count(b'"') // 2 + raw.count(b"[") + raw.count(b"{") <= MAX_VALUES and raw.count(b",") <= MAX_ITEMS
-    ):
+    if len(raw) <= MAX_VALUES:
+        return
+    quotes, opened, commas = _count(raw, b'"'), _count(raw, b"[") + _count(raw, b"{"), _count(raw, b",")
+    if quotes // 2 + opened <= MAX_VALUES and commas <= MAX_ITEMS:
         return
     values = items = 0
-    # Without escapes a string ends at the next quote, which keeps the pattern linear on hostile bodies.
-    for lexeme in _LEXEMES.finditer(raw.replace(b"\\\\", b"").replace(b'\\"', b"")):
-        if lexeme[1] is None:
-            values += 1
-        else:
+    for comma in _lexemes(raw):
+        if comma:
             items += 1
+        else:
+            values += 1
         if values > MAX_VALUES or items > MAX_ITEMS:
             message = f"The body holds more than {MAX_VALUES} strings, arrays and objects, or {MAX_ITEMS} numbers."
             raise RequestError.invalid(message, code="request_too_large")
+
+
+def _count(raw: Raw, byte: bytes) -> int:
+    return sum([raw.count(byte, start, start + _PIECE) for start in range(0, len(raw), _PIECE)])
+
+
+def _lexemes(raw: Raw) -> Iterator[bool]:
+    """Yield for each string, opened array or object, and comma outside strings, whether it is a comma."""
+    in_string, half = False, b""  # of an escape that the end of a piece cuts
+    for start in range(0, len(raw), _PIECE):
+        piece = half + raw[start : start + _PIECE]
+        half = b"\\" if (len(piece) - len(piece.rstrip(b"\\"))) % 2 else b""
+        # Without escapes a string ends at the next quote, which keeps the pattern linear on hostile bodies.
+        piece = piece[: len(piece) - len(half)].replace(b"\\\\", b"").replace(b'\\"', b"")
+        begin = piece.find(b'"') + 1 if in_string else 0
+        if in_string and not begin:
+            continue
+        in_string = False
+        for lexeme in _LEXEMES.finditer(piece, begin):
+            yield lexeme[1] is not None
+            in_string = (
+                lexeme.end() == len(piece) and lexeme[0][:1] == b'"' and (len(lexeme[0]) == 1 or lexeme[0][-1:] != b'"')
+            )
 
 
 Object = dict[str, Any]
@@ -125,10 +150,14 @@ def flag(body: Object, name: str, *, default: bool = False, nullable: bool = Fal
     return value
 
 
-def model_of(body: Object, served_model: str) -> str:
-    """Return the model's name. Raises 400 where it is missing, 404 where it is not ``served_model``."""
+Served: TypeAlias = str | frozenset[str]
+"""Names that a request may give as its model: the deployment's, and those of LoRA adapters."""
+
+
+def model_of(body: Object, served: Served) -> str:
+    """Return the model's name. Raises 400 where it is missing, 404 where it is not served."""
     model = required(body, "model", str)
-    if model != served_model:
+    if model != served and (isinstance(served, str) or model not in served):
         raise RequestError.unknown_model(model)
     return model
 

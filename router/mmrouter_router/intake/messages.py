@@ -21,7 +21,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.chat import parse_unextracted
 from mmrouter_router.intake.field_check import check_fields
-from mmrouter_router.intake.json_body import Object, Raw
+from mmrouter_router.intake.json_body import Object, Raw, Served
 from mmrouter_router.intake.request import PLACEHOLDER, ChatRequest, ImagePart, InlineImage, Limits, decoded_image
 
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
@@ -67,7 +67,7 @@ class TemplateTraits:
 def parse_messages(
     raw: Raw,
     limits: Limits,
-    served_model: str,
+    served: Served,
     engine: EngineType = "vllm",
     *,
     traits: TemplateTraits,
@@ -78,11 +78,11 @@ def parse_messages(
     Raises :class:`RequestError` only.
     """
     body = json_body.parse_object(raw, limits.max_request_bytes)
-    json_body.model_of(body, served_model)
+    json_body.model_of(body, served)
     check_fields(body, MESSAGES, engine)
     conversion = _Conversion(limits, traits)
     chat = conversion.chat(body, engine, counts=counts)
-    request = parse_unextracted(orjson.dumps(chat), limits, served_model, engine)
+    request = parse_unextracted(orjson.dumps(chat), limits, served, engine)
     steering = [name for name in adapter(engine).removed_fields if name in body]
     images = tuple(conversion.images[part.url].named(part) for part in request.images)
     return replace(request, images=images, removed=(*request.removed, *steering))

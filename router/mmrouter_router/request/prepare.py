@@ -1,6 +1,7 @@
 """Prepares a parsed request for placement: resolves its images and predicts its token ids (docs/architecture.md)."""
 
 import logging
+import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +22,7 @@ from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_siz
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, PromptTooLongError, TemplateError
-from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, OWNER
+from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, NEW_TEXT, OWNER, NewTextError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
@@ -40,6 +41,8 @@ log = logging.getLogger("mmrouter.prepare")
 
 Images = tuple[ResolvedImage, ...]
 PROBE_CACHE = 4096
+INLINE_TEXT = 1024
+"""Characters without cached ids up to which they are tokenized in the event loop, in about 1 ms."""
 MAX_TEXT = 4 * 1024**2
 """Bytes of a body without its images up to which its prompt is predicted, if it has at most a million tokens."""
 MAX_ROTATED = 16_000_000
@@ -126,16 +129,17 @@ class Preparer:
         self._identity_key = settings.identity_key
         self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
         self._max_pixels = settings.deployment.spec.routing.media.max_pixels
-        self._seeds: dict[str | None, int] = {}
+        self._seeds: dict[tuple[str | None, str], int] = {}
         self._probed: OrderedDict[bytes, _Probed] = OrderedDict()
 
-    def seed(self, salt: str | None) -> int:
-        seed = self._seeds.get(salt)
+    def seed(self, salt: str | None, lora: str = "") -> int:
+        """Return the seed of the keys of a tenant's prompts, for the model or one of its LoRA adapters."""
+        seed = self._seeds.get((salt, lora))
         if seed is None:
             model = self._deployment.spec.model
-            seed = namespace_seed(self._identity_key, model=model.id, revision=model.revision, salt=salt)
+            seed = namespace_seed(self._identity_key, model=model.id, revision=model.revision, lora=lora, salt=salt)
             if len(self._seeds) < SEEDS:
-                self._seeds[salt] = seed
+                self._seeds[salt, lora] = seed
         return seed
 
     def image_key(self, salt: str | None) -> bytes:
@@ -200,10 +204,11 @@ class Preparer:
             if span:
                 span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
         fingerprint = await self._threads.run(tenant, len(request.source), self._fingerprint, request, images)
-        prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt), fingerprint)
+        lora = "" if request.model == self._served_model else request.model
+        prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt, lora), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
         states = self.family is None or self.family.may_have_states
-        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen)
+        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen, lora)
         await self._compute_keys(prepared, tenant)
         return prepared
 
@@ -252,11 +257,17 @@ class Preparer:
                 raise
 
     async def _expand_off_loop(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
-        return await self._threads.run(tenant, len(request.source), self._expand, request, images, tenant)
+        size = len(request.source)
+        if size <= INLINE_BYTES:
+            try:  # a conversation whose earlier turns are cached has little new text
+                return self._expand(request, images, tenant, INLINE_TEXT)
+            except NewTextError:
+                pass
+        return await self._threads.run_in_thread(tenant, size, self._expand, request, images, tenant)
 
-    def _expand(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
+    def _expand(self, request: ChatRequest, images: Images, tenant: str, new_text: int = sys.maxsize) -> Rendered:
         assert self.prompter is not None
-        before = OWNER.set(tenant)
+        before = OWNER.set(tenant), NEW_TEXT.set(new_text)
         try:
             if request.prompt is not None:
                 add_special_tokens = bool(request.body.get("add_special_tokens", True))
@@ -269,7 +280,8 @@ class Preparer:
             message = f"{str(error)[0].upper()}{str(error)[1:]}."
             raise RequestError.invalid(message, param=request.prompt_field, code="invalid_value") from error
         finally:
-            OWNER.reset(before)
+            OWNER.reset(before[0])
+            NEW_TEXT.reset(before[1])
         return expanded.ids, expanded.spans
 
     async def _resolve(self, request: ChatRequest, key: bytes, tenant: str) -> Images:

@@ -45,7 +45,8 @@ class ResolvedImage:
 
     def in_prompt(self) -> PromptImage:
         """Return the image for the prompt; an unresolved one is random, because no block from it on may match."""
-        return PromptImage(self.identity if self.resolved else secrets.token_bytes(32), self.tokens)
+        identity = self.identity if self.resolved else secrets.token_bytes(32)
+        return PromptImage(identity, self.tokens, (self.width, self.height))
 
 
 KeyForm = tuple[int, Scope | None]
@@ -69,6 +70,7 @@ class Prepared:
     rendered: bool = False  # ids and spans come from a renderer
     may_have_states: bool = False  # of the model: ``Family.may_have_states``
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
+    adapter: str = ""  # name of the LoRA adapter that answers, empty for the model itself
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 

@@ -6,45 +6,69 @@ others. That runs over the whole fleet in every decision, so each column is buil
 
 from array import array
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain, compress, repeat
 from operator import contains, indexOf, itemgetter
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_router.fleet.index import NOWHERE
-from mmrouter_router.fleet.workers import Fleet, Target, cache_query
+from mmrouter_router.fleet.index import NOWHERE, HitRule, Slot
+from mmrouter_router.fleet.workers import CacheQuery, Fleet, Target, cache_entry
 from mmrouter_router.scheduling.scoring import CandidateTable
 from mmrouter_router.sentinels.table import Scope
+
+
+class CandidateRow(NamedTuple):
+    """One rank, and what of it does not depend on a request. Valid until its worker changes.
+
+    ``slot``: of its counts, ``NOWHERE`` without an index slot; ``hits`` and ``rule``: of :func:`cache_entry`.
+    """
+
+    target: Target
+    scored: bool  # its overlap counts
+    id: str
+    name: str
+    pool: str
+    slot: Slot
+    load: int  # its row of the fleet's loads
+    promised: set[int]
+    hits: Slot
+    rule: HitRule | None
+
+    @classmethod
+    def of(cls, fleet: Fleet, target: Target, *, scored: bool) -> Self:
+        worker, rank, size = target
+        usage, member = fleet.usage(worker, rank), worker.member
+        slot, cache = worker.slots.get(rank, NOWHERE), cache_entry(worker, rank, size)
+        name = f"{worker.id}#{rank}"
+        return cls(target, scored, name, member.name, member.pool, slot, usage.row, usage.promised, *cache)
 
 
 class CandidateGroup:
     """Ranks with one block size and one scope, each with whether its overlap counts. Valid until the fleet changes.
 
-    ``slots``: ``NOWHERE`` for a rank without an index slot. ``held`` and ``loads`` take these ranks' entries out of the
-    index's counts by slot and out of a column of the fleet's loads.
+    ``held`` and ``loads`` take these ranks' entries out of the index's columns by slot and out of a column of the
+    fleet's loads.
     """
 
-    def __init__(self, fleet: Fleet, size: int, scope: Scope | None, rows: Sequence[tuple[Target, bool]]) -> None:
-        self.fleet, self.size, self.scope = fleet, size, scope
-        self.targets = tuple([target for target, _ in rows])
-        self.scored = tuple([scored for _, scored in rows])
-        workers = [target.worker for target in self.targets]
-        usages = [fleet.usage(target.worker, target.rank) for target in self.targets]
-        self.ids = tuple([f"{target.worker.id}#{target.rank}" for target in self.targets])
-        self.names = tuple([worker.member.name for worker in workers])
-        self.pools = tuple([worker.member.pool for worker in workers])
-        self.slots = tuple([target.worker.slots.get(target.rank, NOWHERE) for target in self.targets])
-        self.held, self.loads = column_getter(self.slots), column_getter([usage.row for usage in usages])
-        self.promised = tuple([usage.promised for usage in usages])
-        self.caches = cache_query(self.targets)
+    def __init__(self, fleet: Fleet, size: int, scope: Scope | None, rows: Sequence[CandidateRow]) -> None:
+        self.fleet, self.size, self.scope, self._rows = fleet, size, scope, rows
+        columns = tuple(zip(*rows, strict=True))
+        self.targets, self.scored, self.ids, self.names, self.pools, slots, loads, self.promised, hits, rules = columns
+        self.held, self.loads = column_getter(slots), column_getter(loads)
+        self.caches = CacheQuery.of(hits, rules, size)
+
+    @cached_property
+    def ring(self) -> list[int]:
+        """The rows in the order of their turns."""
+        return sorted(range(len(self.ids)), key=self.ids.__getitem__)
 
     def with_free_queue(self, queued: int) -> "CandidateGroup | None":
         """Return the ranks where fewer than ``queued`` requests wait for a first byte; ``None`` where all are full."""
         unanswered = self.loads(self.fleet.loads.unanswered)
         if max(unanswered) < queued:
             return self
-        free = [number < queued for number in unanswered]
-        rows = list(compress(zip(self.targets, self.scored, strict=True), free))
+        rows = list(compress(self._rows, [number < queued for number in unanswered]))
         return CandidateGroup(self.fleet, self.size, self.scope, rows) if rows else None
 
     def table(self, keys: "array[int]", tokens: int, spans: Sequence[Span], visual: float) -> CandidateTable:
@@ -53,7 +77,8 @@ class CandidateGroup:
         ``visual``: cost of encoding one visual token, in prompt tokens.
         """
         count, blocks, loads, now = len(self.targets), len(keys), self.loads, self.fleet.loads
-        overlap, prefill, others = self._overlap(keys, tokens), loads(now.prefill), loads(now.others)
+        overlap = self.held(self.fleet.lookup(keys, tokens, self.caches))
+        prefill, others = loads(now.prefill), loads(now.others)
         coming = self._coming(keys, overlap) if any(prefill) else ()
         return CandidateTable(
             self.ids,
@@ -69,12 +94,6 @@ class CandidateGroup:
             coming,
             self._encode(overlap, coming, spans, visual) if spans and visual else (),
         )
-
-    def _overlap(self, keys: "array[int]", tokens: int) -> list[int]:
-        hits = self.fleet.lookup(keys, tokens, self.caches)
-        if len(hits) == len(self.slots) == len(self.caches.slots):
-            return list(hits.values())  # the query has all slots in this order
-        return list(map(hits.get, self.slots, repeat(0)))
 
     def _coming(self, keys: "array[int]", overlap: Sequence[int]) -> Sequence[int]:
         """Return the blocks right after each hit that are being computed there; a fleet has few distinct hits."""

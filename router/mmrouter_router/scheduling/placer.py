@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Final, Literal
 
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
@@ -15,7 +16,7 @@ from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.candidate_columns import CandidateGroup
+from mmrouter_router.scheduling.candidate_columns import CandidateGroup, CandidateRow
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
 from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose
 from mmrouter_router.sentinels.table import Scope
@@ -28,6 +29,19 @@ Eligibility = Literal["verified", "degraded", "waiting", "pending", "refused", "
 ANSWERING: Final = frozenset({"worker", "prefill", "decode"})  # each of them serves a route without stages
 WORKERS = frozenset({"worker"})  # serve a request whole; other roles are placed for pipeline forms with stages
 PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}  # role -> the role of the other engine of a pair (SGLang)
+
+
+@dataclass(slots=True)
+class Standing:
+    """How a worker may be used, and its candidates; valid for one version of it, until a time of the fleet's clock."""
+
+    worker: Worker
+    version: int
+    eligibility: Eligibility
+    usable: bool  # not only as a last resort
+    until: float
+    kind: tuple[int, Scope | None]  # block size and scope
+    rows: list[CandidateRow]
 
 
 @dataclass
@@ -95,6 +109,7 @@ class Placer:
         self._turns: Counter[frozenset[str]] = Counter()  # by roles: the choices of one request count separately
         self._cached: dict[tuple[frozenset[str], str | None], tuple[Sequence[CandidateGroup], float | None]] = {}
         self._version = -1  # fleet version of the cached groups
+        self._standings: dict[str, Standing] = {}  # by pod uid: most workers are as before when one changes
 
     def eligibility(self, worker: Worker) -> Eligibility:
         """Return how a worker may be used: the table of docs/architecture.md for ``worker`` and ``prefill``."""
@@ -129,9 +144,13 @@ class Placer:
     ) -> Decision:
         """Choose among the eligible engines of these roles, without the pod uids in ``exclude``.
 
+        A LoRA adapter's request goes to engines that have loaded it.
+
         ``partner``: an engine that the chosen one exchanges KV blocks with. ``dry_run``: nothing is sent, so queues
         may be full. Raises :class:`NoWorkerError`.
         """
+        if prepared.adapter:
+            exclude = {*exclude, *(worker.member.uid for worker in self._fleet if not _has(worker, prepared.adapter))}
         kind = frozenset(roles)
         groups = self.groups(exclude, kind, partner)
         if not dry_run:
@@ -142,13 +161,16 @@ class Placer:
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
         keys = [prepared.keys(group.size, group.scope) for group in groups]
+        table = CandidateTable.joined(
+            [
+                group.table(group_keys, len(prepared.ids), prepared.spans, self._visual)
+                for group, group_keys in zip(groups, keys, strict=True)
+            ]
+        )
+        if policy == "roundRobin" and len(groups) == 1:
+            table.ring = groups[0].ring
         choice = choose(
-            CandidateTable.joined(
-                [
-                    group.table(group_keys, len(prepared.ids), prepared.spans, self._visual)
-                    for group, group_keys in zip(groups, keys, strict=True)
-                ]
-            ),
+            table,
             policy=policy,
             overlap_weight=self._overlap_weight,
             fingerprint=prepared.fingerprint,
@@ -223,32 +245,55 @@ class Placer:
         self, exclude: Collection[str], roles: Collection[str], partner: Worker | None
     ) -> tuple[Sequence[CandidateGroup], float | None]:
         """Return the groups of candidates, and the time at which an eligibility changes by timeout, if any."""
-        found: list[tuple[Worker, Eligibility]] = []
-        until = math.inf
-        for worker in self._fleet:
-            if partner is not None and worker.member.compatibility != partner.member.compatibility:
+        self._forget_gone()
+        now, known, compatibility = self._fleet.now(), self._standings, partner and partner.member.compatibility
+        found: list[Standing] = []
+        for uid, worker in self._fleet.workers.items():
+            member = worker.member
+            if member.role not in roles or uid in exclude or (partner and member.compatibility != compatibility):
                 continue
-            if worker.member.role in roles and worker.member.uid not in exclude:
-                eligibility = self.eligibility(worker)
-                found.append((worker, eligibility))
-                if eligibility in ("waiting", "pending"):
-                    until = min(until, worker.since + self._verification.timeout_seconds)
-        rows: dict[tuple[int, Scope | None], list[tuple[Target, bool]]] = {}
-        usable = [pair for pair in found if pair[1] in ("verified", "degraded")]
+            standing = known.get(uid)
+            if standing is None or standing.version != worker.version or standing.until <= now:
+                standing = known[uid] = self._standing(worker)
+            found.append(standing)
         # The last resort: an engine whose sidecar is away still answers, without overlap.
-        for worker, eligibility in usable or [pair for pair in found if _able(*pair)]:
-            size = self.block_size(worker)
-            if size > 0:
-                group = rows.setdefault((size, worker.scope), [])
-                scored = eligibility != "unsynced" and worker.canary == "True"
-                group += [(Target(worker, rank, size), scored) for rank in range(worker.ranks)]
+        usable = [standing for standing in found if standing.usable] or [s for s in found if self.able(s.worker)]
+        rows: dict[tuple[int, Scope | None], list[CandidateRow]] = {}
+        for kind in dict.fromkeys(standing.kind for standing in usable):
+            own = [standing.rows for standing in usable if standing.kind == kind]
+            if any(own):
+                rows[kind] = list(chain.from_iterable(own))
         if not rows:
-            counted = Counter(state for _, state in found)
+            counted = Counter(standing.eligibility for standing in found)
             # Clients read it, so it names no pod; `mmrouter status` does.
             states = ", ".join(f"{count} {state}" for state, count in counted.items())
             raise NoWorkerError(states or "none is known")
-        groups = [CandidateGroup(self._fleet, *shared, group) for shared, group in rows.items()]
+        until = min([standing.until for standing in found])
+        groups = [CandidateGroup(self._fleet, *kind, group) for kind, group in rows.items()]
         return groups, None if math.isinf(until) else until
+
+    def _standing(self, worker: Worker) -> "Standing":
+        eligibility, size = self.eligibility(worker), self.block_size(worker)
+        until = math.inf
+        if eligibility in ("waiting", "pending"):
+            until = worker.since + self._verification.timeout_seconds
+        scored = eligibility != "unsynced" and worker.canary == "True"
+        targets = [Target(worker, rank, size) for rank in range(worker.ranks)] if size > 0 else []
+        rows = [CandidateRow.of(self._fleet, target, scored=scored) for target in targets]
+        return Standing(
+            worker,
+            worker.version,
+            eligibility,
+            eligibility in ("verified", "degraded"),
+            until,
+            (size, worker.scope),
+            rows,
+        )
+
+    def _forget_gone(self) -> None:
+        workers = self._fleet.workers
+        if len(self._standings) > len(workers):
+            self._standings = {uid: known for uid, known in self._standings.items() if uid in workers}
 
 
 def _of_groups(
@@ -265,6 +310,10 @@ def _of_groups(
     if bounds:
         return "bounded", (*reasons, *(f"cache_groups:{why}" for why in bounds))
     return exactness, reasons
+
+
+def _has(worker: Worker, adapter: str) -> bool:
+    return worker.heartbeat is not None and adapter in worker.heartbeat.adapters
 
 
 def _serves(worker: Worker, path: str) -> bool:

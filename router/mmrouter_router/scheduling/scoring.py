@@ -16,7 +16,7 @@ A request needs only the winner, while the candidates are as many as the fleet: 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from operator import add, attrgetter, mul, sub
@@ -65,6 +65,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     encode: float = 0.0  # cost of encoding the prompt's images there, in blocks of the prompt
 
 
+COLUMNS: Final = Candidate.__struct_fields__
+
+
 @dataclass(slots=True, eq=False)  # not frozen: one is made per decision, and freezing costs more than the decision
 class CandidateTable(Sequence[Candidate]):
     """Candidates as columns of equal length, named as in :class:`Candidate`. Rows are created on access.
@@ -84,17 +87,17 @@ class CandidateTable(Sequence[Candidate]):
     scored: Sequence[bool]
     coming: Sequence[int]
     encode: Sequence[float]
+    ring: Sequence[int] = ()  # the rows in the order of their ids, where it is known
 
     @classmethod
     def of(cls, candidates: Sequence[Candidate]) -> Self:
-        return cls(*[list(map(attrgetter(column.name), candidates)) for column in fields(cls)])
+        return cls(*[list(map(attrgetter(name), candidates)) for name in COLUMNS])
 
     @classmethod
     def joined(cls, tables: Sequence["CandidateTable"]) -> "CandidateTable":
         if len(tables) == 1:
             return tables[0]
-        names = [column.name for column in fields(cls)]
-        return cls(*[[value for table in tables for value in table._full(name)] for name in names])
+        return cls(*[[value for table in tables for value in table._full(name)] for name in COLUMNS])
 
     def __len__(self) -> int:
         return len(self.id)
@@ -219,6 +222,13 @@ class Choice:
         return tuple(sorted(scores, key=lambda s: (s.cost, s.candidate.held, s.tie, s.candidate.id)))
 
     @property
+    def regret(self) -> int:
+        """Blocks that a verified candidate held beyond the winner's hit: what was given away, because of its load."""
+        table, winner = self.candidates, self.winner
+        best = max(table.overlap) if all(table.scored) else max(map(mul, table.overlap, table.scored))
+        return max(0, best - (winner.overlap + winner.coming if winner.scored else 0))
+
+    @property
     def reason(self) -> str:
         if self.policy == "roundRobin":
             return f"turn {self.turn % len(self.candidates)} of {len(self.candidates)} candidates"
@@ -242,7 +252,8 @@ def choose(
     table = candidates if isinstance(candidates, CandidateTable) else CandidateTable.of(candidates)
     everyone = range(len(table))
     if policy == "roundRobin":
-        row = sorted(everyone, key=table.id.__getitem__)[turn % len(table)]
+        ring = table.ring or sorted(everyone, key=table.id.__getitem__)
+        row = ring[turn % len(table)]
     elif policy == "consistentHash":
         row = _lowest_tie(table, everyone, fingerprint)
     else:

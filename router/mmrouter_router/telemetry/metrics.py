@@ -13,6 +13,7 @@ from mmrouter_lib import native
 
 _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 _RATIO = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _FETCH = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -51,6 +52,11 @@ class Metrics(Collector):
         self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held")
         self.hit_ratio = histogram(
             "hit_ratio", _RATIO, "Share of a request's prompt blocks that the chosen worker held, for predicted prompts"
+        )
+        self.regret = histogram(
+            "regret_blocks",
+            _BLOCKS,
+            "Blocks of a predicted prompt that another verified worker held beyond the hit at the chosen one",
         )
         self.stage = histogram("stage_seconds", _MILLISECONDS, "Time spent per stage of a request", "stage")
         self.first_byte = histogram("first_byte_seconds", _SECONDS, "Time from the request to the answer's first byte")

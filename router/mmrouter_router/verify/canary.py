@@ -197,7 +197,7 @@ class Canary:
                     else:
                         # A window does not keep a block that ends with the prompt's last token.
                         hits = self._fleet.lookup(keys, tokens, cache_query([target]))
-                        missing = (tokens - 1) // target.block_size - hits.get(slot, 0)
+                        missing = (tokens - 1) // target.block_size - hits[slot]
                     if not missing:
                         return 0
                     await _next_delta(worker)

@@ -38,12 +38,16 @@ class ProbeRequestError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProbeImage:
-    """An image of a probe request: its identity for the router, and the encoded bytes for the engine."""
+    """An image of a probe request: its identity for the router, and the encoded bytes for the engine.
+
+    ``size``: (width, height) in pixels.
+    """
 
     identity: bytes
     data: bytes
     mime: str
     tokens: int
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class ProbeRequests:
         """Return one of :func:`small_pictures` for this deployment's family; 0 tokens where a renderer counts them."""
         family = self._preparer.family
         options, tokens = (family.pixel_options, family.count(SIDE, SIDE)) if family is not None else ({}, 0)
-        return ProbeImage(media_identity(data, options, key=self._key), data, "image/png", tokens)
+        return ProbeImage(media_identity(data, options, key=self._key), data, "image/png", tokens, (SIDE, SIDE))
 
     def canary_images(self) -> list[ProbeImage | None]:
         """Return the images that a canary shows, one after the other; ``None`` is a request of text alone."""
@@ -131,7 +135,7 @@ class ProbeRequests:
     ) -> tuple["array[int]", tuple[Span, ...]]:
         prompter, renderer = self._preparer.prompter, self._preparer.renderer
         if prompter is not None:
-            images = [] if image is None else [PromptImage(image.identity, image.tokens)]
+            images = [] if image is None else [PromptImage(image.identity, image.tokens, image.size)]
             expanded = prompter.prompt({"messages": messages}, images)
             return expanded.ids, expanded.spans
         if renderer is None:

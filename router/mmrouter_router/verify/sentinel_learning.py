@@ -71,7 +71,8 @@ class SentinelLearning:
         self._sentinels.on_request(scope, _source(worker, target.rank), request)
         for image in prepared.images:
             if image.resolved and self._sentinels.values(scope, image.identity, image.media.data) is None:
-                shown = ProbeImage(image.identity, image.media.data, image.media.mime, image.tokens)
+                size = image.width, image.height
+                shown = ProbeImage(image.identity, image.media.data, image.media.mime, image.tokens, size)
                 self._count(_Probe(worker.member.uid, target.rank, target.block_size, scope, shown))
 
     async def run(self) -> None:

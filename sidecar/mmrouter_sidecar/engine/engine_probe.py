@@ -10,7 +10,7 @@ import aiohttp
 
 from mmrouter_lib import model_folder as metadata
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.adapter import MODELS_PATH, context_length
+from mmrouter_lib.engines.base.adapter import MODELS_PATH, context_length, lora_adapters
 from mmrouter_lib.engines.base.passed_routes import ROUTES_PATH, served_routes
 from mmrouter_lib.tls_context import EngineTrust
 from mmrouter_sidecar.feed.relay import EventRelay
@@ -125,6 +125,8 @@ class EngineProbe:
         described = {"version": info.version, "identity": info.facts, "device": info.device, "devices": info.devices}
         openapi, models = [await self._json(session, path) for path in (ROUTES_PATH, MODELS_PATH)]
         described |= {"routes": served_routes(openapi), "context_length": context_length(models)}
+        if self._settings.engine == "vllm":
+            described["adapters"] = lora_adapters(models)
         return {**described, **block_size}
 
     async def _json(self, session: aiohttp.ClientSession, path: str) -> dict[str, Any]:

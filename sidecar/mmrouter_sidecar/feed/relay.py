@@ -49,6 +49,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
     devices: int = 0
     routes: tuple[str, ...] = ()  # passed routes that it serves
     context_length: int = 0
+    adapters: tuple[str, ...] = ()  # LoRA adapters that it has loaded
 
 
 class EventRelay:
@@ -202,6 +203,8 @@ class EventRelay:
                 all_groups=True,
                 routes=facts.routes,
                 context_length=facts.context_length,
+                drafter=self._settings.drafter,
+                adapters=facts.adapters,
             )
         )
 

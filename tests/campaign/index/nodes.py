@@ -231,7 +231,7 @@ class RouterNode(Node):
         hits = self.fleet.lookup(
             prompt.keys, len(prompt.ids), cache_query(Target(worker, 0, BLOCK) for worker in routable.values())
         )
-        return {name: hits.get(worker.slots.get(0, -1), 0) for name, worker in routable.items()}
+        return {name: hits[worker.slots.get(0, -1)] for name, worker in routable.items()}
 
     def held(self, worker: Worker) -> set[int]:
         slot = worker.slots.get(0)

@@ -4,15 +4,18 @@
 
 Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
 answered on standard output, each as a length (4 bytes, little-endian) and msgpack. A message with ``layers`` (a list of
-kind and fields), ``block_size`` and ``blocks`` replaces the engine. All others are requests: ``ids``, ``images`` as
-(identifier, offset, length), ``salt``, ``output`` (tokens to generate) and ``steps`` (after which it is aborted, 0 for
-never). Answers have the tokens that the engine had, those that it generated, and the event batches as its publisher
-encodes them.
+kind and fields), ``block_size``, ``blocks`` and ``drafter`` (a method or empty) replaces the engine. All others are
+requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``, ``lora`` (an adapter), ``output`` (tokens
+to generate) and ``steps`` (after which it is aborted, 0 for never). Answers have the tokens that the engine had, those
+that it generated, and the event batches as its publisher encodes them.
 """
 
+import json
 import os
 import struct
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any, BinaryIO
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -21,6 +24,7 @@ import msgspec
 import torch
 from vllm.config import KVEventsConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -34,6 +38,32 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 MAX_LENGTH, CHUNK = 4_096, 1_024  # tokens of a prompt, and of one step
 MEMORY = 1 << 40  # bytes; the number of blocks is given
+
+
+DRAFT = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32_768,
+    "vocab_size": 1_088,
+}
+"""Configuration of a drafter, which has no layer in the cache here."""
+
+
+def speculation(method: str) -> dict[str, Any] | None:
+    if not method:
+        return None
+    folder = Path(tempfile.mkdtemp())
+    (folder / "config.json").write_text(json.dumps(DRAFT))
+    return {"method": method, "model": str(folder), "num_speculative_tokens": 1}
+
+
+def adapter(name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name, ord(name[0]), f"/adapters/{name}")
 
 
 def layer_spec(kind: str, block_size: int, fields: dict[str, Any]) -> Any:
@@ -56,7 +86,7 @@ def layer_spec(kind: str, block_size: int, fields: dict[str, Any]) -> Any:
 class Engine:
     """vLLM's scheduler over layers of these kinds."""
 
-    def __init__(self, folder: str, layers: list[list[Any]], block_size: int, blocks: int) -> None:
+    def __init__(self, folder: str, layers: list[list[Any]], block_size: int, blocks: int, drafter: str) -> None:
         arguments = EngineArgs(
             model=folder,
             block_size=block_size,
@@ -67,6 +97,7 @@ class Engine:
             prefix_caching_hash_algo="sha256_cbor",
             num_gpu_blocks_override=blocks,
             async_scheduling=False,
+            speculative_config=speculation(drafter),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         self.config = arguments.create_engine_config()
@@ -109,6 +140,7 @@ class Engine:
             sampling_params=SamplingParams(max_tokens=asked["output"], temperature=0, ignore_eos=True),
             pooling_params=None,
             cache_salt=asked["salt"],
+            lora_request=adapter(asked["lora"]),
             mm_features=[
                 MultiModalFeatureSpec(
                     data=None,

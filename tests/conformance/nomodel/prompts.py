@@ -20,6 +20,7 @@ class Drawn:
     ids: tuple[int, ...]
     images: tuple[Span, ...] = ()
     salt: str | None = None
+    lora: str | None = None
     output: int = 1
     steps: int = 0
 
@@ -43,7 +44,11 @@ class Prompts:
             chosen = chosen.cut(source.choice([length, length, length - 1, length // 2, source.randint(1, length)]))
         else:
             root = source.choice(self._roots)
-            chosen = Drawn(root[: source.randint(1, MOST)], salt=source.choice([None, None, None, "a", "b"]))
+            names = {
+                "salt": source.choice([None, None, None, "a", "b"]),
+                "lora": source.choice([*[None] * 5, "c", "d"]),
+            }
+            chosen = Drawn(root[: source.randint(1, MOST)], **names)
         more = source.choice([0, 1, self._size, source.randint(1, 800)])
         chosen = replace(chosen, ids=(*chosen.ids, *self._text(more)))
         if source.random() < 0.4:

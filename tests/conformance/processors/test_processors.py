@@ -7,15 +7,15 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from artefacts import Record, run_tool_or_skip
-from conformance.conftest import Shrunk, model_folder
-from conformance.setups import REPOSITORIES
+from conformance.conftest import Figure, Shrunk, model_folder
+from conformance.setups import PROCESSED, REPOSITORIES
 from conformance.workload import picture
 
 from hack.build_once import cache_dir
@@ -32,8 +32,9 @@ HUGGING_FACE = [
     "llava-hf--llava-1.5-7b-hf",
     "llava-hf--llava-v1.6-mistral-7b-hf",
     "qwen3_5",
+    *PROCESSED,
 ]
-STAND_INS = {"qwen3_5"}
+STAND_INS = {"qwen3_5", *PROCESSED}
 """Folders that ``hack/engines/unknown_families.py`` makes."""
 PHI3 = "microsoft--Phi-3-vision-128k-instruct"
 CROPS = [16, 4, 1, 9]
@@ -42,6 +43,7 @@ THIRD_PARTY = Path(__file__).with_name("third_party.py")
 MLX_VLM = "0.7.10"
 SIZES = 20_000
 PICTURES = 300
+OWN_PICTURES = 30  # through vLLM's own front end, which takes longer
 UNITS = (14, 16, 28, 32, 336)
 
 KINDS = [
@@ -164,7 +166,7 @@ def different(sizes: Sequence[tuple[int, int]], ours: Sequence[object], theirs: 
 
 def image(family: Family, drawn: Drawn) -> PromptImage:
     size = probe(drawn.path.read_bytes(), max_pixels=10**8, exif=family.rotates_exif)
-    return PromptImage(bytes(32), family.count(size.width, size.height))
+    return PromptImage(bytes(32), family.count(size.width, size.height), (size.width, size.height))
 
 
 def chats(pictures: list[Drawn]) -> list[list[Drawn]]:
@@ -209,6 +211,40 @@ def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_proce
         if expanded.ids.tolist() != ids:
             wrong.append([drawn.path.name for drawn in group])
     record(f"processor {name}: pictures, prompts, mismatches", [len(pictures), len(groups), len(wrong)])
+    assert not wrong, wrong[:10]
+
+
+@pytest.fixture(scope="module")
+def front_end(ask: Ask, pictures: list[Drawn]) -> dict[str, Any]:
+    """The prompts of all families by vLLM's own front end, of one process."""
+    asked = [
+        {"files": [str(drawn.path) for drawn in group], "text": group[0].text}
+        for group in chats(pictures[:OWN_PICTURES])
+    ]
+    answers = ask("vllm_prompts", models=[str(folder_of(name)) for name in PROCESSED], chats=asked)
+    return {Path(folder).name: answer for folder, answer in answers.items()}
+
+
+@pytest.mark.proves("vllm", "front end", "{name}")
+@pytest.mark.parametrize("name", PROCESSED)
+def test_case_24_images_have_the_tokens_and_places_that_vllms_own_front_end_gives_them(
+    name: str, front_end: dict[str, Any], pictures: list[Drawn], record: Record, figure: Figure
+) -> None:
+    family = load(folder_of(name))
+    prompter = Prompter.load(folder_of(name), family=family)
+    groups = chats(pictures[:OWN_PICTURES])
+    wrong = []
+    for group, answer in zip(groups, front_end[name], strict=True):
+        content = [*({"type": "image_url"} for _ in group), {"type": "text", "text": group[0].text}]
+        shown = [replace(image(family, drawn), identity=bytes([n]) * 32) for n, drawn in enumerate(group)]
+        expanded = prompter.prompt({"messages": [{"role": "user", "content": content}]}, shown)
+        places = [[span.offset, span.length, span.identity[0]] for span in expanded.spans]
+        if (expanded.ids.tolist(), places) != (answer["ids"], answer["places"]):
+            wrong.append([drawn.path.name for drawn in group])
+    figures = {"pictures": OWN_PICTURES, "prompts": len(groups), "mismatches": len(wrong)}
+    record(f"vLLM's front end {name}", figures)
+    for what, count in figures.items():
+        figure(what, count)
     assert not wrong, wrong[:10]
 
 

@@ -4,6 +4,7 @@
     python third_party.py mlx_phi3v MLX_VLM_WHEEL < request.json > answer.json
     python third_party.py vllm_phi3v MODEL_FOLDER < request.json > answer.json
     python third_party.py vllm_handover PLUGIN_FOLDER < request.json > answer.json
+    python third_party.py vllm_prompts < request.json > answer.json
 
 The functions of these names say what requests and answers hold.
 """
@@ -35,9 +36,10 @@ def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoProcessor
 
     def count(processor: Any, width: int, height: int) -> int | None:
+        own = COUNTS.get(type(processor).__name__, counted)
         try:
-            return int(processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
-        except ValueError:
+            return own(processor, width, height)
+        except (ValueError, ZeroDivisionError):
             return None
 
     def ids(processor: Any, files: list[str], text: str) -> list[int]:
@@ -55,6 +57,114 @@ def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
         }
 
     return {folder: answer(folder) for folder in request["models"]}
+
+
+def counted(processor: Any, width: int, height: int) -> int:
+    """Return what the processor itself says."""
+    return int(processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
+
+
+def counted_pixtral(processor: Any, width: int, height: int) -> int | None:
+    """Return the tokens of the picture that the image processor resizes to, ``None`` where a side vanishes. What the
+    processor itself says takes three rows of pixels for three channels.
+    """
+    import numpy as np
+    from transformers.models.pixtral.image_processing_pixtral import get_resize_output_image_size
+
+    longest, unit = processor.image_processor.size["longest_edge"], processor.patch_size * processor.spatial_merge_size
+    shape = np.broadcast_to(np.uint8(0), (3, height, width))
+    high, wide = get_resize_output_image_size(shape, longest, unit, "channels_first")
+    return high // unit * (wide // unit + 1) if high and wide else None
+
+
+def counted_gemma4(processor: Any, width: int, height: int) -> int:
+    """Return the tokens by vLLM's formula, with begin and end. The processor has to make the same number."""
+    from vllm.model_executor.models.gemma4_mm import Gemma4ProcessingInfo
+
+    images = processor.image_processor
+    vision = SimpleNamespace(
+        patch_size=images.patch_size,
+        pooling_kernel_size=images.pooling_kernel_size,
+        default_output_length=images.max_soft_tokens,
+    )
+    info = SimpleNamespace(get_hf_config=lambda: SimpleNamespace(vision_config=vision))
+    tokens = Gemma4ProcessingInfo._compute_num_soft_tokens(info, width, height)  # type: ignore[arg-type]
+    assert counted(processor, width, height) == tokens, (width, height)
+    return tokens + 2
+
+
+def counted_llama4(processor: Any, width: int, height: int) -> int:
+    """Return the special tokens in the text that the processor writes for the canvas that it chooses."""
+    import torch
+    from transformers.image_utils import SizeDict
+    from transformers.models.llama4.image_processing_llama4 import find_supported_resolutions, get_best_fit
+
+    images, side = processor.image_processor, processor.image_processor.size["height"]
+    canvases = find_supported_resolutions(images.max_patches, SizeDict(height=side, width=side))
+    high, wide = get_best_fit((height, width), torch.tensor(canvases), images.resize_to_max_canvas).tolist()
+    patches = (side // processor.patch_size) ** 2 // processor.downsample_ratio
+    return processor._prompt_split_image((high // side, wide // side), patches).count("<|")
+
+
+def counted_minicpmv(processor: Any, width: int, height: int) -> int:
+    """Return the special tokens and line feeds of the text for the sizes that the image processor chooses, and three
+    for the image's number.
+    """
+    import torch
+
+    images, size = processor.image_processor, (height, width)
+    side, patch = images.scale_resolution, images.patch_size
+    grid = images.get_sliced_grid(size, images.max_slice_nums, side)
+    pictures = [images.find_best_resize(size, side, patch, allow_upscale=grid is None)]
+    if grid is not None:
+        high, wide = images.get_refine_size(size, grid, side, patch, allow_upscale=True)
+        pictures += [(high // grid[0], wide // grid[1])] * (grid[0] * grid[1])
+    inputs = {
+        "grids": [grid or [0, 0]],
+        "num_patches_per_image": [len(pictures)],
+        "target_sizes": torch.tensor([[high // patch, wide // patch] for high, wide in pictures]),
+    }
+    text = processor.replace_image_token(inputs, 0, image_token_divisor=processor.image_token_divisor)
+    return text.count("<") + text.count("\n") + 3
+
+
+COUNTS = {
+    "Gemma4Processor": counted_gemma4,
+    "Llama4Processor": counted_llama4,
+    "MiniCPMV4_6Processor": counted_minicpmv,
+    "PixtralProcessor": counted_pixtral,
+}
+"""Processors that state no number of tokens, or not the engine's."""
+
+
+def vllm_prompts(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Prompts by vLLM 0.32's own front end. The request holds ``models`` (folders) and ``chats``, each a list of
+    picture ``files`` and a ``text``, which become one user message. The answer holds for each folder and chat ``ids``
+    and ``places``, [offset, length, number of its file] of each image.
+    """
+    return {folder: own_prompts(folder, request["chats"]) for folder in request["models"]}
+
+
+def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.renderers import renderer_from_config
+
+    config = ModelConfig(model=folder, dtype="float32", trust_remote_code=False)
+    renderer: Any = renderer_from_config(VllmConfig(model_config=config))
+    made = []
+    for at, chat in enumerate(chats):
+        content = [*({"type": "image"} for _ in chat["files"]), {"type": "text", "text": chat["text"]}]
+        text = renderer.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+        ids = renderer.tokenizer.encode(text, add_special_tokens=False)
+        names = [f"{at}.{number}" for number, _ in enumerate(chat["files"])]  # one name is one image to vLLM
+        pictures = {"image": list(map(opened, chat["files"]))}
+        done = renderer._process_multimodal(ids, pictures, {"image": names}, None, skip_mm_cache=True)
+        named = zip(done["mm_placeholders"]["image"], done["mm_hashes"]["image"], strict=True)
+        places = [[place.offset, place.length, int(name.partition(".")[2])] for place, name in named]
+        made.append({"ids": list(done["prompt_token_ids"]), "places": places})
+    return made
 
 
 def mlx_phi3v(request: dict[str, Any], wheel: str) -> dict[str, Any]:

@@ -125,7 +125,8 @@ def chat_of(predictor: Predictor, request: ChatRequest) -> Predicted:
         data = image.inline.data
         size = probe(data, max_pixels=MAX_PIXELS, exif=predictor.family.rotates_exif)
         identity = media_identity(data, predictor.family.pixel_options, key=predictor.key)
-        shown.append(PromptImage(identity, predictor.family.count(size.width, size.height)))
+        count = predictor.family.count(size.width, size.height)
+        shown.append(PromptImage(identity, count, (size.width, size.height)))
         url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
         rewrites.append(ImageRewrite(image.message, image.part, url, to_wire(identity)))
     expanded = predictor.prompter.prompt(request.body, shown)

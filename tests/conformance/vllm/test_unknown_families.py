@@ -1,8 +1,7 @@
 """Families without a published folder here, behind a router, a renderer and two real engines.
 
-mmrouter has no code for Mistral 3, whose chats are exact by the renderer, and has for Gemma 3, of which the renderer is
-the second opinion. ``hack/engines/unknown_families.py`` makes their model folders. A run has the first family;
-``MMROUTER_FAMILIES``, which is ``all`` or names with commas, adds the others.
+The renderer is the second opinion on their prompts. ``hack/engines/unknown_families.py`` makes their model folders. A
+run has the first family; ``MMROUTER_FAMILIES``, which is ``all`` or names with commas, adds the others.
 """
 
 import os
@@ -29,20 +28,18 @@ NAMED = os.environ.get("MMROUTER_FAMILIES", "")
 FIRST = "mistral3"
 OTHERS = [family for family in RENDERED if family != FIRST]
 FAMILIES = [FIRST, *(family for family in OTHERS if NAMED == "all" or family in NAMED.split(","))]
-CODED = {"gemma3"}
-"""Families with code here, which does not model adjacent images."""
+NO_ADJACENT = {"gemma3"}
+"""Families whose adjacent images are not modelled."""
 
 WINDOW = 1024
 """Tokens of Gemma 3's window."""
 
 
 @dataclass
-class Rendered(Chat):
-    """Accepts only prompts that a renderer made, or the family's code. Images have texts around them: adjacent ones of
-    Gemma 3 are not modelled, and Mistral's template puts an image before the only text beside it.
+class Exact(Chat):
+    """Accepts only exact prompts. Images have texts around them: adjacent ones of Gemma 3 are not modelled, and
+    Mistral's template puts an image before the only text beside it.
     """
-
-    family: str = ""
 
     def messages(self, *content: str) -> list[Message]:
         (message,) = super().messages(*content)
@@ -57,8 +54,7 @@ class Rendered(Chat):
 
     def decision(self, raw: Any) -> dict[str, Any]:
         found = super().decision(raw)
-        reasons = [] if self.family in CODED else [f"renderer:{self.family}"]
-        assert (found["exactness"], found["reasons"]) == ("exact", reasons)
+        assert (found["exactness"], found["reasons"]) == ("exact", [])
         return found
 
 
@@ -80,9 +76,9 @@ def deployment(vllm_env: Path, family: str, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def chat(deployment: Deployment, family: str) -> Iterator[Chat]:
+def chat(deployment: Deployment) -> Iterator[Chat]:
     with open_chat(deployment, max_retries=0) as chat:
-        yield Rendered(chat.model, chat.client, chat.controls, family=family)
+        yield Exact(chat.model, chat.client, chat.controls)
 
 
 def test_the_gate_passes(deployment: Deployment, family: str) -> None:
@@ -128,10 +124,10 @@ def test_other_images_behind_a_text_longer_than_the_window_hit_what_is_promised(
 def test_adjacent_images_are_exact_or_served_by_affinity_with_the_reason(deployment: Deployment, family: str) -> None:
     images = [image_part(picture(224, 224, seed=40 + number)) for number in range(2)]
     seen = send(deployment, Case("adjacent", {"messages": [user("Two pictures.", *images, "Which one is older?")]}))
-    if family in CODED:
+    if family in NO_ADJACENT:
         assert (seen.exactness, seen.decision["reasons"]) == ("affinity", ["not_modelled:messages"])
     else:
-        assert (seen.exactness, seen.decision["reasons"]) == ("exact", [f"renderer:{family}"])
+        assert (seen.exactness, seen.decision["reasons"]) == ("exact", [])
         assert seen.predicted_tokens == seen.tokens
 
 

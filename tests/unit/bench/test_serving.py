@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from bench.placing.workload import padded_png
-from bench.serving import load_generator, proxy_overhead, resource_usage
+from bench.serving import load_generator, proxy_overhead, resource_usage, stalls
 from bench.serving.load_generator import LoadGenerator
+from bench.serving.neighbours import StallClients
 from bench.serving.plain_engine import TOKENS, EngineConnection
 from bench.serving.proxy_overhead import DIRECT, KV, OURS, TargetFigures
 from bench.serving.resource_usage import RouterUsage
@@ -124,3 +125,34 @@ def test_a_peer_with_an_error_is_named_and_not_compared():
 def test_cpu_of_two_replicas_is_compared_with_one_process():
     rows = resource_usage.replica_rows(CpuCost(1.0, 1000), CpuCost(1.2, 1000))
     assert [(item.value, item.met) for item in rows] == [(1200.0, None), (1.2, False)]
+
+
+@pytest.mark.parametrize("kind", stalls.NEIGHBOURS)
+async def test_gaps_are_measured_beside_every_kind_of_neighbour(engine, kind):
+    clients = StallClients()
+    timed, neighbour = await asyncio.gather(
+        clients.gaps(*engine, streams=2, pause_ms=1, seconds=0.2), clients.disturb(*engine, kind=kind, seconds=0.2)
+    )
+    assert len(timed["gap"]) >= 2 * (TOKENS - 1)
+    assert timed["chat"]
+    assert timed["health"]
+    assert bool(neighbour["us"]) == (kind != "none")
+
+
+def test_an_added_gap_is_to_the_engine_and_the_ratio_to_the_better_peer():
+    times = {DIRECT: 12_000, OURS: 15_000, "a": 20_000, "b": 10_000}
+    measured = {name: {measure: [us] * 100 for measure in stalls.MEASURES} for name, us in times.items()}
+    rows = by_name(stalls.rows("no neighbour", measured, []))
+    added = rows["stall, no neighbour: token gap, p99, added"]
+    assert (added.value, added.met) == (3.0, False)
+    assert rows["stall, no neighbour: token gap, p99, over the better Rust router"].value == 1.5
+    assert rows["stall, no neighbour: short chat, p99, over the engine's own"].value == 1.25
+
+
+async def test_an_engine_reads_a_large_body_in_many_pieces(engine):
+    reader, writer = await asyncio.open_connection(*engine)
+    for _ in range(2):
+        body = load_generator.body_of("x" * 3_000_000, stream=True)
+        writer.write(load_generator.message("engine", 1, body))
+        assert await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()

@@ -36,6 +36,12 @@ def test_the_last_block_of_a_prompt_of_whole_blocks_may_be_held_or_not(overlap, 
     assert check_repeats("x", whole, [whole], strict=True).passed is passed
 
 
+def test_a_block_that_is_computed_anew_for_a_drafter_is_not_expected():
+    short = replace(GOOD, overlap=5, cached=80, recomputed=1)
+    assert check_repeats("x", short, [short], strict=True).passed
+    assert check_cached_tokens("x", [short]).passed
+
+
 def repeated(**broken):
     return check_repeats("x", GOOD, [GOOD, replace(GOOD, **broken)], strict=True)
 

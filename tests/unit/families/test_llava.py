@@ -85,8 +85,7 @@ def test_settings_nested_in_processor_config_win(make):
 
 
 def test_a_tower_that_is_not_clip_is_of_no_known_family(make):
-    # Pixtral's folders say "llava" too, and count otherwise.
-    assert make(vision_config={**VISION, "model_type": "pixtral"}) is None
+    assert make(vision_config={**VISION, "model_type": "siglip_vision_model"}) is None
 
 
 @pytest.mark.parametrize(

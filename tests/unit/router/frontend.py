@@ -1,13 +1,16 @@
 """A router's control API on a loopback address, with workers made by tests."""
 
 import asyncio
+from array import array
 from collections import Counter
 
-from unit.router.rig import Rig, loopback, synced, until
+from unit.router.rig import IDS, Rig, loopback, prepared, synced, until
 
 from mmrouter_router.api import port_apps
+from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.encoding.encoder_pods import EncoderProbes
+from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, trace_of
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.server import Server
 from mmrouter_router.http.upstream import Upstream
@@ -48,27 +51,53 @@ class Reports(Rig):
         return synced(self.fleet, Member(f"uid-{name}", name, ip, "worker", role), **beat)
 
 
-class Frontend(Reports):
-    """The control app without requests and decisions."""
+class Decisions:
+    """The decisions of a router without clients: those that a test makes."""
 
-    def __init__(self, token: str = "t", ip: str = "") -> None:
+    def __init__(self, kept: int) -> None:
+        self.decisions = DecisionLog(kept)
+
+    async def describe(self, trace: DecisionTrace) -> dict:
+        return trace.as_json()
+
+
+class Frontend(Reports):
+    """The control app without requests."""
+
+    def __init__(self, token: str = "t", ip: str = "", kept: int = 1000, **about: str) -> None:
         super().__init__()
         self.token = token
         self.ip = ip or loopback()
         self.stopping = asyncio.Event()
         self.refusals = Metrics().control_refusals
+        self.chat = Decisions(kept)
+        named = {"deployment": "d", "model": "m", "engine": "vllm", "policy": "kv", "version": "1"} | about
+        exactness = self.metrics.decisions
+        self.live = LiveView(self.reporter, self.placer, self.chat.decisions, exactness, named, lambda: 1)
         app = port_apps.control_app(
             token,
             self.reporter,
             self.placer,
-            *[None] * 4,
+            None,
+            self.chat,
+            *[None] * 2,
             peers=tuple,
             stopping=self.stopping,
             refusals=self.refusals,
             feed_keys=list,
+            live=self.live,
         )
         self.server = Server(app, self.ip, PORT, drain_seconds=1)
         self._task: asyncio.Task | None = None
+
+    def decide(self, request_id: str, ids: array = IDS, **prompt) -> DecisionTrace:
+        """Place a prompt of these tokens as a request would be, and log and count the decision."""
+        made = prepared(ids=ids, **prompt)
+        decision = self.placer.place(made)
+        trace = trace_of(request_id, made, decision)
+        self.chat.decisions.add(request_id, trace)
+        self.metrics.decisions.labels(decision.exactness, "").inc()
+        return trace
 
     async def start(self) -> "Frontend":
         self._task = asyncio.create_task(self.server.serve())

@@ -182,8 +182,8 @@ class Rig:
         heartbeat(self.fleet, worker, canary, epoch, **values)
 
 
-def prepared(exactness: str = "exact", ids: array = IDS) -> Prepared:
-    return Prepared(None, None, (), ids, (), exactness, (), SEED, 77)
+def prepared(exactness: str = "exact", ids: array = IDS, fingerprint: int = 77) -> Prepared:
+    return Prepared(None, None, (), ids, (), exactness, (), SEED, fingerprint)
 
 
 def outcomes(reply):

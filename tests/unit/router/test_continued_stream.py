@@ -53,11 +53,17 @@ class Collected(list):
 class Streams:
     """One router's streams to the engines of a rig."""
 
-    def __init__(self, rig, *, enabled: bool = True, by_tokens=None, traits=SEEDED) -> None:
+    def __init__(self, rig, *, enabled: bool = True, seeds: bool = True, by_tokens=None, traits=SEEDED) -> None:
         self.rig, self.moved = rig, []
         self.past = AttemptHistory()
         self.continuations = Continuations(
-            rig.forwarder, rig.metrics, WorkerThreads(), enabled=enabled, traits=traits, by_tokens=by_tokens
+            rig.forwarder,
+            rig.metrics,
+            WorkerThreads(),
+            enabled=enabled,
+            seeds=seeds,
+            traits=traits,
+            by_tokens=by_tokens,
         )
         self.stream = None
 
@@ -186,6 +192,13 @@ async def test_other_answers_end_with_an_error_that_names_the_cause(rig, fields,
     assert streams.stream.reply.trace.stream == refusal
     assert (streams.stream.failed, second.asked) == (True, [])
     assert streams.counted == {("engine_lost", refusal): 1}
+
+
+async def test_no_seed_is_added_where_the_resource_does_not_ask_for_it(rig):
+    first, _ = await rig.serve(w1=breaks(PART), w2=ends(SECOND))
+    streams = Streams(rig, seeds=False, by_tokens=VLLM_CONTINUATION)
+    assert_ends_with(await streams.read(SAMPLED | {"stop": "x"}), "stop", WHOLE)
+    assert [body for _, _, body in first.requests] == [SAMPLED | {"stop": "x"}]
 
 
 async def test_another_answer_ends_the_stream(rig):

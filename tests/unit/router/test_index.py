@@ -52,13 +52,25 @@ def alone(slot: int, need: int) -> HitRule:
     return HitRule(0, ((need, 1 << slot),))
 
 
-def longest_hit(keys: list[int], whole: list[set[int]], tails: list[tuple[int, set[int]]]) -> int:
-    """The rule itself: a hit of n blocks needs all before its end of some groups, and the last ones of others."""
+def longest_hit(
+    keys: list[int], whole: list[set[int]], tails: list[tuple[int, set[int]]], recomputed: tuple[bool, ...] = ()
+) -> int:
+    """The rule itself: a hit of n blocks needs all before its end of some groups, and the last ones of others, and the
+    next one of those whose last block is computed anew.
+    """
+    more = recomputed or (False,) * (len(whole) + len(tails))
+
+    def allows(n: int, first: int, held: set[int], again: bool) -> bool:
+        return n == 0 or (n + again <= len(keys) and held.issuperset(keys[first : n + again]))
+
     return max(
         n
         for n in range(len(keys) + 1)
-        if all(held.issuperset(keys[:n]) for held in whole)
-        and all(held.issuperset(keys[max(0, n - need) : n]) for need, held in tails)
+        if all(allows(n, 0, held, again) for held, again in zip(whole, more, strict=False))
+        and all(
+            allows(n, max(0, n - need), held, again)
+            for (need, held), again in zip(tails, more[len(whole) :], strict=True)
+        )
     )
 
 
@@ -67,13 +79,18 @@ HELD = st.sets(st.integers(0, 9))
 
 @given(
     st.lists(
-        st.tuples(st.lists(HELD, max_size=2), st.lists(st.tuples(st.integers(1, 15), HELD), max_size=3)), max_size=3
+        st.tuples(
+            st.lists(HELD, max_size=2),
+            st.lists(st.tuples(st.integers(1, 15), HELD), max_size=3),
+            st.sampled_from(("no drafter", "drafter", "drafter beside states")),
+        ),
+        max_size=3,
     ),
     st.lists(st.integers(0, 9), max_size=14, unique=True),
 )
 def test_case_45_hits_of_several_groups_match_the_rule(caches, prompt):
     index, rules, expected = Index(), {}, {}
-    for whole, tails in caches:
+    for whole, tails, drafter in caches:
         held = [*whole, *(keys for _, keys in tails)]
         if not held:
             continue
@@ -81,8 +98,11 @@ def test_case_45_hits_of_several_groups_match_the_rule(caches, prompt):
         for slot, keys in zip(slots, held, strict=True):
             index.store(slot, keys)
         needs = [(need, 1 << slot) for (need, _), slot in zip(tails, slots[len(whole) :], strict=True)]
-        rules[slots[0]] = HitRule(mask_of(slots[: len(whole)]), tuple(needs))
-        expected[slots[0]] = longest_hit(prompt, whole, tails)
+        states = [at for at, (need, _) in enumerate(tails, len(whole)) if need == 1 and drafter != "drafter"]
+        more = tuple(drafter != "no drafter" and at not in states for at in range(len(held)))
+        recomputed = mask_of(slot for slot, again in zip(slots, more, strict=True) if again)
+        rules[slots[0]] = HitRule(mask_of(slots[: len(whole)]), tuple(needs), recomputed)
+        expected[slots[0]] = longest_hit(prompt, whole, tails, more)
     assert index.match_groups(prompt, rules) == expected
     if rules:
         gone = next(iter(rules))

@@ -7,6 +7,7 @@ import pytest
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import ImagePart, Limits, parse_chat
+from mmrouter_router.intake.json_body import MAX_VALUES
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=3)
 TEXT = {"type": "text", "text": "what is this?"}
@@ -157,6 +158,21 @@ def test_body_with_too_many_values_is_refused_before_parsing(values: bytes, stat
         assert read(body, Limits()).body["bad_words"][-1] == 1
     else:
         assert fault(body, limits=Limits())[::2] == (400, "request_too_large")
+
+
+@pytest.mark.parametrize("shift", range(8))
+def test_values_are_counted_exactly_wherever_their_escapes_lie(shift: int) -> None:
+    """Escaped quotes look like too many strings, so every one is read; pieces of the scan end within escapes."""
+    escaped = r"\\\"[{," * 30_000
+    start = (
+        b'{"model":"demo","messages":[{"role":"user","content":"'
+        + b"x" * shift
+        + escaped.encode()
+        + b'"}],"bad_words":['
+    )
+    strings = MAX_VALUES - 12  # beside: 2 objects, 2 arrays, 5 keys, 3 strings
+    assert len(read(start + b",".join([b'"s"'] * strings) + b"]}", Limits()).body["bad_words"]) == strings
+    assert fault(start + b",".join([b'"s"'] * (strings + 1)) + b"]}", limits=Limits())[2] == "request_too_large"
 
 
 def test_unusual_valid_json_is_accepted():

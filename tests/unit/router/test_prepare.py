@@ -77,11 +77,29 @@ class RecordedThreads(WorkerThreads):
     def __init__(self):
         super().__init__()
         self.keys_of = []
+        self.in_thread = []
 
     async def run(self, tenant, size, work, *arguments):
         if work.__name__ == "keys":
             self.keys_of.append(size)
         return await super().run(tenant, size, work, *arguments)
+
+    async def run_in_thread(self, tenant, size, work, *arguments):
+        self.in_thread.append(work.__name__)
+        return await super().run_in_thread(tenant, size, work, *arguments)
+
+
+@pytest.mark.parametrize(("repeats", "in_thread"), [(1, 0), (50, 1)])
+async def test_long_text_is_tokenized_in_a_thread_until_it_is_cached(repeats, in_thread):
+    threads = RecordedThreads()
+    async with preparing(settings(), threads=threads) as preparer:
+        first, again = [await preparer.prepare(chat(text(LONG * repeats)), None) for _ in range(2)]
+        assert len(threads.in_thread) == in_thread, "the second time its segments are cached"
+        assert first.ids == again.ids
+        alone = await preparer.prepare(chat(text(LONG * repeats)), None, "another tenant")
+        assert len(threads.in_thread) == 2 * in_thread, "tenants share no cached text"
+        assert alone.ids == first.ids
+    threads.close()
 
 
 @pytest.mark.parametrize(("repeats", "in_thread"), [(1, False), (200, True)])

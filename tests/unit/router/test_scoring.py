@@ -124,6 +124,15 @@ def test_blocks_being_computed_count_as_held():
     assert choice.reason.endswith("2 of 10 blocks held, 5 more being computed")
 
 
+def test_regret_is_what_a_verified_candidate_held_beyond_the_hit_of_the_winner():
+    busy = candidate("busy", overlap=6, prefill=6 * WEIGHTS.compute)
+    assert pick([busy, candidate("idle", overlap=2)]).regret == 4
+    assert pick([busy, candidate("computes", overlap=2, coming=3)]).regret == 1
+    assert pick([candidate("a", overlap=6, scored=False), candidate("b", overlap=2)]).regret == 0
+    assert pick([candidate("a", overlap=6, scored=False), busy], policy="leastLoaded").regret == 6
+    assert pick([candidate("a", overlap=6), candidate("b", overlap=2)]).regret == 0
+
+
 def test_encoding_adds_to_the_cost_of_missing_blocks():
     rows = [candidate("text", overlap=5, encode=3.0), candidate("image", overlap=5, prefill=4.0)]
     assert pick(rows).winner.name == "image"

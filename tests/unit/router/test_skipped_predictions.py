@@ -150,3 +150,10 @@ def test_newest_traces_are_kept_within_the_token_bound(prompts, kept):
         decisions.add(str(number), DecisionTrace(str(number), None, tokens, None, []))
     assert [found.request_id for found in reversed(decisions.latest(9))] == [str(number) for number in kept]
     assert all((decisions.get(str(n)) is not None) is (n in kept) for n in range(len(prompts)))
+
+
+def test_a_request_that_moves_to_another_engine_is_the_newest_and_counts_once():
+    decisions = DecisionLog(size=3, tokens=10)
+    for name in ("a", "b", "a", "a", "a"):
+        decisions.add(name, DecisionTrace(name, None, 4, None, []))
+    assert [found.request_id for found in decisions.latest(9)] == ["a", "b"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mmrouter_router.core import memory_trim
 from mmrouter_router.core.fair_slots import FairSlots
-from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
+from mmrouter_router.core.worker_threads import INLINE_BYTES, LARGE_BYTES, WorkerThreads
 
 LARGE = INLINE_BYTES + 1
 
@@ -41,6 +41,21 @@ async def test_small_work_runs_in_the_loop_and_large_work_beside_it(one: WorkerT
     here = threading.get_ident()
     assert await one.run("a", INLINE_BYTES, threading.get_ident) == here
     assert await one.run("a", LARGE, threading.get_ident) != here
+
+
+async def test_work_of_any_size_can_be_kept_out_of_the_loop(one: WorkerThreads) -> None:
+    assert await one.run_in_thread("a", 1, threading.get_ident) != threading.get_ident()
+
+
+async def test_work_on_a_page_does_not_wait_for_work_on_a_large_body(one: WorkerThreads) -> None:
+    opened = threading.Event()
+    large = asyncio.create_task(one.run("greedy", LARGE_BYTES + 1, opened.wait, 60))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(30):
+        assert await one.run("greedy", LARGE, divmod, 7, 2) == (3, 1)
+    assert not large.done()
+    opened.set()
+    assert await large
 
 
 async def test_errors_reach_the_caller_and_free_the_thread(one: WorkerThreads) -> None:

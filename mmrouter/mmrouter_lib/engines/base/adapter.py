@@ -43,6 +43,17 @@ def context_length(models: Mapping[str, Any]) -> int:
     return length if isinstance(length, int) and length > 0 else 0
 
 
+MAX_ADAPTERS, MAX_NAME = 256, 256
+
+
+def lora_adapters(models: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the LoRA adapters in an engine's model list, sorted: the entries with another model as their parent."""
+    rows = models.get("data")
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    names = {row.get("id") for row in rows if isinstance(row.get("parent"), str)}
+    return tuple(sorted(name for name in names if isinstance(name, str) and 0 < len(name) <= MAX_NAME))[:MAX_ADAPTERS]
+
+
 LABELS = r'\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\}'
 """Regular expression for a sample's labels, one group: the text between the braces."""
 

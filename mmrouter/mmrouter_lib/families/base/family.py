@@ -35,14 +35,16 @@ class NotModelledError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image of a request: its media identity (32 bytes) and the number of placeholder tokens it becomes.
+    """An image of a request: its media identity (32 bytes) and the number of tokens it becomes.
 
-    Images that cannot be resolved are included too, with one token and a unique identity, because the presence of
-    images can change how the text is tokenized (Phi-3).
+    Images that cannot be resolved are included too, with a unique identity, because the presence of images can change
+    how the text is tokenized (Phi-3). ``size``: (width, height) in pixels, after rotation; families whose images are
+    rows or tiles need it.
     """
 
     identity: bytes
     count: int
+    size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +118,11 @@ class Family(ABC):
 
     @abstractmethod
     def count(self, width: int, height: int) -> int:
-        """Return the placeholder tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
+        """Return the tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
+
+    def tokens(self, codec: "TokenizerCodec", image: PromptImage, number: int) -> Sequence[int]:
+        """Return the token ids that image ``number`` (from 0) of a prompt becomes, by default a run of placeholders."""
+        return placeholder_run("I", self.placeholder_id, number, image)
 
     def check(self, codec: "TokenizerCodec") -> None:
         """Raise :class:`ModelFolderError` for a tokenizer that has the placeholder under another id."""
@@ -131,7 +137,8 @@ class Family(ABC):
     ) -> Expanded:
         """Return a prompt text's token ids with every image expanded. Raises :class:`PlaceholderError`."""
         ids = codec.encode(text, add_special_tokens=add_special_tokens)
-        return expand_ids(ids, self.placeholder_id, images)
+        runs = [self.tokens(codec, image, number) for number, image in enumerate(images)]
+        return expand_ids(ids, self.placeholder_id, images, runs)
 
 
 Load = Callable[[Path, dict[str, Any], ProcessorLimits | None], Family | None]
@@ -171,13 +178,20 @@ def load_family(model_dir: Path, processor: ProcessorLimits | None) -> Family | 
     return None if load is None else load(model_dir, config, processor)
 
 
+def family_names() -> frozenset[str]:
+    """Return the names of all registered families."""
+    return frozenset(_loaders)
+
+
 def is_proved(name: str, engine_type: str) -> bool:
     """Whether the engine's prompts are proved to equal the family's, block by block (docs/conformance.md)."""
     return (name, engine_type) in _proved
 
 
-def expand_ids(ids: "array[int]", placeholder: int, images: Sequence[PromptImage]) -> Expanded:
-    """Replace each of the first ``len(images)`` placeholders by a run of its image's length.
+def expand_ids(
+    ids: "array[int]", placeholder: int, images: Sequence[PromptImage], runs: Sequence[Sequence[int]] = ()
+) -> Expanded:
+    """Replace each of the first ``len(images)`` placeholders by its image's tokens: ``runs``, else placeholders.
 
     The engine matches by position alone: a placeholder that a user typed takes an image from the template's own, which
     then stays a plain token (tests/conformance/vllm/test_tokenization.py). Raises :class:`PlaceholderError` when there
@@ -191,8 +205,9 @@ def expand_ids(ids: "array[int]", placeholder: int, images: Sequence[PromptImage
         if at is None:
             raise PlaceholderError(f"the prompt has a place for {number} images, the request has {len(images)}")
         out += ids[done:at]
-        spans.append(Span(offset=len(out), length=image.count, identity=image.identity))
-        out += placeholder_run(ids.typecode, placeholder, number, image)
+        run = runs[number] if runs else placeholder_run(ids.typecode, placeholder, number, image)
+        spans.append(Span(offset=len(out), length=len(run), identity=image.identity))
+        out += array(ids.typecode, run)
         done = at + 1
     left = _find(ids, placeholder, done)
     unplaced = None if left is None else len(out) + left - done

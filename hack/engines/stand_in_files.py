@@ -1,0 +1,214 @@
+"""Files of model folders of families whose own tokenizer is at hand nowhere (``hack/engines/unknown_families.py``).
+
+Geometry and processors are those of the published models, the network is of a few layers. A tokenizer of Qwen3-VL
+stands in, with the tokens added that the family puts around and into its images; so these folders prove how many tokens
+images become, which, and where, but not the family's text.
+"""
+
+from typing import Any
+
+from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
+
+FIRST_ID = 151_669
+"""Of the added tokens: Qwen3-VL's tokenizer ends before it."""
+PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
+TOKENS = {
+    "glm4v": [
+        "<|image|>",
+        "<|video|>",
+        *(f"<|{side}_of_{kind}|>" for kind in ("image", "video") for side in ("begin", "end")),
+    ],
+    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+    "llama4": [
+        f"<|{name}|>" for name in ("image", "patch", "image_start", "image_end", "tile_x_separator", "tile_y_separator")
+    ],
+    "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"],
+    "minicpmv4_6": ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
+}
+"""Family -> tokens that are added, in the order of their ids."""
+NAMED: dict[str, dict[str, str]] = {
+    "internvl": {
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+    "gemma4": {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    },
+    "minicpmv4_6": {
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+        "image_start_token": "<image>",
+        "image_end_token": "</image>",
+        "slice_start_token": "<slice>",
+        "slice_end_token": "</slice>",
+        "image_id_start_token": "<image_id>",
+        "image_id_end_token": "</image_id>",
+    },
+}
+"""Family -> names under which its processor finds tokens at the tokenizer."""
+IMAGES = {
+    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+    "internvl": "<IMG_CONTEXT>\\n",
+    "llama4": "<|image|>",
+    "gemma4": "\\n\\n<|image|>\\n\\n",
+    "minicpmv4_6": "<|image_pad|>\\n",
+}
+"""Family -> what its chat template writes for an image."""
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
+    "{%- if part.type == 'text' %}{{- part.text }}{%- else %}{{- 'IMAGE' }}{%- endif %}"
+    "{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+TEXTS = {**TEXT, "head_dim": HIDDEN // HEADS, "max_position_embeddings": 32_768, "vocab_size": 151_936}
+
+
+def ids(family: str) -> dict[str, int]:
+    """Return the added tokens of a family with their ids."""
+    return {token: FIRST_ID + number for number, token in enumerate(TOKENS[family])}
+
+
+def _config(architecture: str, model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "text_config": {**TEXTS, **text},
+        "vision_config": {
+            "hidden_size": HIDDEN,
+            "intermediate_size": 2 * HIDDEN,
+            "num_attention_heads": HEADS,
+            **vision,
+        },
+    }
+
+
+def glm4v() -> dict[str, dict[str, Any]]:
+    of = ids("glm4v")
+    config = _config(
+        "Glm4vForConditionalGeneration",
+        "glm4v",
+        {"model_type": "glm4v_text", "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        {"model_type": "glm4v", "depth": 2, "num_heads": HEADS, "out_hidden_size": HIDDEN, "image_size": 336},
+    )
+    names = {"image": "<|image|>", "video": "<|video|>"}
+    config |= {f"{name}_token_id": of[token] for name, token in names.items()}
+    config |= {
+        f"{kind}_{side}_token_id": of[f"<|{word}_of_{kind}|>"]
+        for kind in names
+        for side, word in (("start", "begin"), ("end", "end"))
+    }
+    geometry = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+    size = {"size": {"shortest_edge": 12_544, "longest_edge": 9_633_792}}
+    return {
+        "config": config,
+        "preprocessor_config": {**PIXELS, **geometry, **size, "image_processor_type": "Glm4vImageProcessor"},
+        "video_preprocessor_config": {**PIXELS, **geometry, **size, "video_processor_type": "Glm4vVideoProcessor"},
+        "processor_config": {"processor_class": "Glm4vProcessor"},
+    }
+
+
+def internvl() -> dict[str, dict[str, Any]]:
+    square = {"height": 448, "width": 448}
+    config = _config(
+        "InternVLForConditionalGeneration",
+        "internvl",
+        {"model_type": "qwen3", "num_hidden_layers": 2},
+        {"model_type": "internvl_vision", "num_hidden_layers": 2, "image_size": [448, 448], "patch_size": [14, 14]},
+    )
+    return {
+        "config": config | {"image_token_id": ids("internvl")["<IMG_CONTEXT>"], "image_seq_length": 256},
+        "preprocessor_config": {
+            **PIXELS,
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": square,
+            "min_patches": 1,
+            "max_patches": 12,
+        },
+        "video_preprocessor_config": {**PIXELS, "video_processor_type": "InternVLVideoProcessor", "size": square},
+        "processor_config": {"processor_class": "InternVLProcessor", "image_seq_length": 256},
+    }
+
+
+def llama4() -> dict[str, dict[str, Any]]:
+    of = ids("llama4")
+    config = _config(
+        "Llama4ForConditionalGeneration",
+        "llama4",
+        {"model_type": "llama4_text", "num_local_experts": 2, "intermediate_size_mlp": 2 * HIDDEN},
+        {"model_type": "llama4_vision_model", "num_hidden_layers": 2, "image_size": 336, "patch_size": 14},
+    )
+    config |= {"boi_token_index": of["<|image_start|>"], "eoi_token_index": of["<|image_end|>"]}
+    return {
+        "config": config | {"image_token_index": of["<|patch|>"]},
+        "preprocessor_config": {
+            **PIXELS,
+            "image_processor_type": "Llama4ImageProcessor",
+            "size": {"height": 336, "width": 336},
+            "max_patches": 16,
+            "resize_to_max_canvas": False,
+        },
+        "processor_config": {"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
+    }
+
+
+def gemma4() -> dict[str, dict[str, Any]]:
+    of, geometry = ids("gemma4"), {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280}
+    config = _config(
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        {"model_type": "gemma4_text", "sliding_window": 512},
+        {
+            "model_type": "gemma4_vision",
+            "num_hidden_layers": 2,
+            "patch_size": 16,
+            "pooling_kernel_size": 3,
+            "default_output_length": 280,
+        },
+    )
+    names = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "audio": "<|audio|>", "video": "<|video|>"}
+    config |= {f"{name}_token_id": of[token] for name, token in names.items()}
+    return {
+        "config": config | {"audio_config": None},
+        "preprocessor_config": {
+            **PIXELS,
+            **geometry,
+            "image_processor_type": "Gemma4ImageProcessor",
+            "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+        },
+        "video_preprocessor_config": {
+            **PIXELS,
+            **(geometry | {"max_soft_tokens": 70}),
+            "video_processor_type": "Gemma4VideoProcessor",
+        },
+        "processor_config": {"processor_class": "Gemma4Processor", "image_seq_length": 280},
+    }
+
+
+def minicpmv4_6() -> dict[str, dict[str, Any]]:
+    layers = {"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
+    layers |= {f"linear_{name}": 32 for name in ("key_head_dim", "value_head_dim")}
+    layers |= {f"linear_{name}": HEADS for name in ("num_key_heads", "num_value_heads")}
+    config = _config(
+        "MiniCPMV4_6ForConditionalGeneration",
+        "minicpmv4_6",
+        {"model_type": "qwen3_5_text", "num_hidden_layers": 2, **layers},
+        {"model_type": "minicpmv4_6_vision", "num_hidden_layers": 2, "image_size": 980, "patch_size": 14},
+    )
+    geometry = {"patch_size": 14, "scale_resolution": 448, "max_slice_nums": 9, "slice_mode": True}
+    return {
+        "config": config | {"image_token_id": 151_655, "video_token_id": 151_656},
+        "preprocessor_config": {**PIXELS, **geometry, "image_processor_type": "MiniCPMV4_6ImageProcessor"},
+        "video_preprocessor_config": {**PIXELS, **geometry, "video_processor_type": "MiniCPMV4_6VideoProcessor"},
+        "processor_config": {"processor_class": "MiniCPMV4_6Processor"},
+    }
+
+
+FILES = {"glm4v": glm4v, "internvl": internvl, "llama4": llama4, "gemma4": gemma4, "minicpmv4_6": minicpmv4_6}

@@ -1,0 +1,60 @@
+"""Requests for LoRA adapters: their name, their keys, and the engines that they go to."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from unit.router.rig import BLOCK, IDS, Rig, prepared
+from unit.router.test_prepare import preparing, settings
+
+from mmrouter_lib.block_keys import block_keys, namespace_seed
+from mmrouter_lib.engines.base.adapter import lora_adapters
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.intake import Limits, parse_chat
+from mmrouter_router.scheduling.placer import NoWorkerError
+
+NAMES = frozenset({"t", "sql"})
+SQL = replace(prepared(), adapter="sql")
+
+
+def parsed(model: str):
+    body = {"model": model, "messages": [{"role": "user", "content": "The harbour lies still. " * 20}]}
+    return parse_chat(json.dumps(body).encode(), Limits(), NAMES)
+
+
+def test_an_adapter_is_a_model_of_the_list_with_another_as_its_parent():
+    rows = [{"id": "m", "parent": None}, {"id": "sql", "parent": "m"}, {"id": "b", "parent": "m"}, {"id": "x"}, 7]
+    assert lora_adapters({"data": rows}) == ("b", "sql")
+    assert lora_adapters({"data": [{"id": 7, "parent": "m"}, {"id": "n" * 300, "parent": "m"}]}) == ()
+    assert lora_adapters({}) == ()
+
+
+def test_an_adapter_is_named_like_a_model_and_no_other_name_is_served():
+    assert parsed("sql").model == "sql"
+    with pytest.raises(RequestError) as caught:
+        parsed("s")
+    assert caught.value.status == 404
+
+
+async def test_keys_of_an_adapters_prompt_are_its_own():
+    async with preparing(settings()) as preparer:
+        own, adapted = [await preparer.prepare(parsed(name), "salt") for name in ("t", "sql")]
+        model, key = preparer._deployment.spec.model, preparer._identity_key
+    assert (own.adapter, adapted.adapter) == ("", "sql")
+    assert own.ids == adapted.ids
+    seed = namespace_seed(key, model=model.id, revision=model.revision, lora="sql", salt="salt")
+    assert adapted.keys(BLOCK) == block_keys(adapted.ids, BLOCK, (), seed)
+    assert not set(own.keys(BLOCK)) & set(adapted.keys(BLOCK))
+
+
+def test_a_request_for_an_adapter_goes_where_it_is_loaded():
+    rig = Rig()
+    rig.worker("a", SQL.keys(BLOCK))
+    loaded = rig.worker("b", adapters=("other", "sql"))
+    assert rig.placer.place(SQL).target.worker is loaded
+    assert rig.placer.place(prepared(ids=IDS)).target.worker.member.name == "a"
+    assert rig.fleet.adapters() == {"other", "sql"}
+    rig.beat(loaded, adapters=())
+    assert rig.fleet.adapters() == frozenset()
+    with pytest.raises(NoWorkerError):
+        rig.placer.place(SQL)
