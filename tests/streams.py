@@ -33,23 +33,6 @@ WHOLE_ANSWER: Mapping[str, Mapping[str, Any]] = {
             },
         }
     },
-    "tools": {
-        "tools": [
-            {
-                "type": "function",
-                "function": {
-                    "name": "count",
-                    "parameters": {
-                        "type": "object",
-                        "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 200}},
-                        "required": ["numbers"],
-                    },
-                },
-            }
-        ],
-        "tool_choice": {"type": "function", "function": {"name": "count"}},
-    },
-    "choices": {"n": 2},
 }
 """Fields of chats whose effect depends on the whole answer, not only on the tokens that are still to come."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

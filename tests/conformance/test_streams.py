@@ -64,6 +64,13 @@ def send_signal(deployment: Deployment, name: str, number: signal.Signals) -> No
                 os.kill(child.pid, number)
 
 
+def lose_a_node(served: Served, fields: Mapping[str, Any], path: str) -> None:
+    streams = served.streams(fields, path)
+    addresses = {worker["name"]: worker["ip"] for worker in served.deployment.state()["workers"]}
+    with losing_nodes() as lose:
+        streams.assert_outlive(lambda name: lose(addresses[name]))
+
+
 def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
     for sampling in (GREEDY, BEST_ONLY, SEEDED) if served.continues else (GREEDY,):
         stopped: list[str] = []
@@ -82,21 +89,24 @@ def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "path"),
-    [
-        ({}, CHAT),
-        ({"logprobs": True, "top_logprobs": 2}, CHAT),
-        ({"logprobs": True}, CHAT),
-        ({}, COMPLETIONS),
-        ({"logprobs": 2}, COMPLETIONS),
-        *((fields, CHAT) for fields in WHOLE_ANSWER.values()),
-    ],
-    ids=["chats", "top_logprobs", "logprobs", "completions", "completions_logprobs", *WHOLE_ANSWER],
+    [({}, CHAT), ({"logprobs": True, "top_logprobs": 2}, CHAT), ({"logprobs": True}, CHAT), ({}, COMPLETIONS)],
+    ids=["chats", "top_logprobs", "logprobs", "completions"],
 )
 def test_streams_outlive_a_lost_node(served: Served, fields: dict[str, Any], path: str) -> None:
-    streams = served.streams({**(BEST_ONLY if served.continues else GREEDY), **fields}, path)
-    addresses = {worker["name"]: worker["ip"] for worker in served.deployment.state()["workers"]}
-    with losing_nodes() as lose:
-        streams.assert_outlive(lambda name: lose(addresses[name]))
+    lose_a_node(served, {**(BEST_ONLY if served.continues else GREEDY), **fields}, path)
+
+
+@pytest.mark.parametrize("served", ["vllm"], indirect=True)
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [*((fields, CHAT) for fields in WHOLE_ANSWER.values()), ({"logprobs": 2}, COMPLETIONS)],
+    ids=[*WHOLE_ANSWER, "completions_logprobs"],
+)
+def test_sampled_streams_that_need_the_whole_answer_outlive_a_lost_node(
+    served: Served, fields: dict[str, Any], path: str
+) -> None:
+    """The router sets a seed, so another engine repeats them."""
+    lose_a_node(served, {**BEST_ONLY, **fields}, path)
 
 
 @pytest.mark.parametrize("signals", [[signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]], ids=["drain", "kill"])

@@ -96,14 +96,10 @@ class Chat:
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
         self._traits = TemplateTraits.of(preparer.prompter)
+        enabled, seeds, traits = spec.routing.continue_streams, spec.routing.seed_streams, settings.answer_traits
+        by_tokens = self._adapter.continuation
         self._continuations = Continuations(
-            forwarder,
-            metrics,
-            threads,
-            enabled=spec.routing.continue_streams,
-            seeds=spec.routing.seed_streams,
-            traits=settings.answer_traits,
-            by_tokens=self._adapter.continuation,
+            forwarder, metrics, threads, enabled=enabled, seeds=seeds, traits=traits, by_tokens=by_tokens
         )
         self._threads, self._admission = threads, admission
         self.needs_prompt, self._answered = needs_prompt, answered
