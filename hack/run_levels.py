@@ -168,6 +168,7 @@ LEVELS = {
             Step("local deployments, disruptive", tests=DISRUPTIVE),
             Step("local deployments, staged", tests=STAGED),
             Step("local deployments, slow", tests=SLOW_LOCAL),
+            Step("behind a gateway", tests="tests/gateway"),
             Step("benchmarks and tools", tests=TOOLS, without=RELEASES),
             Step("processes", tests=PROCESSES),
             Step("rustfmt and clippy", (*NATIVE, "--lint")),

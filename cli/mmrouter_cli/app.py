@@ -61,6 +61,9 @@ def up(
     demo: Annotated[
         bool, typer.Option("--demo", help="Send a short workload, show how it was routed, and leave.")
     ] = False,
+    gateway: Annotated[
+        Literal["envoy"] | None, typer.Option(help="Run Envoy too, which asks the routers where requests go.")
+    ] = None,
     as_json: Json = False,
     wait: Annotated[float, typer.Option(help="Seconds until everything must be ready.")] = 600.0,
 ) -> None:
@@ -71,6 +74,12 @@ def up(
 
     deployment, objects = _read(file)
     console = Console(stderr=True)
+    try:
+        deployment = deployment if gateway is None else foreground.behind_gateway(deployment)
+    except SpecError as error:
+        _refuse(file, error)
+    except LocalError as error:
+        leave(str(error))
     run = foreground.run(
         deployment,
         base_dir=file.resolve().parent,
@@ -80,6 +89,7 @@ def up(
         demo=demo,
         wait_seconds=wait,
         console=console,
+        gateway=gateway is not None,
     )
     try:
         result = asyncio.run(run)

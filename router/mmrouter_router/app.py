@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import zmq.asyncio
 
@@ -31,12 +31,16 @@ from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.intake import PARSERS
 from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
 from mmrouter_router.scheduling.placer import Eligibility, NoWorkerError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.probe_requests import ProbeRequestError
+
+if TYPE_CHECKING:
+    from mmrouter_router.picker.server import Picker
 
 log = logging.getLogger("mmrouter.router")
 
@@ -200,7 +204,10 @@ class Router:
             loops += [self.chat.tenants.follow, *(component.run for component in components if component is not None)]
             loops += [watched.watch for watched in (certificate, self.trust) if watched is not None]
             running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]
+            picker = self._picker()
+            picking = [] if picker is None else [tasks.create_task(picker.serve(settings.drain_seconds), name="picker")]
             await serve(clients, others, self.shutdown)
+            await asyncio.gather(*picking)
             for task in (*running, *self._canaries.values(), *(task for _, task in self._feeds.values())):
                 task.cancel()
 
@@ -287,6 +294,24 @@ class Router:
         while True:
             more = self.fleet.index.sweep()
             await asyncio.sleep(0 if more else SWEEP_SECONDS)
+
+    def _picker(self) -> "Picker | None":
+        """Return the server for gateways, ``None`` where the deployment has none."""
+        settings = self.settings
+        if settings.deployment.spec.frontend.mode != "endpointPicker":
+            return None
+        # Imported here so that only a router with a gateway loads gRPC.
+        from mmrouter_router.picker.server import Picker  # noqa: PLC0415
+
+        return Picker(
+            self.client_app(),
+            PARSERS.keys(),
+            self.chat.answer,
+            self.shutdown,
+            lambda: self.ready and self._serves(),
+            host=settings.host,
+            test_selection=settings.test_selection,
+        )
 
     def client_app(self) -> Any:
         about = port_apps.About(self._models, self._versions, self._serves)

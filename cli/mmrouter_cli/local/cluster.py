@@ -16,11 +16,12 @@ import aiohttp
 
 from mmrouter_cli.local.devices import DeviceRequest, assign
 from mmrouter_cli.local.environment import Commands, Engines, engine_commands
+from mmrouter_cli.local.envoy import GATEWAY_PORT, PICKER_PORT, envoy_config, start_envoy
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders, network_namespace
 from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
 from mmrouter_cli.local.pod import LocalPod, PodBuilder
 from mmrouter_cli.local.pod_processes import VainError, log_failure
-from mmrouter_cli.local.process import Guard, LogSink, console_sink
+from mmrouter_cli.local.process import Child, Guard, LogSink, console_sink
 from mmrouter_cli.local.run_plan import RunPlan, ServicePlan, ServicePort, make_plan
 from mmrouter_lib.pod_paths import CONFIG_DIR
 from mmrouter_operator.model.kinds import COMPATIBILITY, ENGINE_TLS, FRONTEND_ROLE, KV_LAYOUT, POOL_LABEL, ROLE_LABEL
@@ -57,6 +58,7 @@ class LocalCluster:
         self._changed = asyncio.Event()
         self._roster = ""
         self._retry: asyncio.TimerHandle | None = None
+        self._gateway: Child | None = None
 
     @property
     def frontends(self) -> tuple[FrontendAddress, ...]:
@@ -116,6 +118,29 @@ class LocalCluster:
         for service in self._plan.services:
             await self._serve(service)
         self._notify()
+        self._describe()
+        for number, pod in enumerate(self.pods):
+            after = [other for other in self.pods[:number] if set(other.plan.devices) & set(pod.plan.devices)]
+            if pod.plan.devices:
+                pod.log(f"runs on {', '.join(pod.plan.devices)}" + (f" after {after[-1].name}" if after else ""))
+            task = asyncio.create_task(pod.run(after), name=f"pod {pod.name}")
+            task.add_done_callback(log_failure(pod.log))
+            self._tasks.append(task)
+
+    async def open_gateway(self) -> None:
+        """Start Envoy in front of the routers; its address becomes the endpoint. Raises :class:`LocalError`."""
+        config = envoy_config(
+            (self._block.service, GATEWAY_PORT),
+            [(pod.ip, PICKER_PORT) for pod in filter(is_frontend, self.pods)],
+            admin=self.run_dir / "envoy.sock",
+        )
+        self._gateway = await start_envoy(config, self.run_dir, self._guard, self._log)
+        self.endpoint = f"http://{self._block.service}:{GATEWAY_PORT}"
+        self._log("gateway", f"Envoy at {self.endpoint}")
+        self._describe()
+
+    def _describe(self) -> None:
+        """Write what other commands read about this run."""
         run = {
             "deployment": self.name,
             "pid": os.getpid(),
@@ -125,15 +150,11 @@ class LocalCluster:
             "control_token": str(self.control_token_path or ""),
         }
         write_atomically(self.run_dir / "run.json", json.dumps(run, indent=1))
-        for number, pod in enumerate(self.pods):
-            after = [other for other in self.pods[:number] if set(other.plan.devices) & set(pod.plan.devices)]
-            if pod.plan.devices:
-                pod.log(f"runs on {', '.join(pod.plan.devices)}" + (f" after {after[-1].name}" if after else ""))
-            task = asyncio.create_task(pod.run(after), name=f"pod {pod.name}")
-            task.add_done_callback(log_failure(pod.log))
-            self._tasks.append(task)
 
     async def stop(self) -> None:
+        if self._gateway is not None:
+            self._gateway.terminate()
+            await self._gateway.wait()
         for task in self._tasks:
             task.cancel()
         if self._tasks:

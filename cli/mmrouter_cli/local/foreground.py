@@ -13,12 +13,24 @@ from mmrouter_cli.demo_workload import DemoResult
 from mmrouter_cli.local.cluster import LocalCluster, run_local
 from mmrouter_cli.local.devices import device_requests, find_devices
 from mmrouter_cli.local.environment import Engines
+from mmrouter_cli.local.envoy import find_envoy
 from mmrouter_cli.local.pod_processes import VainError
 from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, Unread, client, fetch
 from mmrouter_cli.verify import NOT_PROBED
-from mmrouter_lib.api import MMRouterDeployment
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
+
+
+def behind_gateway(deployment: MMRouterDeployment) -> MMRouterDeployment:
+    """Return the deployment with ``frontend.mode: endpointPicker``.
+
+    Raises ``SpecError`` for one that no gateway can serve, and ``LocalError`` without Envoy.
+    """
+    find_envoy()
+    resource = deployment.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    resource["spec"].setdefault("frontend", {})["mode"] = "endpointPicker"
+    return parse_deployment(resource)
 
 
 async def run(
@@ -31,12 +43,14 @@ async def run(
     demo: bool,
     wait_seconds: float,
     console: Console,
+    gateway: bool = False,
 ) -> DemoResult | None:
     """Run a deployment until ctrl-C, or until the demo is over; return the demo's result.
 
     ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
-    the deployment refers to. When this returns or raises, no process and no file of the deployment is left. Raises
-    :class:`NotReadyError`, ``ProbeError``, ``LocalError`` or ``mmrouter_lib.api.SpecError``.
+    the deployment refers to. ``gateway``: with Envoy in front of the routers. When this returns or raises, no process
+    and no file of the deployment is left. Raises :class:`NotReadyError`, ``ProbeError``, ``LocalError`` or
+    ``mmrouter_lib.api.SpecError``.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -54,7 +68,7 @@ async def run(
     )
     async with run_with as cluster:
         ended = asyncio.create_task(stop.wait())
-        work = asyncio.create_task(_work(cluster, deployment, console, wait_seconds, demo=demo))
+        work = asyncio.create_task(_work(cluster, deployment, console, wait_seconds, demo=demo, gateway=gateway))
         await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             work.cancel()
@@ -70,13 +84,21 @@ async def run(
 
 
 async def _work(
-    cluster: LocalCluster, deployment: MMRouterDeployment, console: Console, wait_seconds: float, *, demo: bool
+    cluster: LocalCluster,
+    deployment: MMRouterDeployment,
+    console: Console,
+    wait_seconds: float,
+    *,
+    demo: bool,
+    gateway: bool,
 ) -> DemoResult | None:
     """Wait until every worker is verified on every frontend; then run the demo if requested."""
     try:
         await cluster.wait_ready(wait_seconds)
     except (TimeoutError, VainError) as error:
         raise NotReadyError(str(error)) from error
+    if gateway:
+        await cluster.open_gateway()
     endpoint = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
     await wait_verified(endpoint, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")

@@ -141,7 +141,11 @@ def make_plan(objects: Iterable[dict[str, Any]]) -> RunPlan:
             case "Service":
                 spec = obj["spec"]
                 ports = tuple(
-                    ServicePort(p["port"], p.get("targetPort", p["port"]), p.get("appProtocol", "http"))
+                    ServicePort(
+                        p["port"],
+                        p.get("targetPort", p["port"]),
+                        "https" if p.get("appProtocol") == "https" else "http",
+                    )
                     for p in spec["ports"]
                 )
                 plan.services.append(ServicePlan(name, spec.get("selector") or {}, ports))

@@ -129,6 +129,9 @@ class Tenants(Resource):
 class Frontend(Resource):
     """The routers, as equal replicas."""
 
+    mode: Literal["frontend", "endpointPicker"] = "frontend"
+    """frontend: clients connect to the routers. endpointPicker: the routers also choose the engines for the requests of
+    a gateway of the Gateway API Inference Extension, which sends them there itself."""
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
     """Number of frontend pods."""
     resources: Resources = Resources()
@@ -153,6 +156,11 @@ class Frontend(Resource):
     def _tls_port(self) -> bool:
         """port 80 is the port of plain HTTP: with frontend.tls set service.port to 443 or another port"""
         return self.tls is None or self.service.port != 80
+
+    @rule("service.port", "self.mode != 'endpointPicker' || self.service.port != 9002")
+    def _picker_port(self) -> bool:
+        """port 9002 of the Service is the endpoint picker's: set service.port to another port"""
+        return self.mode != "endpointPicker" or self.service.port != 9002
 
     @rule("tenants", "!has(self.tenants) || has(self.apiKeys)")
     def _tenants_have_keys(self) -> bool:

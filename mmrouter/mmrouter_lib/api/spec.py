@@ -1,6 +1,6 @@
 """`spec`: the desired state, and the rules between its sections."""
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,9 @@ from mmrouter_lib.api.operations import Frontend, NetworkPolicy, Observability, 
 from mmrouter_lib.api.pools import Pool, Role
 from mmrouter_lib.api.routing import Routing
 from mmrouter_lib.api.shared_types import by_key
+
+PICKED: Final[tuple[Role, ...]] = ("renderer", "worker")
+"""Roles of pools beside an endpoint picker, which places a request on one engine."""
 
 
 def _any(role: Role) -> str:
@@ -132,9 +135,27 @@ class Spec(Resource):
         supported = ENGINE_TYPES[self.engine.type].encoders_serve_tls
         return supported or self.engine.tls is None or self._first("encoder") is None
 
+    @rule("pools", f"self.frontend.mode != 'endpointPicker' || self.pools.all(p, p.role in {list(PICKED)})")
+    def _picker_has_no_stages(self) -> bool | Broken:
+        """an endpoint picker chooses one engine per request: with stages set frontend.mode: frontend"""
+        staged = next((number for number, pool in enumerate(self.pools) if pool.role not in PICKED), None)
+        return self.frontend.mode != "endpointPicker" or staged is None or Broken(f"pools[{staged}].role")
+
+    @rule("engine.tls", "self.frontend.mode != 'endpointPicker' || !has(self.engine.tls)")
+    def _picker_reaches_engines_plainly(self) -> bool:
+        """with frontend.mode: endpointPicker the gateway connects to the engines, and it does not know their CA"""
+        return self.frontend.mode != "endpointPicker" or self.engine.tls is None
+
+    @rule("routing.transfer", "self.frontend.mode != 'endpointPicker' || self.routing.transfer in ['auto', 'none']")
+    def _picker_sends_bytes(self) -> bool:
+        """with frontend.mode: endpointPicker images travel in the request: set transfer to auto or none"""
+        return self.frontend.mode != "endpointPicker" or self.routing.transfer in ("auto", "none")
+
     @property
     def transfer(self) -> Literal["none", "shm", "nixl"]:
         """How images may reach engines: ``routing.transfer``, where ``auto`` is what the pools make possible."""
+        if self.frontend.mode == "endpointPicker":
+            return "none"
         if self.routing.transfer != "auto":
             return self.routing.transfer
         shares = all(pool.shared_memory.scope == "node" for pool in self.pools)

@@ -20,10 +20,11 @@ from mmrouter_operator.render.pod.spec_hashes import frontend_inputs
 from mmrouter_operator.render.pod.template_overlay import FinishedTemplate, finish
 from mmrouter_operator.render.pool import KIND
 
-__all__ = ["CONTROL_PORT", "HTTP_PORT", "KIND", "frontend_template", "render"]
+__all__ = ["CONTROL_PORT", "HTTP_PORT", "KIND", "PICKER_PORT", "frontend_template", "render"]
 
 HTTP_PORT: Final = 8000
 CONTROL_PORT: Final = 8001
+PICKER_PORT: Final = 9002
 STREAM_SECONDS: Final = 300
 """How long running answers may take after SIGTERM. A pod without streams ends at once."""
 STEADY_SECONDS: Final = 2
@@ -91,6 +92,7 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
 
 def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     shared = shared_memory.frontends_share(dep)
+    picker = {"picker": PICKER_PORT} if dep.spec.frontend.mode == "endpointPicker" else {}
     mounts = [parts.mount("config", CONFIG_DIR, read_only=True), parts.mount("model", MODEL_DIR, read_only=True)]
     if dep.spec.frontend.api_keys is not None:
         mounts.append(parts.mount("api-keys", API_KEYS_DIR, read_only=True))
@@ -111,7 +113,7 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
             *(shared_memory.shared_env(dep, dep.spec.frontend.resources) if shared else []),
             *_tracing_env(dep),
         ],
-        "ports": parts.ports({"http": HTTP_PORT, "control": CONTROL_PORT, "metrics": parts.METRICS_PORT}),
+        "ports": parts.ports({"http": HTTP_PORT, "control": CONTROL_PORT, "metrics": parts.METRICS_PORT, **picker}),
         # Readiness is the router's own: a rollout of workers must not remove the endpoint.
         **parts.our_probes(readiness_period=2),
         "lifecycle": parts.announce_by_waiting(),

@@ -77,6 +77,7 @@ def _frontend_ingress(dep: MMRouterDeployment) -> list[Rule]:
     peers = {"podSelector": frontend_pods(dep)}
     # The operator's namespace is unknown here, its labels are not. The port requires the control token as well.
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": dict(OPERATOR_LABELS)}}
+    # The picker's port stays closed: its answers hold the engines' key, and the gateway's pods are unknown here.
     return [_rule("from", None, [HTTP_PORT]), *_rules("from", [peers, operator], [CONTROL_PORT]), _scraped()]
 
 

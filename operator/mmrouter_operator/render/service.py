@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from mmrouter_operator.render.child import ChildKind, RenderInputs, frontend_labels, object_metadata
+from mmrouter_operator.render.frontend import PICKER_PORT
 
 KIND: Final = ChildKind("Service", "v1", wave=1, guard="removal", local=True, lifecycle="permanent")
 
@@ -15,5 +16,8 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     if dep.spec.frontend.tls is not None:
         port |= {"name": "https", "appProtocol": "https"}
     ports = [port]
+    if dep.spec.frontend.mode == "endpointPicker":
+        picker = {"name": "picker", "port": PICKER_PORT, "targetPort": "picker", "protocol": "TCP"}
+        ports.append(picker | {"appProtocol": "kubernetes.io/h2c"})
     spec = {"type": service.type, "selector": frontend_labels(dep), "ports": ports}
     return [KIND.manifest(object_metadata(dep, dep.metadata.name, "frontend"), spec=spec)]

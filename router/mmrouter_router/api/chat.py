@@ -258,9 +258,10 @@ class Chat:
         if path == COUNT_TOKENS:
             await respond_json(client, 200, extra, counted(prepared))
             return "200"
-        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), self._for_engine, prepared, tenant.name)
+        work = partial(self._for_engine, prepared, tenant.name, repeatable=client.gateway is None)
+        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), work)
         sent = trace_context(headers) | ({} if outgoing.form is None else {"content-type": outgoing.form[0]})
-        call = ForwardCall(request_id, prepared, outgoing, sent, policy, tenant.name, encoder_mode=mode)
+        call = ForwardCall(request_id, prepared, outgoing, sent, policy, tenant.name, None, mode, client.gateway)
         past = AttemptHistory()
         stream: ContinuedStream | None = None
         reply = await self._forwarder.send(call, fingerprint, past)
@@ -306,11 +307,11 @@ class Chat:
             # Without a salt the engine's cache would tell one tenant what another one sent.
             raise RequestError(404, f"{path} is not served with API keys.", code="route_not_served")
 
-    def _for_engine(self, prepared: Prepared, tenant: str) -> tuple[Outgoing, bytes]:
+    def _for_engine(self, prepared: Prepared, tenant: str, repeatable: bool) -> tuple[Outgoing, bytes]:
         """Return the engine's request and the fingerprint by which the quarantine recognises it."""
-        return self._outgoing(prepared, tenant), _fingerprint(prepared)
+        return self._outgoing(prepared, tenant, repeatable), _fingerprint(prepared)
 
-    def _outgoing(self, prepared: Prepared, tenant: str) -> Outgoing:
+    def _outgoing(self, prepared: Prepared, tenant: str, repeatable: bool = True) -> Outgoing:
         path = prepared.request.endpoint
         images = tuple(
             OutgoingImage(i.message, i.part, to_wire(i.identity), i.media, i.tokens)
@@ -327,7 +328,7 @@ class Chat:
         )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()
-        way, added = self._continuations.plan(path, rewritten.body)
+        way, added = self._continuations.plan(path, rewritten.body) if repeatable else (None, {})
         copied = sum(len(image.media.data) for image in images if not image.media.text)
         run = partial(self._threads.run, tenant, copied + prepared.request.text_size)
         return Outgoing(path, {**rewritten.body, **added}, images, way=way, run=run)

@@ -74,6 +74,7 @@ class Settings:
     shared_dir: Path | None = None  # folder shared by the pods of the node
     shared_limit_bytes: int = 0  # bytes that this process may use there
     always_hand_over: bool = False  # use every possible hand-over regardless of its cost, for tests
+    test_selection: bool = False  # a gateway's conformance tests may choose endpoints by a header
     log_level: str = "INFO"  # of the router's own log
     bind_all: bool = False  # listen on all addresses of the pod; a port-forward uses its loopback
 
@@ -138,6 +139,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         shared_dir=Path(shared) if (shared := env.get("MMROUTER_SHARED_DIR", "")) else None,
         shared_limit_bytes=_bytes(env, "MMROUTER_SHARED_LIMIT_BYTES"),
         always_hand_over=env.get("MMROUTER_HANDOVER") == "always",
+        test_selection=env.get("MMROUTER_TEST_ENDPOINT_SELECTION") == "1",
         log_level=_log_level(env),
         bind_all=env.get("MMROUTER_BIND") == "all",
     )

@@ -97,6 +97,8 @@ class Continuations:
         """Return the stream of an answer, which owns the reply from here on."""
         outgoing = call.outgoing
         way, refusal = (outgoing.way, None) if outgoing.way else self._way(outgoing.path, outgoing.fields)
+        if call.gateway is not None:
+            way, refusal = None, "gateway"
         reply.trace.stream = way or refusal or ""
         return ContinuedStream(self, call, fingerprint, past, reply, on_moved, refusal)
 

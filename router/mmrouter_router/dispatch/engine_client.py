@@ -15,6 +15,7 @@ from mmrouter_router.dispatch.sglang_pair import PrefillHalf, PrefillRefusal
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.fleet.workers import Target
 from mmrouter_router.http.engine_connection import Body
+from mmrouter_router.http.gateway import Gateway, GatewayAnswer
 from mmrouter_router.http.upstream import Answer, Upstream
 from mmrouter_router.request.prepared import Outgoing
 from mmrouter_router.scheduling.placer import Booking, Decision
@@ -42,7 +43,7 @@ class EngineReply:
     decision: Decision
     trace: DecisionTrace
     booking: Booking
-    answer: Answer | PrefillRefusal
+    answer: Answer | GatewayAnswer | PrefillRefusal
     first: bytes
     span: Span
     half: PrefillHalf | None = None
@@ -103,10 +104,12 @@ class EngineClient:
         self._authorization = f"Bearer {engine_key}"
 
     async def post(self, target: Target, request_id: str, path: str, body: Body, headers: Mapping[str, str]) -> Answer:
-        """Send a request; its answer may not have begun. The router's headers override ``headers`` but a content type.
+        """Send a request; its answer may not have begun. Raises :class:`UpstreamError`."""
+        own = self._headers(target, request_id, headers)
+        return await self._upstream.request(target.worker.member.ip, HTTP_PORT, "POST", path, own, body)
 
-        Raises :class:`UpstreamError`.
-        """
+    def _headers(self, target: Target, request_id: str, headers: Mapping[str, str]) -> Mapping[str, str]:
+        """Return a request's headers: the router's override ``headers`` but a content type."""
         own = {
             "content-type": headers.get("content-type", "application/json"),
             "authorization": self._authorization,
@@ -115,7 +118,7 @@ class EngineClient:
         }
         if target.worker.ranks > 1:
             own["x-data-parallel-rank"] = str(target.rank)
-        return await self._upstream.request(target.worker.member.ip, HTTP_PORT, "POST", path, {**headers, **own}, body)
+        return {**headers, **own}
 
     async def reply(
         self,
@@ -141,11 +144,27 @@ class EngineClient:
         except BaseException:  # broken or cancelled: the caller has no answer to close yet
             answer.close()
             raise
-        booking.answered()
-        if span:
-            span.event("first byte")
-            span.set_attributes({"http.response.status_code": answer.status})
-        return EngineReply(decision, trace, booking, answer, first, span, half)
+        return _replied(EngineReply(decision, trace, booking, answer, first, span, half))
+
+    async def reply_through(
+        self,
+        gateway: Gateway,
+        decision: Decision,
+        trace: DecisionTrace,
+        booking: Booking,
+        path: str,
+        body: Body,
+        headers: Mapping[str, str],
+        span: Span,
+    ) -> EngineReply:
+        """Let a gateway send a request; return at the first byte of the answer, of which nothing is held.
+
+        Raises :class:`UpstreamError`.
+        """
+        target = decision.target
+        own = self._headers(target, trace.request_id, headers)
+        answer = await gateway.request(target.worker.member.ip, HTTP_PORT, "POST", path, own, body)
+        return _replied(EngineReply(decision, trace, booking, answer, await answer.piece(), span))
 
     async def ask(
         self,
@@ -204,7 +223,16 @@ class EngineClient:
         return await self.reply(decision, trace, booking, way.generate_path, body, span.propagate(headers), span)
 
 
-def _holds_events(answer: Answer | PrefillRefusal) -> bool:
+def _replied(reply: EngineReply) -> EngineReply:
+    """Note that an answer has begun."""
+    reply.booking.answered()
+    if reply.span:
+        reply.span.event("first byte")
+        reply.span.set_attributes({"http.response.status_code": reply.status})
+    return reply
+
+
+def _holds_events(answer: Answer | GatewayAnswer | PrefillRefusal) -> bool:
     return any(name == b"content-type" and value.startswith(EVENTS) for name, value in answer.headers)
 
 

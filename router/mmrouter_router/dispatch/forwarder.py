@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES
 from mmrouter_lib.engines.sglang.stage_requests import MeetingFields
 from mmrouter_lib.engines.sglang.stage_requests import failure_of as failure_of_sglang
@@ -21,6 +22,7 @@ from mmrouter_router.explain.decisions import DecisionTrace, trace_of
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.handover.request_delivery import AddressedRequest, BytesDelivery, Delivery
 from mmrouter_router.http.engine_connection import Body, UpstreamError
+from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.http.upstream import Answer
 from mmrouter_router.request.prepared import CHAT, Prepared
 from mmrouter_router.scheduling.pipeline_stages import PipelineForm
@@ -113,6 +115,8 @@ class Forwarder:
         ``Retry-After`` without a worker for the request, and 400 when :data:`DEATHS` engines ended under it.
         """
         past = past if past is not None else AttemptHistory()
+        if call.gateway is not None and fingerprint not in self.quarantine:
+            return await self._by_gateway(call, call.gateway, past)
         while past.deaths < DEATHS and fingerprint not in self.quarantine:
             placed = await self._place_in_turn(call, past)
             past.tried.add(placed.answering)
@@ -137,6 +141,13 @@ class Forwarder:
         except RouteNotServedError as error:
             raise RequestError.not_served(path) from error
 
+    def _outside(self, gateway: Gateway) -> set[str]:
+        """Return the pods that a gateway does not allow. Raises :class:`RequestError` (503) where it allows none."""
+        try:
+            return self._placer.outside(gateway.allows)
+        except NoWorkerError as error:
+            raise RequestError.no_worker(str(error)) from error
+
     async def _place_in_turn(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
         """Place a request. A new one waits behind those in line; a retry does not wait and may be refused."""
         try:
@@ -149,8 +160,10 @@ class Forwarder:
     def _place(self, call: ForwardCall, past: AttemptHistory) -> PlacedAttempt:
         form, path = self._stages.form(past.tried), call.outgoing.path
         prepared, policy, excluded = call.prepared, call.policy, past.tried
+        if call.gateway is not None:
+            excluded = excluded | self._outside(call.gateway)
         if path in PASSED_ROUTES:
-            policy, excluded = "leastLoaded", past.tried | self.without_route(path)
+            policy, excluded = "leastLoaded", excluded | self.without_route(path)
             if path != GENERATE:  # generating takes a pair of engines where there are pairs
                 form = PipelineForm(ANSWERING)
         with child_span("schedule") as span:
@@ -170,6 +183,26 @@ class Forwarder:
             if span:
                 span.set_attributes(decision.span_attributes())
         return PlacedAttempt(form, decision, computes)
+
+    async def _by_gateway(self, call: ForwardCall, gateway: Gateway, past: AttemptHistory) -> EngineReply:
+        """Let a gateway send a request to the engine that is chosen here. Raises :class:`RequestError`."""
+        placed = await self._place_in_turn(call, past)
+        past.tried.add(placed.answering)
+        decision, outgoing = placed.decision, call.outgoing
+        booking = self._placer.begin(decision)
+        trace = self._trace(call, past, placed, decision, staged=False)
+        span = _span(decision, past)
+        try:
+            body = await outgoing.written(outgoing.fields)
+            sent = decision, trace, booking, outgoing.path, body, span.propagate(call.headers), span
+            reply = await self._engines.reply_through(gateway, *sent)
+        except BaseException as error:
+            _fail(error, past, trace, decision, booking, span)
+            raise
+        elsewhere = gateway.served_elsewhere(decision.target.worker.member.ip, HTTP_PORT)
+        trace.add_attempt(decision, f"answered {reply.status}" + (f" by {elsewhere}" if elsewhere else ""))
+        past.answers = decision.target.worker
+        return reply
 
     async def _by_one(self, call: ForwardCall, past: AttemptHistory, placed: PlacedAttempt) -> EngineReply | str:
         decision, outgoing = placed.decision, call.outgoing

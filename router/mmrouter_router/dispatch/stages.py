@@ -18,6 +18,7 @@ from mmrouter_router.encoding.image_sender import EncodeError, ImageSender, Imag
 from mmrouter_router.fleet.workers import Fleet, Target
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, BytesDelivery, Delivery
 from mmrouter_router.http.engine_connection import Body, UpstreamError
+from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
 from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
@@ -68,7 +69,10 @@ class StageResult:
 
 @dataclass(slots=True)
 class ForwardCall:
-    """A request on its way to engines. ``answer``: the part that the client has; the engine continues its token ids."""
+    """A request on its way to engines. ``answer``: the part that the client has; the engine continues its token ids.
+
+    ``gateway``: sends it instead of the router.
+    """
 
     request_id: str
     prepared: Prepared
@@ -78,6 +82,7 @@ class ForwardCall:
     tenant: str = ""
     answer: StreamedAnswer | None = None
     encoder_mode: Mode | None = None
+    gateway: Gateway | None = None
 
 
 class Stages:

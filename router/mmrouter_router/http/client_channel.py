@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.engine_connection import Sink
+from mmrouter_router.http.gateway import Gateway
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -51,6 +52,10 @@ class Client(Protocol):
     method: str
     path: str  # without the query
     headers: Headers
+
+    @property
+    def gateway(self) -> Gateway | None:
+        """The gateway that sends the request to its engine and the answer to the client, where the router does not."""
 
     @property
     def gone(self) -> bool:
@@ -91,6 +96,7 @@ class AsgiClient:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Headers = scope["headers"]
+        self.gateway: Gateway | None = None
         self.gone = self.begun = False
         self._receive, self._send = receive, send
         self._disconnect_watch: asyncio.Task[None] | None = None

@@ -45,6 +45,7 @@ class HotRequest:
 
     message_event: Final = asyncio.Event()  # uvicorn sets it on its own cycles; the input comes through :meth:`feed`
     scope: Final[MutableMapping[str, Any]] = {}
+    gateway: Final[None] = None  # the router sends the request itself
 
     def __init__(self, connection: Connection, path: str, headers: Headers, keep_alive: bool, chunked: bool) -> None:
         """``chunked``: the client understands chunks; else the connection's end delimits an answer without a length."""

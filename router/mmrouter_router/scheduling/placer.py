@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Final, Literal
 
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.intake.field_check import Exactness
@@ -208,6 +209,13 @@ class Placer:
         if running and not any(_serves(worker, path) for worker in running):
             raise RouteNotServedError(path)
         return {worker.member.uid for worker in self._fleet if not _serves(worker, path)}
+
+    def outside(self, allows: Callable[[str, int], bool]) -> set[str]:
+        """Return the pods whose address a gateway does not allow. Raises :class:`NoWorkerError` for all."""
+        found = {worker.member.uid for worker in self._fleet if not allows(worker.member.ip, HTTP_PORT)}
+        if found and len(found) == len(self._fleet.workers):
+            raise NoWorkerError("the gateway allows none of the engines")
+        return found
 
     def partner(self, worker: Worker) -> Target | None:
         """Return an engine that can answer in a pair with this prefill or decode engine, or ``None``.

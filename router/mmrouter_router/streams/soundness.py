@@ -11,6 +11,7 @@ Cause = Literal["engine_lost", "stalled", "ended_early", "engine_failed"]
 Refusal = Literal[
     Obstacle,
     "off",
+    "gateway",
     "route",
     "engine",
     "too_long",
@@ -32,6 +33,7 @@ _SAMPLED: Final = "another engine would sample other tokens, and"
 _IDS: Final = f"{_SAMPLED} a continuation by token ids does not support"
 _TEXTS: Final[Mapping[str, str]] = {
     "off": "spec.routing.continueStreams is false",
+    "gateway": "a gateway sends each request to one engine",
     "route": "streams of this route are not continued",
     "engine": f"{_SAMPLED} these engines neither apply seeds nor continue token ids",
     "prompts": f"{_SAMPLED} one seed would give equal prompts equal answers",

@@ -135,6 +135,7 @@ SGLANG = {"type": "sglang"}
 RED = {"name": "red", "concurrency": 2}
 SCOPE = "needs scope: node on every pool"
 DECODE = pool("d", "decode")
+PICKER = {"frontend": {"mode": "endpointPicker"}}
 RENDERER = pool("r", "renderer", accelerator=CPU)
 ENCODER = pool("e", "encoder")
 VOLUME = {"nfs": {"server": "s", "path": "/"}}
@@ -194,6 +195,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (media(fetch="public", allowedCIDRs=["fe80::/64"]), "routing.media.allowedCIDRs[0]", "never fetched"),
     (media(maxBytes="20Q"), "routing.media.maxBytes", "is not a quantity"),
     (media(maxBytes="0"), "routing.media.maxBytes", "at least 1 byte"),
+    (PICKER | {"pools": [pool(), ENCODER]}, "pools[1].role", "chooses one engine per request"),
+    (PICKER | pools(pool("p", "prefill"), pool("d", "decode")), "pools[0].role", "chooses one engine per request"),
+    (PICKER | {"engine": SGLANG | {"tls": TLS}}, "engine.tls", "does not know their CA"),
+    (PICKER | {"routing": {"transfer": "shm"}, **pools(pool(sharedMemory=NODE))}, "routing.transfer", "auto or none"),
+    ({"frontend": {"mode": "endpointPicker", "service": {"port": 9002}}}, "frontend.service.port", "picker's"),
+    ({"frontend": {"mode": "gateway"}}, "frontend.mode", "must be"),
     ({"pools": []}, "pools", "at least 1 item"),
     ({"pools": [pool(str(n)) for n in range(17)]}, "pools", "at most 16 items"),
     ({"pools": [pool("Worker")]}, "pools[0].name", "does not match"),
@@ -317,6 +324,7 @@ def test_all_errors_are_reported_at_once() -> None:
         {"routing": {"sharedVolume": VOLUME}, "pools": [pool(sharedMemory=NODE), ENCODER]},
         {"engine": {"type": "vllm", "embeddingVolume": VOLUME, "tls": TLS}, "pools": [pool(), ENCODER]},
         {"engine": SGLANG | {"tls": TLS}},
+        PICKER | {"pools": [pool(sharedMemory=NODE), RENDERER]},
         {"routing": {"transfer": "nixl"}, "pools": [pool(), pool("r", "renderer", accelerator=CPU)]},
         media(fetch="public", allowedCIDRs=["0.0.0.0/0"]),
         tenants(default={"requestsPerMinute": 2}, named=[RED, {"name": "free", "priority": "high"}], maxWaitSeconds=0),

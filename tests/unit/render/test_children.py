@@ -33,7 +33,7 @@ from unit.render.objects import (
 from mmrouter_lib.api import parse_deployment, to_json
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ROUTER_ITEMS, SIDECAR_ITEMS, new_secret_data
-from mmrouter_operator.model.kinds import POD_MONITOR_API, Capabilities
+from mmrouter_operator.model.kinds import INFERENCE_POOL_API, POD_MONITOR_API, Capabilities
 from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.hpa import METRICS, ROLES
 
@@ -193,6 +193,34 @@ def test_pod_monitors_are_made_where_the_api_is_unless_they_are_disabled(mode: s
     dep = change(SHORTEST, observability={"podMonitor": mode})
     assert len(children(dep, "PodMonitor", capabilities=SERVED)) == served
     assert children(dep, "PodMonitor") == []
+
+
+GATEWAYS = Capabilities(frozenset({INFERENCE_POOL_API}))
+
+
+def test_an_endpoint_picker_has_a_port_and_a_pool_of_the_workers_where_the_api_is_served() -> None:
+    dep = change(SHORTEST, frontend={"mode": "endpointPicker"})
+    (pool,) = children(dep, "InferencePool", capabilities=GATEWAYS)
+    (service,) = children(dep, "Service")
+    (frontend,) = (obj for obj in children(dep, "Deployment") if obj["metadata"]["name"].endswith("-frontend"))
+    reference = pool["spec"]["endpointPickerRef"]
+    port = next(port for port in service["spec"]["ports"] if port["port"] == reference["port"]["number"])
+    assert reference["name"] == service["metadata"]["name"]
+    named = {port["name"]: port["containerPort"] for one in containers(frontend) for port in one.get("ports", [])}
+    assert named[port["targetPort"]] == 9002
+    selected = pool["spec"]["selector"]["matchLabels"]
+    workers = [obj for obj in children(dep, "Deployment") if obj is not frontend]
+    pods = [obj["spec"]["template"]["metadata"]["labels"] for obj in workers]
+    assert [selected.items() <= labels.items() for labels in pods if labels["mmrouter.io/role"] == "worker"] == [True]
+    assert not selected.items() <= frontend["spec"]["template"]["metadata"]["labels"].items()
+    (policy,) = (obj for obj in children(dep, "NetworkPolicy") if obj["metadata"]["name"].endswith("-frontend"))
+    # Its answers hold the engines' key.
+    assert 9002 not in [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
+
+
+def test_no_pool_is_made_without_a_picker_or_its_api() -> None:
+    assert children(SHORTEST, "InferencePool", capabilities=GATEWAYS) == []
+    assert children(change(SHORTEST, frontend={"mode": "endpointPicker"}), "InferencePool") == []
 
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "children.md").read_text()

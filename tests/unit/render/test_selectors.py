@@ -98,6 +98,8 @@ def selectors(objects: list[Object]) -> Iterator[tuple[str, Object]]:
                 yield who, {"matchLabels": spec["selector"]}
             case "Deployment" | "PodDisruptionBudget" | "PodMonitor":
                 yield who, spec["selector"]
+            case "InferencePool":
+                yield who, spec["selector"]
             case "NetworkPolicy":
                 yield who, spec["podSelector"]
                 for rule in itertools.chain(spec["ingress"], spec["egress"]):

@@ -20,6 +20,7 @@ Layout = dict[str, Any]
 ROUTER_POOL_FIELDS: Final = ("name", "role", "parallelism", "blockSize", "accelerator")
 """Fields of a pool that a router reads. The encoders' weights are not among them: changing one restarts nothing."""
 ROUTER_ENGINE_FIELDS: Final = ("type", "blockSize", "chatTemplate", "processor", "tls", "kvConnector")
+ROUTER_FRONTEND_FIELDS: Final = ("mode", "apiKeys", "tls", "maxHeldBytes", "tenants", "resources", "podTemplate")
 SET_ROLES: Final[frozenset[Role]] = frozenset({"prefill", "decode"})
 """Roles whose pools exchange KV blocks, and therefore change together."""
 SCALING_FIELDS: Final = ("replicas", "weight", "autoscaling")
@@ -34,9 +35,7 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
         {
             **{key: spec[key] for key in ("model", "routing", "verification", "observability") if key in spec},
             "engine": _only(spec["engine"], ROUTER_ENGINE_FIELDS),
-            "frontend": _only(
-                spec.get("frontend", {}), ("apiKeys", "tls", "maxHeldBytes", "tenants", "resources", "podTemplate")
-            ),
+            "frontend": _only(spec.get("frontend", {}), ROUTER_FRONTEND_FIELDS),
             "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
             **({"shared": shared} if frontends_share(dep) else {}),
             **({"embeddings": kept} if any(kept.values()) else {}),

@@ -1,0 +1,163 @@
+"""The gRPC server of the endpoint picker: ext_proc for gateways, and gRPC health."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.client_channel import Client, Message
+from mmrouter_router.http.server import Shutdown
+from mmrouter_router.picker.exchange import Exchange
+from mmrouter_router.picker.protocol import ProtocolError, endpoint
+from mmrouter_router.picker.wire import (
+    EXT_PROC_SERVICE,
+    HEALTH_SERVICE,
+    NOT_SERVING,
+    SERVING,
+    HealthCheckRequest,
+    HealthCheckResponse,
+    ProcessingRequest,
+)
+
+log = logging.getLogger("mmrouter.picker")
+
+PICKER_PORT: Final = 9002
+MAX_MESSAGE: Final = 16 << 20  # bytes of one message: a gateway sends a body in pieces of its buffer's size
+READINESS: Final = frozenset({"", "readiness", EXT_PROC_SERVICE})  # services that are up while requests can be placed
+LIVENESS: Final = "liveness"
+
+
+class Picker:
+    """Serves gateways until ``shutdown`` stops it, and answers what is under way."""
+
+    def __init__(
+        self,
+        app: Any,
+        hot: Collection[str],
+        answer: Callable[[Client], Awaitable[None]],
+        shutdown: Shutdown,
+        ready: Callable[[], bool],
+        *,
+        host: str,
+        port: int = PICKER_PORT,
+        test_selection: bool = False,
+    ) -> None:
+        """``answer``: handles requests for the ``hot`` paths; ``app``, an ASGI app, those for all others.
+
+        ``test_selection``: obey the header by which conformance tests choose the endpoint.
+        """
+        self._app, self._hot, self._answer = app, hot, answer
+        self._shutdown, self._ready, self._test_selection = shutdown, ready, test_selection
+        self._address = endpoint(host, port)
+        options = (("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.so_reuseport", 0))
+        self._server = grpc.aio.server(options=options)
+        process = grpc.stream_stream_rpc_method_handler(
+            self._process, request_deserializer=ProcessingRequest.FromString, response_serializer=_serialized
+        )
+        check = grpc.unary_unary_rpc_method_handler(
+            self._check, request_deserializer=HealthCheckRequest.FromString, response_serializer=_serialized
+        )
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(EXT_PROC_SERVICE, {"Process": process}),
+                grpc.method_handlers_generic_handler(HEALTH_SERVICE, {"Check": check}),
+            )
+        )
+
+    async def serve(self, drain_seconds: float) -> None:
+        """Serve until the shutdown, then answer what is under way. Raises ``RuntimeError`` for an address in use."""
+        self._server.add_insecure_port(self._address)
+        await self._server.start()
+        log.info("listening for gateways on %s", self._address)
+        await self._shutdown.stopping.wait()
+        await self._server.stop(drain_seconds)
+
+    async def _check(self, request: Any, context: Any) -> Any:
+        if request.service == LIVENESS:
+            return HealthCheckResponse(status=SERVING)
+        if request.service not in READINESS:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"unknown service {request.service!r}")
+        return HealthCheckResponse(status=SERVING if self._ready() else NOT_SERVING)
+
+    async def _process(self, _: Any, context: Any) -> None:
+        """Answer one request."""
+        stream = _Stream(context, self._shutdown)
+        first = await stream.read()
+        if first is None:
+            return  # a gateway may open a stream and find that it has nothing to ask
+        try:
+            exchange = Exchange(stream, first, test_selection=self._test_selection)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        try:
+            if exchange.path in self._hot:
+                await self._answer(exchange)
+            else:
+                await self._answer_cold(exchange)
+        finally:
+            exchange.close()
+        if exchange.fault:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exchange.fault)
+        if not exchange.answered:
+            await context.abort(grpc.StatusCode.ABORTED, "the answer broke off")
+
+    async def _answer_cold(self, exchange: Exchange) -> None:
+        """Answer by the ASGI app, which reads no body, so that nothing of one is held."""
+        status, headers, pieces = 500, [], list[bytes]()
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            nonlocal status, headers
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], list(message["headers"])
+            else:
+                pieces.append(message.get("body", b""))
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "scheme": "http",
+            "method": exchange.method,
+            "path": exchange.path,
+            "raw_path": exchange.path.encode("latin-1"),
+            "root_path": "",
+            "query_string": exchange.query.encode("latin-1"),
+            "headers": list(exchange.headers),
+            "client": None,
+            "server": None,
+        }
+        try:
+            await self._app(scope, receive, send)
+        except Exception:
+            log.exception("%s: request failed", exchange.path)
+            error = RequestError.internal()
+            status, headers, pieces = error.status, [(b"content-type", b"application/json")], [error.to_body()]
+        await exchange.respond(status, headers, b"".join(pieces))
+
+
+class _Stream:
+    """A stream of the server (:class:`.exchange.Stream`)."""
+
+    def __init__(self, context: Any, shutdown: Shutdown) -> None:
+        self._context, self._shutdown = context, shutdown
+        self.write = context.write
+
+    def cancelled(self) -> bool:
+        # gRPC cancels the task of a stream that the gateway ends, and those of all streams behind the drain time.
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0 and not self._shutdown.stopping.is_set()
+
+    async def read(self) -> Any:
+        message = await self._context.read()
+        return None if message is grpc.aio.EOF else message
+
+
+def _serialized(message: Any) -> bytes:
+    return bytes(message.SerializeToString())

@@ -1,0 +1,90 @@
+"""The picker under test: ours in this process, or the one whose address ``MMROUTER_EPP`` names."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from gateway.epp.driver import Driver
+from unit.router.rig import cancelled, deployment, heartbeat, loopback, until
+from unit.router.test_app import heard, member, router
+
+from mmrouter_router.app import Router
+from mmrouter_router.fleet.membership import Membership
+from mmrouter_router.intake import PARSERS
+from mmrouter_router.picker.server import PICKER_PORT, Picker
+
+ENGINES = ("127.84.0.2", "127.84.0.3", "127.84.0.4")
+
+
+@dataclass
+class UnderTest:
+    """``own``: the router behind our picker, ``None`` for another one. ``model``: a name that it serves."""
+
+    driver: Driver
+    endpoints: tuple[str, ...]
+    model: str
+    own: Router | None = None
+
+    def chat(self, text: str = "x", **fields: Any) -> bytes:
+        """The body of a chat."""
+        return json.dumps({"model": self.model, "messages": [{"role": "user", "content": text}], **fields}).encode()
+
+    @property
+    def router(self) -> Router:
+        if self.own is None:
+            pytest.skip("not run: needs the inside of our own picker")
+        return self.own
+
+    async def settled(self) -> None:
+        """Wait until nothing of an earlier request is booked."""
+        if self.own is not None:
+            own = self.own
+            await until(lambda: not own.metrics.in_flight and not any(u.requests for w in own.fleet for u in _usage(w)))
+
+
+def _usage(worker: Any) -> list[Any]:
+    return list(worker.usage.values())
+
+
+@pytest.fixture
+async def epp() -> AsyncIterator[UnderTest]:
+    if (address := os.environ.get("MMROUTER_EPP")) is not None:
+        endpoints = tuple(os.environ["MMROUTER_EPP_ENDPOINTS"].split(","))
+        driver = Driver(address)
+        yield UnderTest(driver, endpoints, os.environ.get("MMROUTER_EPP_MODEL", "m"))
+        await driver.close()
+        return
+    async with router(own=deployment()) as own:
+        own.apply_membership(Membership(tuple(member(f"w{n}", ip) for n, ip in enumerate(ENGINES))))
+        for worker in own.fleet:
+            heard(own, worker.member.uid)
+
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(0.2)
+                for worker in own.fleet:
+                    heartbeat(own.fleet, worker)
+
+        ip = loopback()
+        picker = Picker(
+            own.client_app(),
+            PARSERS.keys(),
+            own.chat.answer,
+            own.shutdown,
+            lambda: own.ready,
+            host=ip,
+            test_selection=True,
+        )
+        tasks = [asyncio.create_task(picker.serve(30.0)), asyncio.create_task(beat())]
+        driver = Driver(f"{ip}:{PICKER_PORT}")
+        try:
+            yield UnderTest(driver, tuple(f"{engine}:8000" for engine in ENGINES), "t", own)
+        finally:
+            await driver.close()
+            own.shutdown.stop("the test has ended")
+            await tasks[0]
+            await cancelled(tasks[1])

@@ -1,0 +1,124 @@
+"""Pickers that are killed under load, with a gateway that then refuses requests, and one that sends them on anyway."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from artefacts import Record
+from gateway.conftest import START_SECONDS
+from local.rig import ROOT, Deployment, running
+from waiting import wait_for
+
+from mmrouter_cli.local.envoy import PICKER_PORT, envoy_config
+
+CLIENTS = 8
+OPEN_PORT = 8090
+
+
+class Load:
+    """Clients that send short requests one after the other; ``statuses``: 0 is a broken connection."""
+
+    def __init__(self, url: str) -> None:
+        self.statuses: Counter[int] = Counter()
+        self._url, self._stop = f"{url}/v1/chat/completions", threading.Event()
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join(60)
+
+    def more(self, count: int) -> None:
+        """Wait for so many more answers with status 200."""
+        goal = self.statuses[200] + count
+        wait_for(lambda: self.statuses[200] >= goal, 120, f"{count} more answers")
+
+    @property
+    def lost(self) -> int:
+        return self.statuses.total() - self.statuses[200]
+
+    def _run(self, number: int) -> None:
+        with httpx.Client(timeout=60) as client:
+            while not self._stop.is_set():
+                body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": f"Client {number}"}]}
+                try:
+                    self.statuses[client.post(self._url, json=body).status_code] += 1
+                except httpx.HTTPError:
+                    self.statuses[0] += 1
+
+
+@pytest.fixture
+def deployment(envoy: str) -> Iterator[Deployment]:
+    with running(ROOT / "examples" / "demo.yaml", "--gateway", "envoy", start_seconds=START_SECONDS) as deployment:
+        wait_for(deployment.settled, 120, "every worker is verified on every frontend")
+        yield deployment
+
+
+@contextmanager
+def second_envoy(envoy: str, deployment: Deployment, folder: Path) -> Iterator[str]:
+    """Another gateway of the same pickers, which fails open to the engines."""
+    host = str(httpx.URL(deployment.url).host)
+    pickers = [(str(httpx.URL(control).host), PICKER_PORT) for control in deployment.controls]
+    engines = [(worker["ip"], 8000) for worker in deployment.workers("worker")]
+    config = envoy_config((host, OPEN_PORT), pickers, admin=folder / "admin.sock", fail_open_to=engines)
+    file = folder / "envoy.json"
+    file.write_text(json.dumps(config))
+    process = subprocess.Popen([envoy, "-c", str(file), "--disable-hot-restart", "--log-level", "error"])
+    url = f"http://{host}:{OPEN_PORT}"
+    try:
+        wait_for(lambda: served(url), 60, "the second gateway serves")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def served(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/v1/models", timeout=10).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def test_killed_picker_costs_at_most_the_requests_that_it_had(deployment: Deployment, record: Record) -> None:
+    load = Load(deployment.url)
+    with load.asking():
+        load.more(40)
+        os.kill(next(iter(deployment.processes("router").values())).pid, signal.SIGKILL)
+        load.more(200)
+        wait_for(deployment.settled, 120, "the picker is back")
+        load.more(40)
+    record("requests lost when one of two pickers is killed under 8 clients (FailClose)", dict(load.statuses))
+    # Each client has one request under way, and Envoy takes two failed checks to leave a picker.
+    assert load.statuses[200] >= 280
+    assert load.lost < load.statuses[200]
+
+
+def test_without_a_picker_no_engine_answers_an_unauthenticated_request(
+    envoy: str, deployment: Deployment, tmp_path: Path, record: Record
+) -> None:
+    with second_envoy(envoy, deployment, tmp_path) as url:
+        load = Load(url)
+        with load.asking():
+            load.more(20)
+            for process in deployment.processes("router").values():
+                os.kill(process.pid, signal.SIGKILL)
+            wait_for(lambda: load.statuses[401] > 0, 60, "an engine refuses a request")
+            wait_for(deployment.settled, 120, "the pickers are back")
+            load.more(40)
+        record("requests when both pickers are killed under 8 clients (FailOpen)", dict(load.statuses))
+    assert load.statuses.keys() <= {0, 200, 401, 500, 502, 503, 504}
