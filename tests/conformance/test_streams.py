@@ -49,6 +49,7 @@ def served(
     if kind == "vllm":
         engine = {"type": "vllm", "args": engine_args()}
         written = manifest(shrunk(repository), engine, [pool("worker", replicas=2)], repository=repository)
+        written["spec"]["routing"]["seedStreams"] = True
     else:
         written = sglang_manifest(shrunk(repository), repository, [("worker", 2)])
     with own_network(), deployed(env, tmp_path_factory.mktemp(f"streams-{kind}"), written) as deployment:

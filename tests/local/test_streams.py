@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from local.rig import ROOT, running
+from local.rig import deployed, example
 from node_loss import losing_nodes, own_network
 from streams import BEST_ONLY, COMPLETIONS, GREEDY, SECONDS, WHOLE_ANSWER, Streams, body, whole_answer
 from waiting import wait_for
@@ -15,9 +15,11 @@ TOKENS = 400
 
 
 @pytest.fixture(scope="module")
-def demo():
+def demo(tmp_path_factory):
     """A deployment of its own: these tests break it."""
-    with own_network(), running(ROOT / "examples" / "demo.yaml") as deployment:
+    resource = example()
+    resource["spec"]["routing"] = {**resource["spec"].get("routing", {}), "seedStreams": True}
+    with own_network(), deployed(tmp_path_factory.mktemp("streams"), resource) as deployment:
         yield deployment
 
 
