@@ -174,7 +174,7 @@ LEVELS = {
             Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),
         limit_s=2700,
-        lanes=3,
+        lanes=2,
     ),
     # Each lane has a control plane of its own: many tests wait, for pods and for a minute in which nothing may happen.
     "cluster": Level(
@@ -190,7 +190,7 @@ LEVELS = {
             Step("control plane, speed", tests=SPEED, when="after"),
         ),
         limit_s=2700,
-        lanes=3,
+        lanes=2,
         lane_gb=3,
     ),
     # Each lane has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is

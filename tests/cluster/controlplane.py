@@ -29,7 +29,8 @@ from mmrouter_cli.local.process import MARK, Guard
 
 API_PORT = 6443
 ETCD_PORT = 2379
-START_SECONDS = 60.0
+START_SECONDS = 180.0
+RESTARTS = 2  # of a component that ends before it serves, as a kubelet would: an API server gives up on a slow etcd
 STOP_SECONDS = 15.0
 TOKEN_SECONDS = 86_400
 APPLY = "application/apply-patch+yaml"
@@ -253,11 +254,14 @@ class ControlPlane(Access):
         return ["--node-monitor-grace-period=24h"]  # hollow nodes send no heartbeats
 
     def _wait_until_up(self, name: str) -> None:
-        process = self._running[name]
-        deadline = time.monotonic() + START_SECONDS
+        deadline, restarts = time.monotonic() + START_SECONDS, 0
         while not self.is_up(name):
-            if process.poll() is not None or time.monotonic() > deadline:
+            ended = self._running[name].poll() is not None
+            if (ended and restarts == RESTARTS) or time.monotonic() > deadline:
                 raise StartError(f"{name} did not come up:\n{self.log_file(name).read_text()[-3000:]}")
+            if ended:
+                restarts += 1
+                self._running[name] = self.spawn(name, self.commands()[name], {**os.environ, **SPARING})
             time.sleep(0.05)
 
     def is_up(self, name: str) -> bool:
