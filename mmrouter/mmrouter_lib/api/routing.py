@@ -145,14 +145,20 @@ class Routing(Resource):
     seed_streams: bool = False
     """Whether sampled streams on vLLM that token ids cannot continue (tools, grammars, stop strings) get a random seed,
     by which they are repeated on another engine. vLLM samples seeded requests one by one, without FlashInfer."""
-    transfer: Literal["auto", "none", "shm", "nixl"] = "auto"
-    """How images reach vLLM engines. none: inside the request. shm: through memory that the pods of a node share (every
-    pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool directly. nixl:
-    processed images over the network, and shm between pods of scope node on one node. auto: as shm, where every pool
-    has scope node, and by a renderer only while that is measured to be faster. The fallback is the request."""
+    transfer: Literal["auto", "none", "shm", "nixl"] | None = None
+    """How images reach vLLM engines. Default: auto. none: inside the request. shm: through memory that the pods of a
+    node share (every pool needs sharedMemory.scope node): encoded images as files, images processed by a renderer pool
+    directly. nixl: processed images over the network, and shm between pods of scope node on one node. auto: as shm,
+    where every pool has scope node, and by a renderer only while that is measured to be faster. The fallback is the
+    request."""
     shared_volume: Volume | None = None
     """Pod volume source for the memory that pods with sharedMemory.scope node share, such as a `persistentVolumeClaim`
     of a volume of one node; it must not be shared between nodes. Default: a hostPath, which needs a namespace of level
     privileged."""
     media: Media = Media()
     """Accepted images and their sources."""
+
+    @property
+    def hand_over_is_optional(self) -> bool:
+        """Whether images may travel inside requests wherever a hand-over is not possible."""
+        return self.transfer in (None, "auto", "none")

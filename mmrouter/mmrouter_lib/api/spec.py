@@ -15,6 +15,12 @@ from mmrouter_lib.api.shared_types import by_key
 
 PICKED: Final[tuple[Role, ...]] = ("renderer", "worker")
 """Roles of pools beside an endpoint picker, which places a request on one engine."""
+_BY_REQUEST: Final = "(!has(self.routing.transfer) || self.routing.transfer in ['auto', 'none'])"
+
+
+def _is_not(transfer: str) -> str:
+    """CEL for: ``routing.transfer`` is something else."""
+    return f"!has(self.routing.transfer) || self.routing.transfer != '{transfer}'"
 
 
 def _any(role: Role) -> str:
@@ -92,20 +98,17 @@ class Spec(Resource):
         renderer = self._first("renderer")
         return ENGINE_TYPES[self.engine.type].has_renderers or renderer is None or Broken(f"pools[{renderer}].role")
 
-    @rule(
-        "routing.transfer",
-        f"{engine_is(lambda traits: traits.supports_transfer)} || self.routing.transfer in ['auto', 'none']",
-    )
+    @rule("routing.transfer", f"{engine_is(lambda traits: traits.supports_transfer)} || {_BY_REQUEST}")
     def _transfer_is_supported(self) -> bool:
         """transfer: shm and nixl are for engine type vllm; SGLang engines process images themselves"""
-        return ENGINE_TYPES[self.engine.type].supports_transfer or self.routing.transfer in ("auto", "none")
+        return ENGINE_TYPES[self.engine.type].supports_transfer or self.routing.hand_over_is_optional
 
-    @rule("routing.transfer", f"self.routing.transfer != 'nixl' || {_any('renderer')}")
+    @rule("routing.transfer", f"{_is_not('nixl')} || {_any('renderer')}")
     def _nixl_has_a_renderer(self) -> bool:
         """transfer: nixl carries images that a renderer has processed: add a renderer pool, or set shm or none"""
         return self.routing.transfer != "nixl" or self._first("renderer") is not None
 
-    @rule("pools", "self.routing.transfer != 'shm' || self.pools.all(p, p.sharedMemory.scope == 'node')")
+    @rule("pools", f"{_is_not('shm')} || self.pools.all(p, p.sharedMemory.scope == 'node')")
     def _transfer_has_a_place(self) -> bool | Broken:
         """routing.transfer: shm needs scope: node on every pool"""
         for number, pool in enumerate(self.pools):
@@ -146,17 +149,17 @@ class Spec(Resource):
         """with frontend.mode: endpointPicker the gateway connects to the engines, and it does not know their CA"""
         return self.frontend.mode != "endpointPicker" or self.engine.tls is None
 
-    @rule("routing.transfer", "self.frontend.mode != 'endpointPicker' || self.routing.transfer in ['auto', 'none']")
+    @rule("routing.transfer", f"self.frontend.mode != 'endpointPicker' || {_BY_REQUEST}")
     def _picker_sends_bytes(self) -> bool:
         """with frontend.mode: endpointPicker images travel in the request: set transfer to auto or none"""
-        return self.frontend.mode != "endpointPicker" or self.routing.transfer in ("auto", "none")
+        return self.frontend.mode != "endpointPicker" or self.routing.hand_over_is_optional
 
     @property
     def transfer(self) -> Literal["none", "shm", "nixl"]:
         """How images may reach engines: ``routing.transfer``, where ``auto`` is what the pools make possible."""
         if self.frontend.mode == "endpointPicker":
             return "none"
-        if self.routing.transfer != "auto":
+        if self.routing.transfer is not None and self.routing.transfer != "auto":
             return self.routing.transfer
         shares = all(pool.shared_memory.scope == "node" for pool in self.pools)
         return "shm" if shares and ENGINE_TYPES[self.engine.type].supports_transfer else "none"

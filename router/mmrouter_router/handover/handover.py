@@ -62,7 +62,7 @@ class Handover:
         self._mode = spec.transfer
         self._shares = {pool.name: pool.shared_memory.scope == "node" for pool in spec.pools}
         first = {**ways.FIRST, **(folder.measured() if folder is not None else {})}
-        gain = ways.AUTO_GAIN if spec.routing.transfer == "auto" else 1.0
+        gain = ways.AUTO_GAIN if spec.routing.transfer in (None, "auto") else 1.0
         always = settings.always_hand_over
         self._costs = {pool.name: ways.WayCosts(first, always=always, gain=gain) for pool in spec.pools}
         self._renders = any(pool.role == "renderer" for pool in spec.pools)

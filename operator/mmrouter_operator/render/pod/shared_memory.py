@@ -113,9 +113,11 @@ def transfer_line(dep: MMRouterDeployment) -> str:
     apart = [pool.name for pool in dep.spec.pools if not is_shared(pool)]
     if mode == "none":
         why = "routing.transfer is none"
-        if routing.transfer == "auto":
+        if routing.transfer != "none":
             whose = f"of {', '.join(apart)} is pod" if apart else "does not matter to this engine"
             why = f"routing.transfer is auto, and sharedMemory.scope {whose}"
+        if dep.spec.frontend.mode == "endpointPicker":
+            why = "a gateway sends them to the engines"
         return f"images: inside requests, because {why}"
     place = "no shared memory, because no pool has sharedMemory.scope node"
     if len(apart) < len(dep.spec.pools):
@@ -128,6 +130,6 @@ def transfer_line(dep: MMRouterDeployment) -> str:
         place += f", which {level}"
     renders = any(pool.role == "renderer" for pool in dep.spec.pools)
     processed = "processed by renderers" if renders else "as files, because no pool is a renderer"
-    if renders and routing.transfer == "auto":
+    if renders and routing.transfer in (None, "auto"):
         processed += " while that is measured to be faster"
     return f"images: {mode}, {processed}, through {place}"
