@@ -33,7 +33,8 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
     kept = {pool.name: LAUNCHERS[dep.spec.engine.type].embedding_cache_bytes(dep, pool) for pool in dep.spec.pools}
     return _hash(
         {
-            **{key: spec[key] for key in ("model", "routing", "verification", "observability") if key in spec},
+            **{key: spec[key] for key in ("model", "verification", "observability") if key in spec},
+            **_routing(dep, spec),
             "engine": _only(spec["engine"], ROUTER_ENGINE_FIELDS),
             "frontend": _only(spec.get("frontend", {}), ROUTER_FRONTEND_FIELDS),
             "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
@@ -42,6 +43,15 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
             "secrets": secrets,
         }
     )
+
+
+def _routing(dep: MMRouterDeployment, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `routing` without a ``transfer`` that hands nothing over, as in earlier releases, whose
+    definitions wrote ``none`` into every resource."""
+    routing = {key: value for key, value in spec.get("routing", {}).items() if key != "transfer"}
+    if dep.spec.transfer != "none":
+        routing["transfer"] = dep.spec.routing.transfer or "auto"
+    return {"routing": routing} if routing else {}
 
 
 def pool_inputs(dep: MMRouterDeployment, pool: Pool, secrets: str) -> str:
