@@ -58,9 +58,14 @@ SCHEMAS = {
         advanced=fields(horizontalPodAutoscalerConfig=fields(behavior=fields(scaleDown=SCALE_DOWN))),
         triggers=many(fields(type=TEXT, metricType=TEXT, metadata=LABELS)),
     ),
+    ("inference.networking.k8s.io", "v1", "InferencePool"): fields(
+        selector=fields(matchLabels=LABELS),
+        targetPorts=many(fields(number=NUMBER)),
+        endpointPickerRef=fields(kind=TEXT, name=TEXT, port=fields(number=NUMBER), failureMode=TEXT),
+    ),
 }
-"""The fields that are used, with the types that Prometheus operator 0.85 and KEDA 2.21 give them. Server-side apply
-refuses every field that is not declared."""
+"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21 and the inference extension 1.0 give
+them. Server-side apply refuses every field that is not declared."""
 
 
 @pytest.fixture
@@ -114,6 +119,23 @@ def test_pod_monitors_and_scaled_objects_are_made_where_they_are_served(
         without["spec"]["observability"] = {"podMonitor": "Disabled"}
         deployed.apply(without)
         wait_for(lambda: not plane.read(deployed.path("podmonitors"))["items"], SECONDS, "PodMonitors are pruned")
+
+
+def test_the_pool_of_a_gateway_is_made_where_it_is_served_and_goes_with_the_mode(
+    optional_apis: ControlPlane, namespace: str
+) -> None:
+    with operator(optional_apis):
+        deployed, picked = Deployed(optional_apis, namespace), named("vl")
+        picked["spec"]["frontend"] = {**picked["spec"].get("frontend", {}), "mode": "endpointPicker"}
+        deployed.apply(picked)
+        (pool,) = specs_of(deployed, "inferencepools", "vl").values()
+        assert pool["selector"]["matchLabels"] == {LABEL: "vl", "mmrouter.io/role": "worker"}
+        assert (pool["endpointPickerRef"]["name"], pool["endpointPickerRef"]["port"]["number"]) == ("vl", 9002)
+        ports = {port["name"] for port in deployed.child("services", "vl")["spec"]["ports"]}
+        assert ports == {"http", "picker"}
+        deployed.apply(named("vl"))
+        pools = partial(optional_apis.read, deployed.path("inferencepools"))
+        wait_for(lambda: not pools()["items"], SECONDS, "the InferencePool is pruned")
 
 
 def test_the_autoscaler_owns_the_replicas_and_an_edit_of_its_own_stays(
