@@ -89,6 +89,10 @@ def test_every_right_is_used_and_none_is_missing(
         for pools in ([*spec["pools"], encoders], spec["pools"]):
             deployed.apply({**resource, "spec": {**spec, "pools": pools}})
             deployed.settled("rights")
+        # A gateway's pool goes with the picker.
+        for mode in ("endpointPicker", "frontend"):
+            deployed.apply({**resource, "spec": {**spec, "frontend": {**spec.get("frontend", {}), "mode": mode}}})
+            deployed.settled("rights")
         # Revisions are kept for a while; each change of a template makes one.
         for number in range(6):
             deployed.apply({**resource, "spec": {**spec, "engine": {"type": "vllm", "args": [f"--seed={number}"]}}})

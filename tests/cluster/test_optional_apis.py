@@ -64,8 +64,8 @@ SCHEMAS = {
         endpointPickerRef=fields(kind=TEXT, name=TEXT, port=fields(number=NUMBER), failureMode=TEXT),
     ),
 }
-"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21 and the inference extension 1.0 give
-them. Server-side apply refuses every field that is not declared."""
+"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21 and the inference extension 1.0
+give them. Server-side apply refuses every field that is not declared."""
 
 
 @pytest.fixture
