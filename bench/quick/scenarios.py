@@ -31,6 +31,7 @@ from mmrouter_lib.media_identity import media_identity
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
+from mmrouter_router.fleet.index import mask_of
 from mmrouter_router.media.content import decode
 from mmrouter_router.scheduling.scoring import Policy
 
@@ -93,7 +94,7 @@ def placement_scenarios() -> list[Scenario]:
     def lookups(_: object) -> list[int | None]:
         return [table.get(key) for key in keys]
 
-    slots = ours.slots
+    wanted = mask_of(ours.slots)
     return [
         Scenario(
             "block keys",
@@ -102,7 +103,7 @@ def placement_scenarios() -> list[Scenario]:
             once=lambda _: block_keys(ids, BLOCK_SIZE, (), SEED),
             floor=digests,
         ),
-        Scenario("index", "prompt", LOOKUPS, once=lambda _: ours.index.match(keys, slots), floor=lookups),
+        Scenario("index", "prompt", LOOKUPS, once=lambda _: ours.index.leading(keys, wanted), floor=lookups),
         Scenario(
             "keys, index and placement, 64 workers", "prompt", LOOKUPS, once=lambda _: ours.place(ids), floor=lookups
         ),
