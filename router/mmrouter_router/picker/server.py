@@ -135,7 +135,7 @@ class Picker:
         }
         try:
             await self._app(scope, receive, send)
-        except Exception:
+        except Exception:  # an error of any kind in one request is answered 500, as the frontend's listener does
             log.exception("%s: request failed", exchange.path)
             error = RequestError.internal()
             status, headers, pieces = error.status, [(b"content-type", b"application/json")], [error.to_body()]
