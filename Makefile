@@ -18,6 +18,7 @@ DEMO_sglang := examples/demo-real-sglang.yaml
 ARGS ?=
 WRITE ?=
 FAMILIES ?=
+LONG ?=
 
 .PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance bench bench-quick soak campaign sbom audit lock clean
 
@@ -56,11 +57,11 @@ fix: venv ## format the code and apply the safe fixes of the linter
 generate: venv ## write every generated file: CRD, tables of the docs, golden files; ARGS=--check only reports
 	@$(PY) -m hack.generate $(ARGS)
 
-test: venv ## every level that this machine can run, with a summary; ARGS=PATH::TEST runs one test
+test: venv ## every level that this machine can run, with a summary; ARGS=PATH::TEST runs one test, LONG=1 adds what takes hours
 ifeq ($(ARGS),)
-	@$(PY) -m hack.run_levels check local cluster e2e conformance bench-quick
+	@$(if $(LONG),MMROUTER_FAMILIES=all) $(PY) -m hack.run_levels check local cluster e2e conformance bench-quick
 else
-	@$(PY) -m pytest $(ARGS)
+	@$(if $(LONG),MMROUTER_FAMILIES=all) $(PY) -m pytest $(ARGS)
 endif
 
 test-local: venv ## only the level on local processes
