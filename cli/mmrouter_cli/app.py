@@ -25,6 +25,7 @@ from mmrouter_cli.options import (
     control_or_leave,
     leave,
     local_url,
+    output,
     table,
     trust,
 )
@@ -109,8 +110,7 @@ def up(
     else:
         from mmrouter_cli.demo_workload import show
 
-        console = Console()
-        show(console if console.is_terminal else Console(width=140), result)
+        show(output(), result)
     raise typer.Exit(0 if result.passed else FAILED)
 
 
@@ -182,7 +182,7 @@ def verify(
         shown = table(f"verification of {url}", "check", "result", "seen")
         for check in checks:
             shown.add_row(check.name, "[green]PASS" if check.passed else "[red]FAIL", check.message.replace("[", "\\["))
-        console = Console()
+        console = output()
         console.print(shown)
         allowed = "" if strict else " (partial decisions allowed)"
         console.print(f"[green]exact[/green]{allowed}" if result["passed"] else f"[red]NOT exact[/red]{allowed}")
@@ -242,7 +242,7 @@ def explain(
     if as_json:
         typer.echo(json.dumps(answer.json()))
     else:
-        explained.show(Console(), answer.json())
+        explained.show(output(), answer.json())
 
 
 def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
