@@ -33,6 +33,14 @@ from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
 
+EXAMPLES = next(
+    folder
+    for folder in (Path(__file__).with_name("examples"), Path(__file__).parents[2] / "examples")
+    if (folder / "demo.yaml").is_file()
+)
+"""In an installed distribution, a part of this package; else the checkout's."""
+DEMOS = {"vllm": "demo.yaml", "sglang": "demo-sglang.yaml"}
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -112,6 +120,15 @@ def up(
 
         show(output(), result)
     raise typer.Exit(0 if result.passed else FAILED)
+
+
+@app.command()
+def demo(
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that is simulated.")] = "vllm",
+    as_json: Json = False,
+) -> None:
+    """Run a small deployment with simulated engines, send a short workload, show how it was routed, and leave."""
+    up(EXAMPLES / DEMOS[engine], demo=True, as_json=as_json)
 
 
 app.command()(cluster_commands.crd)
