@@ -20,7 +20,7 @@ WRITE ?=
 FAMILIES ?=
 LONG ?=
 
-.PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance bench bench-quick soak campaign dist sbom audit lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance bench bench-quick soak campaign docs dist sbom audit lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -101,6 +101,9 @@ soak: venv ## hand-overs between processes that are killed a thousand times; MMR
 campaign: venv ## hostile inputs, faults and soak for two hours, and one table; CAMPAIGN_SECONDS takes another time, ARGS names targets
 	@PYTHONPATH=.:tests $(PY) -m campaign $(ARGS)
 
+docs: venv ## build the documentation's site into build/site, with MkDocs in an environment of its own
+	@$(PY) -m hack.docs.build_site $(ARGS)
+
 dist: venv ## build what a release publishes into dist/: sdist, wheels, chart, bills of materials, checksums, provenance
 	@$(PY) -m hack.distribution $(ARGS)
 
@@ -123,7 +126,10 @@ lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upg
 	build/lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
 		$(ARGS) --output-file hack/supply_chain/audit.lock hack/supply_chain/audit.in
-	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock native/build.lock hack/supply_chain/audit.lock || \
+	build/lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
+		$(ARGS) --output-file hack/docs/build.lock hack/docs/build.in
+	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock native/build.lock hack/*/*.lock || \
 		{ echo "make: a lock names a host" >&2; exit 1; }
 
 clean: ## remove what was made in the checkout, .venv too; the cache outside it stays
