@@ -6,10 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 from local.rig import deployed, example
+from long_form import parameters
 from node_loss import losing_nodes, own_network
 from streams import BEST_ONLY, COMPLETIONS, GREEDY, SECONDS, WHOLE_ANSWER, Streams, body, whole_answer
 from waiting import wait_for
 
+KINDS = {"repeated": GREEDY, "continued": BEST_ONLY}
 COUNT = 64
 TOKENS = 400
 
@@ -23,11 +25,11 @@ def demo(tmp_path_factory):
         yield deployment
 
 
-@pytest.fixture(scope="module", params=[GREEDY, BEST_ONLY], ids=["repeated", "continued"])
+@pytest.fixture(scope="module", params=list(KINDS))
 def streams(demo, request):
     """Greedy answers are repeated by another engine; sampled ones are continued from their token ids."""
     wait_for(demo.settled, 60, "every worker is verified on every frontend")
-    return Streams(demo, COUNT, TOKENS, request.param)
+    return Streams(demo, COUNT, TOKENS, KINDS[request.param])
 
 
 def drain_past_its_time(process) -> None:
@@ -36,9 +38,13 @@ def drain_past_its_time(process) -> None:
     process.kill()
 
 
-@pytest.mark.parametrize("strike", [lambda process: process.kill(), drain_past_its_time], ids=["kill", "drain"])
-def test_streams_outlive_their_engine(settled, streams, strike):
-    streams.assert_outlive(lambda name: strike(settled.processes("vllm")[name]))
+def test_streams_outlive_their_engine(settled, streams):
+    streams.assert_outlive(lambda name: settled.processes("vllm")[name].kill())
+
+
+@pytest.mark.parametrize("streams", parameters(KINDS, "repeated"), indirect=True)
+def test_streams_outlive_a_drain(settled, streams):
+    streams.assert_outlive(lambda name: drain_past_its_time(settled.processes("vllm")[name]))
 
 
 def test_completions_outlive_their_engine(settled):
@@ -51,6 +57,7 @@ def test_sampled_streams_that_need_the_whole_answer_outlive_their_engine(settled
     streams.assert_outlive(lambda name: settled.processes("vllm")[name].kill())
 
 
+@pytest.mark.parametrize("streams", parameters(KINDS, "continued"), indirect=True)
 def test_streams_outlive_an_engine_that_hangs(settled, streams):
     stopped = []
 
@@ -64,6 +71,7 @@ def test_streams_outlive_an_engine_that_hangs(settled, streams):
         stopped[0].send_signal(signal.SIGCONT)
 
 
+@pytest.mark.parametrize("streams", parameters(KINDS, "continued"), indirect=True)
 def test_streams_and_new_requests_outlive_a_lost_node(settled, streams):
     """Connections to the node stay open in silence, and new ones to it are not refused."""
     with losing_nodes() as lose, ThreadPoolExecutor(COUNT) as pool:
