@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
-from mmrouter_router.fleet.index import NOWHERE, HitRule, Slot, mask_of, window_blocks
+from mmrouter_router.fleet.holder_table import Slot, mask_of
+from mmrouter_router.fleet.index import NOWHERE, HitRule, window_blocks
 from mmrouter_router.fleet.workers import Target, Worker
 
 

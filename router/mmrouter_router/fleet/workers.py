@@ -14,7 +14,8 @@ from mmrouter_lib.cache_layout import CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
-from mmrouter_router.fleet.index import Index, Slot
+from mmrouter_router.fleet.holder_table import Slot
+from mmrouter_router.fleet.index import Index
 from mmrouter_router.fleet.rank_load import LoadColumns, RankUsage
 from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.metrics import Metrics
