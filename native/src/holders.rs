@@ -471,8 +471,10 @@ fn numbers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
 /// Return an integer's lower bits as words, `width` bits at least. Raises `OverflowError` for more.
 fn bits(mask: &Bound<'_, PyInt>, width: usize) -> PyResult<Vec<u64>> {
     let raw = mask.call_method1("to_bytes", (8 * width.div_ceil(64), "little"))?;
-    let (words, _) = raw.cast::<PyBytes>()?.as_bytes().as_chunks();
-    Ok(words.iter().map(|word| u64::from_le_bytes(*word)).collect())
+    let words = raw.cast::<PyBytes>()?.as_bytes().chunks_exact(8);
+    Ok(words
+        .map(|word| u64::from_le_bytes(word.try_into().expect("8 bytes")))
+        .collect())
 }
 
 fn mask<'py>(py: Python<'py>, words: &[u64]) -> PyResult<Bound<'py, PyAny>> {
