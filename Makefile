@@ -37,7 +37,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-native: venv ## compile two hot loops and install them into .venv; needs Rust, and everything runs without it
+native: venv ## compile the hot loops and install them into .venv; needs Rust, and everything runs without it
 	@$(PY) -m hack.native_wheel --install
 
 demo: venv ## show exact image routing in under a minute; ENGINE=vllm or sglang takes two real engines

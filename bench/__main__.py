@@ -20,6 +20,7 @@ BENCHMARKS = {
     "encoders": "encoders.image_spreading:run",
     "fleet": "placing.large_fleet:run",
     "handover": "shm_transfer:run",
+    "index": "placing.index_forms:run",
     "ingest": "feed.router_ingest:run",
     "memory": "feed.router_index:memory",
     "proxy": "serving.proxy_overhead:run",

@@ -1,4 +1,4 @@
-"""Build the wheel of ``native/``, the compiled form of two loops (docs/native.md). Prints its path.
+"""Build the wheel of ``native/``, the compiled form of the hot loops (docs/native.md). Prints its path.
 
     python -m hack.native_wheel              # builds it, or finds it ready
     python -m hack.native_wheel --where      # prints the folder only, builds nothing

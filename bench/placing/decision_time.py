@@ -15,7 +15,7 @@ from bench.placing import workload
 from bench.placing.workload import BLOCK_SIZE, SEED, BlockWorkload, build
 from bench.report import AnswersDifferError, Row, not_run, percentile, row
 from mmrouter_lib.block_keys import block_keys, pack_keys
-from mmrouter_router.fleet.index import mask_of
+from mmrouter_router.fleet.holder_table import mask_of
 from mmrouter_router.scheduling.candidate_columns import column_getter
 from mmrouter_router.scheduling.scoring import CandidateTable, choose
 

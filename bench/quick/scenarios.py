@@ -31,7 +31,7 @@ from mmrouter_lib.media_identity import media_identity
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
-from mmrouter_router.fleet.index import mask_of
+from mmrouter_router.fleet.holder_table import mask_of
 from mmrouter_router.media.content import decode
 from mmrouter_router.scheduling.scoring import Policy
 

@@ -1,7 +1,7 @@
 """Load the optional compiled extension ``mmrouter_native`` (docs/native.md). Only this module imports it.
 
-``chain`` and ``pack_token_ids`` are ``None`` without it; callers then use the Python implementation, which is the
-reference and returns the same results. They also do so when the compiled function returns ``None``.
+Its functions and its class are ``None`` without it; callers then use the Python implementation, which is the reference
+and returns the same results. They also do so when a compiled function returns ``None``.
 """
 
 import importlib
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from array import array
 
+    import mmrouter_native
+
 log = logging.getLogger("mmrouter.native")
 
-REVISION = 1  # version of the functions' interface and behaviour; a module with another one is not used
+REVISION = 2  # version of the functions' interface and behaviour; a module with another one is not used
 SWITCH = "MMROUTER_NATIVE"  # environment variable; 0 disables an installed extension
 
 Chain = Callable[["array[int]", int, int, Mapping[int, bytes], int], bytes | None]
@@ -26,14 +28,16 @@ PackTokenIds = Callable[[bytes, int], bytes | None]
 
 chain: Chain | None = None
 pack_token_ids: PackTokenIds | None = None
+HolderTable: "type[mmrouter_native.HolderTable] | None" = None
+"""The twin of ``mmrouter_router.fleet.holder_table.HolderTable``."""
 form = "python"  # the implementation in use by this process: native or python
 why = ""  # why the extension is not in use
 
 
 def load(environment: Mapping[str, str] = os.environ, module: str = "mmrouter_native") -> None:
     """Use the extension if one with this revision is installed. Never raises: a module that does not load is logged."""
-    global chain, pack_token_ids, form, why  # noqa: PLW0603 - one implementation per process, looked up at each call
-    chain, pack_token_ids, form, why = None, None, "python", ""
+    global chain, pack_token_ids, HolderTable, form, why  # noqa: PLW0603 - one form per process, looked up at each call
+    chain, pack_token_ids, HolderTable, form, why = None, None, None, "python", ""
     if environment.get(SWITCH) == "0":
         why = f"{SWITCH} is 0"
         return
@@ -50,6 +54,7 @@ def load(environment: Mapping[str, str] = os.environ, module: str = "mmrouter_na
     else:
         if getattr(extension, "REVISION", None) == REVISION:
             chain, pack_token_ids, form = extension.chain, extension.pack_token_ids, "native"
+            HolderTable = extension.HolderTable
             return
         why = f"{module} is of revision {getattr(extension, 'REVISION', None)}, and this code is for {REVISION}"
     log.warning("%s; using the Python implementation", why)

@@ -34,11 +34,12 @@ if not os.environ.get("CI"):
 
 @pytest.fixture(scope="module", params=["python", "native"] if native.form == "native" else ["python"])
 def form(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run a module with the Python form of the native functions, and with the compiled one where it is installed."""
+    """Run a module with the Python form of what is native, and with the compiled one where it is installed."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "python":
             patch.setattr(native, "chain", None)
             patch.setattr(native, "pack_token_ids", None)
+            patch.setattr(native, "HolderTable", None)
         yield request.param
 
 

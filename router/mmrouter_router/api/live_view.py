@@ -19,7 +19,7 @@ from prometheus_client import Counter as MetricCounter
 from mmrouter_router.api.operator_report import COUNTS, Reporter, encoder_standing
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
 from mmrouter_router.explain.round_robin import RoundRobinCaches
-from mmrouter_router.fleet.index import mask_of
+from mmrouter_router.fleet.holder_table import mask_of
 from mmrouter_router.fleet.workers import Worker
 from mmrouter_router.scheduling.placer import Placer
 

@@ -27,7 +27,7 @@ from mmrouter_router.encoding.encoder_pods import ProbeState
 from mmrouter_router.explain.decisions import trace_of
 from mmrouter_router.explain.differences import rendering_json
 from mmrouter_router.explain.parity_check import verdict_json
-from mmrouter_router.fleet.index import bits
+from mmrouter_router.fleet.holder_table import bits
 from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.client_channel import Message, Receive, Scope, Send

@@ -1,28 +1,23 @@
 """Index of KV cache blocks: block key -> set of candidates that hold it, one bit per candidate.
 
-A candidate is one rank of one worker in one epoch and owns one bit (its *slot*). A prompt lookup costs one dictionary
-access per block, whatever the number of candidates, and stops at the first block without a holder. A key stands for its
-block and all before it, but an engine may evict a block in the middle: a candidate's overlap ends at the first block
-that it does not hold. A cache of several groups has a slot for each, and hits otherwise (:meth:`Index.match_groups`).
-
-Equal sets are one object (:meth:`Index._shared`). Neighbouring blocks of a prompt mostly have the same holders, so
-every loop here computes a set once per run of blocks and skips the rest of the run by identity, a mere shortcut.
+A candidate is one rank of one worker in one epoch and owns one bit (its *slot*). Which slots hold a key is in a table
+(:mod:`mmrouter_router.fleet.holder_table`), of which there is a compiled form (docs/native.md). A prompt lookup stops
+at the first block without a holder. A key stands for its block and all before it, but an engine may evict a block in
+the middle: a candidate's overlap ends at the first block that it does not hold. A cache of several groups has a slot
+for each, and hits otherwise (:meth:`Index.match_groups`).
 
 A removed candidate is *retired*: its bit stops matching at once, and is wiped from the table in small steps
 (:meth:`Index.sweep`), because wiping a million entries at once would stall every request in flight.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress, count, islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-Slot = int  # number of a candidate's bit
-NOWHERE: Slot = -1  # the slot of a rank that is not in the index
+from mmrouter_lib import native
+from mmrouter_router.fleet.holder_table import HolderTable, Slot, mask_of
 
-MAX_SETS = 65_536  # distinct holder sets that are shared; beyond it sharing starts anew, at a cost in memory only
-SPARSE = 16  # with at most one of this many bits set, bits are extracted one by one
-_DIGITS = bytes.maketrans(b"01", b"\0\1")
+NOWHERE: Slot = -1  # the slot of a rank that is not in the index
 
 
 class HitRule(NamedTuple):
@@ -64,17 +59,15 @@ class Index:
     """Block key -> candidates. Not thread-safe; every method but ``sweep`` is bounded by the size of its argument."""
 
     def __init__(self) -> None:
-        self._holders: dict[int, int] = {}
-        self._sets: dict[int, int] = {}
+        self._table = (native.HolderTable or HolderTable)()
         self._live = 0
         self._retired = 0
         self._held = array("q", (0,))  # by slot; the last entry is that of NOWHERE (-1)
-        self._sweep: Iterator[int] | None = None
         self._sweeping = 0
 
     def __len__(self) -> int:
         """Number of distinct keys, retired candidates' included until they are swept."""
-        return len(self._holders)
+        return len(self._table)
 
     def join(self) -> Slot:
         used = self._live | self._retired
@@ -93,43 +86,18 @@ class Index:
             self._retired |= bit
 
     def store(self, slot: Slot, keys: Iterable[int]) -> None:
-        """Add keys to a candidate; held keys are ignored."""
-        bit = 1 << slot
-        if not self._live & bit:
-            raise KeyError(f"slot {slot} is not in the index")
-        holders, added = self._holders, 0
-        get = holders.get
-        seen, joined, grows = -1, 0, False
-        for key in keys:
-            have = get(key, 0)
-            if have is not seen:
-                seen, grows = have, not have & bit
-                joined = self._shared(have | bit)
-            if grows:
-                holders[key] = joined
-                added += 1
-        self._held[slot] += added
+        """Add keys to a candidate; held keys are ignored. Raises ``KeyError`` for a slot that is not live."""
+        self._require(slot)
+        self._held[slot] += self._table.add(slot, keys)
 
     def remove(self, slot: Slot, keys: Iterable[int]) -> None:
-        """Remove keys from a candidate; keys that it does not hold are ignored."""
-        bit = 1 << slot
-        if not self._live & bit:
+        """Remove keys from a candidate; keys that it does not hold are ignored. Raises ``KeyError`` as ``store``."""
+        self._require(slot)
+        self._held[slot] -= self._table.discard(slot, keys)
+
+    def _require(self, slot: Slot) -> None:
+        if not self._live >> slot & 1:
             raise KeyError(f"slot {slot} is not in the index")
-        holders, removed = self._holders, 0
-        get = holders.get
-        seen, rest, shrinks = -1, 0, False
-        for key in keys:
-            have = get(key, 0)
-            if have is not seen:
-                seen, shrinks = have, bool(have & bit)
-                rest = self._shared(have & ~bit)
-            if shrinks:
-                removed += 1
-                if rest:
-                    holders[key] = rest
-                else:
-                    del holders[key]
-        self._held[slot] -= removed
 
     def held(self, slot: Slot) -> int:
         return self._held[slot]
@@ -139,40 +107,19 @@ class Index:
         return take(self._held)
 
     def holds(self, slot: Slot, key: int) -> bool:
-        return bool(self._holders.get(key, 0) & self._live & (1 << slot))
+        return bool(self.holders(key) >> slot & 1)
 
     def holders(self, key: int) -> int:
         """Return the candidates that hold a block, as bits of their slots."""
-        return self._holders.get(key, 0) & self._live
+        return self._table.holders((key,))[0] & self._live
 
     def keys(self, slot: Slot) -> set[int]:
         """Return all keys of one candidate by a scan of the whole table, for tests and the control API."""
-        bit = 1 << slot
-        return {key for key, have in self._holders.items() if have & bit} if self._live & bit else set()
+        return self._table.keys(slot) if self._live >> slot & 1 else set()
 
     def leading(self, keys: Sequence[int], wanted: int) -> list[int]:
         """Return the leading blocks held, by slot: 0 for those not in the mask ``wanted``, and for ``NOWHERE``."""
-        overlap = [0] * len(self._held)
-        alive = wanted & self._live
-        depth, seen = 0, -1
-        for depth, have in enumerate(map(self._holders.get, keys)):
-            if have is not seen:
-                if have is None:
-                    break
-                seen, still = have, have & alive
-                if still != alive:
-                    if depth:
-                        for slot in bits(alive ^ still):
-                            overlap[slot] = depth
-                    alive = still
-                    if not alive:
-                        return overlap
-        else:
-            depth = len(keys)
-        if depth:
-            for slot in bits(alive):
-                overlap[slot] = depth
-        return overlap
+        return self._table.leading(keys, wanted & self._live, len(self._held))
 
     def match(self, keys: Sequence[int], slots: Iterable[Slot]) -> dict[Slot, int]:
         """Return slot -> leading blocks held, for live ``slots``."""
@@ -185,7 +132,6 @@ class Index:
 
         ``keys`` exclude a block that ends with the prompt's last token, except for rules that see it.
         """
-        get = self._holders.get
         holders: list[int] | None = None
         overlap: dict[Slot, int] = {}
         leading: list[Slot] = []  # a hit is what the primary group holds from the start
@@ -194,38 +140,22 @@ class Index:
             if not rule.tails and rule.whole == 1 << slot and not rule.recomputed:
                 leading.append(slot)
             elif self._live >> slot & 1:
-                holders = [get(key, 0) for key in keys] if holders is None else holders
+                holders = self._table.holders(keys) if holders is None else holders
                 overlap[slot] = _longest_hit(holders, rule)
         return overlap | self.match(keys, leading) if leading else overlap
 
     def sweep(self, budget: int = 20_000) -> bool:
-        """Wipe up to ``budget`` keys of retired candidates; return whether keys are left."""
-        if self._sweep is None:
+        """Wipe about ``budget`` keys of retired candidates; return whether keys are left."""
+        if not self._sweeping:
             if not self._retired:
                 return False
             # Keys stored from now on cannot have these bits: the slots are reused only after the sweep.
             self._sweeping = self._retired
-            self._sweep = iter(list(self._holders))
-        holders, keep = self._holders, ~self._sweeping
-        batch = list(islice(self._sweep, budget))
-        for key in batch:
-            have = holders.get(key, 0)
-            if have & self._sweeping:
-                rest = self._shared(have & keep)
-                if rest:
-                    holders[key] = rest
-                else:
-                    del holders[key]
-        if len(batch) < budget:
-            self._sweep = None
-            self._retired &= keep
+            self._table.begin_wipe(self._sweeping, len(self._held))
+        if not self._table.wipe(budget):
+            self._retired &= ~self._sweeping
             self._sweeping = 0
         return bool(self._retired)
-
-    def _shared(self, mask: int) -> int:
-        if len(self._sets) >= MAX_SETS:
-            self._sets.clear()
-        return self._sets.setdefault(mask, mask)
 
 
 def window_blocks(window: int, block_size: int) -> int:
@@ -259,24 +189,3 @@ def _last_run(holders: Sequence[int], end: int, groups: int, need: int) -> int:
         else:
             run = 0
     return run
-
-
-def mask_of(slots: Iterable[Slot]) -> int:
-    numbers = list(slots)
-    digits = bytearray(b"0") * (max(numbers, default=0) + 1)  # a mask of a thousand bits, shifted in, costs the square
-    for slot in numbers:
-        digits[slot] = ord("1")
-    digits.reverse()
-    return int(digits, 2)
-
-
-def bits(mask: int) -> list[Slot]:
-    """Return the numbers of the bits that are set, lowest first."""
-    if mask.bit_count() * SPARSE > mask.bit_length():
-        return list(compress(count(), f"{mask:b}"[::-1].encode().translate(_DIGITS)))
-    numbers = []
-    while mask:  # few bits: a pass over all digits would cost more
-        low = mask & -mask
-        numbers.append(low.bit_length() - 1)
-        mask ^= low
-    return numbers

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple
 
 from blake3 import blake3
 
@@ -14,10 +14,14 @@ from mmrouter_lib.cache_layout import CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
-from mmrouter_router.fleet.index import NOWHERE, HitRule, Index, Slot, mask_of, window_blocks
+from mmrouter_router.fleet.holder_table import Slot
+from mmrouter_router.fleet.index import Index
 from mmrouter_router.fleet.rank_load import LoadColumns, RankUsage
 from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from mmrouter_router.fleet.cache_query import CacheQuery
 
 SyncRequest = feed.SnapshotRequest | feed.ReplayRequest
 INDEXED_MEDIUM = "GPU"  # device memory; vLLM says GPU on every device (docs/engine-facts/vllm.md#devices)
@@ -120,48 +124,6 @@ class Target(NamedTuple):
     block_size: int
 
 
-class CacheQuery(NamedTuple):
-    """What to look up for targets with one block size; valid until their fleet changes."""
-
-    leading: int  # mask of the slots whose caches hit leading blocks
-    rules: dict[Slot, HitRule]  # of caches that hit by more
-    block_size: int
-
-    @classmethod
-    def of(cls, slots: Sequence[Slot], rules: Sequence[HitRule | None], block_size: int) -> Self:
-        """Return the query for columns of :func:`cache_entry`."""
-        with_rule = {slot: rule for slot, rule in zip(slots, rules, strict=True) if rule} if any(rules) else {}
-        return cls(mask_of({*slots} - with_rule.keys() - {NOWHERE}), with_rule, block_size)
-
-
-def cache_entry(worker: Worker, rank: int, block_size: int) -> tuple[Slot, HitRule | None]:
-    """Return the slot of a rank, ``NOWHERE`` without hits, and its rule where it hits by more than leading blocks."""
-    slot = worker.slots.get(rank)
-    if slot is None or not worker.layout.comparable:
-        return NOWHERE, None
-    if worker.layout.tails or worker.layout.recomputed or len(worker.layout.whole) > 1:
-        return slot, _hit_rule(worker, rank, block_size)
-    return slot, None
-
-
-def cache_query(targets: Iterable[Target]) -> CacheQuery:
-    """Build the query for targets. A cache whose layout promises nothing is left out."""
-    targets = list(targets)
-    entries = [cache_entry(*target) for target in targets]
-    slots, rules = [slot for slot, _ in entries], [rule for _, rule in entries]
-    return CacheQuery.of(slots, rules, targets[-1].block_size if targets else 0)
-
-
-def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
-    layout = worker.layout
-
-    def bits_of(groups: Iterable[int]) -> int:
-        return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
-
-    tails = [(window_blocks(tail.tokens, block_size), bits_of(tail.groups)) for tail in layout.tails]
-    return HitRule(bits_of(layout.whole), tuple(tails), bits_of(layout.recomputed))
-
-
 class Fleet:
     """All workers and the one index over their caches."""
 
@@ -196,7 +158,7 @@ class Fleet:
         """Seconds on the clock of ``since`` and ``heartbeat_at``."""
         return self._clock()
 
-    def lookup(self, keys: Sequence[int], tokens: int, query: CacheQuery) -> list[int]:
+    def lookup(self, keys: Sequence[int], tokens: int, query: "CacheQuery") -> list[int]:
         """Return by slot the blocks of a prompt that its cache would hit, 0 for slots that the query leaves out and for
         ``NOWHERE``. ``keys``: at the query's block size.
         """

@@ -12,8 +12,10 @@ from operator import contains, indexOf, itemgetter
 from typing import Any, NamedTuple, Self
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_router.fleet.index import NOWHERE, HitRule, Slot
-from mmrouter_router.fleet.workers import CacheQuery, Fleet, Target, cache_entry
+from mmrouter_router.fleet.cache_query import CacheQuery, cache_entry
+from mmrouter_router.fleet.holder_table import Slot
+from mmrouter_router.fleet.index import NOWHERE, HitRule
+from mmrouter_router.fleet.workers import Fleet, Target
 from mmrouter_router.scheduling.scoring import CandidateTable
 from mmrouter_router.sentinels.table import Scope
 

@@ -16,8 +16,9 @@ from mmrouter_lib.block_keys import block_keys
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_router.explain.differences import Difference, Prediction, first_difference
 from mmrouter_router.explain.parity_check import published_blocks
+from mmrouter_router.fleet.cache_query import cache_query
 from mmrouter_router.fleet.feed_client import FeedClient
-from mmrouter_router.fleet.workers import Fleet, Target, Worker, cache_query
+from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.request.renderer_client import new_nonce
 from mmrouter_router.sentinels.evidence import SentinelStore
 from mmrouter_router.sentinels.table import Scope, Values, fill_sentinels, observe_sentinels

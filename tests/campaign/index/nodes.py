@@ -16,8 +16,9 @@ from campaign.index.history import CacheChange, Record
 from campaign.index.network import Node, VirtualTime
 
 from mmrouter_lib import feed
+from mmrouter_router.fleet.cache_query import cache_query
 from mmrouter_router.fleet.feed_session import CHECK_SECONDS, FeedSession
-from mmrouter_router.fleet.workers import Fleet, Member, Target, Worker, cache_query
+from mmrouter_router.fleet.workers import Fleet, Member, Target, Worker
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.app import BEAT_SECONDS, FLUSH_SECONDS
 from mmrouter_sidecar.engine.event_order import EventStream, Lost, NextBatch, ReplayRequest, Skipped, Step

@@ -22,7 +22,8 @@ from conformance.nomodel.prompts import Drawn, Prompts
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.fleet.workers import Fleet, Member, Target, cache_query
+from mmrouter_router.fleet.cache_query import cache_query
+from mmrouter_router.fleet.workers import Fleet, Member, Target
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.engine.event_order import digest_of
 from mmrouter_sidecar.feed.relay import EventRelay

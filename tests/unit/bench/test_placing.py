@@ -9,9 +9,10 @@ import pytest
 from bench import shm_transfer
 from bench.feed import router_index, router_ingest
 from bench.feed.fake_sidecars import Curve
-from bench.placing import decision_time, large_fleet, request_path
+from bench.placing import decision_time, index_forms, large_fleet, request_path
 from bench.placing.request_path import COLD, NAIVE, TINY, WARM, AnswersDifferError, Naive, Timed, measure, rows
 from bench.placing.workload import BLOCK_SIZE, build, split, steps, vllm_payload
+from mmrouter_lib import native
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_router.fleet.index import Index
@@ -92,6 +93,29 @@ def test_an_index_that_loses_a_stored_block_is_found(monkeypatch):
     monkeypatch.setattr(Index, "store", lambda self, slot, keys: honest(self, slot, list(keys)[1:]))
     with pytest.raises(decision_time.AnswersDifferError):
         decision_time.compare(PLACED)
+
+
+def test_both_forms_of_the_index_are_measured():
+    rows = {item.name: item for item in index_forms.measure(3, 200)}
+    assert len(rows) == (6 if native.form == "native" else 4)
+    for what in ("store, per block", "match, per prompt"):
+        assert rows[f"index, 3 workers: {what}, Python"].value
+        compiled = rows[f"index, 3 workers: {what}, compiled"]
+        assert compiled.value if native.form == "native" else compiled.peer == f"not run: {native.why}"
+
+
+def test_forms_of_the_index_that_differ_are_found(compiled, monkeypatch):
+    honest = index_forms.empty
+
+    def lying(form, workers):
+        index = honest(form, workers)
+        if form == "native":
+            index.store(0, [1])
+        return index
+
+    monkeypatch.setattr(index_forms, "empty", lying)
+    with pytest.raises(AnswersDifferError):
+        index_forms.measure(3, 200)
 
 
 def test_a_peer_that_answers_less_is_found():

@@ -31,6 +31,7 @@ def kinds(world: World) -> Counter[str]:
     return Counter(violation.kind for violation in world.checker.violations)
 
 
+@pytest.mark.usefixtures("form")
 def test_without_faults_every_view_is_milliseconds_old(tmp_path):
     world = ran(tmp_path, PEACE)
     assert (kinds(world), world.differences()) == (Counter(), [])

@@ -22,24 +22,25 @@ FAKE = "mmrouter_native_fake"
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A module that fits; what this process has is taken again afterwards."""
     module = ModuleType(FAKE)
-    module.REVISION, module.chain, module.pack_token_ids = native.REVISION, len, repr  # type: ignore[attr-defined]
+    module.REVISION = native.REVISION  # type: ignore[attr-defined]
+    module.chain, module.pack_token_ids, module.HolderTable = len, repr, set  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, FAKE, module)
     yield module
     native.load()
 
 
-def loaded(environment: dict[str, str] | None = None, module: str = FAKE) -> tuple[object, object, str, str]:
+def loaded(environment: dict[str, str] | None = None, module: str = FAKE) -> tuple[object, object, object, str, str]:
     native.load(environment or {}, module)
-    return native.chain, native.pack_token_ids, native.form, native.why
+    return native.chain, native.pack_token_ids, native.HolderTable, native.form, native.why
 
 
 def test_a_module_of_this_revision_is_used(fake: Any) -> None:
-    assert loaded() == (fake.chain, fake.pack_token_ids, "native", "")
+    assert loaded() == (fake.chain, fake.pack_token_ids, fake.HolderTable, "native", "")
 
 
 def test_the_environment_variable_disables_the_extension(fake: Any) -> None:
-    assert loaded({native.SWITCH: "0"}) == (None, None, "python", "MMROUTER_NATIVE is 0")
-    assert loaded({native.SWITCH: "1"})[2] == "native"
+    assert loaded({native.SWITCH: "0"}) == (None, None, None, "python", "MMROUTER_NATIVE is 0")
+    assert loaded({native.SWITCH: "1"})[3] == "native"
 
 
 @pytest.mark.parametrize("revision", [native.REVISION - 1, native.REVISION + 1, None, "1"])
@@ -51,13 +52,13 @@ def test_a_module_of_another_revision_is_not_used_and_logged_once(
     else:
         fake.REVISION = revision
     with caplog.at_level(logging.INFO):
-        assert loaded()[:3] == (None, None, "python")
+        assert loaded()[:4] == (None, None, None, "python")
     assert str(revision) in native.why
     assert [native.why in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_missing_module_is_not_logged(fake: Any, caplog: pytest.LogCaptureFixture) -> None:
-    assert loaded(module="mmrouter_native_missing")[:3] == (None, None, "python")
+    assert loaded(module="mmrouter_native_missing")[:4] == (None, None, None, "python")
     assert native.why == "mmrouter_native_missing is not installed"
     assert caplog.records == []
 
@@ -67,7 +68,7 @@ def test_a_module_that_does_not_load_is_logged(
 ) -> None:
     (tmp_path / "mmrouter_native_broken.py").write_text("raise ImportError('of another processor')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert loaded(module="mmrouter_native_broken")[:3] == (None, None, "python")
+    assert loaded(module="mmrouter_native_broken")[:4] == (None, None, None, "python")
     assert [record.getMessage() for record in caplog.records] == [f"{native.why}; using the Python implementation"]
 
 

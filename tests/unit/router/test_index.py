@@ -1,9 +1,13 @@
 """The index answers exactly what sets of keys per candidate would answer."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_router.fleet.index import HitRule, Index, bits, mask_of, window_blocks
+from mmrouter_router.fleet.holder_table import bits, mask_of
+from mmrouter_router.fleet.index import HitRule, Index, window_blocks
+
+pytestmark = pytest.mark.usefixtures("form")
 
 KEYS = st.lists(st.integers(0, 40), max_size=12)
 STEP = st.one_of(

@@ -22,7 +22,8 @@ from mmrouter_lib.api import to_json as to_json_object
 from mmrouter_lib.block_keys import namespace_seed, unpack_keys
 from mmrouter_lib.cache_layout import cache_layout
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_router.fleet.index import HitRule, Index, mask_of, window_blocks
+from mmrouter_router.fleet.holder_table import mask_of
+from mmrouter_router.fleet.index import HitRule, Index, window_blocks
 from mmrouter_sidecar import app
 from mmrouter_sidecar.app import Sidecar
 from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp

@@ -1,0 +1,50 @@
+"""What to ask the index about the caches of ranks: their slots, and the rules of caches with several groups. No I/O."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+from mmrouter_router.fleet.holder_table import Slot, mask_of
+from mmrouter_router.fleet.index import NOWHERE, HitRule, window_blocks
+from mmrouter_router.fleet.workers import Target, Worker
+
+
+class CacheQuery(NamedTuple):
+    """What to look up for targets with one block size; valid until their fleet changes."""
+
+    leading: int  # mask of the slots whose caches hit leading blocks
+    rules: dict[Slot, HitRule]  # of caches that hit by more
+    block_size: int
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], rules: Sequence[HitRule | None], block_size: int) -> Self:
+        """Return the query for columns of :func:`cache_entry`."""
+        with_rule = {slot: rule for slot, rule in zip(slots, rules, strict=True) if rule} if any(rules) else {}
+        return cls(mask_of({*slots} - with_rule.keys() - {NOWHERE}), with_rule, block_size)
+
+
+def cache_entry(worker: Worker, rank: int, block_size: int) -> tuple[Slot, HitRule | None]:
+    """Return the slot of a rank, ``NOWHERE`` without hits, and its rule where it hits by more than leading blocks."""
+    slot = worker.slots.get(rank)
+    if slot is None or not worker.layout.comparable:
+        return NOWHERE, None
+    if worker.layout.tails or worker.layout.recomputed or len(worker.layout.whole) > 1:
+        return slot, _hit_rule(worker, rank, block_size)
+    return slot, None
+
+
+def cache_query(targets: Iterable[Target]) -> CacheQuery:
+    """Build the query for targets. A cache whose layout promises nothing is left out."""
+    targets = list(targets)
+    entries = [cache_entry(*target) for target in targets]
+    slots, rules = [slot for slot, _ in entries], [rule for _, rule in entries]
+    return CacheQuery.of(slots, rules, targets[-1].block_size if targets else 0)
+
+
+def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
+    layout = worker.layout
+
+    def bits_of(groups: Iterable[int]) -> int:
+        return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
+
+    tails = [(window_blocks(tail.tokens, block_size), bits_of(tail.groups)) for tail in layout.tails]
+    return HitRule(bits_of(layout.whole), tuple(tails), bits_of(layout.recomputed))
