@@ -98,9 +98,9 @@ class Chat:
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
         of_template: dict[str, Any] = {"traits": TemplateTraits.of(preparer.prompter)}
-        of_model = {"modelled": preparer.models_responses, "parses_tools": settings.answer_traits.tools}
-        self._parsing = {**dict.fromkeys(MESSAGE_PATHS, of_template), RESPONSES: of_model}
         enabled, seeds, traits = spec.routing.continue_streams, spec.routing.seed_streams, settings.answer_traits
+        own = {"modelled": preparer.models_responses, "parses_tools": traits.tools, "stored": settings.stores_responses}
+        self._parsing = {**dict.fromkeys(MESSAGE_PATHS, of_template), RESPONSES: own}
         by_tokens = self._adapter.continuation
         self._continuations = Continuations(
             forwarder, metrics, threads, enabled=enabled, seeds=seeds, traits=traits, by_tokens=by_tokens

@@ -79,24 +79,30 @@ def parse_responses(
     *,
     modelled: bool = True,
     parses_tools: bool = True,
+    stored: bool = False,
 ) -> ChatRequest:
     """Parse a request and return its chat; ``modelled``: whether that is the prompt of this engine and model.
 
     Else, and with what is not modelled, returns the forwarded request. ``parses_tools``: whether engines find calls of
-    tools in answers. Raises :class:`RequestError` only.
+    tools in answers. ``stored``: whether they store responses, unless the client sets ``store`` to false. Raises
+    :class:`RequestError` only.
     """
     if not modelled:
         return parse_forwarded(raw, limits, served, engine)
     try:
-        return parse_extracted(raw, limits, lambda body: _parse(body, limits, served, engine, parses_tools))
+        return parse_extracted(raw, limits, lambda body: _parse(body, limits, served, engine, parses_tools, stored))
     except _NotModelledError as error:
         return parse_forwarded(raw, limits, served, engine, error.reason)
 
 
-def _parse(raw: Raw, limits: Limits, served: Served, engine: EngineType, parses_tools: bool) -> ChatRequest:
+def _parse(
+    raw: Raw, limits: Limits, served: Served, engine: EngineType, parses_tools: bool, stored: bool
+) -> ChatRequest:
     body = json_body.parse_object(raw, limits.max_request_bytes)
     json_body.model_of(body, served)
     check_fields(body, RESPONSES, engine)
+    if stored and body.get("store") is not False:
+        raise _NotModelledError("store", "stored_messages")
     conversion = _Conversion(limits)
     chat = conversion.chat(body) | _tools(body, parses_tools)
     request = parse_unextracted(orjson.dumps(chat), limits, served, engine)

@@ -1,12 +1,14 @@
 """Requests of /v1/responses: their chat, what is forwarded instead, their answers, and their way to an engine."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from unit.router.rig import value
 from unit.router.test_app import client_of, router
 from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, UNKNOWN, VALUE, fault, read
 from unit.router.test_messages import ANSWER, STREAM, Chats, call, chunk, events, serving, tiny_png
+from unit.router.test_prepare import settings
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import parse_responses
@@ -167,6 +169,24 @@ def test_what_is_not_modelled_is_forwarded_with_its_reason(reason):
 def test_a_request_for_an_engine_of_other_rules_is_forwarded():
     made = read(request("x"), parse=lambda raw, *more: parse_responses(raw, *more, modelled=False))
     assert (made.endpoint, [each.label for each in made.inexact]) == (RESPONSES, ["not_modelled:input"])
+
+
+@pytest.mark.parametrize(("fields", "endpoint"), [({}, RESPONSES), ({"store": False}, "/v1/chat/completions")])
+def test_a_response_that_the_engine_stores_is_forwarded_to_it(fields, endpoint):
+    made = read(request("x", **fields), parse=lambda raw, *more: parse_responses(raw, *more, stored=True))
+    labels = [each.label for each in made.inexact]
+    assert (made.endpoint, labels) == (endpoint, ["stored_messages:store"] if endpoint == RESPONSES else [])
+
+
+def test_a_pod_template_decides_whether_engines_store_responses():
+    own = settings()
+    assert not own.stores_responses
+    spec = own.deployment.spec
+    store = {"name": "VLLM_ENABLE_RESPONSES_API_STORE", "value": "1"}
+    template = {"spec": {"containers": [{"name": "engine", "env": [store]}]}}
+    pools = [spec.pools[0].model_copy(update={"pod_template": template}), *spec.pools[1:]]
+    storing = own.deployment.model_copy(update={"spec": spec.model_copy(update={"pools": pools})})
+    assert replace(own, deployment=storing).stores_responses
 
 
 FIRST = "input[0].content[0]"
