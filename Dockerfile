@@ -35,6 +35,8 @@ COPY handover handover
 COPY sim sim
 COPY cli cli
 COPY kube kube
+COPY examples/demo.yaml examples/demo-sglang.yaml examples/
+COPY examples/models examples/models
 RUN tools/bin/pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist . && \
     docker/project.sh /opt/mmrouter
 

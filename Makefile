@@ -18,8 +18,9 @@ DEMO_sglang := examples/demo-real-sglang.yaml
 ARGS ?=
 WRITE ?=
 FAMILIES ?=
+LONG ?=
 
-.PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance bench bench-quick soak campaign sbom audit lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance bench bench-quick soak campaign dist sbom audit lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,11 +57,11 @@ fix: venv ## format the code and apply the safe fixes of the linter
 generate: venv ## write every generated file: CRD, tables of the docs, golden files; ARGS=--check only reports
 	@$(PY) -m hack.generate $(ARGS)
 
-test: venv ## every level that this machine can run, with a summary; ARGS=PATH::TEST runs one test
+test: venv ## every level that this machine can run, with a summary; ARGS=PATH::TEST runs one test, LONG=1 adds what takes hours
 ifeq ($(ARGS),)
-	@$(PY) -m hack.run_levels check local cluster e2e conformance bench-quick
+	@$(if $(LONG),MMROUTER_FAMILIES=all) $(PY) -m hack.run_levels check local cluster e2e conformance bench-quick
 else
-	@$(PY) -m pytest $(ARGS)
+	@$(if $(LONG),MMROUTER_FAMILIES=all) $(PY) -m pytest $(ARGS)
 endif
 
 test-local: venv ## only the level on local processes
@@ -99,6 +100,9 @@ soak: venv ## hand-overs between processes that are killed a thousand times; MMR
 
 campaign: venv ## hostile inputs, faults and soak for two hours, and one table; CAMPAIGN_SECONDS takes another time, ARGS names targets
 	@PYTHONPATH=.:tests $(PY) -m campaign $(ARGS)
+
+dist: venv ## build what a release publishes into dist/: sdist, wheels, chart, bills of materials, checksums, provenance
+	@$(PY) -m hack.distribution $(ARGS)
 
 sbom: venv ## write the bills of materials of wheel and images to build/sbom; ARGS="--images DIR" reads built images
 	@$(PY) -m hack.supply_chain.bill_of_materials build/sbom $(ARGS)

@@ -94,13 +94,15 @@ LARGE = {
 """Unit tests by step. Few steps, because each one imports pytest, hypothesis and the product once more."""
 CONNECTIONS = (f"{ROUTER}/media", *files(ROUTER, "server", "control", "pods", "app", "connection"))
 """Tests that mostly wait for connections."""
-TENANTS = files(
-    ROUTER, "hostile_bodies", "tenancy", "tls", "tracing", "unresolved_images", "waiting_line", "worker_threads"
-)
-"""Tests of the router that mostly wait for threads and timers."""
 RELEASES = files(f"{UNIT}/hack", "python_releases")
 TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 """Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
+SLOW_UNIT = (
+    *("tests/campaign", f"{UNIT}/campaign", f"{UNIT}/cli/test_bench_run.py"),
+    *(f"{UNIT}/sim/test_capture.py", f"{UNIT}/prompt/test_captures.py"),
+    *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "worker_threads"),
+)
+"""Unit tests that take seconds each, and are not needed in the inner loop."""
 PROCESSES = (
     *files(f"{UNIT}/local", "cluster", "pods"),
     *(f"{UNIT}/{name}/test_process.py" for name in ("router", "sidecar", "sim")),
@@ -139,13 +141,15 @@ LEVELS = {
             Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
             *(
-                Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *TENANTS, *PROCESSES))
+                Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *SLOW_UNIT, *PROCESSES))
                 for name, folders in LARGE.items()
             ),
-            Step("unit tests of tenants and threads", tests=TENANTS),
             Step("unit tests of connections", tests=CONNECTIONS),
-            Step("campaign, short form", tests="tests/campaign"),
-            Step("unit tests of other packages", tests=SMALL, without=(*sum(LARGE.values(), ()), *TOOLS, *PROCESSES)),
+            Step(
+                "unit tests of other packages",
+                tests=SMALL,
+                without=(*sum(LARGE.values(), ()), *TOOLS, *SLOW_UNIT, *PROCESSES),
+            ),
             program("ruff", "format", "--check", "."),
             program("ruff", "check", "."),
             program("mypy"),
@@ -170,6 +174,7 @@ LEVELS = {
             Step("local deployments, slow", tests=SLOW_LOCAL),
             Step("behind a gateway", tests="tests/gateway"),
             Step("benchmarks and tools", tests=TOOLS, without=RELEASES),
+            Step("slow unit tests and the campaign's short form", tests=SLOW_UNIT),
             Step("processes", tests=PROCESSES),
             Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),

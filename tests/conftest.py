@@ -9,6 +9,7 @@ from typing import Any
 import certifi
 import pytest
 from artefacts import Record
+from long_form import leave_out
 
 ROOTS = frozenset({certifi.where(), os.environ.get("SSL_CERT_FILE")})
 """Files that HTTP clients read root certificates from by default."""
@@ -23,6 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     clients: a quarter of the CPU of some levels. A context with its own CA or certificate comes from another file and
     is not shared.
     """
+    config.addinivalue_line("markers", "long_form: only part of `make test LONG=1`")
     gc.disable()  # until the tests are collected: what is imported meanwhile stays
     config.stash[FIGURES] = {}
     made = ssl.create_default_context
@@ -34,6 +36,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return made(*args, **options)  # type: ignore[arg-type]
 
     ssl.create_default_context = create
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    leave_out(config, items)
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,10 @@ from typing import Any
 
 PATIENCE = 5
 """How many times longer than expected a test waits: a busy machine is slow, and that is no failure."""
+SHARE, LONGEST = 0.05, 0.3
+"""Without a given interval, polls are this share of the time so far apart, or this many seconds: what a test waits for
+needs the CPU more than the test does.
+"""
 
 
 def wait_for(
@@ -15,22 +19,23 @@ def wait_for(
     seconds: float,
     what: str,
     *,
-    every: float = 0.02,
+    every: float | None = None,
     known: Callable[[], object] | None = None,
 ) -> Any:
     """Poll until ``condition`` returns something true and return it. Raises ``TimeoutError`` that names ``what``.
 
-    ``seconds``: more than it takes on an idle machine; the bound is :data:`PATIENCE` times that. ``known``: returns
-    what the error tells in addition.
+    ``seconds``: more than it takes on an idle machine; the bound is :data:`PATIENCE` times that. ``every``: seconds
+    between polls, for conditions that pass. ``known``: returns what the error tells in addition.
     """
-    deadline = time.monotonic() + PATIENCE * seconds
+    began = time.monotonic()
+    deadline = began + PATIENCE * seconds
     while True:
         if value := condition():
             return value
         if time.monotonic() >= deadline:
             more = f"\n{known()}" if known is not None else ""
             raise TimeoutError(f"not within {PATIENCE * seconds:g} s: {what}{more}")
-        time.sleep(every)
+        time.sleep(every or min(LONGEST, max(0.02, SHARE * (time.monotonic() - began))))
 
 
 @contextmanager

@@ -10,15 +10,36 @@ from types import FrameType
 
 WITHOUT_OPTIONS = ("router", "sidecar", "fetch-metadata", "engine-certificate")
 USAGES = {"plugin": "FOLDER", "shared-memory": "FOLDER GROUP"}
+EXTRAS = {
+    **dict.fromkeys(("router", "fetch-metadata"), "router"),
+    **dict.fromkeys(("up", "demo"), "local"),
+    "sidecar": "sidecar",
+    "operator": "operator",
+}
+"""The extra of the distribution that a command needs; all others need ``cli``, or none."""
 CONFIGURED_BY = "its environment and /etc/mmrouter configure it (docs/architecture.md, Wiring)"
 
 
 def main() -> None:
-    """Run a deployable, or the command line tool."""
+    """Run a deployable, or the command line tool; where a dependency is not installed, say how to get it."""
+    try:
+        run(sys.argv[1] if len(sys.argv) > 1 else "")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("mmrouter"):
+            raise
+        command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        extra = EXTRAS.get(command, "cli")
+        sys.stderr.write(
+            f"mmrouter {command} needs the package {error.name}: pip install 'mmrouter-k8s[{extra}]' installs it\n"
+        )
+        sys.exit(2)
+
+
+def run(command: str) -> None:
+    """Run a command by its name."""
     # Linux ignores a signal without a handler for the first process of a container: a pod that is deleted during its
     # start would remain until its grace period ends. Deployables install their own handler later.
     signal.signal(signal.SIGTERM, end)
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
     if sys.argv[1:] == ["--version"]:  # without the imports of all commands
         from mmrouter_lib import __version__
 

@@ -25,12 +25,21 @@ from mmrouter_cli.options import (
     control_or_leave,
     leave,
     local_url,
+    output,
     table,
     trust,
 )
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.deployment import KIND, NO_SUCH_FIELD
+
+EXAMPLES = next(
+    folder
+    for folder in (Path(__file__).with_name("examples"), Path(__file__).parents[2] / "examples")
+    if (folder / "demo.yaml").is_file()
+)
+"""In an installed distribution, a part of this package; else the checkout's."""
+DEMOS = {"vllm": "demo.yaml", "sglang": "demo-sglang.yaml"}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -109,9 +118,17 @@ def up(
     else:
         from mmrouter_cli.demo_workload import show
 
-        console = Console()
-        show(console if console.is_terminal else Console(width=140), result)
+        show(output(), result)
     raise typer.Exit(0 if result.passed else FAILED)
+
+
+@app.command()
+def demo(
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that is simulated.")] = "vllm",
+    as_json: Json = False,
+) -> None:
+    """Run a small deployment with simulated engines, send a short workload, show how it was routed, and leave."""
+    up(EXAMPLES / DEMOS[engine], demo=True, as_json=as_json)
 
 
 app.command()(cluster_commands.crd)
@@ -182,7 +199,7 @@ def verify(
         shown = table(f"verification of {url}", "check", "result", "seen")
         for check in checks:
             shown.add_row(check.name, "[green]PASS" if check.passed else "[red]FAIL", check.message.replace("[", "\\["))
-        console = Console()
+        console = output()
         console.print(shown)
         allowed = "" if strict else " (partial decisions allowed)"
         console.print(f"[green]exact[/green]{allowed}" if result["passed"] else f"[red]NOT exact[/red]{allowed}")
@@ -242,7 +259,7 @@ def explain(
     if as_json:
         typer.echo(json.dumps(answer.json()))
     else:
-        explained.show(Console(), answer.json())
+        explained.show(output(), answer.json())
 
 
 def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 
 from mmrouter_cli.options import (
     FAILED,
@@ -21,6 +20,7 @@ from mmrouter_cli.options import (
     control_or_leave,
     leave,
     local_url,
+    output,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ async def _show(views: "AsyncIterator[list[View]]", *, live: bool, as_json: bool
             last = line
     elif not live:
         async for now in views:
-            Console().print(drawn(now))
+            output().print(drawn(now))
     else:
         with Live(auto_refresh=False) as screen:
             async for now in views:
@@ -186,7 +186,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(findings.as_json(diagnoses)))
     else:
-        findings.show(Console(), diagnoses)
+        findings.show(output(), diagnoses)
     raise typer.Exit(FAILED if any(diagnosis.problems for diagnosis in diagnoses) else 0)
 
 

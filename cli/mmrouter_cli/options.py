@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control, only_run
 
 FAILED, USAGE = 1, 2
+PIPED_WIDTH = 140  # columns
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
@@ -57,6 +59,12 @@ def control_or_leave(url: str, control: str | None, token: str | None) -> Contro
 def leave(message: str) -> NoReturn:
     typer.echo(f"mmrouter: {message}", err=True)
     raise typer.Exit(USAGE)
+
+
+def output() -> Console:
+    """Return a console for standard output; where that is no terminal, one in whose lines names fit."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
 
 
 def table(title: str | Text, *headings: str, right: Collection[str] = (), **options: Any) -> Table:

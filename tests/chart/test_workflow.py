@@ -19,6 +19,8 @@ from hack.kind import cluster
 from mmrouter_operator.model.accelerators import ACCELERATORS
 
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yaml"
+RELEASE = WORKFLOW.with_name("release.yaml")
+WORKFLOWS = sorted(WORKFLOW.parent.iterdir())
 KIND_CONFIG = ROOT / ".github" / "kind-config.yaml"
 
 
@@ -43,17 +45,18 @@ def by_tag(text: str) -> str:
     return re.sub(r"@[0-9a-f]{40} # (v\d+)\S*", r"@\1", text)
 
 
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("change", [str, by_tag])
-def test_actionlint_accepts_the_workflow(tools: Path, change: Callable[[str], str]) -> None:
+def test_actionlint_accepts_the_workflow(tools: Path, workflow: Path, change: Callable[[str], str]) -> None:
     # Not the linters of other languages that it would call where they happen to be installed.
     command = [tools / "actionlint", "-shellcheck=", "-pyflakes=", "-no-color", "-"]
-    text = change(WORKFLOW.read_text())
+    text = change(workflow.read_text())
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout
 
 
 def test_every_action_is_pinned_by_commit_and_says_its_version() -> None:
-    used = re.findall(r"uses: (\S+)(.*)", WORKFLOW.read_text())
+    used = [each for workflow in WORKFLOWS for each in re.findall(r"uses: (\S+)(.*)", workflow.read_text())]
     assert used
     for action, comment in used:
         assert re.fullmatch(r"[\w-]+/[\w-]+(/[\w-]+)*@[0-9a-f]{40}", action)
@@ -82,6 +85,19 @@ def test_the_job_with_real_engines_has_what_it_needs_or_does_not_begin(jobs: dic
 def test_every_job_has_a_time_limit_and_no_right_to_write(jobs: dict[str, Any]) -> None:
     assert yaml.safe_load(WORKFLOW.read_text())["permissions"] == {"contents": "read"}
     assert all(job["timeout-minutes"] <= 120 and "permissions" not in job for job in jobs.values())
+
+
+def test_only_a_tag_publishes_and_only_what_was_built_twice() -> None:
+    release = yaml.safe_load(RELEASE.read_text())
+    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+    assert release["permissions"] == {"contents": "read"}
+    assert "permissions" not in build
+    assert (publish["if"], publish["needs"]) == ("startsWith(github.ref, 'refs/tags/')", "build")
+    commands = [step["run"] for step in build["steps"] if "run" in step]
+    assert commands.index("make dist") + 1 == commands.index(
+        "make dist ARGS=build/again && diff --recursive dist build/again"
+    )
+    assert not [step for step in publish["steps"] if "make" in step.get("run", "").split()]
 
 
 def test_kind_accepts_its_configuration(tools: Path) -> None:

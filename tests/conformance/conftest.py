@@ -43,14 +43,10 @@ def pytest_configure(config: pytest.Config) -> None:
     named_families()  # an unknown name ends the run
     config.stash[CELLS] = []
     config.addinivalue_line("markers", "proves(engine, setup, family): the cell of the page that a test proves")
-    config.addinivalue_line("markers", "long_form: measures for minutes, so it is only part of the long form")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     name_needs(items, {"shrunk", "vllm_env", "sglang_env", "older_sglang_env"})
-    if not named_families() and (measuring := [item for item in items if item.get_closest_marker("long_form")]):
-        items[:] = [item for item in items if item not in measuring]
-        config.hook.pytest_deselected(items=measuring)
 
 
 @pytest.hookimpl(wrapper=True)

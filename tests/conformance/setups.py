@@ -9,7 +9,7 @@ engine, and tests that measure for minutes.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -88,11 +88,6 @@ def long_form() -> list[str]:
 def setup_families() -> list[str]:
     """Return the families that a run has in vLLM's setups of several engines; it has the others on one engine."""
     return long_form() or [ONE_FAMILY["vllm"]]
-
-
-def parameters(names: Iterable[str], *always: str) -> list[Any]:
-    """Return ``names`` as parameters, of which all but ``always`` are only part of the long form."""
-    return [name if name in always else pytest.param(name, marks=pytest.mark.long_form) for name in names]
 
 
 class Place(NamedTuple):

@@ -5,8 +5,8 @@ import signal
 import subprocess
 
 import pytest
-from conformance.setups import parameters
 from local.rig import ROOT
+from long_form import parameters
 
 SECONDS = 900
 

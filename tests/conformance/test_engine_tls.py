@@ -3,8 +3,8 @@
 import pytest
 from conformance.engine_process import engine_args, require_memory
 from conformance.engines import deployed, manifest, pool, sglang_manifest
-from conformance.setups import parameters
 from local.engine_certificates import NAME, engines, replace, serving_tls, shown, trust
+from long_form import parameters
 from unit.router.certificates import certificate
 from waiting import wait_for
 

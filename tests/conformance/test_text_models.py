@@ -21,8 +21,9 @@ from conformance.conftest import model_folder
 from conformance.corpus import text_corpus
 from conformance.engine_process import BLOCK_SIZE, Engine, engine
 from conformance.prediction import Exchange, Predicted, Predictor, compare, image_places
-from conformance.sglang.test_rendering import REFUSED_BEFORE, own_fields, rendered
+from conformance.sglang.test_rendering import REFUSED_BEFORE, Rendering, own_fields, rendered
 from conformance.workload import Case, case, salted, texts, user
+from long_form import IS_LONG
 
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
 from mmrouter_lib.api import EngineType
@@ -32,7 +33,6 @@ from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.prompt import Prompter
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, tokenizer_class
 
-LONG = os.environ.get("MMROUTER_FAMILIES") == "all"
 DERIVED = {
     "qwen2": ("Qwen--Qwen2.5-VL-7B-Instruct", "Qwen2ForCausalLM", 152_064),
     "llama2": ("llava-hf--llava-1.5-7b-hf", "LlamaForCausalLM", 32_064),
@@ -41,7 +41,7 @@ DERIVED = {
 }
 """Text model -> a vision model with its tokenizer, the architecture, and the size of the vocabulary."""
 FETCHED = ("qwen3", "llama", "deepseek_v3")
-MODELS = ["qwen2", "llama2"] + (["mistral", "phi3", *FETCHED] if LONG else [])
+MODELS = ["qwen2", "llama2"] + (["mistral", "phi3", *FETCHED] if IS_LONG else [])
 SMALL = TEXT | {"head_dim": HIDDEN // HEADS, "max_position_embeddings": 32_768, "rms_norm_eps": 1e-6}
 REFUSED_BY_VLLM = {"no tools in the list"}  # an empty list
 COMPLETED = (
@@ -131,12 +131,23 @@ def test_vllms_prompts_of_text_models_are_the_predicted_ones(
         assert prompter.completion(str(asked["prompt"]), add_special_tokens=special).ids.tolist() == ids
 
 
+@pytest.fixture(scope="module")
+def sglangs_prompts(sglang_env: Path, folder: Folder) -> dict[str, list[dict[str, Any]]]:
+    cases = sglangs_corpus()
+    asked = [Rendering(folder(name), cases, text_only=True) for name in MODELS]
+    return dict(zip(MODELS, rendered(sglang_env, asked), strict=True))
+
+
+def sglangs_corpus() -> list[Case]:
+    return [*text_corpus(), *(one for one in own_fields("qwen2_vl") if not image_places(one))]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_sglangs_prompts_of_text_models_are_the_predicted_ones(
-    name: str, sglang_env: Path, folder: Folder, record: Record
+    name: str, sglangs_prompts: dict[str, list[dict[str, Any]]], folder: Folder, record: Record
 ) -> None:
-    cases = [*text_corpus(), *(one for one in own_fields("qwen2_vl") if not image_places(one))]
-    theirs = [answer.get("ids") or answer for answer in rendered(sglang_env, folder(name), None, cases, text_only=True)]
+    cases = sglangs_corpus()
+    theirs = [answer.get("ids") or answer for answer in sglangs_prompts[name]]
     wrong = differences(load_text_prompter("sglang", folder(name)), cases, theirs, REFUSED_BEFORE)
     record(f"text prompts, sglang {name}: conversations, mismatches", [len(cases), len(wrong)])
     assert "\n".join(wrong) == ""
@@ -185,7 +196,7 @@ class TextPredictor(Predictor):
 LAST = case("last", user("The last request of the run: when its blocks are seen, all blocks are. " * 3))
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"] if LONG else ["vllm"])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"] if IS_LONG else ["vllm"])
 def test_an_engines_blocks_of_a_text_model_are_the_predicted_ones(
     kind: EngineType, request: pytest.FixtureRequest, folder: Folder, tmp_path: Path, record: Record
 ) -> None:

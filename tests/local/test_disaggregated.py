@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from local.rig import MEDIA, Deployment, deployed, example, metric, staged
+from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from streams import BEST_ONLY, GREEDY, Streams
 from waiting import wait_for
@@ -118,7 +119,7 @@ def test_a_pool_that_is_down_costs_no_request_and_the_decision_says_so(
     wait_for(lambda: not chat.decided("back?")["degraded"], 30, "requests use it again")
 
 
-@pytest.mark.parametrize("frontends", [2, 4])
+@pytest.mark.parametrize("frontends", parameters([2, 4], 2))
 def test_images_are_encoded_once_for_all_frontends(tmp_path: Path, frontends: int) -> None:
     resource = example("demo-disaggregated.yaml")
     cpu = {"replicas": 2, "accelerator": {"kind": "cpu"}}

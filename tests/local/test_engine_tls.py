@@ -6,11 +6,14 @@ import pytest
 from local.engine_certificates import NAME, engines, replace, serving_tls, shown, trust
 from local.load import IMAGES, Load
 from local.rig import MEDIA, deployed, example
+from long_form import parameters
 from unit.router.certificates import certificate
 from waiting import wait_for
 
+STAGED = ["demo-disaggregated.yaml", "demo-disaggregated-sglang.yaml", "demo-handover.yaml"]
 
-@pytest.fixture(scope="module", params=["demo.yaml", "demo-sglang.yaml"])
+
+@pytest.fixture(scope="module", params=parameters(["demo.yaml", "demo-sglang.yaml"], "demo.yaml"))
 def deployment(request, tmp_path_factory):
     with deployed(tmp_path_factory.mktemp("tls"), *serving_tls(example(request.param))) as deployment:
         yield deployment
@@ -56,7 +59,7 @@ def test_an_engine_with_a_certificate_of_another_ca_gets_no_request(deployment):
     deployment.assert_gate_passes()
 
 
-@pytest.mark.parametrize("name", ["demo-disaggregated.yaml", "demo-disaggregated-sglang.yaml", "demo-handover.yaml"])
+@pytest.mark.parametrize("name", parameters(STAGED, "demo-disaggregated.yaml"))
 def test_every_stage_of_a_request_is_sent_by_tls(name, tmp_path):
     resource = example(name)
     resource["spec"].setdefault("routing", {})["media"] = MEDIA

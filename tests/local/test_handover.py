@@ -11,6 +11,7 @@ import pytest
 from local.load import load
 from local.rig import MEDIA, Deployment, deployed, example
 from local.test_broken_routing import Second
+from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
@@ -74,7 +75,7 @@ def nothing_left(root: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
-@pytest.mark.parametrize("mode", ["demo", "by_nixl"])
+@pytest.mark.parametrize("mode", parameters(["demo", "by_nixl"], "demo"))
 def test_scenario(scenario: Scenario, mode: str, request: pytest.FixtureRequest, web: Folder) -> None:
     deployment: Deployment = request.getfixturevalue(mode)
     with open_chat(deployment) as chat:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from local.rig import ROOT, Deployment, deployed, example
+from long_form import parameters
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
@@ -16,7 +17,7 @@ TINY = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 IMAGE = {"type": "image_url", "image_url": {"url": data_uri(picture("a"))}}
 
 
-@pytest.fixture(scope="module", params=["demo.yaml", "demo-sglang.yaml"])
+@pytest.fixture(scope="module", params=parameters(["demo.yaml", "demo-sglang.yaml"], "demo.yaml"))
 def deployment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     folder = tmp_path_factory.mktemp("text")
     model = folder / "model"

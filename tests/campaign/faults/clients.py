@@ -44,19 +44,21 @@ class Answers:
 
 class Clients:
     """``url`` is the Service's. A stream may be cut where ``may_cut`` is set: the router that carries it is killed.
-    ``pictures``: every other chat begins with one of a few pictures.
+    ``pictures``: every other chat begins with one of a few pictures. ``clients``: chats at a time.
     """
 
-    def __init__(self, url: str, model: str, seed: int, topics: int = TOPICS, *, pictures: bool = False) -> None:
+    def __init__(
+        self, url: str, model: str, seed: int, topics: int = TOPICS, *, pictures: bool = False, clients: int = CLIENTS
+    ) -> None:
         self.answers, self.may_cut = Answers(), False
         self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="any", timeout=90, max_retries=RETRIES)
-        self._model, self._seed, self._topics = model, seed, topics
+        self._model, self._seed, self._topics, self._clients = model, seed, topics, clients
         self._pictures = [data_uri(picture(f"{number}")) for number in range(PICTURES if pictures else 0)]
         self._stop = threading.Event()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
+        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self._clients)]
         for thread in threads:
             thread.start()
         try:

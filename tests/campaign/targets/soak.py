@@ -18,6 +18,7 @@ from campaign.target import BrokenPropertyError, Target
 from local.rig import ROOT, running
 
 SECONDS = 30
+CLIENTS = 8  # as many as fill every table in an hour, beside the other targets, on two CPUs
 TOPICS = 20_000  # so many that caches are full after some minutes, and blocks are evicted from then on
 COMMANDS = ("router", "sidecar", "vllm")
 SATURATION = 120_000
@@ -63,7 +64,7 @@ class Soak(Target):
 
     def check(self, data: bytes) -> str:
         seconds, seed = data.decode().split()
-        clients = Clients(self._deployment.url, "demo", int(seed), topics=TOPICS)
+        clients = Clients(self._deployment.url, "demo", int(seed), topics=TOPICS, clients=CLIENTS)
         with clients.asking():
             time.sleep(float(seconds))
         for outcome, count in clients.answers.outcomes.items():

@@ -17,6 +17,7 @@ from artefacts import Record, run_tool_or_skip
 from conformance.conftest import Figure, Shrunk, model_folder
 from conformance.setups import PROCESSED, REPOSITORIES
 from conformance.workload import picture
+from long_form import IS_LONG
 
 from hack.build_once import cache_dir
 from mmrouter_handover.plugin.start import install
@@ -41,8 +42,8 @@ CROPS = [16, 4, 1, 9]
 PICTURE_CROPS = 4
 THIRD_PARTY = Path(__file__).with_name("third_party.py")
 MLX_VLM = "0.7.10"
-SIZES = 20_000
-PICTURES = 300
+SIZES = 20_000 if IS_LONG else 4_000
+PICTURES = 300 if IS_LONG else 90
 OWN_PICTURES = 30  # through vLLM's own front end, which takes longer
 UNITS = (14, 16, 28, 32, 336)
 

@@ -1,10 +1,10 @@
 """Prompts of chats by SGLang's own code: its request model, template manager and chat endpoint, without an engine.
 
-    python own_prompts.py < {"folder": ..., "template": file or null, "text_only": ..., "bodies": [...]}
+    python own_prompts.py < [{"folder": ..., "template": file or null, "text_only": ..., "bodies": [...]}, ...]
 
 Run by the engine environment's Python. ``text_only``: whether the model takes nothing else. The last line of the output
-is a JSON list: for each body the token ids of the prompt before images are expanded and the number of images, or the
-reason of a refusal.
+is a JSON list of a list for each object: for each body the token ids of the prompt before images are expanded and the
+number of images, or the reason of a refusal.
 """
 
 import json
@@ -22,30 +22,28 @@ class Unset:
         return None
 
 
-def main() -> None:
+def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from sglang.srt.entrypoints.openai import serving_chat
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
     from sglang.srt.parser import template_manager
     from sglang.srt.utils.hf_transformers_utils import get_processor, get_tokenizer
     from transformers import AutoConfig
 
-    asked = json.load(sys.stdin)
     serving_chat.get_serving = serving_chat.get_model = template_manager.get_serving = Unset
-    text_only = asked["text_only"]
     # Its own loaders: they replace the tokenizers of some folders.
-    processor = None if text_only else get_processor(asked["folder"])
+    processor = None if text_only else get_processor(folder)
     model = {"is_multimodal": not text_only, "get_default_sampling_params": dict}
     manager = SimpleNamespace(
-        tokenizer=get_tokenizer(asked["folder"]) if processor is None else processor.tokenizer,
+        tokenizer=get_tokenizer(folder) if processor is None else processor.tokenizer,
         processor=processor,
         server_args=None,
         served_model_name="served",
-        model_path=asked["folder"],
-        model_config=SimpleNamespace(hf_config=AutoConfig.from_pretrained(asked["folder"]), **model),
+        model_path=folder,
+        model_config=SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), **model),
         config_value=lambda name: None,
     )
     templates = template_manager.TemplateManager()
-    templates.load_chat_template(manager, asked["template"], asked["folder"])
+    templates.load_chat_template(manager, template, folder)
     chat = serving_chat.OpenAIServingChat(manager, templates)
 
     def prompt(body: dict[str, Any]) -> dict[str, Any]:
@@ -60,8 +58,8 @@ def main() -> None:
         ids = made.input_ids if made.input_ids is not None else manager.tokenizer.encode(made.text)
         return {"ids": list(ids), "images": len(made.image_data or ())}
 
-    print("\n" + json.dumps([prompt(body) for body in asked["bodies"]]))
+    return [prompt(body) for body in bodies]
 
 
 if __name__ == "__main__":
-    main()
+    print("\n" + json.dumps([prompts(**asked) for asked in json.load(sys.stdin)]))

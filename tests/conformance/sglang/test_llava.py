@@ -18,10 +18,10 @@ from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
 from conformance.prediction import Exchange, Predicted, Predictor, image_places
 from conformance.report import Cells
 from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
-from conformance.setups import parameters
 from conformance.sglang.llava_checkpoint import PINPOINTS
 from conformance.sglang.test_prediction import LAST, SglangPredictor, predicted_of
 from conformance.workload import Case, case, formats, positions, salted, several, sizes, texts, user
+from long_form import parameters
 
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.families.llava_original import LlavaOriginal
@@ -45,7 +45,7 @@ class LlavaPredictor(Predictor):
     request = SglangPredictor.request
 
 
-@pytest.fixture(scope="module", params=parameters(FAMILIES, "anyres"))
+@pytest.fixture(scope="module", params=parameters(FAMILIES))
 def run(
     request: pytest.FixtureRequest,
     shrunk: Shrunk,

@@ -21,9 +21,9 @@ from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
 from conformance.prediction import Exchange, Predicted, Predictor, decode, image_places
 from conformance.report import Cells
 from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
-from conformance.setups import parameters
 from conformance.sglang.test_rendering import own_fields
 from conformance.workload import Case, case, positions, salted, several, sizes, texts, user
+from long_form import parameters
 
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.events import Cleared
@@ -68,7 +68,7 @@ class SglangPredictor(Predictor):
         return SGLANG.rewrite_chat(case.body, rewrites, model=self.model, cache_salt=case.salt).body
 
 
-@pytest.fixture(scope="session", params=parameters(FAMILIES, "qwen2_5_vl", "qwen3_vl"))
+@pytest.fixture(scope="session", params=parameters(FAMILIES, "qwen3_vl"))
 def run(
     request: pytest.FixtureRequest,
     shrunk: Shrunk,

@@ -2,7 +2,8 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -122,24 +123,53 @@ def own_fields(family: str) -> Iterator[Case]:
     yield case("name of a user", {**ask, "name": "anna"}, {**answer, "name": "bot"}, ask)
 
 
-@pytest.mark.parametrize(
-    ("family", "template"), [*((family, None) for family in FOLDERS), *(("qwen3_vl", name) for name in TEMPLATES)]
-)
+@dataclass(frozen=True)
+class Rendering:
+    """Chats to be rendered with a model's own template, or with a file."""
+
+    folder: Path
+    cases: Sequence[Case]
+    template: Path | None = None
+    text_only: bool = False
+
+
+Kind = tuple[str, str | None]
+KINDS: list[Kind] = [*((family, None) for family in FOLDERS), *(("qwen3_vl", name) for name in TEMPLATES)]
+
+
+@pytest.fixture(scope="module")
+def renderings(tmp_path_factory: pytest.TempPathFactory) -> dict[Kind, Rendering]:
+    root, made = tmp_path_factory.mktemp("templates"), {}
+    for family, template in KINDS:
+        file = None
+        if template is not None:
+            file = root / f"{template}.jinja"
+            file.write_text(TEMPLATES[template])
+        cases = [*corpus(family), *own_fields(family)]
+        made[family, template] = Rendering(model_folder(FOLDERS[family]), cases, file)
+    return made
+
+
+@pytest.fixture(scope="module")
+def engines_prompts(sglang_env: Path, renderings: dict[Kind, Rendering]) -> dict[Kind, list[dict[str, Any]]]:
+    return dict(zip(renderings, rendered(sglang_env, renderings.values()), strict=True))
+
+
+@pytest.mark.parametrize(("family", "template"), KINDS)
 def test_the_prompt_is_the_engines_own(
-    family: str, template: str | None, sglang_env: Path, tmp_path: Path, record: Record
+    family: str,
+    template: str | None,
+    renderings: dict[Kind, Rendering],
+    engines_prompts: dict[Kind, list[dict[str, Any]]],
+    record: Record,
 ) -> None:
-    folder = model_folder(FOLDERS[family])
-    file = None
-    if template is not None:
-        file = tmp_path / "chat.jinja"
-        file.write_text(TEMPLATES[template])
+    folder, cases = renderings[family, template].folder, renderings[family, template].cases
     loaded = families.load_family(folder, None)
     assert loaded is not None
     prompter = PROMPTERS["sglang"].load(
         folder, family=loaded, chat_template=None if template is None else TEMPLATES[template]
     )
-    cases = [*corpus(family), *own_fields(family)]
-    theirs = rendered(sglang_env, folder, file, cases)
+    theirs = engines_prompts[family, template]
     different, both, refused = [], 0, 0
     for one, answer in zip(cases, theirs, strict=True):
         mine = ours(prompter, one)
@@ -171,17 +201,20 @@ def ours(prompter: Prompter, one: Case) -> "list[int] | ValueError":
         return error
 
 
-def rendered(
-    env: Path, folder: Path, template: Path | None, cases: list[Case], *, text_only: bool = False
-) -> list[dict[str, Any]]:
-    bodies = json.loads(json.dumps([one.body for one in cases]))
-    for one, body in zip(cases, bodies, strict=True):
+def rendered(env: Path, renderings: Iterable[Rendering]) -> list[list[dict[str, Any]]]:
+    """Return the engine's answers, of one process: it takes longer to start than to answer."""
+    command = [str(env / "bin" / "python"), str(Path(__file__).with_name("own_prompts.py"))]
+    asked = json.dumps([_asked(rendering) for rendering in renderings])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers: list[list[dict[str, Any]]] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return answers
+
+
+def _asked(rendering: Rendering) -> dict[str, Any]:
+    bodies = json.loads(json.dumps([one.body for one in rendering.cases]))
+    for one, body in zip(rendering.cases, bodies, strict=True):
         for at, number, _ in image_places(one):
             body["messages"][at]["content"][number]["image_url"]["url"] = "data:,"
-    file = None if template is None else str(template)
-    asked = {"folder": str(folder), "template": file, "text_only": text_only, "bodies": bodies}
-    command = [str(env / "bin" / "python"), str(Path(__file__).with_name("own_prompts.py"))]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[dict[str, Any]] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return answers
+    template = None if rendering.template is None else str(rendering.template)
+    return {"folder": str(rendering.folder), "template": template, "text_only": rendering.text_only, "bodies": bodies}

@@ -20,6 +20,7 @@ from conformance.engines import deployed as deployed_engines
 from conformance.engines import histories, sglang_manifest
 from local.rig import Deployment
 from local.test_sglang import BLOCK, LONG, Served, image, text
+from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
@@ -31,7 +32,7 @@ PROVE_SECONDS = 300.0
 """Bound of a hang: a router trusts what it sees a minute after its start, and engines may share two cores."""
 
 
-@pytest.fixture(scope="module", params=["artifact", "learned"])
+@pytest.fixture(scope="module", params=parameters(["artifact", "learned"], "artifact"))
 def served(
     request: pytest.FixtureRequest, sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -90,7 +91,6 @@ def test_repeats_are_exact_hits_and_another_image_hits_the_text_before_it_alone(
     assert other["cached"] == again["images"][0]["offset"] // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("served", ["artifact", pytest.param("learned", marks=pytest.mark.long_form)], indirect=True)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
 def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
     scenario(chat, web)

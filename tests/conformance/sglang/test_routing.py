@@ -26,9 +26,9 @@ from conformance.engines import Answer, History, deployed, sglang_manifest
 from conformance.prediction import Report, image_places, repeats
 from conformance.report import Cell, Cells
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
-from conformance.setups import parameters
 from conformance.workload import Case, case, image_part, picture, said, user
 from local.rig import Deployment
+from long_form import parameters
 from scenarios import completions_repeat_whole, open_chat
 from waiting import wait_for
 

@@ -12,8 +12,9 @@ from conformance.engine_process import BLOCK_SIZE, Engine, env_version, require_
 from conformance.engines import deployed, manifest, pool, served_directly, vllm_engine
 from conformance.prediction import Predictor
 from conformance.report import Cells
-from conformance.setups import REPOSITORIES, parameters, setup_families
+from conformance.setups import REPOSITORIES, setup_families
 from local.rig import Deployment
+from long_form import parameters
 from waiting import wait_for
 
 from mmrouter_lib.api import parse_deployment
@@ -38,7 +39,7 @@ class Served:
     engine: Engine
 
 
-@pytest.fixture(scope="session", params=parameters(REPOSITORIES, "qwen2_vl", "qwen3_vl", "phi3_v"))
+@pytest.fixture(scope="session", params=parameters(REPOSITORIES, "qwen2_vl"))
 def served(
     request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory, cells: Cells
 ) -> Iterator[Served]:
