@@ -57,6 +57,14 @@ def test_messages_in_anthropics_form_are_served(settled: Deployment) -> None:
         assert "event: message_stop" in stream.read().decode()
 
 
+def test_responses_are_served_as_the_chats_that_they_become(settled: Deployment) -> None:
+    body = {"model": "demo", "max_output_tokens": 4, "input": "Tell of the sea."}
+    answer = httpx.post(f"{settled.url}/v1/responses", json=body, timeout=60)
+    assert (answer.status_code, answer.json()["object"]) == (200, "response"), answer.text
+    with httpx.stream("POST", f"{settled.url}/v1/responses", json={**body, "stream": True}, timeout=60) as stream:
+        assert "event: response.completed" in stream.read().decode()
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [

@@ -1,23 +1,25 @@
-"""What clients are answered beside an engine's own bytes: errors, debug headers, and messages in Anthropic's form."""
+"""What clients are answered beside an engine's own bytes: errors, debug headers, chats in the form of other APIs."""
 
 from collections.abc import Awaitable, Callable
-from typing import Final, Protocol
+from functools import partial
+from typing import Any, Final, NamedTuple, Protocol
 
 import orjson
 
 from mmrouter_lib.engines.base.request_fields import MESSAGES
-from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.errors import FieldOf, RequestError
 from mmrouter_router.core.request_ids import NAME_HEADER
 from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.http.client_channel import Client, Headers
 from mmrouter_router.http.engine_connection import Sink
-from mmrouter_router.intake import COUNT_TOKENS
+from mmrouter_router.intake import CHAT_FIELDS, COUNT_TOKENS, ChatRequest
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.streams.messages import MessageStream, error_body, message_of
+from mmrouter_router.streams.responses import ResponseStream, response_of
 
 MESSAGE_PATHS: Final = frozenset({MESSAGES, COUNT_TOKENS})
 MESSAGE_ID: Final = b"request-id"  # the header that Anthropic's clients read
-MAX_MESSAGE: Final = 64 << 20  # bytes of an answer that is converted as a whole
+MAX_CONVERTED: Final = 64 << 20  # bytes of an answer that is converted as a whole
 
 
 def debug_headers(reply: EngineReply) -> Headers:
@@ -51,22 +53,56 @@ async def respond_json(client: Client, status: int, extra: Headers, body: bytes)
     await client.respond(status, [*headers, *extra], body)
 
 
-async def respond_message(
-    client: Client, reply: EngineReply, extra: Headers, run: Callable[[int, Callable[[], bytes]], Awaitable[bytes]]
+class EventConverter(Protocol):
+    def feed(self, events: bytes) -> bytes:
+        """Return the events for whole events of a chat."""
+
+
+class AnswerForm(NamedTuple):
+    """How the answer to a chat becomes that of the API by which the request came: ``whole``, or event by event."""
+
+    whole: Callable[[Any], Any]
+    stream: Callable[[], EventConverter]
+
+
+def form_of(path: str, prepared: Prepared) -> AnswerForm | None:
+    """Return the form of an answer, ``None`` where the client gets the engine's bytes."""
+    if path == MESSAGES:
+        return AnswerForm(message_of, partial(MessageStream, len(prepared.ids)))
+    request = prepared.request.response
+    if request is None:
+        return None
+    return AnswerForm(partial(response_of, request=request), partial(ResponseStream, request))
+
+
+async def respond_converted(
+    client: Client,
+    reply: EngineReply,
+    form: AnswerForm,
+    extra: Headers,
+    run: Callable[[int, Callable[[], bytes]], Awaitable[bytes]],
 ) -> None:
-    """Answer a whole chat as a message, which ``run`` makes beside the event loop where its bytes are many.
+    """Answer a whole chat in another form, which ``run`` makes beside the event loop where its bytes are many.
 
     Raises :class:`RequestError` for an answer that is none.
     """
     raw = bytearray(reply.first)
-    while len(raw) < MAX_MESSAGE and (piece := await reply.answer.piece()):
+    while len(raw) < MAX_CONVERTED and (piece := await reply.answer.piece()):
         raw += piece
     try:
-        body = await run(len(raw), lambda: orjson.dumps(message_of(orjson.loads(raw))))
+        body = await run(len(raw), lambda: orjson.dumps(form.whole(orjson.loads(raw))))
     except (orjson.JSONDecodeError, KeyError, TypeError, IndexError, AttributeError) as error:
         message = "The engine's answer cannot be read."
         raise RequestError(502, message, type="server_error", code="engine_error") from error
     await respond_json(client, 200, extra, body)
+
+
+def engine_error(request: ChatRequest, status: int, raw: bytes, field_of: FieldOf, hidden: set[str]) -> RequestError:
+    """Return an engine's error for the client, whose field it names even where the engine got a chat instead."""
+    error = RequestError.from_engine(status, raw, field_of, hidden)
+    if request.response is not None and error.param is not None:
+        error.param = CHAT_FIELDS.get(error.param.partition("[")[0].partition(".")[0], error.param)
+    return error
 
 
 def counted(prepared: Prepared) -> bytes:
@@ -87,31 +123,31 @@ class ChatStream(Protocol):
     async def pour(self, sink: Sink) -> None: ...
 
 
-class MessageSource:
-    """The source of a stream of messages, made from a chat's."""
+class ConvertedSource:
+    """The source of a stream in another form, made from a chat's."""
 
-    def __init__(self, chat: ChatStream, prompt_tokens: int) -> None:
-        self._chat, self._messages = chat, MessageStream(prompt_tokens)
-        self.first = self._messages.feed(chat.first)
+    def __init__(self, chat: ChatStream, converter: EventConverter) -> None:
+        self._chat, self._converter = chat, converter
+        self.first = converter.feed(chat.first)
 
     def remaining(self) -> None:
         """Return ``None``: more bytes of a stream can always follow."""
 
     async def piece(self) -> bytes:
         while events := await self._chat.piece():
-            if made := self._messages.feed(events):
+            if made := self._converter.feed(events):
                 return made
         return b""
 
     async def pour(self, sink: Sink) -> None:
-        await self._chat.pour(_Converted(sink, self._messages))
+        await self._chat.pour(_Converted(sink, self._converter))
 
 
 class _Converted:
-    """A sink that passes a chat's events on as those of a message."""
+    """A sink that passes a chat's events on in another form."""
 
-    def __init__(self, sink: Sink, messages: MessageStream) -> None:
-        self._sink, self._messages = sink, messages
+    def __init__(self, sink: Sink, converter: EventConverter) -> None:
+        self._sink, self._converter = sink, converter
 
     @property
     def full(self) -> bool:
@@ -121,5 +157,5 @@ class _Converted:
         self._sink.when_writable(callback)
 
     def write(self, piece: bytes) -> None:
-        if made := self._messages.feed(piece):
+        if made := self._converter.feed(piece):
             self._sink.write(made)

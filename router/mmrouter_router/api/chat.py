@@ -19,18 +19,20 @@ from prometheus_client import Counter
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, UNCACHED
-from mmrouter_lib.engines.base.request_fields import MESSAGES
+from mmrouter_lib.engines.base.request_fields import RESPONSES
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.admission.tenant_limits import Headers, TenantAdmission
 from mmrouter_router.api.answers import (
     MESSAGE_ID,
     MESSAGE_PATHS,
-    MessageSource,
+    ConvertedSource,
     counted,
     debug_headers,
+    engine_error,
+    form_of,
     refuse,
+    respond_converted,
     respond_json,
-    respond_message,
 )
 from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.core.request_ids import NAME_HEADER, RequestIds, client_name
@@ -95,14 +97,15 @@ class Chat:
         key_folder, required = settings.config_dir / "api-keys", spec.frontend.api_keys is not None
         self.tenants = Tenants(key_folder, settings.identity_key, required=required)
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
-        self._traits = TemplateTraits.of(preparer.prompter)
+        of_template: dict[str, Any] = {"traits": TemplateTraits.of(preparer.prompter)}
         enabled, seeds, traits = spec.routing.continue_streams, spec.routing.seed_streams, settings.answer_traits
+        own = {"modelled": preparer.models_responses, "parses_tools": traits.tools, "stored": settings.stores_responses}
+        self._parsing = {**dict.fromkeys(MESSAGE_PATHS, of_template), RESPONSES: own}
         by_tokens = self._adapter.continuation
         self._continuations = Continuations(
             forwarder, metrics, threads, enabled=enabled, seeds=seeds, traits=traits, by_tokens=by_tokens
         )
-        self._threads, self._admission = threads, admission
-        self.needs_prompt, self._answered = needs_prompt, answered
+        self._threads, self._admission, self.needs_prompt, self._answered = threads, admission, needs_prompt, answered
         self.decisions = DecisionLog()
         self.counts: collections.Counter[str] = collections.Counter()  # since the process started
         self.body_budget = BodyBudget(quantity_bytes(spec.frontend.max_held_bytes))
@@ -216,9 +219,7 @@ class Chat:
         if path in PASSED_ROUTES:
             return PARSERS[path](raw, self._limits, self._served_model, self._engine)
         arguments = raw, self._limits, self._loaded() | {self._served_model}, self._engine
-        if path in MESSAGE_PATHS:
-            return PARSERS[path](*arguments, traits=self._traits)
-        return PARSERS[path](*arguments)
+        return PARSERS[path](*arguments, **self._parsing.get(path, {}))
 
     async def _admit(
         self, client: Client, request_id: str, received: float, held: BodyReservation, extra: Headers
@@ -276,20 +277,21 @@ class Chat:
                 raw = await reply.error_text()
                 field_of, hidden = self._adapter.prompt_error_field, {reply.decision.target.worker.member.name}
                 hidden.add(reply.trace.answers)
-                rewrite = partial(RequestError.from_engine, reply.answer.status, raw, field_of, hidden)
+                rewrite = partial(engine_error, prepared.request, reply.answer.status, raw, field_of, hidden)
                 await refuse(client, await self._threads.run(tenant.name, len(raw), rewrite), extra)
             else:
                 dropped = _OF_STREAMS if reply.is_stream else _HOP_BY_HOP
                 passed = [(n, v) for n, v in reply.answer.headers if n not in dropped]
+                form = form_of(path, prepared)
                 if reply.is_stream:
                     stream = self._continuations.open(call, fingerprint, past, reply, self.decisions.add)
-                    source = MessageSource(stream, len(prepared.ids)) if path == MESSAGES else stream
+                    source = stream if form is None else ConvertedSource(stream, form.stream())
                     await client.stream(200, passed + extra, source.first, source)
                     if stream.failed:
                         return BROKEN_OFF
                     reply = stream.reply
-                elif path == MESSAGES:
-                    await respond_message(client, reply, extra, partial(self._threads.run, tenant.name))
+                elif form is not None:
+                    await respond_converted(client, reply, form, extra, partial(self._threads.run, tenant.name))
                 else:
                     await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
                 self._answered(reply.trace, prepared, outgoing)

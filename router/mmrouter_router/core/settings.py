@@ -96,6 +96,13 @@ class Settings:
         return adapter(spec.engine.type).answer_traits(args, read_json(self.model_dir, "config.json"))
 
     @property
+    def stores_responses(self) -> bool:
+        """Whether engines of vLLM were started to keep responses, by a variable that only a pod template can set."""
+        pods = [pool.pod_template.get("spec") or {} for pool in self.deployment.spec.pools]
+        variables = [each for pod in pods for one in pod.get("containers") or () for each in one.get("env") or ()]
+        return any(each.get("name") == "VLLM_ENABLE_RESPONSES_API_STORE" for each in variables)
+
+    @property
     def chat_template(self) -> Path:
         """Path of ``engine.chatTemplate``; the engine reads the same file."""
         return self.config_dir / "chat-template" / "template.jinja"

@@ -26,18 +26,20 @@ def prediction_line(
         )
     if unknown:
         line = f"chats are exact by the renderers' prompts, because family {unknown} is not modelled for {engine}"
-        affinity = "requests to /v1/completions and /v1/responses are placed by affinity"
+        affinity = "requests to /v1/completions"
     elif text_only:
         line = f"chats without media, and completions, are exact: the texts of {family} are modelled for {engine}"
-        affinity = "chats with media and requests to /v1/responses are placed by affinity"
+        affinity = "chats with media"
     else:
         line = f"chats with text and images, and completions, are exact: family {family} is modelled for {engine}"
-        affinity = "requests to /v1/responses are placed by affinity"
+        affinity = "chats with other media"
+    if engine != "vllm":
+        affinity += " and requests to /v1/responses"
     if learns_images and not text_only:
         line += "; an image is partial until its identity in the engine is computed or learned"
     if policy in PROMPT_BLIND_POLICIES:
         line += f"; policy {policy} ignores prompts, so only samples are predicted"
-    return f"{line}; {affinity}"
+    return f"{line}; {affinity} are placed by affinity"
 
 
 def log_decision(trace: DecisionTrace) -> None:

@@ -12,8 +12,10 @@ from mmrouter_router.intake.field_check import Cause, Reason
 from mmrouter_router.intake.forwarded_routes import parse_forwarded, parse_passed
 from mmrouter_router.intake.messages import COUNT_TOKENS, TemplateTraits, parse_messages
 from mmrouter_router.intake.request import ChatRequest, ImagePart, Limits, MediaPart
+from mmrouter_router.intake.responses import CHAT_FIELDS, parse_responses
 
 __all__ = [
+    "CHAT_FIELDS",
     "COUNT_TOKENS",
     "PARSERS",
     "Cause",
@@ -28,12 +30,13 @@ __all__ = [
     "parse_forwarded",
     "parse_messages",
     "parse_passed",
+    "parse_responses",
 ]
 
 PARSERS: Final[Mapping[str, Callable[..., ChatRequest]]] = {
     CHAT: parse_chat,
     COMPLETIONS: parse_completion,
-    RESPONSES: parse_forwarded,
+    RESPONSES: parse_responses,
     MESSAGES: parse_messages,
     COUNT_TOKENS: partial(parse_messages, counts=True),
     **{path: partial(parse_passed, path) for path in PASSED_ROUTES},

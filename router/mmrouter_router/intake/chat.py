@@ -4,6 +4,7 @@ Parts are allow-listed by type *and* by key: engines infer a missing type from k
 part with an image key would be a text to the router and an image to the engine.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,16 +22,21 @@ from mmrouter_router.intake.request import MIN_URI, ChatRequest, ImagePart, Limi
 
 def parse_chat(raw: Raw, limits: Limits, served: Served, engine: EngineType = "vllm") -> ChatRequest:
     """Parse and check the body of a chat request for one engine type. Raises :class:`RequestError` only."""
+    return parse_extracted(raw, limits, lambda body: parse_unextracted(body, limits, served, engine))
+
+
+def parse_extracted(raw: Raw, limits: Limits, parse: Callable[[Raw], ChatRequest]) -> ChatRequest:
+    """Return what ``parse`` makes of a body, which gets it without its large images. Raises what ``parse`` raises."""
     if len(raw) > limits.max_request_bytes:
         raise RequestError.too_large(limits.max_request_bytes)
     if len(raw) > MIN_URI and (extracted := extract_images(raw)) is not None:
         # Where this fails the original body is parsed, whose error quotes the client.
         with suppress(RequestError):
-            request = parse_unextracted(extracted.raw, limits, served, engine)
+            request = parse(extracted.raw)
             images = tuple(replace(image, inline=extracted.images.get(image.url)) for image in request.images)
             if sorted(image.url for image in images if image.inline is not None) == sorted(extracted.images):
                 return replace(request, images=images)
-    return parse_unextracted(raw, limits, served, engine)
+    return parse(raw)
 
 
 def parse_unextracted(raw: Raw, limits: Limits, served: Served, engine: EngineType) -> ChatRequest:
@@ -193,11 +199,15 @@ def _tool_calls(message: Object, path: str) -> None:
         json_body.required(function, "name", str, f"{place}.name")
         if isinstance(function.get("arguments"), dict):
             continue
-        arguments = json_body.optional(function, "arguments", str, f"{place}.arguments") or ""
-        # Engine and template parse this text with a recursive parser.
-        if arguments.count("[") + arguments.count("{") > MAX_DEPTH and json_body.text_depth(arguments) > MAX_DEPTH:
-            message_text = f"The arguments are nested more than {MAX_DEPTH} levels deep."
-            raise RequestError.invalid(message_text, param=f"{place}.arguments", code="invalid_value")
+        place = f"{place}.arguments"
+        check_arguments(json_body.optional(function, "arguments", str, place) or "", place)
+
+
+def check_arguments(arguments: str, path: str) -> None:
+    """Raise 400 for arguments of a tool call that the recursive parsers of engine and template could not read."""
+    if arguments.count("[") + arguments.count("{") > MAX_DEPTH and json_body.text_depth(arguments) > MAX_DEPTH:
+        message = f"The arguments are nested more than {MAX_DEPTH} levels deep."
+        raise RequestError.invalid(message, param=path, code="invalid_value")
 
 
 def check_tools(body: Object) -> None:

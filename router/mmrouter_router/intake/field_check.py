@@ -16,7 +16,7 @@ from mmrouter_router.core.errors import RequestError
 Exactness = Literal["exact", "bounded", "partial", "affinity"]
 """How much is predicted: all; all, but the engine may hit more than its events tell; up to the first image; nothing."""
 
-Cause = Effect | Literal["media", "template_argument", "several_prompts", "not_modelled"]
+Cause = Effect | Literal["media", "template_argument", "several_prompts", "not_modelled", "stored_messages"]
 
 
 class Reason(NamedTuple):

@@ -1,7 +1,7 @@
 """Parsers for the routes whose prompts are not predicted.
 
-``POST /v1/responses`` is placed by affinity. The passed routes (:mod:`mmrouter_lib.engines.base.passed_routes`) go to
-the least loaded engine that serves them.
+``POST /v1/responses`` is placed by affinity where it is not modelled (:mod:`.responses`). The passed routes
+(:mod:`mmrouter_lib.engines.base.passed_routes`) go to the least loaded engine that serves them.
 
 Media anywhere in the input (``input_image`` parts, screenshots in tool outputs) is fetched as for a chat and put into
 the body. References that the engine would have to resolve (``file_url``, ``file_id``) and embeddings are refused.
@@ -42,7 +42,13 @@ _BESIDE_MEDIA = words("type detail cache_control prompt_cache_breakpoint").union
 )
 
 
-def parse_forwarded(raw: Raw, limits: Limits, served: Served, engine: EngineType = "vllm") -> ChatRequest:
+def parse_forwarded(
+    raw: Raw,
+    limits: Limits,
+    served: Served,
+    engine: EngineType = "vllm",
+    reason: Reason = Reason(_INPUT, "not_modelled"),  # noqa: B008 - immutable
+) -> ChatRequest:
     """Parse and check the body of a forwarded route. Raises :class:`RequestError` only."""
     body = json_body.parse_object(raw, limits.max_request_bytes)
     model = json_body.model_of(body, served)
@@ -62,7 +68,7 @@ def parse_forwarded(raw: Raw, limits: Limits, served: Served, engine: EngineType
         stream=json_body.flag(body, "stream", nullable=True),
         max_tokens=json_body.max_tokens(body, "max_output_tokens"),
         body=body,
-        inexact=(Reason(_INPUT, "not_modelled"),),
+        inexact=(reason,),
         removed=tuple(sorted(removed)),
         source=raw,
         endpoint=RESPONSES,

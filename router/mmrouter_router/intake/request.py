@@ -133,6 +133,7 @@ class ChatRequest:
     """A checked request; treat it as immutable. ``inexact`` is empty where the prompt is modelled.
 
     ``removed``: fields that clients may not set. ``prompt``: the first one of a completion, a text or token ids (u32).
+    ``response``: fields that the answer to a request of ``/v1/responses`` repeats, where it became this chat.
     A completion and a forwarded request have no ``images``, and ``messages`` hold the beginning of the prompt as one
     user message, for affinity only; a forwarded request always has a reason.
     """
@@ -150,6 +151,7 @@ class ChatRequest:
     endpoint: str = CHAT
     form: tuple[str, bytes] | None = None  # content type and body of a request that is a form instead of JSON
     prompt: "str | array[int] | None" = None
+    response: dict[str, Any] | None = None
 
     @property
     def text_size(self) -> int:
@@ -159,4 +161,4 @@ class ChatRequest:
     @property
     def prompt_field(self) -> str:
         """The field that an error in the prompt is about."""
-        return _PROMPT_FIELDS.get(self.endpoint, "input")
+        return "input" if self.response is not None else _PROMPT_FIELDS.get(self.endpoint, "input")

@@ -124,6 +124,8 @@ class Preparer:
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
         self.unpredicted = model.unpredicted
+        # vLLM renders responses of gpt-oss in its Harmony format, with tools of its own, and those of others as chats.
+        self.models_responses = settings.deployment.spec.engine.type == "vllm" and model.name != "gpt_oss"
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key

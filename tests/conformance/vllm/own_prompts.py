@@ -1,10 +1,11 @@
 """Prompts by vLLM's own code: its request models, renderer and tokenizer, without an engine.
 
-    python own_prompts.py < {"folders": [...], "chats": [...], "completions": [...]}
+    python own_prompts.py < {"folders": [...], "chats": [...], "completions": [...], "responses": [...]}
 
-Run by the engine environment's Python. The last line of the output is a JSON object: for each folder a list with the
-token ids of every chat, then of every completion, or the reason of a refusal. A chat with images is an object of
-``ids`` and ``images``, (name, offset, length) each.
+Run by the engine environment's Python. ``context``: tokens of the models' context, 8,192 by default. The last line of
+the output is a JSON object: for each folder a list with the token ids of every chat, then of every completion and of
+every request of /v1/responses, or the reason of a refusal. A prompt with images is an object of ``ids`` and ``images``,
+(name, offset, length) each.
 """
 
 import asyncio
@@ -12,15 +13,19 @@ import json
 import sys
 from typing import Any
 
+Kind = str
+KINDS = "chats", "completions", "responses"
 
-async def prompts(folder: str, chats: list[dict[str, Any]], completions: list[dict[str, Any]]) -> list[Any]:
+
+async def prompts(folder: str, context: int, bodies: list[tuple[Kind, dict[str, Any]]]) -> list[Any]:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    config = ModelConfig(model=folder, dtype="float32", max_model_len=8192, limit_mm_per_prompt={"image": 32})
+    config = ModelConfig(model=folder, dtype="float32", max_model_len=context, limit_mm_per_prompt={"image": 32})
     server = OnlineRenderer(
         config,
         renderer_from_config(VllmConfig(model_config=config)),
@@ -29,13 +34,17 @@ async def prompts(folder: str, chats: list[dict[str, Any]], completions: list[di
         chat_template_content_format="auto",
     )
 
-    async def asked(body: dict[str, Any], *, chat: bool) -> Any:
+    async def asked(kind: Kind, body: dict[str, Any]) -> Any:
+        body = {**body, "model": "m"}
         try:
-            if chat:
-                made = await server.render_chat(ChatCompletionRequest(**body, model="m"))
+            if kind == "chats":
+                made = await server.render_chat(ChatCompletionRequest(**body))
                 made = made[1] if isinstance(made, tuple) else made
+            elif kind == "responses":
+                made = await server.render_responses(ResponsesRequest(**body))
+                made = [made.engine_input] if hasattr(made, "engine_input") else made
             else:
-                made = await server.render_completion(CompletionRequest(**body, model="m"))
+                made = await server.render_completion(CompletionRequest(**body))
         except Exception as error:  # as the engine's server does, which answers any of them with an error
             return {"refused": f"{type(error).__name__}: {error}"}
         if not isinstance(made, list):
@@ -46,15 +55,15 @@ async def prompts(folder: str, chats: list[dict[str, Any]], completions: list[di
         named = zip(made[0]["mm_hashes"]["image"], places["image"], strict=True)
         return {"ids": ids, "images": [[name, place.offset, place.length] for name, place in named]}
 
-    return [*[await asked(body, chat=True) for body in chats], *[await asked(body, chat=False) for body in completions]]
+    return [await asked(kind, body) for kind, body in bodies]
 
 
 def main() -> None:
     request = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # logs are no part of the answer
-    answers = {
-        folder: asyncio.run(prompts(folder, request["chats"], request["completions"])) for folder in request["folders"]
-    }
+    bodies = [(kind, body) for kind in KINDS for body in request.get(kind, ())]
+    context = request.get("context", 8192)
+    answers = {folder: asyncio.run(prompts(folder, context, bodies)) for folder in request["folders"]}
     output.write("\n" + json.dumps(answers) + "\n")
 
 

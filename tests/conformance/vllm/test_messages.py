@@ -14,7 +14,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, context_length
-from conformance.prediction import MAX_PIXELS, Predictor
+from conformance.prediction import MAX_PIXELS, Predictor, decode
 from conformance.rendering import Rendered, renderer
 from conformance.setups import REPOSITORIES, setup_families
 from conformance.workload import picture
@@ -121,8 +121,7 @@ def predicted(predictor: Predictor, traits: TemplateTraits, body: dict[str, Any]
 def chat_of(predictor: Predictor, request: ChatRequest) -> Predicted:
     shown, rewrites = [], []
     for image in request.images:
-        assert image.inline is not None
-        data = image.inline.data
+        data = image.inline.data if image.inline is not None else decode(image.url)
         size = probe(data, max_pixels=MAX_PIXELS, exif=predictor.family.rotates_exif)
         identity = media_identity(data, predictor.family.pixel_options, key=predictor.key)
         count = predictor.family.count(size.width, size.height)

@@ -158,15 +158,16 @@ def test_log_probabilities_of_a_chat_list_as_many_tokens_as_asked_for(top, liste
 @pytest.mark.parametrize(
     ("engine", "args", "config", "traits"),
     [
-        ("vllm", [[], ["--enforce-eager"]], {}, ("seeded", False)),
-        ("vllm", [[], ["--reasoning-parser=qwen3"]], {}, ("seeded", True)),
-        ("vllm", [["--reasoning_parser", "qwen3"]], {"canvas_length": 32}, ("none", True)),
-        ("sglang", [[]], {}, ("none", False)),
-        ("sglang", [["--enable-deterministic-inference"], []], {}, ("none", False)),
-        ("sglang", [["--enable-deterministic-inference"]] * 2, {}, ("all", False)),
+        ("vllm", [[], ["--enforce-eager"]], {}, ("seeded", False, False)),
+        ("vllm", [[], ["--reasoning-parser=qwen3"]], {}, ("seeded", True, False)),
+        ("vllm", [["--tool-call-parser", "hermes"]], {}, ("seeded", False, True)),
+        ("vllm", [["--reasoning_parser", "qwen3"]], {"canvas_length": 32}, ("none", True, False)),
+        ("sglang", [[]], {}, ("none", False, False)),
+        ("sglang", [["--enable-deterministic-inference"], []], {}, ("none", False, False)),
+        ("sglang", [["--enable-deterministic-inference"]] * 2, {}, ("all", False, False)),
     ],
 )
-def test_flags_and_model_decide_which_sampled_answers_are_alike(engine, args, config, traits):
+def test_flags_and_model_decide_the_traits_of_answers(engine, args, config, traits):
     assert adapter(engine).answer_traits(args, config) == traits
 
 

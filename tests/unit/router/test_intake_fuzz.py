@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import Limits, parse_chat, parse_completion, parse_forwarded
+from mmrouter_router.intake import Limits, parse_chat, parse_completion, parse_forwarded, parse_responses
 from mmrouter_router.intake.json_body import depth, parse_object, text_depth
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
@@ -62,6 +62,23 @@ RESPONSES = {
     "stream": False,
     "max_output_tokens": 3,
 }
+ITEMS = {
+    "model": "demo",
+    "instructions": "be brief",
+    "input": [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:,a"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": "data:,b"}]},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {}}],
+    "reasoning": {"effort": "low"},
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
+    "include": ["message.output_text.logprobs"],
+    "max_output_tokens": 3,
+}
 ODD = [None, True, False, 0, -1, 2**70, 1.5, "", "x", "text", "image_url", "\ud800", [], {}, [[]], [{}], {"url": "x"}]
 NAMES = ["type", "role", "content", "image_url", "url", "uuid", "image_embeds", "file_url", "tool_calls", "new"]
 
@@ -107,7 +124,8 @@ def outcome(parse, raw):
 
 
 @pytest.mark.parametrize(
-    ("parse", "body"), [(parse_chat, CHAT), (parse_forwarded, RESPONSES), (parse_completion, COMPLETION)]
+    ("parse", "body"),
+    [(parse_chat, CHAT), (parse_forwarded, RESPONSES), (parse_completion, COMPLETION), (parse_responses, ITEMS)],
 )
 def test_mutated_requests_are_accepted_or_refused(parse, body):
     read = 0
@@ -125,7 +143,7 @@ def test_mutated_requests_are_accepted_or_refused(parse, body):
             part = request.messages[image.message]["content"][image.part]
             assert (part["type"], part["image_url"]) == ("image_url", {"url": image.url}), seed
         assert all(part.holder[part.key] == "" for part in request.media), seed
-        if parse is parse_forwarded:
+        if request.endpoint == "/v1/responses":
             prompts = {
                 name: request.body[name] for name in ("input", "previous_input_messages") if name in request.body
             }
@@ -143,7 +161,7 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.parametrize("parse", [parse_chat, parse_forwarded, parse_completion])
+@pytest.mark.parametrize("parse", [parse_chat, parse_forwarded, parse_completion, parse_responses])
 @settings(max_examples=25, deadline=None)
 @given(raw=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 @example(raw=b'{"model":"demo","messages":' + b"[" * 100_000)

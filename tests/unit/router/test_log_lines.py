@@ -56,7 +56,15 @@ def test_the_line_at_the_start_says_what_is_exact_and_why_not(policy, roles, unk
 def test_the_line_at_the_start_says_that_media_are_not_predicted():
     line = prediction_line(deployed("kv").spec, family="qwen3", unknown="", learns_images=True, text_only=True)
     assert "chats without media, and completions, are exact: the texts of qwen3 are modelled for vllm;" in line
-    assert "chats with media and requests to /v1/responses are placed by affinity" in line
+    assert line.endswith("; chats with media are placed by affinity")
+
+
+@pytest.mark.parametrize(("engine", "placed"), [("vllm", ""), ("sglang", " and requests to /v1/responses")])
+def test_the_line_at_the_start_names_the_routes_that_an_engine_renders_by_rules_of_its_own(engine, placed):
+    spec = deployed("kv").spec
+    spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"type": engine})})
+    line = prediction_line(spec, family="qwen2_vl", unknown="", learns_images=False)
+    assert line.endswith(f"; chats with other media{placed} are placed by affinity")
 
 
 def test_lines_at_debug_are_not_limited():

@@ -18,11 +18,13 @@ class AnswerTraits(NamedTuple):
     """What flags and model decide about the answers of a deployment's engines.
 
     ``reproducible``: the sampled answers that every engine gives alike: those of requests with a seed, all, or none.
-    ``reasoning``: whether the engines separate reasoning from the answer.
+    ``reasoning``: whether the engines separate reasoning from the answer. ``tools``: whether they find
+    calls of tools in it.
     """
 
     reproducible: Literal["none", "seeded", "all"] = "none"
     reasoning: bool = False
+    tools: bool = False
 
 
 class ContinuationError(ValueError):

@@ -61,9 +61,12 @@ _IDS: Final = re.compile(rb',"(?:prompt_)?token_ids":(?:null|\[[0-9,]*\])')
 
 
 def answer_traits(args: Sequence[Sequence[str]], config: Mapping[str, Any]) -> AnswerTraits:
-    reasoning = any(chosen_flags(each, frozenset({"--reasoning-parser"})) for each in args)
+    reasoning, tools = (
+        any(chosen_flags(each, frozenset({flag})) for each in args)
+        for flag in ("--reasoning-parser", "--tool-call-parser")
+    )
     refuses_seeds = config.get("canvas_length") is not None  # a diffusion model
-    return AnswerTraits("none" if refuses_seeds else "seeded", reasoning)
+    return AnswerTraits("none" if refuses_seeds else "seeded", reasoning, tools)
 
 
 def obstacle(path: str, body: Mapping[str, Any]) -> Obstacle | None:
