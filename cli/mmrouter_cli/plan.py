@@ -197,7 +197,8 @@ def _restarts(path: str, pool: str) -> bool:
     if not pool:
         if path.startswith("pools["):
             return field.startswith(_OF_A_ROUTER) or path.endswith("]")
-        return not path.startswith(("frontend.replicas", "frontend.service", "paused", "networkPolicy", "sidecar"))
+        without = ("frontend.replicas", "frontend.service", "frontend.gateway", "paused", "networkPolicy", "sidecar")
+        return not path.startswith(without)
     if path.startswith("pools["):
         return path.startswith(f"pools[{pool}]") and not field.startswith(_NO_RESTART)
     return not path.startswith(("frontend", "paused", "networkPolicy", "observability", "verification"))

@@ -179,6 +179,7 @@ class Router:
             count_slow=lambda part: self.metrics.slow_clients.labels(part).inc(),
         )
         metrics = metrics_app(self.metrics, lambda: self.ready)
+        picker = self._picker(certificate)
         control = port_apps.control_app(
             settings.control_token,
             self.reporter,
@@ -192,6 +193,7 @@ class Router:
             refusals=self.metrics.control_refusals,
             feed_keys=lambda: sorted({fingerprint(key) for one in self._curve for key in (one.public, one.server)}),
             live=self._live_view(),
+            gateway_requests=None if picker is None else lambda: picker.requests,
         )
         admin = {port_apps.CONTROL_PORT: control, METRICS_PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
@@ -204,7 +206,6 @@ class Router:
             loops += [self.chat.tenants.follow, *(component.run for component in components if component is not None)]
             loops += [watched.watch for watched in (certificate, self.trust) if watched is not None]
             running = [tasks.create_task(loop(), name=loop.__qualname__) for loop in loops]
-            picker = self._picker()
             picking = [] if picker is None else [tasks.create_task(picker.serve(settings.drain_seconds), name="picker")]
             await serve(clients, others, self.shutdown)
             await asyncio.gather(*picking)
@@ -295,7 +296,7 @@ class Router:
             more = self.fleet.index.sweep()
             await asyncio.sleep(0 if more else SWEEP_SECONDS)
 
-    def _picker(self) -> "Picker | None":
+    def _picker(self, certificate: ServerCertificate | None) -> "Picker | None":
         """Return the server for gateways, ``None`` where the deployment has none."""
         settings = self.settings
         if settings.deployment.spec.frontend.mode != "endpointPicker":
@@ -310,6 +311,7 @@ class Router:
             self.shutdown,
             lambda: self.ready and self._serves(),
             host=settings.host,
+            certificate=certificate,
             test_selection=settings.test_selection,
         )
 

@@ -8,8 +8,17 @@ from mmrouter_cli.doctor.findings import ClusterFacts, Finding, Object, ok, prob
 from mmrouter_cli.status.control_api import Unread
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_lib.api.crd import HASH_ANNOTATION, NAME, definition
-from mmrouter_operator.model.kinds import DRA_API, KEDA_API, POD_METRICS_APIS, POD_MONITOR_API, Capabilities
+from mmrouter_operator.model.kinds import (
+    DRA_API,
+    GATEWAY_API,
+    INFERENCE_POOL_API,
+    KEDA_API,
+    POD_METRICS_APIS,
+    POD_MONITOR_API,
+    Capabilities,
+)
 from mmrouter_operator.model.views import pod_view
+from mmrouter_operator.status.conditions_from_gateways import gateway_apis
 
 SLACK_SECONDS = 5.0
 """Tolerance of a Lease's age, for clocks that differ."""
@@ -125,6 +134,10 @@ def api_check(facts: ClusterFacts, dep: MMRouterDeployment) -> Iterator[Finding]
     if dep.spec.observability.pod_monitor == "Enabled":
         how = "Install the Prometheus operator, or set observability.podMonitor to Auto."
         wanted.append(("observability.podMonitor", (POD_MONITOR_API,), how))
+    fields = {"frontend.mode: endpointPicker": INFERENCE_POOL_API, "frontend.gateway": GATEWAY_API}
+    how = "Install the Gateway API and, for endpointPicker, its inference extension."
+    needed = gateway_apis(dep)
+    wanted += [(field, (api,), how) for field, api in fields.items() if api in needed]
     claimed = [pool.name for pool in dep.spec.pools if pool.accelerator.claims]
     if claimed:
         how = "Use Kubernetes 1.34 or later, where it is on by default, or accelerator.count instead of claims."

@@ -21,7 +21,7 @@ _UNDER_WAY = frozenset({"RollingOut", "Verifying", "NoReplicas", "Paused", "Secr
 _ADVICE_ONLY = frozenset(
     (
         *(c.REVISION_PINNED, c.AUTHENTICATED, c.AUTOSCALING, c.MONITORING, c.RESTRICTED),
-        *(c.OVERLAID, c.CHAIN, c.PRESSURE, c.COMPATIBLE),
+        *(c.OVERLAID, c.CHAIN, c.PRESSURE, c.COMPATIBLE, c.GATEWAY),
     )
 )
 """Conditions that keep nothing from working."""

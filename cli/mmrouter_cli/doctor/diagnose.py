@@ -11,9 +11,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from mmrouter_cli.cluster_reader import Object, Reader, attempt, namespace_of, reading
-from mmrouter_cli.doctor import check_cluster, check_deployment, check_routing
+from mmrouter_cli.doctor import check_cluster, check_deployment, check_gateway, check_routing
 from mmrouter_cli.doctor.check_capacity import capacity_check
-from mmrouter_cli.doctor.findings import ClusterFacts, DeploymentFacts, Diagnosis, Finding, FrontendFacts, RoutingFacts
+from mmrouter_cli.doctor.check_gateway import LIMIT_KINDS, LimitKind
+from mmrouter_cli.doctor.findings import (
+    ClusterFacts,
+    DeploymentFacts,
+    Diagnosis,
+    Finding,
+    FrontendFacts,
+    GatewayFacts,
+    RoutingFacts,
+)
 from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, State, Unread, client, fetch, open_frontends
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
@@ -21,7 +30,8 @@ from mmrouter_lib.api.crd import VERSION
 from mmrouter_operator.cluster.client import NotFound
 from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.external_refs import references
-from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, POOL_LABEL, RESOURCE, ROLE_LABEL, Ref
+from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, POOL_LABEL, RESOURCE, ROLE_LABEL, Capabilities, Ref
+from mmrouter_operator.status.conditions_from_gateways import gateway_apis
 
 
 async def on_cluster(
@@ -38,7 +48,7 @@ async def on_cluster(
         if not isinstance(cluster.apis, Unread) and f"{CRD.partition('.')[2]}/{VERSION}" not in cluster.apis:
             return diagnoses
         for resource in await resources(reader, namespace, name):
-            facts = await read_deployment(reader, resource)
+            facts = await read_deployment(reader, resource, cluster)
             routing = await read_routing(reader, facts, kubeconfig, control, token)
             diagnoses.append(of_deployment(cluster, facts, routing))
     return diagnoses
@@ -67,6 +77,7 @@ def of_deployment(cluster: ClusterFacts, facts: DeploymentFacts, frontends: Rout
     checks["pods"] = check_deployment.pod_check(facts)
     if not isinstance(dep, SpecError):
         checks["shared memory"] = check_deployment.memory_check(facts, dep)
+        checks["gateway"] = check_gateway.gateway_check(facts, dep, frontends)
     checks |= _of_frontends(frontends) if frontends is not None else {}
     return _diagnosis(f"{facts.resource['metadata']['namespace']}/{facts.name}", checks)
 
@@ -123,7 +134,7 @@ async def resources(reader: Reader, namespace: str, name: str | None) -> list[Ob
     return [resource]
 
 
-async def read_deployment(reader: Reader, resource: Object) -> DeploymentFacts:
+async def read_deployment(reader: Reader, resource: Object, cluster: ClusterFacts) -> DeploymentFacts:
     namespace, name = resource["metadata"]["namespace"], resource["metadata"]["name"]
     dep = read_spec(resource)
     mine = reader.items(KINDS["Pod"].path(namespace), labelSelector=f"{DEPLOYMENT_LABEL}={name}")
@@ -137,6 +148,7 @@ async def read_deployment(reader: Reader, resource: Object) -> DeploymentFacts:
         pods=pods,
         referred=dict(zip(named, referred, strict=True)),
         shared_memory=await _shared_memory(reader, [] if isinstance(pods, Unread) else pods),
+        gateway=await _gateway(reader, dep, cluster) if isinstance(dep, MMRouterDeployment) else None,
     )
 
 
@@ -209,6 +221,41 @@ async def _renewed(reader: Reader, leases: Sequence[Object]) -> bool:
         if any(lease["metadata"]["resourceVersion"] not in before for lease in await _leases(reader)):
             return True
     return False
+
+
+async def _gateway(reader: Reader, dep: MMRouterDeployment, cluster: ClusterFacts) -> GatewayFacts | None:
+    """Read what lies between gateways and a deployment; ``None`` for one that is not behind a gateway."""
+    gateway, namespace = dep.spec.frontend.gateway, dep.metadata.namespace
+    if not (apis := gateway_apis(dep)):
+        return None
+    served = Capabilities(frozenset() if isinstance(cluster.apis, Unread) else cluster.apis)
+    objects: Sequence[Object] | Unread | None = None
+    if all(served.serves(api) for api in apis):
+        found = await asyncio.gather(
+            *(
+                attempt(_or_none(reader, KINDS[kind].path(namespace, dep.metadata.name)))
+                for kind in ("InferencePool", "HTTPRoute")
+                if KINDS[kind].api in apis
+            )
+        )
+        failed = next((one for one in found if isinstance(one, Unread)), None)
+        objects = failed or [one for one in found if isinstance(one, dict)]
+    # Policies are where their target is: the route, or a Gateway of another namespace.
+    homes = {namespace, *(ref.namespace or namespace for ref in (gateway.parent_refs if gateway is not None else ()))}
+    kinds = [kind for kind in LIMIT_KINDS if served.serves(kind.api)]
+    policies, *limits = await asyncio.gather(
+        attempt(reader.items(KINDS["NetworkPolicy"].path(namespace))),
+        *(attempt(_limit_policies(reader, kind, sorted(homes))) for kind in kinds),
+    )
+    return GatewayFacts(objects, policies, dict(zip(kinds, limits, strict=True)))
+
+
+async def _limit_policies(reader: Reader, kind: LimitKind, namespaces: Sequence[str]) -> list[Object]:
+    try:
+        paths = [f"/apis/{kind.api}/namespaces/{namespace}/{kind.plural}" for namespace in namespaces]
+        return [policy for path in paths for policy in await reader.items(path)]
+    except NotFound:  # a release of that gateway without this kind
+        return []
 
 
 async def _shared_memory(reader: Reader, pods: Sequence[Object]) -> dict[str, tuple[int, int]] | Unread:

@@ -116,6 +116,18 @@ class ClusterFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayFacts:
+    """What lies between gateways and a deployment."""
+
+    objects: Sequence[Object] | Unread | None = None
+    """Its InferencePool and its HTTPRoute; ``None`` where the cluster does not serve their APIs."""
+    policies: Sequence[Object] | Unread = ()
+    """NetworkPolicies of its namespace."""
+    limits: Mapping[Any, Sequence[Object] | Unread] = field(default_factory=dict)
+    """Kind of a policy that limits bodies (:class:`.check_gateway.LimitKind`) -> those that may be for its route."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentFacts:
     """One deployment and its objects."""
 
@@ -127,6 +139,8 @@ class DeploymentFacts:
     """Objects that the resource names and does not own; ``None``: missing."""
     shared_memory: Mapping[str, tuple[int, int]] | Unread = field(default_factory=dict)
     """Pod -> used bytes and size of its /dev/shm, where the kubelet reports it."""
+    gateway: GatewayFacts | None = None
+    """``None`` for a deployment that is not behind a gateway."""
 
     @property
     def name(self) -> str:

@@ -127,12 +127,16 @@ class LocalCluster:
             task.add_done_callback(log_failure(pod.log))
             self._tasks.append(task)
 
-    async def open_gateway(self) -> None:
-        """Start Envoy in front of the routers; its address becomes the endpoint. Raises :class:`LocalError`."""
+    async def open_gateway(self, *, tls: bool) -> None:
+        """Start Envoy in front of the routers, whose pickers serve ``tls`` or not; its address becomes the endpoint.
+
+        Raises :class:`LocalError`.
+        """
         config = envoy_config(
             (self._block.service, GATEWAY_PORT),
             [(pod.ip, PICKER_PORT) for pod in filter(is_frontend, self.pods)],
             admin=self.run_dir / "envoy.sock",
+            tls=tls,
         )
         self._gateway = await start_envoy(config, self.run_dir, self._guard, self._log)
         self.endpoint = f"http://{self._block.service}:{GATEWAY_PORT}"

@@ -36,9 +36,10 @@ def find_envoy() -> str:
 
 
 def envoy_config(
-    listen: Address, pickers: Sequence[Address], *, admin: Path, fail_open_to: Sequence[Address] = ()
+    listen: Address, pickers: Sequence[Address], *, admin: Path, tls: bool = False, fail_open_to: Sequence[Address] = ()
 ) -> dict[str, Any]:
-    """Return Envoy's configuration. ``admin``: path of its admin interface, a Unix socket.
+    """Return Envoy's configuration. ``admin``: path of its admin interface, a Unix socket. ``tls``: pickers serve TLS,
+    with any certificate.
 
     Requests go to the address that a picker answers. Without a picker they are answered 5xx, or go to the engines
     ``fail_open_to`` in turn.
@@ -65,7 +66,7 @@ def envoy_config(
                     "filter_chains": [{"filters": [_connections(fail_open=bool(fail_open_to))]}],
                 }
             ],
-            "clusters": [_pickers(pickers), {**chosen, "connect_timeout": "2s"}],
+            "clusters": [_pickers(pickers, tls=tls), {**chosen, "connect_timeout": "2s"}],
         },
     }
 
@@ -106,7 +107,7 @@ def _connections(*, fail_open: bool) -> dict[str, Any]:
     )
 
 
-def _pickers(addresses: Sequence[Address]) -> dict[str, Any]:
+def _pickers(addresses: Sequence[Address], *, tls: bool) -> dict[str, Any]:
     options = {
         "envoy.extensions.upstreams.http.v3.HttpProtocolOptions": {
             "@type": f"{_TYPE}.extensions.upstreams.http.v3.HttpProtocolOptions",
@@ -121,6 +122,11 @@ def _pickers(addresses: Sequence[Address]) -> dict[str, Any]:
         "healthy_threshold": 1,
         "grpc_health_check": {"service_name": "readiness"},
     }
+    # As gateways do: the certificate encrypts and is not verified.
+    unverified = {"validation_context": {"trust_chain_verification": "ACCEPT_UNTRUSTED"}, "alpn_protocols": ["h2"]}
+    encrypted = _typed(
+        "envoy.transport_sockets.tls", "transport_sockets.tls.v3.UpstreamTlsContext", common_tls_context=unverified
+    )
     return {
         "name": "pickers",
         "type": "STATIC",
@@ -128,6 +134,7 @@ def _pickers(addresses: Sequence[Address]) -> dict[str, Any]:
         "typed_extension_protocol_options": options,
         "health_checks": [check],
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
+        **({"transport_socket": encrypted} if tls else {}),
         **_endpoints("pickers", addresses),
     }
 

@@ -98,7 +98,7 @@ async def _work(
     except (TimeoutError, VainError) as error:
         raise NotReadyError(str(error)) from error
     if gateway:
-        await cluster.open_gateway()
+        await cluster.open_gateway(tls=deployment.spec.frontend.tls is not None)
     endpoint = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
     await wait_verified(endpoint, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")

@@ -5,7 +5,18 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmrouter_lib.api.cross_field_rules import Broken, Resource, broken, rule
-from mmrouter_lib.api.shared_types import DataKey, Decimal, ObjectName, Opaque, Resources, SecretName, Size, by_key
+from mmrouter_lib.api.shared_types import (
+    DNS_LABEL,
+    HOSTNAME,
+    DataKey,
+    Decimal,
+    ObjectName,
+    Opaque,
+    Resources,
+    SecretName,
+    Size,
+    by_key,
+)
 
 _DIVISIBLE = " && ".join(
     f"(!has(%s.{limit}) || %s.{limit} >= self.replicas)" for limit in ("requestsPerMinute", "concurrency")
@@ -126,6 +137,36 @@ class Tenants(Resource):
         return self
 
 
+class GatewayRef(Resource):
+    """A Gateway that the route belongs to."""
+
+    name: ObjectName
+    """Name of the Gateway."""
+    namespace: Annotated[str, Field(min_length=1, max_length=63, pattern=DNS_LABEL)] | None = None
+    """Namespace of the Gateway, whose listener must admit routes of this one. Absent: this one."""
+    section_name: ObjectName | None = None
+    """Name of the Gateway's listener. Absent: every listener that admits the route."""
+
+
+class Gateway(Resource):
+    """An HTTPRoute from Gateways to the deployment: to the frontends' Service, or with mode endpointPicker to the
+    InferencePool."""
+
+    parent_refs: list[GatewayRef] = Field(min_length=1, max_length=16)
+    """The Gateways."""
+    hostnames: list[Annotated[str, Field(min_length=1, max_length=253, pattern=HOSTNAME)]] = Field(
+        default=[], max_length=16
+    )
+    """Host names of requests for this deployment, such as `models.example.com` or `*.example.com`. Absent: those of the
+    listener."""
+    model_header: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9-]+$")] | None = None
+    """Header in which the gateway puts a request's model, such as `x-gateway-model-name`: the route takes only requests
+    for model.servedName. Absent: it takes all requests of its host names."""
+    request_timeout: Annotated[str, Field(max_length=20, pattern=r"^([0-9]{1,5}(h|m|s|ms)){1,4}$")] | None = None
+    """Time for a whole answer, streams included, such as `30m`; `0s` for no limit. Absent: the gateway's own limit,
+    which is 15 s at some."""
+
+
 class Frontend(Resource):
     """The routers, as equal replicas."""
 
@@ -145,7 +186,9 @@ class Frontend(Resource):
     """API keys and their tenants. Absent: no authentication and a single tenant; the condition Authenticated is
     False."""
     tls: Tls | None = None
-    """TLS on the client port, which then serves no plain HTTP. Absent: plain HTTP."""
+    """TLS on the client port, which then serves no plain HTTP, and on the endpoint picker's. Absent: plain HTTP."""
+    gateway: Gateway | None = None
+    """An HTTPRoute from Gateways to the deployment. Absent: none is created."""
     tenants: Tenants | None = None
     """Limits and priorities of tenants. Absent: tenants have no limits, and no request waits while all engines are
     full."""
@@ -156,6 +199,11 @@ class Frontend(Resource):
     def _tls_port(self) -> bool:
         """port 80 is the port of plain HTTP: with frontend.tls set service.port to 443 or another port"""
         return self.tls is None or self.service.port != 80
+
+    @rule("gateway", "!has(self.gateway) || !has(self.tls) || self.mode == 'endpointPicker'")
+    def _route_is_plain(self) -> bool:
+        """the route leads to plain HTTP: remove frontend.tls, or use your own HTTPRoute with a BackendTLSPolicy"""
+        return self.gateway is None or self.tls is None or self.mode == "endpointPicker"
 
     @rule("service.port", "self.mode != 'endpointPicker' || self.service.port != 9002")
     def _picker_port(self) -> bool:

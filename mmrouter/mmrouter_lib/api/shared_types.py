@@ -66,6 +66,7 @@ AcceleratorKind = Literal["nvidia", "amd", "intel-i915", "intel-xe", "gaudi", "c
 
 DNS_LABEL = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
 OBJECT_NAME = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+HOSTNAME = r"^([*][.])?[a-z0-9]([-a-z0-9]*[a-z0-9])?([.][a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 DECIMAL = r"^[0-9]{1,9}(\.[0-9]{1,9})?$"
 WORD = r"^[^\x00-\x20\x7f]+$"  # text without spaces and control characters
 WORD_OR_EMPTY = r"^[^\x00-\x20\x7f]*$"

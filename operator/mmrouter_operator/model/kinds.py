@@ -9,6 +9,7 @@ RESOURCE: Final = "MMRouterDeployment"
 KEDA_API: Final = "keda.sh/v1alpha1"
 POD_MONITOR_API: Final = "monitoring.coreos.com/v1"
 POD_METRICS_APIS: Final = ("custom.metrics.k8s.io/v1beta2", "custom.metrics.k8s.io/v1beta1")
+GATEWAY_API: Final = "gateway.networking.k8s.io/v1"
 INFERENCE_POOL_API: Final = "inference.networking.k8s.io/v1"
 DRA_API: Final = "resource.k8s.io/v1"
 

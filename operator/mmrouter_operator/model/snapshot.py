@@ -57,6 +57,25 @@ class DeploymentView(ChildView):
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayReport:
+    """What one gateway says of an InferencePool or an HTTPRoute of ours."""
+
+    gateway: str
+    """``namespace/name``, with ``/section`` behind it where the route names one listener."""
+    accepted: bool = False
+    refused: str = ""
+    """Which condition is False and why; empty while nothing is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayChildView(ChildView):
+    """An InferencePool or an HTTPRoute."""
+
+    reports: tuple[GatewayReport, ...] = ()
+    """Of gateways, on its present generation."""
+
+
+@dataclass(frozen=True, slots=True)
 class PodView:
     """One pod of a pool or of the frontend."""
 
@@ -158,7 +177,8 @@ class Snapshot:
     resource: Mapping[str, Any]
     now: float
     children: Mapping[tuple[str, str], ChildView] = field(default_factory=dict)
-    """(kind, name) -> view; Deployments are :class:`DeploymentView`."""
+    """(kind, name) -> view; Deployments are :class:`DeploymentView`, InferencePools and HTTPRoutes
+    :class:`GatewayChildView`."""
     pods: tuple[PodView, ...] = ()
     reports: Mapping[str, FrontendReport | None] = field(default_factory=dict)
     secrets: SecretData | None = None

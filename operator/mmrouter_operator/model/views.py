@@ -5,7 +5,14 @@ from datetime import datetime
 from typing import Any, Final
 
 from mmrouter_operator.model.kinds import COMPATIBILITY, POOL_LABEL, RENDERING_HASH, ROLE_LABEL, SET_TARGET
-from mmrouter_operator.model.snapshot import ChildView, DeploymentView, PodView, RevisionView
+from mmrouter_operator.model.snapshot import (
+    ChildView,
+    DeploymentView,
+    GatewayChildView,
+    GatewayReport,
+    PodView,
+    RevisionView,
+)
 
 CRASH_LOOP = "CrashLoopBackOff"
 RESTARTS = 2
@@ -30,6 +37,8 @@ ContainerCreating and PodInitializing pass.
 def child_view(obj: Mapping[str, Any]) -> ChildView:
     if obj.get("kind") == "Deployment":
         return deployment_view(obj)
+    if obj.get("kind") in ("HTTPRoute", "InferencePool"):
+        return GatewayChildView(**_identity(obj), reports=_gateway_reports(obj))
     return ChildView(**_identity(obj))
 
 
@@ -111,6 +120,24 @@ def _identity(obj: Mapping[str, Any]) -> dict[str, Any]:
         "generation": metadata.get("generation", 0),
         "deleting": "deletionTimestamp" in metadata,
     }
+
+
+def _gateway_reports(obj: Mapping[str, Any]) -> tuple[GatewayReport, ...]:
+    metadata, reports = obj["metadata"], []
+    for parent in (obj.get("status") or {}).get("parents") or []:
+        ref, conditions = parent["parentRef"], _by_type(parent)
+        accepted = conditions.get("Accepted", {})
+        # A report without a generation is taken for one on the present one.
+        if accepted.get("observedGeneration", metadata.get("generation", 0)) < metadata.get("generation", 0):
+            continue
+        refused = [
+            f"{type_} is False, {found['reason']}: {found.get('message', '')}"
+            for type_ in ("Accepted", "ResolvedRefs")
+            if (found := conditions.get(type_, {})).get("status") == "False"
+        ]
+        names = (ref.get("namespace") or metadata.get("namespace", ""), ref["name"], ref.get("sectionName", ""))
+        reports.append(GatewayReport("/".join(filter(None, names)), _is_true(accepted), "; ".join(refused)))
+    return tuple(reports)
 
 
 def _metadata(obj: Mapping[str, Any]) -> dict[str, dict[str, str]]:

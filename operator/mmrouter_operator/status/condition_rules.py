@@ -17,6 +17,7 @@ from mmrouter_operator.render.pod.shared_memory import is_host_path, is_shared
 from mmrouter_operator.render.pod.spec_hashes import SET_ROLES
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition
+from mmrouter_operator.status.conditions_from_gateways import gateway_accepted
 from mmrouter_operator.status.conditions_from_reports import Before, devices, exact_routing, pipeline, shared_memory
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -193,6 +194,8 @@ def _warnings(dep: MMRouterDeployment, snapshot: Snapshot, plan: RolloutPlan, be
             yield condition(c.MONITORING, "PodMonitorUnavailable", message)
         else:
             yield condition(c.MONITORING, "Available", "PodMonitors exist")
+    if (accepted := gateway_accepted(dep, snapshot)) is not None:
+        yield accepted
     if dep.spec.frontend.pod_template or any(pool.pod_template for pool in dep.spec.pools):
         without_effect = overridden(dep, snapshot.config)
         if without_effect:

@@ -37,6 +37,7 @@ REVISION_PINNED: Final = "RevisionPinned"
 AUTHENTICATED: Final = "Authenticated"
 AUTOSCALING: Final = "AutoscalingAvailable"
 MONITORING: Final = "PodMonitorAvailable"
+GATEWAY: Final = "GatewayAccepted"
 RESTRICTED: Final = "PodSecurityRestricted"
 OVERLAID: Final = "PodTemplateApplied"
 
@@ -80,6 +81,7 @@ REASONS: Final[Mapping[str, Mapping[str, Truth]]] = {
     AUTHENTICATED: _reasons(["ApiKeys"], ["NoApiKeys"]),
     AUTOSCALING: _reasons(["Available"], ["AutoscalingUnavailable"]),
     MONITORING: _reasons(["Available"], ["PodMonitorUnavailable"]),
+    GATEWAY: _reasons(["Accepted"], ["GatewayApiUnavailable", "NotAccepted"], ["NotReported"]),
     OVERLAID: _reasons(["Applied"], ["FieldsOverridden"]),
     RESTRICTED: _reasons(["Restricted"], ["NodeSharedMemory", "BelowRestricted"]),
 }

@@ -201,11 +201,13 @@ def control_app(
     refusals: Counter,
     feed_keys: Callable[[], list[str]],
     live: LiveView,
+    gateway_requests: Callable[[], int] | None = None,
 ) -> FastAPI:
     """Build the control application. Its streams end with ``stopping``.
 
     ``feed_keys``: fingerprints of the public keys that the router uses and expects.
-    ``refusals``: counts requests without the token, by reason.
+    ``refusals``: counts requests without the token, by reason. ``gateway_requests``: how many requests gateways have
+    asked the endpoint picker about; ``None`` without one.
     """
     fleet = reporter.fleet
 
@@ -226,6 +228,7 @@ def control_app(
             "predicts_images": prompter is None or prompter.family.places_images,
             "renderers": reporter.renderer.state(),
             "feed_keys": feed_keys(),
+            **({"gateway_requests": gateway_requests()} if gateway_requests is not None else {}),
         }
 
     @app.get("/control/encoders")

@@ -1,4 +1,4 @@
-"""The certificate of the client port, loaded again without a restart when the mounted Secret changes."""
+"""The certificate of the ports for clients and gateways, loaded again without a restart when the mounted Secret changes."""
 
 import ssl
 from collections.abc import Callable
@@ -16,10 +16,12 @@ class ServerCertificate(WatchedContext):
 
     def __init__(self, folder: Path, count: Callable[[str], None] = lambda event: None) -> None:
         """``count``: gets ``loaded``, ``refused`` and ``handshake_failed``. Raises ``CertificateError``."""
-        super().__init__(folder, ("tls.crt", "tls.key"), _serving, count)
+        self.pem = b"", b""
+        """Key and chain as they are in the files, for servers that take no context."""
+        super().__init__(folder, ("tls.crt", "tls.key"), self._serving, count)
 
-
-def _serving(chain: str, key: str) -> ssl.SSLContext:
-    context = server_context(chain, key)
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+    def _serving(self, chain: str, key: str) -> ssl.SSLContext:
+        context = server_context(chain, key)
+        context.set_alpn_protocols(["http/1.1"])
+        self.pem = Path(key).read_bytes(), Path(chain).read_bytes()
+        return context

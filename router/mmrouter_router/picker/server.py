@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.client_channel import Client, Message
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.picker.exchange import Exchange
@@ -44,15 +45,18 @@ class Picker:
         *,
         host: str,
         port: int = PICKER_PORT,
+        certificate: ServerCertificate | None = None,
         test_selection: bool = False,
     ) -> None:
         """``answer``: handles requests for the ``hot`` paths; ``app``, an ASGI app, those for all others.
 
-        ``test_selection``: obey the header by which conformance tests choose the endpoint.
+        ``certificate``: serve TLS. ``test_selection``: obey the header by which conformance tests choose the endpoint.
         """
         self._app, self._hot, self._answer = app, hot, answer
         self._shutdown, self._ready, self._test_selection = shutdown, ready, test_selection
-        self._address = endpoint(host, port)
+        self.requests = 0
+        """Requests that gateways have asked about."""
+        self._address, self._certificate = endpoint(host, port), certificate
         options = (("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.so_reuseport", 0))
         self._server = grpc.aio.server(options=options)
         process = grpc.stream_stream_rpc_method_handler(
@@ -70,7 +74,10 @@ class Picker:
 
     async def serve(self, drain_seconds: float) -> None:
         """Serve until the shutdown, then answer what is under way. Raises ``RuntimeError`` for an address in use."""
-        self._server.add_insecure_port(self._address)
+        if self._certificate is None:
+            self._server.add_insecure_port(self._address)
+        else:
+            self._server.add_secure_port(self._address, _credentials(self._certificate))
         await self._server.start()
         log.info("listening for gateways on %s", self._address)
         await self._shutdown.stopping.wait()
@@ -93,6 +100,7 @@ class Picker:
             exchange = Exchange(stream, first, test_selection=self._test_selection)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        self.requests += 1
         try:
             if exchange.path in self._hot:
                 await self._answer(exchange)
@@ -157,6 +165,20 @@ class _Stream:
     async def read(self) -> Any:
         message = await self._context.read()
         return None if message is grpc.aio.EOF else message
+
+
+def _credentials(certificate: ServerCertificate) -> Any:
+    """Return credentials by which each new connection gets the certificate that is loaded by then."""
+    used = certificate.pem
+
+    def changed() -> Any:
+        nonlocal used
+        if certificate.pem == used:
+            return None
+        used = certificate.pem
+        return grpc.ssl_server_certificate_configuration([used])
+
+    return grpc.dynamic_ssl_server_credentials(grpc.ssl_server_certificate_configuration([used]), changed)
 
 
 def _serialized(message: Any) -> bytes:
