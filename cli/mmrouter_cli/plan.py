@@ -1,16 +1,17 @@
 """`mmrouter plan`: the steps that applying a file would take, without writing anything."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_lib.engines.base.launch import HTTP_PORT as ENGINE_PORT
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import SecretData, SecretError, new_secret_data, read_secret
-from mmrouter_operator.model.kinds import CHILD_SELECTOR, DEPLOYMENT_LABEL, RESOURCE, Ref
+from mmrouter_operator.model.kinds import CHILD_SELECTOR, DEPLOYMENT_LABEL, INFERENCE_POOL_API, RESOURCE, Ref
 from mmrouter_operator.model.snapshot import Snapshot
 from mmrouter_operator.model.views import child_view, pod_view, revision_view
 from mmrouter_operator.planning.planner import Blocked, Progress
@@ -19,6 +20,8 @@ from mmrouter_operator.planning.rollout_simulation import Simulation, simulate
 from mmrouter_operator.planning.template_revisions import adopts, choose_templates, difference
 from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.child import secret_name
+from mmrouter_operator.render.frontend import PICKER_PORT
+from mmrouter_operator.render.httproute import route_apis
 from mmrouter_operator.render.pod import shared_memory
 from mmrouter_operator.render.pod.kv_compatibility import mismatches
 
@@ -176,7 +179,24 @@ def _choices(dep: MMRouterDeployment) -> tuple[str, ...]:
     found = [shared_memory.transfer_line(dep)]
     if embeddings is not None:
         found.append(f"embeddings between {', '.join(embeddings.pools)}: {embeddings.connector}, {embeddings.why}")
-    return tuple(found)
+    return (*found, *_gateway_lines(dep))
+
+
+def _gateway_lines(dep: MMRouterDeployment) -> Iterator[str]:
+    """Yield the objects for gateways, and what a gateway needs beyond them."""
+    name, frontend = dep.metadata.name, dep.spec.frontend
+    picks = frontend.mode == "endpointPicker"
+    for kind in (["InferencePool"] if picks else []) + (["HTTPRoute"] if frontend.gateway is not None else []):
+        apis = route_apis(dep) if kind == "HTTPRoute" else (INFERENCE_POOL_API,)
+        yield f"{kind} {name}: where the cluster serves {' and '.join(apis)}"
+    needs = [f"bodies of up to {dep.spec.routing.media.max_request_bytes}"]
+    if picks:
+        protocol = "plain HTTP/2 (TLS with frontend.tls)" if frontend.tls is None else "TLS"
+        needs.append(f"to reach port {PICKER_PORT} of the frontends by {protocol} and port {ENGINE_PORT} of the workers")
+        if dep.spec.network_policy.enabled:
+            needs.append("a NetworkPolicy that opens both to its pods (docs/gateway.md)")
+    if picks or frontend.gateway is not None:
+        yield f"a gateway needs: {', '.join(needs)}"
 
 
 def _adopting(

@@ -107,8 +107,11 @@ CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
 def definition(kind: str, group: str, version: str, spec: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a definition; ``spec``: the schema of that field."""
-    plural, schema = f"{kind.lower()}s", {"type": "object", "properties": {"spec": spec} if spec else {}}
+    """Return a definition with a status of any content; ``spec``: the schema of that field."""
+    status = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+    properties = {"status": status, **({"spec": spec} if spec else {})}
+    plural, schema = f"{kind.lower()}s", {"type": "object", "properties": properties}
+    own = {"name": version, "served": True, "storage": True, "subresources": {"status": {}}}
     # The API server keeps some groups for Kubernetes' own projects.
     approved = {"api-approved.kubernetes.io": "unapproved, a test"} if group.endswith("k8s.io") else {}
     return {
@@ -117,7 +120,7 @@ def definition(kind: str, group: str, version: str, spec: Mapping[str, Any] | No
             "group": group,
             "scope": "Namespaced",
             "names": {"kind": kind, "plural": plural, "singular": kind.lower(), "listKind": f"{kind}List"},
-            "versions": [{"name": version, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
+            "versions": [{**own, "schema": {"openAPIV3Schema": schema}}],
         },
     }
 

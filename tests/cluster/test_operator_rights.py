@@ -89,9 +89,10 @@ def test_every_right_is_used_and_none_is_missing(
         for pools in ([*spec["pools"], encoders], spec["pools"]):
             deployed.apply({**resource, "spec": {**spec, "pools": pools}})
             deployed.settled("rights")
-        # A gateway's pool goes with the picker.
-        for mode in ("endpointPicker", "frontend"):
-            deployed.apply({**resource, "spec": {**spec, "frontend": {**spec.get("frontend", {}), "mode": mode}}})
+        # A gateway's pool goes with the picker, and its route with the field that asks for it.
+        gateway = {"mode": "endpointPicker", "gateway": {"parentRefs": [{"name": "public"}]}}
+        for frontend in (gateway, {"mode": "frontend"}):
+            deployed.apply({**resource, "spec": {**spec, "frontend": {**spec.get("frontend", {}), **frontend}}})
             deployed.settled("rights")
         # Revisions are kept for a while; each change of a template makes one.
         for number in range(6):

@@ -18,7 +18,7 @@ from cluster.operators import operator
 from waiting import wait_for
 
 from mmrouter_lib.api.crd import NAME, definition
-from mmrouter_operator.status.conditions import AUTOSCALING, MONITORING
+from mmrouter_operator.status.conditions import AUTOSCALING, GATEWAY, MONITORING
 
 TEXT = {"type": "string"}
 NUMBER = {"type": "integer", "format": "int32"}
@@ -63,9 +63,20 @@ SCHEMAS = {
         targetPorts=many(fields(number=NUMBER)),
         endpointPickerRef=fields(kind=TEXT, name=TEXT, port=fields(number=NUMBER), failureMode=TEXT),
     ),
+    ("gateway.networking.k8s.io", "v1", "HTTPRoute"): fields(
+        parentRefs=many(fields(name=TEXT, namespace=TEXT, sectionName=TEXT)),
+        hostnames=many(TEXT),
+        rules=many(
+            fields(
+                matches=many(fields(headers=many(fields(type=TEXT, name=TEXT, value=TEXT)))),
+                backendRefs=many(fields(group=TEXT, kind=TEXT, name=TEXT, port=NUMBER)),
+                timeouts=fields(request=TEXT),
+            )
+        ),
+    ),
 }
-"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21 and the inference extension 1.0
-give them. Server-side apply refuses every field that is not declared."""
+"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21, the inference extension 1.0 and the
+Gateway API 1.0 give them. Server-side apply refuses every field that is not declared."""
 
 
 @pytest.fixture
@@ -136,6 +147,31 @@ def test_the_pool_of_a_gateway_is_made_where_it_is_served_and_goes_with_the_mode
         deployed.apply(named("vl"))
         pools = partial(optional_apis.read, deployed.path("inferencepools"))
         wait_for(lambda: not pools()["items"], SECONDS, "the InferencePool is pruned")
+
+
+def test_the_route_of_a_gateway_follows_its_field_and_what_the_gateway_reports_is_a_condition(
+    optional_apis: ControlPlane, namespace: str
+) -> None:
+    with operator(optional_apis):
+        deployed, routed = Deployed(optional_apis, namespace), named("vl")
+        gateway = {"parentRefs": [{"name": "public", "namespace": "infra"}], "modelHeader": "x-gateway-model-name"}
+        routed["spec"]["frontend"] = {**routed["spec"].get("frontend", {}), "gateway": gateway}
+        deployed.apply(routed)
+        (route,) = specs_of(deployed, "httproutes", "vl").values()
+        assert route["parentRefs"] == gateway["parentRefs"]
+        (rule,) = route["rules"]
+        assert rule["backendRefs"] == [{"name": "vl", "port": 80}]
+        assert rule["matches"][0]["headers"][0]["value"] == "vl"
+        deployed.await_condition("vl", GATEWAY, "Unknown", "NotReported")
+        for status, reason in (("False", "NotAccepted"), ("True", "Accepted")):
+            accepted = {"type": "Accepted", "status": status, "reason": "Word", "message": "in a sentence"}
+            parents = [{"parentRef": gateway["parentRefs"][0], "conditions": [accepted]}]
+            place = f"{deployed.path('httproutes', 'vl')}/status"
+            optional_apis.request("PATCH", place, {"status": {"parents": parents}}, MERGE).raise_for_status()
+            deployed.await_condition("vl", GATEWAY, status, reason)
+        deployed.apply(named("vl"))
+        routes = partial(optional_apis.read, deployed.path("httproutes"))
+        wait_for(lambda: not routes()["items"], SECONDS, "the HTTPRoute is pruned")
 
 
 def test_the_autoscaler_owns_the_replicas_and_an_edit_of_its_own_stays(

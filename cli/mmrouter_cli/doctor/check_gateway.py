@@ -51,10 +51,11 @@ def _reports(found: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
 
 
 def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFacts | None) -> Iterator[Finding]:
-    """Check that pickers are asked; where none has been, that the network policies let gateways ask."""
+    """Check that gateways ask the pickers; where none has, that the network policies let them."""
     states = [one.second for one in (frontends.frontends if frontends is not None else ())]
-    asked = [state.get("gateway_requests") for state in states if not isinstance(state, Unread)]
-    if total := sum(count or 0 for count in asked):
+    counts = [state.get("gateway_requests") for state in states if not isinstance(state, Unread)]
+    asked = [count for count in counts if count is not None]
+    if total := sum(asked):
         yield ok(f"gateways have asked the pickers {total} times")
         return
     if isinstance(found.policies, Unread):

@@ -140,6 +140,7 @@ RENDERER = pool("r", "renderer", accelerator=CPU)
 ENCODER = pool("e", "encoder")
 VOLUME = {"nfs": {"server": "s", "path": "/"}}
 TLS = {"secretName": "engines"}
+PARENT: dict[str, Any] = {"parentRefs": [{"name": "public"}]}
 TWO = {"maxReplicas": 2}
 CLAIMS = "pools[0].accelerator.claims"
 CLAIM = {"name": "gpu", "resourceClaimTemplateName": "one-gpu"}
@@ -201,6 +202,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (PICKER | {"routing": {"transfer": "shm"}, **pools(pool(sharedMemory=NODE))}, "routing.transfer", "auto or none"),
     ({"frontend": {"mode": "endpointPicker", "service": {"port": 9002}}}, "frontend.service.port", "picker's"),
     ({"frontend": {"mode": "gateway"}}, "frontend.mode", "must be"),
+    ({"frontend": {"gateway": {}}}, "frontend.gateway.parentRefs", "is required"),
+    ({"frontend": {"gateway": {"parentRefs": []}}}, "frontend.gateway.parentRefs", "at least 1 item"),
+    ({"frontend": {"gateway": PARENT | {"hostnames": ["a b"]}}}, "frontend.gateway.hostnames[0]", "does not match"),
+    ({"frontend": {"gateway": PARENT | {"modelHeader": "a:b"}}}, "frontend.gateway.modelHeader", "does not match"),
+    ({"frontend": {"gateway": PARENT | {"requestTimeout": "1"}}}, "frontend.gateway.requestTimeout", "does not match"),
+    ({"frontend": {"gateway": PARENT, "tls": TLS, "service": {"port": 443}}}, "frontend.gateway", "to plain HTTP"),
     ({"pools": []}, "pools", "at least 1 item"),
     ({"pools": [pool(str(n)) for n in range(17)]}, "pools", "at most 16 items"),
     ({"pools": [pool("Worker")]}, "pools[0].name", "does not match"),

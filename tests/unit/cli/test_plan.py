@@ -70,6 +70,21 @@ def test_the_choice_of_a_connector_is_explained(tmp_path: Path) -> None:
     assert "Mine, set in engine.ecConnector" in report(write(tmp_path, "b.yaml", spec))["choices"][1]
 
 
+def test_objects_for_gateways_and_what_gateways_need_are_shown(tmp_path: Path) -> None:
+    frontend = {"mode": "endpointPicker", "gateway": {"parentRefs": [{"name": "public"}]}}
+    spec = {**whole(), "pools": whole()["pools"][:1], "frontend": frontend}
+    path = write(tmp_path, "a.yaml", spec)
+    *_, pool, route, needs = report(path)["choices"]
+    assert pool.startswith("InferencePool") and route.startswith("HTTPRoute")
+    for said in ("64Mi", "port 9002 of the frontends by plain HTTP/2", "port 8000 of the workers", "NetworkPolicy"):
+        assert said in needs
+    assert {pool, route, needs} <= set(run(path).splitlines())
+    spec["frontend"] = {"gateway": frontend["gateway"]}
+    *_, route, needs = report(write(tmp_path, "b.yaml", spec))["choices"]
+    assert "inference.networking" not in route
+    assert needs == "a gateway needs: bodies of up to 64Mi"
+
+
 def test_between_equal_files_there_is_nothing_to_do(tmp_path: Path) -> None:
     old = write(tmp_path, "a.yaml", whole())
     same = whole()

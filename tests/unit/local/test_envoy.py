@@ -25,6 +25,14 @@ def test_every_part_names_the_same_header_and_port():
     assert PICKER_PORT == server.PICKER_PORT == frontend.PICKER_PORT
 
 
+def test_pickers_with_tls_are_reached_by_http2_over_it_with_any_certificate():
+    made = envoy_config(("127.1.0.1", 8080), [("127.1.0.5", 9002)], admin=Path("a"), tls=True)
+    (pickers,) = (cluster for cluster in made["static_resources"]["clusters"] if cluster["name"] == "pickers")
+    settings = pickers["transport_socket"]["typed_config"]["common_tls_context"]
+    assert settings["alpn_protocols"] == ["h2"]
+    assert settings["validation_context"] == {"trust_chain_verification": "ACCEPT_UNTRUSTED"}
+
+
 def test_failing_open_sends_requests_to_the_engines_in_turn():
     engines = [("127.1.0.2", 8000)]
     made = envoy_config(("127.1.0.1", 8080), [("127.1.0.5", 9002)], admin=Path("a"), fail_open_to=engines)

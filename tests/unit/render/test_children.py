@@ -30,10 +30,10 @@ from unit.render.objects import (
     with_pool,
 )
 
-from mmrouter_lib.api import parse_deployment, to_json
+from mmrouter_lib.api import MMRouterDeployment, parse_deployment, to_json
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ROUTER_ITEMS, SIDECAR_ITEMS, new_secret_data
-from mmrouter_operator.model.kinds import INFERENCE_POOL_API, POD_MONITOR_API, Capabilities
+from mmrouter_operator.model.kinds import GATEWAY_API, INFERENCE_POOL_API, POD_MONITOR_API, Capabilities
 from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.hpa import METRICS, ROLES
 
@@ -195,7 +195,7 @@ def test_pod_monitors_are_made_where_the_api_is_unless_they_are_disabled(mode: s
     assert children(dep, "PodMonitor") == []
 
 
-GATEWAYS = Capabilities(frozenset({INFERENCE_POOL_API}))
+GATEWAYS = Capabilities(frozenset({GATEWAY_API, INFERENCE_POOL_API}))
 
 
 def test_an_endpoint_picker_has_a_port_and_a_pool_of_the_workers_where_the_api_is_served() -> None:
@@ -221,6 +221,68 @@ def test_an_endpoint_picker_has_a_port_and_a_pool_of_the_workers_where_the_api_i
 def test_no_pool_is_made_without_a_picker_or_its_api() -> None:
     assert children(SHORTEST, "InferencePool", capabilities=GATEWAYS) == []
     assert children(change(SHORTEST, frontend={"mode": "endpointPicker"}), "InferencePool") == []
+
+
+def routed(**frontend: Any) -> MMRouterDeployment:
+    gateway = {"parentRefs": [{"name": "public", "namespace": "infra"}], **frontend.pop("gateway", {})}
+    return change(SHORTEST, frontend={"gateway": gateway, **frontend})
+
+
+@pytest.mark.parametrize(
+    ("mode", "destination"),
+    [
+        ("frontend", {"name": "qwen-vl", "port": 8080}),
+        (
+            "endpointPicker",
+            {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "qwen-vl"},
+        ),
+    ],
+)
+def test_a_route_leads_from_the_gateway_to_the_service_or_to_the_pool(mode: str, destination: dict[str, Any]) -> None:
+    dep = routed(mode=mode, service={"port": 8080})
+    (route,) = children(dep, "HTTPRoute", capabilities=GATEWAYS)
+    assert route["spec"] == {
+        "parentRefs": [{"name": "public", "namespace": "infra"}],
+        "rules": [{"backendRefs": [destination]}],
+    }
+    kind, name = destination.get("kind", "Service"), destination["name"]
+    assert name in [obj["metadata"]["name"] for obj in children(dep, kind, capabilities=GATEWAYS)]
+
+
+def test_a_route_takes_only_what_its_fields_say() -> None:
+    gateway = {
+        "parentRefs": [{"name": "public", "sectionName": "https"}],
+        "hostnames": ["models.example.com", "*.models.example.com"],
+        "modelHeader": "x-gateway-model-name",
+        "requestTimeout": "0s",
+    }
+    (route,) = children(routed(gateway=gateway), "HTTPRoute", capabilities=GATEWAYS)
+    assert route["spec"]["parentRefs"] == gateway["parentRefs"]
+    assert route["spec"]["hostnames"] == gateway["hostnames"]
+    (rule,) = route["spec"]["rules"]
+    header = {"type": "Exact", "name": "x-gateway-model-name", "value": SHORTEST.spec.model.served_name}
+    assert rule["matches"] == [{"headers": [header]}]
+    assert rule["timeouts"] == {"request": "0s"}
+
+
+def test_no_route_is_made_unless_it_is_wanted_and_its_destination_can_exist() -> None:
+    only_routes = Capabilities(frozenset({GATEWAY_API}))
+    assert children(SHORTEST, "HTTPRoute", capabilities=GATEWAYS) == []
+    assert children(routed(), "HTTPRoute") == []
+    assert children(routed(mode="endpointPicker"), "HTTPRoute", capabilities=only_routes) == []
+    assert len(children(routed(), "HTTPRoute", capabilities=only_routes)) == 1
+
+
+def test_a_picker_serves_tls_with_the_certificate_of_the_client_port() -> None:
+    tls = {"service": {"port": 443}, "tls": {"secretName": "certificate"}}
+    protocols = []
+    for dep in (
+        change(SHORTEST, frontend={"mode": "endpointPicker"}),
+        change(SHORTEST, frontend={"mode": "endpointPicker", **tls}),
+    ):
+        (service,) = children(dep, "Service")
+        protocols += [port["appProtocol"] for port in service["spec"]["ports"] if port["name"] == "picker"]
+    assert protocols == ["kubernetes.io/h2c", "http2"]
 
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "children.md").read_text()

@@ -43,6 +43,7 @@ CHANGES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("surge", {"pools": ("mig", {"updates": {"maxSurge": 3}})}, set()),
     ("frontend replicas", {"frontend+": {"replicas": 9}}, set()),
     ("service", {"frontend+": {"service": {"port": 81}}}, set()),
+    ("route of a gateway", {"frontend+": {"gateway": {"parentRefs": [{"name": "public"}]}}}, set()),
     ("paused", {"paused": True}, set()),
     ("networkPolicy", {"networkPolicy": {"enabled": False}}, set()),
     ("a default written out", {"verification": {"onFailure": "Degrade"}}, set()),

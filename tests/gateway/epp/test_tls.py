@@ -1,0 +1,88 @@
+"""TLS of our picker's port: the certificate of a mounted Secret, replaced without a restart."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from unit.router.certificates import HOST, certificate, write_secret
+from unit.router.rig import loopback
+
+from mmrouter_router.http.certificate import ServerCertificate
+from mmrouter_router.http.client_channel import Client
+from mmrouter_router.http.server import Shutdown
+from mmrouter_router.picker.server import PICKER_PORT, Picker
+from mmrouter_router.picker.wire import HEALTH_SERVICE, HealthCheckRequest, HealthCheckResponse
+
+
+@contextlib.asynccontextmanager
+async def serving(certificate: ServerCertificate) -> AsyncIterator[str]:
+    """Yield the address of a picker with this certificate."""
+
+    async def unused(_: Client) -> None:
+        raise AssertionError("no request is sent")
+
+    shutdown, ip = Shutdown(), loopback()
+    picker = Picker(None, (), unused, shutdown, lambda: True, host=ip, certificate=certificate)
+    task = asyncio.create_task(picker.serve(1.0))
+    try:
+        yield f"{ip}:{PICKER_PORT}"
+    finally:
+        shutdown.stop("the test has ended")
+        await task
+
+
+async def healthy(address: str, chain: bytes) -> bool:
+    """Whether a new connection that trusts this certificate only is answered."""
+    credentials = grpc.ssl_channel_credentials(chain)
+    # Without a pool of its own gRPC would use the connection of an earlier call.
+    options = [("grpc.ssl_target_name_override", HOST), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
+        check = channel.unary_unary(
+            f"/{HEALTH_SERVICE}/Check",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=HealthCheckResponse.FromString,
+        )
+        try:
+            answer = await check(HealthCheckRequest(service="readiness"), timeout=30)
+        except grpc.aio.AioRpcError as error:
+            assert error.code() is grpc.StatusCode.UNAVAILABLE, error
+            return False
+        return bool(answer.status == 1)
+
+
+async def test_each_new_connection_gets_the_certificate_that_is_loaded_and_an_unusable_one_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    (first, key), (second, other) = certificate(0), certificate(1)
+    write_secret(tmp_path, first, key)
+    own = ServerCertificate(tmp_path)
+    async with serving(own) as address:
+        assert await healthy(address, first)
+        write_secret(tmp_path, second, key)  # a key of another certificate
+        own.reload()
+        assert await healthy(address, first)
+        write_secret(tmp_path, second, other)
+        own.reload()
+        assert await healthy(address, second)
+        assert not await healthy(address, first)
+
+
+async def test_a_client_without_tls_is_not_answered_and_http2_is_agreed_on(tmp_path: Path) -> None:
+    write_secret(tmp_path, *certificate(0))
+    async with serving(ServerCertificate(tmp_path)) as address:
+        assert await healthy(address, certificate(0)[0])
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary(f"/{HEALTH_SERVICE}/Check")(b"", timeout=30)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        context = ssl.create_default_context(cadata=certificate(0)[0].decode())
+        context.set_alpn_protocols(["h2"])
+        host, _, port = address.partition(":")
+        _, writer = await asyncio.open_connection(host, int(port), ssl=context, server_hostname=HOST)
+        assert writer.get_extra_info("ssl_object").selected_alpn_protocol() == "h2"
+        writer.close()
