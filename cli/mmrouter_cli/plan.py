@@ -192,7 +192,9 @@ def _gateway_lines(dep: MMRouterDeployment) -> Iterator[str]:
     needs = [f"bodies of up to {dep.spec.routing.media.max_request_bytes}"]
     if picks:
         protocol = "plain HTTP/2 (TLS with frontend.tls)" if frontend.tls is None else "TLS"
-        needs.append(f"to reach port {PICKER_PORT} of the frontends by {protocol} and port {ENGINE_PORT} of the workers")
+        needs.append(
+            f"to reach port {PICKER_PORT} of the frontends by {protocol} and port {ENGINE_PORT} of the workers"
+        )
         if dep.spec.network_policy.enabled:
             needs.append("a NetworkPolicy that opens both to its pods (docs/gateway.md)")
     if picks or frontend.gateway is not None:

@@ -55,13 +55,13 @@ def gateway_reports(dep: MMRouterDeployment, children: Mapping[tuple[str, str], 
     for kind, gateways in expected.items():
         view = children.get((kind, name))
         reports = view.reports if isinstance(view, GatewayChildView) else ()
-        refused += [f"Gateway {one.gateway} refuses {kind} {name}: {one.refused}" for one in reports if one.refused]
-        by = {one.gateway for one in reports if one.accepted and not one.refused}
-        if by:
-            accepted.append(f"{kind} {name} is accepted by {', '.join(f'Gateway {each}' for each in sorted(by))}")
-        silent = gateways - by - {one.gateway for one in reports if one.refused}
-        if silent:
-            missing.append(f"{', '.join(f'Gateway {each}' for each in sorted(silent))} has not accepted {kind} {name}")
-        elif not reports:
-            missing.append(f"no gateway has reported on {kind} {name}")
+        denying = {one.gateway: one.refused for one in reports if one.refused}
+        taking = {one.gateway for one in reports if one.accepted} - denying.keys()
+        refused += [f"Gateway {each} refuses {kind} {name}: {why}" for each, why in denying.items()]
+        accepted += [f"Gateway {each} accepts {kind} {name}" for each in sorted(taking)]
+        missing += [
+            f"Gateway {each} has not accepted {kind} {name}" for each in sorted(gateways - taking - denying.keys())
+        ]
+        if not (gateways or taking or denying):
+            missing.append(f"no gateway has accepted {kind} {name}")
     return GatewayReports(tuple(refused), tuple(missing), tuple(accepted))

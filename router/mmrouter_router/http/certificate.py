@@ -1,4 +1,4 @@
-"""The certificate of the ports for clients and gateways, loaded again without a restart when the mounted Secret changes."""
+"""The certificate of the ports for clients and gateways, loaded again when the mounted Secret changes."""
 
 import ssl
 from collections.abc import Callable

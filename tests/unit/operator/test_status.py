@@ -314,12 +314,18 @@ def reported(*conditions: dict[str, Any], gateway: str = "public", kind: str = "
 @pytest.mark.parametrize(
     ("pool", "route", "reason", "words"),
     [
-        ([], [], "NotReported", "no gateway has reported on InferencePool vl"),
+        ([], [], "NotReported", "no gateway has accepted InferencePool vl"),
+        ([YES | {"status": "Unknown"}], [YES], "NotReported", "no gateway has accepted InferencePool vl"),
         ([YES], [], "NotReported", "Gateway infra/public has not accepted HTTPRoute vl"),
         ([YES], [YES | {"observedGeneration": 1}], "NotReported", "has not accepted HTTPRoute vl"),
-        ([YES], [NO], "NotAccepted", "infra/public refuses HTTPRoute vl: Accepted is False, NotAllowedByListeners: not"),
+        (
+            [YES],
+            [NO],
+            "NotAccepted",
+            "infra/public refuses HTTPRoute vl: Accepted is False, NotAllowedByListeners: not",
+        ),
         ([YES], [YES, DANGLING], "NotAccepted", "ResolvedRefs is False, BackendNotFound: no such pool"),
-        ([YES], [YES | {"observedGeneration": 2}], "Accepted", "HTTPRoute vl is accepted by Gateway infra/public"),
+        ([YES], [YES | {"observedGeneration": 2}], "Accepted", "Gateway infra/public accepts HTTPRoute vl"),
     ],
 )
 def test_what_gateways_report_is_a_condition(

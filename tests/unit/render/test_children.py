@@ -232,10 +232,7 @@ def routed(**frontend: Any) -> MMRouterDeployment:
     ("mode", "destination"),
     [
         ("frontend", {"name": "qwen-vl", "port": 8080}),
-        (
-            "endpointPicker",
-            {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "qwen-vl"},
-        ),
+        ("endpointPicker", {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "qwen-vl"}),
     ],
 )
 def test_a_route_leads_from_the_gateway_to_the_service_or_to_the_pool(mode: str, destination: dict[str, Any]) -> None:
