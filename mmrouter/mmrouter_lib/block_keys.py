@@ -3,10 +3,13 @@
     key[i] = XXH3_64(ids of block i, little-endian || extras of block i, seed = key[i-1])
     key[-1] = namespace seed (model, revision, LoRA, salt; keyed per deployment)
     extras  = identity (32 bytes) || span start - block start (i64, little-endian), per overlapping span in prompt order
+              || ids of the *lookahead*: as many tokens after the block as the engine's hashes cover, mostly none
 
 The ids of a block have a fixed length, so ids and extras cannot be mistaken for each other. The relative start is
 negative in the blocks that a span continues into: the same image one token further right is another block, as for the
-engine (docs/engine-facts/vllm.md#image-keys-in-events). Incomplete tails are not blocks.
+engine (docs/engine-facts/vllm.md#image-keys-in-events). Incomplete tails are not blocks. With a lookahead a span that
+starts within it belongs to the block too, and a block without its whole lookahead has no key
+(docs/engine-facts/vllm.md#lookahead-hashes).
 
 Token ids are u32 (``array('I')``) or, where an engine puts 62-bit sentinels into the ids, u64 (``array('Q')``) buffers.
 """
@@ -14,7 +17,7 @@ Token ids are u32 (``array('I')``) or, where an engine puts 62-bit sentinels int
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -58,25 +61,39 @@ def span_extra(identity: bytes, relative_start: int) -> bytes:
     return identity + relative_start.to_bytes(8, "little", signed=True)
 
 
-def block_extras(spans: Sequence[Span], block_size: int, blocks: int) -> dict[int, bytes]:
-    """Return block number -> extras for every one of the first ``blocks`` blocks that a span overlaps."""
+def block_extras(spans: Sequence[Span], block_size: int, blocks: int, lookahead: int = 0) -> dict[int, bytes]:
+    """Return block number -> extras of the spans that overlap it or its ``lookahead``, for the first ``blocks``."""
     extras: dict[int, bytes] = {}
     for span in sorted(spans, key=lambda s: s.offset):
         if span.length <= 0:
             raise ValueError(f"span at {span.offset} has length {span.length}: a span holds at least one token")
-        first, last = span.offset // block_size, (span.end - 1) // block_size
+        first, last = max(0, span.offset - lookahead) // block_size, (span.end - 1) // block_size
         for number in range(first, min(last + 1, blocks)):
             extra = span_extra(span.identity, span.offset - number * block_size)
             extras[number] = extras.get(number, b"") + extra
     return extras
 
 
-def block_keys(ids: "array[int]", block_size: int, spans: Sequence[Span], seed: Key) -> "array[int]":
-    """Return the keys of a prompt's complete blocks. Raises ``ValueError`` for a block size or span below 1."""
+def block_keys(
+    ids: "array[int]", block_size: int, spans: Sequence[Span], seed: Key, lookahead: int = 0
+) -> "array[int]":
+    """Return the keys of a prompt's complete blocks, each with the ``lookahead`` tokens after it.
+
+    Raises ``ValueError`` for a block size or span below 1.
+    """
     if block_size < 1:
         raise ValueError(f"block size must be at least 1, not {block_size}")
-    blocks = len(ids) // block_size
-    return chain(ids, block_size, blocks, block_extras(spans, block_size, blocks), seed)
+    blocks = max(0, len(ids) - lookahead) // block_size
+    extras = block_extras(spans, block_size, blocks, lookahead)
+    if lookahead:
+        ends = range(block_size, (blocks + 1) * block_size, block_size)
+        extras = with_lookahead(extras, [ids[end : end + lookahead] for end in ends])
+    return chain(ids, block_size, blocks, extras, seed)
+
+
+def with_lookahead(extras: Mapping[int, bytes], ahead: Iterable["array[int]"]) -> dict[int, bytes]:
+    """Return extras of successive blocks with the ids of the tokens after each."""
+    return {number: extras.get(number, b"") + ids.tobytes() for number, ids in enumerate(ahead)}
 
 
 def chain(ids: "array[int]", block_size: int, blocks: int, extras: dict[int, bytes], parent: Key) -> "array[int]":

@@ -9,7 +9,7 @@ up to a block where every group can continue (docs/engine-facts/vllm.md#cache-gr
 
 A group of any other kind has to hold every block here. That is enough for each of vLLM's kinds, so the promise is a
 lower bound. A drafter that reads hidden states makes the engine compute the last block of each attention group's hit
-anew. Pure.
+anew, unless its hashes cover the tokens that the drafter reads after a block. Pure.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,8 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
     """A cache group that events have named, on any rank; ``kind`` is the engine's name for it, or empty.
 
     ``block_size``: tokens per block on the device, 0 where the sidecar does not tell. ``parts``: there were entries for
-    parts of blocks, too, so the engine may hit a prompt up to the middle of a block.
+    parts of blocks, too, so the engine may hit a prompt up to the middle of a block. ``lookahead``: tokens after a
+    block that its hash covers too, so that the block serves only prompts that continue with them.
     """
 
     group: int
@@ -35,6 +36,7 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
     window: int = 0  # tokens; 0 for groups without a window
     block_size: int = 0
     parts: bool = False
+    lookahead: int = 0
 
 
 class Tail(NamedTuple):
@@ -51,7 +53,8 @@ class CacheLayout(NamedTuple):
     widest window. ``whole``: groups that must hold every block before a hit's end. ``tails``: widest first. ``bounds``:
     why an engine may hit more than its groups promise, empty where the promise is exact. ``comparable``: all groups
     have one block size; otherwise nothing is promised. ``recomputed``: groups of which a hit needs one block more than
-    it has, because the engine computes that one anew for its drafter.
+    it has, because the engine computes that one anew for its drafter. ``lookahead``: tokens after a block that its key
+    covers too.
     """
 
     primary: int
@@ -61,6 +64,7 @@ class CacheLayout(NamedTuple):
     bounds: tuple[str, ...] = ()
     comparable: bool = True
     recomputed: frozenset[int] = frozenset()
+    lookahead: int = 0
 
 
 def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True, drafter: str = "") -> CacheLayout:
@@ -93,6 +97,11 @@ def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True, drafter
     if not comparable:
         bounds.append("block_size")
     whole = (*full, *others) if groups else (0,)
+    lookahead = max((group.lookahead for group in groups), default=0)
+    if lookahead:
+        drafter = ""  # what it reads of the next tokens is in the hash, so no block is computed anew
+        if not whole:
+            bounds.append("lookahead")
     if drafter == "unknown" or (drafter and tails.keys() - {1}):
         # Events do not tell whether a window's group is among those that the drafter reads.
         bounds.append("drafter")
@@ -101,4 +110,5 @@ def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True, drafter
     members = frozenset(group.group for group in groups) or frozenset(whole)
     states = {group.group for group in groups if group.kind == MAMBA}
     recomputed = members - states if drafter else frozenset()
-    return CacheLayout(primary, members, whole, ordered, tuple(dict.fromkeys(bounds)), comparable, recomputed)
+    why = tuple(dict.fromkeys(bounds))
+    return CacheLayout(primary, members, whole, ordered, why, comparable, recomputed, lookahead)

@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    name_needs(items, {"shrunk", "vllm_env", "sglang_env", "older_sglang_env"})
+    name_needs(items, {"shrunk", "vllm_env", "newer_vllm_env", "sglang_env", "older_sglang_env"})
 
 
 @pytest.hookimpl(wrapper=True)
@@ -85,6 +85,12 @@ def figure(request: pytest.FixtureRequest) -> Figure:
 def vllm_env() -> Path:
     """The environment with the real vLLM, made when it is not there yet and there is a model to serve with it."""
     return engine_env("engines.vllm_env")
+
+
+@pytest.fixture(scope="session")
+def newer_vllm_env() -> Path:
+    """The code of a vLLM whose hashes cover the next tokens beside a drafter, to be run without a model."""
+    return engine_env("engines.newer_vllm_env")
 
 
 @pytest.fixture(scope="session")

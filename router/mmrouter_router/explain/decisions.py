@@ -159,8 +159,8 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Decisio
         for image, span in zip(prepared.images, spans, strict=False)
     ]
     target, scope = decision.target, decision.target.worker.scope
-    keys = prepared.keys(target.block_size, scope)
-    expected = expected_blocks(prepared, target.worker, target.rank, target.block_size)
+    keys = prepared.keys(*target.key_form)
+    expected = expected_blocks(prepared, target)
     trace = DecisionTrace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
     if prepared.unseen:
         source = prepared.request.source
@@ -175,7 +175,7 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Decisio
 def predicted_afterwards(trace: DecisionTrace, prepared: Prepared) -> dict[str, Any]:
     """Return the JSON of an unpredicted decision with the prompt predicted now; past cache contents are unknown."""
     target = trace.decision.target
-    keys = prepared.keys(target.block_size, target.worker.scope)
+    keys = prepared.keys(*target.key_form)
     offsets: list[int | None] = [span.offset for span in prepared.spans] or [None] * len(trace.images)
     return {
         **trace.as_json(),

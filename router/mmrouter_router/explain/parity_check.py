@@ -15,7 +15,7 @@ from mmrouter_lib.prompt import Prompter
 from mmrouter_router.explain.differences import Difference, Prediction, Result, first_difference, side_json
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.index import window_blocks
-from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.request.prepared import Prepared
 
 CHECK_SECONDS = 0.02  # shortest interval between checks: a busy engine publishes hundreds of deltas
@@ -51,7 +51,7 @@ class Verdict:
         return "unknown" if cause == "no_events" else cause
 
 
-def expected_blocks(prepared: Prepared, worker: Worker, rank: int, block_size: int) -> ExpectedBlocks | None:
+def expected_blocks(prepared: Prepared, target: Target) -> ExpectedBlocks | None:
     """Return the blocks that a worker should hold after a request, ``None`` where nothing was predicted.
 
     For a request that is exact up to an image, the complete blocks before it; for a cache without full
@@ -59,7 +59,8 @@ def expected_blocks(prepared: Prepared, worker: Worker, rank: int, block_size: i
     """
     if prepared.exactness == "affinity":
         return None
-    scope = worker.scope
+    worker, rank, _ = target
+    block_size, scope, lookahead = target.key_form
     resolved = {image.identity for image in prepared.images if image.resolved}
     stops = [span.offset for span in prepared.spans if span.identity not in resolved]
     ids, spans = prepared.ids, prepared.spans
@@ -68,10 +69,10 @@ def expected_blocks(prepared: Prepared, worker: Worker, rank: int, block_size: i
         if filled.unknown is not None:
             stops.append(spans[filled.unknown].offset)
         ids, spans = filled.ids, ()
-    blocks = min([len(ids), *stops]) // block_size
-    keys = prepared.keys(block_size, scope)[:blocks]
+    blocks = max(0, min([len(ids), *stops]) - lookahead) // block_size
+    keys = prepared.keys(*target.key_form)[:blocks]
     if not worker.layout.whole:
-        hit = (len(ids) - 1) // block_size
+        hit = min(len(keys), (len(ids) - 1) // block_size)
         keys = keys[max(0, hit - window_blocks(worker.layout.tails[0].tokens, block_size)) : hit]
     if not keys:
         return None

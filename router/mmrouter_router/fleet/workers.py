@@ -118,10 +118,18 @@ def prefer_admitted(workers: Iterable[Worker], now: float, timeout: float) -> li
     return [worker for worker in workers if worker.is_admitted(now, timeout)] or workers
 
 
+KeyForm = tuple[int, Scope | None, int]
+"""Block size; scope of the engines that have these keys, ``None``: all have the same; lookahead of the keys."""
+
+
 class Target(NamedTuple):
     worker: Worker
     rank: int
     block_size: int
+
+    @property
+    def key_form(self) -> KeyForm:
+        return self.block_size, self.worker.scope, self.worker.layout.lookahead
 
 
 class Fleet:
@@ -141,10 +149,10 @@ class Fleet:
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.workers.values())
 
-    def key_forms(self) -> set[tuple[int, Scope | None]]:
-        """Return block size and scope of the engines that report a block size: prompts have keys for each of them."""
-        beats = [(worker.heartbeat, worker.scope) for worker in self if worker.heartbeat is not None]
-        return {(beat.block_size, scope) for beat, scope in beats if beat.block_size > 0}
+    def key_forms(self) -> set[KeyForm]:
+        """Return the forms of the engines that report a block size: prompts have keys for each of them."""
+        sizes = [(worker, worker.heartbeat.block_size) for worker in self if worker.heartbeat is not None]
+        return {Target(worker, 0, size).key_form for worker, size in sizes if size > 0}
 
     def adapters(self) -> frozenset[str]:
         """Return the LoRA adapters that any engine has loaded."""

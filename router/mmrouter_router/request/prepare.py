@@ -26,12 +26,13 @@ from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, NEW_TEXT, OWNER, NewTe
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
+from mmrouter_router.fleet.workers import KeyForm
 from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.content import Media
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.prepared import CHAT, KeyForm, Prepared, ResolvedImage
+from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Rendered, Renderer
 from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
@@ -217,10 +218,10 @@ class Preparer:
     async def _compute_keys(self, prepared: Prepared, tenant: str) -> None:
         """Compute the keys of a long prompt in a thread."""
         size = len(prepared.ids) * prepared.ids.itemsize
-        for block_size, scope in self._key_forms() if size > INLINE_BYTES else ():
+        for block_size, scope, lookahead in self._key_forms() if size > INLINE_BYTES else ():
             if scope is not None:
                 prepared.filled(scope)  # reads what the event loop changes
-            await self._threads.run(tenant, size, prepared.keys, block_size, scope)
+            await self._threads.run(tenant, size, prepared.keys, block_size, scope, lookahead)
 
     async def _render(self, request: ChatRequest, images: Images, reasons: list[str], tenant: str) -> Rendered | None:
         """Return ids and spans from a renderer, ``None`` where it fails; adds the reason to ``reasons``.

@@ -14,6 +14,7 @@ from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.continuation import Way
 from mmrouter_lib.prompt import PromptImage
+from mmrouter_router.fleet.workers import KeyForm
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import ChatRequest
 from mmrouter_router.intake.field_check import Exactness
@@ -49,10 +50,6 @@ class ResolvedImage:
         return PromptImage(identity, self.tokens, (self.width, self.height))
 
 
-KeyForm = tuple[int, Scope | None]
-"""Block size, and scope of the engines that have these keys; ``None``: all have the same."""
-
-
 @dataclass
 class Prepared:
     """A request that is ready to be placed; ``ids`` and ``spans`` are empty where the prompt is not predicted."""
@@ -74,17 +71,17 @@ class Prepared:
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 
-    def keys(self, block_size: int, scope: Scope | None = None) -> "array[int]":
-        """Return the keys of the complete blocks for engines of a scope (``None``: the same for all); cached."""
-        keys = self._keys.get((block_size, scope))
+    def keys(self, block_size: int, scope: Scope | None = None, lookahead: int = 0) -> "array[int]":
+        """Return the keys of the complete blocks for engines of a form (:data:`KeyForm`); cached."""
+        keys = self._keys.get((block_size, scope, lookahead))
         if keys is None:
             if not self.ids:
                 keys = array("Q")
             elif scope is None:
-                keys = block_keys(self.ids, block_size, self.spans, self.seed)
+                keys = block_keys(self.ids, block_size, self.spans, self.seed, lookahead)
             else:
-                keys = block_keys(self.filled(scope).ids, block_size, (), self.seed)
-            self._keys[block_size, scope] = keys
+                keys = block_keys(self.filled(scope).ids, block_size, (), self.seed, lookahead)
+            self._keys[block_size, scope, lookahead] = keys
         return keys
 
     def filled(self, scope: Scope) -> FilledPrompt:

@@ -1,4 +1,4 @@
-"""Candidates of a decision as columns, one entry per rank, grouped by block size and sentinel scope.
+"""Candidates of a decision as columns, one entry per rank, grouped by the form of their keys.
 
 Values that do not depend on a request are computed once per change of the fleet; :meth:`CandidateGroup.table` adds the
 others. That runs over the whole fleet in every decision, so each column is built by calls that loop in C.
@@ -15,9 +15,8 @@ from mmrouter_lib.block_keys import Span
 from mmrouter_router.fleet.cache_query import CacheQuery, cache_entry
 from mmrouter_router.fleet.holder_table import Slot
 from mmrouter_router.fleet.index import NOWHERE, HitRule
-from mmrouter_router.fleet.workers import Fleet, Target
+from mmrouter_router.fleet.workers import Fleet, KeyForm, Target
 from mmrouter_router.scheduling.scoring import CandidateTable
-from mmrouter_router.sentinels.table import Scope
 
 
 class CandidateRow(NamedTuple):
@@ -47,18 +46,18 @@ class CandidateRow(NamedTuple):
 
 
 class CandidateGroup:
-    """Ranks with one block size and one scope, each with whether its overlap counts. Valid until the fleet changes.
+    """Ranks with one form of keys, each with whether its overlap counts. Valid until the fleet changes.
 
     ``held`` and ``loads`` take these ranks' entries out of the index's columns by slot and out of a column of the
     fleet's loads.
     """
 
-    def __init__(self, fleet: Fleet, size: int, scope: Scope | None, rows: Sequence[CandidateRow]) -> None:
-        self.fleet, self.size, self.scope, self._rows = fleet, size, scope, rows
+    def __init__(self, fleet: Fleet, form: KeyForm, rows: Sequence[CandidateRow]) -> None:
+        self.fleet, self.form, self.size, self._rows = fleet, form, form[0], rows
         columns = tuple(zip(*rows, strict=True))
         self.targets, self.scored, self.ids, self.names, self.pools, slots, loads, self.promised, hits, rules = columns
         self.held, self.loads = column_getter(slots), column_getter(loads)
-        self.caches = CacheQuery.of(hits, rules, size)
+        self.caches = CacheQuery.of(hits, rules, self.size)
 
     @cached_property
     def ring(self) -> list[int]:
@@ -71,7 +70,7 @@ class CandidateGroup:
         if max(unanswered) < queued:
             return self
         rows = list(compress(self._rows, [number < queued for number in unanswered]))
-        return CandidateGroup(self.fleet, self.size, self.scope, rows) if rows else None
+        return CandidateGroup(self.fleet, self.form, rows) if rows else None
 
     def table(self, keys: "array[int]", tokens: int, spans: Sequence[Span], visual: float) -> CandidateTable:
         """Return the candidates for a prompt of ``tokens`` with these keys and images.

@@ -14,13 +14,12 @@ from typing import Final, Literal
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.fleet.rank_load import RankUsage
-from mmrouter_router.fleet.workers import Fleet, Target, Worker
+from mmrouter_router.fleet.workers import Fleet, KeyForm, Target, Worker
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidate_columns import CandidateGroup, CandidateRow
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
 from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose
-from mmrouter_router.sentinels.table import Scope
 from mmrouter_router.telemetry.tracing import Value
 
 Eligibility = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
@@ -41,7 +40,7 @@ class Standing:
     eligibility: Eligibility
     usable: bool  # not only as a last resort
     until: float
-    kind: tuple[int, Scope | None]  # block size and scope
+    form: KeyForm
     rows: list[CandidateRow]
 
 
@@ -161,7 +160,7 @@ class Placer:
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
-        keys = [prepared.keys(group.size, group.scope) for group in groups]
+        keys = [prepared.keys(*group.form) for group in groups]
         table = CandidateTable.joined(
             [
                 group.table(group_keys, len(prepared.ids), prepared.spans, self._visual)
@@ -266,18 +265,18 @@ class Placer:
             found.append(standing)
         # The last resort: an engine whose sidecar is away still answers, without overlap.
         usable = [standing for standing in found if standing.usable] or [s for s in found if self.able(s.worker)]
-        rows: dict[tuple[int, Scope | None], list[CandidateRow]] = {}
-        for kind in dict.fromkeys(standing.kind for standing in usable):
-            own = [standing.rows for standing in usable if standing.kind == kind]
+        rows: dict[KeyForm, list[CandidateRow]] = {}
+        for form in dict.fromkeys(standing.form for standing in usable):
+            own = [standing.rows for standing in usable if standing.form == form]
             if any(own):
-                rows[kind] = list(chain.from_iterable(own))
+                rows[form] = list(chain.from_iterable(own))
         if not rows:
             counted = Counter(standing.eligibility for standing in found)
             # Clients read it, so it names no pod; `mmrouter status` does.
             states = ", ".join(f"{count} {state}" for state, count in counted.items())
             raise NoWorkerError(states or "none is known")
         until = min([standing.until for standing in found])
-        groups = [CandidateGroup(self._fleet, *kind, group) for kind, group in rows.items()]
+        groups = [CandidateGroup(self._fleet, form, group) for form, group in rows.items()]
         return groups, None if math.isinf(until) else until
 
     def _standing(self, worker: Worker) -> "Standing":
@@ -294,7 +293,7 @@ class Placer:
             eligibility,
             eligibility in ("verified", "degraded"),
             until,
-            (size, worker.scope),
+            Target(worker, 0, size).key_form,
             rows,
         )
 

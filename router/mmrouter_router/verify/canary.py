@@ -9,6 +9,7 @@ import contextlib
 import logging
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from mmrouter_lib import feed
@@ -145,28 +146,28 @@ class Canary:
         """
         request = await self._probes.build(nonce, image, target.block_size)
         scope, before = target.worker.scope, target.worker.sync.seq
-        prediction, keys = self._predict(scope, request, image, target.block_size)
+        prediction = self._predict(scope, request, image, target.block_size)
         await self._probes.send(target, request)
-        missing = await self._missing(target, keys, len(request.ids))
+        missing, keys = await self._missing(target, prediction)
         if not missing:
-            return None, len(keys)
+            return None, keys
         stored = await _published_since(target, feeder, before)
         self._observe(target, request, image, stored)
+        complete = replace(prediction, ids=prediction.ids[: keys * target.block_size])
         # Blocks that are published late may be missing among those of other requests.
-        difference = first_difference(prediction, stored, alone=scope is None)
-        return difference or Difference("unknown", f"{missing} of {len(keys)} predicted keys were not published"), 0
+        difference = first_difference(complete, stored, alone=scope is None)
+        return difference or Difference("unknown", f"{missing} of {keys} predicted keys were not published"), 0
 
     def _predict(
         self, scope: Scope | None, request: ProbeRequest, image: ProbeImage | None, block_size: int
-    ) -> tuple[Prediction, "array[int]"]:
+    ) -> Prediction:
         spans = () if request.span is None else (request.span,)
         placeholder = -1 if request.span is None else request.ids[request.span.offset]
         if scope is None:
-            keys = block_keys(request.ids, block_size, spans, self._seed)
-            return Prediction(request.ids, spans, block_size, None, placeholder), keys
+            return Prediction(request.ids, spans, block_size, None, placeholder)
         values = None if image is None else self._values(scope, image)
         ids = fill_sentinels(request.ids, spans, lambda _: values).ids
-        return Prediction(ids, (), block_size, None, placeholder), block_keys(ids, block_size, (), self._seed)
+        return Prediction(ids, (), block_size, None, placeholder)
 
     def _values(self, scope: Scope, image: ProbeImage) -> Values | None:
         return self._sentinels.values(scope, image.identity, image.data) if self._sentinels is not None else None
@@ -183,13 +184,18 @@ class Canary:
             self._sentinels.on_observed(scope, image.identity, image.data, values)
         return values is not None
 
-    async def _missing(self, target: Target, keys: "array[int]", tokens: int) -> int:
-        """Wait until the index has every predicted key that the engine keeps; return the number of missing ones."""
-        worker, missing = target.worker, len(keys)
+    async def _missing(self, target: Target, prediction: Prediction) -> tuple[int, int]:
+        """Wait until the index has every predicted key that the engine keeps; return the missing ones, and all.
+
+        The first blocks of an engine show its lookahead, so keys are computed after each delta.
+        """
+        worker, ids, size = target.worker, prediction.ids, prediction.block_size
+        missing, keys = 1, array("Q")
         try:
             async with asyncio.timeout(EVENTS_SECONDS if worker.scope is None else LATE_SECONDS):
                 while True:
                     worker.delta_event.clear()
+                    keys = block_keys(ids, size, prediction.spans, self._seed, worker.layout.lookahead)
                     slot = worker.slots.get(target.rank)
                     if slot is None:
                         missing = len(keys)
@@ -197,13 +203,13 @@ class Canary:
                         missing = sum(not self._fleet.index.holds(slot, key) for key in keys)
                     else:
                         # A window does not keep a block that ends with the prompt's last token.
-                        hits = self._fleet.lookup(keys, tokens, cache_query([target]))
-                        missing = (tokens - 1) // target.block_size - hits[slot]
+                        hits = self._fleet.lookup(keys, len(ids), cache_query([target]))
+                        missing = min(len(keys), (len(ids) - 1) // size) - hits[slot]
                     if not missing:
-                        return 0
+                        return 0, len(keys)
                     await _next_delta(worker)
         except TimeoutError:
-            return missing
+            return missing, len(keys)
 
 
 async def _published_since(target: Target, feeder: FeedClient, seq: int) -> Sequence[Stored]:

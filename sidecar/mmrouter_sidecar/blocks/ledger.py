@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
+from msgspec import structs
 
 from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
 from mmrouter_lib.cache_layout import FULL_KINDS, CacheGroup
@@ -57,6 +58,7 @@ class LedgerOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     window: int = 0  # tokens
     digests: bytes = b""
     parts: bool = False  # of the group
+    lookahead: int = 0  # of the group, in tokens
 
 
 class PendingAdd(NamedTuple):
@@ -196,7 +198,7 @@ class Ledger:
             self._renew(op.rank)
             return
         if op.kind == "group":
-            self._groups.put(CacheGroup(op.group, op.spec, op.window, op.block_size, op.parts))
+            self._groups.put(CacheGroup(op.group, op.spec, op.window, op.block_size, op.parts, op.lookahead))
             return
         if op.kind == "known":
             self.windows.recall(unpack_keys(op.keys), op.digests)
@@ -327,7 +329,8 @@ class Ledger:
             self._append_op(LedgerOp("aside", *place, pack_keys(hashes), b"", table.block_size))
 
     def _name(self, event: Stored | Ragged) -> None:
-        if self._groups.named.get(event.group) != event.kind and (group := self._groups.unnamed(event)) is not None:
+        shown = (event.kind, event.lookahead)
+        if self._groups.named.get(event.group) != shown and (group := self._groups.unnamed(event)) is not None:
             self._set_group(group)
 
     def _set_group(self, group: CacheGroup) -> None:
@@ -387,5 +390,5 @@ class Ledger:
 
 
 def _group_op(group: CacheGroup) -> LedgerOp:
-    number, kind, window, size, parts = group.group, group.kind, group.window, group.block_size, group.parts
-    return LedgerOp("group", 0, number, block_size=size, spec=kind, window=window, parts=parts)
+    number, kind, window, size, parts, lookahead = structs.astuple(group)
+    return LedgerOp("group", 0, number, block_size=size, spec=kind, window=window, parts=parts, lookahead=lookahead)

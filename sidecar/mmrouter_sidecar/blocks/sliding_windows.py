@@ -71,7 +71,7 @@ class WindowBlocks:
     def follow(self, event: Stored, keys: Sequence[Key]) -> None:
         """Follow the blocks of an event that names all of them, as far as their recomputed hashes match."""
         parent = self._parent(event)
-        if parent is None or event.lora is not None:
+        if parent is None or event.lora is not None or event.lookahead:
             return
         hashes, first = event.hashes[: len(keys)], event.parent is None
         try:
@@ -86,7 +86,7 @@ class WindowBlocks:
         parent = self._parent(event)
         start = None if event.parent is None else self.key(event.parent)
         unlocated = LocatedBlocks((), array("Q"), event.hashes)
-        if parent is None or event.lora is not None or (event.parent is not None and start is None):
+        if parent is None or event.lora is not None or event.lookahead or (event.parent is not None and start is None):
             return unlocated
         size, first = event.block_size, event.parent is None
         try:

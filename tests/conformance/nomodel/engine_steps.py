@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # 0.33 is a CUDA build, of which no compiled part is used
 
 import msgspec
 import torch
@@ -83,6 +84,16 @@ def layer_spec(kind: str, block_size: int, fields: dict[str, Any]) -> Any:
     return kinds[kind](**{**attention, **fields})
 
 
+def cache_configs(config: Any, layers: dict[str, Any]) -> list[Any]:
+    """Plan the cache of one worker as the engine does. 0.33 groups the layers before that."""
+    if hasattr(kv_cache_utils, "get_kv_cache_configs"):
+        return kv_cache_utils.get_kv_cache_configs(config, [layers], [MEMORY])
+    from vllm.v1.core import kv_cache_planning
+
+    groups = kv_cache_planning.get_global_kv_cache_groups(config, [layers])
+    return kv_cache_planning.get_kv_cache_configs(config, [layers], [MEMORY], groups)
+
+
 class Engine:
     """vLLM's scheduler over layers of these kinds."""
 
@@ -107,7 +118,7 @@ class Engine:
             self.config.cache_config.mamba_block_size = block_size
         layer_specs = {str(n): layer_spec(kind, block_size, fields) for n, (kind, fields) in enumerate(layers)}
         with set_current_vllm_config(self.config):
-            (made,) = kv_cache_utils.get_kv_cache_configs(self.config, [layer_specs], [MEMORY])
+            (made,) = cache_configs(self.config, layer_specs)
             cache = kv_cache_utils.generate_scheduler_kv_cache_config([made])
             self.config.cache_config.num_gpu_blocks = cache.num_blocks
             unit, hash_unit = kv_cache_utils.resolve_kv_cache_block_sizes(cache, self.config)
@@ -124,7 +135,9 @@ class Engine:
         self.scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=MAX_LENGTH)
         hash_function = get_hash_fn_by_name("sha256_cbor")
         kv_cache_utils.init_none_hash(hash_function)
-        self._hasher = kv_cache_utils.get_request_block_hasher(hash_unit, hash_function)
+        # 0.33 hashes the next tokens, too, beside some drafters.
+        ahead = [n] if (n := getattr(self.config, "num_hash_lookahead_tokens", 0)) else []
+        self._hasher = kv_cache_utils.get_request_block_hasher(hash_unit, hash_function, *ahead)
         self._encode = msgspec.msgpack.Encoder().encode
         self._batches: list[bytes] = []
         self.scheduler.kv_event_publisher.publish = lambda batch: self._batches.append(self._encode(batch))

@@ -11,6 +11,7 @@ import subprocess
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ class Followed:
 
     def _keys(self, prompt: Drawn) -> "array[int]":
         size, seed = self.relay.ledger.block_size, self.settings.seed(prompt.lora, prompt.salt)
-        return block_keys(array("I", prompt.ids), size, prompt.images, seed)
+        return block_keys(array("I", prompt.ids), size, prompt.images, seed, self.worker.layout.lookahead)
 
     def _answer(self, requests: Sequence[feed.Request]) -> None:
         waiting = list(requests)
@@ -138,7 +139,19 @@ class Followed:
 
 @pytest.fixture(scope="module")
 def engine(vllm_env: Path) -> Iterator[EngineProcess]:
-    started = EngineProcess(vllm_env / "bin" / "python")
+    with running(vllm_env) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def newer_engine(newer_vllm_env: Path) -> Iterator[EngineProcess]:
+    with running(newer_vllm_env) as started:
+        yield started
+
+
+@contextmanager
+def running(env: Path) -> Iterator[EngineProcess]:
+    started = EngineProcess(env / "bin" / "python")
     yield started
     started.process.kill()
     started.process.wait()
@@ -148,11 +161,24 @@ def engine(vllm_env: Path) -> Iterator[EngineProcess]:
 def test_case_45_no_promise_is_above_the_engines_hit_and_nearly_all_are_equal(
     engine: EngineProcess, name: str, tmp_path: Path, record: Record
 ) -> None:
+    compare(engine, name, tmp_path, record)
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_case_45_the_same_holds_where_hashes_cover_the_next_tokens(
+    newer_engine: EngineProcess, name: str, tmp_path: Path, record: Record
+) -> None:
+    compare(newer_engine, name, tmp_path, record, lookahead=int(name.endswith("EAGLE")))
+
+
+def compare(engine: EngineProcess, name: str, folder: Path, record: Record, *, lookahead: int = 0) -> None:
+    """Drive an engine and a router by drawn requests. ``lookahead``: tokens after a block that its hash covers."""
     layers, block_size, blocks = LAYOUTS[name]
     drafts = name.endswith("EAGLE")
     method = "eagle" if drafts else ""
     groups = engine.ask({"layers": layers, "block_size": block_size, "blocks": blocks, "drafter": method})
-    followed = Followed(tmp_path, "drops" if drafts else "")
+    followed = Followed(folder, "drops" if drafts else "")
     prompts = Prompts(random.Random(name), block_size)
     seen: Counter[str] = Counter()
     above: list[tuple[Drawn, int, int]] = []
@@ -168,12 +194,15 @@ def test_case_45_no_promise_is_above_the_engines_hit_and_nearly_all_are_equal(
         followed.apply(answer["batches"])
         prompts.answered(prompt, answer["output"])
     counts = {reason: n for reason, n in followed.relay.ledger.counts.items() if reason not in ("stored", "removed")}
-    record(f"vLLM without a model, {name}, {len(groups)} groups", {**seen, **counts})
+    ahead = f", lookahead {lookahead}" * bool(lookahead)
+    record(f"vLLM without a model, {name}{ahead}, {len(groups)} groups", {**seen, **counts})
     assert not above
+    assert followed.worker.layout.lookahead == lookahead
+    drops = drafts and not lookahead
     assert seen["hit"] > REQUESTS / 8
     assert followed.relay.ledger.counts["removed"], "nothing was evicted"
-    assert bool(followed.worker.layout.bounds) == (name.startswith("chunks") or (drafts and name.startswith("windows")))
-    if "beside" in name or drafts:
+    assert bool(followed.worker.layout.bounds) == (name.startswith("chunks") or (drops and name.startswith("windows")))
+    if "beside" in name or drops:
         assert seen["full attention alone above"] > REQUESTS / 40
     if name not in BOUNDED:
         assert seen["equal"] >= EQUAL * REQUESTS

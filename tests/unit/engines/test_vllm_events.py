@@ -160,7 +160,6 @@ def test_prompt_embeddings_make_blocks_of_equal_ids_distinct() -> None:
     [
         (stored(block_hashes=[], token_ids=[1]), "empty_store"),
         (stored(locality="REMOTE"), "remote"),
-        (stored(lookahead_token_ids=[[7], [8]]), "lookahead"),
         ({"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU", "locality": "REMOTE"}, "remote"),
         ({"type": "BlockRemoved", "block_hashes": [], "medium": "GPU"}, "empty_remove"),
         ({"type": "BlockMoved", "block_hashes": [1]}, "unknown_event"),
@@ -214,6 +213,31 @@ def test_case_44_two_images_in_one_block_keep_their_own_places() -> None:
     spans = [Span(13, 6, a), Span(25, 20, b)]
     before = block_keys(ids, 16, spans, 5)
     assert list(chain(event.ids, 16, 2, event.extras, before[0])) == list(before[1:])
+
+
+@pytest.mark.parametrize("ahead", [[[3], [5]], [[3, 4], [5, 6]]])
+def test_an_event_with_a_lookahead_has_the_keys_of_the_prompt_whose_next_tokens_it_names(ahead: Any) -> None:
+    """The image begins right after the event's first block, in whose hash it is."""
+    lookahead, image = len(ahead[0]), foreign_identity("a")
+    extras = [[["a", 2]], [["a", 0]]]
+    event = decoded(stored(token_ids=[1, 2, 3, 4], extra_keys=extras, lookahead_token_ids=ahead))
+    assert (event.lookahead, event.spans) == (lookahead, ((1, image, 0),))
+    ids = array("I", [1, 2, 3, 4, 5, 6])
+    predicted = block_keys(ids, 2, [Span(2, 2, image)], 5, lookahead)
+    assert chain(event.ids, 2, 2, event.extras, 5) == predicted[:2]
+
+
+@pytest.mark.parametrize("ahead", [[[3]], [[3], [5], [7]], [[2**32], [5]]])
+def test_lookaheads_that_are_not_of_the_events_blocks_are_errors(ahead: Any) -> None:
+    with pytest.raises(EventError, match="lookahead"):
+        decoded(stored(lookahead_token_ids=ahead))
+
+
+@pytest.mark.parametrize(("tokens", "hashes"), [([1, 2, 3], 2), ([1, 2, 3, 4], 1), ([1, 2, 3, 4], 0)])
+def test_blocks_with_a_lookahead_may_be_fewer_than_tokens_or_than_hashes(tokens: list[int], hashes: int) -> None:
+    event = decoded(stored(block_hashes=[11, 12][:hashes], token_ids=tokens, lookahead_token_ids=[[3], [5]][:hashes]))
+    assert (len(event.hashes), event.lookahead) == (hashes, int(hashes > 0))
+    assert isinstance(event, Ragged) or event.extras.keys() == {0}
 
 
 def test_an_event_with_a_window_keeps_its_published_extra_keys() -> None:

@@ -44,6 +44,9 @@ FRAMES: dict[str, feed.Published | feed.Request | feed.Reply] = {
     "heartbeat_all_groups": replace(
         BEAT, groups=(CacheGroup(1, "full_attention", 0, 16), CacheGroup(0, "mamba", 0, 16, True)), all_groups=True
     ),
+    "heartbeat_lookahead": replace(
+        BEAT, groups=(CacheGroup(0, "full_attention", 0, 16, lookahead=1),), all_groups=True, drafter="drops"
+    ),
     "heartbeat_shared": replace(BEAT, shared=feed.SharedDirectory(7 << 30, 8 << 30, 30 << 30, 64 << 30, True)),
     "sighting": SIGHTING,
     "sighting_sentinels": feed.ImageObservation(0, 0, None, 0, 4, b"", (2**62 - 1, 1, 2, 3)),

@@ -65,6 +65,8 @@ TOOLS = {
     f"vllm_env.require_free = lambda *_: None{ENGINE}",
     "older_sglang_env": "from hack.engines import older_sglang_env as it, vllm_env; "
     f"vllm_env.require_free = lambda *_: None{ENGINE}",
+    "newer_vllm_env": "from hack.engines import newer_vllm_env as it, vllm_env; "
+    f"vllm_env.require_free = lambda *_: None{ENGINE}",
 }
 """Tool -> code that defines its ``main`` so that it builds on any machine."""
 

@@ -112,6 +112,37 @@ def test_packed_keys_are_eight_bytes_each_and_come_back(values):
     assert list(block_keys.unpack_keys(packed)) == values
 
 
+prompts = st.tuples(IDS, st.integers(1, 9), st.integers(1, 3), st.lists(st.integers(0, 80), max_size=2, unique=True))
+
+
+def with_images(ids, starts):
+    return [Span(at, 1, identity) for at, identity in zip(sorted(starts), (A, B), strict=False) if at < len(ids)]
+
+
+@given(prompts)
+def test_a_key_with_a_lookahead_covers_the_next_tokens_and_the_images_that_start_there(prompt):
+    ids, size, lookahead, starts = prompt
+    spans = with_images(ids, starts)
+    found = block_keys.block_keys(ids, size, spans, 1, lookahead)
+    assert len(found) == max(0, len(ids) - lookahead) // size
+    for number, key in enumerate(found):
+        end = (number + 1) * size + lookahead
+        covered = block_keys.block_keys(ids[:end], size, [span for span in spans if span.offset < end], 1, lookahead)
+        assert covered[-1] == key
+        changed = ids[: end - 1] + array("I", [ids[end - 1] ^ 1])
+        other = block_keys.block_keys(changed, size, [span for span in spans if span.offset < end], 1, lookahead)
+        assert (other[:-1], other[-1] == key) == (found[:number], False)
+        elsewhere = [Span(end - 1, 1, b"c" * 32), *(span for span in spans if span.offset < end - 1)]
+        assert block_keys.block_keys(ids[:end], size, elsewhere, 1, lookahead)[-1] != key
+
+
+@given(prompts)
+def test_keys_with_different_lookaheads_share_nothing(prompt):
+    ids, size, _, starts = prompt
+    forms = [block_keys.block_keys(ids, size, with_images(ids, starts), 1, lookahead) for lookahead in range(3)]
+    assert len({key for form in forms for key in form}) == sum(map(len, forms))
+
+
 def test_wide_ids_are_other_keys_than_narrow_ones_of_the_same_value():
     assert list(block_keys.block_keys(array("Q", range(32)), 16, [], 1)) != list(
         block_keys.block_keys(array("I", range(32)), 16, [], 1)

@@ -51,3 +51,49 @@ def test_an_unknown_drafter_makes_a_decision_bounded():
     rig.worker("a", drafter="unknown")
     decision = rig.placer.place(prepared())
     assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:drafter",))
+
+
+LOOKAHEAD = (CacheGroup(0, "full_attention", 0, BLOCK, lookahead=1),)
+
+
+@pytest.mark.parametrize("drafter", ["drops", "unknown"])
+@pytest.mark.parametrize(("beyond", "hit"), [(0, 3), (1, 4), (BLOCK - 1, 4)])
+def test_with_lookahead_hashes_a_drafter_costs_no_block(drafter, beyond, hit):
+    rig, tokens = Rig(), 4 * BLOCK + beyond
+    keys = block_keys(prompt(tokens), BLOCK, (), SEED, 1)
+    worker = rig.worker("a", keys, drafter=drafter, groups=LOOKAHEAD, all_groups=True)
+    decision = rig.placer.place(prepared(ids=prompt(tokens)))
+    assert (decision.choice.winner.overlap, decision.exactness) == (hit, "exact")
+    assert worker.recomputed_blocks(tokens, BLOCK) == 0
+
+
+def test_a_prompt_that_continues_otherwise_does_not_hit_the_block_before():
+    rig = Rig()
+    rig.worker("a", block_keys(prompt(4 * BLOCK + 1), BLOCK, (), SEED, 1), groups=LOOKAHEAD, all_groups=True)
+    parting = array("I", [*range(2 * BLOCK), *range(1000, 1000 + 2 * BLOCK)])
+    assert rig.placer.place(prepared(ids=parting)).choice.winner.overlap == 1
+
+
+def test_both_forms_of_keys_stand_side_by_side():
+    """Each pool is looked up by keys of its own form, and the better one is chosen whichever form it has."""
+    rig, tokens = Rig(), 6 * BLOCK + 1
+    plain, ahead = (block_keys(prompt(tokens), BLOCK, (), SEED, lookahead) for lookahead in (0, 1))
+    rig.worker("plain", plain[:2])
+    better = rig.worker("ahead", ahead[:5], groups=LOOKAHEAD, all_groups=True)
+    decision = rig.placer.place(prepared(ids=prompt(tokens)))
+    assert sorted(decision.choice.candidates.overlap) == [2, 5]
+    assert (decision.target.worker, decision.keys) == (better, ahead)
+
+
+def test_an_older_sidecar_that_tells_no_lookahead_promises_nothing_of_its_blocks():
+    rig, tokens = Rig(), 4 * BLOCK + 1
+    rig.worker("a", block_keys(prompt(tokens), BLOCK, (), SEED, 1), drafter="drops")
+    assert overlap(rig, tokens) == 0
+
+
+def test_without_full_attention_blocks_with_a_lookahead_bound_the_promise():
+    groups = (CacheGroup(0, "sliding_window", 2 * BLOCK, BLOCK, lookahead=1),)
+    rig = Rig()
+    rig.worker("a", drafter="drops", groups=groups, all_groups=True)
+    decision = rig.placer.place(prepared())
+    assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:lookahead",))

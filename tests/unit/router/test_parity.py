@@ -18,7 +18,7 @@ from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.differences import Prediction, first_difference
 from mmrouter_router.explain.parity_check import ExpectedBlocks, check_parity, expected_blocks, verdict_json
 from mmrouter_router.fleet.feed_client import FeedRequestError
-from mmrouter_router.fleet.workers import Fleet
+from mmrouter_router.fleet.workers import Fleet, Target
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify import sampling
@@ -216,20 +216,20 @@ def prepared(exactness: str = "exact") -> Prepared:
 
 
 def test_exact_prompt_expects_all_complete_blocks_and_a_partial_one_those_before_its_image(rig):
-    whole, partial = (expected_blocks(prepared(kind), rig.engine, 0, BLOCK) for kind in ("exact", "partial"))
+    whole, partial = (expected_blocks(prepared(kind), Target(rig.engine, 0, BLOCK)) for kind in ("exact", "partial"))
     assert (whole.keys, whole.prediction.placeholder_id) == (rig.expected().keys, PAD)
     assert (partial.keys, partial.prediction.spans) == (rig.expected().keys[:1], ())
 
 
 def test_affinity_or_short_prompt_expects_nothing(rig):
-    assert expected_blocks(prepared("affinity"), rig.engine, 0, BLOCK) is None
-    assert expected_blocks(prepared(), rig.engine, 0, 64) is None
+    assert expected_blocks(prepared("affinity"), Target(rig.engine, 0, BLOCK)) is None
+    assert expected_blocks(prepared(), Target(rig.engine, 0, 64)) is None
 
 
 def test_sliding_window_expects_the_blocks_of_a_hit(rig):
     rig.engine.layout = cache_layout([CacheGroup(0, "sliding_window", 5)])
     whole = rig.expected().keys
-    found = expected_blocks(prepared(), rig.engine, 0, BLOCK)
+    found = expected_blocks(prepared(), Target(rig.engine, 0, BLOCK))
     assert found.keys == whole[3:4]
 
 

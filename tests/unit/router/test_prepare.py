@@ -105,7 +105,7 @@ async def test_long_text_is_tokenized_in_a_thread_until_it_is_cached(repeats, in
 @pytest.mark.parametrize(("repeats", "in_thread"), [(1, False), (200, True)])
 async def test_keys_of_a_long_prompt_are_computed_in_a_thread(repeats, in_thread):
     threads = RecordedThreads()
-    async with preparing(settings(), threads=threads, key_forms=lambda: {(SIZE, None)}) as preparer:
+    async with preparing(settings(), threads=threads, key_forms=lambda: {(SIZE, None, 0)}) as preparer:
         prepared = await preparer.prepare(chat(text(LONG * repeats)), None)
         assert threads.keys_of == [4 * len(prepared.ids)] * in_thread
         ready = prepared.keys(SIZE)

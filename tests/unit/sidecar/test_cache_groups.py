@@ -45,7 +45,7 @@ class Engine:
 
     def hit(self, prompt: Prompt) -> int:
         """The longest hit in blocks, by trying every length: each group must hold what a hit of that length needs."""
-        most = (len(prompt.ids) - 1) // SIZE
+        most = min(prompt.blocks, (len(prompt.ids) - 1) // SIZE)
 
         def continues(n: int) -> bool:
             return all(
@@ -65,6 +65,8 @@ class Engine:
                 kept = [n for n in range(done, upto) if not group.need or end - group.need <= n < end]
                 hashes, extras = [sim.published_int(prompt.hashes[n]) for n in kept], [prompt.extras[n] for n in kept]
                 more = {"group_idx": number, **group.fields, **({"extra_keys": extras} if kept else {})}
+                if prompt.lookahead:
+                    more["lookahead_token_ids"] = [prompt.ahead[n] for n in kept]
                 events.append(stored(hashes, parent, ids=prompt.ids[done * SIZE : upto * SIZE], size=SIZE, **more))
                 self.copies[number].update(prompt.hashes[n] for n in kept)
             done = upto
@@ -98,13 +100,14 @@ Run = tuple[list[tuple[Prompt, int | None]], list[Group], int]
 runs = st.tuples(st.lists(st.tuples(mixed, st.none() | st.integers(0, 50)), max_size=8), layouts, chunks)
 
 
-@given(runs)
+@given(runs, st.integers(0, 2))
 @settings(max_examples=examples(60))
-def test_case_45_beside_full_attention_images_and_salts_are_hit_as_predicted(run: Run) -> None:
+def test_case_45_beside_full_attention_images_and_salts_are_hit_as_predicted(run: Run, lookahead: int) -> None:
     """Nothing is recomputed: a block that another group names is one that full attention names, too."""
     history, others, chunk = run
     engine, routed = Engine(*others, FULL_GROUP, chunk=chunk), Routed()
-    for prompt, drop in history:
+    for drawn, drop in history:
+        prompt = drawn.hashed_with(lookahead)
         assert routed.overlap(prompt.predicted, SIZE) == engine.hit(prompt)
         routed.apply(batch(*engine.run(prompt)))
         if drop is not None:
@@ -113,27 +116,29 @@ def test_case_45_beside_full_attention_images_and_salts_are_hit_as_predicted(run
     held = [{sim.published_int(name) for name, copies in group.items() if copies} for group in engine.copies]
     mine = {place.group: set(table.blocks) for place, table in routed.ledger.tables.items()}
     assert all(mine.get(number, set()) == names for number, names in enumerate(held))
+    assert cache_layout(routed.ledger.groups).lookahead == (lookahead if any(engine.copies) else 0)
 
 
-@given(runs)
+@given(runs, st.integers(0, 2))
 @settings(max_examples=examples(40))
-def test_without_full_attention_no_hit_is_over_estimated(run: Run) -> None:
+def test_without_full_attention_no_hit_is_over_estimated(run: Run, lookahead: int) -> None:
     history, groups, chunk = run
     engine, routed = Engine(*groups, chunk=chunk), Routed()
-    for prompt, drop in history:
+    for drawn, drop in history:
+        prompt = drawn.hashed_with(lookahead)
         assert routed.overlap(prompt.predicted, SIZE) <= engine.hit(prompt)
         routed.apply(batch(*engine.run(prompt)))
         if drop is not None:
             routed.apply(batch(*engine.drop(drop)))
 
 
-@given(runs)
+@given(runs, st.integers(0, 2))
 @settings(max_examples=20)
-def test_a_restarted_ledger_knows_the_groups_and_their_blocks(run: Run) -> None:
+def test_a_restarted_ledger_knows_the_groups_and_their_blocks(run: Run, lookahead: int) -> None:
     history, others, chunk = run
     engine, routed = Engine(*others, FULL_GROUP, chunk=chunk), Routed()
     for prompt, _ in history:
-        routed.apply(batch(*engine.run(prompt)))
+        routed.apply(batch(*engine.run(prompt.hashed_with(lookahead))))
     for ops in (routed.ops, routed.ledger.dump()):
         again = Ledger(seed)
         for op in ops:
@@ -180,3 +185,27 @@ def test_groups_of_different_block_sizes_promise_nothing() -> None:
     layout = cache_layout(ledger.groups)
     assert (layout.comparable, layout.bounds) == (False, ("block_size",))
     assert (ledger.block_size, layout.primary) == (SIZE, 1)
+
+
+def test_a_prompt_that_continues_otherwise_does_not_hit_the_block_before() -> None:
+    """An equal block with another next token is another block, which an image that begins right after it shows, too."""
+    engine, routed = Engine(FULL_GROUP), Routed()
+    first = Prompt(list(range(9)), ("a", 4, 2), lookahead=1)
+    routed.apply(batch(*engine.run(first)))
+    for other, hit in [
+        (first, 4),
+        (Prompt([*range(8), 99], ("a", 4, 2), lookahead=1), 3),
+        (Prompt(list(range(9)), ("b", 4, 2), lookahead=1), 1),
+        (Prompt(first.ids, lookahead=1), 1),
+    ]:
+        assert routed.overlap(other.predicted, SIZE) == engine.hit(other) == hit
+
+
+def test_a_groups_lookahead_is_known_from_its_first_hash_on() -> None:
+    """An event without hashes shows no lookahead, so a group's first event may not."""
+    ledger, near = Ledger(seed), {"group_idx": 0, **window(9).fields}
+    ledger.apply(decode_batch(batch(stored([], ids=[4, 6], lookahead_token_ids=[], **near))), 0)
+    assert [group.lookahead for group in ledger.groups] == [0]
+    ledger.apply(decode_batch(batch(stored([2], lookahead_token_ids=[[7]], **near))), 0)
+    ledger.apply(decode_batch(batch(stored([], ids=[4, 6], lookahead_token_ids=[], **near))), 0)
+    assert [group.lookahead for group in ledger.groups] == [1]

@@ -26,23 +26,29 @@ IMAGE_ID = 99
 
 
 class Prompt:
-    """Token ids with at most one image, and a salt."""
+    """Token ids with at most one image, and a salt. Hashes cover ``lookahead`` tokens after their blocks."""
 
-    def __init__(self, ids: list[int], image: tuple[str, int, int] | None = None, salt: str | None = None) -> None:
+    def __init__(
+        self, ids: list[int], image: tuple[str, int, int] | None = None, salt: str | None = None, lookahead: int = 0
+    ) -> None:
         self.ids = list(ids)
         self.media: list[sim.Media] = []
-        self.salt = salt
+        self.image, self.salt, self.lookahead = image, salt, lookahead
         if image is not None and image[1] < len(ids):
             name, offset, length = image[0], image[1], min(image[2], len(ids) - image[1])
             self.ids[offset : offset + length] = [IMAGE_ID] * length
             self.media = [sim.Media(name, offset, length)]
-        self.blocks = len(ids) // SIZE
+        self.blocks = max(0, len(ids) - lookahead) // SIZE
         self.hashes: list[bytes] = []
         self.extras: list[Any] = []
+        self.ahead: list[list[int]] = []
         parent = sim.first_parent(sim.sha256_cbor, "vllm-none-hash")
         for start in range(0, self.blocks * SIZE, SIZE):
-            keys = sim.extra_keys(start, start + SIZE, self.media, salt=salt)
-            parent = sim.block_hash(sim.sha256_cbor, parent, self.ids[start : start + SIZE], keys)
+            end = start + SIZE
+            keys = sim.extra_keys(start, end + lookahead, self.media, salt=salt)
+            self.ahead.append(self.ids[end : end + lookahead])
+            hashed: Any = (keys or None, *self.ahead[-1]) if lookahead else keys
+            parent = sim.block_hash(sim.sha256_cbor, parent, self.ids[start:end], hashed)
             self.hashes.append(parent)
             self.extras.append(sim.published_keys(keys))
 
@@ -50,7 +56,11 @@ class Prompt:
     def predicted(self) -> Any:
         """Keys of the blocks that a request can hit: all but the one of its last token."""
         spans = [Span(m.offset, m.length, foreign_identity(m.identifier)) for m in self.media]
-        return block_keys(array("I", self.ids), SIZE, spans, seed(salt=self.salt))[: (len(self.ids) - 1) // SIZE]
+        keys = block_keys(array("I", self.ids), SIZE, spans, seed(salt=self.salt), self.lookahead)
+        return keys[: (len(self.ids) - 1) // SIZE]
+
+    def hashed_with(self, lookahead: int) -> "Prompt":
+        return Prompt(self.ids, self.image, self.salt, lookahead)
 
 
 class Engine:

@@ -28,7 +28,8 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     ``ids`` holds the tokens of the blocks back to back: ``array('I')``, or ``array('Q')`` from an engine that writes
     wide sentinels into them (then in every event). ``extras`` maps a block's number within this event to the bytes that
     ``mmrouter_lib.block_keys.chain`` takes for it. ``spans`` lists (block number, identity, span start - block start).
-    If there are tokens for fewer blocks than hashes, they are those of the first blocks.
+    If there are tokens for fewer blocks than hashes, they are those of the first blocks. ``lookahead``: tokens after
+    each block that its hash covers too; their ids and the images among them are in ``extras`` alone.
     """
 
     hashes: tuple[int, ...]
@@ -44,6 +45,7 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
     window: int | None = None  # tokens; None for full attention
     kind: str = ""  # the engine's name for the group's kind of cache, empty where it sends none
     published: Any = None  # extra keys per block as received; not of full attention, as hashes of others are recomputed
+    lookahead: int = 0
 
 
 class Ragged(msgspec.Struct, frozen=True, gc=False):
@@ -63,6 +65,7 @@ class Ragged(msgspec.Struct, frozen=True, gc=False):
     medium: str
     window: int | None = None
     kind: str = ""
+    lookahead: int = 0
 
 
 class Removed(msgspec.Struct, frozen=True, gc=False):

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from mmrouter_lib.block_keys import span_extra
+from mmrouter_lib.block_keys import span_extra, with_lookahead
 from mmrouter_lib.cache_layout import FULL_KINDS
 from mmrouter_lib.engines.base.events import (
     BatchDecoder,
@@ -33,7 +33,6 @@ IGNORED_REASONS = frozenset(
     {
         "empty_store",  # neither blocks nor tokens
         "empty_remove",
-        "lookahead",  # a block whose hash also covers tokens after it: an equal block may not be hit
         "remote",  # a block that another node holds
         "unknown_event",
     }
@@ -61,7 +60,7 @@ class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored",
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
-    lookahead_token_ids: Any = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class _Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved", gc=False):
@@ -111,8 +110,6 @@ def _stored(event: _Stored[Any]) -> Event:
     kind, group = event.kv_cache_spec_kind or "", event.group_idx or 0
     if event.locality == "REMOTE":
         return Ignored("remote")
-    if event.lookahead_token_ids:
-        return Ignored("lookahead")
     size, blocks = checked_block_size(event.block_size), len(event.block_hashes)
     tokens = count_ids(event.token_ids, _ID_BYTES)
     if not blocks and tokens < size:
@@ -124,12 +121,16 @@ def _stored(event: _Stored[Any]) -> Event:
     keys, parent, lora = event.extra_keys, event.parent_block_hash, lora_of(event.lora_name, event.lora_id)
     if keys and len(keys) != blocks:
         raise EventError(f"{len(keys)} extra_keys for {blocks} blocks")
+    ahead = event.lookahead_token_ids or ()
+    if ahead and len(ahead) != blocks:
+        raise EventError(f"{len(ahead)} lookahead_token_ids for {blocks} blocks")
+    lookahead = max(map(len, ahead)) if ahead else 0
     hashes = _hashes(event.block_hashes)
     parent_hash = None if parent is None else _narrow(parent)
     medium, window = event.medium or "GPU", event.kv_cache_spec_sliding_window
     if blocks * size < tokens:
         published_extras(keys or (), lora=event.lora_name, starts_prompt=parent is None)  # raises now instead of later
-        return Ragged(hashes, parent_hash, ids, size, keys, lora, group, medium, window, kind)
+        return Ragged(hashes, parent_hash, ids, size, keys, lora, group, medium, window, kind, lookahead)
     if keys and blocks * size > tokens:
         keys = keys[: tokens // size]
     extras, spans, salt = (
@@ -137,9 +138,17 @@ def _stored(event: _Stored[Any]) -> Event:
         if keys and any(keys)
         else ({}, (), None)
     )
+    if lookahead:
+        try:
+            extras = with_lookahead(extras, [array(_TYPECODE, after) for after in ahead[: tokens // size]])
+        except OverflowError as error:
+            raise EventError(f"lookahead token id: {error}") from error
+        spans = tuple([span for span in spans if span[2] < size])  # those after the block are named by theirs
     kept = None if kind in FULL_KINDS and not window else keys
     # Positional, because keyword arguments take longer.
-    return Stored(hashes, parent_hash, ids, size, extras, spans, lora, salt, group, medium, window, kind, kept)
+    return Stored(
+        hashes, parent_hash, ids, size, extras, spans, lora, salt, group, medium, window, kind, kept, lookahead
+    )
 
 
 def published_extras(

@@ -1,0 +1,55 @@
+"""Build the virtual environment of a newer vLLM, whose code runs without a model or a device. Prints its path.
+
+    python -m hack.engines.newer_vllm_env            # builds it, or finds it ready; prints the path
+    python -m hack.engines.newer_vllm_env --where    # prints the path only
+
+It holds the Python code of the one wheel, a CUDA build, and takes everything else from vLLM's environment
+(``vllm_env.py``). Scheduler, cache manager and events need no compiled part, so those are removed. Exit status:
+``hack/build_once.py``.
+"""
+
+import inspect
+import sys
+from functools import partial
+from pathlib import Path
+
+from hack.build_once import FailedError, cache_dir, digest, main, run
+from hack.engines import vllm_env
+from hack.engines.vllm_env import make
+
+NEWER = "0.33.0"
+"""The first release whose hashes cover the next tokens beside a drafter."""
+WHEEL = f"vllm=={NEWER} --hash=sha256:4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa"
+SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+
+def env_dir() -> Path:
+    return cache_dir() / "engines" / f"vllm-{NEWER}-code"
+
+
+def recipe() -> str:
+    return digest(WHEEL, vllm_env.recipe(), inspect.getsource(build))
+
+
+def build(env: Path) -> None:
+    full = vllm_env.env_dir()
+    make(full, vllm_env.recipe(), vllm_env.build, (vllm_env.additions(), vllm_env.add))
+    python = str(env / "bin" / "python")
+    site, shared = (Path(run([str(at / "bin" / "python"), "-c", SITE], "python")) for at in (env, full))
+    wanted = env / "requirements.txt"
+    wanted.write_text(f"{WHEEL}\n")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
+    run([*pip, "--no-compile", "--requirement", str(wanted)], f"pip install of vllm {NEWER}")
+    for compiled in (site / "vllm").rglob("*.so"):
+        compiled.unlink()
+    # A site folder that another one adds comes behind it, so the newer code hides the tested one.
+    (site / "tested_release.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
+    code = "import os; os.environ['VLLM_TARGET_DEVICE'] = 'cpu'; import vllm.v1.core.sched.scheduler; "
+    version = run([python, "-c", f"{code}import sys, vllm; sys.stdout.write(vllm.__version__)"], "import of vllm")
+    if not version.endswith(NEWER):
+        raise FailedError(f"the environment holds vLLM {version!r}, not {NEWER}")
+
+
+if __name__ == "__main__":
+    maker = partial(make, recipe=recipe(), build=build)
+    sys.exit(main("the environment of a newer vLLM", env_dir(), maker))
