@@ -89,7 +89,7 @@ def test_the_conditions_that_are_shown_are_those_of_now() -> None:
     metrics.conditions(("n", "e"), [("Ready", "True")])
     metrics.conditions(("n", "d"), ())
     assert len(shown()) == 1
-    metrics.forget_conditions()
+    metrics.forget_all()
     assert not shown()
 
 
