@@ -1,7 +1,7 @@
 """Faults of a running deployment raise their alerts in Debian's Prometheus: each after its time, and no other.
 
-The rules are the chart's, with two seconds for a minute. Those alerts that need a cluster or hours of traffic are raised
-by promtool (``tests/chart/test_alerts.py``).
+The rules are the chart's, with two seconds for a minute. Alerts that need a cluster or hours of traffic are raised by
+promtool (``tests/chart/test_alerts.py``).
 """
 
 import shutil
