@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import yaml
 from prometheus_client import CollectorRegistry
 
-from mmrouter_lib.engines.base.adapter import RankLoad
+from mmrouter_lib.engines.base.adapter import RankLoad, TokenCounts
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_operator.status.conditions import BLOCKS, PROGRESSING, REASONS, TEXTS
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
@@ -47,7 +47,7 @@ def registries() -> dict[str, CollectorRegistry]:
     """Return what each of our processes exposes, with a value for what appears only with one."""
     sidecar = SidecarMetrics()
     sidecar.watch(lambda: HotPathCounts(batches=1, events={"stored": 1}, held=1, aside=1))
-    sidecar.load.update("", {0: RankLoad(0, 0, 0.5)})
+    sidecar.load.update("", {0: RankLoad(0, 0, 0.5)}, TokenCounts())
     return {"router": RouterMetrics().registry, "sidecar": sidecar.registry, "operator": OperatorMetrics().registry}
 
 

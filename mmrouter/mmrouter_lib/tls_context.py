@@ -41,6 +41,11 @@ class WatchedContext:
         self._loaded, self.context = self._load()
         self.count("loaded")
 
+    @property
+    def refused(self) -> bool:
+        """Whether the files that are there now cannot be used, so that the context of earlier ones stays."""
+        return self._refused is not None
+
     async def watch(self) -> None:
         """Load the files when they have changed, in a thread; does not return."""
         while True:
@@ -53,6 +58,7 @@ class WatchedContext:
         try:
             signature = file_signature(self._folder, self._names)
             if signature == self._loaded:
+                self._refused = None
                 return
             self._loaded, self.context = self._load()
         except (OSError, CertificateError) as error:

@@ -1,7 +1,7 @@
 """The operator's metrics (docs/operator.md has the table)."""
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -37,6 +37,8 @@ class Metrics:
         self.drift = counter("drift_repaired", "Children restored after foreign changes.", "kind")
         names = ("namespace", "name")
         self._conditions = gauge("condition", "1 for the current status of a condition.", *names, "type", "status")
+        closed = "Engine pods whose containers are ready and whose readiness gate is closed."
+        self._closed_gates = gauge("closed_gates", closed, *names, "gate")
         ignored = "Fields of a newer CRD that are ignored because they have their defaults."
         self._ignored = gauge("ignored_fields", ignored, *names)
         self.leader = gauge("leader", "1 while this replica is the leader.")
@@ -44,6 +46,7 @@ class Metrics:
         build.labels(mmrouter.__version__, platform.python_version()).set(1)
         self._ignoring: dict[Key, frozenset[str]] = {}
         self._shown: dict[Key, set[tuple[str, str]]] = {}
+        self._gates: dict[Key, set[str]] = {}
 
     def ignored(self, key: Key, paths: Iterable[str]) -> list[str]:
         """A resource's fields were ignored, and no others any more. Returns those that were not before."""
@@ -65,7 +68,21 @@ class Metrics:
         if now:
             self._shown[key] = now
 
-    def forget_conditions(self) -> None:
-        """Show none: another replica shows them now."""
-        for key in list(self._shown):
-            self.conditions(key, ())
+    def closed_gates(self, key: Key, counts: Mapping[str, int]) -> None:
+        """Show a deployment's closed gates by gate, in place of those shown before; none when it is gone."""
+        for gone in self._gates.pop(key, set()) - counts.keys():
+            self._closed_gates.remove(*key, gone)
+        for gate, count in counts.items():
+            self._closed_gates.labels(*key, gate).set(count)
+        if counts:
+            self._gates[key] = set(counts)
+
+    def forget(self, key: Key) -> None:
+        """Show nothing of a deployment's state: it is gone."""
+        self.conditions(key, ())
+        self.closed_gates(key, {})
+
+    def forget_all(self) -> None:
+        """Show the state of no deployment: another replica shows it now."""
+        for key in self._shown.keys() | self._gates.keys():
+            self.forget(key)

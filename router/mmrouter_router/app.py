@@ -18,7 +18,7 @@ from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import port_apps
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.live_view import LiveView
-from mmrouter_router.api.operator_report import Reporter
+from mmrouter_router.api.operator_report import UNROUTABLE, Reporter
 from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
 from mmrouter_router.core.settings import CURVE_FILES, Settings, SettingsError, curve_keys
 from mmrouter_router.core.worker_threads import WorkerThreads
@@ -28,7 +28,6 @@ from mmrouter_router.explain.log_lines import prediction_line
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.intake import PARSERS
@@ -95,7 +94,7 @@ class Router:
             fleet=self.fleet,
             renderer=self.renderer,
             probes=self.probes,
-            counts=self.chat.counts,
+            counts=self.chat.counts.totals,
             ready=lambda: self.ready,
             possible=lambda: self.probe_requests.possible,
             degraded=lambda: self.stages.form().degraded,
@@ -160,14 +159,12 @@ class Router:
         self._feeds.pop(uid)[1].cancel()
         if (canary := self._canaries.pop(uid, None)) is not None:
             canary.cancel()
+        self.chat.counts.forget_worker(self.fleet.workers[uid].member.name)
         self.fleet.leave(uid)
 
     async def run(self) -> None:
-        settings, certificate = self.settings, None
-        if settings.deployment.spec.frontend.tls is not None:
-            certificate = ServerCertificate(
-                settings.config_dir / "tls", lambda event: self.metrics.tls.labels(event).inc()
-            )
+        settings = self.settings
+        certificate = build.server_certificate(settings, self.metrics)
         clients = Server(
             self.client_app(),
             settings.host,
@@ -264,6 +261,9 @@ class Router:
             for state in get_args(Eligibility):
                 count = sum(self.placer.eligibility(worker) == state for worker in workers)
                 self.metrics.workers.labels(state).set(count)
+            causes = Counter(state.cause for state in map(self.reporter.standing, workers) if not state.routable)
+            for cause in UNROUTABLE:
+                self.metrics.unroutable.labels(cause).set(causes[cause])
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CANARY_RETRY_SECONDS):
                     await self._changed.wait()

@@ -26,6 +26,7 @@ from mmrouter_router.fleet.load_gossip import LoadGossip
 from mmrouter_router.fleet.workers import Fleet
 from mmrouter_router.handover.handover import Handover, build_handover
 from mmrouter_router.handover.request_delivery import BytesDelivery, Delivery
+from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer, PromptModel
@@ -77,7 +78,18 @@ def engine_trust(settings: Settings, metrics: Metrics) -> EngineTrust | None:
     if settings.deployment.spec.engine.tls is None:
         return None
     name = engine_server_name(settings.deployment.metadata.name, settings.deployment.metadata.namespace)
-    return EngineTrust(settings.config_dir / "engine-ca", name, lambda event: metrics.engine_tls.labels(event).inc())
+    trust = EngineTrust(settings.config_dir / "engine-ca", name, lambda event: metrics.engine_tls.labels(event).inc())
+    metrics.tls_refused.labels("engine_ca").set_function(lambda: trust.refused)
+    return trust
+
+
+def server_certificate(settings: Settings, metrics: Metrics) -> ServerCertificate | None:
+    """Return the certificate of the client port, if it serves TLS. Raises ``CertificateError``."""
+    if settings.deployment.spec.frontend.tls is None:
+        return None
+    certificate = ServerCertificate(settings.config_dir / "tls", lambda event: metrics.tls.labels(event).inc())
+    metrics.tls_refused.labels("certificate").set_function(lambda: certificate.refused)
+    return certificate
 
 
 def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mmrouter_lib import native
-from mmrouter_lib.engines.base.adapter import RankLoad
+from mmrouter_lib.engines.base.adapter import RankLoad, TokenCounts
 
 PREFIX = "mmrouter_sidecar"
 BUSY_SAMPLES = 60  # samples of mmrouter_sidecar_busy_ratio: a minute at one per second
@@ -24,25 +24,33 @@ class HotPathCounts(NamedTuple):
 
 
 class EngineLoad:
-    """The engine's load, one value per pod for autoscalers, which cannot scrape the engine; none while it is down."""
+    """The engine's load and tokens, one value per pod, because its own metrics differ by engine type and rank; none
+    while it is down."""
 
     def __init__(self) -> None:
         self.text = ""  # the engine's own exposition; empty while it is down
         self._ranks: Mapping[int, RankLoad] = {}
+        self._tokens: TokenCounts | None = None
         self._busy: deque[bool] = deque(maxlen=BUSY_SAMPLES)
 
-    def update(self, text: str, ranks: Mapping[int, RankLoad]) -> None:
-        self.text, self._ranks = text, ranks
+    def update(self, text: str, ranks: Mapping[int, RankLoad], tokens: TokenCounts | None = None) -> None:
+        self.text, self._ranks, self._tokens = text, ranks, tokens
         if ranks:
             self._busy.append(any(load.running or load.waiting for load in ranks.values()))
 
     def clear(self) -> None:
         """Drop the last sample: the engine is down."""
-        self.text, self._ranks = "", {}
+        self.text, self._ranks, self._tokens = "", {}, None
         self._busy.clear()
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the gauges; none before the first sample."""
+        """Yield gauges and counters; none before the first sample."""
+        if self._tokens is not None:
+            looked_up = "Prompt tokens that the engine looked up in its cache."
+            yield CounterMetricFamily(f"{PREFIX}_prompt_tokens", looked_up, self._tokens.prompt)
+            found = "Prompt tokens that the engine found in its cache, as it counts them."
+            yield CounterMetricFamily(f"{PREFIX}_cached_tokens", found, self._tokens.cached)
+            yield CounterMetricFamily(f"{PREFIX}_generated_tokens", "Tokens generated.", self._tokens.generated)
         ranks = self._ranks.values()
         if not ranks:
             return

@@ -117,7 +117,7 @@ crds: {install: false}
 dashboard: {enabled: false}
 networkPolicy: {enabled: false}
 podDisruptionBudget: {enabled: false}
-metrics: {podMonitor: {mode: Disabled}}
+metrics: {podMonitor: {mode: Disabled}, prometheusRule: {mode: Disabled}}
 nodeSelector: null
 topologySpreadConstraints: []
 resources: null
@@ -141,6 +141,7 @@ serviceAccount: {annotations: {example.com/team: a}}
 metrics:
   serviceAnnotations: {prometheus.io/scrape: "true"}
   podMonitor: {mode: Enabled, interval: 30s, labels: {release: prometheus}}
+  prometheusRule: {mode: Enabled, labels: {release: prometheus}, runbooks: "https://docs.example/mmrouter/"}
 dashboard: {namespace: monitoring, annotations: {grafana_folder: Inference}}
 resources: {requests: {cpu: 1, memory: 1Gi}, limits: {cpu: "1.5", memory: 1Gi}}
 nodeSelector: {node-role.kubernetes.io/control-plane: ""}

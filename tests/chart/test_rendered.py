@@ -22,7 +22,7 @@ DOCUMENTED = [
     yaml.safe_load(text)
     for text in re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE | re.DOTALL)
 ]
-NO_SCHEMA = ("MMRouterDeployment", "PodMonitor")
+NO_SCHEMA = ("MMRouterDeployment", "PodMonitor", "PrometheusRule")
 """Kinds that are not Kubernetes' own."""
 
 

@@ -14,7 +14,7 @@ must not take the service down with it.
 from collections.abc import Mapping, Sequence
 
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.kinds import FRONTEND_ROLE, ROUTABLE, VERIFIED
+from mmrouter_operator.model.kinds import FRONTEND_ROLE, GATES, ROUTABLE, VERIFIED
 from mmrouter_operator.model.snapshot import FrontendReport, PodView, Snapshot, WorkerReport
 
 HEARING_SECONDS = 30.0
@@ -37,6 +37,12 @@ def gate_changes(dep: MMRouterDeployment, snapshot: Snapshot) -> dict[str, dict[
         if any(value != pod.gates[gate] for gate, (value, _, _) in wanted.items()):
             result[pod.uid] = wanted
     return result
+
+
+def closed_gates(snapshot: Snapshot) -> dict[str, int]:
+    """Return by the last part of a gate's name the engine pods whose containers are ready and whose gate is closed."""
+    pods = [pod for pod in snapshot.pods if pod.pool and pod.containers_ready and not pod.deleting]
+    return {gate.rpartition("/")[2]: sum(not pod.gates.get(gate, True) for pod in pods) for gate in GATES}
 
 
 def ready_frontends(snapshot: Snapshot) -> list[PodView]:

@@ -13,6 +13,7 @@ from mmrouter_operator.metrics import Metrics
 from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.model.snapshot import Key, Snapshot
 from mmrouter_operator.planning.planner import RolloutPlan
+from mmrouter_operator.planning.pod_readiness_gates import closed_gates
 from mmrouter_operator.status.builder import Status, status_of, status_of_failure, urgent
 from mmrouter_operator.status.conditions import transitions
 
@@ -60,6 +61,7 @@ class StatusWriter:
             note = f"{ref.kind} {ref.name} was changed or deleted by another writer and is repaired"
             await self._event(resource, "Normal", "DriftRepaired", "Apply", note)
         self._metrics.conditions(key, [(item["type"], item["status"]) for item in status.get("conditions", [])])
+        self._metrics.closed_gates(key, closed_gates(snapshot))
         return written.again_in
 
     async def failed(self, key: Key, resource: Object, message: str, now: float) -> None:
@@ -101,13 +103,13 @@ class StatusWriter:
     def forget(self, key: Key) -> None:
         self._written.pop(key, None)
         self._refused.pop(key, None)
-        self._metrics.conditions(key, ())
+        self._metrics.forget(key)
 
     def retire(self) -> None:
         """Forget everything: another replica leads."""
         self._written.clear()
         self._refused.clear()
-        self._metrics.forget_conditions()
+        self._metrics.forget_all()
 
     async def _event(self, resource: Object, type: str, reason: str, action: str, note: str) -> None:
         try:

@@ -5,7 +5,6 @@ disconnects aborts the request in the engine.
 """
 
 import asyncio
-import collections
 import hmac
 import logging
 import time
@@ -14,7 +13,6 @@ from functools import partial
 from typing import Any, TypeVar, get_args
 
 from blake3 import blake3
-from prometheus_client import Counter
 
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines import adapter
@@ -34,12 +32,12 @@ from mmrouter_router.api.answers import (
     respond_converted,
     respond_json,
 )
-from mmrouter_router.core.errors import OVERLOADED, RequestError
+from mmrouter_router.api.request_counts import RequestCounts
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import NAME_HEADER, RequestIds, client_name
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.continued_stream import Continuations, ContinuedStream
-from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.dispatch.forwarder import AttemptHistory, Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.encoding.encoder_queue import Mode
@@ -107,13 +105,10 @@ class Chat:
         )
         self._threads, self._admission, self.needs_prompt, self._answered = threads, admission, needs_prompt, answered
         self.decisions = DecisionLog()
-        self.counts: collections.Counter[str] = collections.Counter()  # since the process started
+        self.counts = RequestCounts(metrics)
         self.body_budget = BodyBudget(quantity_bytes(spec.frontend.max_held_bytes))
         self._ids = RequestIds(f"{settings.router_id}-")
         self._intake_seconds, self._prepare_seconds = (metrics.stage.labels(name) for name in ("intake", "prepare"))
-        # Cached, because looking a child up by its labels costs more than counting.
-        self._answer_counters: dict[tuple[str, str], Counter] = {}
-        self._decision_counters: dict[tuple[str, str], Counter] = {}
         self._control_token = settings.control_token.encode()
         self.debug_headers = spec.observability.debug_headers
 
@@ -142,8 +137,7 @@ class Chat:
             code = await self._admit(client, request_id, received, held, extra)
         except RequestError as error:
             code = str(error.status)
-            if error.code in OVERLOADED:
-                self._metrics.overload.labels(error.code).inc()
+            self.counts.refused(error)
             await refuse(client, error, extra)
         except ClientGoneError:
             self._metrics.disconnects.inc()
@@ -172,7 +166,7 @@ class Chat:
         finally:
             held.release()
             self._metrics.in_flight -= 1
-            _child(self._answer_counters, self._metrics.requests, path, code).inc()
+            self.counts.ended(path, code, held.tenant, time.perf_counter() - received)
             if span:
                 attributes, failure = outcome(code)
                 span.set_attributes({"mmrouter.request_id": request_id, **attributes})
@@ -269,8 +263,7 @@ class Chat:
         try:
             self.decisions.add(request_id, reply.trace, client_name(headers).decode())
             log_decision(reply.trace)
-            self._count(prepared, reply)
-            self._metrics.first_byte.observe(time.perf_counter() - received)
+            self.counts.answered(prepared, reply, tenant.name, time.perf_counter() - received)
             if shown:
                 extra += debug_headers(reply)
             if reply.answer.status >= 400:
@@ -335,27 +328,6 @@ class Chat:
         run = partial(self._threads.run, tenant, copied + prepared.request.text_size)
         return Outgoing(path, {**rewritten.body, **added}, images, way=way, run=run)
 
-    def _count(self, prepared: Prepared, reply: EngineReply) -> None:
-        decision = reply.decision
-        # Causes without their fields, to bound the label; several images of one cause count once.
-        for cause in {reason.split(":")[0] for reason in decision.reasons} or {""}:
-            _child(self._decision_counters, self._metrics.decisions, decision.exactness, cause).inc()
-        for image in prepared.images:
-            if not image.resolved:
-                self._metrics.unresolved.labels(image.unresolved.split(":")[0]).inc()
-        if prepared.unseen:
-            return  # shares are of predicted prompts only
-        blocks, hits = decision.choice.winner.blocks, decision.choice.winner.overlap
-        self._metrics.prompt_blocks.inc(blocks)
-        self._metrics.overlap_blocks.inc(hits)
-        if blocks:
-            self._metrics.hit_ratio.observe(hits / blocks)
-            self._metrics.regret.observe(decision.choice.regret)
-        self.counts["decisions"] += 1
-        self.counts["exact_decisions"] += decision.exactness == "exact"
-        self.counts["prompt_blocks"] += blocks
-        self.counts["hit_blocks"] += hits
-
     def _trusted(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Return whether the request has the control token, with which it may see overlap and choose its policy.
 
@@ -377,13 +349,6 @@ def _fingerprint(prepared: Prepared) -> bytes:
     for image in prepared.images:
         hasher.update(image.identity)
     return hasher.digest()
-
-
-def _child(cache: dict[tuple[str, str], Counter], counter: Counter, first: str, second: str) -> Counter:
-    child = cache.get((first, second))
-    if child is None:
-        child = cache[first, second] = counter.labels(first, second)
-    return child
 
 
 Chosen = TypeVar("Chosen", bound=str)

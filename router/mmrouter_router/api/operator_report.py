@@ -29,6 +29,8 @@ COUNTS_SECONDS = 5.0
 KEEPALIVE_SECONDS = 15.0  # interval of comments, by which the operator tells a quiet router from a dead one
 COUNTS = ("decisions", "exact_decisions", "prompt_blocks", "hit_blocks")
 KEEPALIVE = b": still here\n\n"
+UNROUTABLE = ("not_heard", "draining", "engine_starting", "engine_down", "no_snapshot")
+"""Causes for which an engine with a feed gets no requests."""
 
 
 @dataclass(frozen=True, slots=True)

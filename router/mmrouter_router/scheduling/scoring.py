@@ -229,6 +229,11 @@ class Choice:
         return max(0, best - (winner.overlap + winner.coming if winner.scored else 0))
 
     @property
+    def round_robin(self) -> float:
+        """Blocks that round robin would have found in the same caches: what the candidates hold on average."""
+        return sum(self.candidates.overlap) / len(self.candidates)
+
+    @property
     def reason(self) -> str:
         if self.policy == "roundRobin":
             return f"turn {self.turn % len(self.candidates)} of {len(self.candidates)} candidates"

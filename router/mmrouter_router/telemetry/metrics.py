@@ -9,10 +9,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mmrouter_lib import native
+from mmrouter_lib import __version__, native
+from mmrouter_router.core.errors import OVERLOADED
 
 _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ANSWERS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _BLOCKS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096)
 _RATIO = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 _FETCH = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -39,6 +41,10 @@ class Metrics(Collector):
             return Histogram(f"mmrouter_{name}", text, labels, registry=registry, buckets=buckets)
 
         self.requests = counter("requests", "Client requests by path and status", "path", "code")
+        self.tenant_requests = counter("tenant_requests", "Client requests by tenant and status", "tenant", "code")
+        self.request_seconds = histogram(
+            "request_seconds", _ANSWERS, "Time from the request to the end of a complete answer"
+        )
         self.control_refusals = counter(
             "control_refusals",
             "Requests without the control token or with a wrong one, on the control port or in a header",
@@ -48,8 +54,18 @@ class Metrics(Collector):
         self.unresolved = counter(
             "unresolved_images", "Images that were served without a prediction, by cause", "reason"
         )
-        self.prompt_blocks = counter("prompt_blocks", "Complete prompt blocks of routed requests")
-        self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held")
+        self.prompt_blocks = counter("prompt_blocks", "Complete prompt blocks of routed requests", "worker")
+        self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held", "worker")
+        self.tenant_prompt_blocks = counter(
+            "tenant_prompt_blocks", "Complete prompt blocks of routed requests", "tenant"
+        )
+        self.tenant_overlap_blocks = counter(
+            "tenant_overlap_blocks", "Prompt blocks that the chosen worker held", "tenant"
+        )
+        self.round_robin_blocks = counter(
+            "round_robin_blocks",
+            "Prompt blocks that round robin would have found in the same caches: what the candidates hold on average",
+        )
         self.hit_ratio = histogram(
             "hit_ratio", _RATIO, "Share of a request's prompt blocks that the chosen worker held, for predicted prompts"
         )
@@ -59,7 +75,13 @@ class Metrics(Collector):
             "Blocks of a predicted prompt that another verified worker held beyond the hit at the chosen one",
         )
         self.stage = histogram("stage_seconds", _MILLISECONDS, "Time spent per stage of a request", "stage")
-        self.first_byte = histogram("first_byte_seconds", _SECONDS, "Time from the request to the answer's first byte")
+        self.first_byte = histogram(
+            "first_byte_seconds",
+            _SECONDS,
+            "Time from the request to the answer's first byte; cached: hit where the worker held at least half of the "
+            "prompt, else miss; unknown where it was not predicted",
+            "cached",
+        )
         self.chain = counter(
             "chain", "Stages before an answer (encode, prefill), by outcome: done, or why skipped", "stage", "outcome"
         )
@@ -107,11 +129,17 @@ class Metrics(Collector):
             "handshake_failed)",
             "event",
         )
+        self.tls_refused = gauge(
+            "tls_refused",
+            "1 while a certificate or an engine_ca that was put in place cannot be used, and the earlier one still is",
+            "files",
+        )
         self.slow_clients = counter(
             "slow_clients", "Clients disconnected for a slow request head, request body, or read of the answer", "part"
         )
         self.disconnects = counter("client_disconnects", "Clients that disconnected before the end of their answer")
         self.workers = gauge("workers", "Workers by standing", "standing")
+        self.unroutable = gauge("unroutable_workers", "Workers that get no requests, by cause", "cause")
         self.discovery_errors = counter("discovery_errors", "Failed lists and watches of pods, by reason", "reason")
         self.discovery_synced = gauge("discovery_synced", "1 while the watch of pods works")
         self.index_keys = gauge("index_keys", "Distinct block keys in the index")
@@ -136,6 +164,7 @@ class Metrics(Collector):
         self.media_fetch_seconds = histogram("media_fetch_seconds", _FETCH, "Time of one fetch with its redirects")
         self.media_fetching = gauge("media_fetching", "Fetches in progress")
         self.media_cache_bytes = gauge("media_cache_bytes", "Bytes held by the media cache")
+        build_info = gauge("build_info", "Version of the router; always 1", "version")
         native_form = gauge("native", "1 where the compiled form of the hot loops runs, 0 where the Python form does")
         in_flight = gauge("requests_in_flight", "Requests that are being answered")
         parity = counter(
@@ -148,6 +177,9 @@ class Metrics(Collector):
         self.deltas = 0  # applied to the index; a plain number, because applying one takes as long as counting one
         in_flight.set_function(lambda: self.in_flight)
         native_form.set(native.form == "native")
+        build_info.labels(__version__).set(1)
+        for reason in OVERLOADED:
+            self.overload.labels(reason)  # at 0: the first of a kind is an increase
         registry.register(self)
         self.parity = Parity(parity)
 
@@ -164,6 +196,8 @@ class Parity:
 
     def describe(self, engine: str, family: str) -> None:
         self._engine, self._family = engine, family
+        for cause in PARITY_CAUSES:
+            self.labels("False", cause)  # at 0: the first one is an increase
 
     def labels(self, result: str, cause: str) -> Counter:
         cause = cause if cause in PARITY_CAUSES else "unknown"

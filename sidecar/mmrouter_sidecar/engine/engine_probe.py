@@ -148,7 +148,7 @@ class EngineProbe:
             self._metrics.probes.labels("/metrics").inc()
             return
         ranks = self._adapter.parse_load(text)
-        self._metrics.load.update(text, ranks)
+        self._metrics.load.update(text, ranks, self._adapter.parse_tokens(text))
         for rank, load in ranks.items():
             self._relay.load(rank, load.running, load.waiting, load.kv_usage)
         if (size := self._adapter.parse_block_size(text)) is not None:

@@ -68,6 +68,7 @@ class Counters:
     external_hits: int = 0  # received from another engine
     visual_tokens: int = 0  # encoded here
     prompt_tokens: int = 0
+    generated: int = 0
     preemptions: int = 0  # requests
     expired: int = 0  # requests whose blocks were not fetched in time
 
@@ -195,6 +196,7 @@ class Scheduler:
         token = request.sample(request.answer_length)
         if not request.answer_length:
             self.counters.prompt_tokens += request.prompt_length
+        self.counters.generated += 1
         request.ids.append(token)
         self._dialect.extend(request)
         finished: Finish | None = None

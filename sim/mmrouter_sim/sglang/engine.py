@@ -18,6 +18,7 @@ ROWS: Final = (
     Row(Gauge, "sglang:page_size", "Tokens per page", attrgetter("limits.block_size")),
     Row(Counter, "sglang:prompt_tokens", "Prompt tokens processed", attrgetter("counters.prompt_tokens")),
     Row(Counter, "sglang:cached_tokens", "Prompt tokens found in the cache", attrgetter("counters.prefix_hits")),
+    Row(Counter, "sglang:generation_tokens", "Tokens generated", attrgetter("counters.generated")),
 )
 ENCODER_ROWS: Final = (
     Row(Counter, "sglang:encoder_cache_total_files", "Images requested", attrgetter("images")),

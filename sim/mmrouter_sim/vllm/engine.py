@@ -23,6 +23,7 @@ ROWS: Final = (
     Row(Gauge, "vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1", attrgetter("pool.usage")),
     Row(Counter, "vllm:prefix_cache_queries", "Prompt tokens looked up", attrgetter("counters.prefix_queries")),
     Row(Counter, "vllm:prefix_cache_hits", "Prompt tokens found", attrgetter("counters.prefix_hits")),
+    Row(Counter, "vllm:generation_tokens", "Tokens generated", attrgetter("counters.generated")),
     Row(Counter, "vllm:nixl_num_kv_expired_reqs", "Blocks not fetched in time", attrgetter("counters.expired")),
     Row(Counter, "mmrouter_sim_visual_tokens", "Visual tokens encoded here", attrgetter("counters.visual_tokens")),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from unit.engines.conftest import capture_rows
 
-from mmrouter_lib.engines.base.adapter import ImageRewrite, RankLoad
+from mmrouter_lib.engines.base.adapter import ImageRewrite, RankLoad, TokenCounts
 from mmrouter_lib.engines.sglang import adapter as sglang
 from mmrouter_lib.engines.vllm import adapter as vllm
 
@@ -192,6 +192,26 @@ RUNNING = 'num_requests_running{engine="0"}'
 @pytest.mark.parametrize("text", ["", "nothing", f"vllm:{RUNNING} NaN", f"vllm:{RUNNING} many", f"other:{RUNNING} 1"])
 def test_missing_samples_give_no_load(text: str) -> None:
     assert vllm.parse_load(text) == {}
+
+
+def test_tokens_are_summed_over_ranks_and_over_what_splits_a_counter() -> None:
+    text = """\
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} 100.0
+vllm:prefix_cache_queries_total{engine="1",model_name="m"} 20.0
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 48.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 7.0
+"""
+    assert vllm.parse_tokens(text) == TokenCounts(120, 48, 7)
+    text = """\
+sglang:prompt_tokens_total{is_streaming="true"} 90.0
+sglang:prompt_tokens_total{is_streaming="false"} 10.0
+sglang:cached_tokens_total{cache_source="device"} 30.0
+sglang:cached_tokens_total{cache_source="host"} 2.0
+sglang:generation_tokens_total{is_streaming="true"} 5.0
+"""
+    assert sglang.parse_tokens(text) == TokenCounts(100, 32, 5)
+    assert vllm.parse_tokens('vllm:generation_tokens_total{engine="0"} 0.0\n') == TokenCounts()
+    assert vllm.parse_tokens(TEXT) is None
 
 
 def test_samples_without_labels_belong_to_rank_zero() -> None:

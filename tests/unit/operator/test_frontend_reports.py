@@ -12,7 +12,7 @@ from unit.operator.test_status import conditions, engines, judged, message, pods
 
 from mmrouter_operator.model.kinds import ROUTABLE, VERIFIED
 from mmrouter_operator.model.snapshot import DeviceReport, FrontendReport, PodView, SharedReport, Snapshot, WorkerReport
-from mmrouter_operator.planning.pod_readiness_gates import gate_changes
+from mmrouter_operator.planning.pod_readiness_gates import closed_gates, gate_changes
 from mmrouter_operator.status.builder import urgent
 from mmrouter_operator.status.conditions import transitions
 from mmrouter_operator.status.conditions_from_reports import MISSING_STAGES
@@ -52,6 +52,15 @@ def values(found: dict[str, tuple[bool, str, str]]) -> tuple[bool, bool] | None:
 
 
 LATE = NOW - TIMEOUT
+
+
+def test_closed_gates_are_counted_of_pods_whose_containers_are_ready() -> None:
+    half = {ROUTABLE: True, VERIFIED: False}
+    pods = (engine(), engine(gates=half), engine(containers_ready=False), engine(deleting=True), engine(gates={}))
+    assert closed_gates(Snapshot({}, NOW, pods=(*pods, frontend(0)), reports={}, children={})) == {
+        "routable": 1,
+        "verified": 2,
+    }
 
 
 @pytest.mark.parametrize("on_failure", ["Degrade", "Refuse"])

@@ -89,8 +89,25 @@ def test_the_conditions_that_are_shown_are_those_of_now() -> None:
     metrics.conditions(("n", "e"), [("Ready", "True")])
     metrics.conditions(("n", "d"), ())
     assert len(shown()) == 1
-    metrics.forget_conditions()
+    metrics.forget_all()
     assert not shown()
+
+
+def test_the_gates_that_are_shown_are_those_of_deployments_that_exist() -> None:
+    metrics = Metrics()
+
+    def shown(name: str) -> float | None:
+        labels = {"namespace": "n", "name": name, "gate": "verified"}
+        return metrics.registry.get_sample_value("mmrouter_operator_closed_gates", labels)
+
+    metrics.closed_gates(("n", "d"), {"verified": 2, "routable": 0})
+    metrics.closed_gates(("n", "e"), {"verified": 1, "routable": 0})
+    metrics.closed_gates(("n", "d"), {"verified": 0, "routable": 0})
+    assert (shown("d"), shown("e")) == (0, 1)
+    metrics.forget(("n", "d"))
+    assert (shown("d"), shown("e")) == (None, 1)
+    metrics.forget_all()
+    assert shown("e") is None
 
 
 def test_every_metric_is_documented_with_its_labels_and_no_other() -> None:

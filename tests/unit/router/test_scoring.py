@@ -124,6 +124,11 @@ def test_blocks_being_computed_count_as_held():
     assert choice.reason.endswith("2 of 10 blocks held, 5 more being computed")
 
 
+def test_round_robin_finds_what_the_candidates_hold_on_average():
+    rows = [candidate(name, overlap=held) for name, held in (("a", 6), ("b", 0), ("c", 3))]
+    assert pick(rows).round_robin == 3
+
+
 def test_regret_is_what_a_verified_candidate_held_beyond_the_hit_of_the_winner():
     busy = candidate("busy", overlap=6, prefill=6 * WEIGHTS.compute)
     assert pick([busy, candidate("idle", overlap=2)]).regret == 4

@@ -56,7 +56,7 @@ async def test_unneeded_prompt_is_not_predicted(policy):
         assert (trace.prompt_tokens, len(trace.keys), trace.decision.exactness) == (0, 0, "affinity")
         assert trace.decision.reasons == ("policy:routing.policy",)
         assert value(r, "decisions_total", exactness="affinity", reason="policy") == 1
-        assert (r.chat.counts["decisions"], value(r, "prompt_blocks_total")) == (0, 0)
+        assert (r.chat.counts.totals["decisions"], value(r, "prompt_blocks_total")) == (0, 0)
         assert trace.as_json()["predicted"] == "no"
 
 
@@ -80,7 +80,7 @@ async def test_control_token_forces_prediction():
         assert answer.headers["x-mmrouter-exactness"] == "exact"
         assert int(answer.headers["x-mmrouter-prompt-tokens"]) > 0
         assert r.decisions.get(answer.headers[ID]).as_json()["predicted"] == "before"
-        assert r.chat.counts["decisions"] == r.chat.counts["exact_decisions"] == 1
+        assert r.chat.counts.totals["decisions"] == r.chat.counts.totals["exact_decisions"] == 1
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from unit.sidecar.conftest import loopback, until
 
 from mmrouter_lib import feed
-from mmrouter_lib.engines.base.adapter import RankLoad
+from mmrouter_lib.engines.base.adapter import RankLoad, TokenCounts
 from mmrouter_sidecar.engine import engine_probe
 from mmrouter_sidecar.feed.relay import EventRelay
 from mmrouter_sidecar.metrics import BUSY_SAMPLES, EngineLoad, Metrics
@@ -125,6 +125,15 @@ def test_the_busy_ratio_is_that_of_the_last_minute() -> None:
     for _ in range(BUSY_SAMPLES):
         load.update("", IDLE)
     assert gauges(load)["mmrouter_sidecar_busy_ratio"] == 0.0
+
+
+def test_tokens_are_the_engines_own_and_go_with_it() -> None:
+    load = EngineLoad()
+    load.update("", IDLE, TokenCounts(100, 32, 5))
+    names = ("prompt", "cached", "generated")
+    assert [gauges(load)[f"mmrouter_sidecar_{name}_tokens_total"] for name in names] == [100, 32, 5]
+    load.clear()
+    assert gauges(load) == {}
 
 
 def test_an_engine_without_a_sample_has_no_gauge() -> None:

@@ -98,6 +98,37 @@ def load_parser(
     return parse
 
 
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens since an engine started: of prompts that it looked up in its cache, found there, and generated."""
+
+    prompt: float = 0.0
+    cached: float = 0.0
+    generated: float = 0.0
+
+
+def token_parser(names: Mapping[str, str]) -> Callable[[str], TokenCounts | None]:
+    """Return a function from the text of ``/metrics`` to the sums over all samples, ``None`` without any of them.
+
+    ``names``: quantity -> metric name, among others ``prefix_queries``, ``prefix_hits`` and ``generated``.
+    """
+    quantities = [names[quantity] for quantity in ("prefix_queries", "prefix_hits", "generated")]
+    sample = re.compile(rf"^({'|'.join(map(re.escape, quantities))})(?:{LABELS})?[ \t]+(\S+)", re.MULTILINE)
+
+    def parse(metrics_text: str) -> TokenCounts | None:
+        sums = dict.fromkeys(quantities, 0.0)
+        found = [
+            (name, value)
+            for name, _, text in sample.findall(metrics_text)
+            if (value := finite_number(text)) is not None
+        ]
+        for name, value in found:
+            sums[name] += value
+        return TokenCounts(*sums.values()) if found else None
+
+    return parse
+
+
 def finite_number(text: str) -> float | None:
     """Return the number that a sample's text is, ``None`` for anything else, NaN and infinities."""
     try:
@@ -157,6 +188,7 @@ class EngineAdapter:
     decode_batch: Callable[[bytes], Batch]  # decode one message of the event stream. Raises EventError.
     metrics: Mapping[str, str]  # quantity (running, waiting, kv_usage ...) -> metric name
     parse_load: Callable[[str], dict[int, RankLoad]]  # return data parallel rank -> load from the text of /metrics
+    parse_tokens: Callable[[str], TokenCounts | None]  # return sums over ranks from the text of /metrics
     parse_block_size: Callable[[str], int | None]
     """Return tokens per block from the text of ``/metrics``, ``None`` where it is not there."""
     info_paths: tuple[str, ...]  # endpoints that describe the engine; each answers a JSON object

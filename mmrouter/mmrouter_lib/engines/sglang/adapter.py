@@ -14,6 +14,7 @@ from mmrouter_lib.engines.base.adapter import (
     error_of,
     finite_number,
     load_parser,
+    token_parser,
     without,
 )
 from mmrouter_lib.engines.base.continuation import AnswerTraits
@@ -29,6 +30,7 @@ METRICS: Final = {
     "kv_usage": "sglang:token_usage",
     "prefix_queries": "sglang:prompt_tokens_total",
     "prefix_hits": "sglang:cached_tokens_total",
+    "generated": "sglang:generation_tokens_total",
     "geometry": "sglang:page_size",
 }
 """Quantity -> SGLang's metric name. With several data parallel ranks samples carry ``dp_rank``."""
@@ -36,6 +38,8 @@ METRICS: Final = {
 # Ranks of a tensor parallel group report the same numbers, so the maximum counts instead of the sum. Samples with a
 # priority repeat parts of the queue's total.
 parse_load = load_parser(METRICS, "dp_rank", max, skip=re.compile(r'(?:^|,)\s*priority="[^"]'))
+# Counters come from one process and are split by labels: streams or not, and the cache that held the tokens.
+parse_tokens = token_parser(METRICS)
 
 _PAGE_SIZE = re.compile(rf"^{re.escape(METRICS['geometry'])}(?:{LABELS})?[ \t]+(\S+)", re.MULTILINE)
 
@@ -149,6 +153,7 @@ SGLANG: Final = EngineAdapter(
     decode_batch=decode_batch,
     metrics=METRICS,
     parse_load=parse_load,
+    parse_tokens=parse_tokens,
     parse_block_size=parse_block_size,
     info_paths=INFO_PATHS,
     parse_info=parse_info,

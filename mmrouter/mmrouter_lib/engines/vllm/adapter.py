@@ -14,6 +14,7 @@ from mmrouter_lib.engines.base.adapter import (
     Removed,
     error_of,
     load_parser,
+    token_parser,
     without,
 )
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES, TRANSCRIBE, UNCACHED
@@ -33,11 +34,13 @@ METRICS: Final = {
     "kv_usage": "vllm:kv_cache_usage_perc",
     "prefix_queries": "vllm:prefix_cache_queries_total",
     "prefix_hits": "vllm:prefix_cache_hits_total",
+    "generated": "vllm:generation_tokens_total",
     "geometry": "vllm:cache_config_info",
 }
 """Quantity -> vLLM's metric name. All carry the label ``engine``, the data parallel rank."""
 
 parse_load = load_parser(METRICS, "engine", operator.add)
+parse_tokens = token_parser(METRICS)
 
 _GEOMETRY = re.compile(rf"^{re.escape(METRICS['geometry'])}{LABELS}", re.MULTILINE)
 _BLOCK_SIZE = re.compile(r'(?:^|,)\s*block_size="(\d+)"')
@@ -128,6 +131,7 @@ VLLM: Final = EngineAdapter(
     decode_batch=decode_batch,
     metrics=METRICS,
     parse_load=parse_load,
+    parse_tokens=parse_tokens,
     parse_block_size=parse_block_size,
     info_paths=("/version",),
     parse_info=parse_info,

@@ -1,0 +1,94 @@
+"""Debian's Prometheus over a running deployment, with the chart's alert rules at another pace."""
+
+import contextlib
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from local.rig import ROOT, Deployment
+from waiting import wait_for
+
+RULES = ROOT / "charts" / "mmrouter" / "files" / "alerts.yaml"
+PROMETHEUS = shutil.which("prometheus")
+MINUTE = 2
+"""Seconds for which a minute of the rules stands."""
+MINUTES = re.compile(r"(?:(?<=\[)|(?<=for: ))(\d+)m\b")
+START_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A running Prometheus. ``url``: of its API."""
+
+    url: str
+
+    def get(self, path: str, **query: str) -> Any:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", params=query, timeout=60).raise_for_status()
+        return answer.json()["data"]
+
+    def value(self, query: str) -> float:
+        """Return the value of a query with one result or none, which is 0."""
+        return sum(float(row["value"][1]) for row in self.get("query", query=query)["result"])
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """Return the alerts that are pending or fire."""
+        found: list[dict[str, Any]] = self.get("alerts")["alerts"]
+        return found
+
+    def firing(self) -> set[str]:
+        return {alert["labels"]["alertname"] for alert in self.alerts() if alert["state"] == "firing"}
+
+    def watches(self) -> bool:
+        """Whether every target was scraped and every rule evaluated without an error."""
+        targets = self.get("targets")["activeTargets"]
+        rules = [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
+        healthy = all(target["health"] == "up" for target in targets) and all(rule["health"] == "ok" for rule in rules)
+        return bool(targets and rules) and healthy
+
+
+@contextlib.contextmanager
+def prometheus(deployment: Deployment, folder: Path) -> Iterator[Prometheus]:
+    """Scrape every router and sidecar of a deployment, with the labels of its PodMonitors. Skips without Prometheus."""
+    if PROMETHEUS is None:
+        pytest.skip("not run: no prometheus")
+    rules, config = folder / "rules.yaml", folder / "prometheus.yaml"
+    rules.write_text(MINUTES.sub(lambda found: f"{int(found[1]) * MINUTE}s", RULES.read_text()))
+    labels = {"namespace": "default", "mmrouter_deployment": "demo"}
+    hosts = {frontend["name"]: httpx.URL(frontend["control"]).host for frontend in deployment.run["frontends"]}
+    hosts |= {worker["name"]: worker["ip"] for worker in deployment.state()["workers"]}
+    targets = [{"targets": [f"{ip}:9090"], "labels": {**labels, "pod": name}} for name, ip in hosts.items()]
+    settings = {
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(rules)],
+        "scrape_configs": [{"job_name": "mmrouter", "static_configs": targets}],
+    }
+    config.write_text(yaml.safe_dump(settings))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    options = [f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", f"--web.listen-address={address}"]
+    with (folder / "prometheus.log").open("w") as log:
+        process = subprocess.Popen([PROMETHEUS, *options], stdout=log, stderr=log)
+    made = Prometheus(f"http://{address}")
+    try:
+        known = (folder / "prometheus.log").read_text
+        wait_for(lambda: process.poll() is not None or _ready(made.url), START_SECONDS, "Prometheus", known=known)
+        assert process.poll() is None, known()[-2000:]
+        yield made
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/-/ready", timeout=10).status_code == 200
+    except httpx.HTTPError:
+        return False
