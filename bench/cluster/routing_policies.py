@@ -195,7 +195,7 @@ def prepared(request: ClusterRequest, block_size: int) -> Prepared:
         reasons=(),
         seed=0,
         fingerprint=request.session & (1 << 64) - 1,
-        _keys={(block_size, None): request.keys},
+        _keys={(block_size, None, 0): request.keys},
     )
 
 

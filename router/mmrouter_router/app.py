@@ -28,6 +28,7 @@ from mmrouter_router.explain.log_lines import prediction_line
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.intake import PARSERS

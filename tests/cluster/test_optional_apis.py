@@ -75,7 +75,7 @@ SCHEMAS = {
         ),
     ),
 }
-"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21, the inference extension 1.0 and the
+"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21, the inference extension 1.0 and
 Gateway API 1.0 give them. Server-side apply refuses every field that is not declared."""
 
 

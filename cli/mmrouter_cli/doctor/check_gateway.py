@@ -77,7 +77,7 @@ def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFac
         tls = "expects plain HTTP/2, not TLS" if dep.spec.frontend.tls is None else "expects TLS, not plain HTTP/2"
         yield warning(
             f"no gateway has asked a picker since it started; port {PICKER_PORT} {tls}",
-            "Send a request to the gateway. If it is answered 5xx, compare with the table of gateways in docs/gateway.md.",
+            "Send a request to the gateway. Where it answers 5xx, docs/gateway.md says what a gateway needs.",
         )
 
 

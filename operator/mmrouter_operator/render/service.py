@@ -18,7 +18,7 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     ports = [port]
     if dep.spec.frontend.mode == "endpointPicker":
         picker = {"name": "picker", "port": PICKER_PORT, "targetPort": "picker", "protocol": "TCP"}
-        # The names of the Gateway API (GEP-1911) for HTTP/2 without TLS, and of the extension's own Services for it with.
+        # Names of HTTP/2 without TLS (Gateway API, GEP-1911), and with it (Services of the inference extension).
         ports.append(picker | {"appProtocol": "kubernetes.io/h2c" if dep.spec.frontend.tls is None else "http2"})
     spec = {"type": service.type, "selector": frontend_labels(dep), "ports": ports}
     return [KIND.manifest(object_metadata(dep, dep.metadata.name, "frontend"), spec=spec)]

@@ -82,7 +82,7 @@ class RequestCounts:
         return name
 
     def _child(self, metric: Counter, *labels: str) -> Counter:
-        key = (metric, *labels)
+        key: tuple[Counter, *tuple[str, ...]] = (metric, *labels)
         child = self._children.get(key)
         if child is None:
             child = self._children[key] = metric.labels(*labels)

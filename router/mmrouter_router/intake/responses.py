@@ -323,7 +323,7 @@ def _tools(body: Object, parses_tools: bool) -> Object:
     made = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
     if choice == "auto" and not parses_tools:
         choice = "none"
-    if named:
+    if isinstance(choice, dict):
         name = json_body.required(choice, "name", str, "tool_choice.name")
         choice = {"type": "function", "function": {"name": name}}
     return {"tools": made, "tool_choice": choice}

@@ -75,7 +75,8 @@ def test_objects_for_gateways_and_what_gateways_need_are_shown(tmp_path: Path) -
     spec = {**whole(), "pools": whole()["pools"][:1], "frontend": frontend}
     path = write(tmp_path, "a.yaml", spec)
     *_, pool, route, needs = report(path)["choices"]
-    assert pool.startswith("InferencePool") and route.startswith("HTTPRoute")
+    assert pool.startswith("InferencePool")
+    assert route.startswith("HTTPRoute")
     for said in ("64Mi", "port 9002 of the frontends by plain HTTP/2", "port 8000 of the workers", "NetworkPolicy"):
         assert said in needs
     assert {pool, route, needs} <= set(run(path).splitlines())
