@@ -327,10 +327,10 @@ impl HolderTable {
             self.fetch(keys);
             for &key in keys {
                 let set = self.set_of(key);
+                if set == NO_HOLDER {
+                    break 'prompt;
+                }
                 if set != seen {
-                    if set == NO_HOLDER {
-                        break 'prompt;
-                    }
                     seen = set;
                     let words = self.sets.words(set);
                     let mut left = 0;
