@@ -96,6 +96,12 @@ class Drawing:
         detail = {"detail": "low"} if self._random.random() < 0.3 else {}
         return {"type": "input_image", "image_url": self._random.choice(self._urls), **detail}
 
+    def _output(self) -> Any:
+        """In the output of a tool, vLLM refuses an image without detail; the router forwards it as part of a chat."""
+        if self._random.random() < 0.5:
+            return self._random.choice(TEXTS)
+        return [{"detail": "auto", **part} if part["type"] == "input_image" else part for part in self._parts()]
+
     def _assistant(self) -> list[Object]:
         chance = self._random.random
         items = [self._thought()] if chance() < 0.4 else []
@@ -109,9 +115,6 @@ class Drawing:
             results = [{"type": "function_call_output", "call_id": f"c{number}", "output": self._output()}]
             items += results[: self._random.randint(0, 1)]
         return items
-
-    def _output(self) -> Any:
-        return self._random.choice(TEXTS) if self._random.random() < 0.5 else self._parts()
 
     def _said(self) -> Object:
         texts = [self._random.choice(TEXTS) for _ in range(self._random.randint(1, 2))]
