@@ -27,7 +27,7 @@ ALONE = {
     **{name: name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")},
 }
 """Page of the repository -> page of the site, whose other pages are those of docs/."""
-FILES = ("examples", "charts/mmrouter/dashboards")
+FILES = ("examples", "charts/mmrouter/dashboards", "charts/mmrouter/files")
 """Folders of files to which pages link."""
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)]*)?\))")
 REDIRECT = (

@@ -166,7 +166,7 @@ class Chat:
         finally:
             held.release()
             self._metrics.in_flight -= 1
-            self.counts.ended(path, code, held.tenant, time.perf_counter() - received)
+            self.counts.ended(path, code, time.perf_counter() - received)
             if span:
                 attributes, failure = outcome(code)
                 span.set_attributes({"mmrouter.request_id": request_id, **attributes})
@@ -263,7 +263,7 @@ class Chat:
         try:
             self.decisions.add(request_id, reply.trace, client_name(headers).decode())
             log_decision(reply.trace)
-            self.counts.answered(prepared, reply, tenant.name, time.perf_counter() - received)
+            self.counts.answered(prepared, reply, time.perf_counter() - received)
             if shown:
                 extra += debug_headers(reply)
             if reply.answer.status >= 400:

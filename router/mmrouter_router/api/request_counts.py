@@ -4,7 +4,6 @@ Children of metrics are kept, because looking one up by its labels costs more th
 """
 
 import collections
-from typing import Final
 
 from prometheus_client import Counter
 
@@ -12,10 +11,6 @@ from mmrouter_router.core.errors import OVERLOADED, RequestError
 from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
-
-MAX_TENANTS: Final = 256
-"""Tenants with series of their own, the first ones of a process; all others are counted as :data:`OTHER_TENANTS`."""
-OTHER_TENANTS: Final = "(others)"
 
 
 class RequestCounts:
@@ -26,20 +21,18 @@ class RequestCounts:
         self._metrics = metrics
         self._children: dict[tuple[Counter, *tuple[str, ...]], Counter] = {}
         self._first_byte = {cached: metrics.first_byte.labels(cached) for cached in ("hit", "miss", "unknown")}
-        self._tenants: set[str] = set()
 
     def refused(self, error: RequestError) -> None:
         if error.code in OVERLOADED:
             self._metrics.overload.labels(error.code).inc()
 
-    def ended(self, path: str, code: str, tenant: str, seconds: float) -> None:
+    def ended(self, path: str, code: str, seconds: float) -> None:
         """Count a request. ``code``: its status, or why its answer is not complete; ``seconds``: since it arrived."""
         self._child(self._metrics.requests, path, code).inc()
-        self._child(self._metrics.tenant_requests, self._tenant(tenant), code).inc()
         if code.startswith("2"):
             self._metrics.request_seconds.observe(seconds)
 
-    def answered(self, prepared: Prepared, reply: EngineReply, tenant: str, seconds: float) -> None:
+    def answered(self, prepared: Prepared, reply: EngineReply, seconds: float) -> None:
         """Count the decision of a request whose answer has begun ``seconds`` after it arrived."""
         metrics, decision = self._metrics, reply.decision
         # Causes without their fields, to bound the label; several images of one cause count once.
@@ -54,11 +47,9 @@ class RequestCounts:
         choice = decision.choice
         blocks, hits = choice.winner.blocks, choice.winner.overlap
         self._first_byte["hit" if 2 * hits >= blocks > 0 else "miss"].observe(seconds)
-        worker, name = choice.winner.name, self._tenant(tenant)
+        worker = choice.winner.name
         self._child(metrics.prompt_blocks, worker).inc(blocks)
         self._child(metrics.overlap_blocks, worker).inc(hits)
-        self._child(metrics.tenant_prompt_blocks, name).inc(blocks)
-        self._child(metrics.tenant_overlap_blocks, name).inc(hits)
         metrics.round_robin_blocks.inc(choice.round_robin)
         if blocks:
             metrics.hit_ratio.observe(hits / blocks)
@@ -73,13 +64,6 @@ class RequestCounts:
         for metric in (self._metrics.prompt_blocks, self._metrics.overlap_blocks):
             if self._children.pop((metric, name), None) is not None:
                 metric.remove(name)
-
-    def _tenant(self, name: str) -> str:
-        if name not in self._tenants:
-            if len(self._tenants) >= MAX_TENANTS:
-                return OTHER_TENANTS
-            self._tenants.add(name)
-        return name
 
     def _child(self, metric: Counter, *labels: str) -> Counter:
         key: tuple[Counter, *tuple[str, ...]] = (metric, *labels)

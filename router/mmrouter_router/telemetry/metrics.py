@@ -41,7 +41,6 @@ class Metrics(Collector):
             return Histogram(f"mmrouter_{name}", text, labels, registry=registry, buckets=buckets)
 
         self.requests = counter("requests", "Client requests by path and status", "path", "code")
-        self.tenant_requests = counter("tenant_requests", "Client requests by tenant and status", "tenant", "code")
         self.request_seconds = histogram(
             "request_seconds", _ANSWERS, "Time from the request to the end of a complete answer"
         )
@@ -56,12 +55,6 @@ class Metrics(Collector):
         )
         self.prompt_blocks = counter("prompt_blocks", "Complete prompt blocks of routed requests", "worker")
         self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held", "worker")
-        self.tenant_prompt_blocks = counter(
-            "tenant_prompt_blocks", "Complete prompt blocks of routed requests", "tenant"
-        )
-        self.tenant_overlap_blocks = counter(
-            "tenant_overlap_blocks", "Prompt blocks that the chosen worker held", "tenant"
-        )
         self.round_robin_blocks = counter(
             "round_robin_blocks",
             "Prompt blocks that round robin would have found in the same caches: what the candidates hold on average",

@@ -16,12 +16,14 @@ from typing import Self
 import uvloop
 from campaign.mutation import mutated
 from campaign.target import BrokenPropertyError, Target
-from unit.router.rig import PORT, Engine, LoopbackServer, until
+from unit.router.rig import PORT, Engine, LoopbackServer, http_answer, until
 from unit.router.test_app import heard, member, router
 
 from mmrouter_router.fleet.membership import Membership
 
 CHAT = json.dumps({"model": "t", "messages": [{"role": "user", "content": "hello"}]}).encode()
+CHOICE = {"index": 0, "message": {"role": "assistant", "content": "a"}, "finish_reason": "stop"}
+ANSWER = json.dumps({"id": "chatcmpl-1", "model": "t", "created": 0, "choices": [CHOICE]}).encode()
 HALF, ABORT, QUIET = b"half", b"abort", b"quiet"
 """Ends of a stream: half-closed, reset, or half-closed once the router has nothing more to say."""
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -56,6 +58,14 @@ STREAMS = (
     b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\nPUT /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n",
     post(b"/v1/chat/completions", body=CHAT[:-2] + b" " * 70_000 + CHAT[-2:]),
 )
+
+
+class ChatEngine(Engine):
+    """Answers everything with a chat, of which the router can make the answer to any path."""
+
+    async def respond(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, headers: object) -> bool:
+        writer.write(http_answer(200, ANSWER))
+        return True
 
 
 class HttpStreams(Target):
@@ -99,7 +109,7 @@ class HttpStreams(Target):
         logging.getLogger().removeHandler(self._errors)
 
     async def _start(self) -> None:
-        self._engine = await self._stack.enter_async_context(Engine())
+        self._engine = await self._stack.enter_async_context(ChatEngine())
         self._router = await self._stack.enter_async_context(router())
         self._router.apply_membership(Membership((member(ip=self._engine.ip),)))
         heard(self._router, "uid-w0")

@@ -262,8 +262,8 @@ def test_keys_depend_on_the_scope():
     asked = []
 
     class Spied(Prepared):
-        def keys(self, block_size, scope=None):
-            asked.append((block_size, scope))
+        def keys(self, block_size, scope=None, lookahead=0):
+            asked.append((block_size, scope, lookahead))
             return super().keys(block_size)
 
     for name, version in (("a", "0.5.23"), ("b", "0.5.23"), ("c", "0.5.24")):
@@ -271,7 +271,7 @@ def test_keys_depend_on_the_scope():
     rig.worker("d")
     rig.placer.place(Spied(**vars(prepared())))
     assert len(asked) == len(set(asked)) == 3
-    assert {scope[0][:6] if scope else None for _, scope in asked} == {"0.5.23", "0.5.24", None}
+    assert {scope[0][:6] if scope else None for _, scope, _ in asked} == {"0.5.23", "0.5.24", None}
 
 
 IMAGE = Span(BLOCK, 3 * BLOCK, bytes(32))

@@ -1,22 +1,19 @@
-"""What is counted of requests: by worker, by tenant, by hit, and in bounded numbers of series."""
+"""What is counted of requests: by worker, by hit, and in bounded numbers of series."""
 
-from unit.router.rig import counts
 from unit.router.test_app import value
 from unit.router.test_skipped_predictions import PARTS, body, routed
 
-from mmrouter_router.api.request_counts import MAX_TENANTS, OTHER_TENANTS, RequestCounts
+from mmrouter_router.api.request_counts import RequestCounts
 from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.telemetry.metrics import Metrics
 
 
-async def test_a_request_is_counted_by_worker_tenant_and_hit_and_a_worker_that_left_is_not_shown():
+async def test_a_request_is_counted_by_worker_and_hit_and_a_worker_that_left_is_not_shown():
     async with routed(policy="kv") as (r, client):
         assert (await client.post(CHAT, content=body(*PARTS))).status_code == 200
         blocks = value(r, "prompt_blocks_total", worker="a")
         assert blocks == r.chat.counts.totals["prompt_blocks"] > 0
-        assert value(r, "tenant_prompt_blocks_total", tenant="") == blocks
-        assert value(r, "tenant_requests_total", tenant="", code="200") == 1
         assert value(r, "first_byte_seconds_count", cached="miss") == 1
         assert value(r, "request_seconds_count") == 1
         r.apply_membership(Membership(()))
@@ -34,15 +31,5 @@ def test_an_incomplete_answer_has_no_time_to_its_end() -> None:
     metrics = Metrics()
     counted = RequestCounts(metrics)
     for code in ("499", "broken_off", "429", "200"):
-        counted.ended(CHAT, code, "", 2.0)
+        counted.ended(CHAT, code, 2.0)
     assert metrics.registry.get_sample_value("mmrouter_request_seconds_count") == 1
-
-
-def test_tenants_beyond_the_bound_are_counted_together() -> None:
-    metrics = Metrics()
-    counted = RequestCounts(metrics)
-    for number in (*range(MAX_TENANTS + 2), 0):
-        counted.ended(CHAT, "200", f"tenant-{number}", 1.0)
-    found = counts(metrics.tenant_requests, "tenant")
-    assert len(found) == MAX_TENANTS + 1
-    assert (found["tenant-0"], found[OTHER_TENANTS]) == (2, 2)

@@ -36,7 +36,9 @@ OPENAI: dict[Endpoint, str] = {
 
 def parse(engine: Any, endpoint: Endpoint, **fields: Any) -> ChatRequest:
     raw = json.dumps({"model": "m", **BODIES[endpoint], **fields}).encode()
-    return PARSERS[endpoint](raw, Limits(), "m", engine)
+    # Requests that become chats are another matter (test_responses.py).
+    forwarded = {"modelled": False} if endpoint == RESPONSES else {}
+    return PARSERS[endpoint](raw, Limits(), "m", engine, **forwarded)
 
 
 @pytest.mark.parametrize(("engine", "endpoint"), CASES)
