@@ -81,7 +81,13 @@ class Resources(Target):
             same = [value for value in VALUES if type(value) is type(holder[key])]
             holder[key] = source.choice(same) if same else holder[key]
             return json.dumps(document).encode()
-        spec = changed(source, document.get("spec"), NAMES, VALUES, (other["spec"],) if other.get("spec") else ())
+        spec = changed(
+            source,
+            document.get("spec"),
+            NAMES,
+            VALUES,
+            (other["spec"],) if isinstance(other.get("spec"), dict) and other["spec"] else (),
+        )
         return json.dumps({**document, "spec": spec}).encode()
 
     def check(self, data: bytes) -> str:
