@@ -1,5 +1,7 @@
 """A real ``vllm launch render``: what vLLM makes of a chat request, without a GPU and without a model."""
 
+import json
+import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ import httpx
 from conformance.engine_process import addresses, environment, is_healthy, require_memory, server, wait_healthy
 
 PORT = 8000
+OWN_PROMPTS = Path(__file__).parent / "vllm" / "own_prompts.py"
 
 
 @dataclass(frozen=True)
@@ -70,3 +73,21 @@ def renderer(
     ):
         wait_healthy(process, log, partial(is_healthy, client))
         yield Renderer(client, process)
+
+
+def own_prompts(env: Path, folders: Sequence[Path], **asked: Any) -> dict[Path, list[Any]]:
+    """Return vLLM's prompts for each folder, of one process, which takes longer to start than to answer.
+
+    ``asked``: the bodies of each kind, as ``own_prompts.py`` reads them; answers are in its order.
+    """
+    done = subprocess.run(
+        [str(env / "bin" / "python"), str(OWN_PROMPTS)],
+        input=json.dumps({"folders": [str(folder) for folder in folders], **asked}),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return {folder: answers[str(folder)] for folder in folders}

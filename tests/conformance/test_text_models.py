@@ -6,7 +6,6 @@ own templates (``hack/engines/unknown_families.py``), and a real SGLang.
 """
 
 import json
-import os
 import shutil
 import subprocess
 from array import array
@@ -21,6 +20,7 @@ from conformance.conftest import model_folder
 from conformance.corpus import text_corpus
 from conformance.engine_process import BLOCK_SIZE, Engine, engine
 from conformance.prediction import Exchange, Predicted, Predictor, compare, image_places
+from conformance.rendering import own_prompts
 from conformance.sglang.test_rendering import REFUSED_BEFORE, Rendering, own_fields, rendered
 from conformance.workload import Case, case, salted, texts, user
 from long_form import IS_LONG
@@ -51,7 +51,6 @@ COMPLETED = (
     "<s>[INST] <|im_start|>user\n<|image_pad|><image> typed by a user <|im_end|></s>",
 )
 COMPLETIONS = [{"prompt": text, "add_special_tokens": special} for text in COMPLETED for special in (True, False)]
-SCRIPT = Path(__file__).parent / "vllm" / "own_prompts.py"
 Folder = Callable[[str], Path]
 
 
@@ -79,24 +78,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def own_prompts(vllm_env: Path, folder: Folder) -> dict[str, Any]:
-    """The answers for all folders, of one process: it takes longer to start than to answer."""
-    asked = {
-        "folders": [str(folder(name)) for name in MODELS],
-        "chats": [one.body for one in text_corpus()],
-        "completions": COMPLETIONS,
-    }
-    done = subprocess.run(
-        [str(vllm_env / "bin" / "python"), str(SCRIPT)],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return answers
+def vllms_prompts(vllm_env: Path, folder: Folder) -> dict[Path, list[Any]]:
+    chats = [one.body for one in text_corpus()]
+    return own_prompts(vllm_env, [folder(name) for name in MODELS], chats=chats, completions=COMPLETIONS)
 
 
 def ours(prompter: Prompter, one: Case) -> "list[int] | str":
@@ -118,9 +102,9 @@ def differences(prompter: Prompter, cases: Sequence[Case], theirs: Sequence[Any]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_vllms_prompts_of_text_models_are_the_predicted_ones(
-    name: str, own_prompts: dict[str, Any], folder: Folder, record: Record
+    name: str, vllms_prompts: dict[Path, list[Any]], folder: Folder, record: Record
 ) -> None:
-    cases, theirs = text_corpus(), own_prompts[str(folder(name))]
+    cases, theirs = text_corpus(), vllms_prompts[folder(name)]
     prompter = load_text_prompter("vllm", folder(name))
     wrong = differences(prompter, cases, theirs[: len(cases)], REFUSED_BY_VLLM)
     record(f"text prompts, vllm {name}: conversations, mismatches", [len(cases), len(wrong)])

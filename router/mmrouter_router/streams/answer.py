@@ -155,7 +155,7 @@ class StreamedAnswer:
         ``convert``: from the engine's chunk to the client's. Raises :class:`DivergedError`, :class:`UnreadableError`
         and :class:`EngineFaultError`.
         """
-        data = _data(event)
+        data = data_of(event)
         if data is None:
             return b""  # a comment
         if data == b"[DONE]":
@@ -264,7 +264,8 @@ def split(events: bytes) -> Iterator[bytes]:
     return (event for event in events.split(END) if event)
 
 
-def _data(event: bytes) -> bytes | None:
+def data_of(event: bytes) -> bytes | None:
+    """Return the data of an event, ``None`` for one without."""
     lines = event.split(b"\n")
     data = [line.removeprefix(_DATA).strip() for line in lines if line.startswith(_DATA)]
     return b"\n".join(data) if data else None

@@ -7,11 +7,10 @@ import orjson
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import without_prefix
-from mmrouter_router.streams.answer import split
+from mmrouter_router.streams.answer import data_of, split
 
 Object = dict[str, Any]
 
-_DATA: Final = b"data:"
 _ERRORS: Final[Mapping[int, str]] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -78,7 +77,7 @@ class MessageStream:
         return b"".join(made for event in split(events) for made in self._event(event))
 
     def _event(self, event: bytes) -> Iterator[bytes]:
-        data = b"\n".join(line[len(_DATA) :].strip() for line in event.split(b"\n") if line.startswith(_DATA))
+        data = data_of(event)
         if self._over or not data:
             return
         if data == b"[DONE]":

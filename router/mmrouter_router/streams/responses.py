@@ -10,11 +10,10 @@ import orjson
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import without_prefix
-from mmrouter_router.streams.answer import split
+from mmrouter_router.streams.answer import data_of, split
 
 Object = dict[str, Any]
 
-_DATA: Final = b"data:"
 _PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 """Type of an output item -> prefix of its id."""
 _TEXTS: Final = {"reasoning": "reasoning_text", "message": "output_text"}
@@ -83,7 +82,7 @@ class ResponseStream:
         return b"".join(made for event in split(events) for made in self._event(event))
 
     def _event(self, event: bytes) -> Iterator[bytes]:
-        data = b"\n".join(line[len(_DATA) :].strip() for line in event.split(b"\n") if line.startswith(_DATA))
+        data = data_of(event)
         if self._over or not data:
             return
         if data == b"[DONE]":

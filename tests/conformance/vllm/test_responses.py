@@ -5,7 +5,6 @@ The engine's side is vLLM's own code for both endpoints, without an engine (``ow
 
 import base64
 import json
-import os
 import random
 import subprocess
 from pathlib import Path
@@ -16,6 +15,7 @@ from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, context_length
 from conformance.prediction import Predictor
+from conformance.rendering import own_prompts
 from conformance.setups import REPOSITORIES, setup_families
 from conformance.vllm.test_messages import SIZES, chat_of
 from conformance.workload import picture
@@ -26,7 +26,6 @@ from mmrouter_router.intake.responses import ITEMS, PARTS, TOOL_FIELDS
 
 DRAWN = 250
 LEAST = 60  # requests that both sides render; templates refuse some, such as two messages of one role in a row
-SCRIPT = Path(__file__).with_name("own_prompts.py")
 TEXTS = ("Hello.", "Zoë, 東京 👩🏽‍🚀", "two\nlines \n", "What is this?", "")
 TOOLS = [
     {"type": "function", "name": "look", "description": "Look it up.", "parameters": {"type": "object"}},
@@ -145,22 +144,6 @@ def made_here(predictor: Predictor, body: Object) -> Any:
         return str(error)
 
 
-def own_prompts(vllm_env: Path, model_dir: Path, **bodies: list[Object]) -> list[Any]:
-    """Return vLLM's prompts of the bodies of each kind, in the order of ``own_prompts.py``."""
-    asked = {"folders": [str(model_dir)], "context": context_length(model_dir), **bodies}
-    done = subprocess.run(
-        [str(vllm_env / "bin" / "python"), str(SCRIPT)],
-        input=json.dumps(asked),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: list[Any] = json.loads(done.stdout.strip().rpartition("\n")[2])[str(model_dir)]
-    return answers
-
-
 def ids_and_images(answer: Any) -> tuple[list[int], list[list[Any]]]:
     return (answer, []) if isinstance(answer, list) else (answer["ids"], answer["images"])
 
@@ -173,7 +156,8 @@ def test_the_prompt_of_a_responses_request_is_the_engines_own(
     predictor, bodies = Predictor.load(model_dir, BLOCK_SIZE), Drawing(1).requests(DRAWN)
     made = [made_here(predictor, body) for body in bodies]
     chats = [each[2] for each in made if not isinstance(each, str)]
-    answers = own_prompts(vllm_env, model_dir, chats=chats, responses=bodies)
+    asked = {"context": context_length(model_dir), "chats": chats, "responses": bodies}
+    answers = own_prompts(vllm_env, [model_dir], **asked)[model_dir]
     sent, theirs = iter(answers[: len(chats)]), answers[len(chats) :]
     both = images = 0
     for number, (body, ours, own) in enumerate(zip(bodies, made, theirs, strict=True)):

@@ -8,8 +8,6 @@ and template.
 import json
 import os
 import shutil
-import subprocess
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from artefacts import Record, run_tool_or_skip
 from conformance.corpus import corpus
 from conformance.engine_process import BLOCK_SIZE, engine
 from conformance.prediction import Predictor, Published
+from conformance.rendering import own_prompts
 from conformance.vllm.test_prediction import LAST, ask
 from conformance.workload import Case, positions, several, sizes, texts, user
 from waiting import wait_for
@@ -42,26 +41,11 @@ ALONE = {"no tools in the list"}
 """What the engine alone refuses: ``tools`` must not be an empty list."""
 NOT_MODELLED = {"gemma3": 200}
 """Most conversations that a family does not model: Gemma 3's adjacent images."""
-SCRIPT = Path(__file__).with_name("own_prompts.py")
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def folder(request: pytest.FixtureRequest) -> Path:
     return Path(run_tool_or_skip("engines.unknown_families", request.param))
-
-
-def own_prompts(env: Path, folder: Path, bodies: Sequence[dict[str, Any]]) -> list[Any]:
-    done = subprocess.run(
-        [str(env / "bin" / "python"), str(SCRIPT)],
-        input=json.dumps({"folders": [str(folder)], "chats": bodies, "completions": []}),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: list[Any] = json.loads(done.stdout.strip().rpartition("\n")[2])[str(folder)]
-    return answers
 
 
 def ours(predictor: Predictor, one: Case) -> Any:
@@ -80,7 +64,7 @@ def test_the_prompts_are_the_engines_own(folder: Path, vllm_env: Path, record: R
     predictor, cases = Predictor.load(folder, BLOCK_SIZE), corpus(folder.name)
     bodies = [{key: value for key, value in predictor.request(one).items() if key != "model"} for one in cases]
     wrong, equal, unmodelled = [], 0, 0
-    for one, theirs in zip(cases, own_prompts(vllm_env, folder, bodies), strict=True):
+    for one, theirs in zip(cases, own_prompts(vllm_env, [folder], chats=bodies)[folder], strict=True):
         mine = ours(predictor, one)
         refused = [isinstance(side, dict) and "refused" in side for side in (mine, theirs)]
         unmodelled += mine == ""

@@ -13,11 +13,9 @@ from unit.cli import healthy_cluster as d
 import mmrouter_lib as mmrouter
 from mmrouter_cli.doctor import check_deployment, diagnose, findings
 from mmrouter_cli.doctor.check_cluster import api_check, definition_check, looks_stale, operator_check
-from mmrouter_cli.doctor.check_gateway import LIMIT_KINDS, gateway_check
 from mmrouter_cli.doctor.check_routing import STALE_SECONDS, device_check, event_check, exactness_check, frontend_check
-from mmrouter_cli.doctor.findings import Diagnosis, Finding, FrontendFacts, GatewayFacts, RoutingFacts
+from mmrouter_cli.doctor.findings import Diagnosis, Finding, FrontendFacts, RoutingFacts
 from mmrouter_cli.status.control_api import NOT_RUNNING, Unread
-from mmrouter_lib.api import SpecError
 from mmrouter_lib.api.crd import HASH_ANNOTATION
 from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.kinds import Ref
@@ -264,72 +262,7 @@ OF_MEMORY: Cases = {
 }
 
 
-def behind(found: GatewayFacts, asked: int | None = 0, **frontend: Any) -> list[Finding]:
-    """``asked``: how many requests gateways asked a picker about, ``None`` where no frontend is heard."""
-    facts = d.deployed(d.resource(frontend={"mode": "endpointPicker", **frontend}), gateway=found)
-    heard = None if asked is None else d.heard(d.state(gateway_requests=asked))
-    assert not isinstance(facts.dep, SpecError)
-    return list(gateway_check(facts, facts.dep, heard))
-
-
-def of_spec(**sections: Any) -> Any:
-    return d.deployed(d.resource(**sections)).dep
-
-
-def opening(*ports: Any, **labels: str) -> dict[str, Any]:
-    selector = {"matchLabels": {"mmrouter.io/deployment": "vl", **labels}}
-    ingress = [{"from": [{"namespaceSelector": {}}], "ports": list(ports)}]
-    return {"metadata": {"name": "from-gateway"}, "spec": {"podSelector": selector, "ingress": ingress}}
-
-
-def of_operator(policy: dict[str, Any]) -> dict[str, Any]:
-    labels = {"app.kubernetes.io/managed-by": "mmrouter-operator"}
-    return {**policy, "metadata": {"name": "vl-frontend", "labels": labels}}
-
-
-def limiting(number: int, spec: dict[str, Any], namespace: str = "home") -> GatewayFacts:
-    policy = {"metadata": {"name": "small", "namespace": namespace}, "spec": spec}
-    return GatewayFacts(limits={LIMIT_KINDS[number]: [policy]})
-
-
-REPORT = {"parentRef": {"name": "public"}, "conditions": [{"type": "Accepted", "status": "True"}]}
-POOL = {"kind": "InferencePool", "metadata": {"name": "vl", "namespace": "home"}, "status": {"parents": [REPORT]}}
-BOTH = [opening({"port": 9002}, {"port": 8000, "endPort": 8001})]
-ONE = [opening({"port": 9002}, **{"mmrouter.io/role": "frontend"}), of_operator(opening({"port": 8000}))]
-ROUTE = {"kind": "HTTPRoute", "name": "vl"}
-INFRA = {"parentRefs": [{"name": "public", "namespace": "infra"}]}
-PUBLIC = {"kind": "Gateway", "name": "public"}
-OF_GATEWAY: Cases = {
-    "ok: gateways have asked the pickers 3 times": behind(GatewayFacts(), asked=3),
-    "problem: opens port 9002 of the frontends and port 8000 of the workers -> docs/gateway.md": behind(GatewayFacts()),
-    "problem: no NetworkPolicy opens port 8000 of the workers, so": behind(GatewayFacts(policies=ONE), asked=None),
-    "warning: since it started; port 9002 expects plain HTTP/2": behind(GatewayFacts(policies=BOTH)),
-    "warning: since it started; port 9002 expects TLS": behind(
-        GatewayFacts(policies=BOTH), tls={"secretName": "a"}, service={"port": 443}
-    ),
-    "warning: network policies cannot be read | warning: no gateway has asked": behind(GatewayFacts(policies=DENIED)),
-    "warning: the InferencePool and the HTTPRoute cannot be read | ok: ": behind(GatewayFacts(DENIED), asked=1),
-    "problem: no gateway has accepted InferencePool vl -> Gateway exists | ok: ": behind(GatewayFacts([]), asked=1),
-    "ok: Gateway home/public accepts InferencePool vl | ok: ": behind(GatewayFacts([POOL]), asked=1),
-    "ok: asked the pickers 1 times | problem: small limits bodies to 1m -> Raise body.maxSize": behind(
-        limiting(1, {"targetRef": ROUTE, "body": {"maxSize": "1m"}}), asked=1
-    ),
-    "ok: 1 times | problem: infra/small limits bodies to 8Mi -> Raise requestBuffer.limit": behind(
-        limiting(0, {"targetRefs": [PUBLIC], "requestBuffer": {"limit": "8Mi"}}, "infra"), asked=1, gateway=INFRA
-    ),
-    "ok: asked the pickers 2 times": behind(
-        limiting(0, {"targetRefs": [PUBLIC], "requestBuffer": {"limit": "8Mi"}}), asked=2, gateway=INFRA
-    ),
-    "ok: asked the pickers 4 times": behind(limiting(1, {"targetRef": ROUTE, "body": {"maxSize": "0"}}), asked=4),
-    "ok: asked the pickers 5 times": behind(limiting(1, {"targetRef": ROUTE, "body": {"maxSize": "64m"}}), asked=5),
-    "problem: frontend.mode: endpointPicker needs inference.networking.k8s.io/v1": api_check(
-        d.cluster(), of_spec(frontend={"mode": "endpointPicker"})
-    ),
-    "problem: frontend.gateway needs gateway.networking.k8s.io/v1": api_check(
-        d.cluster(), of_spec(frontend={"gateway": INFRA})
-    ),
-}
-CASES = {**OF_CLUSTER, **OF_RESOURCE, **OF_PODS, **OF_ROUTING, **OF_MEMORY, **OF_GATEWAY}
+CASES = {**OF_CLUSTER, **OF_RESOURCE, **OF_PODS, **OF_ROUTING, **OF_MEMORY}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,9 +9,8 @@ from unit.operator.simulated_world import World, deployment, finish, pair, stand
 
 from mmrouter_lib.api import SpecError
 from mmrouter_lib.api.status import Status
-from mmrouter_operator.model.kinds import GATEWAY_API, INFERENCE_POOL_API, Capabilities, Ref
+from mmrouter_operator.model.kinds import Ref
 from mmrouter_operator.model.snapshot import FrontendReport, PodView, Problem, Snapshot, WorkerReport
-from mmrouter_operator.model.views import child_view
 from mmrouter_operator.planning.planner import plan
 from mmrouter_operator.status.builder import status_of, urgent
 from mmrouter_operator.status.conditions import transitions
@@ -296,51 +295,6 @@ def test_warnings_are_there_where_they_apply(
 ) -> None:
     world = World(deployment({**whole(), **spec}))
     assert conditions(judged(world)).get(type_) == expected
-
-
-GATEWAYS = Capabilities(frozenset({GATEWAY_API, INFERENCE_POOL_API}))
-YES = {"type": "Accepted", "status": "True", "reason": "Accepted"}
-NO = {"type": "Accepted", "status": "False", "reason": "NotAllowedByListeners", "message": "not this namespace"}
-DANGLING = {"type": "ResolvedRefs", "status": "False", "reason": "BackendNotFound", "message": "no such pool"}
-
-
-def reported(*conditions: dict[str, Any], gateway: str = "public", kind: str = "HTTPRoute") -> dict[str, Any]:
-    """A pool or a route as a gateway reports on it; without conditions, as none does."""
-    parent = {"parentRef": {"namespace": "infra", "name": gateway}, "conditions": list(conditions)}
-    metadata = {"name": "vl", "namespace": "home", "uid": "9", "resourceVersion": "1", "generation": 2}
-    return {"kind": kind, "metadata": metadata, "status": {"parents": [parent] if conditions else []}}
-
-
-@pytest.mark.parametrize(
-    ("pool", "route", "reason", "words"),
-    [
-        ([], [], "NotReported", "no gateway has accepted InferencePool vl"),
-        ([YES | {"status": "Unknown"}], [YES], "NotReported", "no gateway has accepted InferencePool vl"),
-        ([YES], [], "NotReported", "Gateway infra/public has not accepted HTTPRoute vl"),
-        ([YES], [YES | {"observedGeneration": 1}], "NotReported", "has not accepted HTTPRoute vl"),
-        (
-            [YES],
-            [NO],
-            "NotAccepted",
-            "infra/public refuses HTTPRoute vl: Accepted is False, NotAllowedByListeners: not",
-        ),
-        ([YES], [YES, DANGLING], "NotAccepted", "ResolvedRefs is False, BackendNotFound: no such pool"),
-        ([YES], [YES | {"observedGeneration": 2}], "Accepted", "Gateway infra/public accepts HTTPRoute vl"),
-    ],
-)
-def test_what_gateways_report_is_a_condition(
-    pool: list[dict[str, Any]], route: list[dict[str, Any]], reason: str, words: str
-) -> None:
-    spec = {**whole(), **PICKED, "frontend": {"mode": "endpointPicker", "gateway": PARENT}}
-    objects = (reported(*pool, kind="InferencePool"), reported(*route))
-
-    def seen(snapshot: Snapshot) -> Snapshot:
-        views = {(obj["kind"], "vl"): child_view(obj) for obj in objects}
-        return dataclasses.replace(snapshot, capabilities=GATEWAYS, children={**snapshot.children, **views})
-
-    status = judged(World(deployment(spec)), seen)
-    assert conditions(status)["GatewayAccepted"][1] == reason
-    assert words in message(status, "GatewayAccepted")
 
 
 def test_pools_that_ask_to_be_scaled_and_are_not_are_named() -> None:

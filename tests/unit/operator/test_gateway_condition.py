@@ -1,0 +1,56 @@
+"""The condition ``GatewayAccepted``: what gateways report on the pool and the route of a deployment."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from unit.operator.simulated_world import World, deployment, whole
+from unit.operator.test_status import PARENT, PICKED, conditions, judged, message
+
+from mmrouter_operator.model.kinds import GATEWAY_API, INFERENCE_POOL_API, Capabilities
+from mmrouter_operator.model.snapshot import Snapshot
+from mmrouter_operator.model.views import child_view
+
+GATEWAYS = Capabilities(frozenset({GATEWAY_API, INFERENCE_POOL_API}))
+YES = {"type": "Accepted", "status": "True", "reason": "Accepted"}
+NO = {"type": "Accepted", "status": "False", "reason": "NotAllowedByListeners", "message": "not this namespace"}
+DANGLING = {"type": "ResolvedRefs", "status": "False", "reason": "BackendNotFound", "message": "no such pool"}
+
+
+def reported(*conditions: dict[str, Any], gateway: str = "public", kind: str = "HTTPRoute") -> dict[str, Any]:
+    """A pool or a route as a gateway reports on it; without conditions, as none does."""
+    parent = {"parentRef": {"namespace": "infra", "name": gateway}, "conditions": list(conditions)}
+    metadata = {"name": "vl", "namespace": "home", "uid": "9", "resourceVersion": "1", "generation": 2}
+    return {"kind": kind, "metadata": metadata, "status": {"parents": [parent] if conditions else []}}
+
+
+@pytest.mark.parametrize(
+    ("pool", "route", "reason", "words"),
+    [
+        ([], [], "NotReported", "no gateway has accepted InferencePool vl"),
+        ([YES | {"status": "Unknown"}], [YES], "NotReported", "no gateway has accepted InferencePool vl"),
+        ([YES], [], "NotReported", "Gateway infra/public has not accepted HTTPRoute vl"),
+        ([YES], [YES | {"observedGeneration": 1}], "NotReported", "has not accepted HTTPRoute vl"),
+        (
+            [YES],
+            [NO],
+            "NotAccepted",
+            "infra/public refuses HTTPRoute vl: Accepted is False, NotAllowedByListeners: not",
+        ),
+        ([YES], [YES, DANGLING], "NotAccepted", "ResolvedRefs is False, BackendNotFound: no such pool"),
+        ([YES], [YES | {"observedGeneration": 2}], "Accepted", "Gateway infra/public accepts HTTPRoute vl"),
+    ],
+)
+def test_what_gateways_report_is_a_condition(
+    pool: list[dict[str, Any]], route: list[dict[str, Any]], reason: str, words: str
+) -> None:
+    spec = {**whole(), **PICKED, "frontend": {"mode": "endpointPicker", "gateway": PARENT}}
+    objects = (reported(*pool, kind="InferencePool"), reported(*route))
+
+    def seen(snapshot: Snapshot) -> Snapshot:
+        views = {(obj["kind"], "vl"): child_view(obj) for obj in objects}
+        return dataclasses.replace(snapshot, capabilities=GATEWAYS, children={**snapshot.children, **views})
+
+    status = judged(World(deployment(spec)), seen)
+    assert conditions(status)["GatewayAccepted"][1] == reason
+    assert words in message(status, "GatewayAccepted")
