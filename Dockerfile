@@ -10,15 +10,18 @@ FROM ${MMROUTER_BASE_IMAGE} AS tools
 ENV PIP_CONFIG_FILE=/run/secrets/pip PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /build
 COPY pyproject.toml requirements.lock LICENSE README.md ./
-COPY docker/library.sh docker/
-RUN docker/library.sh /build/library
-COPY docker/requirements.py docker/packages.sh docker/
+COPY docker/requirements.py docker/packages.sh docker/strip.py docker/
 RUN python3 -m venv /build/tools
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     python3 docker/requirements.py build >build.txt && tools/bin/pip install --quiet --require-hashes -r build.txt
 # Dependencies form a layer of their own, which code changes leave unchanged.
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     docker/packages.sh /opt/mmrouter cli operator router sidecar
+
+# Both images begin with the same layer. The simulator's modules need no shared library that those of mmrouter do not.
+FROM tools AS system
+COPY docker/system.py docker/
+RUN python3 docker/system.py /build/system /opt/mmrouter
 
 FROM tools AS sim-tools
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca docker/packages.sh /opt/sim sim
@@ -45,10 +48,10 @@ COPY docker/project.sh docker/
 COPY --from=wheel /build/dist dist
 RUN docker/project.sh /opt/sim
 
-FROM ${MMROUTER_BASE_IMAGE} AS runtime
-COPY --from=tools /build/library /
+FROM scratch AS runtime
+COPY --from=system /build/system /
 ENV PATH=/opt/mmrouter/bin:/opt/sim/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
-    PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+    LANG=C.UTF-8 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 LABEL org.opencontainers.image.licenses="Apache-2.0"
 WORKDIR /tmp
 

@@ -13,6 +13,7 @@ from hack.supply_chain.bill_of_materials import OWN, bill, locked_names, read_lo
 from hack.supply_chain.image_content import read_image
 
 TITLES = {"mmrouter": "mmrouter", "sim": "mmrouter-sim"}
+MOST_MB = {"mmrouter": 220, "sim": 200}
 TRIES = 4
 # A second sidecar in the container of the first, on another address that neither engine nor routers use.
 START = f"""\
@@ -101,6 +102,11 @@ def test_the_images_carry_their_labels_and_run_unprivileged(images: list[Path], 
         assert image["config"]["User"] == "65532:65532"
         # The build's secrets are in no step of the image's history.
         assert not any("index-url" in json.dumps(step) for step in image["history"])
+
+
+def test_the_images_keep_to_their_sizes(images: list[Path]) -> None:
+    sizes = {archive.stem: archive.stat().st_size / 1e6 for archive in images}  # their layers are not compressed
+    assert {name: size for name, size in sizes.items() if size > MOST_MB[name]} == {}
 
 
 def test_an_image_holds_what_its_bill_of_materials_lists(images: list[Path]) -> None:
