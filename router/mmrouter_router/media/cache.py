@@ -11,6 +11,7 @@ MAX_FRESH_S = 24 * 3600.0  # upper bound on freshness, whatever the origin says
 
 Headers = CIMultiDict[str] | CIMultiDictProxy[str]
 
+_OBJECTS = 1024  # bytes of an entry's objects
 Key = tuple[str, str]  # tenant and URL: a shared entry would let tenants see what others fetched, and when
 
 
@@ -28,6 +29,24 @@ class Stored:
     def conditions(self) -> dict[str, str]:
         headers = {"If-None-Match": self.etag, "If-Modified-Since": self.modified}
         return {name: value for name, value in headers.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An answer. ``fresh_s``: its freshness, ``None`` where it must not be stored."""
+
+    data: bytes
+    url: str
+    etag: str | None
+    modified: str | None
+    fresh_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotModified:
+    """The origin confirmed the stored answer for ``fresh_s`` seconds."""
+
+    fresh_s: float
 
 
 class MediaCache:
@@ -49,13 +68,12 @@ class MediaCache:
 
     def put(self, key: Key, stored: Stored) -> None:
         self.drop(key)
-        if len(stored.data) > self._max_bytes:
+        if (size := _size(key, stored)) > self._max_bytes:
             return
         self._entries[key] = stored
-        self.size += len(stored.data)
+        self.size += size
         while self.size > self._max_bytes:
-            _, oldest = self._entries.popitem(last=False)
-            self.size -= len(oldest.data)
+            self.size -= _size(*self._entries.popitem(last=False))
 
     def renew(self, key: Key, fresh_until: float) -> None:
         """Extend an entry that the origin confirmed; an entry evicted meanwhile stays evicted."""
@@ -66,7 +84,13 @@ class MediaCache:
     def drop(self, key: Key) -> None:
         stored = self._entries.pop(key, None)
         if stored is not None:
-            self.size -= len(stored.data)
+            self.size -= _size(key, stored)
+
+
+def _size(key: Key, stored: Stored) -> int:
+    """Return the bytes of an entry with its texts, which its client and its origin choose."""
+    texts = (*key, stored.url, stored.etag, stored.modified)
+    return len(stored.data) + sum(len(text) for text in texts if isinstance(text, str)) + _OBJECTS
 
 
 def freshness(headers: Headers, now: datetime | None = None) -> float | None:

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +19,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.connector import Connection
 
 from mmrouter_router.core.fair_slots import FairSlots
-from mmrouter_router.media.cache import Stored, freshness, modification
+from mmrouter_router.media.cache import Fetched, NotModified, Stored, freshness, modification
 from mmrouter_router.media.content import MediaError
 from mmrouter_router.media.guard import Address, Guard, Target, redirected
 
@@ -41,24 +41,6 @@ class FetchLimits(NamedTuple):
     concurrent: int = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """An answer. ``fresh_s``: its freshness, ``None`` where it must not be stored."""
-
-    data: bytes
-    url: str
-    etag: str | None
-    modified: str | None
-    fresh_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class NotModified:
-    """The origin confirmed the stored answer for ``fresh_s`` seconds."""
-
-    fresh_s: float
-
-
 class Fetcher:
     """Fetches URLs that a guard accepts, at most ``limits.concurrent`` at a time."""
 
@@ -67,9 +49,9 @@ class Fetcher:
     ) -> None:
         self._guard, self._limits = guard, limits
         self._threads = ThreadPoolExecutor(limits.concurrent, "media-lookup")
-        self._lookup = lookup or self._system_lookup
+        self._lookup = lookup
         self._tls: ssl.SSLContext | bool = tls or True
-        self._slots = FairSlots(limits.concurrent, limits.concurrent // 2)
+        self._slots, self._lookups = (FairSlots(limits.concurrent, limits.concurrent // 2) for _ in range(2))
 
     async def fetch(self, url: str, stored: Stored | None = None, tenant: str = "") -> Fetched | NotModified:
         """Return the bytes behind a URL, or that ``stored`` is still valid. Raises ``MediaError``.
@@ -83,7 +65,7 @@ class Fetcher:
             raise MediaError("busy", "Too many media URLs are being fetched. Try again.") from error
         try:
             async with asyncio.timeout(self._limits.total_s):
-                return await self._follow(url, stored)
+                return await self._follow(url, stored, tenant)
         except TimeoutError as error:
             raise MediaError("timeout", "The media's host did not deliver in time.") from error
         finally:
@@ -92,10 +74,10 @@ class Fetcher:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _follow(self, text: str, stored: Stored | None) -> Fetched | NotModified:
+    async def _follow(self, text: str, stored: Stored | None, tenant: str) -> Fetched | NotModified:
         for hop in range(self._limits.redirects + 1):
             target = self._guard.target(text)
-            addresses = await self._addresses(target)
+            addresses = await self._addresses(target, tenant)
             self._guard.check(target, addresses)
             try:
                 answer = await self._get(target, addresses, stored)
@@ -113,17 +95,34 @@ class Fetcher:
             text = redirected(target, answer)
         raise MediaError("redirect", f"The media's host redirects more than {self._limits.redirects} times.")
 
-    async def _system_lookup(self, host: str, port: int) -> list[str]:
-        # A thread pool of its own, so that slow name servers delay only fetches.
+    async def _system_lookup(self, host: str, port: int, tenant: str) -> list[str]:
+        """Return a host's addresses, looked up in a thread of a pool of its own.
+
+        A thread cannot be ended: a tenant's slot is held until its thread is free, which a silent name server keeps for
+        longer than a fetch may take.
+        """
+        await self._lookups.take(tenant)
+
+        def free(job: "asyncio.Future[Any]") -> None:
+            self._lookups.release(tenant)
+            if not job.cancelled():
+                job.exception()  # that of a lookup for which nothing waits any more is of no interest
+
         lookup = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        records = await asyncio.get_running_loop().run_in_executor(self._threads, lookup)
+        job = asyncio.get_running_loop().run_in_executor(self._threads, lookup)
+        job.add_done_callback(free)
+        records = await asyncio.shield(job)
         return list(dict.fromkeys(str(where[0]) for *_, where in records))
 
-    async def _addresses(self, target: Target) -> list[Address]:
+    async def _addresses(self, target: Target, tenant: str) -> list[Address]:
         if target.literal is not None:
             return [target.literal]
         try:
-            return [ipaddress.ip_address(text) for text in await self._lookup(target.host, target.port)]
+            if self._lookup is not None:
+                found = await self._lookup(target.host, target.port)
+            else:
+                found = await self._system_lookup(target.host, target.port, tenant)
+            return [ipaddress.ip_address(text) for text in found]
         except TimeoutError:
             raise
         except (OSError, UnicodeError) as error:

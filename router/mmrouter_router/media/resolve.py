@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
@@ -11,12 +12,14 @@ from mmrouter_router.core.single_flight import SingleFlight
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.intake.request import ImagePart, InlineImage, MediaPart
 from mmrouter_router.media import content
-from mmrouter_router.media.cache import Key, MediaCache, Stored
+from mmrouter_router.media.cache import Key, MediaCache, NotModified, Stored
 from mmrouter_router.media.content import Media, MediaError
-from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup, NotModified
 from mmrouter_router.media.guard import Guard
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span
+
+if TYPE_CHECKING:
+    from mmrouter_router.media.fetch import Fetcher, FetchLimits, Lookup
 
 CACHE_BYTES = 256 * 1024**2
 PARALLEL = 4  # concurrent fetches of one request, so that it cannot occupy all slots
@@ -31,17 +34,23 @@ class MediaResolver:
         media: MediaSettings,
         *,
         metrics: Metrics,
-        limits: FetchLimits | None = None,
+        limits: "FetchLimits | None" = None,
         threads: WorkerThreads | None = None,
         cache_bytes: int = CACHE_BYTES,
-        lookup: Lookup | None = None,
+        lookup: "Lookup | None" = None,
         tls: ssl.SSLContext | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_bytes = quantity_bytes(media.max_bytes)
         self._max_request_bytes = quantity_bytes(media.max_request_bytes)
         self._guard = Guard(media)
-        self._fetcher = Fetcher(self._guard, limits or FetchLimits(self._max_bytes), lookup=lookup, tls=tls)
+        self._fetcher: Fetcher | None = None  # without one the guard refuses every URL
+        if media.fetch != "dataOnly":
+            # Imported here because aiohttp is a large part of the router's start.
+            from mmrouter_router.media import fetch  # noqa: PLC0415
+
+            limits = limits or fetch.FetchLimits(self._max_bytes)
+            self._fetcher = fetch.Fetcher(self._guard, limits, lookup=lookup, tls=tls)
         self._cache = MediaCache(cache_bytes)
         self._fetches = SingleFlight[Key, Media]()
         self._threads = threads or WorkerThreads()
@@ -75,8 +84,7 @@ class MediaResolver:
         # InlineImage media first: their errors must not cost a fetch.
         for place, part in enumerate(parts):
             if _is_data(part.url):
-                inline = part.inline if isinstance(part, ImagePart) else None
-                resolved[place] = await self.resolve(part.url, param=part.param, tenant=tenant, inline=inline)
+                resolved[place] = await self.resolve(part.url, param=part.param, tenant=tenant, inline=part.inline)
                 charge(part, resolved[place])
             else:
                 places.setdefault(part.url, []).append(place)
@@ -104,7 +112,8 @@ class MediaResolver:
 
     async def close(self) -> None:
         await self._fetches.close()
-        self._fetcher.close()
+        if self._fetcher is not None:
+            self._fetcher.close()
 
     async def _resolve(self, url: str, tenant: str, inline: InlineImage | None) -> Media:
         if inline is not None:
@@ -123,6 +132,7 @@ class MediaResolver:
         return await self._fetches.run(key, lambda: self._fetch(key))
 
     async def _fetch(self, key: Key) -> Media:
+        assert self._fetcher is not None
         stored = self._cache.get(key)
         with self._metrics.media_fetching.track_inprogress(), self._metrics.media_fetch_seconds.time():
             answer = await self._fetcher.fetch(key[1], stored, key[0])

@@ -118,7 +118,7 @@ def test_an_image_of_which_a_side_would_vanish_is_refused_by_pixtral():
         PIXTRAL.count(5000, 1)
 
 
-def test_tiles_of_llama4_are_separated_and_the_whole_picture_follows(codec):
+def test_case_31_tiles_of_llama4_are_separated_and_the_whole_picture_follows(codec):
     begin, end, patch, between, row = (IDS[name] for name in NAMES[8:13])
     family = Llama4(IDS["<|image|>"], 336, 2, 16)
     ids, _ = expanded(family, codec, "<|image|>", (672, 336))

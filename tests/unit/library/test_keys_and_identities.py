@@ -242,6 +242,10 @@ def test_case_09_and_case_10_identity_follows_the_bytes_alone():
     assert media_identity(b"same", {}, key=KEY) != media_identity(b"other", {}, key=KEY)
 
 
+def test_bytes_that_are_an_image_and_a_video_have_an_identity_as_each():
+    assert media_identity(b"GIF89a", {}, key=KEY) != media_identity(b"GIF89a", {}, key=KEY, modality="video")
+
+
 def test_case_12_processor_options_are_part_of_the_identity():
     plain = media_identity(b"x", {}, key=KEY)
     limited = media_identity(b"x", {"max_pixels": 1000}, key=KEY)

@@ -5,17 +5,18 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.model_folder import ModelFolderError, read_json
+from mmrouter_lib.video_header import VideoHeader
 
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 
 class ImageSizeError(ValueError):
-    """The engine's image processor refuses an image of this size."""
+    """The engine's processor refuses an image or a video of this size."""
 
 
 class PlaceholderError(ValueError):
@@ -35,24 +36,27 @@ class NotModelledError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image of a request: its media identity (32 bytes) and the number of tokens it becomes.
+    """An image or a video of a request: its media identity (32 bytes) and the number of tokens it becomes.
 
     Images that cannot be resolved are included too, with a unique identity, because the presence of images can change
     how the text is tokenized (Phi-3). ``size``: (width, height) in pixels, after rotation; families whose images are
-    rows or tiles need it.
+    rows or tiles need it. ``video``: its header, ``None`` of one whose tokens are not known.
     """
 
     identity: bytes
     count: int
     size: tuple[int, int] | None = None
+    modality: Literal["image", "video"] = "image"
+    video: VideoHeader | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """An expanded prompt: ``ids`` (u32) and one span per image that the engine takes, in prompt order.
+    """An expanded prompt: ``ids`` (u32) and one span per image or video that the engine takes, in the order given.
 
-    ``unplaced`` is the offset of the first placeholder without an image, ``None`` when there is none: one that a user
-    typed, or, when only the resolved images of a request were given, that of the first unresolved one.
+    That is the order in the prompt, too, where all are images. ``unplaced`` is the offset of the first placeholder
+    without an image, ``None`` when there is none: one that a user typed, or, when only the resolved images of a request
+    were given, that of the first unresolved one.
     """
 
     ids: "array[int]"
@@ -116,9 +120,18 @@ class Family(ABC):
         """The processor options in force: they change pixels, so they belong to the media identity."""
         return {}
 
+    @property
+    def video_id(self) -> int | None:
+        """The placeholder of a video, ``None`` where videos are not modelled."""
+        return None
+
     @abstractmethod
     def count(self, width: int, height: int) -> int:
         """Return the tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
+
+    def count_video(self, video: VideoHeader) -> int:
+        """Return the placeholder tokens of a video, where there is a ``video_id``. Raises :class:`ImageSizeError`."""
+        raise TypeError(f"{self.name} models no videos")
 
     def tokens(self, codec: "TokenizerCodec", image: PromptImage, number: int) -> Sequence[int]:
         """Return the token ids that image ``number`` (from 0) of a prompt becomes, by default a run of placeholders."""
@@ -138,7 +151,8 @@ class Family(ABC):
         """Return a prompt text's token ids with every image expanded. Raises :class:`PlaceholderError`."""
         ids = codec.encode(text, add_special_tokens=add_special_tokens)
         runs = [self.tokens(codec, image, number) for number, image in enumerate(images)]
-        return expand_ids(ids, self.placeholder_id, images, runs)
+        videos = [number for number, image in enumerate(images) if image.modality == "video"]
+        return expand_ids(ids, self.placeholder_id, images, runs, dict.fromkeys(videos, self.video_id))
 
 
 Load = Callable[[Path, dict[str, Any], ProcessorLimits | None], Family | None]
@@ -189,30 +203,46 @@ def is_proved(name: str, engine_type: str) -> bool:
 
 
 def expand_ids(
-    ids: "array[int]", placeholder: int, images: Sequence[PromptImage], runs: Sequence[Sequence[int]] = ()
+    ids: "array[int]",
+    placeholder: int,
+    images: Sequence[PromptImage],
+    runs: Sequence[Sequence[int]] = (),
+    others: Mapping[int, int | None] | None = None,
 ) -> Expanded:
     """Replace each of the first ``len(images)`` placeholders by its image's tokens: ``runs``, else placeholders.
+
+    ``others``: number of an image -> its own placeholder, as a video has.
 
     The engine matches by position alone: a placeholder that a user typed takes an image from the template's own, which
     then stays a plain token (tests/conformance/vllm/test_tokenization.py). Raises :class:`PlaceholderError` when there
     are more images than placeholders, or an image of less than one token.
     """
-    out: array[int] = array(ids.typecode)
-    spans: list[Span] = []
-    done = 0
-    for number, image in enumerate(images):
-        at = _find(ids, placeholder, done)
+    places: list[tuple[int, int]] = []  # where each image's placeholder stands, and the image's number
+    behind: dict[int, int] = {}  # placeholder -> index behind its last use
+    for number in range(len(images)):
+        own = (others or {}).get(number)
+        wanted = placeholder if own is None else own
+        at = _find(ids, wanted, behind.get(wanted, 0))
         if at is None:
-            raise PlaceholderError(f"the prompt has a place for {number} images, the request has {len(images)}")
+            what = "images and videos" if others else "images"
+            raise PlaceholderError(f"the prompt has a place for {number} {what}, the request has {len(images)}")
+        places.append((at, number))
+        behind[wanted] = at + 1
+    left = _find(ids, placeholder, behind.get(placeholder, 0))
+    unplaced = left
+    out: array[int] = array(ids.typecode)
+    spans: dict[int, Span] = {}
+    done = 0
+    for at, number in sorted(places):
+        run = runs[number] if runs else placeholder_run(ids.typecode, placeholder, number, images[number])
         out += ids[done:at]
-        run = runs[number] if runs else placeholder_run(ids.typecode, placeholder, number, image)
-        spans.append(Span(offset=len(out), length=len(run), identity=image.identity))
+        spans[number] = Span(offset=len(out), length=len(run), identity=images[number].identity)
         out += array(ids.typecode, run)
         done = at + 1
-    left = _find(ids, placeholder, done)
-    unplaced = None if left is None else len(out) + left - done
+        if left is not None and unplaced is not None and at < left:
+            unplaced += len(run) - 1
     out += ids[done:]
-    return Expanded(ids=out, spans=tuple(spans), unplaced=unplaced)
+    return Expanded(ids=out, spans=tuple(spans[number] for number in range(len(images))), unplaced=unplaced)
 
 
 def placeholder_run(typecode: str, placeholder: int, number: int, image: PromptImage) -> "array[int]":

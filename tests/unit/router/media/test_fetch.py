@@ -7,13 +7,17 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 from ipaddress import ip_address
 
 import pytest
 from aiohttp import web
 from unit.router.rig import refused
 
-from mmrouter_router.media.fetch import MAX_INFORMATIONAL, socket_factory
+from mmrouter_lib.api import Media as MediaSettings
+from mmrouter_router.media.content import MediaError
+from mmrouter_router.media.fetch import MAX_INFORMATIONAL, Fetcher, FetchLimits, socket_factory
+from mmrouter_router.media.guard import Guard
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(64))
 
@@ -267,3 +271,27 @@ async def test_tls_verifies_the_name_though_the_address_is_pinned(certificate, s
         origin.serve("/down", status=302, Location="http://images.example/")
         down = origin.url("/down", host="images.example", scheme="https")
         assert await reason_of(resolving(tls=trusting), down) == "redirect"
+
+
+async def test_silent_name_servers_of_one_tenant_leave_lookups_to_the_others(monkeypatch):
+    answers = threading.Event()
+
+    def getaddrinfo(host, port, **_):
+        if host == "silent.example":
+            answers.wait(60)
+        raise OSError("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    limits = FetchLimits(max_bytes=1000, total_s=0.2, concurrent=4)
+    fetcher = Fetcher(Guard(MediaSettings(fetch="public")), limits)
+    try:
+        for _ in range(3):  # what ends by its time keeps its thread
+            asked = [fetcher.fetch("http://silent.example/x", tenant="a") for _ in range(2)]
+            ended = await asyncio.gather(*asked, return_exceptions=True)
+            assert {error.reason for error in ended} == {"timeout"}
+        with pytest.raises(MediaError) as other:
+            await fetcher.fetch("http://absent.example/x", tenant="b")
+        assert other.value.reason == "unreachable"
+    finally:
+        answers.set()
+        fetcher.close()

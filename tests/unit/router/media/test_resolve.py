@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 import pytest
@@ -25,6 +25,7 @@ OTHER = b"\x89PNG\r\n\x1a\nother"
 class Part:
     url: str
     param: str = "here"
+    inline: None = None
 
 
 class Gate:
@@ -158,7 +159,7 @@ async def test_fresh_entries_are_reused_and_stale_ones_fetched_again(origin, res
         time[0] += step
         sources.append((await resolver.resolve(url, param="p")).source)
     assert (sources, len(origin.seen)) == (["fetch", "cache", "fetch"], 2)
-    assert value("cache_bytes") == len(PNG)
+    assert value("cache_bytes") == pytest.approx(len(PNG), abs=2000)
 
 
 @pytest.mark.parametrize(
@@ -337,25 +338,35 @@ def test_any_cache_header_is_parsed(control, expires, age):
     assert seconds is None or 0 <= seconds <= MAX_FRESH_S
 
 
+SIZE = 100_000  # of media in these tests, beside which an entry's texts are small
+
+
 def test_least_recently_used_entries_are_evicted_first():
-    cache = MediaCache(10)
+    cache = MediaCache(10 * SIZE)
     for name in "abc":
-        cache.put(("", name), stored(3))
+        cache.put(("", name), stored(3 * SIZE))
     assert cache.get(("", "a"))
-    cache.put(("", "d"), stored(3))
+    cache.put(("", "d"), stored(3 * SIZE))
     assert [name for name in "abcd" if cache.get(("", name))] == ["a", "c", "d"]
-    assert cache.size == 9
+    assert cache.size == pytest.approx(9 * SIZE, rel=0.05)
+
+
+def test_texts_of_an_entry_that_its_origin_chooses_are_part_of_its_size():
+    cache = MediaCache(SIZE)
+    for number in range(100):
+        cache.put(("", f"{number:08}" * 1000), replace(stored(1), etag="e" * 8000))
+    assert len(cache) < 10
 
 
 def test_entry_larger_than_the_cache_removes_the_old_one():
-    cache = MediaCache(10)
-    cache.put(("", "a"), stored(3))
-    cache.put(("", "a"), stored(11))
+    cache = MediaCache(10 * SIZE)
+    cache.put(("", "a"), stored(3 * SIZE))
+    cache.put(("", "a"), stored(11 * SIZE))
     assert (cache.get(("", "a")), cache.size) == (None, 0)
 
 
 def test_evicted_entry_is_not_restored_by_renewal():
-    cache = MediaCache(10)
+    cache = MediaCache(10 * SIZE)
     cache.put(("", "a"), stored(3))
     cache.drop(("", "a"))
     cache.renew(("", "a"), 5.0)
@@ -365,8 +376,9 @@ def test_evicted_entry_is_not_restored_by_renewal():
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 12)), max_size=40))
 def test_size_is_the_sum_of_entries(steps):
-    cache = MediaCache(10)
+    cache = MediaCache(10 * SIZE)
     for name, size in steps:
-        cache.put(("", name), stored(size))
+        cache.put(("", name), stored(size * SIZE))
     held = [entry for name in "abcdef" if (entry := cache.get(("", name)))]
-    assert cache.size == sum(len(entry.data) for entry in held) <= 10
+    media = sum(len(entry.data) for entry in held)
+    assert media <= cache.size <= min(10 * SIZE, media + 2000 * len(held))
