@@ -13,10 +13,14 @@ anew, unless its hashes cover the tokens that the drafter reads after a block. P
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
+DEVICE: Final = "GPU"
+"""Medium of blocks in device memory; vLLM says GPU on every device (docs/engine-facts/vllm.md#devices)."""
+LOWER_TIERS: Final = {"CPU": "host", "CPU_PINNED": "host", "STORAGE": "disk", "DISK": "disk"}
+"""Media from which an engine loads blocks that follow those on its device, by the tier that they are; fastest first."""
 FULL_KINDS = frozenset({"", "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds that keep every block; groups of releases that send no kind have full attention."""
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
@@ -65,6 +69,11 @@ class CacheLayout(NamedTuple):
     comparable: bool = True
     recomputed: frozenset[int] = frozenset()
     lookahead: int = 0
+
+    @property
+    def leading(self) -> bool:
+        """Whether a hit is the leading blocks of one group."""
+        return not (self.tails or self.recomputed or len(self.whole) > 1)
 
 
 def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True, drafter: str = "") -> CacheLayout:

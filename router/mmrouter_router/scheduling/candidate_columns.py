@@ -5,24 +5,29 @@ others. That runs over the whole fleet in every decision, so each column is buil
 """
 
 from array import array
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, compress, repeat
-from operator import contains, indexOf, itemgetter
-from typing import Any, NamedTuple, Self
+from operator import add, attrgetter, contains, indexOf, itemgetter
+from typing import Any, Final, NamedTuple, Self
 
 from mmrouter_lib.block_keys import Span
+from mmrouter_lib.cache_layout import LOWER_TIERS
 from mmrouter_router.fleet.cache_query import CacheQuery, cache_entry
-from mmrouter_router.fleet.holder_table import Slot
+from mmrouter_router.fleet.holder_table import Slot, mask_of
 from mmrouter_router.fleet.index import NOWHERE, HitRule
 from mmrouter_router.fleet.workers import Fleet, KeyForm, Target
-from mmrouter_router.scheduling.scoring import CandidateTable
+from mmrouter_router.scheduling.scoring import FETCH, CandidateTable
+
+FEW_GAPS: Final = 16  # up to this number, rows of a column are taken as a slice of which some are removed
 
 
 class CandidateRow(NamedTuple):
     """One rank, and what of it does not depend on a request. Valid until its worker changes.
 
-    ``slot``: of its counts, ``NOWHERE`` without an index slot; ``hits`` and ``rule``: of :func:`cache_entry`.
+    ``slot``: of its counts, ``NOWHERE`` without an index slot; ``hits`` and ``rule``: of :func:`cache_entry`;
+    ``below``: medium -> slot of its lower tiers, none where its overlap does not count.
     """
 
     target: Target
@@ -35,6 +40,7 @@ class CandidateRow(NamedTuple):
     promised: set[int]
     hits: Slot
     rule: HitRule | None
+    below: Mapping[str, Slot]
 
     @classmethod
     def of(cls, fleet: Fleet, target: Target, *, scored: bool) -> Self:
@@ -42,22 +48,60 @@ class CandidateRow(NamedTuple):
         usage, member = fleet.usage(worker, rank), worker.member
         slot, cache = worker.slots.get(rank, NOWHERE), cache_entry(worker, rank, size)
         name = f"{worker.id}#{rank}"
-        return cls(target, scored, name, member.name, member.pool, slot, usage.row, usage.promised, *cache)
+        below = {medium: at for (of, medium), at in worker.below.items() if of == rank} if scored else {}
+        return cls(target, scored, name, member.name, member.pool, slot, usage.row, usage.promised, *cache, below)
+
+
+class LowerTier(NamedTuple):
+    """One medium below the device: the slot of each rank, ``NOWHERE`` without one, and the cost of loading a block."""
+
+    mask: int
+    slots: Sequence[Slot]
+    cost: float  # in computed blocks
+
+    @classmethod
+    def of(cls, medium: str, below: Sequence[Mapping[str, Slot]]) -> Self:
+        slots = [media.get(medium, NOWHERE) for media in below]
+        return cls(mask_of({*slots} - {NOWHERE}), slots, FETCH[LOWER_TIERS[medium]])
 
 
 class CandidateGroup:
-    """Ranks with one form of keys, each with whether its overlap counts. Valid until the fleet changes.
+    """Ranks with one form of keys, in the order of their loads' rows. Valid until one of their workers changes.
 
     ``held`` and ``loads`` take these ranks' entries out of the index's columns by slot and out of a column of the
     fleet's loads.
     """
 
-    def __init__(self, fleet: Fleet, form: KeyForm, rows: Sequence[CandidateRow]) -> None:
-        self.fleet, self.form, self.size, self._rows = fleet, form, form[0], rows
-        columns = tuple(zip(*rows, strict=True))
-        self.targets, self.scored, self.ids, self.names, self.pools, slots, loads, self.promised, hits, rules = columns
+    def __init__(self, fleet: Fleet, form: KeyForm, columns: Sequence[list[Any]], caches: CacheQuery) -> None:
+        """``columns``: as in :class:`CandidateRow`; they are not changed any more."""
+        self.fleet, self.form, self.size, self.caches, self._columns = fleet, form, form[0], caches, columns
+        self.targets, self.scored, self.ids, self.names, self.pools, slots, loads, self.promised = columns[:8]
+        below = columns[10]
         self.held, self.loads = column_getter(slots), column_getter(loads)
-        self.caches = CacheQuery.of(hits, rules, self.size)
+        media = {medium for media in below for medium in media} if any(below) else ()
+        self.tiers = [LowerTier.of(medium, below) for medium in LOWER_TIERS if medium in media]
+
+    @classmethod
+    def of(cls, fleet: Fleet, form: KeyForm, rows: Iterable[CandidateRow]) -> Self:
+        """Return the group of these rows, of which there is one at least."""
+        columns = [list(column) for column in zip(*sorted(rows, key=attrgetter("load")), strict=True)]
+        _, _, _, _, _, _, _, _, hits, rules, _ = columns
+        return cls(fleet, form, columns, CacheQuery.of(hits, rules, form[0]))
+
+    def replaced(self, gone: Sequence[CandidateRow], come: Sequence[CandidateRow]) -> "CandidateGroup | None":
+        """Return the group without some of its rows and with others; ``None`` if none is left."""
+        columns = [column.copy() for column in self._columns]  # decisions keep the previous ones
+        loads = columns[6]
+        for row in gone:
+            at = bisect_left(loads, row.load)
+            for column in columns:
+                del column[at]
+        for row in come:
+            at = bisect_left(loads, row.load)
+            for column, value in zip(columns, row, strict=True):
+                column.insert(at, value)
+        caches = self.caches.replaced([r.hits for r in gone], [r.hits for r in come], [r.rule for r in come])
+        return CandidateGroup(self.fleet, self.form, columns, caches) if loads else None
 
     @cached_property
     def ring(self) -> list[int]:
@@ -69,32 +113,51 @@ class CandidateGroup:
         unanswered = self.loads(self.fleet.loads.unanswered)
         if max(unanswered) < queued:
             return self
-        rows = list(compress(self._rows, [number < queued for number in unanswered]))
-        return CandidateGroup(self.fleet, self.form, rows) if rows else None
+        full = [row for row, number in enumerate(unanswered) if number >= queued]
+        return self.replaced([CandidateRow(*[column[row] for column in self._columns]) for row in full], ())
 
     def table(self, keys: "array[int]", tokens: int, spans: Sequence[Span], visual: float) -> CandidateTable:
         """Return the candidates for a prompt of ``tokens`` with these keys and images.
 
         ``visual``: cost of encoding one visual token, in prompt tokens.
         """
-        count, blocks, loads, now = len(self.targets), len(keys), self.loads, self.fleet.loads
+        size, blocks, loads, now = len(self.targets), len(keys), self.loads, self.fleet.loads
         overlap = self.held(self.fleet.lookup(keys, tokens, self.caches))
+        tier, fetch = self._below(keys, tokens, overlap) if self.tiers else ((), ())
+        stored = list(map(add, overlap, tier)) if tier else overlap
         prefill, others = loads(now.prefill), loads(now.others)
-        coming = self._coming(keys, overlap) if any(prefill) else ()
+        coming = () if _is_zero(prefill) else self._coming(keys, stored)
         return CandidateTable(
             self.ids,
             self.names,
             self.pools,
             overlap,
-            (blocks,) * count,
+            (blocks,) * size,
             prefill,
             loads(now.active),
-            [waiting * blocks for waiting in others] if any(others) else (),
+            () if _is_zero(others) else [waiting * blocks for waiting in others],
             self.fleet.index.held_by(self.held),
             self.scored,
             coming,
-            self._encode(overlap, coming, spans, visual) if spans and visual else (),
+            self._encode(stored, coming, spans, visual) if spans and visual else (),
+            tier,
+            fetch,
         )
+
+    def _below(self, keys: "array[int]", tokens: int, overlap: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:
+        """Return the blocks right after each overlap that lower tiers hold, and the cost of loading them in blocks.
+
+        An engine continues in the fastest tier, then in the next one. It computes a prompt's last token anew, so a copy
+        of that block saves nothing.
+        """
+        usable = keys[: max(0, tokens - 1) // self.size]
+        tier, fetch = [0] * len(overlap), [0.0] * len(overlap)
+        for mask, slots, cost in self.tiers:
+            starts = list(map(add, overlap, tier))
+            found = {start: self.fleet.index.leading(usable[start:], mask) for start in set(starts)}
+            more = [found[start][slot] for start, slot in zip(starts, slots, strict=True)]
+            tier, fetch = list(map(add, tier, more)), [cost * n + before for n, before in zip(more, fetch, strict=True)]
+        return (tier, fetch) if any(tier) else ((), ())
 
     def _coming(self, keys: "array[int]", overlap: Sequence[int]) -> Sequence[int]:
         """Return the blocks right after each hit that are being computed there; a fleet has few distinct hits."""
@@ -117,15 +180,36 @@ class CandidateGroup:
         return [costs[hit] for hit in hits]
 
 
-def column_getter(rows: Sequence[int]) -> "itemgetter[Any]":
-    """Return a getter of these rows' entries in a column, as a sequence; consecutive rows become one slice.
+def column_getter(rows: Sequence[int]) -> Callable[[Any], Any]:
+    """Return a getter of these rows' entries in a column, a list or an array.
 
-    A row may be -1, the last entry of a column.
+    Rows in order become a slice without the few entries between them. A row may be -1, the last entry of a column.
     """
     first, end = rows[0], rows[-1] + 1
-    if len(rows) == 1 or (first >= 0 and list(rows) == list(range(first, end))):
+    if len(rows) == 1:
         return itemgetter(slice(first, end or None))
-    return itemgetter(*rows)
+    missing = end - first - len(rows)
+    if first < 0 or not 0 <= missing <= FEW_GAPS or list(rows) != sorted(rows):
+        return itemgetter(*rows)
+    gaps: list[int] = []
+    while len(gaps) < missing:
+        # The entries before the next gap are as many places further on as there were gaps before it.
+        at = bisect_right(range(len(rows)), len(gaps), key=lambda at: rows[at] - first - at)
+        gaps += range(rows[at - 1] + 1 - first, rows[at] - first)
+    gaps.reverse()
+
+    def take(column: Any) -> Any:
+        part = column[first:end]
+        for gap in gaps:
+            del part[gap]
+        return part
+
+    return take if gaps else itemgetter(slice(first, end))
+
+
+def _is_zero(column: Sequence[float]) -> bool:
+    """Whether all entries are 0; bytes are compared, where it is an array, because floats would be made to look at."""
+    return column.tobytes() == bytes(8 * len(column)) if isinstance(column, array) else not any(column)
 
 
 def _to_encode(spans: Sequence[Span], hit: int) -> int:

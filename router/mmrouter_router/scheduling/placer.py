@@ -8,40 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
-from typing import Final, Literal
+from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.fleet.rank_load import RankUsage
-from mmrouter_router.fleet.workers import Fleet, KeyForm, Target, Worker
+from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidate_columns import CandidateGroup, CandidateRow
+from mmrouter_router.scheduling.candidate_groups import CandidateGroups, Eligibility, NoWorkerError, Standing
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
 from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose
 from mmrouter_router.telemetry.tracing import Value
 
-Eligibility = Literal["verified", "degraded", "waiting", "pending", "refused", "unsynced"]
-"""How a worker may be used: ``verified`` with its overlap, ``degraded`` without; ``waiting`` (for readiness gates) and
-``pending`` (for the canary) as a last resort; ``refused`` not at all, ``unsynced`` as a last resort while it serves."""
-
 ANSWERING: Final = frozenset({"worker", "prefill", "decode"})  # each of them serves a route without stages
 WORKERS = frozenset({"worker"})  # serve a request whole; other roles are placed for pipeline forms with stages
 PARTNERS: Final = {"prefill": "decode", "decode": "prefill"}  # role -> the role of the other engine of a pair (SGLang)
-
-
-@dataclass(slots=True)
-class Standing:
-    """How a worker may be used, and its candidates; valid for one version of it, until a time of the fleet's clock."""
-
-    worker: Worker
-    version: int
-    eligibility: Eligibility
-    usable: bool  # not only as a last resort
-    until: float
-    form: KeyForm
-    rows: list[CandidateRow]
 
 
 @dataclass
@@ -66,14 +49,11 @@ class Decision:
             "mmrouter.exactness": self.exactness,
             "mmrouter.causes": sorted({reason.split(":")[0] for reason in self.reasons}),
             "mmrouter.overlap_blocks": winner.overlap,
+            "mmrouter.tier_blocks": winner.tier,
             "mmrouter.prompt_blocks": winner.blocks,
             "mmrouter.candidates": len(self.choice.candidates),
             "mmrouter.reason": self.choice.reason,
         }
-
-
-class NoWorkerError(Exception):
-    """No worker can take the request now; the message says why."""
 
 
 class QueueFullError(NoWorkerError):
@@ -107,9 +87,7 @@ class Placer:
         self._engine = deployment.spec.engine.type
         self._block_sizes = {pool.name: block_size_of(deployment, pool) for pool in deployment.spec.pools}
         self._turns: Counter[frozenset[str]] = Counter()  # by roles: the choices of one request count separately
-        self._cached: dict[tuple[frozenset[str], str | None], tuple[Sequence[CandidateGroup], float | None]] = {}
-        self._version = -1  # fleet version of the cached groups
-        self._standings: dict[str, Standing] = {}  # by pod uid: most workers are as before when one changes
+        self._groups = CandidateGroups(fleet, self._standing)
 
     def eligibility(self, worker: Worker) -> Eligibility:
         """Return how a worker may be used: the table of docs/architecture.md for ``worker`` and ``prefill``."""
@@ -144,13 +122,13 @@ class Placer:
     ) -> Decision:
         """Choose among the eligible engines of these roles, without the pod uids in ``exclude``.
 
-        A LoRA adapter's request goes to engines that have loaded it.
+        A LoRA adapter's request goes to engines that have loaded it, a stored response is continued by its engine.
 
         ``partner``: an engine that the chosen one exchanges KV blocks with. ``dry_run``: nothing is sent, so queues
         may be full. Raises :class:`NoWorkerError`.
         """
-        if prepared.adapter:
-            exclude = {*exclude, *(worker.member.uid for worker in self._fleet if not _has(worker, prepared.adapter))}
+        if prepared.adapter or prepared.holder or prepared.pools:
+            exclude = {*exclude, *(worker.member.uid for worker in self._fleet if not _may_answer(worker, prepared))}
         kind = frozenset(roles)
         groups = self.groups(exclude, kind, partner)
         if not dry_run:
@@ -176,6 +154,7 @@ class Placer:
             fingerprint=prepared.fingerprint,
             turn=self._turns[kind],
             weights=self._weights,
+            forced="stores the response that is continued" if prepared.holder else "",
         )
         if not dry_run:
             self._turns[kind] += 1
@@ -194,9 +173,10 @@ class Placer:
     def begin(self, decision: Decision) -> "Booking":
         target, winner = decision.target, decision.choice.winner
         usage = self._fleet.usage(target.worker, target.rank)
-        hit = winner.overlap + winner.coming if winner.scored else 0
         changed = partial(self._changed, target.worker, target.rank)
-        return Booking(usage, decision.keys[hit:], winner.encode, float(winner.blocks), changed, self.answer_listeners)
+        return Booking(
+            usage, decision.keys[winner.hit :], winner.encode, float(winner.blocks), changed, self.answer_listeners
+        )
 
     def able(self, worker: Worker) -> bool:
         """Whether a worker may get requests, if only as a last resort."""
@@ -236,48 +216,8 @@ class Placer:
     def groups(
         self, exclude: Collection[str], roles: frozenset[str], partner: Worker | None
     ) -> Sequence[CandidateGroup]:
-        """Return the candidates, cached per fleet version. Raises :class:`NoWorkerError`."""
-        if exclude:
-            return self._build_groups(exclude, roles, partner)[0]
-        fleet, key = self._fleet, (roles, None if partner is None else partner.member.compatibility)
-        if self._version != fleet.version:
-            self._cached.clear()
-        cached = self._cached.get(key)
-        if cached is None or (cached[1] is not None and fleet.now() >= cached[1]):
-            cached = self._cached[key] = self._build_groups((), roles, partner)
-            self._version = fleet.version
-        return cached[0]
-
-    def _build_groups(
-        self, exclude: Collection[str], roles: Collection[str], partner: Worker | None
-    ) -> tuple[Sequence[CandidateGroup], float | None]:
-        """Return the groups of candidates, and the time at which an eligibility changes by timeout, if any."""
-        self._forget_gone()
-        now, known, compatibility = self._fleet.now(), self._standings, partner and partner.member.compatibility
-        found: list[Standing] = []
-        for uid, worker in self._fleet.workers.items():
-            member = worker.member
-            if member.role not in roles or uid in exclude or (partner and member.compatibility != compatibility):
-                continue
-            standing = known.get(uid)
-            if standing is None or standing.version != worker.version or standing.until <= now:
-                standing = known[uid] = self._standing(worker)
-            found.append(standing)
-        # The last resort: an engine whose sidecar is away still answers, without overlap.
-        usable = [standing for standing in found if standing.usable] or [s for s in found if self.able(s.worker)]
-        rows: dict[KeyForm, list[CandidateRow]] = {}
-        for form in dict.fromkeys(standing.form for standing in usable):
-            own = [standing.rows for standing in usable if standing.form == form]
-            if any(own):
-                rows[form] = list(chain.from_iterable(own))
-        if not rows:
-            counted = Counter(standing.eligibility for standing in found)
-            # Clients read it, so it names no pod; `mmrouter status` does.
-            states = ", ".join(f"{count} {state}" for state, count in counted.items())
-            raise NoWorkerError(states or "none is known")
-        until = min([standing.until for standing in found])
-        groups = [CandidateGroup(self._fleet, form, group) for form, group in rows.items()]
-        return groups, None if math.isinf(until) else until
+        """Return the candidates. Raises :class:`NoWorkerError`."""
+        return self._groups.of(exclude, roles, partner)
 
     def _standing(self, worker: Worker) -> "Standing":
         eligibility, size = self.eligibility(worker), self.block_size(worker)
@@ -288,19 +228,14 @@ class Placer:
         targets = [Target(worker, rank, size) for rank in range(worker.ranks)] if size > 0 else []
         rows = [CandidateRow.of(self._fleet, target, scored=scored) for target in targets]
         return Standing(
-            worker,
             worker.version,
             eligibility,
             eligibility in ("verified", "degraded"),
+            _able(worker, eligibility),
             until,
             Target(worker, 0, size).key_form,
             rows,
         )
-
-    def _forget_gone(self) -> None:
-        workers = self._fleet.workers
-        if len(self._standings) > len(workers):
-            self._standings = {uid: known for uid, known in self._standings.items() if uid in workers}
 
 
 def _of_groups(
@@ -314,13 +249,19 @@ def _of_groups(
     if not worker.layout.whole and (prepared.spans or prepared.salt):
         # Without full attention, an image or a salt that ended before the kept blocks is in no event.
         bounds += ("window",) if worker.layout.tails[-1].tokens < len(prepared.ids) else ()
+    if worker.heartbeat is not None and worker.heartbeat.lower_media and not worker.lower_media:
+        bounds += ("lower_tiers",)
     if bounds:
         return "bounded", (*reasons, *(f"cache_groups:{why}" for why in bounds))
     return exactness, reasons
 
 
-def _has(worker: Worker, adapter: str) -> bool:
-    return worker.heartbeat is not None and adapter in worker.heartbeat.adapters
+def _may_answer(worker: Worker, prepared: Prepared) -> bool:
+    if prepared.adapter and (worker.heartbeat is None or prepared.adapter not in worker.heartbeat.adapters):
+        return False
+    if prepared.holder:
+        return worker.member.uid == prepared.holder
+    return not prepared.pools or worker.member.pool in prepared.pools
 
 
 def _serves(worker: Worker, path: str) -> bool:

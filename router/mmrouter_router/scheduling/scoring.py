@@ -2,10 +2,11 @@
 
 Policy ``kv`` minimises the work that a choice causes, counted in blocks that an engine computes (docs/architecture.md):
 
-    cost = overlapWeight * compute * (prompt blocks - hit + encode) + queue + decode * active + waiting
+    cost = overlapWeight * compute * (prompt blocks - hit + fetch + encode) + queue + decode * active + waiting
 
-``hit`` is the overlap plus the blocks right after it that are being computed there; ``encode`` is the cost of the
-images after the hit; ``queue`` is sent and not computed yet. The weights are :class:`Weights`.
+``hit`` is the overlap, plus the blocks right after it that lower tiers hold, plus those after them that are being
+computed there; ``fetch`` is the cost of loading from the tiers, ``encode`` that of the images after the hit; ``queue``
+is sent and not computed yet. The weights are :class:`Weights` and :data:`FETCH`.
 
 ``leastLoaded`` omits the first term and weighs the others equally, ``roundRobin`` takes turns, ``consistentHash`` ranks
 by rendezvous hash. Ties are broken the same way on every router: fewer blocks held, then rendezvous hash of the
@@ -44,7 +45,10 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 WEIGHTS = Weights()
-COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0}  # columns that are empty when all are default
+FETCH: Final = {"host": 0.125, "disk": 0.5}
+"""Tier -> cost of loading a block from it, in computed blocks (docs/architecture.md#lower-tiers)."""
+COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0, "tier": 0, "fetch": 0.0}
+"""Columns that are empty when all are default."""
 FEW_CANDIDATES = 32  # up to this number, single candidates are faster to score than whole columns
 
 
@@ -61,8 +65,15 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     waiting: float = 0.0  # blocks of queued requests that no router accounts for
     held: int = 0  # blocks in its cache
     scored: bool = True  # False: not verified, so its overlap does not count
-    coming: int = 0  # blocks right after the overlap that it is computing for others
+    coming: int = 0  # blocks right after the overlap and the tier's that it is computing for others
     encode: float = 0.0  # cost of encoding the prompt's images there, in blocks of the prompt
+    tier: int = 0  # blocks right after the overlap that its lower tiers hold
+    fetch: float = 0.0  # cost of loading these, in blocks of the prompt
+
+    @property
+    def hit(self) -> int:
+        """Blocks of the prompt that need not be computed."""
+        return self.overlap + self.tier + self.coming if self.scored else 0
 
 
 COLUMNS: Final = Candidate.__struct_fields__
@@ -87,6 +98,8 @@ class CandidateTable(Sequence[Candidate]):
     scored: Sequence[bool]
     coming: Sequence[int]
     encode: Sequence[float]
+    tier: Sequence[int] = ()
+    fetch: Sequence[float] = ()
     ring: Sequence[int] = ()  # the rows in the order of their ids, where it is known
 
     @classmethod
@@ -122,24 +135,25 @@ class CandidateTable(Sequence[Candidate]):
         return column or (COLUMN_DEFAULTS[name],) * len(self)
 
     def cheapest(self, policy: Policy, weight: float, weights: Weights) -> list[int]:
-        if policy == "kv" and (rows := self._cheapest_of_longest(weight, weights)):
+        """Return the rows of least cost."""
+        hits = self._hits()
+        if policy == "kv" and (rows := self._cheapest_of_longest(hits, weight, weights)):
             return rows
-        costs = self.costs(policy, weight, weights)
+        costs = self._costs(hits, policy, weight, weights)
         least = min(costs)
         if costs.count(least) == 1:
             return [costs.index(least)]
         return [row for row, cost in enumerate(costs) if cost == least]
 
-    def _cheapest_of_longest(self, weight: float, weights: Weights) -> list[int]:
+    def _cheapest_of_longest(self, hits: Sequence[int], weight: float, weights: Weights) -> list[int]:
         """Return the cheapest rows of the longest hit, if every shorter hit alone already costs more; else nothing.
 
         Loads are never below 0, so the missing blocks of a shorter hit are a lower bound of its cost.
         """
-        hits, blocks = self._hits(), self.blocks[0]
         lengths = sorted(set(hits))
-        if self.encode or len(lengths) == 1 or self.blocks.count(blocks) < len(self):
+        if self.encode or self.fetch or len(lengths) == 1 or not self._same_blocks:
             return []
-        longest, next_ = lengths[-1], lengths[-2]
+        blocks, longest, next_ = self.blocks[0], lengths[-1], lengths[-2]
         count = hits.count(longest)
         if count > FEW_CANDIDATES:
             return []
@@ -155,32 +169,46 @@ class CandidateTable(Sequence[Candidate]):
             return []
         return [row for row, cost in costs.items() if cost == least]
 
+    @property
+    def _same_blocks(self) -> bool:
+        return self.blocks.count(self.blocks[0]) == len(self)
+
     def costs(self, policy: Policy, weight: float, weights: Weights) -> list[float]:
         """Return each candidate's cost; 0 for policies without one."""
+        return self._costs(self._hits(), policy, weight, weights)
+
+    def _costs(self, hits: Sequence[int], policy: Policy, weight: float, weights: Weights) -> list[float]:
         if policy not in ("kv", "leastLoaded"):
             return [0.0] * len(self)
-        # Lazy maps: no intermediate lists are built.
         if policy == "kv":
-            costs = map(add, self._computing(weight * weights.compute), self.prefill)
-            costs = map(add, costs, map(mul, repeat(weights.decode), self.active))
+            computing, decode = self._computing(hits, weight * weights.compute), weights.decode
+            costs = [
+                work + queue + decode * active
+                for work, queue, active in zip(computing, self.prefill, self.active, strict=True)
+            ]
         else:
-            costs = map(add, self.prefill, self.active)
-        return list(map(add, costs, self.waiting) if self.waiting else costs)
+            costs = list(map(add, self.prefill, self.active))
+        return list(map(add, costs, self.waiting)) if self.waiting else costs
 
-    def _computing(self, compute: float) -> Iterable[float]:
-        """Return the cost of computing and encoding at each candidate; there are few distinct hits."""
-        hits, blocks = self._hits(), self.blocks[0]
-        if self.encode:
-            return map(mul, repeat(compute), map(add, map(sub, self.blocks, hits), self.encode))
-        if self.blocks.count(blocks) < len(self):
+    def _computing(self, hits: Sequence[int], compute: float) -> Iterable[float]:
+        """Return the cost of computing, loading and encoding at each candidate; there are few distinct hits."""
+        if self.encode or self.fetch:
+            more = map(add, self._full("encode"), self._full("fetch"))
+            return map(mul, repeat(compute), map(add, map(sub, self.blocks, hits), more))
+        if not self._same_blocks:
             return map(mul, repeat(compute), map(sub, self.blocks, hits))
+        blocks = self.blocks[0]
         costs = {hit: compute * (blocks - hit) for hit in set(hits)}
         return map(costs.__getitem__, hits)
 
     def _hits(self) -> Sequence[int]:
         """Return the blocks of the prompt that each candidate need not compute."""
-        hits = list(map(add, self.overlap, self.coming)) if self.coming else self.overlap
+        hits = list(map(add, self.stored(), self.coming)) if self.coming else self.stored()
         return hits if all(self.scored) else list(map(mul, hits, self.scored))
+
+    def stored(self) -> Sequence[int]:
+        """Return the leading blocks that each candidate holds on its device and, after those, in lower tiers."""
+        return list(map(add, self.overlap, self.tier)) if self.tier else self.overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +233,7 @@ class Choice:
     fingerprint: int
     turn: int
     weights: Weights = WEIGHTS
+    forced: str = ""  # why no other engine was a candidate
 
     @cached_property
     def scores(self) -> tuple[Score, ...]:
@@ -224,9 +253,9 @@ class Choice:
     @property
     def regret(self) -> int:
         """Blocks that a verified candidate held beyond the winner's hit: what was given away, because of its load."""
-        table, winner = self.candidates, self.winner
-        best = max(table.overlap) if all(table.scored) else max(map(mul, table.overlap, table.scored))
-        return max(0, best - (winner.overlap + winner.coming if winner.scored else 0))
+        table, stored = self.candidates, self.candidates.stored()
+        best = max(stored) if all(table.scored) else max(map(mul, stored, table.scored))
+        return max(0, best - self.winner.hit)
 
     @property
     def round_robin(self) -> float:
@@ -235,6 +264,8 @@ class Choice:
 
     @property
     def reason(self) -> str:
+        if self.forced:
+            return self.forced
         if self.policy == "roundRobin":
             return f"turn {self.turn % len(self.candidates)} of {len(self.candidates)} candidates"
         if self.policy == "consistentHash":
@@ -250,8 +281,12 @@ def choose(
     fingerprint: int,
     turn: int,
     weights: Weights = WEIGHTS,
+    forced: str = "",
 ) -> Choice:
-    """Return the best candidate. ``turn`` counts requests, for round robin. Raises ``ValueError`` without any."""
+    """Return the best candidate. ``turn`` counts requests, for round robin. ``forced``: why there is no other one.
+
+    Raises ``ValueError`` without any.
+    """
     if not candidates:
         raise ValueError("no candidate to choose from")
     table = candidates if isinstance(candidates, CandidateTable) else CandidateTable.of(candidates)
@@ -262,17 +297,20 @@ def choose(
     elif policy == "consistentHash":
         row = _lowest_tie(table, everyone, fingerprint)
     else:
-        best = table.cheapest(policy, overlap_weight, weights)
-        emptiest = min([table.held[number] for number in best])
-        row = _lowest_tie(table, [number for number in best if table.held[number] == emptiest], fingerprint)
-    return Choice(table[row], row, table, policy, overlap_weight, fingerprint, turn, weights)
+        best, held = table.cheapest(policy, overlap_weight, weights), table.held
+        if len(best) > 1:
+            emptiest = min(map(held.__getitem__, best))
+            best = [row for row in best if held[row] == emptiest]
+        row = _lowest_tie(table, best, fingerprint)
+    return Choice(table[row], row, table, policy, overlap_weight, fingerprint, turn, weights, forced)
 
 
 def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dict[str, float]:
     if policy == "kv":
         compute = weight * weights.compute
         return {
-            "compute": compute * (c.blocks - (c.overlap + c.coming if c.scored else 0)),
+            "compute": compute * (c.blocks - c.hit),
+            "fetch": compute * c.fetch,
             "encode": compute * c.encode,
             "queue": c.prefill,
             "decode": weights.decode * c.active,
@@ -286,8 +324,11 @@ def _terms(c: Candidate, policy: Policy, weight: float, weights: Weights) -> dic
 def _lowest_tie(table: CandidateTable, rows: Sequence[int], fingerprint: int) -> int:
     if len(rows) == 1:
         return rows[0]
-    ids = table.id
-    return min(rows, key=lambda row: (_tie(ids[row], fingerprint), ids[row]))
+    # An idle fleet ties as a whole, so this loops in C; equal hashes are rare.
+    ids = [table.id[row] for row in rows]
+    ties = list(map(xxh3_64_intdigest, map(str.encode, ids), repeat(fingerprint)))
+    least = min(ties)
+    return min([(id_, row) for id_, row, tie in zip(ids, rows, ties, strict=True) if tie == least])[1]
 
 
 def _tie(id_: str, fingerprint: int) -> int:
@@ -298,6 +339,8 @@ def _reason(ranked: Sequence[Score]) -> str:
     best = ranked[0]
     cost = f"cost {best.cost:g}"
     held = f"{best.candidate.overlap} of {best.candidate.blocks} blocks held"
+    if best.candidate.tier:
+        held += f", {best.candidate.tier} more in lower tiers"
     if best.candidate.coming and best.candidate.scored:
         held += f", {best.candidate.coming} more being computed"
     if len(ranked) == 1:

@@ -15,7 +15,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.feed import CanaryReport, ImageObservation
-from mmrouter_sidecar.blocks.ledger import LedgerOp
+from mmrouter_sidecar.blocks.ledger_ops import LedgerOp
 
 MAGIC = b"mmrouter journal 2\n"  # 1 had no groups but those with attention
 _FRAME = struct.Struct("<IQ")

@@ -4,10 +4,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from mmrouter_lib.cache_layout import FULL_KINDS, CacheGroup, cache_layout
+from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS, CacheGroup, cache_layout
 from mmrouter_lib.engines.base.events import Cleared, Event, Ignored, Ragged, Stored
-
-DEVICE = "GPU"  # the medium of blocks on the device (docs/engine-facts/vllm.md#devices)
 
 
 class KnownGroups:

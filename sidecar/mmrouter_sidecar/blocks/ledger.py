@@ -3,7 +3,8 @@
 Engines store one hash once per physical copy and remove it as often, so copies are counted. The ledger turns batches of
 engine events into net changes of block keys, and into the operations from which the journal can rebuild it. A block
 without a known key (unknown parent, or another size than the group's) is put aside and counted by reason: it is not
-published, but its copies are counted, so that they are right once its key is known.
+published, but its copies are counted, so that they are right once its key is known. A block that an event of a lower
+tier names by hash alone has the key of that hash elsewhere on its rank.
 
 Cache groups share one chain of hashes, and events of groups other than full attention name only some of the blocks that
 their tokens fill. Beside full attention, which names all, the same hash has the same key. Without it,
@@ -15,50 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import msgspec
-from msgspec import structs
-
 from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
-from mmrouter_lib.cache_layout import FULL_KINDS, CacheGroup
-from mmrouter_lib.engines.base.events import Batch, Cleared, Ragged, Removed, Stored
+from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS, CacheGroup
+from mmrouter_lib.engines.base.events import Batch, Cleared, Offloaded, Ragged, Removed, Stored
 from mmrouter_lib.feed import ImageObservation
 from mmrouter_sidecar.blocks.block_table import BlockTable
 from mmrouter_sidecar.blocks.image_observations import ImageObservations
 from mmrouter_sidecar.blocks.known_groups import KnownGroups
+from mmrouter_sidecar.blocks.ledger_ops import LedgerOp, Place, group_op
+from mmrouter_sidecar.blocks.removed_keys import RemovedKeys
 from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
 MAX_SEEDS = 65_536
-
-
-class Place(NamedTuple):
-    """A data parallel rank, cache group and medium."""
-
-    rank: int
-    group: int
-    medium: str
-
-
-class LedgerOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One operation on the ledger; replaying all of them rebuilds it. Hashes and keys are packed 8-byte numbers.
-
-    ``add``: add a copy of each hash with its key. ``aside``: add a copy of each without a key. ``drop``: remove a copy
-    of each. ``clear``: clear the whole rank. ``resize``: set the block size of a place and put its blocks aside.
-    ``group``: set a cache group. ``known``: keys and digests of followed blocks without full attention, held or not.
-    """
-
-    kind: str
-    rank: int
-    group: int = 0
-    medium: str = ""
-    hashes: bytes = b""
-    keys: bytes = b""
-    block_size: int = 0
-    shareable: bool = False
-    spec: str = ""  # the group's kind
-    window: int = 0  # tokens
-    digests: bytes = b""
-    parts: bool = False  # of the group
-    lookahead: int = 0  # of the group, in tokens
 
 
 class PendingAdd(NamedTuple):
@@ -97,6 +66,8 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.observations = ImageObservations()
         self.windows = WindowBlocks()
+        self.lower_media: tuple[str, ...] = ()  # media other than device memory that events have named
+        self._removed = RemovedKeys()  # while there are lower media
         self._groups = KnownGroups()
         self._seed_of = seed_of
         self._seeds: dict[tuple[str | None, str | None], Key] = {}
@@ -117,7 +88,7 @@ class Ledger:
     def block_size(self) -> int:
         """Tokens per block of the primary group, 0 until the engine stored a block."""
         return next(
-            (table.block_size for place, table in self.tables.items() if place.group == self._groups.primary), 0
+            (t.block_size for place, t in self.tables.items() if place[1:] == (self._groups.primary, DEVICE)), 0
         )
 
     @property
@@ -143,6 +114,8 @@ class Ledger:
                 self._remove(rank, event)
             elif isinstance(event, Ragged):
                 self._store_ragged(rank, event)
+            elif isinstance(event, Offloaded):
+                self._store_below(rank, event)
             elif isinstance(event, Cleared):
                 self.counts["cleared"] += 1
                 self._empty(rank)
@@ -160,6 +133,7 @@ class Ledger:
             self._cleared.add(rank)
         if mine:
             self._append_op(LedgerOp("clear", rank))
+        self._removed.clear()  # a tier's event may be older than the clear
         self._renew(rank)
 
     def _renew(self, rank: int) -> None:
@@ -169,6 +143,8 @@ class Ledger:
     def reset(self) -> None:
         """Drop everything, including changes that were not taken."""
         self.tables.clear()
+        self.lower_media = ()
+        self._removed.clear()
         self._cleared.clear()
         self._ops.clear()
         self._adding = None
@@ -220,7 +196,7 @@ class Ledger:
 
     def dump(self) -> list[LedgerOp]:
         """Return the operations that rebuild the current state."""
-        ops = [_group_op(group) for group in self._groups]
+        ops = [group_op(group) for group in self._groups]
         if len(self.windows):
             known, digests = self.windows.dump()
             ops.append(LedgerOp("known", 0, keys=pack_keys(known), digests=digests))
@@ -269,7 +245,7 @@ class Ledger:
         self._add(place, table, hashes, keys, shareable=shareable)
         if event.kind not in FULL_KINDS and self._groups.full is None:
             self.windows.follow(event, keys)
-        if event.spans or ids.typecode == "Q":
+        if (event.spans or ids.typecode == "Q") and event.medium == DEVICE:
             self.observations.observe(rank, event, keys, parent)
 
     def _store_ragged(self, rank: int, event: Ragged) -> None:
@@ -289,6 +265,16 @@ class Ledger:
             table.partial = False
             self._add(place, table, hashes, keys, shareable=event.lora is not None)
         self._put_aside(place, table, rest, "ragged_store")
+
+    def _store_below(self, rank: int, event: Offloaded) -> None:
+        above = self.tables.get(Place(rank, event.group, DEVICE))
+        place = Place(rank, event.group, event.medium)
+        table = self._table(place, above.block_size if above is not None else 0)
+        held = [known.blocks for other, known in self.tables.items() if other.rank == rank]
+        hashes, keys, rest = self._removed.locate(event.hashes, held)
+        if hashes:
+            self._add(place, table, hashes, keys, shareable=True)  # some may have adapters
+        self._put_aside(place, table, rest, "unknown_below")
 
     def _keys_of_full(self, rank: int, event: Stored | Ragged) -> dict[int, Key]:
         """Return the keys that full attention has for an event's hashes: equal hashes are of equal prompts."""
@@ -335,7 +321,7 @@ class Ledger:
 
     def _set_group(self, group: CacheGroup) -> None:
         self._groups.put(group)
-        self._append_op(_group_op(group))
+        self._append_op(group_op(group))
 
     def _resized(self, place: Place, table: BlockTable, event: Stored) -> bool:
         """Put a place's blocks aside if all were parts of blocks; return whether it was so.
@@ -354,6 +340,8 @@ class Ledger:
     def _remove(self, rank: int, event: Removed) -> None:
         place = Place(rank, event.group, event.medium)
         table = self._table(place, 0)
+        if self.lower_media:
+            self._removed.remember(event.hashes, table.blocks)
         if unknown := table.drop(event.hashes):
             self.counts["unknown_removed"] += unknown
         self.counts["removed"] += len(event.hashes) - unknown
@@ -376,6 +364,8 @@ class Ledger:
         table = self.tables.get(place)
         if table is None:
             table = self.tables[place] = BlockTable()
+            if place.medium != DEVICE and place.medium not in self.lower_media:
+                self.lower_media += (place.medium,)
         if not table.block_size:
             table.block_size = block_size
         return table
@@ -387,8 +377,3 @@ class Ledger:
                 self._seeds.clear()
             seed = self._seeds[lora, salt] = self._seed_of(lora, salt)
         return seed
-
-
-def _group_op(group: CacheGroup) -> LedgerOp:
-    number, kind, window, size, parts, lookahead = structs.astuple(group)
-    return LedgerOp("group", 0, number, block_size=size, spec=kind, window=window, parts=parts, lookahead=lookahead)

@@ -4,10 +4,13 @@
 
 Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
 answered on standard output, each as a length (4 bytes, little-endian) and msgpack. A message with ``layers`` (a list of
-kind and fields), ``block_size``, ``blocks`` and ``drafter`` (a method or empty) replaces the engine. All others are
-requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``, ``lora`` (an adapter), ``output`` (tokens
-to generate) and ``steps`` (after which it is aborted, 0 for never). Answers have the tokens that the engine had, those
-that it generated, and the event batches as its publisher encodes them.
+kind and fields), ``block_size``, ``blocks``, ``drafter`` (a method or empty) and ``offload`` (nothing, or ``blocks`` of
+a CPU tier and ``described``, whether its events describe themselves) replaces the engine, whose groups and lookahead
+(tokens after a block that its hash covers) are the answer. All others are requests: ``ids``, ``images`` as
+(identifier, offset, length), ``salt``, ``lora`` (an adapter), ``output`` (tokens to generate) and ``steps`` (it is
+aborted after as many, 0 for never). Answers have the tokens that the engine had (``cached``, -1 where it was aborted
+before), those of them in its own cache (``own``), the number in its answer to the client (``reported``, -1 where it was
+aborted before), the tokens that it generated, and the event batches as its publisher encodes them.
 """
 
 import json
@@ -23,7 +26,8 @@ os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # 0.33 is a CUDA build, of which no co
 
 import msgspec
 import torch
-from vllm.config import KVEventsConfig, set_current_vllm_config
+from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -33,7 +37,7 @@ from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -94,10 +98,44 @@ def cache_configs(config: Any, layers: dict[str, Any]) -> list[Any]:
     return kv_cache_planning.get_kv_cache_configs(config, [layers], [MEMORY], groups)
 
 
+def offloading(offload: dict[str, Any]) -> KVTransferConfig | None:
+    if not offload:
+        return None
+    extra = {"self_describing_kv_events": offload["described"], "cpu_bytes_to_use": 1}
+    return KVTransferConfig(kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra)
+
+
+class Transfers:
+    """The worker's side of the offloading connector. Nothing is copied; a job ends after one to three steps."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._ends: dict[int, int] = {}  # job -> the step after which it has ended
+        self._loads: dict[int, str] = {}  # job -> the request that waits for it
+
+    def run(self, metadata: Any) -> KVConnectorOutput | None:
+        """Take the jobs of a step and return those that have ended with it."""
+        if metadata is None:
+            return None
+        self._step += 1
+        jobs = {**metadata.load_jobs, **metadata.store_jobs}
+        self._ends |= {job: self._step + job % 3 for job in jobs}
+        self._loads |= {job: load.req_id for job, load in metadata.load_jobs.items()}
+        flushed = metadata.jobs_to_flush or set()
+        ended = [job for job, step in self._ends.items() if step < self._step or job in flushed]
+        for job in ended:
+            del self._ends[job]
+        loaded = {self._loads.pop(job) for job in ended if job in self._loads}
+        done = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1)) if ended else None
+        return KVConnectorOutput(finished_recving=loaded, kv_connector_worker_meta=done)
+
+
 class Engine:
     """vLLM's scheduler over layers of these kinds."""
 
-    def __init__(self, folder: str, layers: list[list[Any]], block_size: int, blocks: int, drafter: str) -> None:
+    def __init__(
+        self, folder: str, layers: list[list[Any]], block_size: int, blocks: int, drafter: str, offload: dict[str, Any]
+    ) -> None:
         arguments = EngineArgs(
             model=folder,
             block_size=block_size,
@@ -110,6 +148,7 @@ class Engine:
             async_scheduling=False,
             speculative_config=speculation(drafter),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+            kv_transfer_config=offloading(offload),
         )
         self.config = arguments.create_engine_config()
         self.config.cache_config.kv_cache_layout = "BLNHC"  # of a worker's backend; blocks of mixed kinds lie together
@@ -121,6 +160,9 @@ class Engine:
             (made,) = cache_configs(self.config, layer_specs)
             cache = kv_cache_utils.generate_scheduler_kv_cache_config([made])
             self.config.cache_config.num_gpu_blocks = cache.num_blocks
+            if offload:
+                size = cache.kv_cache_tensors[0].size // cache.num_blocks
+                self.config.kv_transfer_config.kv_connector_extra_config["cpu_bytes_to_use"] = offload["blocks"] * size
             unit, hash_unit = kv_cache_utils.resolve_kv_cache_block_sizes(cache, self.config)
             self.scheduler = Scheduler(
                 vllm_config=self.config,
@@ -136,10 +178,12 @@ class Engine:
         hash_function = get_hash_fn_by_name("sha256_cbor")
         kv_cache_utils.init_none_hash(hash_function)
         # 0.33 hashes the next tokens, too, beside some drafters.
-        ahead = [n] if (n := getattr(self.config, "num_hash_lookahead_tokens", 0)) else []
+        self.lookahead = getattr(self.config, "num_hash_lookahead_tokens", 0)
+        ahead = [self.lookahead] if self.lookahead else []
         self._hasher = kv_cache_utils.get_request_block_hasher(hash_unit, hash_function, *ahead)
         self._encode = msgspec.msgpack.Encoder().encode
         self._batches: list[bytes] = []
+        self._transfers = Transfers()
         self.scheduler.kv_event_publisher.publish = lambda batch: self._batches.append(self._encode(batch))
         self._count = 0
 
@@ -168,24 +212,33 @@ class Engine:
         )
         self.scheduler.add_request(request)
         self._batches = []
-        cached, steps = -1, 0
+        cached, steps, own, reported = -1, 0, 0, -1
         while self.scheduler.has_unfinished_requests():
             scheduled = self.scheduler.schedule()
             for new in scheduled.scheduled_new_reqs:
                 cached = new.num_computed_tokens if cached < 0 else cached
-            self.scheduler.update_from_output(scheduled, self._forward(scheduled, request))
+            for answers in self.scheduler.update_from_output(scheduled, self._forward(scheduled, request)).values():
+                for stats in [answer.prefill_stats for answer in answers.outputs if answer.prefill_stats]:
+                    own, reported = stats.num_local_cached_tokens, stats.num_cached_tokens
             steps += 1
             if steps == asked["steps"]:
                 self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-        self.scheduler.update_from_output(empty := self.scheduler.schedule(), self._forward(empty, request))
-        return {"cached": cached, "output": list(request.output_token_ids), "batches": self._batches}
+        while True:
+            self.scheduler.update_from_output(empty := self.scheduler.schedule(), self._forward(empty, request))
+            if self.scheduler.connector is None or not self.scheduler.connector.has_pending_push_work():
+                break
+        answer = {"cached": cached, "own": own, "reported": reported}
+        return {**answer, "output": list(request.output_token_ids), "batches": self._batches}
 
     def _forward(self, scheduled: Any, request: Request) -> ModelRunnerOutput:
         names = list(scheduled.num_scheduled_tokens)
         done = request.num_computed_tokens >= request.num_tokens
         tokens = [[1000 + request.num_tokens * 7 % 997] if done else [] for _ in names]
         return ModelRunnerOutput(
-            req_ids=names, req_id_to_index={name: n for n, name in enumerate(names)}, sampled_token_ids=tokens
+            req_ids=names,
+            req_id_to_index={name: n for n, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            kv_connector_output=self._transfers.run(scheduled.kv_connector_metadata),
         )
 
 
@@ -208,7 +261,7 @@ def main() -> None:
         if "layers" in message:
             engine = Engine(sys.argv[1], **message)
             groups = [group.kv_cache_spec for group in engine.scheduler.kv_cache_config.kv_cache_groups]
-            write(answers, [type(spec).__name__ for spec in groups])
+            write(answers, {"groups": [type(spec).__name__ for spec in groups], "lookahead": engine.lookahead})
         else:
             assert engine is not None, "a request before any layers"
             write(answers, engine.run(message))

@@ -29,10 +29,12 @@ class Drawn:
 
 
 class Prompts:
-    """Draws requests for blocks of ``block_size`` tokens."""
+    """Draws requests for blocks of ``block_size`` tokens. ``book``: all texts are pieces of it, which compress well;
+    without it, every token is drawn.
+    """
 
-    def __init__(self, source: random.Random, block_size: int) -> None:
-        self._source, self._size = source, block_size
+    def __init__(self, source: random.Random, block_size: int, book: Sequence[int] = ()) -> None:
+        self._source, self._size, self._book = source, block_size, book
         self._roots = [self._text(MOST) for _ in range(4)]
         self._kept: list[Drawn] = []
 
@@ -66,7 +68,10 @@ class Prompts:
             del self._kept[self._source.randrange(KEPT)]
 
     def _text(self, length: int) -> tuple[int, ...]:
-        return tuple(self._source.choices(range(1000), k=length))
+        if not self._book:
+            return tuple(self._source.choices(range(1000), k=length))
+        begin = self._source.randrange(len(self._book) - length)
+        return tuple(self._book[begin : begin + length])
 
     def _with_image(self, prompt: Drawn) -> Drawn:
         """Insert an image behind the last one, at any offset of a block."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 from artefacts import Record, run_tool_or_skip
+from conformance.conftest import Figure
 from conformance.corpus import corpus
 from conformance.engine_process import BLOCK_SIZE, engine
 from conformance.prediction import Predictor, Published
@@ -60,7 +61,8 @@ def ours(predictor: Predictor, one: Case) -> Any:
     return {"ids": predicted.ids.tolist(), "images": images} if images else predicted.ids.tolist()
 
 
-def test_the_prompts_are_the_engines_own(folder: Path, vllm_env: Path, record: Record) -> None:
+@pytest.mark.adopts(engine="vllm", check="prompts of stand-ins")
+def test_the_prompts_are_the_engines_own(folder: Path, vllm_env: Path, record: Record, figure: Figure) -> None:
     predictor, cases = Predictor.load(folder, BLOCK_SIZE), corpus(folder.name)
     bodies = [{key: value for key, value in predictor.request(one).items() if key != "model"} for one in cases]
     wrong, equal, unmodelled = [], 0, 0
@@ -71,6 +73,9 @@ def test_the_prompts_are_the_engines_own(folder: Path, vllm_env: Path, record: R
         equal += mine == theirs
         if mine not in ("", theirs) and not (all(refused) or (refused[1] and one.name in ALONE)):
             wrong.append(f"{one.name}: {mine} for {theirs}"[:2000])
+    figure("prompts", equal)
+    figure("not modelled", unmodelled)
+    figure("mismatches", len(wrong))
     record(f"stand-in {folder.name}: prompts equal, not modelled, mismatches", [equal, unmodelled, len(wrong)])
     assert "\n".join(wrong) == ""
     assert equal > 300

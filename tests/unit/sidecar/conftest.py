@@ -26,7 +26,8 @@ from mmrouter_router.fleet.holder_table import mask_of
 from mmrouter_router.fleet.index import HitRule, Index, window_blocks
 from mmrouter_sidecar import app
 from mmrouter_sidecar.app import Sidecar
-from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp
+from mmrouter_sidecar.blocks.ledger import Ledger
+from mmrouter_sidecar.blocks.ledger_ops import LedgerOp
 from mmrouter_sidecar.engine import engine_probe as probe
 from mmrouter_sidecar.settings import CurveKeys, Settings
 

@@ -118,6 +118,8 @@ def test_after_removals_usage_is_below_the_mark_or_no_file_is_removable(
         ({"sidecar-me": 1000.0}, True),
         ({"sidecar-me": 1000.0, "sidecar-b": 1000.0 - rules.PRESENT_SECONDS + 1}, False),
         ({"sidecar-me": 1000.0, "sidecar-b": 1000.0 - rules.PRESENT_SECONDS}, True),
+        ({"sidecar-me": 1000.0, "sidecar-b": 1000.5}, False),
+        ({"sidecar-me": 1000.0, "before-the-node-started": 1_000_000.0}, True),
     ],
 )
 def test_a_pod_is_alone_when_other_marks_are_older_than_a_restart_takes(

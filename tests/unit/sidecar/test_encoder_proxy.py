@@ -170,6 +170,20 @@ async def test_an_encoders_error_answer_is_forwarded_without_a_retry(rig: Rig, s
     assert rig.outcomes() == {outcome: 1}
 
 
+async def test_after_an_encoders_error_the_next_images_go_to_another_one(rig: Rig) -> None:
+    """One that has no free file descriptor, for example, fails with every image."""
+    rig.tell("e1", "e2")
+    rig.sites["e1"].says = 500
+    images = rig.owned_by("e1")
+    assert [(await rig.post(next(images)))[0] for _ in range(3)] == [500, 200, 200]
+    assert rig.outcomes() == {"failed": 1, "moved": 2}
+    assert rig.count("encode_failures_total", cause="error") == 1
+    rig.sites["e1"].says = 200
+    rig.now += module.BACK_SECONDS[0]
+    assert (await rig.post(next(images)))[0] == 200
+    assert rig.outcomes()["own"] == 1
+
+
 async def test_without_encoders_the_answer_is_503(rig: Rig) -> None:
     rig.tell()
     status, answer = await rig.post(rig.body("data:x"))

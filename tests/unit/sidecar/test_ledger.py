@@ -13,12 +13,14 @@ from unit.sidecar.conftest import CLEARED, batch, removed, seed, stored
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.cache_layout import CacheGroup
+from mmrouter_lib.engines.sglang.events import decode_batch as decode_sglang
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_sidecar.blocks.block_table import BlockTable
-from mmrouter_sidecar.blocks.ledger import Ledger, Place
+from mmrouter_sidecar.blocks.ledger import Ledger
+from mmrouter_sidecar.blocks.ledger_ops import Place
 
-GPU = Place(0, 0, "GPU")
+GPU, CPU = Place(0, 0, "GPU"), Place(0, 0, "CPU")
 SIZE = 2
 
 
@@ -80,6 +82,11 @@ actions = st.lists(
 @pytest.fixture
 def ledger() -> Ledger:
     return Ledger(seed)
+
+
+def offloaded(*hashes: int, medium: str = "CPU") -> Any:
+    """An event of vLLM's offloading connector, which describes a block by its hash alone."""
+    return stored(list(hashes), ids=[], size=0, medium=medium)
 
 
 def apply(ledger: Ledger, *events: Any, rank: int = 0) -> None:
@@ -164,7 +171,7 @@ def test_blocks_of_an_unknown_parent_are_not_published_but_their_copies_count(le
 
 
 def test_case_49_groups_media_and_ranks_are_separate_and_a_clear_empties_one_rank(ledger: Ledger) -> None:
-    apply(ledger, stored([1]), stored([1], group_idx=1), stored([1], medium="CPU"))
+    apply(ledger, stored([1]), stored([1], group_idx=1), offloaded(1))
     apply(ledger, stored([1]), rank=1)
     places = {GPU, Place(0, 1, "GPU"), Place(0, 0, "CPU"), Place(1, 0, "GPU")}
     assert {change.place for change in ledger.take().changes} == places
@@ -179,9 +186,80 @@ def test_case_49_groups_media_and_ranks_are_separate_and_a_clear_empties_one_ran
     assert len(keys(ledger, Place(1, 0, "GPU"))) == 1
 
 
-def test_an_offloaded_block_finds_its_parent_on_the_device(ledger: Ledger) -> None:
-    apply(ledger, stored([1, 2]), stored([2], 1, medium="CPU"))
-    assert keys(ledger, Place(0, 0, "CPU")) < keys(ledger)
+@given(actions, st.lists(st.tuples(st.booleans(), st.integers(0, 50)), max_size=40))
+@settings(max_examples=examples(40))
+def test_a_lower_tier_holds_the_keys_of_the_blocks_copied_there(
+    steps: list[tuple[str, Any]], copies: list[tuple[bool, int]]
+) -> None:
+    """Copies are announced up to one step after the device has dropped their block, and are removed one by one."""
+    model, ledger = Model(), Ledger(seed)
+    apply(ledger, stored([99]), offloaded(99), removed(99, medium="CPU"), removed(99))
+    below: Counter[tuple[int, ...]] = Counter()
+    for (action, value), (copy, choice) in zip(steps, copies, strict=False):
+        there = sorted(block for block, number in model.copies.items() if number)
+        events = getattr(model, action)(value)
+        if action == "clear":
+            below.clear()
+        elif copy and there:
+            block = there[choice % len(there)]
+            below[block] += 1
+            events += [offloaded(engine_hash(block))]
+        elif gone := sorted(below.elements())[choice : choice + 1]:
+            below[gone[0]] -= 1
+            events += [removed(engine_hash(gone[0]), medium="CPU")]
+        apply(ledger, *events)
+        expected = {block_keys(array("I", block), SIZE, [], seed())[-1] for block in +below}
+        assert keys(ledger) == model.keys
+        assert keys(ledger, CPU) == expected
+        assert keys(dumped(ledger), CPU) == expected
+    assert not ledger.counts["unknown_below"]
+
+
+def test_a_copy_below_has_the_images_and_the_salt_of_its_block(ledger: Ledger) -> None:
+    image = {"extra_keys": [["salt", [to_wire(bytes(32)), 0]]]}
+    apply(ledger, stored([1], **image), stored([1], medium="CPU"), offloaded(1, medium="STORAGE"))
+    assert keys(ledger) == keys(ledger, CPU) == keys(ledger, Place(0, 0, "STORAGE"))
+    assert ledger.lower_media == ("CPU", "STORAGE")
+
+
+def test_a_page_of_sglangs_host_tier_has_its_own_content_and_a_parent_in_any_tier(ledger: Ledger) -> None:
+    """With write-back a page is stored in host memory when the device has dropped it (``record_store`` of 0.5.23)."""
+
+    def page(number: int, parent: int | None, medium: str) -> Any:
+        more = {"parent_block_hash": parent, "cache_salt": "tenant", "lora_id": None, "block_size": SIZE}
+        ids = [2**61 + abs(number), abs(number)]  # a sentinel and a token
+        return {"type": "BlockStored", "block_hashes": [number], "token_ids": ids, "medium": medium, **more}
+
+    def gone(number: int, medium: str) -> Any:
+        return {"type": "BlockRemoved", "block_hashes": [number], "medium": medium}
+
+    def publish(*events: Any) -> None:
+        ledger.apply(decode_sglang(batch(*events)), 0)
+
+    publish(page(-1, None, "GPU"), page(2, -1, "GPU"), page(-1, None, "CPU_PINNED"))
+    held, seen = keys(ledger), len(ledger.take().sightings)
+    publish(gone(2, "GPU"), gone(-1, "GPU"), page(2, -1, "CPU_PINNED"))
+    assert not keys(ledger)
+    assert keys(ledger, Place(0, 0, "CPU_PINNED")) == held
+    assert (len(held), len(ledger.take().sightings), ledger.lower_media) == (2, 0, ("CPU_PINNED",))
+    assert seen, "the sentinels of the device were observed"
+    publish(page(-1, None, "GPU"), gone(2, "CPU_PINNED"))
+    assert keys(ledger) < held
+    assert keys(ledger, Place(0, 0, "CPU_PINNED")) == keys(ledger)
+
+
+def test_a_copy_of_a_block_that_was_never_seen_is_held_without_a_key(ledger: Ledger) -> None:
+    apply(ledger, offloaded(1), stored([2]))
+    assert not keys(ledger, CPU)
+    assert (ledger.counts["unknown_below"], ledger.aside, ledger.block_size) == (1, 1, SIZE)
+    apply(ledger, removed(1, medium="CPU"))
+    assert not ledger.aside
+
+
+def test_a_copy_that_is_announced_after_a_clear_is_not_indexed(ledger: Ledger) -> None:
+    apply(ledger, stored([1]), offloaded(1), CLEARED, offloaded(1))
+    assert not keys(ledger, CPU)
+    assert ledger.counts["unknown_below"] == 1
 
 
 def test_salt_lora_and_images_separate_equal_tokens(ledger: Ledger) -> None:

@@ -29,7 +29,7 @@ def test_a_killed_process_resumes_and_a_terminated_one_ends_in_order(environment
     second = run(environment)
     assert until(second, "ready").split("worker ")[1] == worker, "name and epoch are those of the journal"
     second.send_signal(signal.SIGTERM)
-    _, rest = second.communicate(timeout=120)
+    _, rest = second.communicate(timeout=600)
     assert second.returncode == 0
     assert "stopped at seq 0" in rest
 
@@ -44,7 +44,7 @@ def test_a_wrong_configuration_exits_with_status_2_and_a_message(environment: di
         resource["spec"]["engine"]["tls"] = {"secretName": "engines"}
         file.write_text(json.dumps(resource))
     process = run(environment | ({"POD_UID": ""} if wrong == "variable" else {}))
-    _, log = process.communicate(timeout=120)
+    _, log = process.communicate(timeout=600)
     assert process.returncode == 2
     said = {"variable": "POD_UID is not set", "resource": "", "CA": f"{file.parent}/engine-ca: No such file"}
     assert f"configuration: {said[wrong]}" in log.splitlines()[-1]

@@ -17,7 +17,8 @@ from unit.sidecar.conftest import Routed, batch, removed, seed, stored
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.media_identity import foreign_identity
-from mmrouter_sidecar.blocks.ledger import Ledger, Place
+from mmrouter_sidecar.blocks.ledger import Ledger
+from mmrouter_sidecar.blocks.ledger_ops import Place
 from mmrouter_sim.core import requests as sim
 
 SIZE = 2

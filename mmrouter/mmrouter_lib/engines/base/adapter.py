@@ -140,7 +140,10 @@ def finite_number(text: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class ImageRewrite:
-    """The new content of ``messages[message].content[part]``: bytes as a ``data:`` URI, identity as text."""
+    """The new content of ``messages[message].content[part]``: bytes as a ``data:`` URI, identity as text.
+
+    A video has its bytes already, and only gets its identity.
+    """
 
     message: int
     part: int
@@ -223,6 +226,11 @@ class EngineAdapter:
     """Prefill and decode engines serve a request together or not at all. Otherwise each also answers alone."""
     answer_traits: Callable[[Sequence[Sequence[str]], Mapping[str, Any]], AnswerTraits]
     """Return the traits of a deployment from the engine arguments of each pool and the model's config.json."""
+    stores_responses: Callable[[Sequence[str], Mapping[str, str], int], bool]
+    """Return whether an engine with these arguments, environment variables and data parallel ranks stores the responses
+    of ``/v1/responses`` in one place, so that each is found again."""
+    response_query: frozenset[str] = frozenset()
+    """Parameters of the query by which a stored response is retrieved."""
     continuation: TokenContinuation | None = None
     """How the engine continues an answer from its token ids; ``None``: it does not (docs/streams.md)."""
     publishing_roles: frozenset["Role"]  # roles whose engines publish KV events for what they compute

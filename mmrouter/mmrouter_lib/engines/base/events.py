@@ -68,6 +68,14 @@ class Ragged(msgspec.Struct, frozen=True, gc=False):
     lookahead: int = 0
 
 
+class Offloaded(msgspec.Struct, frozen=True, gc=False):
+    """A copy of each block is in a lower tier. What the blocks contain is in earlier events of the same hashes."""
+
+    hashes: tuple[int, ...]
+    group: int
+    medium: str
+
+
 class Removed(msgspec.Struct, frozen=True, gc=False):
     """One physical copy of each block is gone."""
 
@@ -86,7 +94,7 @@ class Ignored(msgspec.Struct, frozen=True, gc=False):
     reason: str
 
 
-Event = Stored | Ragged | Removed | Cleared | Ignored
+Event = Stored | Ragged | Offloaded | Removed | Cleared | Ignored
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):

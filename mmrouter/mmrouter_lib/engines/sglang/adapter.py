@@ -145,6 +145,12 @@ def answer_traits(args: Sequence[Sequence[str]], config: Mapping[str, Any]) -> A
     return AnswerTraits("all" if all(chosen_flags(each, flag) for each in args) else "none")
 
 
+def stores_responses(args: Sequence[str], _env: Mapping[str, str], _ranks: int) -> bool:
+    """Several tokenizer processes have a store each, and any of them may get a request."""
+    chosen = chosen_flags(args, frozenset({"--enable-response-store", "--tokenizer-worker-num"}))
+    return "--enable-response-store" in chosen and chosen.get("--tokenizer-worker-num", "1") == "1"
+
+
 SGLANG: Final = EngineAdapter(
     type="sglang",
     # /health generates a token; /ready is cheap, and answers 503 while draining
@@ -168,5 +174,6 @@ SGLANG: Final = EngineAdapter(
     asks_encoders_itself=True,
     pairs_prefill_and_decode=True,
     answer_traits=answer_traits,
+    stores_responses=stores_responses,
     publishing_roles=frozenset({"worker", "prefill"}),
 )

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from mmrouter_lib.cache_layout import DEVICE
 from mmrouter_lib.engines.base.events import (
     BatchDecoder,
     Cleared,
@@ -78,7 +79,7 @@ def _event(event: _WireEvent | Ignored) -> Event:
     if isinstance(event, _Removed):
         if not event.block_hashes:
             return Ignored("empty_remove")
-        return Removed(_hashes(event.block_hashes), 0, event.medium or "GPU")
+        return Removed(_hashes(event.block_hashes), 0, event.medium or DEVICE)
     return Cleared() if isinstance(event, _Cleared) else event
 
 
@@ -105,7 +106,7 @@ def _stored(event: _Stored[Any]) -> Event:
         lora=lora_of(event.lora_name, event.lora_id),
         salt=event.cache_salt,
         group=0,
-        medium=event.medium or "GPU",
+        medium=event.medium or DEVICE,
     )
 
 

@@ -3,6 +3,7 @@
 Compared with the engine's own code by ``tests/conformance/sglang/test_rendering.py``.
 """
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
 from mmrouter_lib.families import Expanded, Family, NotModelledError, PromptImage, expand_ids
+from mmrouter_lib.families.qwen_vl import QwenVL
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.prompter import Prompter
 from mmrouter_lib.prompt.templates import (
@@ -39,8 +41,17 @@ _ARGUMENTS = ("conversation", "tools", "add_generation_prompt", "tokenize", "ret
 _LOW_EFFORT = ("low_effort", "truncate_history_thinking")  # a template with both gets the first for a low effort
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
 _TRUE = frozenset({"1", "true", "yes", "y", "on"})
+_QWEN_PLACES = (
+    re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>|<image>"),
+    re.compile(r"<\|(?:image|video)_pad\|>"),
+)
+"""What the engine counts as places for images in the text of a Qwen-VL prompt, and then in its ids."""
 _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool_calls")
 """Fields of a message that reach the template, in their order; of a user's message the first two alone."""
+
+
+def _qwen_places(text: str) -> int:
+    return max(len(places.findall(text)) for places in _QWEN_PLACES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,8 @@ class SglangPrompter(Prompter):
         """
         self._check_images(images)
         text, tail = self._render(body, shows_images=bool(images))
+        if images and isinstance(self.family, QwenVL) and _qwen_places(text + tail) > len(images):
+            raise NotModelledError("a text has another place for an image, at which the engine fails")
         if not self.family.places_images:
             return Expanded(ids=self._ids(text, tail), spans=(), unplaced=None)
         if self.codec.encode("", add_special_tokens=True):

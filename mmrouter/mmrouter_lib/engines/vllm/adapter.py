@@ -17,6 +17,7 @@ from mmrouter_lib.engines.base.adapter import (
     token_parser,
     without,
 )
+from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES, TRANSCRIBE, UNCACHED
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION, answer_traits
 from mmrouter_lib.engines.vllm.events import decode_batch
@@ -60,6 +61,8 @@ def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Rem
     part = without(part, ("uuid",), "", removed)
     if image is None:
         return part
+    if part.get("type") == "video_url":
+        return {**part, "uuid": image.uuid}
     old = part.get("image_url")
     fields = without(old, ("uuid",), "image_url.", removed) if isinstance(old, dict) else {}
     return {**part, "type": "image_url", "image_url": {**fields, "url": image.url}, "uuid": image.uuid}
@@ -125,6 +128,12 @@ def is_file_refused(status: int, raw: bytes) -> bool:
     return status in (400, 500) and _REFUSED.search(raw) is not None
 
 
+def stores_responses(args: Sequence[str], env: Mapping[str, str], ranks: int) -> bool:
+    """Several server processes, one per rank by default, have a store each, and any of them may get a request."""
+    servers = chosen_flags(args, frozenset({"--api-server-count"})).get("--api-server-count", "1")
+    return env.get("VLLM_ENABLE_RESPONSES_API_STORE", "0") != "0" and ranks == 1 and servers == "1"
+
+
 VLLM: Final = EngineAdapter(
     type="vllm",
     health_path="/health",
@@ -146,6 +155,8 @@ VLLM: Final = EngineAdapter(
     asks_encoders_itself=False,
     pairs_prefill_and_decode=False,
     answer_traits=answer_traits,
+    stores_responses=stores_responses,
+    response_query=frozenset({"stream", "starting_after"}),
     continuation=CONTINUATION,
     publishing_roles=frozenset({"worker", "prefill", "decode"}),
 )

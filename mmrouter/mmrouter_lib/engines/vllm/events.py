@@ -12,13 +12,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from mmrouter_lib.block_keys import span_extra, with_lookahead
-from mmrouter_lib.cache_layout import FULL_KINDS
+from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS
 from mmrouter_lib.engines.base.events import (
     BatchDecoder,
     Cleared,
     Event,
     EventError,
     Ignored,
+    Offloaded,
     Ragged,
     Removed,
     Stored,
@@ -84,7 +85,7 @@ def _events(wire: Sequence[_WireEvent | Ignored]) -> tuple[Event, ...]:
     place = (0, "")
     for event in wire:
         if isinstance(event, _Removed) and event.locality != "REMOTE" and event.block_hashes:
-            here = (event.group_idx or 0, event.medium or "GPU")
+            here = (event.group_idx or 0, event.medium or DEVICE)
             if run and here != place:
                 events.append(Removed(_hashes(run), *place))
                 run = []
@@ -110,6 +111,10 @@ def _stored(event: _Stored[Any]) -> Event:
     kind, group = event.kv_cache_spec_kind or "", event.group_idx or 0
     if event.locality == "REMOTE":
         return Ignored("remote")
+    medium = event.medium or DEVICE
+    if medium != DEVICE:
+        # Placeholders have neither tokens nor a block size, and self-describing events lack images and salts.
+        return Offloaded(_hashes(event.block_hashes), group, medium) if event.block_hashes else Ignored("empty_store")
     size, blocks = checked_block_size(event.block_size), len(event.block_hashes)
     tokens = count_ids(event.token_ids, _ID_BYTES)
     if not blocks and tokens < size:
@@ -127,7 +132,7 @@ def _stored(event: _Stored[Any]) -> Event:
     lookahead = max(map(len, ahead)) if ahead else 0
     hashes = _hashes(event.block_hashes)
     parent_hash = None if parent is None else _narrow(parent)
-    medium, window = event.medium or "GPU", event.kv_cache_spec_sliding_window
+    window = event.kv_cache_spec_sliding_window
     if blocks * size < tokens:
         published_extras(keys or (), lora=event.lora_name, starts_prompt=parent is None)  # raises now instead of later
         return Ragged(hashes, parent_hash, ids, size, keys, lora, group, medium, window, kind, lookahead)

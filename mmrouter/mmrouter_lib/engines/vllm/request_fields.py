@@ -1,4 +1,4 @@
-"""The fields of requests to vLLM 0.32, compared with its request models by tests/conformance/vllm/test_fields.py."""
+"""The fields of requests to vLLM 0.32 and 0.33, compared with its request models by tests/conformance."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -43,7 +43,7 @@ _SAMPLING: Final = words(
 _REPORTING: Final = words(
     "stream stream_options stream_interval logprobs logprob_token_ids return_token_ids return_tokens_as_token_ids",
     "return_token_offsets skip_special_tokens spaces_between_special_tokens mm_payload return_mm_kwargs",
-    "routed_experts_prompt_start",
+    "routed_experts_prompt_start return_weight_versions",
 )
 
 _ENGINE_ARGUMENTS: Final[Mapping[str, Effect]] = {"vllm_xargs": "engine_arguments"}

@@ -192,9 +192,9 @@ def render_request(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rendered(raw: bytes) -> tuple["array[int]", tuple[Span, ...]]:
-    """Return token ids (u32) and the images' spans, in prompt order.
+    """Return token ids (u32) and the spans of images and videos, in prompt order.
 
-    Raises :class:`RenderError` for an answer of another shape, for media other than images, and for an image that
+    Raises :class:`RenderError` for an answer of another shape, for media of other kinds, and for an image that
     carries no identity of this project or lies outside the prompt.
     """
     try:
@@ -203,11 +203,14 @@ def read_rendered(raw: bytes) -> tuple["array[int]", tuple[Span, ...]]:
     except (msgspec.DecodeError, OverflowError) as error:
         raise RenderError(f"not a rendered prompt: {error}") from error
     features = answer.features or _Features()
-    if others := {*features.mm_hashes, *features.mm_placeholders} - {"image"}:
+    if others := {*features.mm_hashes, *features.mm_placeholders} - {"image", "video"}:
         raise RenderError(f"the prompt holds {sorted(others)[0]}, which is not modelled")
-    names, places = features.mm_hashes.get("image", []), features.mm_placeholders.get("image", [])
-    if len(names) != len(places):
-        raise RenderError(f"{len(names)} images are named, {len(places)} have a position")
+    names, places = list[str](), list[_Place]()
+    for kind in ("image", "video"):
+        names += features.mm_hashes.get(kind, [])
+        places += features.mm_placeholders.get(kind, [])
+        if len(names) != len(places):
+            raise RenderError(f"{len(names)} {kind}s are named, {len(places)} have a position")
     spans: list[Span] = []
     for name, place in zip(names, places, strict=True):
         identity = from_wire(name)

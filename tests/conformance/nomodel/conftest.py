@@ -1,0 +1,19 @@
+"""The engines that run without a model, each in one process for all files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conformance.nomodel.layouts import EngineProcess, running
+
+
+@pytest.fixture(scope="session")
+def engine(vllm_env: Path) -> Iterator[EngineProcess]:
+    with running(vllm_env) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def newer_engine(newer_vllm_env: Path) -> Iterator[EngineProcess]:
+    with running(newer_vllm_env) as started:
+        yield started

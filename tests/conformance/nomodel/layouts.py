@@ -1,0 +1,92 @@
+"""Layouts of cache groups, and the process in which vLLM's own scheduler and cache manager run them."""
+
+import struct
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from artefacts import ROOT
+from conformance.nomodel.prompts import Drawn
+
+from mmrouter_lib.media_identity import to_wire
+
+SCRIPT = Path(__file__).with_name("engine_steps.py")
+MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"  # of its folder, vLLM reads the configuration only
+
+Layers = list[tuple[str, dict[str, int]]]
+FULL: Layers = [("full", {})]
+
+
+def windows(*sizes: int) -> Layers:
+    return [("window", {"sliding_window": size}) for size in sizes]
+
+
+MAMBA: Layers = [("mamba", {})]
+LAYOUTS: dict[str, tuple[Layers, int, int]] = {
+    "full attention": (FULL * 2, 32, 400),
+    "MLA": ([("mla", {})], 32, 400),
+    "windows of 1024 beside full attention": (windows(*[1024] * 5) + FULL, 32, 1500),
+    "windows of 64 beside full attention": (windows(*[64] * 5) + FULL, 16, 1200),
+    "windows of 64 and 512 beside full attention": (windows(64, 512, 64, 512) + FULL * 2, 32, 900),
+    "mamba beside full attention": (MAMBA * 3 + FULL, 64, 300),
+    "mamba and windows beside full attention": (MAMBA * 2 + windows(256) + FULL, 64, 400),
+    "windows of 256 alone": (windows(256) * 2, 32, 300),
+    "chunks of 512 beside full attention": ([("chunked", {"attention_chunk_size": 512})] * 3 + FULL, 32, 900),
+    "full attention, EAGLE": (FULL * 2, 32, 400),
+    "windows of 512 beside full attention, EAGLE": (windows(*[512] * 5) + FULL, 32, 1200),
+    "mamba beside full attention, EAGLE": (MAMBA * 3 + FULL, 64, 300),
+}
+"""Layers, block size in tokens, and blocks: few enough that they are evicted."""
+
+
+class EngineProcess:
+    """The engine's environment, in which one layout after another is driven."""
+
+    def __init__(self, python: Path) -> None:
+        command = [str(python), str(SCRIPT), str(MODEL)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def plan(
+        self, name: str, blocks: int = 0, offload: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[list[str], int]:
+        """Begin with an empty cache of a layout, of its usual number of blocks or another; ``offload``: of a CPU tier.
+        Return the kinds of its groups, and how many tokens after a block its hash covers.
+        """
+        layers, block_size, usual = LAYOUTS[name]
+        cache = {"layers": layers, "block_size": block_size, "blocks": blocks or usual}
+        made = self._ask({**cache, "drafter": drafter(name), "offload": dict(offload)})
+        return made["groups"], made["lookahead"]
+
+    def run(self, prompt: Drawn, name: Callable[[bytes], str] = to_wire) -> Any:
+        """Run a request to its end. ``name``: the text of an image's identity."""
+        images = [(name(image.identity), image.offset, image.length) for image in prompt.images]
+        limits = {"output": prompt.output, "steps": prompt.steps}
+        return self._ask({"ids": prompt.ids, "images": images, "salt": prompt.salt, "lora": prompt.lora, **limits})
+
+    def _ask(self, message: Any) -> Any:
+        asked, answers = self.process.stdin, self.process.stdout
+        assert asked is not None
+        assert answers is not None
+        raw = msgspec.msgpack.encode(message)
+        asked.write(struct.pack("<I", len(raw)) + raw)
+        asked.flush()
+        head = answers.read(4)
+        assert head, "the engine's process ended"
+        return msgspec.msgpack.decode(answers.read(*struct.unpack("<I", head)))
+
+
+def drafter(name: str) -> str:
+    """Return the method of a layout's drafter, empty without one."""
+    return "eagle" if name.endswith("EAGLE") else ""
+
+
+@contextmanager
+def running(env: Path) -> Iterator[EngineProcess]:
+    started = EngineProcess(env / "bin" / "python")
+    yield started
+    started.process.kill()
+    started.process.wait()
