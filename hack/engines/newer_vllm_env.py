@@ -4,11 +4,13 @@
     python -m hack.engines.newer_vllm_env --where    # prints the path only
 
 It holds the Python code of the one wheel, a CUDA build, and takes everything else from vLLM's environment
-(``vllm_env.py``). Scheduler, cache manager and events need no compiled part, so those are removed. Exit status:
-``hack/build_once.py``.
+(``vllm_env.py``). Scheduler, cache manager and events need no compiled part, so those are removed.
+``MMROUTER_VLLM_WHEEL`` takes another release: its line of a requirements file, with the hash (``adopt.py``). Exit
+status: ``hack/build_once.py``.
 """
 
 import inspect
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,9 +19,11 @@ from hack.build_once import FailedError, cache_dir, digest, main, run
 from hack.engines import vllm_env
 from hack.engines.vllm_env import make
 
-NEWER = "0.33.0"
-"""The first release whose hashes cover the next tokens beside a drafter."""
-WHEEL = f"vllm=={NEWER} --hash=sha256:4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa"
+WHEEL = os.environ.get("MMROUTER_VLLM_WHEEL") or (
+    "vllm==0.33.0 --hash=sha256:4b6bdec4ab269990bf70d45a3c1e94c3760a27064513760193b26d6f0da883aa"
+)
+"""0.33.0 is the first release whose hashes cover the next tokens beside a drafter."""
+NEWER = WHEEL.split()[0].removeprefix("vllm==")
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 

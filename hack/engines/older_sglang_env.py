@@ -4,11 +4,13 @@
     python -m hack.engines.older_sglang_env --where    # prints the path only
 
 It holds the one wheel and takes everything else from SGLang's environment (``sglang_env.py``): PyTorch, transformers,
-the stubs of compiled kernels, the adaptations to a CPU. It therefore needs seconds and no further gigabytes. Exit
+the stubs of compiled kernels, the adaptations to a CPU. It therefore needs seconds and no further gigabytes.
+``MMROUTER_SGLANG_WHEEL`` takes another release: its line of a requirements file, with the hash (``adopt.py``). Exit
 status: ``hack/build_once.py``.
 """
 
 import inspect
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -18,9 +20,11 @@ from hack.engines import sglang_env
 from hack.engines.sglang_env import FORKS, STARTS
 from hack.engines.vllm_env import make, mend
 
-OLDER = "0.5.22"
-"""The last release with one sentinel per image. On a CPU it needs the same packages as the tested one."""
-WHEEL = f"sglang=={OLDER} --hash=sha256:cc9a0f15bd8f877a0584fdb7a1702240177a1f1cc8d17c978715161717b9037b"
+WHEEL = os.environ.get("MMROUTER_SGLANG_WHEEL") or (
+    "sglang==0.5.22 --hash=sha256:cc9a0f15bd8f877a0584fdb7a1702240177a1f1cc8d17c978715161717b9037b"
+)
+"""0.5.22 is the last release with one sentinel per image. On a CPU it needs the same packages as the tested one."""
+OLDER = WHEEL.split()[0].removeprefix("sglang==")
 
 
 def env_dir() -> Path:

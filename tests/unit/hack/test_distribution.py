@@ -11,9 +11,10 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+import yaml
 
 from docker import requirements
-from hack.distribution import CHART_LAYER, CHECKSUMS, PROVENANCE, ROOT, build, git
+from hack.distribution import CHART_LAYER, CHECKSUMS, PROVENANCE, ROOT, build, chart_files, git
 
 WITHOUT = """
 import sys
@@ -63,12 +64,23 @@ def absent(*extras: str) -> str:
 
 def mmrouter(without: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", WITHOUT, without, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
 
 def test_the_same_commit_gives_the_same_bytes(dist: Path, tmp_path: Path) -> None:
     build(tmp_path / "second")
     assert digests(tmp_path / "second") == digests(dist)
+
+
+def test_a_released_chart_names_the_image_where_the_release_pushes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(name: str) -> str:
+        return next(content for path, content in chart_files(ROOT).items() if Path(path).name == name).decode()
+
+    assert yaml.safe_load(read("values.yaml"))["image"]["repository"] == "mmrouter/mmrouter"
+    monkeypatch.setenv("MMROUTER_REGISTRY", "registry.example/team")
+    repository = "registry.example/team/mmrouter/mmrouter"
+    assert yaml.safe_load(read("values.yaml"))["image"]["repository"] == repository
+    assert f"image: {repository}:" in read("Chart.yaml")
 
 
 def test_checksums_and_provenance_name_every_file(dist: Path) -> None:
@@ -130,7 +142,7 @@ def test_a_bare_installation_prints_the_definition_and_plans() -> None:
         ("router", ("router",)),
         ("sidecar", ("sidecar",)),
         ("operator", ("operator",)),
-        ("cli", ("status",)),
+        ("cli", ("status", "x")),
         ("cli", ("doctor", "x")),
         ("cli", ("rotate-keys", "x")),
         ("cli", ("bench", NOTHING)),

@@ -4,14 +4,18 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import uvloop.loop
 from packaging.requirements import Requirement
 from unit.hack.test_programs import command
 
+from docker.strip import stripped
 from hack.images import build_images as images
 from hack.images.base_image import write_image
 
@@ -150,3 +154,25 @@ def test_an_images_labels_are_written_out_so_that_no_cache_has_those_of_another_
         assert len(re.findall(rf'image\.revision="{revision}"', made)) == 2
         assert len(re.findall(r'image\.version="1\.2\.3"', made)) == 2
         assert "FROM ${MMROUTER_BASE_IMAGE}" in made
+
+
+def test_a_stripped_module_is_smaller_and_loads(tmp_path: Path) -> None:
+    whole = Path(uvloop.loop.__file__)
+    module = tmp_path / whole.name
+    module.write_bytes(stripped(whole.read_bytes()))
+    assert module.stat().st_size < whole.stat().st_size / 2
+    code = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("uvloop.loop", {str(module)!r})
+loop = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loop)
+print(loop.Loop().time() > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+    assert stripped(module.read_bytes()) == module.read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n", b"\x7fELF\x01\x01"])
+def test_what_is_no_64_bit_elf_file_stays_as_it_is(content: bytes) -> None:
+    assert stripped(content) == content

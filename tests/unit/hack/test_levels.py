@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from hack import run_levels
-from hack.outcomes import SHOWN_LINES, Outcome, shortened_failures, summary
+from hack.outcomes import SHOWN_LINES, SLOWEST, Outcome, shortened_failures, slowest, summary
 from hack.run_levels import Level, Step, run_level
 
 
@@ -57,6 +57,13 @@ def test_the_last_lines_of_a_failure_are_repeated(tmp_path: Path) -> None:
     assert len(lines) == 2 + SHOWN_LINES
     assert any("'this' == 'that'" in line for line in lines)
     assert shortened_failures({"local": Outcome(passed=1)}) == ""
+
+
+def test_the_slowest_tests_of_a_level_are_named_with_their_time() -> None:
+    times = {f"tests.test_{number}": float(number) for number in range(SLOWEST + 5)}
+    first, *named = slowest({"check": Outcome(times=times)}).splitlines()
+    assert (first, len(named)) == ("== slowest of check", SLOWEST)
+    assert named[0].split() == [f"{SLOWEST + 4:.1f}", "s", f"tests.test_{SLOWEST + 4}"]
 
 
 def test_a_level_of_skips_only_did_not_run(tmp_path: Path) -> None:

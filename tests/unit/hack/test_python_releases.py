@@ -1,4 +1,7 @@
-"""Every supported Python release compiles the sources and passes the library's tests, with the versions of the lock."""
+"""Every supported Python release compiles the sources and passes the library's tests, with the versions of the lock.
+
+A release whose tests passed with the same files before, as a stamp in its environment says, does not run them again.
+"""
 
 import os
 import subprocess
@@ -9,12 +12,17 @@ from pathlib import Path
 import pytest
 from unit.hack.test_programs import command
 
-from hack.build_once import ROOT, CannotMakeError
+from hack.build_once import ROOT, CannotMakeError, digest, is_stamped
 from hack.python_envs import RELEASES, find_python, make
 
 OTHERS = [release for release in RELEASES if release != "{}.{}".format(*sys.version_info[:2])]
 FOLDERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["dev-mode-dirs"]
 LIBRARY_TESTS = [f"tests/unit/{name}" for name in ("api", "families", "feed", "imagesize")]
+FILES = (
+    *("pyproject.toml", "mmrouter/**/*.py", "examples/*.yaml", "crds/*.yaml", "tests/*.py", "tests/unit/*.py"),
+    *(f"{folder}/**/*.py" for folder in LIBRARY_TESTS),
+)
+"""What the library's tests read of the repository, and the examples that they parse."""
 
 
 def passed(argv: list[str]) -> None:
@@ -33,7 +41,11 @@ def test_a_release_compiles_the_sources_and_passes_the_librarys_tests(release: s
     # Bytecode stays with the environment: the next run compiles only what changed, and what failed to compile.
     python = [str(env / "bin" / "python"), "-X", f"pycache_prefix={env / 'pycache'}"]
     passed([*python, "-W", "error", "-m", "compileall", "-q", *FOLDERS])
-    passed([*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LIBRARY_TESTS])
+    files = sorted(file for pattern in FILES for file in ROOT.glob(pattern))
+    stamp, state = env / "passed", digest(*(f"{file.relative_to(ROOT)}\0{file.read_text()}" for file in files))
+    if not is_stamped(stamp, state):
+        passed([*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *LIBRARY_TESTS])
+        stamp.write_text(state)
 
 
 def test_an_interpreter_of_another_release_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

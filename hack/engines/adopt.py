@@ -1,0 +1,120 @@
+"""Say whether a release of an engine is what this project predicts, without a model: ``make adopt``.
+
+    python -m hack.engines.adopt vllm 0.33.0             # a table of what changed since the proved release
+    python -m hack.engines.adopt vllm 0.33.0 --write     # adds its column to docs/conformance.md too
+    python -m hack.engines.adopt vllm 0.33.0 --only field    # the tests with a text in their name
+
+The release's own code runs in an environment of its own (``newer_vllm_env.py``, ``older_sglang_env.py``), which takes
+everything but the one wheel from that of the proved release. The tests are those of ``tests/conformance`` that are
+marked ``adopts``. Exit status: 0, every one of them passed; 1, some failed or did not run; 3, this machine cannot make
+the environment, with the reason.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import DEVNULL
+from subprocess import run as run_process
+from typing import Any
+
+from hack.build_once import CANNOT, ROOT, CannotMakeError, FailedError, captured, note, status_of
+from hack.engines import newer_vllm_env, older_sglang_env
+from hack.engines.sglang_env import SGLANG
+from hack.engines.vllm_env import VLLM
+
+PROVED = {"vllm": VLLM, "sglang": SGLANG}
+WHEELS = {"vllm": newer_vllm_env.WHEEL, "sglang": older_sglang_env.WHEEL}
+TOOLS = {"vllm": "hack.engines.newer_vllm_env", "sglang": "hack.engines.older_sglang_env"}
+FIGURES = ROOT / "docs" / "conformance.json"
+
+
+def wheel(engine: str, release: str) -> str:
+    """Return the line of a requirements file for a release, with the hash that is pinned here or else that of the
+    package index. Raises :class:`CannotMakeError`.
+    """
+    if WHEELS[engine].startswith(f"{engine}=={release} "):
+        return WHEELS[engine]
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--dry-run"]
+    options = ("--ignore-installed", "--no-deps", "--only-binary=:all:", "--report=-", f"{engine}=={release}")
+    done = captured([*command, *options])
+    if done.returncode:
+        raise CannotMakeError(f"pip finds no wheel of {engine} {release}: {done.stderr.strip().splitlines()[-1]}")
+    (found,) = json.loads(done.stdout)["install"]
+    line = f"{engine}=={release} --hash=sha256:{found['download_info']['archive_info']['hashes']['sha256']}"
+    note(f"not pinned in {TOOLS[engine]}: {line}")
+    return line
+
+
+def environment(engine: str, release: str) -> dict[str, str]:
+    """Make the environment of a release, and return the variables by which tests take it."""
+    if release == PROVED[engine]:
+        return {}
+    variables = {f"MMROUTER_{engine.upper()}_WHEEL": wheel(engine, release)}
+    done = run_process([sys.executable, "-m", TOOLS[engine]], cwd=ROOT, env=os.environ | variables, stdout=DEVNULL)
+    if done.returncode == CANNOT:
+        raise CannotMakeError(f"the environment of {engine} {release} cannot be made here")
+    if done.returncode:
+        raise FailedError(f"the environment of {engine} {release} was not made")
+    return variables
+
+
+def rows_of(engine: str, variables: Mapping[str, str], only: str) -> list[dict[str, Any]]:
+    """Run the marked tests, whose output is on stderr; return their rows. ``only``: pytest's ``-k``."""
+    inherited = {name: value for name, value in os.environ.items() if name != "MMROUTER_CONFORMANCE_DIR"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        own = {"MMROUTER_ADOPTION": str(file), "MMROUTER_FAMILIES": "all", **variables}
+        command = [sys.executable, "-m", "pytest", "-q", "-m", f"adopts(engine='{engine}')", "-k", only]
+        run_process([*command, "tests/conformance"], cwd=ROOT, env=inherited | own, stdout=sys.stderr)
+        return list(json.loads(file.read_text())) if file.is_file() else []
+
+
+def adopt(engine: str, release: str, *, write: bool, only: str = "") -> None:
+    """Print how a release differs from the proved one. Raises :class:`FailedError` where it is not good."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    releases = importlib.import_module("conformance.releases")
+    report = importlib.import_module("conformance.report")
+    found = rows_of(engine, environment(engine, release), only)
+    figures = json.loads(FIGURES.read_text())
+    known = figures.setdefault("releases", {}).setdefault(engine, {})
+    now, proved = {"date": report.today(), "rows": found}, PROVED[engine]
+    before = releases.read(known[proved]) if proved in known else []
+    rows = releases.read(now)
+    print("\n".join(releases.comparison(before, rows, proved, release)))
+    if write and rows:
+        known[release] = now
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+        FIGURES.with_suffix(".md").write_text(report.table(figures))
+    judge(f"{engine} {release}", [row.result == releases.PASSED for row in rows])
+
+
+def judge(release: str, passed: Sequence[bool]) -> None:
+    """Say whether a release is good by its checks. Raises :class:`FailedError` where it is not, or nothing ran."""
+    if not all(passed) or not passed:
+        raise FailedError(f"{release}: {passed.count(False)} of {len(passed)} checks failed or did not run")
+    note(f"{release}: all {len(passed)} checks passed")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Compare a release of an engine with the predictions, without a model."
+    )
+    parser.add_argument("engine", choices=PROVED)
+    parser.add_argument("release")
+    parser.add_argument("--write", action="store_true", help="write docs/conformance.json and docs/conformance.md")
+    parser.add_argument("--only", default="", metavar="TEXT", help="tests with this in their name; not with --write")
+    given = parser.parse_args(argv)
+    if given.write and given.only:
+        parser.error("--only leaves rows out, so --write is not possible with it")
+    if not given.release:
+        parser.error("RELEASE is empty; write make adopt ENGINE=vllm RELEASE=0.33.0")
+    return status_of(lambda: adopt(given.engine, given.release, write=given.write, only=given.only))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
