@@ -1,0 +1,117 @@
+"""Client libraries read through mmrouter what the engine answers, and retry as a refusal says."""
+
+import subprocess
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from clients.matrix import ABOUT_IMAGE, CANCELLING, CHATS, SHORT, STORY_TOKENS, TEXT, TEXTS, Matrix, answers
+from conformance.engines import Pod, engines
+from local.rig import Deployment, deployed, example
+from long_form import parameters
+from waiting import wait_for
+
+from mmrouter_cli.sample_images import data_uri
+
+SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"a": "slow", "b": "free"}}
+TENANTS = {"named": [{"name": "a", "requestsPerMinute": 20}]}
+WITHOUT_RETRIES = {"huggingface-hub"}
+ATTEMPTS = 5  # a client is not refused where it asks just when the limit admits one request
+
+
+@pytest.fixture(scope="module")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    return Matrix.made(tmp_path_factory.mktemp("matrix"))
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """One engine, and one frontend that admits 20 requests of a tenant per minute."""
+    resource = example()
+    resource["spec"]["frontend"].update(replicas=1, apiKeys={"secret": {"name": "keys"}}, tenants=TENANTS)
+    resource["spec"]["pools"][0].update(replicas=1, args=["--sim-decode-ms=20"])
+    with deployed(tmp_path_factory.mktemp("clients"), SECRET, resource) as deployment:
+        wait_for(deployment.settled, 60, "the engine is verified")
+        yield deployment
+
+
+@pytest.fixture(scope="module")
+def engine(deployment: Deployment) -> Pod:
+    [(_, engine)] = engines(deployment)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def expected(matrix: Matrix, deployment: Deployment, engine: Pod) -> dict[str, str]:
+    """Scenario -> text. The simulated engine's answer depends on an image's identity, which the router gives."""
+    common = {"model": "demo", "max_tokens": SHORT, "temperature": 0}
+    image = {"type": "image_url", "image_url": {"url": data_uri(matrix.image.read_bytes())}}
+    pictured = [{"role": "user", "content": [{"type": "text", "text": ABOUT_IMAGE}, image]}]
+    chat = engine.ask({**common, "messages": [{"role": "user", "content": TEXT}]})
+    completion = engine.ask({**common, "prompt": TEXT}, "/v1/completions")
+    about_image = post(deployment, "free", {**common, "messages": pictured})
+    said = chat.json()["choices"][0]["message"]["content"]
+    return {
+        **dict.fromkeys(("chat", "stream", "responses"), said),
+        "completion": completion.json()["choices"][0]["text"],
+        "image": about_image.json()["choices"][0]["message"]["content"],
+    }
+
+
+def post(deployment: Deployment, key: str, body: dict[str, object]) -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"}
+    return httpx.post(f"{deployment.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+
+
+@pytest.mark.parametrize("client", CHATS)
+def test_every_client_reads_the_engines_answer(
+    matrix: Matrix, deployment: Deployment, expected: dict[str, str], client: str
+) -> None:
+    read = matrix.run(client, deployment.url, "free", TEXTS)
+    texts = {scenario: answer[0] if isinstance(answer, list) else answer for scenario, answer in read.items()}
+    assert texts.pop("models", True)
+    counted = texts.pop("count", None)
+    totals = {answer[1] for answer in read.values() if isinstance(answer, list)}
+    assert counted is None or totals == {counted + SHORT}
+    assert texts == {scenario: expected[scenario] for scenario in texts}
+
+
+@pytest.mark.parametrize("client", parameters(CANCELLING, "openai", "openai-node"))
+def test_a_stream_that_the_client_leaves_ends_on_the_engine(
+    matrix: Matrix, deployment: Deployment, engine: Pod, client: str
+) -> None:
+    before = engine.value("vllm:generation_tokens_total")
+    assert matrix.run(client, deployment.url, "free", ["cancel"]) == {"cancel": True}
+    wait_for(lambda: engine.value("vllm:num_requests_running") == 0, 60, "the engine has no request")
+    assert engine.value("vllm:generation_tokens_total") - before < STORY_TOKENS
+
+
+@pytest.mark.parametrize("client", parameters([c for c in CHATS if c not in WITHOUT_RETRIES], "openai", "ai-sdk"))
+def test_a_client_that_is_limited_retries_until_it_is_served(
+    matrix: Matrix, deployment: Deployment, expected: dict[str, str], client: str
+) -> None:
+    answer: dict[str, object] = {}
+    for _ in range(ATTEMPTS):
+        process = matrix.start(client, deployment.url, "slow", ["chat"])
+        refused = refuse_until_the_client_is(deployment, process)
+        answer = answers(process)
+        if refused:
+            break
+    assert refused
+    text = answer["chat"]
+    assert (text[0] if isinstance(text, list) else text) == expected["chat"]
+
+
+def refuse_until_the_client_is(deployment: Deployment, process: "subprocess.Popen[str]") -> bool:
+    """Use up the tenant's limit until a client is refused, too; return whether it was before it ended."""
+
+    def refusals() -> float:
+        return deployment.metric("mmrouter_requests_total", code="429")
+
+    body: dict[str, object] = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+    before, own = refusals(), 0
+    while process.poll() is None:
+        own += post(deployment, "slow", body).status_code == 429
+        if refusals() - before > own:
+            return True
+    return False
