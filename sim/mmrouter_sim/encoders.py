@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-import aiohttp
 import msgspec
 import zmq
 import zmq.asyncio
@@ -115,15 +114,16 @@ class EncoderShares:
 
     async def embeddings(self, host: str, urls: Sequence[str], images: list[dict[str, Any]]) -> list[Embedding]:
         """Have images encoded; return the embeddings in order. Raises :class:`RequestError` (503) if one is missing."""
+        from mmrouter_sim.sglang.encoder_client import post_shares  # noqa: PLC0415
+
         name = uuid.uuid4().hex
         with self._context.socket(zmq.PULL) as socket:
             port = socket.bind_to_random_port(f"tcp://{host}")
             receiving = asyncio.create_task(_receive(socket, min(len(urls), len(images))))
             try:
-                async with asyncio.timeout(RECEIVE_SECONDS), aiohttp.ClientSession() as session:
-                    shares = split_shares(name, host, port, urls, images)
+                async with asyncio.timeout(RECEIVE_SECONDS):
                     # An encoder answers after it has sent its result, so after an error there is none.
-                    if not all(await asyncio.gather(*(_post(session, url, body) for url, body in shares))):
+                    if not await post_shares(split_shares(name, host, port, urls, images)):
                         raise LOST
                     parts = await receiving
             except TimeoutError as error:
@@ -171,11 +171,3 @@ def split_shares(
                 "time_stats_json": None,
             },
         )
-
-
-async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> bool:
-    try:
-        async with session.post(url, json=body) as answer:
-            return answer.status == 200
-    except aiohttp.ClientError:
-        return False

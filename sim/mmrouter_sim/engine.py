@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from mmrouter_sim.core.events import Dialect
 from mmrouter_sim.core.scheduler import Limits, Scheduler
@@ -21,6 +21,9 @@ from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang.pairing import PairRooms
 from mmrouter_sim.vllm.connectors import ConnectorTransfers, EcTransfer, serve_readers
 from mmrouter_sim.vllm.plugin import Plugin
+
+if TYPE_CHECKING:
+    from mmrouter_sim.vllm.responses import StoredResponse
 
 _CACHE_TOKENS = 131_072  # tokens of each rank's KV cache, unless a flag sets them or the context is longer
 
@@ -53,6 +56,7 @@ class SimulatedEngine(ABC):
         if settings.encodes_only:
             self.encoder = ImageEncoder(EcTransfer("ECCPUConnector", "ec_producer"), settings.cost, settings.seed)
         self.shares = EncoderShares()
+        self.responses: dict[str, StoredResponse] = {}
         # An encode-only engine has no KV cache, and so no ranks.
         events = settings.events
         self.runners = [

@@ -49,6 +49,7 @@ class Settings:
     processor_cache_bytes: int = 1 << 32
     handover: ConnectorConfig = field(default_factory=ConnectorConfig)
     scale_out: bool = False  # whether the endpoints for token ids are open
+    stores_responses: bool = False  # of /v1/responses
     renders: bool = False  # only preprocess: ``vllm launch render``
     pairs: PairSide | None = None  # one side of a prefill/decode pair (SGLang)
     engine: Literal["vllm", "sglang"] = "vllm"

@@ -34,8 +34,14 @@ def parse_extracted(raw: Raw, limits: Limits, parse: Callable[[Raw], ChatRequest
         with suppress(RequestError):
             request = parse(extracted.raw)
             images = tuple(replace(image, inline=extracted.images.get(image.url)) for image in request.images)
-            if sorted(image.url for image in images if image.inline is not None) == sorted(extracted.images):
-                return replace(request, images=images)
+            media = tuple(
+                part._replace(inline=extracted.images.get(part.url)) if part.kind == "video" else part
+                for part in request.media
+            )
+            taken = [image.url for image in images if image.inline is not None]
+            taken += [part.url for part in media if part.inline is not None]
+            if sorted(taken) == sorted(extracted.images):
+                return replace(request, images=images, media=media)
     return parse(raw)
 
 
@@ -65,7 +71,8 @@ def parse_unextracted(raw: Raw, limits: Limits, served: Served, engine: EngineTy
     json_body.optional(body, "reasoning_effort", str)
     json_body.objects(body, "documents")
     json_body.flag(body, "add_special_tokens")
-    inexact = (*parts.inexact, *inexact_fields(body, CHAT, engine))
+    has_video = any(part.kind == "video" for part in parts.media)
+    inexact = (*parts.inexact, *inexact_fields(body, CHAT, engine, has_video=has_video))
     check_tools(body)
     return ChatRequest(
         model=model,
@@ -165,8 +172,9 @@ class MessageParts:
             plain = _plain(part, own, "image_url", {"url": url})
         else:
             holder: Object = {"url": ""}
-            self.media.append(MediaPart(holder, "url", url, param, MEDIA_TYPES[kind]))
-            self.inexact.append(Reason(param, "media"))
+            self.media.append(MediaPart(holder, "url", url, param, MEDIA_TYPES[kind], (message, place)))
+            if kind != "video_url":
+                self.inexact.append(Reason(param, "media"))
             plain = _plain(part, own, f"{MEDIA_TYPES[kind]}_url", holder)
         json_body.count_media(len(self.images) + len(self.media), self._limits.max_images, param)
         return plain

@@ -4,7 +4,7 @@ An unknown field is a 400, so that a field of a new engine release has no effect
 one is modelled, harmless, set by the router alone, or a reason why the prompt cannot be predicted (docs/exactness.md).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from mmrouter_lib.api import EngineType
@@ -16,7 +16,10 @@ from mmrouter_router.core.errors import RequestError
 Exactness = Literal["exact", "bounded", "partial", "affinity"]
 """How much is predicted: all; all, but the engine may hit more than its events tell; up to the first image; nothing."""
 
-Cause = Effect | Literal["media", "template_argument", "several_prompts", "not_modelled", "stored_messages"]
+Cause = (
+    Effect
+    | Literal["media", "template_argument", "several_prompts", "not_modelled", "stored_messages", "stored_images"]
+)
 
 
 class Reason(NamedTuple):
@@ -37,18 +40,20 @@ _TEMPLATE_RESERVED = words(
 """Names in ``chat_template_kwargs`` that the engine passes to its tokenizer instead of the template."""
 
 
-def check_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType) -> None:
-    """Raise :class:`RequestError` for a field that is unknown or refused."""
+def check_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType, allowed: Container[str] = ()) -> None:
+    """Raise :class:`RequestError` for a field that is unknown or refused. ``allowed``: fields that are not refused."""
     fields = adapter(engine).request_fields[endpoint]
     for name, value in body.items():
         if not fields.knows(name):
             raise RequestError.unknown_field(name)
-        if name in fields.refused and value not in (None, False, "", [], {}):
+        if name in fields.refused and name not in allowed and value not in (None, False, "", [], {}):
             message = f"'{name}' is not supported: {fields.refused[name]}."
             raise RequestError.invalid(message, param=name, code="unsupported_parameter")
 
 
-def inexact_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType = "vllm") -> Iterable[Reason]:
+def inexact_fields(
+    body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType = "vllm", *, has_video: bool = False
+) -> Iterable[Reason]:
     """Yield a reason for every field of a request whose effect on the prompt is not modelled."""
     affecting = adapter(engine).request_fields[endpoint].affecting
     for name, value in body.items():
@@ -58,8 +63,9 @@ def inexact_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineTy
             if set(value or ()) - set(REMOVED_XARGS):  # those are removed
                 yield Reason(name, affecting[name])
         elif name == "media_io_kwargs":
-            # Options are per modality; only those for images matter.
-            if value and not (isinstance(value, Mapping) and not value.get("image")):
+            # Options are per modality; only those for images and videos matter.
+            unread = isinstance(value, Mapping) and not value.get("image") and not (has_video and value.get("video"))
+            if value and not unread:
                 yield Reason(name, affecting[name])
         elif value is not None and value is not False and value != {}:
             yield Reason(name, affecting[name])

@@ -12,6 +12,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake.json_body import Raw
 
 MAX_FIELDS: Final = 64
+_STEP: Final = 1 << 20  # bytes that one call searches
 MAX_HEAD: Final = 4096  # bytes of a field's headers, which become objects of many times their size
 _BOUNDARY: Final = re.compile(rb"--([A-Za-z0-9'()+_,./:=? -]{1,70})\r\n")
 _NAMED: Final = re.compile(rb'form-data; ?name="([A-Za-z0-9_\[\]]{1,64})"(; ?filename="([^"\r\n]{0,255})")?')
@@ -19,10 +20,10 @@ _TYPE: Final = re.compile(rb"[A-Za-z0-9.+/-]{1,100}")
 
 
 class Field(NamedTuple):
-    """A field of a form. ``filename`` is ``None`` unless it is a file."""
+    """A field of a form. ``filename`` is ``None`` unless it is a file, whose value is a view of the body."""
 
     name: str
-    value: bytes
+    value: bytes | memoryview
     filename: bytes | None = None
     type: bytes = b""
 
@@ -33,17 +34,28 @@ def read_form(raw: Raw) -> list[Field]:
     if start is None:
         raise _invalid("it does not begin with a boundary")
     delimiter = b"\r\n--" + start[1]
-    # The delimiter ends at a line's end, so that it is not the beginning of a longer line.
-    pieces = (b"\r\n" + bytes(raw)).split(delimiter, MAX_FIELDS + 2)
-    if len(pieces) > MAX_FIELDS + 2 or pieces[0] or pieces[-1].strip() != b"--":
+    fields: list[Field] = []
+    at = start.end() - 2  # at the end of a delimiter's line: a longer line is another one
+    while (end := _find(raw, delimiter, at)) >= 0 and len(fields) < MAX_FIELDS:
+        fields.append(_field(raw, at, end))
+        at = end + len(delimiter)
+    if end >= 0 or len(raw) - at > MAX_HEAD or bytes(raw[at:]).strip() != b"--":
         raise _invalid(f"it is incomplete, or has more than {MAX_FIELDS} fields")
-    return [_field(piece) for piece in pieces[1:-1]]
+    return fields
+
+
+def _find(raw: Raw, text: bytes, at: int) -> int:
+    """Return where a text begins from ``at`` on, or -1. No other thread runs while one call of Python's searches."""
+    for begin in range(at, len(raw), _STEP):
+        if (found := raw.find(text, begin, begin + _STEP + len(text) - 1)) >= 0:
+            return found
+    return -1
 
 
 def write_form(fields: Sequence[Field]) -> tuple[str, bytes]:
     """Return the content type and the body of a form with these fields."""
     boundary = secrets.token_hex(16)
-    pieces: list[bytes] = []
+    pieces: list[bytes | memoryview] = []
     for field in fields:
         file = b"" if field.filename is None else b'; filename="%b"' % field.filename
         kind = b"content-type: %b\r\n" % field.type if field.type else b""
@@ -52,18 +64,20 @@ def write_form(fields: Sequence[Field]) -> tuple[str, bytes]:
     return f"multipart/form-data; boundary={boundary}", b"".join((*pieces, b"--%b--\r\n" % boundary.encode()))
 
 
-def _field(piece: bytes) -> Field:
-    end = piece.find(b"\r\n\r\n", 0, MAX_HEAD)
-    if end < 0:
+def _field(raw: Raw, begin: int, end: int) -> Field:
+    """Return the field whose headers and value are these bytes of a body."""
+    head_end = raw.find(b"\r\n\r\n", begin, min(end, begin + MAX_HEAD))
+    if head_end < 0:
         raise _invalid(f"a field has no headers that end, or more than {MAX_HEAD} bytes of them")
-    lines, value = piece[:end].split(b"\r\n"), piece[end + 4 :]
+    lines, value = bytes(raw[begin:head_end]).split(b"\r\n"), memoryview(raw)[head_end + 4 : end]
     headers = {name.strip().lower(): text.strip() for name, _, text in (line.partition(b":") for line in lines[1:])}
     named = _NAMED.fullmatch(headers.get(b"content-disposition", b""))
     kind = headers.get(b"content-type", b"")
     if lines[0] or named is None or len(headers) > len(lines) - 1:
         raise _invalid("a field has no name, or more than a name and a file's name")
     is_file = named[2] is not None
-    return Field(named[1].decode(), value, named[3] if is_file else None, kind if _TYPE.fullmatch(kind) else b"")
+    type_ = kind if _TYPE.fullmatch(kind) else b""
+    return Field(named[1].decode(), value if is_file else bytes(value), named[3] if is_file else None, type_)
 
 
 def _invalid(why: str) -> RequestError:

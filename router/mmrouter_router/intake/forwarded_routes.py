@@ -35,6 +35,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _IDENTITIES = ("uuid", "content_hash")
 """Fields of a part, or in its medium, that would be the engine's cache key (docs/engine-facts/vllm.md#image-uuid)."""
 _FILE_REFERENCES = frozenset({"file_url", "file_id"})
+STORED_FIELDS = frozenset({"background"})
+"""Fields of responses that engines refuse unless they store them."""
 NO_EMBEDDINGS = "send media, not embeddings"
 _EMBEDDINGS = frozenset({"image_embeds", "video_embeds", "audio_embeds", "prompt_embeds", "image_pil"})
 _BESIDE_MEDIA = words("type detail cache_control prompt_cache_breakpoint").union(
@@ -48,11 +50,15 @@ def parse_forwarded(
     served: Served,
     engine: EngineType = "vllm",
     reason: Reason = Reason(_INPUT, "not_modelled"),  # noqa: B008 - immutable
+    *,
+    stored: bool = False,
 ) -> ChatRequest:
-    """Parse and check the body of a forwarded route. Raises :class:`RequestError` only."""
+    """Parse and check the body of a forwarded route. ``stored``: engines store responses, unless the client does not
+    want it. Raises :class:`RequestError` only.
+    """
     body = json_body.parse_object(raw, limits.max_request_bytes)
     model = json_body.model_of(body, served)
-    check_fields(body, RESPONSES, engine)
+    check_fields(body, RESPONSES, engine, STORED_FIELDS if stored else ())
     if body.get(_INPUT) is None:
         raise RequestError.missing(_INPUT)
     media: list[MediaPart] = []
@@ -72,6 +78,7 @@ def parse_forwarded(
         removed=tuple(sorted(removed)),
         source=raw,
         endpoint=RESPONSES,
+        stored=stored and body.get("store") is not False,
     )
 
 
@@ -114,12 +121,12 @@ def _parse_form(path: str, raw: Raw, limits: Limits, served_model: str) -> ChatR
         if field.name not in PASSED_ROUTES[path]:
             raise RequestError.unknown_field(field.name)
         if field.name == "model" and field.value != served_model.encode():
-            raise RequestError.unknown_model(field.value.decode("utf-8", "replace"))
+            raise RequestError.unknown_model(bytes(field.value).decode("utf-8", "replace"))
         if (field.filename is not None) != (field.name == "file"):
             raise RequestError.wrong_type(field.name, "a file" if field.name == "file" else "a text", field.name)
     if not any(field.name == "file" for field in fields):
         raise RequestError.missing("file")
-    stream = any(field.name == "stream" and field.value.lower() in (b"true", b"1") for field in fields)
+    stream = any(field.name == "stream" and bytes(field.value).lower() in (b"true", b"1") for field in fields)
     return replace(_passed(path, raw, served_model, {}, stream=stream), form=write_form(fields))
 
 

@@ -25,7 +25,7 @@ from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES
 from mmrouter_router.intake.field_check import Reason
-from mmrouter_router.intake.json_body import Raw
+from mmrouter_router.intake.json_body import Raw, work_size
 
 MIN_URI: Final = 16 * 1024  # characters of a URI from which extracting it pays
 _HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,(?!")')
@@ -113,7 +113,7 @@ class ImagePart:
 
 
 class MediaPart(NamedTuple):
-    """Media that the prompt does not model: video, audio, anything in a forwarded request.
+    """A video of a chat; and media that the prompt does not model: audio, anything in a forwarded request.
 
     ``holder[key]``, the field of its URL, is empty until :meth:`embed`: no engine can see a client's URL.
     """
@@ -123,6 +123,8 @@ class MediaPart(NamedTuple):
     url: str
     param: str
     kind: Modality
+    place: tuple[int, int] | None = None  # of a chat's part: indices of message and part
+    inline: InlineImage | None = None  # as of an image
 
     def embed(self, data_uri: str) -> None:
         self.holder[self.key] = data_uri
@@ -134,8 +136,11 @@ class ChatRequest:
 
     ``removed``: fields that clients may not set. ``prompt``: the first one of a completion, a text or token ids (u32).
     ``response``: fields that the answer to a request of ``/v1/responses`` repeats, where it became this chat.
+    ``stored``: whether the engine is to store its response. ``as_chat``: the chat whose prompt the engine makes of a
+    forwarded request, ``None`` where that is not modelled.
+    ``inexact`` does not tell of videos, which the family may model.
     A completion and a forwarded request have no ``images``, and ``messages`` hold the beginning of the prompt as one
-    user message, for affinity only; a forwarded request always has a reason.
+    user message, for affinity only; a forwarded request without ``as_chat`` has a reason.
     """
 
     model: str
@@ -152,11 +157,20 @@ class ChatRequest:
     form: tuple[str, bytes] | None = None  # content type and body of a request that is a form instead of JSON
     prompt: "str | array[int] | None" = None
     response: dict[str, Any] | None = None
+    stored: bool = False
+    as_chat: dict[str, Any] | None = None
+
+    @property
+    def work_size(self) -> int:
+        """Bytes of plain text that take as long as the body."""
+        return work_size(self.source)
 
     @property
     def text_size(self) -> int:
-        """Bytes of the body without its images."""
-        return max(0, len(self.source) - sum(len(image.url) for image in self.images if image.in_source))
+        """Bytes of the body without its images and a chat's other media."""
+        urls = [image.url for image in self.images if image.in_source]
+        urls += [part.url for part in self.media if part.place is not None]
+        return max(0, len(self.source) - sum(map(len, urls)))
 
     @property
     def prompt_field(self) -> str:

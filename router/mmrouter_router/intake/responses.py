@@ -17,7 +17,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.chat import check_arguments, parse_extracted, parse_unextracted
 from mmrouter_router.intake.field_check import Cause, Reason, check_fields
-from mmrouter_router.intake.forwarded_routes import parse_forwarded
+from mmrouter_router.intake.forwarded_routes import STORED_FIELDS, parse_forwarded
 from mmrouter_router.intake.json_body import Object, Raw, Served
 from mmrouter_router.intake.request import ChatRequest, Limits
 
@@ -84,15 +84,21 @@ def parse_responses(
     """Parse a request and return its chat; ``modelled``: whether that is the prompt of this engine and model.
 
     Else, and with what is not modelled, returns the forwarded request. ``parses_tools``: whether engines find calls of
-    tools in answers. ``stored``: whether they store responses, unless the client sets ``store`` to false. Raises
-    :class:`RequestError` only.
+    tools in answers. ``stored``: whether they store responses, unless the client sets ``store`` to false: such a
+    request is forwarded, because a chat is not stored. Raises :class:`RequestError` only.
     """
     if not modelled:
-        return parse_forwarded(raw, limits, served, engine)
+        return parse_forwarded(raw, limits, served, engine, stored=stored)
     try:
-        return parse_extracted(raw, limits, lambda body: _parse(body, limits, served, engine, parses_tools, stored))
+        chat = parse_extracted(raw, limits, lambda body: _parse(body, limits, served, engine, parses_tools, stored))
     except _NotModelledError as error:
-        return parse_forwarded(raw, limits, served, engine, error.reason)
+        return parse_forwarded(raw, limits, served, engine, error.reason, stored=stored)
+    if not chat.stored:
+        return chat
+    if chat.images:  # the engine names them by a hash of its own
+        return parse_forwarded(raw, limits, served, engine, Reason("store", "stored_images"), stored=stored)
+    made = parse_forwarded(raw, limits, served, engine, stored=stored)
+    return replace(made, messages=chat.messages, inexact=chat.inexact, as_chat=chat.body)
 
 
 def _parse(
@@ -100,9 +106,7 @@ def _parse(
 ) -> ChatRequest:
     body = json_body.parse_object(raw, limits.max_request_bytes)
     json_body.model_of(body, served)
-    check_fields(body, RESPONSES, engine)
-    if stored and body.get("store") is not False:
-        raise _NotModelledError("store", "stored_messages")
+    check_fields(body, RESPONSES, engine, STORED_FIELDS if stored else ())
     conversion = _Conversion(limits)
     chat = conversion.chat(body) | _tools(body, parses_tools)
     request = parse_unextracted(orjson.dumps(chat), limits, served, engine)
@@ -112,7 +116,8 @@ def _parse(
     conversion.removed.update(name for name in adapter(engine).removed_fields if name in body)
     images = tuple(replace(part, param=conversion.images[part.message, part.part]) for part in request.images)
     answered = {name: value for name, value in body.items() if name in _ANSWERED}
-    return replace(request, images=images, removed=tuple(sorted(conversion.removed)), response=answered)
+    stored = stored and body.get("store") is not False
+    return replace(request, images=images, removed=tuple(sorted(conversion.removed)), response=answered, stored=stored)
 
 
 class _Conversion:

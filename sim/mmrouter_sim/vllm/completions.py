@@ -154,7 +154,7 @@ async def _answer(
     if engine.encoder is not None and prefix == "chatcmpl":
         return await _encode(engine, engine.encoder, body, prompt)
     received = await _received(engine, body, prompt)
-    return await _job(engine, http, body, prompt, wanted, prefix, received).respond(http)
+    return await job(engine, http, body, prompt, wanted, prefix, received).respond(http)
 
 
 def check_model(engine: SimulatedEngine, model: str | None) -> None:
@@ -181,7 +181,7 @@ async def _received(engine: SimulatedEngine, body: Generation, prompt: Prompt) -
         raise RequestError("Internal server error", status=500) from error
 
 
-def _job(
+def job(
     engine: SimulatedEngine,
     http: HttpRequest,
     body: Generation,
@@ -190,6 +190,7 @@ def _job(
     prefix: str,
     received: int,
 ) -> VllmJob:
+    """Return a generation that is ready to run. Raises :class:`RequestError` for a prompt beyond the context."""
     length, room = len(prompt.ids), engine.context
     if length == 0:
         raise RequestError("The decoder prompt cannot be empty", param="prompt")

@@ -110,5 +110,6 @@ def _settings(args: argparse.Namespace) -> Settings:
         processor_cache_bytes=int(args.mm_processor_cache_gb * (1 << 30)),
         int_hashes=os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") != "0",
         handover=connector_config(args.kv_transfer_config, args.ec_transfer_config),
+        stores_responses=os.environ.get("VLLM_ENABLE_RESPONSES_API_STORE", "0") != "0",
         renders=args.command == "launch",
     )
