@@ -109,9 +109,14 @@ def message(host: str, port: int, body: bytes, key: str = KEY) -> bytes:
 
 
 class LoadGenerator:
-    async def plain(self, host: str, port: int, count: int, connections: int = 1, image: str = "") -> dict[str, Any]:
-        """Send requests over connections at once, one after the other on each; answer the microseconds of each."""
-        bodies = [chat_body(stream=False, image=image)] * connections
+    async def plain(
+        self, host: str, port: int, count: int, connections: int = 1, image: str = "", repeats: int = 1
+    ) -> dict[str, Any]:
+        """Send requests over connections at once, one after the other on each; answer the microseconds of each.
+
+        ``repeats``: of the prompt.
+        """
+        bodies = [chat_body(stream=False, image=image, repeats=repeats)] * connections
         return {"us": (await _repeat(host, port, count, bodies, b"lazy dog"))[0]}
 
     async def streams(

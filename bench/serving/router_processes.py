@@ -76,11 +76,12 @@ class Ours(Server):
         curve: Curve,
         *,
         policy: str,
+        mode: str = "frontend",
         under: Sequence[str] = (),
         peers: Sequence[str] = (),
         api_keys: Sequence[str] = (),
     ) -> None:
-        """``under``: a command that runs the router, such as a tracer. ``workers``,
+        """``mode``: ``frontend.mode``. ``under``: a command that runs the router, such as a tracer. ``workers``,
         ``peers``: addresses of engines and of other routers. ``api_keys``: of one tenant each.
         """
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
@@ -92,7 +93,7 @@ class Ours(Server):
         (self._config / "workers.json").write_text(json.dumps({"workers": members, "frontends": frontends}))
         keys = {"identity.key": os.urandom(32), "engine.key": b"bench-engine-key"}
         keys["control.token"] = CONTROL_TOKEN.encode()
-        curve.write_config(self._config, resource(replicas=len(workers), policy=policy), keys)
+        curve.write_config(self._config, resource(replicas=len(workers), policy=policy, mode=mode), keys)
         for key in api_keys:
             (self._config / "api-keys").mkdir(exist_ok=True)
             (self._config / "api-keys" / key).write_text(key)
@@ -177,12 +178,15 @@ class ServingRig(ExitStack):
         host: str = FRONTEND,
         *,
         policy: str,
+        mode: str = "frontend",
         under: Sequence[str] = (),
         peers: Sequence[str] = (),
         api_keys: Sequence[str] = (),
     ) -> Ours:
         """Return an mmrouter process in front of the engine; not waited for."""
-        return Ours(host, [address(0)], self.curve, policy=policy, under=under, peers=peers, api_keys=api_keys)
+        return Ours(
+            host, [address(0)], self.curve, policy=policy, mode=mode, under=under, peers=peers, api_keys=api_keys
+        )
 
     def start(self, process: Server) -> Server:
         """Wait until a process answers; it ends with the rig."""

@@ -74,7 +74,7 @@ def second_envoy(envoy: str, deployment: Deployment, folder: Path) -> Iterator[s
     host = str(httpx.URL(deployment.url).host)
     pickers = [(str(httpx.URL(control).host), PICKER_PORT) for control in deployment.controls]
     engines = [(worker["ip"], 8000) for worker in deployment.workers("worker")]
-    config = envoy_config((host, OPEN_PORT), pickers, admin=folder / "admin.sock", fail_open_to=engines)
+    config = envoy_config((host, OPEN_PORT), pickers, admin=folder / "admin.sock", tls=True, fail_open_to=engines)
     file = folder / "envoy.json"
     file.write_text(json.dumps(config))
     process = subprocess.Popen([envoy, "-c", str(file), "--disable-hot-restart", "--log-level", "error"])

@@ -134,8 +134,8 @@ def api_check(facts: ClusterFacts, dep: MMRouterDeployment) -> Iterator[Finding]
     if dep.spec.observability.pod_monitor == "Enabled":
         how = "Install the Prometheus operator, or set observability.podMonitor to Auto."
         wanted.append(("observability.podMonitor", (POD_MONITOR_API,), how))
-    fields = {"frontend.mode: endpointPicker": INFERENCE_POOL_API, "frontend.gateway": GATEWAY_API}
-    how = "Install the Gateway API and, for endpointPicker, its inference extension."
+    fields = {f"frontend.mode: {dep.spec.frontend.mode}": INFERENCE_POOL_API, "frontend.gateway": GATEWAY_API}
+    how = "Install the Gateway API and, for a mode with a picker, its inference extension."
     needed = gateway_apis(dep)
     wanted += [(field, (api,), how) for field, api in fields.items() if api in needed]
     claimed = [pool.name for pool in dep.spec.pools if pool.accelerator.claims]

@@ -16,7 +16,7 @@ from mmrouter_cli.doctor.findings import (
     unread,
     warning,
 )
-from mmrouter_cli.status.control_api import Unread
+from mmrouter_cli.status.control_api import NOT_RUNNING, Unread
 from mmrouter_lib.api import MMRouterDeployment, quantity_bytes
 from mmrouter_lib.engines.base.launch import HTTP_PORT as ENGINE_PORT
 from mmrouter_operator.model.kinds import CHILD_SELECTOR, DEPLOYMENT_LABEL, FRONTEND_ROLE, ROLE_LABEL
@@ -34,7 +34,9 @@ def gateway_check(facts: DeploymentFacts, dep: MMRouterDeployment, frontends: Ro
     if found is None:
         return
     yield from _reports(found, dep)
-    if dep.spec.frontend.mode == "endpointPicker":
+    if dep.spec.frontend.has_picker:
+        if frontends is not None:
+            yield from picker_check(frontends, tls=dep.spec.frontend.picker_tls != "none")
         yield from _reached(found, dep, frontends)
     yield from _limits(found, dep)
 
@@ -50,6 +52,29 @@ def _reports(found: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
         yield from map(ok, reports.accepted)
 
 
+def picker_check(facts: RoutingFacts, tls: bool | None = None) -> Iterator[Finding]:
+    """Check that pickers report their health to gateways. ``tls``: what gateways should find, ``None``: not known."""
+    spoken = {True: "TLS", False: "plain HTTP/2"}
+    for name, health in facts.pickers:
+        if isinstance(health, Unread):
+            if health.why != NOT_RUNNING:  # a finding of the frontends
+                yield warning(f"the health of the picker of {name} cannot be read: {health.why}", facts.advice)
+        elif health.tls is None:
+            do = f"See the log of its router: the picker listens on port {PICKER_PORT} once it has started."
+            yield problem(f"the picker of {name} {health.fault}", do)
+        elif tls is not None and health.tls != tls:
+            yield problem(
+                f"the picker of {name} serves {spoken[health.tls]}, and by frontend.pickerTls it should serve "
+                f"{spoken[tls]}",
+                "Wait until the frontends run with the new field; see pods.",
+            )
+        elif health.fault:
+            do = "Gateways send no request to it until its router is Ready and can place requests: see frontends."
+            yield problem(f"the picker of {name} {health.fault}", do)
+        else:
+            yield ok(f"the picker of {name} serves gateways by {spoken[health.tls]}")
+
+
 def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFacts | None) -> Iterator[Finding]:
     """Check that gateways ask the pickers; where none has, that the network policies let them."""
     states = [one.second for one in (frontends.frontends if frontends is not None else ())]
@@ -58,6 +83,23 @@ def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFac
     if total := sum(asked):
         yield ok(f"gateways have asked the pickers {total} times")
         return
+    # The operator's own policy opens the ports of a picker of frontends.
+    if dep.spec.frontend.mode == "endpointPicker":
+        closed = list(_closed(found, dep))
+        yield from closed
+        if any(finding.level == "problem" for finding in closed):
+            return
+    if asked:
+        plain = dep.spec.frontend.picker_tls == "none"
+        tls = "expects plain HTTP/2, not TLS" if plain else "expects TLS, not plain HTTP/2"
+        yield warning(
+            f"no gateway has asked a picker since it started; port {PICKER_PORT} {tls}",
+            "Send a request to the gateway. Where it answers 5xx, docs/gateway.md says what a gateway needs.",
+        )
+
+
+def _closed(found: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
+    """Check that a network policy opens the ports that a gateway needs."""
     if isinstance(found.policies, Unread):
         yield unread("network policies", found.policies)
     elif dep.spec.network_policy.enabled:
@@ -72,13 +114,6 @@ def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFac
                 f"no NetworkPolicy opens port {' and port '.join(closed)}, so a gateway cannot ask the pickers",
                 "Open both to the gateway's pods with the policy of docs/gateway.md.",
             )
-            return
-    if asked:
-        tls = "expects plain HTTP/2, not TLS" if dep.spec.frontend.tls is None else "expects TLS, not plain HTTP/2"
-        yield warning(
-            f"no gateway has asked a picker since it started; port {PICKER_PORT} {tls}",
-            "Send a request to the gateway. Where it answers 5xx, docs/gateway.md says what a gateway needs.",
-        )
 
 
 def _opened(policies: Sequence[Object], labels: Mapping[str, str], port: int) -> bool:

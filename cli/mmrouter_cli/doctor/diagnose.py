@@ -9,8 +9,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from mmrouter_cli.cluster_reader import Object, Reader, attempt, namespace_of, reading
+from mmrouter_cli.cluster.reader import Object, Reader, attempt, namespace_of, reading
 from mmrouter_cli.doctor import check_cluster, check_deployment, check_gateway, check_routing
 from mmrouter_cli.doctor.check_capacity import capacity_check
 from mmrouter_cli.doctor.check_gateway import LIMIT_KINDS, LimitKind
@@ -23,7 +24,17 @@ from mmrouter_cli.doctor.findings import (
     GatewayFacts,
     RoutingFacts,
 )
-from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, State, Unread, client, fetch, open_frontends
+from mmrouter_cli.doctor.probe_picker import PickerHealth, picker_health
+from mmrouter_cli.status.control_api import (
+    CONTROL_PORT,
+    ControlEndpoint,
+    Frontend,
+    State,
+    Unread,
+    client,
+    fetch,
+    open_frontends,
+)
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_lib.api.crd import NAME as CRD
 from mmrouter_lib.api.crd import VERSION
@@ -31,6 +42,7 @@ from mmrouter_operator.cluster.client import NotFound
 from mmrouter_operator.cluster.operator_kinds import KINDS
 from mmrouter_operator.model.external_refs import references
 from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, POOL_LABEL, RESOURCE, ROLE_LABEL, Capabilities, Ref
+from mmrouter_operator.render.frontend import PICKER_PORT
 from mmrouter_operator.status.conditions_from_gateways import gateway_apis
 
 
@@ -57,7 +69,8 @@ async def on_cluster(
 async def on_url(endpoint: ControlEndpoint) -> list[Diagnosis]:
     frontends = [Frontend(url.removeprefix("http://"), url) for url in endpoint.controls]
     facts = await probe_frontends(frontends, endpoint.token)
-    return [_diagnosis(endpoint.url, _of_frontends(facts))]
+    facts = facts._replace(pickers=await probe_pickers(list(_pickers_beside(frontends, facts))))
+    return [_diagnosis(endpoint.url, {"gateway": check_gateway.picker_check(facts), **_of_frontends(facts)})]
 
 
 def of_cluster(facts: ClusterFacts) -> Diagnosis:
@@ -170,7 +183,11 @@ async def read_routing(
     forward = f"kubectl port-forward -n {namespace} deployment/{facts.name}-frontend 8001"
     advice = f"In another terminal: {forward}. Then add --control http://127.0.0.1:8001"
     async with open_frontends(pods, kubeconfig) as frontends:
-        return (await probe_frontends(frontends, secret))._replace(advice=advice)
+        found = (await probe_frontends(frontends, secret))._replace(advice=advice)
+    if isinstance(facts.dep, SpecError) or not facts.dep.spec.frontend.has_picker:
+        return found
+    async with open_frontends(pods, kubeconfig, PICKER_PORT) as frontends:
+        return found._replace(pickers=await probe_pickers(frontends))
 
 
 async def probe_frontends(frontends: Sequence[Frontend], token: str) -> RoutingFacts:
@@ -186,6 +203,29 @@ async def probe_frontends(frontends: Sequence[Frontend], token: str) -> RoutingF
         second = await asyncio.gather(*map(again, frontends, first))
     names = (frontend.name for frontend in frontends)
     return RoutingFacts(tuple(map(FrontendFacts, names, first, second)), BETWEEN_SECONDS)
+
+
+async def probe_pickers(frontends: Sequence[Frontend]) -> tuple[tuple[str, PickerHealth | Unread], ...]:
+    """Ask the pickers at these URLs for their health."""
+
+    async def health(url: str | Unread) -> PickerHealth | Unread:
+        if isinstance(url, Unread):
+            return url
+        place = urlsplit(url)
+        return await picker_health(str(place.hostname), place.port or PICKER_PORT)
+
+    found = await asyncio.gather(*(health(frontend.url) for frontend in frontends))
+    return tuple(zip((frontend.name for frontend in frontends), found, strict=True))
+
+
+def _pickers_beside(frontends: Sequence[Frontend], facts: RoutingFacts) -> Iterator[Frontend]:
+    """Yield the pickers of frontends whose own address is known: a forwarded control port is not beside one."""
+    for frontend, heard in zip(frontends, facts.frontends, strict=True):
+        place = urlsplit(str(frontend.url))
+        if isinstance(heard.second, Unread) or "gateway_requests" not in heard.second:
+            continue
+        if place.port == CONTROL_PORT and place.hostname not in ("127.0.0.1", "::1", "localhost"):
+            yield Frontend(frontend.name, f"http://{place.netloc.removesuffix(str(CONTROL_PORT))}{PICKER_PORT}")
 
 
 async def control_token(reader: Reader, namespace: str, name: str) -> str:

@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from mmrouter_cli.doctor.probe_picker import PickerHealth
 from mmrouter_cli.status.control_api import State, Unread
 from mmrouter_lib.api import MMRouterDeployment, SpecError
 from mmrouter_operator.model.external_refs import Reference
@@ -162,6 +163,8 @@ class RoutingFacts(NamedTuple):
     seconds: float
     advice: str = "Give the URL of a frontend's control API with --control and its token with --token."
     """Advice for a frontend that cannot be queried."""
+    pickers: tuple[tuple[str, PickerHealth | Unread], ...] = ()
+    """The health of the frontends' endpoint pickers, by the frontends' names."""
 
 
 def reason_advice(condition: str, reason: str) -> str:

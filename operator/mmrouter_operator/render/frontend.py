@@ -92,7 +92,7 @@ def _pod(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
 
 def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     shared = shared_memory.frontends_share(dep)
-    picker = {"picker": PICKER_PORT} if dep.spec.frontend.mode == "endpointPicker" else {}
+    picker = {"picker": PICKER_PORT} if dep.spec.frontend.has_picker else {}
     mounts = [parts.mount("config", CONFIG_DIR, read_only=True), parts.mount("model", MODEL_DIR, read_only=True)]
     if dep.spec.frontend.api_keys is not None:
         mounts.append(parts.mount("api-keys", API_KEYS_DIR, read_only=True))

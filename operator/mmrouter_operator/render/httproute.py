@@ -32,10 +32,10 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
 
 def route_apis(dep: MMRouterDeployment) -> tuple[str, ...]:
     """Return the APIs without which the route cannot exist: its own, and that of the pool where it leads to one."""
-    return (GATEWAY_API, *((INFERENCE_POOL_API,) if dep.spec.frontend.mode == "endpointPicker" else ()))
+    return (GATEWAY_API, *((INFERENCE_POOL_API,) if dep.spec.frontend.has_picker else ()))
 
 
 def _destination(dep: MMRouterDeployment) -> dict[str, Any]:
-    if dep.spec.frontend.mode == "endpointPicker":
+    if dep.spec.frontend.has_picker:
         return {"group": INFERENCE_POOL_API.partition("/")[0], "kind": "InferencePool", "name": dep.metadata.name}
     return {"name": dep.metadata.name, "port": dep.spec.frontend.service.port}

@@ -25,7 +25,7 @@ from mmrouter_operator.render.child import (
     frontend_pods,
     object_metadata,
 )
-from mmrouter_operator.render.frontend import CONTROL_PORT, HTTP_PORT
+from mmrouter_operator.render.frontend import CONTROL_PORT, HTTP_PORT, PICKER_PORT
 from mmrouter_operator.render.pod.engine import FEED_PORT, FEED_REQUESTS_PORT
 from mmrouter_operator.render.pod.parts import METRICS_PORT
 
@@ -77,8 +77,10 @@ def _frontend_ingress(dep: MMRouterDeployment) -> list[Rule]:
     peers = {"podSelector": frontend_pods(dep)}
     # The operator's namespace is unknown here, its labels are not. The port requires the control token as well.
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": dict(OPERATOR_LABELS)}}
-    # The picker's port stays closed: its answers hold the engines' key, and the gateway's pods are unknown here.
-    return [_rule("from", None, [HTTP_PORT]), *_rules("from", [peers, operator], [CONTROL_PORT]), _scraped()]
+    control = [peers, operator] if dep.spec.frontend.service.page_port is None else None
+    # The gateway's pods are unknown here. A picker of engines stays closed, because its answers hold the engines' key.
+    open_ports = [HTTP_PORT, *([PICKER_PORT] if dep.spec.frontend.mode == "frontendPicker" else [])]
+    return [_rule("from", None, open_ports), _rule("from", control, [CONTROL_PORT]), _scraped()]
 
 
 def _frontend_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Rule]:

@@ -8,13 +8,13 @@ import asyncio
 from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
+from mmrouter_router.core.addresses import address
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared_length
 from mmrouter_router.http.engine_connection import Body, Sink, UpstreamError
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.picker import protocol
-from mmrouter_router.picker.wire import FULL_DUPLEX_STREAMED
 
 
 class Stream(Protocol):
@@ -42,12 +42,7 @@ class Exchange:
 
         Raises :class:`.protocol.ProtocolError` where that message begins no request.
         """
-        if first.WhichOneof("kind") != "request_headers":
-            raise protocol.ProtocolError(f"a stream begins with request_headers, not {first.WhichOneof('kind')}")
-        if first.HasField("protocol_config"):
-            modes = first.protocol_config.request_body_mode, first.protocol_config.response_body_mode
-            if modes != (FULL_DUPLEX_STREAMED, FULL_DUPLEX_STREAMED):
-                raise protocol.ProtocolError("request_body_mode and response_body_mode must be FULL_DUPLEX_STREAMED")
+        protocol.check_first(first)
         self.fault = ""
         self.begun = self.answered = False
         self._stream, self._arrived = stream, protocol.client_headers(first.request_headers)
@@ -56,10 +51,7 @@ class Exchange:
         self.path, _, self.query = own.get(b":path", b"").decode("latin-1").partition("?")
         self.path = self.path.removesuffix("/") or self.path
         self.headers: Headers = [(name, value) for name, value in self._arrived if not name.startswith(b":")]
-        self._allowed = protocol.subset(first)
-        if test_selection and (wanted := dict(self.headers).get(protocol.TEST_SELECTION)) is not None:
-            chosen = protocol.endpoints_of(wanted.decode("latin-1"))
-            self._allowed = chosen if self._allowed is None else self._allowed & chosen
+        self._allowed = protocol.allowed(first, test_selection=test_selection)
         self._ended = first.request_headers.end_of_stream
         self._trailers = False  # the request ends with trailers
         self._answer: EngineAnswer | None = None
@@ -81,24 +73,22 @@ class Exchange:
         if not self._refused.done():
             self._refused.set_exception(error)
 
-    async def body(self, limit: int, held: BodyReservation) -> bytes:
+    async def body(self, limit: int, held: BodyReservation) -> bytes | bytearray:
         declared_length(self.headers, limit, held)
-        pieces: list[bytes] = []
-        size = 0
+        body = bytearray()
         while not self._ended:
             message = await self.next("request_body", "request_trailers")
             if message.WhichOneof("kind") == "request_trailers":
                 self._ended = self._trailers = True
                 break
             piece = message.request_body.body
-            size += len(piece)
-            if size > limit:
+            if len(body) + len(piece) > limit:
                 raise RequestError.too_large(limit)
-            held.grow(size)
-            pieces.append(piece)
+            held.grow(len(body) + len(piece))
+            body += piece
             self._ended = message.request_body.end_of_stream
         held.complete()
-        return b"".join(pieces)
+        return body
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         self.begun = True
@@ -117,7 +107,7 @@ class Exchange:
                 await self._write(message)
             piece = b"" if ended else await source.piece()
         if answer.trailers:
-            await self._write(protocol.trailers("response_trailers"))
+            await self._write(protocol.pass_on("response_trailers"))
         elif not ended and not answer.bodiless:
             for message in protocol.body_chunks("response_body", (), last=True):
                 await self._write(message)
@@ -126,11 +116,11 @@ class Exchange:
     # -- the gateway
 
     def allows(self, ip: str, port: int) -> bool:
-        return self._allowed is None or not self._allowed.isdisjoint((ip, protocol.endpoint(ip, port)))
+        return protocol.allows(self._allowed, ip, port)
 
     def served_elsewhere(self, ip: str, port: int) -> str:
         served = self._answer.served if self._answer is not None else ""
-        return "" if served in ("", ip, protocol.endpoint(ip, port)) else served
+        return "" if served in ("", ip, address(ip, port)) else served
 
     async def request(
         self, host: str, port: int, method: str, path: str, headers: Mapping[str, str], body: Body = b""
@@ -143,7 +133,7 @@ class Exchange:
         for message in protocol.body_chunks("request_body", pieces, last=not self._trailers):
             await self._write(message)
         if self._trailers:
-            await self._write(protocol.trailers("request_trailers"))
+            await self._write(protocol.pass_on("request_trailers"))
         self._answer = EngineAnswer(self, await self.next("response_headers"))
         return self._answer
 

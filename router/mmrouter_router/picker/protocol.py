@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from mmrouter_router.picker.wire import APPEND, OVERWRITE, ProcessingResponse
+from mmrouter_router.core.addresses import address
+from mmrouter_router.picker.wire import APPEND, FULL_DUPLEX_STREAMED, OVERWRITE, ProcessingResponse
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -23,6 +24,40 @@ class ProtocolError(Exception):
     """The gateway sent a message that has no place in the protocol; the text says which one."""
 
 
+class BrokenOffError(Exception):
+    """A request ended without its whole answer."""
+
+
+def check_first(message: Any) -> None:
+    """Raise :class:`ProtocolError` for a stream's first message that begins no request in full duplex."""
+    if message.WhichOneof("kind") != "request_headers":
+        raise ProtocolError(f"a stream begins with request_headers, not {message.WhichOneof('kind')}")
+    if message.HasField("protocol_config"):
+        modes = message.protocol_config.request_body_mode, message.protocol_config.response_body_mode
+        if modes != (FULL_DUPLEX_STREAMED, FULL_DUPLEX_STREAMED):
+            raise ProtocolError("request_body_mode and response_body_mode must be FULL_DUPLEX_STREAMED")
+
+
+class Order:
+    """The order of a stream's messages: in each direction headers, body, trailers, and nothing behind the end."""
+
+    _BEFORE: Final = {"headers": ("",), "body": ("headers", "body"), "trailers": ("headers", "body")}
+
+    def __init__(self) -> None:
+        self._last = {"request": "", "response": ""}
+
+    def check(self, message: Any) -> str:
+        """Return the message's kind. Raises :class:`ProtocolError` where it has no place behind the earlier ones."""
+        kind: str = message.WhichOneof("kind") or "an unknown message"
+        direction, _, part = kind.partition("_")
+        last = self._last.get(direction)
+        if last not in self._BEFORE.get(part, ()):
+            raise ProtocolError(f"{kind} has no place behind the {last or 'beginning'}")
+        ended = part == "trailers" or getattr(message, kind).end_of_stream
+        self._last[direction] = "end" if ended else part
+        return kind
+
+
 def client_headers(message: Any) -> list[tuple[bytes, bytes]]:
     """Return the headers of an ``HttpHeaders``, names in lower case, pseudo headers included."""
     return [(h.key.lower().encode(), h.raw_value or h.value.encode()) for h in message.headers.headers]
@@ -31,6 +66,22 @@ def client_headers(message: Any) -> list[tuple[bytes, bytes]]:
 def subset(message: Any) -> frozenset[str] | None:
     """Return the endpoints to which the gateway restricts a request, ``None`` where it does not."""
     return _endpoints(message, SUBSET_NAMESPACE, SUBSET)
+
+
+def allowed(message: Any, *, test_selection: bool) -> frozenset[str] | None:
+    """Return the endpoints that a request's first message allows, ``None`` for all: those of the gateway's hint, and
+    with ``test_selection`` those of the header of conformance tests.
+    """
+    found = subset(message)
+    wanted = dict(client_headers(message.request_headers)).get(TEST_SELECTION) if test_selection else None
+    if wanted is None:
+        return found
+    chosen = endpoints_of(wanted.decode("latin-1"))
+    return chosen if found is None else found & chosen
+
+
+def allows(allowed: frozenset[str] | None, ip: str, port: int) -> bool:
+    return allowed is None or not allowed.isdisjoint((ip, address(ip, port)))
 
 
 def served(message: Any) -> str:
@@ -53,27 +104,27 @@ def _endpoints(message: Any, namespace: str, key: str) -> frozenset[str] | None:
     return None
 
 
-def endpoint(ip: str, port: int) -> str:
-    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
-
-
 def forward(ip: str, port: int, path: str, arrived: Headers, headers: Mapping[str, str], length: int | None) -> Any:
     """Return the answer to a request's headers that sends it to an engine.
 
     The engine gets ``headers`` and what the gateway itself adds, and none of the client's, such as its API key.
     ``arrived``: the headers as they came, with pseudo headers. ``length``: of the body.
     """
-    chosen = endpoint(ip, port)
-    own = {**headers, DESTINATION: chosen}
+    own = dict(headers)
     if length is not None:
         own["content-length"] = str(length)
     if dict(arrived).get(b":path") != path.encode():
         own[":path"] = path
     removed = {name for name, _ in arrived if not name.startswith(_KEPT_HEADERS) and name not in _KEPT}
+    return destination(address(ip, port), own, sorted(name.decode("latin-1") for name in removed))
+
+
+def destination(chosen: str, headers: Mapping[str, str] | None = None, removed: Iterable[str] = ()) -> Any:
+    """Return the answer to a request's headers that sends it to an endpoint, with these changes of its headers."""
     response = ProcessingResponse()
     changed = response.request_headers.response
     changed.clear_route_cache = True  # the route may depend on the endpoint, or on a path that was changed
-    mutate(changed.header_mutation, own.items(), sorted(name.decode("latin-1") for name in removed))
+    mutate(changed.header_mutation, {**(headers or {}), DESTINATION: chosen}.items(), removed)
     place = response.dynamic_metadata.fields[ENDPOINT_NAMESPACE].struct_value
     place.fields[DESTINATION].string_value = chosen
     return response
@@ -117,8 +168,17 @@ def body_chunks(kind: str, pieces: Iterable[bytes | memoryview], *, last: bool) 
         yield pending
 
 
-def trailers(kind: str) -> Any:
-    """Return the answer to trailers, which are passed on. ``kind``: ``request_trailers`` or ``response_trailers``."""
+def unchanged(kind: str, message: Any) -> Iterator[Any]:
+    """Yield the answers to a message of this kind which pass it on."""
+    if kind.endswith("_body"):
+        part = getattr(message, kind)
+        yield from body_chunks(kind, (part.body,), last=part.end_of_stream)
+    else:
+        yield pass_on(kind)
+
+
+def pass_on(kind: str) -> Any:
+    """Return the answer to headers or trailers of this kind which passes them on as they are."""
     response = ProcessingResponse()
     getattr(response, kind).SetInParent()
     return response

@@ -2,18 +2,17 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
-from mmrouter_router.core.errors import RequestError
-from mmrouter_router.http.certificate import ServerCertificate
-from mmrouter_router.http.client_channel import Client, Message
+from mmrouter_router.core.addresses import address
+from mmrouter_router.http.certificate import KeyAndChain
 from mmrouter_router.http.server import Shutdown
-from mmrouter_router.picker.exchange import Exchange
-from mmrouter_router.picker.protocol import ProtocolError, endpoint
+from mmrouter_router.picker.exchange import Stream
+from mmrouter_router.picker.protocol import BrokenOffError, ProtocolError
 from mmrouter_router.picker.wire import (
     EXT_PROC_SERVICE,
     HEALTH_SERVICE,
@@ -37,26 +36,22 @@ class Picker:
 
     def __init__(
         self,
-        app: Any,
-        hot: Collection[str],
-        answer: Callable[[Client], Awaitable[None]],
+        handle: Callable[[Stream, Any], Awaitable[None]],
         shutdown: Shutdown,
         ready: Callable[[], bool],
         *,
         host: str,
         port: int = PICKER_PORT,
-        certificate: ServerCertificate | None = None,
-        test_selection: bool = False,
+        certificate: Callable[[], KeyAndChain] | None = None,
     ) -> None:
-        """``answer``: handles requests for the ``hot`` paths; ``app``, an ASGI app, those for all others.
+        """``handle``: serves a stream, whose first message it gets too (:mod:`.engines`, :mod:`.frontends`).
 
-        ``certificate``: serve TLS. ``test_selection``: obey the header by which conformance tests choose the endpoint.
+        ``certificate``: serve TLS with what it returns at each new connection.
         """
-        self._app, self._hot, self._answer = app, hot, answer
-        self._shutdown, self._ready, self._test_selection = shutdown, ready, test_selection
+        self._handle, self._shutdown, self._ready = handle, shutdown, ready
         self.requests = 0
         """Requests that gateways have asked about."""
-        self._address, self._certificate = endpoint(host, port), certificate
+        self._address, self._certificate = address(host, port), certificate
         options = (("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.so_reuseport", 0))
         self._server = grpc.aio.server(options=options)
         process = grpc.stream_stream_rpc_method_handler(
@@ -96,58 +91,13 @@ class Picker:
         first = await stream.read()
         if first is None:
             return  # a gateway may open a stream and find that it has nothing to ask
-        try:
-            exchange = Exchange(stream, first, test_selection=self._test_selection)
-        except ProtocolError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         self.requests += 1
         try:
-            if exchange.path in self._hot:
-                await self._answer(exchange)
-            else:
-                await self._answer_cold(exchange)
-        finally:
-            exchange.close()
-        if exchange.fault:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, exchange.fault)
-        if not exchange.answered:
+            await self._handle(stream, first)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except BrokenOffError:
             await context.abort(grpc.StatusCode.ABORTED, "the answer broke off")
-
-    async def _answer_cold(self, exchange: Exchange) -> None:
-        """Answer by the ASGI app, which reads no body, so that nothing of one is held."""
-        status, headers, pieces = 500, [], list[bytes]()
-
-        async def receive() -> Message:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: Message) -> None:
-            nonlocal status, headers
-            if message["type"] == "http.response.start":
-                status, headers = message["status"], list(message["headers"])
-            else:
-                pieces.append(message.get("body", b""))
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "scheme": "http",
-            "method": exchange.method,
-            "path": exchange.path,
-            "raw_path": exchange.path.encode("latin-1"),
-            "root_path": "",
-            "query_string": exchange.query.encode("latin-1"),
-            "headers": list(exchange.headers),
-            "client": None,
-            "server": None,
-        }
-        try:
-            await self._app(scope, receive, send)
-        except Exception:  # an error of any kind in one request is answered 500, as the frontend's listener does
-            log.exception("%s: request failed", exchange.path)
-            error = RequestError.internal()
-            status, headers, pieces = error.status, [(b"content-type", b"application/json")], [error.to_body()]
-        await exchange.respond(status, headers, b"".join(pieces))
 
 
 class _Stream:
@@ -167,15 +117,15 @@ class _Stream:
         return None if message is grpc.aio.EOF else message
 
 
-def _credentials(certificate: ServerCertificate) -> Any:
+def _credentials(certificate: Callable[[], KeyAndChain]) -> Any:
     """Return credentials by which each new connection gets the certificate that is loaded by then."""
-    used = certificate.pem
+    used = certificate()
 
     def changed() -> Any:
         nonlocal used
-        if certificate.pem == used:
+        if certificate() == used:
             return None
-        used = certificate.pem
+        used = certificate()
         return grpc.ssl_server_certificate_configuration([used])
 
     return grpc.dynamic_ssl_server_credentials(grpc.ssl_server_certificate_configuration([used]), changed)

@@ -15,6 +15,7 @@ from unit.router.test_app import heard, member, router
 from mmrouter_router.app import Router
 from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.intake import PARSERS
+from mmrouter_router.picker.engines import EngineChoice
 from mmrouter_router.picker.server import PICKER_PORT, Picker
 
 ENGINES = ("127.84.0.2", "127.84.0.3", "127.84.0.4")
@@ -70,15 +71,8 @@ async def epp() -> AsyncIterator[UnderTest]:
                     heartbeat(own.fleet, worker)
 
         ip = loopback()
-        picker = Picker(
-            own.client_app(),
-            PARSERS.keys(),
-            own.chat.answer,
-            own.shutdown,
-            lambda: own.ready,
-            host=ip,
-            test_selection=True,
-        )
+        choice = EngineChoice(own.client_app(), PARSERS.keys(), own.chat.answer, test_selection=True)
+        picker = Picker(choice, own.shutdown, lambda: own.ready, host=ip)
         tasks = [asyncio.create_task(picker.serve(30.0)), asyncio.create_task(beat())]
         driver = Driver(f"{ip}:{PICKER_PORT}")
         try:

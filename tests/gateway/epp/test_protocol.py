@@ -210,11 +210,18 @@ async def test_other_engine_than_the_chosen_one_is_in_the_decision(epp):
     assert [attempt["outcome"] for attempt in trace.attempts] == ["answered 200 by 10.9.9.9:8000"]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/t", "/health", "/nothing"])
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/t", "/v1/models/%74", "/health", "/nothing"])
 async def test_cold_routes_are_answered_by_the_picker(epp, path):
     _ = epp.router
     outcome = await epp.driver.ask([driver.headers(path, "GET", end=True)])
     assert outcome.immediate.status.code == (404 if path == "/nothing" else 200)
+
+
+async def test_a_stored_response_is_not_streamed_because_the_gateway_would_buffer_it(epp):
+    _ = epp.router
+    path = "/v1/responses/resp_1?starting_after=3&stream=true"
+    status, error = (await epp.driver.ask([driver.headers(path, "GET", end=True)])).refusal
+    assert (status, error["param"], error["code"]) == (400, "stream", "unsupported_parameter")
 
 
 @pytest.mark.parametrize("phase", ["headers", "body", "forwarded", "answered"])

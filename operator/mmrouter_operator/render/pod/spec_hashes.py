@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from mmrouter_lib.api import MMRouterDeployment, Pool, Role, block_size_of, quantity_bytes
+from mmrouter_lib.engines import adapter, answering_args, storing_pools
 from mmrouter_lib.engines.base.launch import chosen_flags, uses_plugin
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_operator.render.pod.shared_memory import frontends_share, is_shared, limit_bytes
@@ -20,7 +21,16 @@ Layout = dict[str, Any]
 ROUTER_POOL_FIELDS: Final = ("name", "role", "parallelism", "blockSize", "accelerator")
 """Fields of a pool that a router reads. The encoders' weights are not among them: changing one restarts nothing."""
 ROUTER_ENGINE_FIELDS: Final = ("type", "blockSize", "chatTemplate", "processor", "tls", "kvConnector")
-ROUTER_FRONTEND_FIELDS: Final = ("mode", "apiKeys", "tls", "maxHeldBytes", "tenants", "resources", "podTemplate")
+ROUTER_FRONTEND_FIELDS: Final = (
+    "mode",
+    "apiKeys",
+    "tls",
+    "pickerTls",
+    "maxHeldBytes",
+    "tenants",
+    "resources",
+    "podTemplate",
+)
 SET_ROLES: Final[frozenset[Role]] = frozenset({"prefill", "decode"})
 """Roles whose pools exchange KV blocks, and therefore change together."""
 SCALING_FIELDS: Final = ("replicas", "weight", "autoscaling")
@@ -40,9 +50,18 @@ def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
             "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
             **({"shared": shared} if frontends_share(dep) else {}),
             **({"embeddings": kept} if any(kept.values()) else {}),
+            **({"storing": sorted(storing)} if (storing := storing_pools(dep)) else {}),
+            **_answers(dep),
             "secrets": secrets,
         }
     )
+
+
+def _answers(dep: MMRouterDeployment) -> dict[str, Any]:
+    """Return what the engines' arguments decide about their answers; empty if that is as without any argument."""
+    args, traits = answering_args(dep), adapter(dep.spec.engine.type).answer_traits
+    given = traits(args, {})
+    return {} if given == traits([()] * len(args), {}) else {"answers": [*given]}
 
 
 def _routing(dep: MMRouterDeployment, spec: Mapping[str, Any]) -> dict[str, Any]:

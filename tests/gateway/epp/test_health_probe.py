@@ -1,0 +1,74 @@
+"""The probe of `mmrouter doctor` at our picker: TLS with any certificate, plain HTTP/2, and what fails."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from unit.router.rig import loopback
+
+from mmrouter_cli.doctor.probe_picker import PickerHealth, picker_health
+from mmrouter_router.http.certificate import KeyAndChain, self_signed
+from mmrouter_router.http.server import Shutdown
+from mmrouter_router.picker.exchange import Stream
+from mmrouter_router.picker.server import PICKER_PORT, Picker
+
+SECONDS = 120.0  # for a busy machine
+
+
+async def listening(ip: str) -> None:
+    async with asyncio.timeout(SECONDS):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                _, writer = await asyncio.open_connection(ip, PICKER_PORT)
+                writer.close()
+                return
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def serving(certificate: Callable[[], KeyAndChain] | None, *, ready: bool = True) -> AsyncIterator[str]:
+    """Yield the address of a picker."""
+
+    async def unused(stream: Stream, first: Any) -> None:
+        raise AssertionError("no request is sent")
+
+    shutdown, ip = Shutdown(), loopback()
+    task = asyncio.create_task(Picker(unused, shutdown, lambda: ready, host=ip, certificate=certificate).serve(1.0))
+    try:
+        await listening(ip)
+        yield ip
+    finally:
+        shutdown.stop("the test has ended")
+        await task
+
+
+@pytest.mark.parametrize("tls", [True, False])
+async def test_picker_that_serves_is_healthy_by_the_protocol_that_it_speaks(tls: bool) -> None:
+    made = self_signed("vl")
+    async with serving((lambda: made) if tls else None) as ip:
+        assert await picker_health(ip, PICKER_PORT, SECONDS) == PickerHealth(tls)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+async def test_picker_whose_router_is_not_ready_reports_not_serving(tls: bool) -> None:
+    made = self_signed("vl")
+    async with serving((lambda: made) if tls else None, ready=False) as ip:
+        found = await picker_health(ip, PICKER_PORT, SECONDS)
+    assert found == PickerHealth(tls, "reports NOT_SERVING for envoy.service.ext_proc.v3.ExternalProcessor")
+
+
+async def test_closed_port_refuses_connections() -> None:
+    assert await picker_health(loopback(), PICKER_PORT, SECONDS) == PickerHealth(None, "refuses connections")
+
+
+async def test_port_that_ends_every_connection_answers_neither_protocol() -> None:
+    # As a forwarded port does whose pod does not listen.
+    async def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    ip = loopback()
+    async with await asyncio.start_server(end, ip, PICKER_PORT):
+        found = await picker_health(ip, PICKER_PORT, SECONDS)
+    assert found == PickerHealth(None, "answers neither TLS nor plain HTTP/2")
