@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, Any, get_args
 import zmq.asyncio
 
 from mmrouter_lib import __version__
-from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines import adapter, storing_pools
 from mmrouter_lib.feed_keys import CHECK_SECONDS, KeyWatch, fingerprint
 from mmrouter_router import build
 from mmrouter_router.admission.tenant_limits import TenantAdmission
-from mmrouter_router.api import port_apps
+from mmrouter_router.api import client_port, metrics_port
 from mmrouter_router.api.chat import Chat
+from mmrouter_router.api.late_app import LateApp
 from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import UNROUTABLE, Reporter
-from mmrouter_router.api.port_apps import CLIENT_PORT, METRICS_PORT, client_app, metrics_app
-from mmrouter_router.core.settings import CURVE_FILES, Settings, SettingsError, curve_keys
+from mmrouter_router.api.response_routes import ResponseRoutes
+from mmrouter_router.core.response_ids import ResponseIds
+from mmrouter_router.core.settings import CONTROL_PORT, CURVE_FILES, Settings, SettingsError, curve_keys
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.stall_watch import StallWatch
+from mmrouter_router.dispatch.stored_responses import StoredResponses
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.log_lines import prediction_line
 from mmrouter_router.fleet import membership
@@ -34,8 +37,8 @@ from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.intake import PARSERS
 from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
+from mmrouter_router.scheduling.candidate_groups import Eligibility, NoWorkerError
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
-from mmrouter_router.scheduling.placer import Eligibility, NoWorkerError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.probe_requests import ProbeRequestError
 
@@ -74,8 +77,11 @@ class Router:
         admission = TenantAdmission(base.spec.frontend.tenants, routers=lambda: 1 + len(self.peers))
         dispatch = build.build_dispatch(base, self.renderer, self.placer, verification, admission, self.has_peers)
         self.handover, self.stages = dispatch.handover, dispatch.stages
-        self._optional = (self._render_sampler, dispatch.encoding, dispatch.encoder_list, self.handover, self._learning)
+        encoding = dispatch.encoding, dispatch.encoder_list, dispatch.encoder_weights
+        self._optional = (self._render_sampler, *encoding, self.handover, self._learning)
         self.tracing = build.build_tracing(base.spec.observability.otlp_endpoint, self.metrics)
+        pools = storing_pools(settings.deployment)
+        stored = StoredResponses(ResponseIds(settings.identity_key), self.fleet, pools)
         self.chat = Chat(
             settings,
             self.metrics,
@@ -84,11 +90,16 @@ class Router:
             self.tracing,
             self.threads,
             admission,
+            stored,
             adapters=self.fleet.adapters,
             needs_prompt=build.build_needs_prompt(base, self.preparer, self.sampler),
             answered=self._answered,
         )
         self.decisions = self.chat.decisions
+        query = base.engine.response_query
+        self._responses = (
+            ResponseRoutes(self.chat.tenants, admission, stored, dispatch.engines, query) if pools else None
+        )
         self.reporter = Reporter(
             router_id=settings.router_id,
             engine=base.spec.engine.type,
@@ -169,31 +180,17 @@ class Router:
         clients = Server(
             self.client_app(),
             settings.host,
-            CLIENT_PORT,
+            client_port.PORT,
             drain_seconds=settings.drain_seconds,
             max_connections=raise_open_files(),
             count=lambda outcome: self.metrics.connections.labels(outcome).inc(),
             certificate=certificate,
             count_slow=lambda part: self.metrics.slow_clients.labels(part).inc(),
         )
-        metrics = metrics_app(self.metrics, lambda: self.ready)
+        metrics = metrics_port.metrics_app(self.metrics.registry, lambda: self.ready)
         picker = self._picker(certificate)
-        control = port_apps.control_app(
-            settings.control_token,
-            self.reporter,
-            self.placer,
-            self.stages,
-            self.chat,
-            self.sampler,
-            self.preparer.prompter,
-            peers=lambda: self.peers,
-            stopping=self.shutdown.stopping,
-            refusals=self.metrics.control_refusals,
-            feed_keys=lambda: sorted({fingerprint(key) for one in self._curve for key in (one.public, one.server)}),
-            live=self._live_view(),
-            gateway_requests=None if picker is None else lambda: picker.requests,
-        )
-        admin = {port_apps.CONTROL_PORT: control, METRICS_PORT: metrics}
+        control = LateApp(lambda: self._control_app(picker))
+        admin = {CONTROL_PORT: control, metrics_port.PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
         log.info("router %s serves %s on %s", settings.router_id, settings.served_model, settings.pod_ip)
         log.log(logging.INFO if self.probe_requests.possible else logging.WARNING, "%s", self._prediction_line())
@@ -300,25 +297,61 @@ class Router:
     def _picker(self, certificate: ServerCertificate | None) -> "Picker | None":
         """Return the server for gateways, ``None`` where the deployment has none."""
         settings = self.settings
-        if settings.deployment.spec.frontend.mode != "endpointPicker":
+        mode = settings.deployment.spec.frontend.mode
+        if mode == "frontend":
             return None
         # Imported here so that only a router with a gateway loads gRPC.
+        from mmrouter_router.picker.engines import EngineChoice  # noqa: PLC0415
+        from mmrouter_router.picker.frontends import FrontendChoice  # noqa: PLC0415
         from mmrouter_router.picker.server import Picker  # noqa: PLC0415
 
+        test = settings.test_selection
+        if mode == "frontendPicker":
+            handle: Any = FrontendChoice(self._ready_frontends, client_port.PORT, test_selection=test)
+        else:
+            handle = EngineChoice(self.client_app(), PARSERS.keys(), self.chat.answer, test_selection=test)
         return Picker(
-            self.client_app(),
-            PARSERS.keys(),
-            self.chat.answer,
+            handle,
             self.shutdown,
-            lambda: self.ready and self._serves(),
+            # A frontend answers 503 itself where no engine can take a request.
+            lambda: self.ready and (mode == "frontendPicker" or self._serves()),
             host=settings.host,
-            certificate=certificate,
-            test_selection=settings.test_selection,
+            certificate=build.picker_certificate(settings, certificate),
+        )
+
+    def _ready_frontends(self) -> tuple[str, ...]:
+        own = (self.settings.pod_ip,) if self.ready else ()
+        return (*own, *(peer.ip for peer in self.peers if peer.ready))
+
+    def _control_app(self, picker: "Picker | None") -> Any:
+        from mmrouter_router.api.control_port import control_app  # noqa: PLC0415 - it imports FastAPI
+
+        return control_app(
+            self.settings.control_token,
+            self.reporter,
+            self.placer,
+            self.stages,
+            self.chat,
+            self.sampler,
+            self.preparer.prompter,
+            peers=lambda: self.peers,
+            stopping=self.shutdown.stopping,
+            refusals=self.metrics.control_refusals,
+            feed_keys=lambda: sorted({fingerprint(key) for one in self._curve for key in (one.public, one.server)}),
+            live=self._live_view(),
+            gateway_requests=None if picker is None else lambda: picker.requests,
         )
 
     def client_app(self) -> Any:
-        about = port_apps.About(self._models, self._versions, self._serves)
-        return client_app(self.chat, self.metrics, self.shutdown, lambda: self.ready, about)
+        about = client_port.About(self._models, self._versions, self._serves)
+
+        def count(path: str, code: str) -> None:
+            self.metrics.requests.labels(path, code).inc()
+
+        responses = () if self._responses is None else self._responses.routes()
+        return client_port.client_app(
+            self.chat, PARSERS.keys(), count, self.shutdown, lambda: self.ready, about, responses
+        )
 
     def _live_view(self) -> LiveView:
         resource = self.settings.deployment

@@ -19,6 +19,7 @@ from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.dispatch.waiting_line import WaitingLine
 from mmrouter_router.encoding.embedding_claims import EmbeddingClaims
 from mmrouter_router.encoding.encoder_pods import EncoderAnnouncer, EncoderPods, EncoderProbes, heard_encoders
+from mmrouter_router.encoding.encoder_weights import EncoderWeights
 from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedClient
@@ -26,7 +27,7 @@ from mmrouter_router.fleet.load_gossip import LoadGossip
 from mmrouter_router.fleet.workers import Fleet
 from mmrouter_router.handover.handover import Handover, build_handover
 from mmrouter_router.handover.request_delivery import BytesDelivery, Delivery
-from mmrouter_router.http.certificate import ServerCertificate
+from mmrouter_router.http.certificate import KeyAndChain, ServerCertificate, self_signed
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer, PromptModel
@@ -92,6 +93,19 @@ def server_certificate(settings: Settings, metrics: Metrics) -> ServerCertificat
     return certificate
 
 
+def picker_certificate(settings: Settings, of_clients: ServerCertificate | None) -> Callable[[], KeyAndChain] | None:
+    """Return the certificate of the picker's port: that of the client port or one of its own, ``None`` without TLS.
+
+    Gateways verify none, because the pickers of the inference extension make their own. Raises ``CertificateError``.
+    """
+    if settings.deployment.spec.frontend.picker_tls == "none":
+        return None
+    if of_clients is not None:
+        return lambda: of_clients.pem
+    made = self_signed(settings.deployment.metadata.name)
+    return lambda: made
+
+
 def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
     """Build the media resolver, the renderer's client and the preparer. Raises ``ModelFolderError``."""
     settings = base.settings
@@ -150,7 +164,9 @@ class Dispatch(NamedTuple):
     handover: Handover | None
     encoding: ImageSender | None
     encoder_list: EncoderAnnouncer | None
+    encoder_weights: EncoderWeights | None
     stages: Stages
+    engines: EngineClient
     forwarder: Forwarder
 
 
@@ -165,7 +181,7 @@ def build_dispatch(
     settings, spec = base.settings, base.spec
     handover = build_handover(settings, base.fleet, base.upstream, base.metrics, lambda: renderer.usable)
     delivery: Delivery = handover or BytesDelivery()
-    encoding, encoder_list = _build_encoding(base, verification.probes, delivery, has_peers)
+    encoding, encoder_list, weights = _build_encoding(base, verification.probes, delivery, has_peers)
     exchange = EngineClient(base.upstream, spec.engine.type, settings.engine_key)
     offload = OffloadPolicy(spec.routing.min_prefill_tokens)
     shared = spec.engine.type, base.roles, base.fleet, placer, base.metrics, exchange.ask
@@ -174,7 +190,7 @@ def build_dispatch(
     on_send = verification.learning.on_send if verification.learning is not None else lambda sent, prepared: None
     waiting = _build_waiting(base, placer, admission)
     forwarder = Forwarder(placer, exchange, base.metrics, stages, delivery=delivery, waiting=waiting, on_send=on_send)
-    return Dispatch(handover, encoding, encoder_list, stages, forwarder)
+    return Dispatch(handover, encoding, encoder_list, weights, stages, exchange, forwarder)
 
 
 def _build_waiting(base: Base, placer: Placer, admission: TenantAdmission) -> WaitingLine | None:
@@ -190,18 +206,20 @@ def _build_waiting(base: Base, placer: Placer, admission: TenantAdmission) -> Wa
 
 def _build_encoding(
     base: Base, probes: EncoderProbes, delivery: Delivery, has_peers: Callable[[], bool]
-) -> tuple[ImageSender | None, EncoderAnnouncer | None]:
-    """Build the router's own encoding stage, or the list of encoders for engines that ask them directly."""
+) -> tuple[ImageSender | None, EncoderAnnouncer | None, EncoderWeights | None]:
+    """Build the router's own encoding stage with its weights, or the list of encoders for engines that ask them."""
     settings, spec = base.settings, base.spec
     if "encoder" not in base.roles:
-        return None, None
+        return None, None, None
     if base.engine.asks_encoders_itself:
-        return None, EncoderAnnouncer(settings.router_id, base.fleet, base.feed_of, spec.verification.timeout_seconds)
-    pods = EncoderPods(settings, base.fleet, probes, base.upstream, delivery)
+        seconds = spec.verification.timeout_seconds
+        return None, EncoderAnnouncer(settings.router_id, base.fleet, base.feed_of, seconds), None
+    weights = EncoderWeights(settings.resource_file, settings.deployment, base.fleet.changed)
+    pods = EncoderPods(settings, base.fleet, probes, base.upstream, delivery, weights)
     claims = EmbeddingClaims(settings.router_id, lambda: heard_encoders(base.fleet), base.feed_of, has_peers)
     encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post, claims=claims)
     base.fleet.change_listeners.append(lambda: encoding.update(pods.encoders()))
-    return encoding, None
+    return encoding, None, weights
 
 
 def build_needs_prompt(base: Base, preparer: Preparer, sampler: ParitySampler) -> Callable[[str], bool]:

@@ -70,6 +70,9 @@ class TenantAdmission:
     def weight(self, tenant: str) -> int:
         return WEIGHTS[self._limits(tenant).priority]
 
+    def is_concurrency_limited(self, tenant: str) -> bool:
+        return self._limits(tenant).concurrency is not None
+
     def admit(self, tenant: str) -> Permit:
         """Charge one request to a tenant. Raises :class:`RequestError` (429), which charges nothing."""
         limits = self._limits(tenant)

@@ -40,6 +40,7 @@ from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.continued_stream import Continuations, ContinuedStream
 from mmrouter_router.dispatch.forwarder import AttemptHistory, Forwarder
 from mmrouter_router.dispatch.stages import ForwardCall
+from mmrouter_router.dispatch.stored_responses import PREVIOUS, StoredResponses
 from mmrouter_router.encoding.encoder_queue import Mode
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, predicted_afterwards
 from mmrouter_router.explain.log_lines import log_decision
@@ -48,7 +49,7 @@ from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneEr
 from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.intake import COUNT_TOKENS, PARSERS, ChatRequest, Limits, TemplateTraits
 from mmrouter_router.intake.api_key_auth import Tenant, Tenants
-from mmrouter_router.intake.json_body import Raw
+from mmrouter_router.intake.json_body import Raw, work_size
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage, Prepared
 from mmrouter_router.scheduling.scoring import Policy
@@ -58,7 +59,7 @@ from mmrouter_router.telemetry.tracing import Tracing, child_span, enter, failur
 log = logging.getLogger("mmrouter.chat")
 
 BROKEN_OFF = "broken_off"  # the code of an answer that broke off
-STORED = "previous_response_id"
+BACKGROUND = "background"
 PRIORITY = "priority"  # removed: an engine compares the values of all tenants, so one tenant could overtake others
 REQUEST_ID = "x-mmrouter-request-id"
 CONTROL = b"x-mmrouter-control"
@@ -80,6 +81,7 @@ class Chat:
         tracing: Tracing,
         threads: WorkerThreads,
         admission: TenantAdmission,
+        stored: StoredResponses,
         *,
         adapters: Callable[[], frozenset[str]],
         needs_prompt: Callable[[str], bool],
@@ -97,7 +99,8 @@ class Chat:
         self._metrics, self._preparer, self._forwarder, self._tracing = metrics, preparer, forwarder, tracing
         of_template: dict[str, Any] = {"traits": TemplateTraits.of(preparer.prompter)}
         enabled, seeds, traits = spec.routing.continue_streams, spec.routing.seed_streams, settings.answer_traits
-        own = {"modelled": preparer.models_responses, "parses_tools": traits.tools, "stored": settings.stores_responses}
+        self.stored = stored
+        own = {"modelled": preparer.models_responses, "parses_tools": traits.tools, "stored": bool(stored.pools)}
         self._parsing = {**dict.fromkeys(MESSAGE_PATHS, of_template), RESPONSES: own}
         by_tokens = self._adapter.continuation
         self._continuations = Continuations(
@@ -183,17 +186,23 @@ class Chat:
         began = time.perf_counter()
         try:
             with child_span("intake"):
-                request = await self._threads.run(tenant.name, len(raw), self._parse, path, raw)
-            if tenant.salt is not None and request.body.get(STORED) is not None and path != CHAT:
-                message = "Stored responses are not served with API keys, because engines keep them for all clients."
-                raise RequestError.invalid(f"'{STORED}': {message}", param=STORED, code="unsupported_parameter")
+                request = await self._threads.run(tenant.name, work_size(raw), self._parse, path, raw)
+            holder = self.stored.holder_of_previous(request, tenant)
+            if request.stored and request.body.get(BACKGROUND) and self._admission.is_concurrency_limited(tenant.name):
+                message = "a limit on concurrent requests cannot count one whose end is not seen"
+                raise RequestError.invalid(
+                    f"'{BACKGROUND}': {message}.", param=BACKGROUND, code="unsupported_parameter"
+                )
             if tenant.salt is not None and request.body.pop(PRIORITY, None) is not None:
                 request.removed = (*request.removed, PRIORITY)
         finally:
             parsed = time.perf_counter()
             self._intake_seconds.observe(parsed - began)
         try:
-            return await self._preparer.prepare(request, tenant.salt, tenant.name, predict=predict)
+            prepared = await self._preparer.prepare(request, tenant.salt, tenant.name, predict=predict)
+            prepared.holder = "" if holder is None else holder.member.uid
+            prepared.pools = self.stored.pools if request.stored else frozenset()
+            return prepared
         finally:
             self._prepare_seconds.observe(time.perf_counter() - parsed)
 
@@ -203,7 +212,7 @@ class Chat:
         if unseen is None or not unseen.raw:
             return trace.as_json()
         try:
-            request = await self._threads.run("", len(unseen.raw), self._parse, unseen.endpoint, unseen.raw)
+            request = await self._threads.run("", work_size(unseen.raw), self._parse, unseen.endpoint, unseen.raw)
             prepared = await self._preparer.predict(request, unseen.images, unseen.salt)
         except RequestError:  # the engine refused it, too
             return trace.as_json()
@@ -253,10 +262,16 @@ class Chat:
         if path == COUNT_TOKENS:
             await respond_json(client, 200, extra, counted(prepared))
             return "200"
+        fetched = sum(4 * len(image.media.data) // 3 for image in prepared.images if image.media.source != "data")
+        if fetched:  # it is held as text of the engine's body, as that of a data: URI is
+            held.grow(held.size + fetched)
+            held.complete()
         work = partial(self._for_engine, prepared, tenant.name, repeatable=client.gateway is None)
-        outgoing, fingerprint = await self._threads.run(tenant.name, len(raw), work)
+        outgoing, fingerprint = await self._threads.run(tenant.name, prepared.request.work_size, work)
         sent = trace_context(headers) | ({} if outgoing.form is None else {"content-type": outgoing.form[0]})
         call = ForwardCall(request_id, prepared, outgoing, sent, policy, tenant.name, None, mode, client.gateway)
+        if prepared.request.stored:
+            call.stored_as = partial(self.stored.ids.make, request_id, tenant=tenant.name)
         past = AttemptHistory()
         stream: ContinuedStream | None = None
         reply = await self._forwarder.send(call, fingerprint, past)
@@ -270,6 +285,8 @@ class Chat:
                 raw = await reply.error_text()
                 field_of, hidden = self._adapter.prompt_error_field, {reply.decision.target.worker.member.name}
                 hidden.add(reply.trace.answers)
+                if prepared.holder and reply.answer.status == 404:
+                    raise self.stored.absent(prepared.request.body[PREVIOUS], PREVIOUS)
                 rewrite = partial(engine_error, prepared.request, reply.answer.status, raw, field_of, hidden)
                 await refuse(client, await self._threads.run(tenant.name, len(raw), rewrite), extra)
             else:
@@ -287,7 +304,8 @@ class Chat:
                     await respond_converted(client, reply, form, extra, partial(self._threads.run, tenant.name))
                 else:
                     await client.stream(reply.answer.status, passed + extra, reply.first, reply.answer)
-                self._answered(reply.trace, prepared, outgoing)
+                if not prepared.request.body.get(BACKGROUND):  # else its prompt may not be computed yet
+                    self._answered(reply.trace, prepared, outgoing)
             return str(reply.answer.status)
         except BaseException as error:
             (reply if stream is None else stream.reply).span.fail(failure_of(error))
@@ -311,6 +329,7 @@ class Chat:
         images = tuple(
             OutgoingImage(i.message, i.part, to_wire(i.identity), i.media, i.tokens)
             for i in (prepared.images if path == CHAT else ())
+            if i.modality == "image"
         )
         if path in PASSED_ROUTES:
             for name in prepared.request.removed:
@@ -318,6 +337,8 @@ class Chat:
             salt = {} if prepared.salt is None or path in UNCACHED else {"cache_salt": prepared.salt}
             return Outgoing(path, {**prepared.request.body, **salt}, form=prepared.request.form)
         rewrites = [image.rewrite() for image in images]
+        videos = [image for image in prepared.images if image.modality == "video"]
+        rewrites += prepared.video_rewrites()
         rewritten = self._adapter.rewrite_chat(
             prepared.request.body, rewrites, model=prepared.adapter or self._served_model, cache_salt=prepared.salt
         )
@@ -325,6 +346,7 @@ class Chat:
             self._metrics.stripped.labels(name).inc()
         way, added = self._continuations.plan(path, rewritten.body) if repeatable else (None, {})
         copied = sum(len(image.media.data) for image in images if not image.media.text)
+        copied += sum(len(video.media.data) for video in videos)
         run = partial(self._threads.run, tenant, copied + prepared.request.text_size)
         return Outgoing(path, {**rewritten.body, **added}, images, way=way, run=run)
 

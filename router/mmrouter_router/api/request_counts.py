@@ -50,6 +50,8 @@ class RequestCounts:
         worker = choice.winner.name
         self._child(metrics.prompt_blocks, worker).inc(blocks)
         self._child(metrics.overlap_blocks, worker).inc(hits)
+        if choice.winner.tier:
+            self._child(metrics.tier_blocks, worker).inc(choice.winner.tier)
         metrics.round_robin_blocks.inc(choice.round_robin)
         if blocks:
             metrics.hit_ratio.observe(hits / blocks)
@@ -61,7 +63,7 @@ class RequestCounts:
 
     def forget_worker(self, name: str) -> None:
         """Drop the series of a worker that is gone."""
-        for metric in (self._metrics.prompt_blocks, self._metrics.overlap_blocks):
+        for metric in (self._metrics.prompt_blocks, self._metrics.overlap_blocks, self._metrics.tier_blocks):
             if self._children.pop((metric, name), None) is not None:
                 metric.remove(name)
 

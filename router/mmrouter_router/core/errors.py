@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 import orjson
 
 SHOWN_CHARACTERS = 80
+SHOWN_NAMES: Final = 64
 RETRY: Final = {"Retry-After": "1"}  # seconds
 OVERLOADED: Final = frozenset({"queue_full", "router_full", "rate_limited", "concurrency_limited"})
 """Codes of refusals under overload, which are counted by code."""
@@ -86,8 +87,12 @@ class RequestError(Exception):
         return cls.invalid(message, param=param, code="unsupported_content_part")
 
     @classmethod
-    def unknown_model(cls, model: str) -> Self:
+    def unknown_model(cls, model: str, served: Sequence[str] = ()) -> Self:
+        """404; the message lists what is served, where that is given."""
         message = f"The model {shown(model)} does not exist or is not served here."
+        if served:
+            more = f" and {len(served) - SHOWN_NAMES} more" if len(served) > SHOWN_NAMES else ""
+            message += f" Served: {', '.join(served[:SHOWN_NAMES])}{more}."
         return cls(404, message, param="model", code="model_not_found")
 
     @classmethod
@@ -122,6 +127,15 @@ class RequestError(Exception):
         return cls(404, message, code="route_not_served")
 
     @classmethod
+    def unknown_response(cls, response_id: str, param: str) -> Self:
+        return cls(404, f"There is no response {shown(response_id)}.", param=param, code="response_not_found")
+
+    @classmethod
+    def lost_response(cls, response_id: str, param: str, why: str) -> Self:
+        """404: the response was stored in the memory of an engine that does not have it any more."""
+        return cls(404, f"The response '{response_id}' is lost: {why}.", param=param, code="response_lost")
+
+    @classmethod
     def method_not_allowed(cls, method: str, path: str, allowed: Sequence[str] = ("POST",)) -> Self:
         message = f"{method} is not allowed for {path[:SHOWN_CHARACTERS]}; use {' or '.join(allowed)}."
         return cls(405, message, code="method_not_allowed", headers={"Allow": ", ".join(allowed)})
@@ -130,6 +144,11 @@ class RequestError(Exception):
     def no_worker(cls, reason: str) -> Self:
         message = f"No engine can take the request now: {reason}. Try again."
         return cls(503, message, type="server_error", code="no_worker", headers=RETRY)
+
+    @classmethod
+    def no_frontend(cls) -> Self:
+        message = "No router that the gateway allows can take the request now. Try again."
+        return cls(503, message, type="server_error", code="no_frontend", headers=RETRY)
 
     @classmethod
     def busy(cls, message: str, *, param: str | None, code: str) -> Self:

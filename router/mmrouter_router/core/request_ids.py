@@ -56,5 +56,8 @@ def answered_name(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def without_prefix(name: str) -> str:
-    """Return the request id that an engine's answer id is made of, such as ``chatcmpl-ID``."""
-    return next((name.removeprefix(prefix) for prefix in _ANSWER_PREFIXES if name.startswith(prefix)), name)
+    """Return the request id in an engine's answer id: ``chatcmpl-ID``, or ``resp_ID_PLACE`` of a stored response."""
+    for prefix in _ANSWER_PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix).partition("_")[0]
+    return name

@@ -11,12 +11,14 @@ from typing import Literal, NamedTuple, cast, get_args
 import zmq
 
 from mmrouter_lib.api import MMRouterDeployment, load_deployment
-from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines import adapter, answering_args
 from mmrouter_lib.engines.base.continuation import AnswerTraits
 from mmrouter_lib.feed_keys import ROUTER_SECRET, SIDECAR_PUBLIC, FeedKeyError, Keys, read_keys
 from mmrouter_lib.model_folder import read_json
 
 Discovery = Literal["file", "kubernetes"]
+CONTROL_PORT = 8001
+RESOURCE_FILE = "deployment.json"
 DRAIN_SECONDS = 30.0
 CURVE_FILES = (ROUTER_SECRET, SIDECAR_PUBLIC)
 SERVICE_ACCOUNT_DIR = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -92,15 +94,12 @@ class Settings:
     def answer_traits(self) -> AnswerTraits:
         """Traits of the engines' answers. Raises ``ModelFolderError``."""
         spec = self.deployment.spec
-        args = [[*spec.engine.args, *pool.args] for pool in spec.pools if pool.role not in ("encoder", "renderer")]
-        return adapter(spec.engine.type).answer_traits(args, read_json(self.model_dir, "config.json"))
+        config = read_json(self.model_dir, "config.json")
+        return adapter(spec.engine.type).answer_traits(answering_args(self.deployment), config)
 
     @property
-    def stores_responses(self) -> bool:
-        """Whether engines of vLLM were started to keep responses, by a variable that only a pod template can set."""
-        pods = [pool.pod_template.get("spec") or {} for pool in self.deployment.spec.pools]
-        variables = [each for pod in pods for one in pod.get("containers") or () for each in one.get("env") or ()]
-        return any(each.get("name") == "VLLM_ENABLE_RESPONSES_API_STORE" for each in variables)
+    def resource_file(self) -> Path:
+        return self.config_dir / RESOURCE_FILE
 
     @property
     def chat_template(self) -> Path:
@@ -125,7 +124,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
     if discovery == "kubernetes" and not env.get("KUBERNETES_SERVICE_HOST"):
         raise SettingsError("KUBERNETES_SERVICE_HOST is not set: there is no API server to list pods from")
     return Settings(
-        deployment=load_deployment(config / "deployment.json"),
+        deployment=load_deployment(config / RESOURCE_FILE),
         router_id=hashlib.sha256(uid.encode()).hexdigest()[:8],
         pod_ip=env.get("POD_IP", "127.0.0.1"),
         config_dir=config,

@@ -16,7 +16,8 @@ from mmrouter_router.core.memory_trim import HeapTrimmer, malloc_trim
 
 INLINE_BYTES: Final = 32 * 1024
 """Bytes of input up to which work runs in the event loop, where a thread costs 0.1 ms. Every stage takes less than 1 ms
-for them but tokenizing, whose bound is in :mod:`mmrouter_router.request.prepare`."""
+for them but tokenizing, whose bound is in :mod:`mmrouter_router.request.prepare`, and work on many small objects, which
+:func:`mmrouter_router.intake.json_body.work_size` counts as more bytes."""
 LARGE_BYTES: Final = 1024 * 1024  # bytes of input above which work runs in the threads for large work
 THREADS: Final = 2
 """For either size. Python runs one at a time; what they gain is that tokenizing, hashing and decoding run beside it."""

@@ -13,7 +13,7 @@ from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.sglang_pair import PrefillHalf, PrefillRefusal
 from mmrouter_router.explain.decisions import DecisionTrace
-from mmrouter_router.fleet.workers import Target
+from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.http.gateway import Gateway, GatewayAnswer
 from mmrouter_router.http.upstream import Answer, Upstream
@@ -107,6 +107,11 @@ class EngineClient:
         """Send a request; its answer may not have begun. Raises :class:`UpstreamError`."""
         own = self._headers(target, request_id, headers)
         return await self._upstream.request(target.worker.member.ip, HTTP_PORT, "POST", path, own, body)
+
+    async def ask_about(self, worker: Worker, method: str, path: str) -> Answer:
+        """Send a request without a body about what an engine stores. Raises :class:`UpstreamError`."""
+        headers = {"authorization": self._authorization, "accept-encoding": "identity"}
+        return await self._upstream.request(worker.member.ip, HTTP_PORT, method, path, headers)
 
     def _headers(self, target: Target, request_id: str, headers: Mapping[str, str]) -> Mapping[str, str]:
         """Return a request's headers: the router's override ``headers`` but a content type."""

@@ -25,16 +25,9 @@ from mmrouter_router.http.engine_connection import Body, UpstreamError
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.http.upstream import Answer
 from mmrouter_router.request.prepared import CHAT, Prepared
+from mmrouter_router.scheduling.candidate_groups import NoWorkerError
 from mmrouter_router.scheduling.pipeline_stages import PipelineForm
-from mmrouter_router.scheduling.placer import (
-    ANSWERING,
-    Booking,
-    Decision,
-    NoWorkerError,
-    Placer,
-    QueueFullError,
-    RouteNotServedError,
-)
+from mmrouter_router.scheduling.placer import ANSWERING, Booking, Decision, Placer, QueueFullError, RouteNotServedError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, child_span, failure_of
 
@@ -153,7 +146,10 @@ class Forwarder:
         try:
             if self._waiting is None or past.tried:
                 return self._place(call, past)
-            return await self._waiting.place(call.tenant, lambda: self._place(call, past))
+            one, path = call.prepared, call.outgoing.path
+            outside = frozenset(self._outside(call.gateway)) if call.gateway is not None else None
+            engines = one.adapter, one.holder, one.pools, path if path in PASSED_ROUTES else "", outside
+            return await self._waiting.place(call.tenant, lambda: self._place(call, past), engines)
         except QueueFullError as error:
             raise RequestError.queue_full(str(error)) from error
 
@@ -193,7 +189,7 @@ class Forwarder:
         trace = self._trace(call, past, placed, decision, staged=False)
         span = _span(decision, past)
         try:
-            body = await outgoing.written(outgoing.fields)
+            body = await outgoing.written(call.named(outgoing.fields, placed.answering))
             sent = decision, trace, booking, outgoing.path, body, span.propagate(call.headers), span
             reply = await self._engines.reply_through(gateway, *sent)
         except BaseException as error:
@@ -226,7 +222,7 @@ class Forwarder:
         computed = (result.prefilled if result is not None else None) or decision
         trace = self._trace(call, past, placed, computed, staged=result is not None)
         span = _span(decision, past)
-        fields = result.fields if result is not None else outgoing.fields
+        fields = call.named(result.fields if result is not None else outgoing.fields, placed.answering)
 
         async def post(body: Body) -> EngineReply:
             if result is not None and result.read_by is not None and time.monotonic() >= result.read_by:
@@ -278,10 +274,10 @@ class Forwarder:
             return await self._engines.post(target, call.request_id, outgoing.path, body, {**headers, **own})
 
         half = PrefillHalf(computes, self._placer.begin(computes), post, call.headers, self._prefill_seconds)
-        body, own = await half_of(outgoing, half.decode_fields(decision.target))
-        headers = {**span.propagate(call.headers), **own}
         sent = time.monotonic()
         try:
+            body, own = await half_of(outgoing, half.decode_fields(decision.target))
+            headers = {**span.propagate(call.headers), **own}
             reply = await half.beside(
                 self._engines.reply(decision, trace, booking, outgoing.path, body, headers, span, half),
                 EngineReply.drop,

@@ -20,8 +20,9 @@ from mmrouter_router.handover.request_delivery import AddressedRequest, Buffered
 from mmrouter_router.http.engine_connection import Body, UpstreamError
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
+from mmrouter_router.scheduling.candidate_groups import NoWorkerError
 from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
-from mmrouter_router.scheduling.placer import Decision, NoWorkerError, Placer
+from mmrouter_router.scheduling.placer import Decision, Placer
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.streams.answer import StreamedAnswer
 from mmrouter_router.telemetry.metrics import Metrics
@@ -71,7 +72,8 @@ class StageResult:
 class ForwardCall:
     """A request on its way to engines. ``answer``: the part that the client has; the engine continues its token ids.
 
-    ``gateway``: sends it instead of the router.
+    ``gateway``: sends it instead of the router. ``stored_as``: returns the id under which the engine of a pod (its uid)
+    stores the answer, ``None`` where it stores none.
     """
 
     request_id: str
@@ -83,6 +85,11 @@ class ForwardCall:
     answer: StreamedAnswer | None = None
     encoder_mode: Mode | None = None
     gateway: Gateway | None = None
+    stored_as: Callable[[str], str] | None = None
+
+    def named(self, fields: Mapping[str, Any], pod: str) -> Mapping[str, Any]:
+        """Return the fields of the request for the engine of a pod, which names a stored answer by ``request_id``."""
+        return fields if self.stored_as is None else {**fields, "request_id": self.stored_as(pod)}
 
 
 class Stages:

@@ -24,6 +24,7 @@ from mmrouter_lib.engines.sglang.launch import ASKS_ENCODERS
 from mmrouter_lib.engines.vllm.stage_requests import StageError, encode_request, read_encoded
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.encoding.encoder_queue import Encoder
+from mmrouter_router.encoding.encoder_weights import EncoderWeights
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.workers import Fleet, Worker, prefer_admitted
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer, Delivery
@@ -146,9 +147,15 @@ class EncoderPods:
     """Encoders of the fleet for the image scheduler, by engine start, because a restart empties their caches."""
 
     def __init__(
-        self, settings: Settings, fleet: Fleet, probes: EncoderProbes, upstream: Upstream, delivery: Delivery
+        self,
+        settings: Settings,
+        fleet: Fleet,
+        probes: EncoderProbes,
+        upstream: Upstream,
+        delivery: Delivery,
+        weights: EncoderWeights,
     ) -> None:
-        deployment, spec = settings.deployment, settings.deployment.spec
+        deployment, spec, self._weights = settings.deployment, settings.deployment.spec, weights
         self._pools = {pool.name: pool for pool in spec.pools if pool.role == "encoder"}
         cache_bytes = LAUNCHERS[spec.engine.type].embedding_cache_bytes
         self._cache_bytes = {name: cache_bytes(deployment, pool) for name, pool in self._pools.items()}
@@ -170,7 +177,7 @@ class EncoderPods:
 
     def _encoder(self, worker: Worker) -> Encoder:
         pool = self._pools[worker.member.pool]
-        encoder = Encoder(_id(worker), pool.accelerator.kind, weight=pool.weight)
+        encoder = Encoder(_id(worker), pool.accelerator.kind, weight=self._weights.of(pool.name))
         size = self._cache_bytes[pool.name]
         return encoder if size is None else replace(encoder, cache_bytes=size)
 

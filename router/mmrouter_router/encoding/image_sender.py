@@ -105,7 +105,7 @@ class ImageSender:
         ]
 
     def update(self, encoders: Collection[Encoder]) -> None:
-        """Set the encoders, whose bounds never change. Work of one that is gone goes to the others."""
+        """Set the encoders, of which only weights change. Work of one that is gone goes to the others."""
         wanted = {encoder.id: encoder for encoder in encoders}
         before, self._joined = self._joined, wanted
         for name in before.keys() - wanted.keys():
@@ -114,6 +114,8 @@ class ImageSender:
         for name, encoder in wanted.items():
             if name not in before:
                 self._carry_out(self.scheduler.join(replace(encoder, id=self._scheduler_id(name)), self._clock()))
+            elif encoder.weight != before[name].weight:
+                self.scheduler.set_weight(self._scheduler_id(name), encoder.weight)
 
     def _scheduler_id(self, name: str) -> str:
         """An encoder that comes back gets a new id, because its cache may be empty."""

@@ -14,7 +14,7 @@ encoder that left, failed or stalled goes to the others. Every tie is broken by 
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from mmrouter_router.core.linear_cost import Line, guess
@@ -69,6 +69,11 @@ class EncoderScheduler:
         queue = EncoderQueue(encoder, self._first(encoder.kind) if best is None else best.rate.line)
         self.queues = dict(sorted([*self.queues.items(), (encoder.id, queue)]))
         return self._settle([queue], now, Outcome())
+
+    def set_weight(self, encoder: str, weight: int) -> None:
+        """Change an encoder's share of the work in the weighted modes. Unknown ids are ignored."""
+        if (queue := self.queues.get(encoder)) is not None:
+            queue.encoder = replace(queue.encoder, weight=weight)
 
     def leave(self, encoder: str, now: float) -> Outcome:
         """Drain an encoder: waiting images go to the others, running ones may end. Unknown ids are ignored.

@@ -19,6 +19,7 @@ MAX_TRACES = 1000
 MAX_TOKENS = 16_000_000  # prompt tokens of all traces, at about 10 bytes each
 TOKEN_BYTES = 10
 KEYS_SHOWN = 4096
+CANDIDATE_SHOWN = ("id", "overlap", "tier", "coming", "held", "scored")
 BODY_BYTES = 256 * 1024  # the largest body of an unpredicted request that is kept to predict it on demand
 
 
@@ -88,12 +89,13 @@ class DecisionTrace:
             "predicted": "before" if self.unpredicted is None else "no",
             "blocks": winner.blocks,
             "overlap": winner.overlap,
+            "tier": winner.tier,
             "regret": decision.choice.regret,
             "why": decision.choice.reason,
             "candidates": [
                 {
                     "worker": score.candidate.name,
-                    **{name: getattr(score.candidate, name) for name in ("id", "overlap", "coming", "held", "scored")},
+                    **{name: getattr(score.candidate, name) for name in CANDIDATE_SHOWN},
                     "terms": score.terms,
                     "cost": score.cost,
                 }

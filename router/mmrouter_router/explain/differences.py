@@ -83,8 +83,15 @@ def first_difference(predicted: Prediction, published: Sequence[Stored], *, alon
     if size not in sizes:
         return Difference("block_size", f"predicted blocks of {size} tokens, the engine publishes {sorted(sizes)}")
     runs = [run for run in _runs(published) if run.event.block_size == size]
+    starts: dict[int, list[int]] = {}  # first id of a block -> where such blocks begin
+    for at in range(0, len(predicted.ids), size):
+        starts.setdefault(predicted.ids[at], []).append(at)
     run, start = max(
-        ((run, start) for run in runs for start in range(0, 1 if run.rooted else max(1, len(predicted.ids)), size)),
+        (
+            (run, start)
+            for run in runs
+            for start in ((0,) if run.rooted or not run.ids else starts.get(run.ids[0], (0,)))
+        ),
         key=lambda pair: (_common(predicted.ids, pair[0].ids, pair[1]), -pair[1]),
     )
     if not alone and not _alike(predicted, run, start):
@@ -221,10 +228,11 @@ def predicted_prompt(prepared: Prepared) -> PredictedPrompt | None:
     if prepared.exactness == "affinity" or prepared.rendered:
         return None
     resolved = {image.identity for image in prepared.images if image.resolved}
-    stop = next((span.offset for span in prepared.spans if span.identity not in resolved), None)
+    spans = tuple(sorted(prepared.spans, key=lambda span: span.offset))  # videos may stand before images
+    stop = next((span.offset for span in spans if span.identity not in resolved), None)
     if stop is None:
-        return PredictedPrompt(prepared.ids, prepared.spans) if prepared.ids else None
-    before = tuple(span for span in prepared.spans if span.offset < stop)
+        return PredictedPrompt(prepared.ids, spans) if prepared.ids else None
+    before = tuple(span for span in spans if span.offset < stop)
     return PredictedPrompt(prepared.ids[:stop], before, whole=False) if stop else None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrouter_lib import feed
+from mmrouter_lib.cache_layout import DEVICE
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
 from mmrouter_lib.prompt import Prompter
@@ -77,7 +78,7 @@ def expected_blocks(prepared: Prepared, target: Target) -> ExpectedBlocks | None
     if not keys:
         return None
     end = blocks * block_size
-    shown = tuple(span for span in spans if span.offset < end)
+    shown = tuple(sorted((span for span in spans if span.offset < end), key=lambda span: span.offset))
     placeholder = prepared.ids[prepared.spans[0].offset] if prepared.spans else -1
     prediction = Prediction(ids[:end], shown, block_size, prepared.salt, placeholder)
     return ExpectedBlocks(worker.member.uid, rank, worker.sync.epoch, worker.sync.seq, keys, prediction)
@@ -99,7 +100,8 @@ async def check_parity(expected: ExpectedBlocks, fleet: Fleet, feeder: FeedClien
         return _unknown(expected, f"the sidecar does not return the published blocks: {error}")
     if gone:
         return _unknown(expected, "some blocks published since the decision are no longer available")
-    difference = first_difference(expected.prediction, stored, alone=False)
+    # A long prompt is compared at each of its blocks with each run of blocks that was published since.
+    difference = await asyncio.to_thread(first_difference, expected.prediction, stored, alone=False)
     if difference is None:
         # Published as predicted and no longer held is an eviction, not a difference.
         return _unknown(expected, "published as predicted, and evicted since")
@@ -132,10 +134,12 @@ async def published_blocks(
             except EventError:
                 continue  # counted by the sidecar, which has seen the same bytes
             for event in batch.events:
-                if isinstance(event, Stored) and event.group == worker.layout.primary:
-                    stored.append(event)
-                elif isinstance(event, Ragged) and event.group == worker.layout.primary:
+                if not isinstance(event, Stored | Ragged) or event.group != worker.layout.primary:
+                    continue
+                if isinstance(event, Ragged):
                     gone |= bool(event.hashes)
+                elif event.medium == DEVICE:
+                    stored.append(event)
     return stored, gone
 
 

@@ -21,15 +21,20 @@ class CacheQuery(NamedTuple):
         with_rule = {slot: rule for slot, rule in zip(slots, rules, strict=True) if rule} if any(rules) else {}
         return cls(mask_of({*slots} - with_rule.keys() - {NOWHERE}), with_rule, block_size)
 
+    def replaced(self, gone: Iterable[Slot], slots: Sequence[Slot], rules: Sequence[HitRule | None]) -> "CacheQuery":
+        """Return the query without some slots and with those of other targets."""
+        without = {*gone} - {NOWHERE}
+        left = {slot: rule for slot, rule in self.rules.items() if slot not in without}
+        more = CacheQuery.of(slots, rules, self.block_size)
+        return CacheQuery(self.leading & ~mask_of(without) | more.leading, left | more.rules, self.block_size)
+
 
 def cache_entry(worker: Worker, rank: int, block_size: int) -> tuple[Slot, HitRule | None]:
     """Return the slot of a rank, ``NOWHERE`` without hits, and its rule where it hits by more than leading blocks."""
     slot = worker.slots.get(rank)
     if slot is None or not worker.layout.comparable:
         return NOWHERE, None
-    if worker.layout.tails or worker.layout.recomputed or len(worker.layout.whole) > 1:
-        return slot, _hit_rule(worker, rank, block_size)
-    return slot, None
+    return slot, None if worker.layout.leading else _hit_rule(worker, rank, block_size)
 
 
 def cache_query(targets: Iterable[Target]) -> CacheQuery:

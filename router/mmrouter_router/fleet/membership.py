@@ -7,7 +7,7 @@ in effect and requests are served: the feed of a removed pod detects its end.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from mmrouter_router.core.settings import ApiServer
+from mmrouter_router.fleet.watched_objects import WatchedObjects
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -25,9 +26,12 @@ POLL_SECONDS = 0.1  # interval of the file's ``stat``; it bounds how long a dead
 
 @dataclass(frozen=True, slots=True)
 class Peer:
+    """A frontend. ``ready``: it takes requests."""
+
     uid: str
     name: str
     ip: str
+    ready: bool = True
 
 
 class Membership(NamedTuple):
@@ -85,7 +89,8 @@ OVER = frozenset({"Failed", "Succeeded"})
 def parse_pod(pod: Mapping[str, Any]) -> Member | Peer | None:
     """Return the engine pod or frontend that an object describes; ``None``: neither, without an address, or ended.
 
-    ``ready`` ignores the condition Ready, whose gates wait for this router. A pod that is being deleted is draining.
+    An engine's ``ready`` ignores the condition Ready, whose gates wait for this router. A pod that is being deleted is
+    draining.
     """
     metadata, status = pod.get("metadata") or {}, pod.get("status") or {}
     labels = metadata.get("labels") or {}
@@ -94,7 +99,7 @@ def parse_pod(pod: Mapping[str, Any]) -> Member | Peer | None:
         return None
     role = labels.get(ROLE_LABEL)
     if role == FRONTEND:
-        return Peer(uid, name, ip)
+        return Peer(uid, name, ip, ready=_is_true(status, "Ready") and not is_leaving(pod))
     pool = labels.get(POOL_LABEL)
     if role not in ENGINE_ROLES or not pool:
         return None
@@ -160,62 +165,26 @@ async def watch_pods(
     await ListWatch(connect, path, f"{DEPLOYMENT_LABEL}={deployment}", pods).run()
 
 
-class _PodListener:
-    """Keeps the members and peers among the watched pods; see ``mmrouter_kube.list_watch.Listener``."""
+class _PodListener(WatchedObjects["Member | Peer"]):
+    """Keeps the members and peers among the watched pods."""
 
     def __init__(self, own_uid: str, update: Callable[[Membership], None], metrics: Metrics) -> None:
-        self._own_uid, self._update, self._metrics = own_uid, update, metrics
-        self._by_uid: dict[str, Member | Peer] = {}
+        super().__init__(parse_pod, self._publish_membership, metrics, log, "members")
+        self._own_uid, self._update = own_uid, update
         self._leaving = False
         self._published: Membership | None = None
-        self._disconnected = False
 
-    def list_started(self) -> None:
-        """Nothing to note: only the watch adds pods."""
+    def removed(self, uid: str) -> None:
+        super().removed(uid)
+        self._leaving = self._leaving or uid == self._own_uid
 
-    def listed(self, objects: Sequence[Mapping[str, Any]]) -> None:
-        for pod in objects:
-            self._take(pod)
+    def take(self, obj: Mapping[str, Any]) -> None:
+        super().take(obj)
+        if obj["metadata"]["uid"] == self._own_uid:
+            self._leaving = self._leaving or is_leaving(obj)
 
-    def list_complete(self, uids: frozenset[str]) -> None:
-        for uid in self._by_uid.keys() - uids:
-            del self._by_uid[uid]
-        self._publish()
-
-    def event(self, type: str, obj: Mapping[str, Any]) -> None:
-        if type == "DELETED":
-            uid = obj["metadata"]["uid"]
-            self._by_uid.pop(uid, None)
-            self._leaving = self._leaving or uid == self._own_uid
-        else:
-            self._take(obj)
-        self._publish()
-
-    def connected(self) -> None:
-        self._metrics.discovery_synced.set(1)
-        if self._disconnected:
-            self._disconnected = False
-            log.info("connected to the API server again")
-
-    def failed(self, reason: str, error: Exception) -> None:
-        self._metrics.discovery_errors.labels(reason).inc()
-        self._metrics.discovery_synced.set(0)
-        if not self._disconnected and reason != "expired":
-            self._disconnected = True
-            log.warning("the API server cannot be watched, the last membership stays in effect: %r", error)
-
-    def _take(self, pod: Mapping[str, Any]) -> None:
-        uid = pod["metadata"]["uid"]
-        member = parse_pod(pod)
-        if member is None:
-            self._by_uid.pop(uid, None)
-        else:
-            self._by_uid[uid] = member
-        if uid == self._own_uid:
-            self._leaving = self._leaving or is_leaving(pod)
-
-    def _publish(self) -> None:
-        now = membership_of(self._by_uid.values(), self._own_uid, leaving=self._leaving)
+    def _publish_membership(self) -> None:
+        now = membership_of(self.by_uid.values(), self._own_uid, leaving=self._leaving)
         if now != self._published:
             self._published = now
             self._update(now)

@@ -2,15 +2,17 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from blake3 import blake3
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
-from mmrouter_lib.cache_layout import CacheLayout, cache_layout
+from mmrouter_lib.cache_layout import DEVICE, LOWER_TIERS, CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from mmrouter_router.fleet.cache_query import CacheQuery
 
 SyncRequest = feed.SnapshotRequest | feed.ReplayRequest
-INDEXED_MEDIUM = "GPU"  # device memory; vLLM says GPU on every device (docs/engine-facts/vllm.md#devices)
+RECENT: Final = 64  # changes that a fleet remembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class Worker:
     """State of one engine pod.
 
     ``slots`` has the index slot of each rank's primary cache group in the current epoch, ``beside`` those of the other
-    groups, by rank and group.
+    groups, by rank and group, ``below`` those of lower tiers, by rank and medium.
     """
 
     member: Member
@@ -65,6 +67,8 @@ class Worker:
     slots: dict[int, Slot] = field(default_factory=dict)
     usage: dict[int, RankUsage] = field(default_factory=dict)
     beside: dict[tuple[int, int], Slot] = field(default_factory=dict)
+    below: dict[tuple[int, str], Slot] = field(default_factory=dict)
+    lower_media: tuple[str, ...] = ()  # that are indexed
     layout: CacheLayout = field(default_factory=lambda: cache_layout(()))
     delta_event: asyncio.Event = field(default_factory=asyncio.Event)  # set by every delta; waiters clear it
     scope: Scope | None = None  # of SGLang: engines with equal scopes assign equal sentinels
@@ -140,6 +144,7 @@ class Fleet:
         self.loads = LoadColumns()
         self.workers: dict[str, Worker] = {}
         self.version = 0  # increases with every change of the candidates, for caches of derived values
+        self._recent: deque[str] = deque(maxlen=RECENT)  # pod uid of each of the last versions, or empty
         self._metrics, self._clock = metrics, clock
         self._adapters: tuple[int, frozenset[str]] = (-1, frozenset())  # of a version
         self.change_listeners: list[Callable[[], None]] = []  # of membership, sync, verification and engine state
@@ -180,16 +185,21 @@ class Fleet:
                     hits[slot] = blocks
         return hits
 
-    def touch(self, worker: Worker) -> None:
+    def changed_since(self, version: int) -> set[str] | None:
+        """Return the pod uids of the workers that changed after a version; ``None`` if that is too long ago."""
+        behind = self.version - version
+        return None if behind > len(self._recent) else {*islice(reversed(self._recent), behind)}
+
+    def touch(self, worker: Worker | None) -> None:
         """Note that what placement reads of a worker may have changed."""
         self.version += 1
-        worker.version = self.version
+        self._recent.append("" if worker is None else worker.member.uid)
+        if worker is not None:
+            worker.version = self.version
 
     def changed(self, worker: Worker | None = None) -> None:
         """Tell the listeners of a change, of one worker or of none that placement knows."""
-        self.version += 1
-        if worker is not None:
-            worker.version = self.version
+        self.touch(worker)
         for listener in tuple(self.change_listeners):
             listener()
 
@@ -270,7 +280,7 @@ class Fleet:
             worker.since = self._clock()  # the verification timeout restarts: this cache has proved nothing yet
         steps = self._carry_out(worker, worker.sync.on_heartbeat(beat))
         if beat.epoch == worker.sync.epoch:
-            steps += self._regroup(worker, cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter))
+            steps += self._regroup(worker, beat)
         quiet = ("seq", "shared")
         if (
             before is None
@@ -280,10 +290,14 @@ class Fleet:
             self.changed(worker)
         return steps
 
-    def _regroup(self, worker: Worker, layout: CacheLayout) -> list[SyncRequest]:
-        """Resync when other cache groups are to be indexed: the index holds the keys of the previous ones."""
-        before, worker.layout = worker.layout, layout
-        if (layout.primary, layout.groups) == (before.primary, before.groups):
+    def _regroup(self, worker: Worker, beat: Heartbeat) -> list[SyncRequest]:
+        """Resync when other cache groups or tiers are to be indexed: the index holds the keys of the previous ones."""
+        layout = cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter)
+        known = layout.leading and layout.comparable  # what other layouts load from lower tiers is not
+        media = tuple([medium for medium in LOWER_TIERS if known and medium in beat.lower_media])
+        before = worker.layout.primary, worker.layout.groups, worker.lower_media
+        worker.layout, worker.lower_media = layout, media
+        if (layout.primary, layout.groups, media) == before:
             return []
         self._retire(worker, tuple(worker.slots))
         if not worker.sync.synced:
@@ -302,7 +316,8 @@ class Fleet:
                     self._apply(worker, step)
                 case feed.SnapshotPart():
                     if self._indexed(worker, step.group, step.medium):
-                        self.index.store(self._slot(worker, step.rank, step.group), unpack_keys(step.keys))
+                        slot = self._slot(worker, step.rank, step.group, step.medium)
+                        self.index.store(slot, unpack_keys(step.keys))
                 case "synced":
                     for rank in range(worker.ranks):
                         self._slot(worker, rank, worker.layout.primary)
@@ -323,7 +338,7 @@ class Fleet:
             self._retire(worker, [delta.rank])
         if not self._indexed(worker, delta.group, delta.medium):
             return
-        slot = self._slot(worker, delta.rank, delta.group)
+        slot = self._slot(worker, delta.rank, delta.group, delta.medium)
         if delta.removed:
             self.index.remove(slot, unpack_keys(delta.removed))
         if delta.stored:
@@ -334,19 +349,24 @@ class Fleet:
                 usage.computed(keys)
 
     def _indexed(self, worker: Worker, group: int, medium: str) -> bool:
-        reason = "medium" if medium != INDEXED_MEDIUM else "group" if group not in worker.layout.groups else ""
+        known = medium == DEVICE or medium in worker.lower_media
+        reason = "" if known and group in worker.layout.groups else "group" if known else "medium"
         if reason:
             self._metrics.feed_ignored.labels(reason).inc()
         return not reason
 
-    def _slot(self, worker: Worker, rank: int, group: int) -> Slot:
-        """Return the slot of a group. Those of all groups of a rank begin and end together."""
+    def _slot(self, worker: Worker, rank: int, group: int, medium: str = DEVICE) -> Slot:
+        """Return the slot of a group, or of a lower tier. All of a rank begin and end together."""
         primary = worker.layout.primary
         if rank not in worker.slots:
             worker.slots[rank] = self.index.join()
             for other in worker.layout.groups - {primary}:
                 worker.beside[rank, other] = self.index.join()
+            for lower in worker.lower_media:
+                worker.below[rank, lower] = self.index.join()
             self.touch(worker)
+        if medium != DEVICE:
+            return worker.below[rank, medium]
         return worker.slots[rank] if group == primary else worker.beside[rank, group]
 
     def _retire(self, worker: Worker, ranks: Iterable[int]) -> None:
@@ -355,6 +375,8 @@ class Fleet:
                 self.index.retire(slot)
                 for place in [place for place in worker.beside if place[0] == rank]:
                     self.index.retire(worker.beside.pop(place))
+                for tier in [tier for tier in worker.below if tier[0] == rank]:
+                    self.index.retire(worker.below.pop(tier))
                 self.touch(worker)
 
     def _reset(self, worker: Worker) -> None:

@@ -9,7 +9,7 @@ This class bounds what uvicorn does not: the bytes of a head, and the time that 
 import asyncio
 import ctypes
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import httptools
@@ -178,7 +178,7 @@ class ClientConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def read_body(
-        self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray], held: BodyReservation
+        self, pieces: Sequence[bytes | bytearray], length: int, done: asyncio.Future[bytearray], held: BodyReservation
     ) -> None:
         """Read a body of ``length`` bytes, which begins with ``pieces``, into one buffer without the parser."""
         self.flow.pause_reading()
@@ -319,7 +319,7 @@ class _BodyReader(asyncio.BufferedProtocol):
     def __init__(
         self,
         connection: ClientConnection,
-        pieces: list[bytes],
+        pieces: Sequence[bytes | bytearray],
         length: int,
         done: asyncio.Future[bytearray],
         held: BodyReservation,

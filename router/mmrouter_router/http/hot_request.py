@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Final, Protocol
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -29,7 +29,7 @@ class Connection(Protocol):
     on_writable: Callable[[], None] | None
 
     def read_body(
-        self, pieces: list[bytes], length: int, done: asyncio.Future[bytearray], held: BodyReservation
+        self, pieces: Sequence[bytes | bytearray], length: int, done: asyncio.Future[bytearray], held: BodyReservation
     ) -> None: ...
 
     def linger(self) -> None: ...
@@ -54,7 +54,7 @@ class HotRequest:
         self.task: asyncio.Task[None] | None = None
         self.response_started = self.response_complete = self.disconnected = False
         self._connection, self._transport = connection, connection.transport
-        self._pieces: list[bytes] = []
+        self._pieces: list[bytes | bytearray] = []
         self.size = 0  # bytes of the body that the parser has delivered
         self.more_body = True
         self._wake_per_piece = False  # the length is unknown, so the reader checks the limit at every piece
@@ -106,7 +106,11 @@ class HotRequest:
         if piece is None:
             self.more_body = False
         else:
-            self._pieces.append(piece)
+            last = self._pieces[-1] if self._pieces else b""
+            if isinstance(last, bytearray) and len(last) < LARGE_BODY:
+                last += piece  # an object for each of many small chunks would take far more memory than their bytes
+            else:
+                self._pieces.append(bytearray(piece) if self._pieces else piece)
             self.size += len(piece)
         if (not self.more_body or self._wake_per_piece) and self._wake is not None and not self._wake.done():
             self._wake.set_result(None)

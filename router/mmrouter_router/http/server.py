@@ -184,14 +184,21 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-async def serve(clients: Server, others: list[Server], shutdown: Shutdown) -> None:
-    """Run all servers until a signal or ``shutdown.stop``; return when clients are answered or out of time."""
+async def serve(clients: Server, others: list[Server], shutdown: Shutdown, *, notice_seconds: float = 0.0) -> None:
+    """Run all servers until a signal or ``shutdown.stop``; return when clients are answered or out of time.
+
+    ``notice_seconds``: how long the first SIGTERM only drains, in a pod that has no hook to wait before it.
+    """
     loop = asyncio.get_running_loop()
     clients.linger = LINGER_SECONDS
 
     def handle_signal(name: str) -> None:
         if shutdown.stopping.is_set():
             clients.force_exit = True  # the second signal skips the drain
+        elif name == "SIGTERM" and notice_seconds and not shutdown.draining:
+            shutdown.drain(name)
+            loop.call_later(notice_seconds, shutdown.stop, name)
+            return
         shutdown.stop(name)
 
     async def exit_when_stopping() -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 
 from mmrouter_lib.tls_context import EngineTrust, refusal
+from mmrouter_router.core.addresses import address
 from mmrouter_router.http.engine_connection import Address, Body, EngineConnection, UpstreamError
 
 log = logging.getLogger("mmrouter.tls")
@@ -23,6 +24,7 @@ class Answer:
 
     def __init__(self, pool: "Upstream", address: Address, connection: EngineConnection) -> None:
         self._pool, self._address, self.connection = pool, address, connection
+        self._closed = False
         self.status, self.headers = connection.status, connection.headers
         self.piece, self.remaining, self.pour = connection.piece, connection.remaining, connection.pour
 
@@ -42,8 +44,13 @@ class Answer:
         return bytes(data[:limit])
 
     def close(self) -> None:
-        """Return the connection to the pool, or abort it where the answer was not read to its end."""
-        self._pool.release(self._address, self.connection)
+        """Return the connection to the pool, or abort it where the answer was not read to its end.
+
+        A second call does nothing: another request may have the connection by then.
+        """
+        if not self._closed:
+            self._closed = True
+            self._pool.release(self._address, self.connection)
 
 
 class Upstream:
@@ -150,7 +157,7 @@ class Upstream:
 
     async def _connect(self, address: Address, *, sent: bool) -> EngineConnection:
         loop, context = asyncio.get_running_loop(), self._context(address)
-        name = None if context is None or self._trust is None else self._trust.name
+        name = None if context is None or self._trust is None else self._trust.name or address[0]
         try:
             async with asyncio.timeout(self._connect_seconds):
                 _, connection = await loop.create_connection(
@@ -184,7 +191,7 @@ class Upstream:
 
 
 def _head(method: str, path: str, host: str, port: int, headers: Iterable[tuple[str, str]], length: int) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", f"host: {host}:{port}", f"content-length: {length}"]
+    lines = [f"{method} {path} HTTP/1.1", f"host: {address(host, port)}", f"content-length: {length}"]
     lines += [f"{name}: {value}" for name, value in headers]
     head = "\r\n".join(lines)
     if head.count("\r\n") != len(lines) - 1:

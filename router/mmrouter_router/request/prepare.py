@@ -6,6 +6,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import orjson
@@ -35,6 +36,7 @@ from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Rendered, Renderer
+from mmrouter_router.request.videos import resolve_video
 from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
 from mmrouter_router.telemetry.tracing import child_span
 
@@ -48,8 +50,9 @@ MAX_TEXT = 4 * 1024**2
 """Bytes of a body without its images up to which its prompt is predicted, if it has at most a million tokens."""
 MAX_ROTATED = 16_000_000
 """Pixels up to which it is tried whether a PNG or WebP rotates: 8 bytes of memory each. A JPEG is decoded smaller."""
+MAX_REASONS = 32  # videos that are named as reasons
 SEEDS = 4096  # tenants whose namespace seeds are cached
-_IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images only: every image becomes unresolved
+_IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images and videos only: every one becomes unresolved
 
 
 class PromptModel(NamedTuple):
@@ -132,6 +135,8 @@ class Preparer:
         self._identity_key = settings.identity_key
         self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
         self._max_pixels = settings.deployment.spec.routing.media.max_pixels
+        engine = settings.deployment.spec.engine.type
+        self._models_videos = engine == "vllm" and self.family is not None and self.family.video_id is not None
         self._seeds: dict[tuple[str | None, str], int] = {}
         self._probed: OrderedDict[bytes, _Probed] = OrderedDict()
 
@@ -167,10 +172,11 @@ class Preparer:
     ) -> Prepared:
         """Predict the prompt of a request with resolved images. Raises what :meth:`prepare` raises."""
         unresolved = tuple(image.unresolved for image in images if not image.resolved)
+        unmodelled = [f"media:{image.param}" for image in images if not image.modelled]
         labels = [r.label for r in request.inexact if images or r.reason not in _IMAGE_CAUSES]
-        reasons = list(dict.fromkeys((*labels, *unresolved)))
+        reasons = list(dict.fromkeys((*unmodelled[:MAX_REASONS], *labels, *unresolved)))
         exactness: Exactness = "partial" if unresolved else "exact"
-        if any(reason.reason not in _IMAGE_CAUSES for reason in request.inexact):
+        if unmodelled or any(reason.reason not in _IMAGE_CAUSES for reason in request.inexact):
             exactness = "affinity"
         unseen = not predict and exactness != "affinity" and not (self.family is not None and self.family.fragile)
         if unseen:
@@ -206,7 +212,7 @@ class Preparer:
                 await self._refuse_harmful(request, images, tenant)
             if span:
                 span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
-        fingerprint = await self._threads.run(tenant, len(request.source), self._fingerprint, request, images)
+        fingerprint = await self._threads.run(tenant, request.work_size, self._fingerprint, request, images)
         lora = "" if request.model == self._served_model else request.model
         prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt, lora), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
@@ -260,8 +266,9 @@ class Preparer:
                 raise
 
     async def _expand_off_loop(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
-        size = len(request.source)
-        if size <= INLINE_BYTES:
+        size = request.work_size
+        # The times of a video's frames are tokenized, and its placeholders are many.
+        if size <= INLINE_BYTES and not any(image.modality == "video" for image in images):
             try:  # a conversation whose earlier turns are cached has little new text
                 return self._expand(request, images, tenant, INLINE_TEXT)
             except NewTextError:
@@ -277,8 +284,8 @@ class Preparer:
                 expanded = self.prompter.completion(request.prompt, add_special_tokens=add_special_tokens)
             else:
                 # A forwarded request has no messages of its own: here they hold the beginning of its prompt.
-                body = request.body if request.endpoint == CHAT else {"messages": request.messages}
-                expanded = self.prompter.prompt(body, [image.in_prompt() for image in images])
+                body = request.body if request.endpoint == CHAT else request.as_chat or {"messages": request.messages}
+                expanded = self.prompter.prompt(body, [image.in_prompt() for image in images if image.modelled])
         except (TemplateError, PlaceholderError) as error:
             message = f"{str(error)[0].upper()}{str(error)[1:]}."
             raise RequestError.invalid(message, param=request.prompt_field, code="invalid_value") from error
@@ -295,7 +302,15 @@ class Preparer:
         for part, item in zip(request.media, others, strict=True):
             part.embed(await self._threads.run(tenant, len(item.data), item.data_uri))
         parts = zip(request.images, images, strict=True)
-        return tuple([await self._image(part, item, key, tenant) for part, item in parts])
+        resolved = [await self._image(part, item, key, tenant) for part, item in parts]
+        left = MAX_TOKENS
+        for part, item in zip(request.media, others, strict=True):
+            if part.kind == "video" and part.place is not None:
+                model = self.family if self._models_videos else None
+                work = partial(resolve_video, part, item, key, model, max_pixels=self._max_pixels, left=left)
+                resolved.append(await self._threads.run(tenant, len(item.data), work))
+                left -= resolved[-1].tokens
+        return tuple(resolved)
 
     async def _digest(self, images: Images, tenant: str) -> None:
         for image in images:

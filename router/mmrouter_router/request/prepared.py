@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import orjson
 
@@ -13,7 +13,9 @@ from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.continuation import Way
+from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.prompt import PromptImage
+from mmrouter_lib.video_header import VideoHeader
 from mmrouter_router.fleet.workers import KeyForm
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import ChatRequest
@@ -25,9 +27,10 @@ from mmrouter_router.sentinels.table import FilledPrompt, Scope, Values, fill_se
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
-    """One image of a request: its position, its bytes, and its identity and tokens for the engine.
+    """One image or video of a request: its position, its bytes, and its identity and tokens for the engine.
 
     ``unresolved``: why its tokens (``cause:field``) are unknown; its size and token count are then estimates.
+    ``video``: a resolved video's header. ``modelled``: not a video of a family or an engine whose videos are not.
     """
 
     message: int
@@ -39,6 +42,9 @@ class ResolvedImage:
     height: int
     tokens: int
     unresolved: str = ""
+    modality: Literal["image", "video"] = "image"
+    video: VideoHeader | None = None
+    modelled: bool = True
 
     @property
     def resolved(self) -> bool:
@@ -47,12 +53,16 @@ class ResolvedImage:
     def in_prompt(self) -> PromptImage:
         """Return the image for the prompt; an unresolved one is random, because no block from it on may match."""
         identity = self.identity if self.resolved else secrets.token_bytes(32)
-        return PromptImage(identity, self.tokens, (self.width, self.height))
+        video = self.video if self.resolved else None
+        return PromptImage(identity, self.tokens, (self.width, self.height), self.modality, video)
 
 
 @dataclass
 class Prepared:
-    """A request that is ready to be placed; ``ids`` and ``spans`` are empty where the prompt is not predicted."""
+    """A request that is ready to be placed; ``ids`` and ``spans`` are empty where the prompt is not predicted.
+
+    ``images``: the images, then the videos, whose bytes are in the body already.
+    """
 
     request: ChatRequest
     salt: str | None
@@ -68,6 +78,8 @@ class Prepared:
     may_have_states: bool = False  # of the model: ``Family.may_have_states``
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
     adapter: str = ""  # name of the LoRA adapter that answers, empty for the model itself
+    holder: str = ""  # uid of the only pod that can answer: its engine stores the response that the request continues
+    pools: frozenset[str] = frozenset()  # the only pools that may answer, empty: all
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 
@@ -96,6 +108,11 @@ class Prepared:
 
             filled = self._filled[scope] = fill_sentinels(self.ids, self.spans, values)
         return filled
+
+    def video_rewrites(self) -> list[ImageRewrite]:
+        """Return the identities for the engine of videos, whose bytes are in the body already."""
+        videos = [image for image in self.images if image.modality == "video" and image.modelled]
+        return [ImageRewrite(video.message, video.part, NO_URL, to_wire(video.identity)) for video in videos]
 
     def exactness_for(self, scope: Scope | None) -> tuple[Exactness, tuple[str, ...]]:
         """Return how exactly the prompt is predicted for engines of a scope, and the reasons against exactness."""

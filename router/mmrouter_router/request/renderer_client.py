@@ -164,7 +164,7 @@ def _with_identities(message: Mapping[str, Any]) -> dict[str, Any]:
         return dict(message)
     parts = [
         {"uuid": part["uuid"]}
-        if isinstance(part, Mapping) and part.get("type") == "image_url" and part.get("uuid")
+        if isinstance(part, Mapping) and part.get("type") in ("image_url", "video_url") and part.get("uuid")
         else part
         for part in content
     ]

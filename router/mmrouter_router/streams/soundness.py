@@ -45,7 +45,7 @@ _TEXTS: Final[Mapping[str, str]] = {
     "bad_words": f"{_IDS} bad words",
     "logprobs": f"{_IDS} these log probabilities",
     "reasoning": f"{_IDS} a reasoning parser",
-    "field": f"{_IDS} a field of the request that the router does not know",
+    "field": f"{_IDS} a field of the request that continuation does not support",
     "too_long": "the answer is longer than the router keeps",
     "limit": f"it was already continued {MAX_CONTINUATIONS} times",
     "diverged": "another engine gave a different answer",

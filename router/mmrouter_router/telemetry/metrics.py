@@ -51,10 +51,11 @@ class Metrics(Collector):
         )
         self.decisions = counter("decisions", "Routing decisions by exactness and reason", "exactness", "reason")
         self.unresolved = counter(
-            "unresolved_images", "Images that were served without a prediction, by cause", "reason"
+            "unresolved_images", "Images and videos that were served without a prediction, by cause", "reason"
         )
         self.prompt_blocks = counter("prompt_blocks", "Complete prompt blocks of routed requests", "worker")
         self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held", "worker")
+        self.tier_blocks = counter("tier_blocks", "Further prompt blocks that its lower tiers held", "worker")
         self.round_robin_blocks = counter(
             "round_robin_blocks",
             "Prompt blocks that round robin would have found in the same caches: what the candidates hold on average",

@@ -106,8 +106,12 @@ class RenderSampler:
             return
         if (prompt := predicted_prompt(prepared)) is None:
             return
+        images = sum(4 * len(image.media.data) // 3 for image in prepared.images)
+        if self.queue.full() or images > self._free_bytes:
+            self._metrics.parity_dropped.inc()
+            return
         sample = _RenderSample(trace, prompt, body())
-        if self.queue.full() or sample.size > self._free_bytes:
+        if sample.size > self._free_bytes:
             self._metrics.parity_dropped.inc()
             return
         self._free_bytes -= sample.size
@@ -130,7 +134,7 @@ class RenderSampler:
 
     async def _compare(self, sample: _RenderSample) -> RenderVerdict:
         try:
-            ids, spans = await self._renderer.render(orjson.loads(sample.body))
+            ids, spans = await self._renderer.render(await asyncio.to_thread(orjson.loads, sample.body))
         except EngineRequestError as error:
             return RenderVerdict("Unknown", 0, f"renderer_{error.cause}", str(error))
         return compare_rendering(sample.prompt, ids, spans)

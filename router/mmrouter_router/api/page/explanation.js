@@ -33,7 +33,8 @@ function parts(trace) {
     trace.predicted === "no"
       ? `${plural(trace.prompt_tokens, "prompt token")}; the prompt was not predicted`
       : `${plural(trace.prompt_tokens, "prompt token")} in ${plural(trace.blocks, "block")} of ${trace.block_size}, ` +
-        `of which the worker held ${number(trace.overlap)}`;
+        `of which the worker held ${number(trace.overlap)}` +
+        (trace.tier ? ` and, after those, ${number(trace.tier)} in lower tiers` : "");
   return [
     el("p", { class: "lead" }, `${trace.worker}: ${trace.why}`),
     trace.regret

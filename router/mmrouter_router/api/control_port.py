@@ -1,26 +1,31 @@
-"""The apps of the ports: for clients (8000), control with a token (8001; docs/architecture.md), and metrics (9090)."""
+"""The app of the port for control (8001), with a token (docs/architecture.md).
+
+Importing FastAPI takes a fifth of the router's start, so :class:`.late_app.LateApp` does it while other ports serve.
+"""
 
 import asyncio
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass
+from importlib import import_module
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import aiohttp
 import msgspec
-from fastapi import Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, Header, HTTPException, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
+from prometheus_client import Counter
 
 from mmrouter_lib.engines.base.request_fields import Endpoint
 from mmrouter_lib.prompt import Prompter
 from mmrouter_router.api.chat import Chat
+from mmrouter_router.api.client_port import error_response
 from mmrouter_router.api.live_page import page_routes
 from mmrouter_router.api.live_view import MAX_PAGES, LiveView
 from mmrouter_router.api.operator_report import Reporter, encoder_standing, events
+from mmrouter_router.core.addresses import address
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.core.request_ids import NAME_HEADER, answered_name, without_prefix
+from mmrouter_router.core.request_ids import without_prefix
+from mmrouter_router.core.settings import CONTROL_PORT
 from mmrouter_router.dispatch.sglang_pair import choose_pair
 from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.encoding.encoder_pods import ProbeState
@@ -30,162 +35,14 @@ from mmrouter_router.explain.parity_check import verdict_json
 from mmrouter_router.fleet.holder_table import bits
 from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
-from mmrouter_router.http.client_channel import Message, Receive, Scope, Send
-from mmrouter_router.http.hot_request import HotRequest
-from mmrouter_router.http.server import Shutdown
-from mmrouter_router.intake import PARSERS
-from mmrouter_router.intake.api_key_auth import DEFAULT, Tenants
+from mmrouter_router.intake.api_key_auth import DEFAULT
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.scheduling.placer import NoWorkerError, Placer
-from mmrouter_router.telemetry.metrics import Metrics
+from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.verify.sampling import ParitySampler
 
-CLIENT_PORT, METRICS_PORT = 8000, 9090
-MODELS, HEALTH, READY, PING = "/v1/models", "/health", "/ready", "/ping"
-READ = ["GET", "HEAD"]  # methods of a route that reads
-CONTROL_PORT = 8001
 PEER_SECONDS = 2.0
 PARITY_SECONDS = 0.5  # how long a requested comparison waits for missing blocks
-
-
-def client_app(chat: Chat, metrics: Metrics, shutdown: Shutdown, ready: Callable[[], bool], about: "About") -> Any:
-    """Return the ASGI app for clients.
-
-    The hot routes bypass the framework, whose overhead exceeds that of a routing decision.
-    """
-    fallback = _public_app(chat.tenants, ready, about)
-    hot = PARSERS.keys()
-
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if shutdown.draining:
-            send = shutdown.closing(send)
-        if scope["type"] == "http":
-            scope = {**scope, "path": _without_slash(scope["path"])}
-        if scope["type"] == "http" and scope["path"] in hot:
-            await chat(scope, receive, send)
-        else:
-            await fallback(scope, receive, _counting(metrics, scope, _naming(scope, send)))
-
-    async def serve_hot(client: HotRequest) -> None:
-        if shutdown.draining:
-            client.keep_alive = False
-        client.path = _without_slash(client.path)
-        await chat.answer(client)
-
-    raw_paths = [each for path in hot for each in (path.encode(), f"{path}/".encode())]
-    app.hot = dict.fromkeys(raw_paths, serve_hot)  # type: ignore[attr-defined] # read by ClientConnection
-    return app
-
-
-def _without_slash(path: str) -> str:
-    """Return a path without the slash at its end: a redirect would make some clients send no body."""
-    return path.removesuffix("/") or path
-
-
-def metrics_app(metrics: Metrics, ready: Callable[[], bool]) -> FastAPI:
-    app = FastAPI(title="mmrouter metrics", openapi_url=None)
-
-    @app.api_route("/healthz", methods=READ)
-    async def alive() -> Response:
-        return Response("ok")
-
-    @app.api_route("/readyz", methods=READ)
-    async def is_ready() -> Response:
-        state = ready()
-        return JSONResponse({"ready": state}, 200 if state else 503)
-
-    @app.api_route("/metrics", methods=READ)
-    async def exposition() -> Response:
-        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    return app
-
-
-@dataclass(frozen=True)
-class About:
-    """What the cold routes tell: the model list, releases, and whether an engine can take a request."""
-
-    models: Callable[[], list[dict[str, Any]]]
-    versions: Callable[[], dict[str, str]]
-    serves: Callable[[], bool]
-
-
-def _public_app(tenants: Tenants, ready: Callable[[], bool], about: About) -> FastAPI:
-    app = FastAPI(title="mmrouter", openapi_url=None)
-
-    app.add_exception_handler(RequestError, error_response)
-
-    @app.exception_handler(404)
-    @app.exception_handler(405)
-    async def no_route(request: Request, error: Exception) -> Response:
-        method, path = request.method, request.url.path
-        if getattr(error, "status_code", 404) != 405:
-            return await error_response(request, RequestError.not_found(method, path))
-        allowed = getattr(error, "headers", None) or {}
-        methods = sorted(allowed.get("Allow", ", ".join(READ)).split(", "))
-        return await error_response(request, RequestError.method_not_allowed(method, path, methods))
-
-    @app.api_route(MODELS, methods=READ)
-    async def models(request: Request) -> dict[str, Any]:
-        tenants.authenticate(request.scope["headers"])
-        return {"object": "list", "data": about.models()}
-
-    @app.api_route(f"{MODELS}/{{name:path}}", methods=READ)
-    async def one_model(request: Request, name: str) -> dict[str, Any]:
-        tenants.authenticate(request.scope["headers"])
-        found = next((model for model in about.models() if model["id"] == name), None)
-        if found is None:
-            raise RequestError.unknown_model(name)
-        return found
-
-    @app.api_route("/version", methods=READ)
-    async def version(request: Request) -> dict[str, str]:
-        tenants.authenticate(request.scope["headers"])
-        return about.versions()
-
-    @app.api_route(PING, methods=[*READ, "POST"])
-    @app.api_route(HEALTH, methods=READ)
-    async def health() -> Response:
-        return Response(status_code=200 if ready() else 503)
-
-    @app.api_route(READY, methods=READ)
-    async def can_serve() -> Response:
-        return Response(status_code=200 if ready() and about.serves() else 503)
-
-    return app
-
-
-async def error_response(_: Request, error: Exception) -> Response:
-    """Return a :class:`RequestError` in OpenAI's shape."""
-    assert isinstance(error, RequestError)
-    return Response(error.to_body(), error.status, headers=error.headers, media_type="application/json")
-
-
-def _counting(metrics: Metrics, scope: Scope, send: Send) -> Send:
-    """Return ``send`` that counts the answer. Unknown paths count as ``other``, to bound the label."""
-    path = scope.get("path", "")
-    if path in (HEALTH, READY, PING):
-        return send  # polled by load balancers
-
-    async def send_counted(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            label = MODELS if path == MODELS or path.startswith(f"{MODELS}/") else "other"
-            metrics.requests.labels(label, str(message["status"])).inc()
-        await send(message)
-
-    return send_counted
-
-
-def _naming(scope: Scope, send: Send) -> Send:
-    """Return ``send`` that adds the request's name to the answer."""
-
-    async def send_named(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            name = (NAME_HEADER, answered_name(scope.get("headers", ())))
-            message = {**message, "headers": [*message.get("headers", ()), name]}
-        await send(message)
-
-    return send_named
 
 
 def control_app(
@@ -363,11 +220,13 @@ def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
 
 
 async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, parity: bool) -> Any | None:
+    # Only routers with peers need it, and only for decisions of theirs; in a thread, as requests wait for the loop.
+    aiohttp = await asyncio.to_thread(import_module, "aiohttp")
     headers, timeout = {"authorization": f"Bearer {token}"}, aiohttp.ClientTimeout(total=PEER_SECONDS)
     query = "ask=false&parity=true" if parity else "ask=false"
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for peer in peers:
-            url = f"http://{peer.ip}:{CONTROL_PORT}/control/decisions/{quote(request_id, safe='')}?{query}"
+            url = f"http://{address(peer.ip, CONTROL_PORT)}/control/decisions/{quote(request_id, safe='')}?{query}"
             try:
                 async with session.get(url, headers=headers) as answer:
                     if answer.status == 200:
