@@ -11,7 +11,7 @@ from types import FrameType
 WITHOUT_OPTIONS = ("router", "sidecar", "fetch-metadata", "engine-certificate")
 USAGES = {"plugin": "FOLDER", "shared-memory": "FOLDER GROUP"}
 EXTRAS = {
-    **dict.fromkeys(("router", "fetch-metadata"), "router"),
+    **dict.fromkeys(("router", "fetch-metadata", "gateway"), "router"),
     **dict.fromkeys(("up", "demo"), "local"),
     "sidecar": "sidecar",
     "operator": "operator",

@@ -53,7 +53,7 @@ app.command()(cluster_commands.rotate_keys)
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def top(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     """Handle options without a command."""
     if version:
         typer.echo(__version__)
@@ -68,10 +68,10 @@ def up(
         Path | None, typer.Option(help="With --engines path: the environment whose bin/ holds the engine's command.")
     ] = None,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Send a short workload, show how it was routed, and leave.")
+        bool, typer.Option("--demo", help="Send a short workload, show how it was routed, and exit.")
     ] = False,
     gateway: Annotated[
-        Literal["envoy"] | None, typer.Option(help="Run Envoy too, which asks the routers where requests go.")
+        Literal["envoy"] | None, typer.Option(help="Also run Envoy in front, with the routers as its endpoint picker.")
     ] = None,
     as_json: Json = False,
     wait: Annotated[float, typer.Option(help="Seconds until everything must be ready.")] = 600.0,
@@ -123,11 +123,63 @@ def up(
 
 
 @app.command()
+def gateway(
+    config: Annotated[
+        Path | None, typer.Option(help="Aliases and weighted splits, YAML or JSON; read again when it changes.")
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", help="In a pod: the deployments' namespace. Default: what `up` runs here."),
+    ] = None,
+    selector: Annotated[str, typer.Option(help="With --namespace: labels of the deployments. Default: all.")] = "",
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. Default: all of a pod, else one of 127.1.0.0/16.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port for clients.")] = 8080,
+    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Port for health and metrics.")] = 9090,
+    api_keys: Annotated[
+        Path | None, typer.Option(help="A folder of client keys, one file per tenant. Default: none is needed.")
+    ] = None,
+    tls: Annotated[Path | None, typer.Option(help="A folder with tls.crt and tls.key, to serve TLS.")] = None,
+    ca: Annotated[Path | None, typer.Option(help="A folder with ca.crt, for deployments that serve TLS.")] = None,
+    max_request_bytes: Annotated[str, typer.Option(help="Largest request body.")] = "64Mi",
+    max_held_bytes: Annotated[str, typer.Option(help="Limit of all request bodies that are held.")] = "256Mi",
+) -> None:
+    """Serve many deployments at one address, until ctrl-C: the model of a request decides which one gets it."""
+    from mmrouter_cli.local import gateway as local
+    from mmrouter_cli.local.folders import LocalError
+    from mmrouter_lib.api import quantity_bytes
+    from mmrouter_router.gateway.app import GatewaySettings, main
+
+    try:
+        request_bytes, held_bytes = quantity_bytes(max_request_bytes), quantity_bytes(max_held_bytes)
+    except ValueError as error:
+        leave(f"--max-request-bytes and --max-held-bytes are numbers of bytes such as 64Mi: {error}")
+    try:
+        discover = local.discover if namespace is None else local.of_namespace(namespace, selector)
+        with local.address(host, (port, metrics_port), in_pod=namespace is not None) as taken:
+            settings = GatewaySettings(
+                host=taken,
+                port=port,
+                metrics_port=metrics_port,
+                config=config,
+                api_keys=api_keys,
+                tls=tls,
+                ca=ca,
+                max_request_bytes=request_bytes,
+                max_held_bytes=held_bytes,
+            )
+            raise typer.Exit(main(settings, discover))
+    except LocalError as error:
+        leave(str(error))
+
+
+@app.command()
 def demo(
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="The engine that is simulated.")] = "vllm",
     as_json: Json = False,
 ) -> None:
-    """Run a small deployment with simulated engines, send a short workload, show how it was routed, and leave."""
+    """Run a small deployment with simulated engines, send a short workload, show how it was routed, and exit."""
     up(EXAMPLES / DEMOS[engine], demo=True, as_json=as_json)
 
 
@@ -176,9 +228,9 @@ def verify(
     control: Control = None,
     token: Token = None,
     api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
-    rounds: Annotated[int, typer.Option(min=1, max=20, help="Rounds under fresh text.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, max=20, help="Number of rounds, each with new text.")] = 3,
     strict: Annotated[
-        bool, typer.Option(help="Fail on a partial decision; --no-strict holds it to the blocks before its image.")
+        bool, typer.Option(help="Fail on a partial decision; --no-strict checks it up to its first unpredicted image.")
     ] = True,
     cacert: CaCert = None,
     insecure: Insecure = False,
@@ -220,7 +272,7 @@ def explain(
     path: Annotated[str, typer.Option(help="With --dry-run: the request's path.")] = "/v1/chat/completions",
     control: Control = None,
     token: Token = None,
-    api_key: Annotated[str | None, typer.Option(help="With --dry-run: whose request it is.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="With --dry-run: the API key of the request's tenant.")] = None,
     parity: Annotated[
         bool, typer.Option("--parity", help="With a request id: compare the prediction with what the engine holds.")
     ] = False,

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mmrouter_cli.status.view import View
 
 
-_CRD_HEADER = "# Made from the models in mmrouter/api by `mmrouter crd`: change those, not this file.\n"
+_CRD_HEADER = "# Made from the models in mmrouter/mmrouter_lib/api by `mmrouter crd`: change those, not this file.\n"
 
 
 def status(
@@ -111,7 +111,7 @@ def ui(
             leave("--namespace and --kubeconfig go with a name")
         pages = asyncio.run(live_pages.of_endpoint(control_or_leave(target, control, token)))
         raise typer.Exit(0 if _show_pages(pages, as_json=as_json) else FAILED)
-    from mmrouter_cli.cluster_reader import ClusterError
+    from mmrouter_cli.cluster.reader import ClusterError
 
     if control is not None:
         leave("--control goes with a URL")
@@ -172,7 +172,7 @@ def doctor(
 
     url = url or _local_unless(name, namespace, kubeconfig, control)
     if url is None:
-        from mmrouter_cli.cluster_reader import ClusterError
+        from mmrouter_cli.cluster.reader import ClusterError
 
         if control is not None and name is None:
             leave("--control belongs to one deployment: name it, or give --url")
@@ -197,8 +197,8 @@ def rotate_keys(
     wait: Annotated[float, typer.Option(help="Seconds until every pod must have the keys of a step.")] = 600.0,
 ) -> None:
     """Replace the keys between routers and sidecars without a restart; exit status 1 if it is not completed."""
-    from mmrouter_cli import key_rotation
-    from mmrouter_cli.cluster_reader import ClusterError
+    from mmrouter_cli.cluster import key_rotation
+    from mmrouter_cli.cluster.reader import ClusterError
 
     try:
         asyncio.run(key_rotation.on_cluster(name, namespace, kubeconfig, typer.echo, wait))

@@ -67,7 +67,8 @@ def _prompt(trace: dict[str, Any]) -> str:
     tokens = f"{trace['prompt_tokens']} prompt tokens"
     predicted = trace.get("predicted", "before")
     if predicted == "before":
-        return f"{trace['overlap']} of {size} held, {tokens}"
+        below = f", {trace['tier']} more in lower tiers" if trace.get("tier") else ""
+        return f"{trace['overlap']} of {size} held{below}, {tokens}"
     if predicted == "afterwards":
         return f"{size}, {tokens}, predicted only now: holders were not looked up then"
     return "its prompt was not examined and is not kept"
@@ -129,14 +130,16 @@ def _candidates(trace: dict[str, Any]) -> Table:
     terms = [term for term in every if any(candidate["terms"].get(term) for candidate in candidates)]
     left_out = [term for term in every if term not in terms]
     caption = Text(f"0 for all: {', '.join(left_out)}") if left_out else None
-    numbers = ("overlap", "in cache", *terms, "cost")
+    tiers = ["lower tiers"] if any(candidate.get("tier") for candidate in candidates) else []
+    numbers = ("overlap", *tiers, "in cache", *terms, "cost")
     title = "candidates, best first"
     shown = table(title, "worker", *numbers, right=numbers, caption=caption, caption_justify="left")
     for candidate in candidates:
         name = candidate["worker"] if candidate["scored"] else f"{candidate['worker']} (not verified)"
         values = [f"{candidate['terms'].get(term, 0):g}" for term in terms]
         overlap = str(candidate["overlap"]) if trace.get("predicted", "before") == "before" else "-"
-        shown.add_row(name, overlap, str(candidate["held"]), *values, f"{candidate['cost']:g}")
+        below = [str(candidate["tier"]) for _ in tiers]
+        shown.add_row(name, overlap, *below, str(candidate["held"]), *values, f"{candidate['cost']:g}")
     return shown
 
 

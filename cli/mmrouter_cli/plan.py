@@ -109,7 +109,7 @@ def from_file(dep: MMRouterDeployment, old: MMRouterDeployment, config: Operator
 async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config: OperatorConfig) -> ChangeReport:
     """Return the steps from what the cluster runs. Raises :class:`PlanError` and ``SpecError``."""
     # The cluster's client takes a second to import, and comparing files does not need it.
-    from mmrouter_cli.cluster_reader import ClusterError, reading
+    from mmrouter_cli.cluster.reader import ClusterError, reading
 
     try:
         async with reading(kubeconfig) as cluster:
@@ -166,7 +166,7 @@ def _report(
     return ChangeReport(
         name=dep.metadata.name,
         changes=changes,
-        restarts={name: tuple(p for p in changes if _restarts(p, pools.get(name, ""))) for name in sorted(restarted)},
+        restarts={name: _reasons(changes, pools.get(name, "")) for name in sorted(restarted)},
         rehearsal=rehearsal,
         adopting=_adopting(rendered, desired, snapshot, dep),
         warnings=tuple(pair.sentence() for pair in mismatches(dep)),
@@ -185,19 +185,18 @@ def _choices(dep: MMRouterDeployment) -> tuple[str, ...]:
 def _gateway_lines(dep: MMRouterDeployment) -> Iterator[str]:
     """Yield the objects for gateways, and what a gateway needs beyond them."""
     name, frontend = dep.metadata.name, dep.spec.frontend
-    picks = frontend.mode == "endpointPicker"
-    for kind in (["InferencePool"] if picks else []) + (["HTTPRoute"] if frontend.gateway is not None else []):
+    for kind in (["InferencePool"] if frontend.has_picker else []) + (["HTTPRoute"] if frontend.gateway else []):
         apis = route_apis(dep) if kind == "HTTPRoute" else (INFERENCE_POOL_API,)
         yield f"{kind} {name}: where the cluster serves {' and '.join(apis)}"
     needs = [f"bodies of up to {dep.spec.routing.media.max_request_bytes}"]
-    if picks:
-        protocol = "plain HTTP/2 (TLS with frontend.tls)" if frontend.tls is None else "TLS"
-        needs.append(
-            f"to reach port {PICKER_PORT} of the frontends by {protocol} and port {ENGINE_PORT} of the workers"
-        )
+    if frontend.has_picker:
+        protocol = "plain HTTP/2" if frontend.picker_tls == "none" else "TLS"
+        needs.append(f"to reach port {PICKER_PORT} of the frontends by {protocol}")
+    if frontend.mode == "endpointPicker":
+        needs.append(f"to reach port {ENGINE_PORT} of the workers")
         if dep.spec.network_policy.enabled:
             needs.append("a NetworkPolicy that opens both to its pods (docs/gateway.md)")
-    if picks or frontend.gateway is not None:
+    if frontend.has_picker or frontend.gateway is not None:
         yield f"a gateway needs: {', '.join(needs)}"
 
 
@@ -211,6 +210,13 @@ def _adopting(
         if kept["kind"] == "Deployment"
     }
     return {name: tuple(fields) for name, fields in differ.items() if fields}
+
+
+def _reasons(changes: Sequence[str], pool: str) -> tuple[str, ...]:
+    """Return the changed fields that restart a pool's pods, or the frontend's where ``pool`` is empty."""
+    own = tuple(path for path in changes if _restarts(path, pool))
+    # A parser of tool calls in a pool's args concerns frontends too, and an encoder the engines beside it.
+    return own or tuple(path for path in changes if path.startswith("pools["))
 
 
 def _restarts(path: str, pool: str) -> bool:

@@ -1,4 +1,4 @@
-"""Fixtures of both packages' tests; the hypothesis profile is that of tests/unit."""
+"""Fixtures of both packages' tests; hypothesis searches a quarter of its default outside the long form."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,11 +10,14 @@ from hypothesis import HealthCheck, settings
 from handover.tests.support import NAME, SETTINGS, Clock, shared_root
 from mmrouter_handover.plugin.wire import Field, Node, PackedItem, Packer, PromptUpdate
 
-if not os.environ.get("CI"):
-    settings.register_profile(
-        "inner-loop", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-    settings.load_profile("inner-loop")
+settings.register_profile(
+    "handover",
+    max_examples=100 if os.environ.get("MMROUTER_FAMILIES") else 25,
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("handover")
 
 
 @pytest.fixture

@@ -91,12 +91,13 @@ class ListWatch:
     ) -> None:
         self._connect, self._path, self._selector, self._listener = connect, path, selector, listener
         self._version = ""  # of the list or the last event; empty: list again
+        self._heard = False  # an event of the present watch arrived
 
     async def run(self) -> None:
         """List and watch until cancelled, or until the listener raises."""
         failures = 0
         while True:
-            began = time.monotonic()
+            began, self._heard = time.monotonic(), False
             retry_after = 0.0
             failures += 1
             try:
@@ -113,6 +114,8 @@ class ListWatch:
                 self._listener.failed("broken", error)
             except (OSError, aiohttp.ClientError, TimeoutError) as error:
                 self._listener.failed("unreachable", error)
+            if self._heard and time.monotonic() - began > STEADY_SECONDS:
+                failures = min(failures, 1)  # a watch that worked and was cut, by a load balancer for instance
             if failures:
                 backoff = min(FIRST_BACKOFF * 2 ** min(failures - 1, 10), LAST_BACKOFF)
                 await asyncio.sleep(max(retry_after, backoff * random.uniform(0.5, 1.0)))
@@ -128,6 +131,7 @@ class ListWatch:
                         self._listener.event(event["type"], event["object"])
                     self._version = event["object"]["metadata"]["resourceVersion"]
                     self._listener.connected()
+                    self._heard = True
 
     async def _list(self, api: ApiClient) -> None:
         timeout = aiohttp.ClientTimeout(total=LIST_SECONDS, connect=CONNECT_SECONDS)

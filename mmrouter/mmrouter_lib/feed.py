@@ -35,10 +35,15 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="delta", gc=False)
     sent: float  # seconds since 1970, sidecar clock
     rank: int
     group: int
-    medium: str  # GPU | CPU | STORAGE, as published by the engine
+    medium: str  # GPU, or that of a lower tier (``mmrouter_lib.cache_layout``), as published by the engine
     stored: bytes
     removed: bytes
     cleared: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError``, which a decoder reports as malformed, for keys that are no multiple of 8 bytes."""
+        if (len(self.stored) | len(self.removed)) & 7:
+            raise ValueError("a key is cut off")
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True, tag="load"):
@@ -99,7 +104,9 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     windows beside full attention.
     ``routes``: passed routes (:mod:`.engines.base.passed_routes`) that the engine serves. ``context_length``: tokens of
     prompt and answer together, 0 while unknown. ``drafter``: what the engine's drafter does to hits
-    (:mod:`.engines.vllm.drafters`). ``adapters``: LoRA adapters that it had loaded when it came up.
+    (:mod:`.engines.vllm.drafters`). ``adapters``: LoRA adapters that it had loaded when it came up. ``lower_media``:
+    media other than device memory that events have named; older sidecars send none, and their keys of such blocks lack
+    images and salts.
     """
 
     worker: str
@@ -127,6 +134,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     context_length: int = 0
     drafter: str = ""
     adapters: tuple[str, ...] = ()
+    lower_media: tuple[str, ...] = ()
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):
@@ -233,6 +241,11 @@ class SnapshotPart(_Numbered, frozen=True, tag="snapshot_part"):
     medium: str
     keys: bytes
     last: bool
+
+    def __post_init__(self) -> None:
+        """As that of :class:`Delta`."""
+        if len(self.keys) & 7:
+            raise ValueError("a key is cut off")
 
 
 class ReplayPart(_Numbered, frozen=True, tag="replay_part"):

@@ -86,7 +86,9 @@ class EngineTrust(WatchedContext):
     """Context that accepts a deployment's engines: certificates that the Secret's CA issued for one name."""
 
     def __init__(self, folder: Path, name: str, count: Callable[[str], None] = lambda event: None) -> None:
-        """``name``: what :func:`engine_server_name` returned. Raises :class:`CertificateError`."""
+        """``name``: what :func:`engine_server_name` returned; empty: the host of each connection. Raises
+        :class:`CertificateError`.
+        """
         self.name = name
         super().__init__(folder, (CA,), _trusting, count)
 

@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from mmrouter_cli.local.devices import DeviceRequest, assign
-from mmrouter_cli.local.environment import Commands, Engines, engine_commands
 from mmrouter_cli.local.envoy import GATEWAY_PORT, PICKER_PORT, envoy_config, start_envoy
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders, network_namespace
 from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
-from mmrouter_cli.local.pod import LocalPod, PodBuilder
-from mmrouter_cli.local.pod_processes import VainError, log_failure
+from mmrouter_cli.local.pods.environment import Commands, Engines, engine_commands
+from mmrouter_cli.local.pods.pod import LocalPod, PodBuilder
+from mmrouter_cli.local.pods.pod_processes import VainError, log_failure
 from mmrouter_cli.local.process import Child, Guard, LogSink, console_sink
 from mmrouter_cli.local.run_plan import RunPlan, ServicePlan, ServicePort, make_plan
 from mmrouter_lib.pod_paths import CONFIG_DIR
 from mmrouter_operator.model.kinds import COMPATIBILITY, ENGINE_TLS, FRONTEND_ROLE, KV_LAYOUT, POOL_LABEL, ROLE_LABEL
 
 NODE = "local"
-UNPRIVILEGED_PORT = 8000
-"""Port of a Service whose own port this user may not bind."""
+UNPRIVILEGED_PORTS = [port for port in range(8000, 8100) if port != GATEWAY_PORT]
+"""Where Services listen whose ports this user may not bind, in their order."""
 
 RETRY_SECONDS = 1.0
 TOKEN_FILE = "secrets/control.token"  # noqa: S105 - a file's name
@@ -46,9 +46,9 @@ class LocalCluster:
     """A run in progress, from :func:`run_local`."""
 
     def __init__(
-        self, plan: RunPlan, name: str, folders: RunFolders, block: AddressBlock, guard: Guard, log: LogSink
+        self, plan: RunPlan, name: str, model: str, folders: RunFolders, block: AddressBlock, guard: Guard, log: LogSink
     ) -> None:
-        self.name = name
+        self.name, self.model = name, model
         self.run_dir = folders.run
         self.pods: list[LocalPod] = []
         self.endpoint = ""
@@ -132,6 +132,8 @@ class LocalCluster:
 
         Raises :class:`LocalError`.
         """
+        if not can_bind(self._block.service, GATEWAY_PORT):
+            raise LocalError(f"Envoy needs port {GATEWAY_PORT}, which a Service has: give that another port")
         config = envoy_config(
             (self._block.service, GATEWAY_PORT),
             [(pod.ip, PICKER_PORT) for pod in filter(is_frontend, self.pods)],
@@ -147,6 +149,7 @@ class LocalCluster:
         """Write what other commands read about this run."""
         run = {
             "deployment": self.name,
+            "model": self.model,
             "pid": os.getpid(),
             "network": network_namespace(),
             "endpoint": self.endpoint,
@@ -172,9 +175,8 @@ class LocalCluster:
     async def _serve(self, service: ServicePlan) -> None:
         for port in service.ports:
             forwarder = Forwarder(partial(self._backends, service, port))
-            listen = port.port
-            if not can_bind(self._block.service, listen):
-                listen = UNPRIVILEGED_PORT
+            ports = (port.port, *UNPRIVILEGED_PORTS)
+            listen = next((each for each in ports if can_bind(self._block.service, each)), port.port)
             try:
                 await forwarder.listen(self._block.service, listen)
             except OSError as error:
@@ -190,7 +192,7 @@ class LocalCluster:
             number = pod.plan.port(port.target)
             if pod.ready and number is not None and service.selector.items() <= pod.labels.items():
                 found.append((pod.ip, number))
-        return found
+        return found[:1] if service.one_backend else found
 
     def _config_folders(self) -> Iterable[Path]:
         for pod in filter(is_frontend, self.pods):
@@ -221,6 +223,7 @@ async def run_local(
     *,
     base_dir: Path,
     name: str = "local",
+    model: str = "",
     engines: Engines = "sim",
     engine_env: Path | None = None,
     devices: Mapping[str, DeviceRequest] | None = None,
@@ -228,7 +231,8 @@ async def run_local(
 ) -> AsyncIterator[LocalCluster]:
     """Run rendered objects as local processes until the block ends.
 
-    Relative host paths start at ``base_dir``. ``devices``: pool -> the devices that its engines request.
+    Relative host paths start at ``base_dir``. ``model``: the name by which requests name the model; by default
+    ``name``. ``devices``: pool -> the devices that its engines request.
     Enter it in the main thread: the processes die with the entering thread.
     Raises :class:`LocalError` for objects that cannot be run here.
     """
@@ -243,7 +247,7 @@ async def run_local(
         for folder in {folders.run, folders.tmpfs}:
             guard.send(str(folder))
         commands = engine_commands(engines, engine_env, folders.run / "bin")
-        cluster = LocalCluster(plan, name, folders, block, guard, log or console_sink())
+        cluster = LocalCluster(plan, name, model or name, folders, block, guard, log or console_sink())
         connector = aiohttp.TCPConnector(force_close=True)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         stack.push_async_callback(cluster.stop)
@@ -261,7 +265,7 @@ def roster(pods: Iterable[LocalPod]) -> str:
     for pod in pods:
         who = {"uid": pod.plan.uid, "name": pod.name, "ip": pod.ip}
         if is_frontend(pod):
-            frontends.append(who)
+            frontends.append({**who, "ready": pod.ready})
         elif POOL_LABEL in pod.labels:
             role = pod.labels.get(ROLE_LABEL, "worker")
             place = {"node": pod.plan.node, "pool": pod.labels[POOL_LABEL], "role": role}

@@ -12,24 +12,30 @@ from mmrouter_cli import demo_workload
 from mmrouter_cli.demo_workload import DemoResult
 from mmrouter_cli.local.cluster import LocalCluster, run_local
 from mmrouter_cli.local.devices import device_requests, find_devices
-from mmrouter_cli.local.environment import Engines
 from mmrouter_cli.local.envoy import find_envoy
-from mmrouter_cli.local.pod_processes import VainError
+from mmrouter_cli.local.pods.environment import Engines
+from mmrouter_cli.local.pods.pod_processes import VainError
 from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, Unread, client, fetch
 from mmrouter_cli.verify import NOT_PROBED
-from mmrouter_lib.api import MMRouterDeployment, parse_deployment
+from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
 from mmrouter_operator.model.credentials import new_secret_data
 from mmrouter_operator.render import render
 
 
 def behind_gateway(deployment: MMRouterDeployment) -> MMRouterDeployment:
-    """Return the deployment with ``frontend.mode: endpointPicker``.
+    """Return the deployment with a picker: of engines where a gateway can reach them all alike, else of frontends.
 
     Raises ``SpecError`` for one that no gateway can serve, and ``LocalError`` without Envoy.
     """
     find_envoy()
+    if deployment.spec.frontend.has_picker:
+        return deployment
     resource = deployment.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    resource["spec"].setdefault("frontend", {})["mode"] = "endpointPicker"
+    frontend = resource["spec"].setdefault("frontend", {})
+    frontend["mode"] = "endpointPicker"
+    with contextlib.suppress(SpecError):
+        return parse_deployment(resource)
+    frontend["mode"] = "frontendPicker"
     return parse_deployment(resource)
 
 
@@ -62,6 +68,7 @@ async def run(
         rendered,
         base_dir=base_dir,
         name=name,
+        model=deployment.spec.model.served_name,
         engines=engines,
         engine_env=engine_env,
         devices=device_requests(deployment, find_devices) if engines == "path" else {},
@@ -98,7 +105,7 @@ async def _work(
     except (TimeoutError, VainError) as error:
         raise NotReadyError(str(error)) from error
     if gateway:
-        await cluster.open_gateway(tls=deployment.spec.frontend.tls is not None)
+        await cluster.open_gateway(tls=deployment.spec.frontend.picker_tls != "none")
     endpoint = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
     await wait_verified(endpoint, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")

@@ -117,6 +117,7 @@ class ServicePlan(NamedTuple):
     name: str
     selector: dict[str, str]
     ports: tuple[ServicePort, ...]
+    one_backend: bool = False  # every connection leads to the same pod, as all clients have one address
 
 
 @dataclass(slots=True)
@@ -148,7 +149,8 @@ def make_plan(objects: Iterable[dict[str, Any]]) -> RunPlan:
                     )
                     for p in spec["ports"]
                 )
-                plan.services.append(ServicePlan(name, spec.get("selector") or {}, ports))
+                one_backend = spec.get("sessionAffinity") == "ClientIP"
+                plan.services.append(ServicePlan(name, spec.get("selector") or {}, ports, one_backend))
             case "PersistentVolumeClaim":
                 plan.claims.add(name)
             case "ConfigMap":

@@ -51,7 +51,7 @@ def with_scheme(url: str) -> str:
 
 def only_run() -> str | None:
     """Return the endpoint of the only local deployment, ``None`` where none runs. Raises :class:`UnreachableError`."""
-    endpoints = [str(run["endpoint"]) for run in _runs()]
+    endpoints = [str(run["endpoint"]) for run in local_runs()]
     if len(endpoints) > 1:
         raise UnreachableError(f"several deployments run here, {', '.join(endpoints)}: give the URL of one")
     return endpoints[0] if endpoints else None
@@ -64,7 +64,7 @@ def find_control(url: str, control: str | None, token: str | None) -> ControlEnd
     token = token or os.environ.get("MMROUTER_CONTROL_TOKEN")
     if control and token:
         return ControlEndpoint(url, (control.rstrip("/"),), token)
-    runs = list(_runs())
+    runs = list(local_runs())
     for run in runs:
         frontends, controls = run["frontends"], tuple(frontend["control"] for frontend in run["frontends"])
         urls = (run["endpoint"], *controls, *(frontend["url"] for frontend in frontends))
@@ -83,7 +83,7 @@ def find_control(url: str, control: str | None, token: str | None) -> ControlEnd
     )
 
 
-def _runs() -> Iterator[dict[str, Any]]:
+def local_runs() -> Iterator[dict[str, Any]]:
     """Yield the descriptions of this user's local deployments whose addresses are those of this network namespace."""
     for path in sorted(run_root().glob("*/run.json")):
         with suppress(OSError, ValueError):  # that run is ending
@@ -92,8 +92,8 @@ def _runs() -> Iterator[dict[str, Any]]:
                 yield run
 
 
-def _control_url(ip: str) -> str:
-    return f"http://{f'[{ip}]' if ':' in ip else ip}:{CONTROL_PORT}"
+def _control_url(ip: str, port: int = CONTROL_PORT) -> str:
+    return f"http://{f'[{ip}]' if ':' in ip else ip}:{port}"
 
 
 NOT_RUNNING = "its pod does not run"
@@ -111,7 +111,7 @@ class Unread:
 
 
 class Frontend(NamedTuple):
-    """A frontend's display name, and the URL of its control API or why it has none."""
+    """A frontend's display name, and the URL of its control API, or of another port, or why it has none."""
 
     name: str
     url: str | Unread
@@ -145,11 +145,13 @@ def client(token: str) -> httpx.AsyncClient:
 
 
 @asynccontextmanager
-async def open_frontends(pods: Sequence[Mapping[str, Any]], kubeconfig: Path | None) -> AsyncIterator[list[Frontend]]:
-    """Make each of these frontend pods reachable; forwarded ports are closed after the block."""
+async def open_frontends(
+    pods: Sequence[Mapping[str, Any]], kubeconfig: Path | None, port: int = CONTROL_PORT
+) -> AsyncIterator[list[Frontend]]:
+    """Make a port of each of these frontend pods reachable; forwarded ports are closed after the block."""
     forwards: list[asyncio.subprocess.Process] = []
     try:
-        yield list(await asyncio.gather(*(_open(pod, kubeconfig, forwards) for pod in pods)))
+        yield list(await asyncio.gather(*(_open(pod, port, kubeconfig, forwards) for pod in pods)))
     finally:
         for process in forwards:
             with suppress(ProcessLookupError):
@@ -158,25 +160,25 @@ async def open_frontends(pods: Sequence[Mapping[str, Any]], kubeconfig: Path | N
 
 
 async def _open(
-    pod: Mapping[str, Any], kubeconfig: Path | None, forwards: list[asyncio.subprocess.Process]
+    pod: Mapping[str, Any], port: int, kubeconfig: Path | None, forwards: list[asyncio.subprocess.Process]
 ) -> Frontend:
     name, ip = pod["metadata"]["name"], (pod.get("status") or {}).get("podIP", "")
     # A pod with a failing init container has an address without a listener.
     if not ip or (pod.get("status") or {}).get("phase") != "Running":
         return Frontend(name, Unread(NOT_RUNNING))
     if "KUBERNETES_SERVICE_HOST" in os.environ or ipaddress.ip_address(ip).is_loopback:
-        return Frontend(name, _control_url(ip))
-    return Frontend(name, await _forward(name, pod["metadata"]["namespace"], kubeconfig, forwards))
+        return Frontend(name, _control_url(ip, port))
+    return Frontend(name, await _forward(name, port, pod["metadata"]["namespace"], kubeconfig, forwards))
 
 
 async def _forward(
-    pod: str, namespace: str, kubeconfig: Path | None, forwards: list[asyncio.subprocess.Process]
+    pod: str, port: int, namespace: str, kubeconfig: Path | None, forwards: list[asyncio.subprocess.Process]
 ) -> str | Unread:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         return Unread("its pod's address is not reachable from here, and there is no kubectl to forward a port")
     argv = [kubectl, *([f"--kubeconfig={kubeconfig}"] if kubeconfig is not None else [])]
-    argv += ["port-forward", f"--namespace={namespace}", f"pod/{pod}", f":{CONTROL_PORT}"]
+    argv += ["port-forward", f"--namespace={namespace}", f"pod/{pod}", f":{port}"]
     process = await asyncio.create_subprocess_exec(
         *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
     )

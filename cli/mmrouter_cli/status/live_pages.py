@@ -39,7 +39,7 @@ async def of_cluster(
 
     Raises ``ClusterError`` where the cluster, the deployment or its token cannot be read.
     """
-    from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
+    from mmrouter_cli.cluster.reader import ClusterError, namespace_of, reading
     from mmrouter_cli.doctor.diagnose import control_token, is_frontend
     from mmrouter_operator.cluster.operator_kinds import KINDS
     from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL

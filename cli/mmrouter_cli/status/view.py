@@ -204,7 +204,7 @@ async def from_cluster(
     name: str | None, namespace: str | None, kubeconfig: Path | None, *, watch: bool
 ) -> AsyncIterator[list[View]]:
     """Yield the views of a deployment, or of all of a namespace. Raises :class:`StatusError`."""
-    from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
+    from mmrouter_cli.cluster.reader import ClusterError, namespace_of, reading
     from mmrouter_operator.cluster.client import NotFound, Unavailable
     from mmrouter_operator.cluster.operator_kinds import KINDS
     from mmrouter_operator.model.kinds import DEPLOYMENT_LABEL, RESOURCE

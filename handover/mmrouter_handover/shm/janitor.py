@@ -16,6 +16,8 @@ from mmrouter_handover.shm.slot_format import MAX_LEASE_SECONDS, HandOverError, 
 
 Kind = State | Literal["owner", "unreadable", "other"]
 MAX_OWNER_BYTES = 4096
+MAX_DEPTH = 32
+"""Folders of other programs below each other that are listed; encoders have three."""
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -131,17 +133,22 @@ def _pool(pool: int, name: str, now: float) -> Iterator[Entry]:
             os.close(file)
 
 
-def _unopened(folder: int, name: str, path: str, plain: tuple[Owner, bool, float] | None = None) -> Iterator[Entry]:
-    """List a plain file (of a writer, whether it lives, at a time), or files of other programs; follow no links."""
+def _unopened(
+    folder: int, name: str, path: str, plain: tuple[Owner, bool, float] | None = None, depth: int = 0
+) -> Iterator[Entry]:
+    """List a plain file (of a writer, whether it lives, at a time), or files of other programs; follow no links.
+
+    A folder below :data:`MAX_DEPTH` others is one entry, whatever is in it.
+    """
     try:
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return
     size = status.st_blocks * 512
-    if stat.S_ISDIR(status.st_mode):
+    if stat.S_ISDIR(status.st_mode) and depth < MAX_DEPTH:
         with contextlib.suppress(OSError), files.folder(name, below=folder) as inner:
             for inside in sorted(os.listdir(inner)):
-                yield from _unopened(inner, inside, f"{path}/{inside}")
+                yield from _unopened(inner, inside, f"{path}/{inside}", depth=depth + 1)
     elif plain is not None and stat.S_ISREG(status.st_mode):
         owner, lives, now = plain
         state = files.plain_state(name, status.st_mtime, lives, now)

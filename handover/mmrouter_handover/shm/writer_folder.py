@@ -58,14 +58,15 @@ def create_folder(root: int, name: str, owner: Owner) -> tuple[int, int]:
 
 def used_bytes(folder: str | Path) -> int:
     """Return the bytes of all files below a folder, without opening a file or following a link."""
-    total = 0
-    with suppress(OSError), os.scandir(folder) as entries:  # removed meanwhile, or no permission
-        for entry in entries:
-            with suppress(OSError):
-                if entry.is_dir(follow_symlinks=False):
-                    total += used_bytes(entry.path)
-                else:
-                    total += entry.stat(follow_symlinks=False).st_blocks * 512
+    total, left = 0, [os.fspath(folder)]  # without recursion: any program may nest folders
+    while left:
+        with suppress(OSError), os.scandir(left.pop()) as entries:  # removed meanwhile, or no permission
+            for entry in entries:
+                with suppress(OSError):
+                    if entry.is_dir(follow_symlinks=False):
+                        left.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_blocks * 512
     return total
 
 
@@ -106,7 +107,10 @@ class WriterFolder:
 
     def _take(self, wanted: int) -> None:
         """Reserve ``wanted`` bytes that are about to be written. Raises :class:`HandOverError` ``full``."""
-        space = os.statvfs(self._root)
+        try:
+            space = os.statvfs(self._root)
+        except OSError as error:
+            raise HandOverError("full", f"the file system cannot be read: {error.strerror}") from error
         left = space.f_bavail * space.f_frsize
         if left - wanted < (1 - self._high_water) * space.f_blocks * space.f_frsize:
             raise HandOverError("full", f"the file system has {left} bytes left")
@@ -212,10 +216,14 @@ class PlainFiles(WriterFolder):
             if self.bytes + wanted > self.mark_bytes:
                 raise HandOverError("full", f"{self.bytes} of {self.limit_bytes} bytes are in use, {wanted} are wanted")
             self._take(wanted)
+            try:
+                folder = os.dup(self._folder)  # written without the lock, and the folder may be closed meanwhile
+            except OSError as error:
+                self._give(wanted)
+                raise HandOverError("full", f"no descriptor: {error.strerror}") from error
             unique = f"{next(self._numbers):x}{secrets.token_hex(6)}"
             name = f"{files.PLAIN_PREFIX}{int(now * 1000):x}-{unique}{suffix}"
             file = _File(name, wanted, now + seconds, shared)
-            folder = os.dup(self._folder)  # written without the lock, and the folder may be closed meanwhile
         try:
             _write(file, flat, folder)
         except BaseException as error:

@@ -5,8 +5,13 @@ Language) and the field to correct; its docstring is the error sentence. Tests r
 compare the results.
 """
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
@@ -83,7 +88,6 @@ class Resource(BaseModel):
         alias_generator=to_camel,
         validate_by_name=True,
         validate_by_alias=True,
-        use_attribute_docstrings=True,
     )
 
     @classmethod
@@ -110,6 +114,29 @@ class Resource(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler.resolve_ref_schema(handler(core_schema))
+        for base in (base for base in reversed(cls.__mro__) if issubclass(base, Resource)):
+            for name, text in _field_docstrings(base).items():
+                schema["properties"][cls.model_fields[name].alias or name]["description"] = text
         if validations := cls.validations():
             schema[VALIDATIONS] = validations
         return schema
+
+
+@cache
+def _field_docstrings(model: type[Resource]) -> dict[str, str]:
+    """Return field -> the string below it in the model's source.
+
+    As pydantic's ``use_attribute_docstrings``, which parses the sources at every import instead: only the definition
+    of the resource needs them.
+    """
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(tree, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(tree.body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

@@ -26,7 +26,8 @@ class ChatTemplate(Resource):
     """Source of the chat template."""
 
     config_map: ConfigMapKey
-    """ConfigMap key with the Jinja text."""
+    """ConfigMap key with the Jinja text. A changed text restarts no pod, and pods keep the text that they started with:
+    give a changed template another name."""
 
 
 class ProcessorOptions(Resource):
@@ -113,7 +114,8 @@ class EngineSpec(Resource):
     tls: EngineTls | None = None
     """TLS between routers and engines. Absent: plain HTTP. Once set, it cannot be changed or removed."""
     args: list[Argument] = Field(default=[], max_length=64)
-    """Additional engine arguments, for every pool. Arguments that have a field of their own are refused."""
+    """Additional engine arguments, for every pool. Arguments that have a field of their own are refused. Write the
+    names of flags in full: routers and operator read some of them."""
 
     @rule(
         "embeddingVolume",

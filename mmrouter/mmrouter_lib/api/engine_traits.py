@@ -81,7 +81,7 @@ VLLM_FLAGS = (
         "--default-chat-template-kwargs --interleave-mm-strings --exclude-tools-when-tool-choice-none",
     ),
     *owned(_PROCESSOR, "engine.processor", "--mm-processor-kwargs"),
-    *owned(_PROCESSOR, None, "--media-io-kwargs"),
+    *owned(_PROCESSOR, None, "--media-io-kwargs --video-pruning-rate --video-pruning-method"),
     *owned(_PROMPTS, None, "--enable-tower-connector-lora --enable-prompt-embeds --enable-mm-embeds"),
     *owned(_IMAGES, "routing.media.maxImages", "--limit-mm-per-prompt"),
     *owned("engines read only the files that routers share", "routing.transfer", "--allowed-local-media-path"),

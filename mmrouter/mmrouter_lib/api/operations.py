@@ -75,6 +75,9 @@ class Service(Resource):
     """Kubernetes Service type."""
     port: Annotated[int, Field(ge=1, le=65535)] = 80
     """Port of the Service."""
+    page_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port of a second Service, NAME-page, for the live page. It opens the control port, which has no TLS and requires
+    the control token, to everyone who reaches the pods. Absent: the page is reached by forwarded ports."""
 
 
 class ApiKeys(Resource):
@@ -149,7 +152,7 @@ class GatewayRef(Resource):
 
 
 class Gateway(Resource):
-    """An HTTPRoute from Gateways to the deployment: to the frontends' Service, or with mode endpointPicker to the
+    """An HTTPRoute from Gateways to the deployment: to the frontends' Service, or where the mode has a picker to the
     InferencePool."""
 
     parent_refs: list[GatewayRef] = Field(min_length=1, max_length=16)
@@ -170,9 +173,10 @@ class Gateway(Resource):
 class Frontend(Resource):
     """The routers, as equal replicas."""
 
-    mode: Literal["frontend", "endpointPicker"] = "frontend"
+    mode: Literal["frontend", "endpointPicker", "frontendPicker"] = "frontend"
     """frontend: clients connect to the routers. endpointPicker: the routers also choose the engines for the requests of
-    a gateway of the Gateway API Inference Extension, which sends them there itself."""
+    a gateway of the Gateway API Inference Extension, which sends them there itself. frontendPicker: they choose a
+    router for each of these requests, which it serves like those of its clients."""
     replicas: Annotated[int, Field(ge=1, le=100)] = 2
     """Number of frontend pods."""
     resources: Resources = Resources()
@@ -186,7 +190,11 @@ class Frontend(Resource):
     """API keys and their tenants. Absent: no authentication and a single tenant; the condition Authenticated is
     False."""
     tls: Tls | None = None
-    """TLS on the client port, which then serves no plain HTTP, and on the endpoint picker's. Absent: plain HTTP."""
+    """TLS on the client port, which then serves no plain HTTP, and on the endpoint picker's. Absent: plain HTTP for
+    clients."""
+    picker_tls: Literal["auto", "none"] = "auto"
+    """Encryption of the endpoint picker's port. auto: TLS, as most gateways expect, with the certificate of `tls`, or
+    without it one that each router signs itself at its start. none: plain HTTP/2."""
     gateway: Gateway | None = None
     """An HTTPRoute from Gateways to the deployment. Absent: none is created."""
     tenants: Tenants | None = None
@@ -200,15 +208,25 @@ class Frontend(Resource):
         """port 80 is the port of plain HTTP: with frontend.tls set service.port to 443 or another port"""
         return self.tls is None or self.service.port != 80
 
-    @rule("gateway", "!has(self.gateway) || !has(self.tls) || self.mode == 'endpointPicker'")
+    @rule("tls", "!has(self.tls) || self.mode != 'frontendPicker'")
+    def _pool_is_plain(self) -> bool:
+        """with mode: frontendPicker gateways reach the routers by plain HTTP: remove frontend.tls"""
+        return self.tls is None or self.mode != "frontendPicker"
+
+    @rule("gateway", "!has(self.gateway) || !has(self.tls) || self.mode != 'frontend'")
     def _route_is_plain(self) -> bool:
         """the route leads to plain HTTP: remove frontend.tls, or use your own HTTPRoute with a BackendTLSPolicy"""
-        return self.gateway is None or self.tls is None or self.mode == "endpointPicker"
+        return self.gateway is None or self.tls is None or self.has_picker
 
-    @rule("service.port", "self.mode != 'endpointPicker' || self.service.port != 9002")
+    @rule("service.port", "self.mode == 'frontend' || self.service.port != 9002")
     def _picker_port(self) -> bool:
         """port 9002 of the Service is the endpoint picker's: set service.port to another port"""
-        return self.mode != "endpointPicker" or self.service.port != 9002
+        return not self.has_picker or self.service.port != 9002
+
+    @rule("pickerTls", "self.mode != 'frontend' || self.pickerTls == 'auto'")
+    def _picker_to_encrypt(self) -> bool:
+        """pickerTls is for the port of an endpoint picker, and mode: frontend has none"""
+        return self.has_picker or self.picker_tls == "auto"
 
     @rule("tenants", "!has(self.tenants) || has(self.apiKeys)")
     def _tenants_have_keys(self) -> bool:
@@ -229,6 +247,11 @@ class Frontend(Resource):
         named = self.tenants.named if self.tenants is not None else []
         found = next((number for number, limits in enumerate(named) if not self._divides(limits)), None)
         return found is None or Broken(f"tenants.named[{found}]")
+
+    @property
+    def has_picker(self) -> bool:
+        """Whether a gateway asks the routers where requests go."""
+        return self.mode != "frontend"
 
     def _divides(self, limits: TenantLimits) -> bool:
         return all(

@@ -99,13 +99,13 @@ class Media(Resource):
     """Private address ranges that may be fetched from, on any port. With allowList the host must also be in
     allowedHosts. Link-local addresses are never fetched from."""
     max_bytes: Size = "20Mi"
-    """Largest encoded image."""
+    """Largest encoded image or video."""
     max_request_bytes: Size = "64Mi"
     """Largest request body."""
     max_pixels: Annotated[int, Field(ge=1, le=10_000_000_000)] = 64_000_000
-    """Largest image, width times height."""
+    """Largest image or frame of a video, width times height."""
     max_images: Annotated[int, Field(ge=0, le=1000)] = 32
-    """Maximum number of images in one request."""
+    """Maximum number of images and other media in one request."""
 
     @rule("allowedHosts", f"self.fetch != 'allowList' || {_some('allowedHosts')}")
     def _a_list_to_allow(self) -> bool:

@@ -140,7 +140,7 @@ class Spec(Resource):
 
     @rule("pools", f"self.frontend.mode != 'endpointPicker' || self.pools.all(p, p.role in {list(PICKED)})")
     def _picker_has_no_stages(self) -> bool | Broken:
-        """an endpoint picker chooses one engine per request: stages need mode: frontend, behind a gateway too"""
+        """an endpoint picker chooses one engine per request: with stages set frontend.mode to frontendPicker"""
         staged = next((number for number, pool in enumerate(self.pools) if pool.role not in PICKED), None)
         return self.frontend.mode != "endpointPicker" or staged is None or Broken(f"pools[{staged}].role")
 

@@ -113,7 +113,7 @@ class Reconciler:
         try:
             dep = await self._parsed(key, spec_only)
         except SpecError as error:
-            return await self._invalid(key, resource, error)
+            return await self._invalid(key, resource, error, written)
         try:
             return await self._carry_out(key, resource, dep, written)
         except (ApiError, LeaseLost, Retry):
@@ -152,10 +152,13 @@ class Reconciler:
         self._unpublished.pop(key, None)
         return dep
 
-    async def _invalid(self, key: Key, resource: Object, error: SpecError) -> float | None:
+    async def _invalid(self, key: Key, resource: Object, error: SpecError, written: WriteResult) -> float | None:
         """Report an invalid resource. Its children stay unchanged until the resource changes."""
         snapshot = self._snapshot(key, resource, None, ())
-        return await self._statuses.write(key, resource, error, snapshot, None, WriteResult())
+        again_in = await self._statuses.write(key, resource, error, snapshot, None, written)
+        if written.failures:
+            raise written.failures[0][1]
+        return again_in
 
     async def _carry_out(
         self, key: Key, resource: Object, dep: MMRouterDeployment, written: WriteResult
@@ -171,7 +174,9 @@ class Reconciler:
             try:
                 rendered = render(dep, secrets=secrets, capabilities=self.capabilities, config=self._config)
             except SpecError as error:
-                return await self._invalid(key, resource, error)
+                # Pods of the spec before are still replaced, for instance when their node is lost.
+                await self._gates(dep, snapshot, written)
+                return await self._invalid(key, resource, error, written)
             desired = [child for child in rendered if child["kind"] != "Secret"]
             desired, revision = choose_templates(desired, snapshot, adopts(dep), dep)
             planned = plan(desired, snapshot)
@@ -304,6 +309,9 @@ class Reconciler:
                     log.info("gates not set: %s", error, extra={"namespace": pod.namespace, "child": pod.name})
                     # A new pod of its name, or one that others keep writing: an event need not follow.
                     written.retry_in(GATE_RETRY_SECONDS)
+                except ApiError as error:
+                    # Other pods and the status do not wait for one that a webhook, for instance, refuses.
+                    written.failures.append((Ref("v1", "Pod", pod.namespace, pod.name), error))
         self._wait_for_verification(dep, snapshot, written)
 
     def _wait_for_verification(self, dep: MMRouterDeployment, snapshot: Snapshot, written: WriteResult) -> None:

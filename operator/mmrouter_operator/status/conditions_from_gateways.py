@@ -37,14 +37,14 @@ def gateway_apis(dep: MMRouterDeployment) -> tuple[str, ...]:
     frontend = dep.spec.frontend
     if frontend.gateway is not None:
         return route_apis(dep)
-    return (INFERENCE_POOL_API,) if frontend.mode == "endpointPicker" else ()
+    return (INFERENCE_POOL_API,) if frontend.has_picker else ()
 
 
 def gateway_reports(dep: MMRouterDeployment, children: Mapping[tuple[str, str], ChildView]) -> GatewayReports:
     """Return what gateways report on the pool, and on the route, where every Gateway that it names should."""
     name, namespace, frontend = dep.metadata.name, dep.metadata.namespace, dep.spec.frontend
     expected: dict[str, set[str]] = {}
-    if frontend.mode == "endpointPicker":
+    if frontend.has_picker:
         expected["InferencePool"] = set()
     if frontend.gateway is not None:
         expected["HTTPRoute"] = {

@@ -154,7 +154,10 @@ class EncoderProxy:
                 self._busy.pop(encoder.name, None)
         if answer.status == 503:  # not up yet, or without workers
             return self._failed(encoder, _Failed("busy", died=False))
-        if self._down.pop(encoder.name, None) is not None:
+        if answer.status >= 500:
+            # The encoder has reported the failure to the engine: another one's embedding would come too late.
+            self._failed(encoder, _Failed("error", died=False))
+        elif self._down.pop(encoder.name, None) is not None:
             self._count()
         return web.Response(status=answer.status, body=content, content_type="application/json")
 

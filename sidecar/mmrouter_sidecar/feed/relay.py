@@ -19,7 +19,8 @@ from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import EventError
 from mmrouter_sidecar.blocks.journal import CanaryOutcome, Epoch, Flush, Journal, Record
-from mmrouter_sidecar.blocks.ledger import Ledger, LedgerOp
+from mmrouter_sidecar.blocks.ledger import Ledger
+from mmrouter_sidecar.blocks.ledger_ops import LedgerOp
 from mmrouter_sidecar.feed.embedding_directory import EmbeddingDirectory
 from mmrouter_sidecar.feed.epoch_state import EpochCanary, History
 from mmrouter_sidecar.metrics import Metrics
@@ -85,7 +86,7 @@ class EventRelay:
         self.sent = 0.0  # the engine's time of the last batch
         self._unpublished: list[tuple[int, int, bytes]] = []
         self._applied = False  # batches were applied since the last flush
-        self._announced: tuple[CacheGroup, ...] = ()  # groups in the last heartbeat
+        self._announced: tuple[tuple[CacheGroup, ...], tuple[str, ...]] = (), ()  # groups and media in a heartbeat
         self._unreadable = False  # whether the last batch was; only the first in a row is logged
         self._snapshot: list[feed.SnapshotPart] | None = None  # of the present (epoch, seq)
         self._unconfirmed: set[int] = set()  # ranks whose resumed state the engine has not confirmed yet
@@ -177,7 +178,7 @@ class EventRelay:
         return f"{self._settings.pod_uid}/{self.boot}"
 
     def beat(self) -> None:
-        facts, self._announced = self.facts, self.ledger.groups
+        facts, self._announced = self.facts, (self.ledger.groups, self.ledger.lower_media)
         self._publish(
             feed.Heartbeat(
                 worker=self.worker,
@@ -205,6 +206,7 @@ class EventRelay:
                 context_length=facts.context_length,
                 drafter=self._settings.drafter,
                 adapters=facts.adapters,
+                lower_media=self.ledger.lower_media,
             )
         )
 
@@ -215,8 +217,8 @@ class EventRelay:
         """Number, journal and publish everything that changed since the last flush."""
         if not self.dirty:
             return
-        if self.ledger.groups != self._announced:
-            self.beat()  # routers need the groups before the deltas
+        if (self.ledger.groups, self.ledger.lower_media) != self._announced:
+            self.beat()  # routers need them before the deltas
         taken = self.ledger.take()
         deltas = []
         for seq, (place, stored, removed, cleared) in enumerate(taken.changes, self.seq + 1):

@@ -16,6 +16,8 @@ FORGOTTEN_SECONDS = 3600.0  # a file unused for this long is removed even withou
 PRESENT_SECONDS = 360.0
 """How long a pod is present after its last mark: the kubelet restarts a container within five minutes."""
 
+FUTURE_SECONDS = 60.0  # more than two processes of a node can differ, or a mark can be shown before it has its time
+
 Reason = Literal["dead_writer", "unused", "pressure", "left_behind"]
 """``dead_writer``: a file of a dead writer. ``unused``: an encoder's file, unused for an hour. ``pressure``: the least
 recently used encoder file when room was needed. ``left_behind``: any file when the node had no pod that uses it."""
@@ -82,8 +84,10 @@ def is_encoders(entry: Entry) -> bool:
 
 
 def present(marks: Mapping[str, float], now: float) -> set[str]:
-    """Return the pods that use the directory. ``marks``: pod -> time of its last mark."""
-    return {pod for pod, heard in marks.items() if now - heard < PRESENT_SECONDS}
+    """Return the pods that use the directory. ``marks``: pod -> time of its last mark, by a clock that starts with the
+    node: a mark from the future is of an earlier start.
+    """
+    return {pod for pod, heard in marks.items() if -FUTURE_SECONDS <= now - heard < PRESENT_SECONDS}
 
 
 def alone(marks: Mapping[str, float], own: str, now: float) -> bool:

@@ -62,7 +62,7 @@ class Janitor:
     async def run(self) -> None:
         scan_at = 0.0
         while True:
-            spent = await asyncio.to_thread(self._safely, self._reclaim)
+            spent = await asyncio.to_thread(self._safely, self._tick)
             if time.monotonic() >= scan_at:
                 scanned = await asyncio.to_thread(self._safely, self.scan)
                 scan_at = time.monotonic() + max(SCAN_PERIOD, scanned / CPU_SHARE)
@@ -81,7 +81,7 @@ class Janitor:
             with self._turn:  # a cancelled step continues in its thread
                 if not self._ended:
                     step()
-        except OSError as error:
+        except (OSError, RecursionError) as error:
             self._metrics.shm_errors.inc()
             if not self._broken:
                 log.error("the shared directory %s: %s", self._root, error)
@@ -109,6 +109,10 @@ class Janitor:
                 return
         self._reclaim()
 
+    def _tick(self) -> None:
+        self.touch()  # also while a scan of many files takes longer than a mark lasts
+        self._reclaim()
+
     def _reclaim(self, ahead: float = 0.0) -> None:
         """Remove the files of dead writers; ``ahead``: seconds added to the age of leases."""
         done = reclaim(self._root, self._now() + ahead)
@@ -129,7 +133,7 @@ class Janitor:
                     _remove_tree(name, root)
                 except FileNotFoundError:
                     continue
-                except OSError as error:
+                except (OSError, RecursionError) as error:
                     self._metrics.shm_errors.inc()
                     log.warning("cannot remove %s from the shared directory: %s", name, error)
                     continue
@@ -194,8 +198,13 @@ class Janitor:
 
     def touch(self) -> None:
         path, now = self._root / self._mark, self._now()
-        path.touch(0o640)
-        os.utime(path, (now, now))
+        try:
+            os.utime(path, (now, now))
+        except FileNotFoundError:
+            draft = path.with_name(f"new-{path.name}")  # a mark never has another time, by which it would not count
+            draft.touch(0o640)
+            os.utime(draft, (now, now))
+            draft.replace(path)
 
     def _engine_answers(self) -> bool:
         """Whether the pod's engine listens, so that only this container restarts."""

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrouter_cli.cluster_reader import Reader, namespace_of, reading
+from mmrouter_cli.cluster.reader import Reader, namespace_of, reading
 from mmrouter_cli.status.control_api import State, Unread, client, fetch, open_frontends
 from mmrouter_operator.cluster.client import ApiError, NotFound
 from mmrouter_operator.cluster.operator_kinds import KINDS

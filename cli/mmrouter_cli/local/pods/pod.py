@@ -8,12 +8,12 @@ from pathlib import Path
 
 import aiohttp
 
-from mmrouter_cli.local.environment import Commands, expand, inherited_env, resolve_env, rewriter
 from mmrouter_cli.local.folders import SHM, RunFolders
-from mmrouter_cli.local.pod_processes import VAIN_STARTS, Container
+from mmrouter_cli.local.pods.environment import Commands, expand, inherited_env, resolve_env, rewriter
+from mmrouter_cli.local.pods.pod_processes import VAIN_STARTS, Container
+from mmrouter_cli.local.pods.volumes import link_nested, make_volumes, mount_paths
 from mmrouter_cli.local.process import Guard, LogSink
 from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, Probe, RunPlan
-from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 
 MAX_GRACE = 10.0
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,8 +51,8 @@ async def _execute(argv: Sequence[str], env: Mapping[str, str], folder: Path) ->
     try:
         code = await process.wait()
     except asyncio.CancelledError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # with what a shell has started
         await process.wait()
         raise
     return None if code == 0 else f"{argv[0]} ended with {code}"

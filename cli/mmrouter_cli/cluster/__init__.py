@@ -1,0 +1,1 @@
+"""What commands read and change in a cluster."""
