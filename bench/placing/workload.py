@@ -187,7 +187,7 @@ def deployment(*, replicas: int, policy: str = "kv") -> MMRouterDeployment:
     return parse_deployment(resource(replicas=replicas, policy=policy))
 
 
-def resource(*, replicas: int, policy: str = "kv") -> dict[str, object]:
+def resource(*, replicas: int, policy: str = "kv", mode: str = "frontend") -> dict[str, object]:
     return {
         "apiVersion": "mmrouter.io/v1alpha1",
         "kind": "MMRouterDeployment",
@@ -195,6 +195,7 @@ def resource(*, replicas: int, policy: str = "kv") -> dict[str, object]:
         "spec": {
             "model": {"id": "bench/model"},
             "engine": {"type": "vllm", "blockSize": BLOCK_SIZE},
+            "frontend": {"mode": mode},
             "routing": {"policy": policy},
             "pools": [{"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": "cpu"}}],
         },

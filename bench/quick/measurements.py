@@ -28,6 +28,9 @@ KEPT_AFTER: Final = 20
 """Repetitions before and within the count of allocated blocks."""
 BLOCKS_SLACK: Final = 8.0
 LIMIT_SECONDS: Final = 150.0
+EMPTY: Final = 4
+"""Counts of an empty function, of which the last is subtracted: the first uses of callgrind's control cost up to
+100,000 instructions more, a third of the least floor."""
 TRACED: Final = address(901)
 ROUTER_ROUNDS: Final = 4
 PLAIN: Final = 300
@@ -128,8 +131,8 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
         if done.returncode:
             words = " ".join(done.stderr.split())[-200:]
             return [Figure(name, None, "x", why=f"callgrind ended with {done.returncode}: {words}") for name in names]
-        counted = [totals(out.with_name(f"out.{number + 1}").read_text()) for number in range(1 + 2 * len(names))]
-    empty, *pairs = counted
+        counted = [totals(out.with_name(f"out.{number + 1}").read_text()) for number in range(EMPTY + 2 * len(names))]
+    empty, *pairs = counted[EMPTY - 1 :]
     return [
         Figure(name, (own - empty) / (floor - empty), "x")
         for name, own, floor in zip(names, pairs[::2], pairs[1::2], strict=True)
@@ -222,7 +225,7 @@ def _control(*options: str) -> None:
 def run_under_callgrind() -> None:
     """Run an empty function, then each scenario and its floor: to warm up, then counted, with a dump after each."""
     with scenarios() as pieces:
-        works: list[tuple[Callable[[Any], object], Callable[[], Any]]] = [(lambda _: None, lambda: None)]
+        works: list[tuple[Callable[[Any], object], Callable[[], Any]]] = [(lambda _: None, lambda: None)] * EMPTY
         works += [(work, scenario.fresh) for scenario in pieces for work in (scenario.once, scenario.floor)]
         gc.collect()
         gc.disable()
