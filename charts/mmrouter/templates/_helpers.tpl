@@ -6,8 +6,22 @@ app.kubernetes.io/name: {{ include "mmrouter.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- define "mmrouter.gateway.selector" -}}
+app.kubernetes.io/name: mmrouter-gateway
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
 {{- define "mmrouter.labels" -}}
 {{ include "mmrouter.selector" . }}
+{{ include "mmrouter.releaseLabels" . }}
+{{- end }}
+
+{{- define "mmrouter.gateway.labels" -}}
+{{ include "mmrouter.gateway.selector" . }}
+{{ include "mmrouter.releaseLabels" . }}
+{{- end }}
+
+{{- define "mmrouter.releaseLabels" -}}
 app.kubernetes.io/part-of: mmrouter
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -60,6 +74,26 @@ seccompProfile: {type: RuntimeDefault}
 {{/* Who the rights are for. */}}
 {{- define "mmrouter.subjects" -}}
 - kind: ServiceAccount
-  name: {{ .Values.serviceAccount.name }}
-  namespace: {{ .Release.Namespace }}
+  name: {{ .Values.serviceAccount.name | quote }}
+  namespace: {{ .Release.Namespace | quote }}
+{{- end }}
+
+{{/* Egress that the pods of operator and gateway have in common. */}}
+{{- define "mmrouter.nameServersAndApiServer" -}}
+# Name servers; OpenShift's listen on 5353.
+- ports:
+  - {protocol: UDP, port: 53}
+  - {protocol: TCP, port: 53}
+  - {protocol: UDP, port: 5353}
+  - {protocol: TCP, port: 5353}
+# The API server.
+- ports:
+  - {protocol: TCP, port: 443}
+  - {protocol: TCP, port: 6443}
+  {{- with include "mmrouter.apiServerCidrs" . | fromJsonArray }}
+  to:
+  {{- range . }}
+  - ipBlock: {cidr: {{ . | quote }}}
+  {{- end }}
+  {{- end }}
 {{- end }}
