@@ -18,9 +18,10 @@ DEMO_sglang := examples/demo-real-sglang.yaml
 ARGS ?=
 WRITE ?=
 FAMILIES ?=
+RELEASE ?=
 LONG ?=
 
-.PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance bench bench-quick soak campaign docs dist sbom audit lock clean
+.PHONY: help venv native demo check fix generate test test-local test-cluster e2e picture cluster kind images conformance adopt bench bench-quick soak campaign docs dist sbom audit lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +90,9 @@ images: venv ## build the images with docker, podman or buildah; ARGS="--export 
 conformance: venv ## only the level with real engines; WRITE=1 writes docs/conformance.md, FAMILIES=all runs every setup with every family
 	@$(if $(WRITE),MMROUTER_CONFORMANCE_DIR=docs) $(if $(FAMILIES),MMROUTER_FAMILIES=$(FAMILIES)) $(PY) -m hack.run_levels conformance
 
+adopt: venv ## every layout, family and field of ENGINE's RELEASE, without a model, against the proved one; WRITE=1 adds it to docs/conformance.md
+	@$(PY) -m hack.engines.adopt $(ENGINE) "$(RELEASE)" $(if $(WRITE),--write) $(ARGS) || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }
+
 bench: venv ## the benchmarks; ARGS=--json for a machine
 	@$(PY) -m bench $(ARGS)
 
@@ -129,6 +133,10 @@ lock: ## pin every dependency anew in requirements.lock, with hashes; ARGS=--upg
 	build/lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
 		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
 		$(ARGS) --output-file hack/docs/build.lock hack/docs/build.in
+	build/lock/bin/pip-compile --quiet --generate-hashes --allow-unsafe --strip-extras --no-header \
+		--no-emit-index-url --no-emit-trusted-host --no-emit-find-links --no-emit-options \
+		$(ARGS) --output-file hack/clients/build.lock hack/clients/build.in
+	cd hack/clients && npm install --package-lock-only --omit-lockfile-registry-resolved --no-audit --no-fund
 	@! grep -nE '://|--(index|extra-index|find-links)' requirements.lock native/build.lock hack/*/*.lock || \
 		{ echo "make: a lock names a host" >&2; exit 1; }
 

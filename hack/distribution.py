@@ -30,6 +30,7 @@ from hack.build_once import ROOT, CannotMakeError, FailedError, captured, failed
 from mmrouter_lib import __version__
 
 CHART = "charts/mmrouter"
+IMAGE = b"mmrouter/mmrouter"
 LEFT_OUT = {".helmignore"}
 CHART_CONFIG = "application/vnd.cncf.helm.config.v1+json"
 CHART_LAYER = "application/vnd.cncf.helm.chart.content.v1.tar+gzip"
@@ -86,9 +87,15 @@ def packed(files: Mapping[str, bytes], epoch: int) -> bytes:
 
 
 def chart_files(source: Path) -> dict[str, bytes]:
-    """Return the files of the chart below its name, ``Chart.yaml`` first; links are followed."""
+    """Return the files of the chart below its name, ``Chart.yaml`` first; links are followed.
+
+    ``MMROUTER_REGISTRY``: where the release pushes its images, which the chart names then.
+    """
     folder = source / CHART
     found = {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    if registry := os.environ.get("MMROUTER_REGISTRY"):
+        for path in (Path("Chart.yaml"), Path("values.yaml")):
+            found[path] = found[path].replace(IMAGE, registry.encode() + b"/" + IMAGE)
     first = sorted(found, key=lambda path: (path.name != "Chart.yaml", path))
     return {f"{folder.name}/{path}": found[path] for path in first if path.name not in LEFT_OUT}
 

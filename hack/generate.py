@@ -11,6 +11,7 @@ Names, by default all of them:
 - ``values``: the table of the chart's README, from the comments of its values.yaml.
 - ``rights``: the operator's ClusterRole in the chart, from the child kinds of ``mmrouter_operator.render``.
 - ``conformance``: docs/conformance.md, from the figures of docs/conformance.json that ``make conformance`` measures.
+- ``kv-events``: the table of docs/kv-events.md, from the figures in tests/kv_events.
 - ``tokenizer``: the tokenizer of examples/models/tiny-qwen2-vl, from a text.
 - ``golden``: the rendered objects that ``tests/unit/render`` compares with. Review their diff: a difference restarts
   engines on upgrade. ``--check`` leaves them to those tests.
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from hack.build_once import ROOT
 from hack.cluster import go_programs
-from hack.generators import dashboard, tables
+from hack.generators import dashboard, kv_event_results, tables
 from hack.generators.cluster_role import cluster_role
 from hack.generators.tiny_tokenizer import tokenizer_json
 from mmrouter_cli.cluster_commands import crd_text
@@ -58,6 +59,7 @@ GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "values": (CHART / "README.md", lambda: tables.chart_readme(*(file.read_text() for file in VALUES))),
     "rights": (CHART / "files" / "clusterrole.yaml", cluster_role),
     "conformance": (DOCS / "conformance.md", conformance_page),
+    "kv-events": (DOCS / "kv-events.md", lambda: kv_event_results.page((DOCS / "kv-events.md").read_text())),
     "tokenizer": (TOKENIZER, tokenizer_json),
 }
 """Name -> the file and its content as it should be now."""

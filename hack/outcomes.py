@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 NEEDS = "needs"  # tests/artefacts.py
 SHOWN_LINES = 40
 """Last lines of a failed test's report that the end of a run repeats."""
+SLOWEST = 15
+"""Tests of a level that the end of a run names with their time, so that a gate that grows shows by what."""
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
     reports: dict[str, str] = field(default_factory=dict)
     skips: Counter[str] = field(default_factory=Counter)
+    times: dict[str, float] = field(default_factory=dict)
 
     def add(self, other: "Outcome") -> None:
         self.passed += other.passed
@@ -34,6 +37,7 @@ class Outcome:
         self.failures += other.failures
         self.reports |= other.reports
         self.skips += other.skips
+        self.times |= other.times
 
     @property
     def skipped(self) -> int:
@@ -52,9 +56,10 @@ def add_report(report: Path, outcome: Outcome) -> None:
         skip = case.find("skipped")
         needing = case.find(f"properties/property[@name='{NEEDS}']") is not None
         outcome.needing += needing
+        name = f"{case.get('classname')}.{case.get('name')}"
+        outcome.times[name] = float(case.get("time", 0))
         failure = next((part for tag in ("failure", "error") if (part := case.find(tag)) is not None), None)
         if failure is not None:
-            name = f"{case.get('classname')}.{case.get('name')}"
             outcome.failed += 1
             outcome.failures.append(name)
             outcome.reports[name] = (failure.text or failure.get("message") or "").strip()
@@ -72,6 +77,15 @@ def shortened_failures(outcomes: dict[str, Outcome]) -> str:
         lines = report.splitlines()
         left_out = [f"... {len(lines) - SHOWN_LINES} more lines above"] if len(lines) > SHOWN_LINES else []
         parts.append("\n".join([f"== failed: {name}", *left_out, *lines[-SHOWN_LINES:]]))
+    return "\n\n".join(parts)
+
+
+def slowest(outcomes: dict[str, Outcome]) -> str:
+    """Return the tests that took the most time, by level."""
+    parts = []
+    for level, outcome in outcomes.items():
+        first = sorted(outcome.times.items(), key=lambda item: -item[1])[:SLOWEST]
+        parts.append("\n".join([f"== slowest of {level}", *(f"{seconds:7.1f} s  {name}" for name, seconds in first)]))
     return "\n\n".join(parts)
 
 

@@ -4,8 +4,8 @@
 
 A level is a list of steps, each one command. A failing step does not stop the others, so that one run shows everything.
 The steps of a level run in lanes, as far as memory allows; the output of each is shown when it ends. The run ends with
-the failures once more, shortened, a table of the levels with the reason of everything that was not run, and one line
-``N passed, N failed, N skipped`` over all.
+the slowest tests, the failures once more, shortened, a table of the levels with the reason of everything that was not
+run, and one line ``N passed, N failed, N skipped`` over all.
 
 A level is "not run" when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
 engine (``tests/artefacts.py`` marks these tests). Exit status 1 when anything failed, 3 when a single level was
@@ -33,7 +33,7 @@ from typing import IO, Literal
 
 import psutil
 
-from hack.outcomes import Outcome, add_report, shortened_failures, summary
+from hack.outcomes import Outcome, add_report, shortened_failures, slowest, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
@@ -105,13 +105,15 @@ SLOW_UNIT = (
 """Unit tests that take seconds each, and are not needed in the inner loop."""
 PROCESSES = (
     *files(f"{UNIT}/local", "cluster", "pods"),
-    *(f"{UNIT}/{name}/test_process.py" for name in ("router", "sidecar", "sim")),
+    *(f"{UNIT}/{name}/test_process.py" for name in ("kv_events", "router", "sidecar", "sim")),
+    *(f"{UNIT}/cli/test_command_line.py", f"{UNIT}/router/test_late_app.py"),
     *("handover/tests/shm/test_soak.py", "handover/tests/plugin/test_start.py"),
 )
 """Tests that start interpreters, most of whose time is imports, and are not needed in the inner loop."""
 LOCAL = "tests/local"
+COMMANDS = files(LOCAL, "commands", "installed")
 DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer", "upgrade")
-"""Tests that start and break deployments of their own; the other files share one."""
+"""Tests that start and break deployments of their own; most other files share one."""
 STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang")
 SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
 SECURE = files(LOCAL, "engine_tls", "key_rotation", "limits", "streams", "tenants", "tls")
@@ -167,7 +169,8 @@ LEVELS = {
     ),
     "local": Level(
         (
-            Step("local deployments", tests=LOCAL, without=(*DISRUPTIVE, *STAGED, *SLOW_LOCAL, *SECURE)),
+            Step("local deployments, commands of the pages", tests=COMMANDS),
+            Step("local deployments", tests=LOCAL, without=(*COMMANDS, *DISRUPTIVE, *STAGED, *SLOW_LOCAL, *SECURE)),
             Step("local deployments, security and streams", tests=SECURE),
             Step("local deployments, disruptive", tests=DISRUPTIVE),
             Step("local deployments, staged", tests=STAGED),
@@ -358,6 +361,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print("\ninterrupted", flush=True)
         return 130
+    print(f"\n{slowest(outcomes)}", flush=True)
     if again := shortened_failures(outcomes):
         print(f"\n{again}", flush=True)
     print(f"\n{summary(outcomes)}", flush=True)

@@ -11,17 +11,28 @@ CHART_PAGE = "install.md"
 """Its commands need helm, and are run by the chart's tests."""
 TOUR = re.compile(r"^## On Kubernetes\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 """The README's section whose commands need real pods, and are run in their order by the tests that have some."""
+GATEWAY_PAGE = ROOT / "docs" / "gateway.md"
+MANY_MODELS = re.compile(r"^## Many models, one address\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
+"""The section whose commands need two deployments and a gateway, and are run by the test that has them."""
 NEEDS_A_CLUSTER = ("kubectl ", ".venv/bin/mmrouter operator")
 LOOKS_AT_ONE = (".venv/bin/mmrouter status", ".venv/bin/mmrouter doctor")
 """Commands that look at a cluster, unless they are given a URL."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield (page, command) in their order, without those of the tour."""
+    """Yield (page, command) in their order, without those of the tour and of many models."""
+    elsewhere = {PAGES[0]: TOUR, GATEWAY_PAGE: MANY_MODELS}
     for page in PAGES:
         text = page.read_text()
-        for command in _commands(TOUR.sub("", text) if page == PAGES[0] else text):
+        for command in _commands(elsewhere[page].sub("", text) if page in elsewhere else text):
             yield page.name, command
+
+
+def many_models() -> list[str]:
+    """Return the commands of the section about many models."""
+    found = MANY_MODELS.search(GATEWAY_PAGE.read_text())
+    assert found, "the page has no section about many models"
+    return list(_commands(found[0]))
 
 
 def tour() -> list[str]:

@@ -21,7 +21,7 @@ HEIGHTS = {"stat": 4, "timeseries": 8}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 CHOSEN = 'namespace=~"$namespace",mmrouter_deployment=~"$deployment"'
 METRIC = re.compile(r"\bmmrouter_(?!deployment\b)\w+")
-SERIES = re.compile(r"\b(mmrouter_(?!operator_|deployment\b)\w+)(?:\{([^}]*)\})?")
+SERIES = re.compile(r"\b(mmrouter_(?!operator_|gateway_|deployment\b)\w+)(?:\{([^}]*)\})?")
 RATE = re.compile(r"\brate\(([^()]+)\)")
 GROUPED = re.compile(r"\bby \(([^)]*)\)")
 STAT_OPTIONS = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "graphMode": "area"}
@@ -62,7 +62,7 @@ def dashboard(sections: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "uid": "mmrouter",
         "title": "mmrouter",
-        "description": "Exactness of routing, requests, engines, the feed between them, and the operator.",
+        "description": "Exactness of routing, requests, engines, the feed between them, the operator and the gateway.",
         "tags": ["mmrouter"],
         "schemaVersion": 39,
         "version": 1,

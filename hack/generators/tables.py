@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from mmrouter_lib.engines.base.adapter import RankLoad, TokenCounts
 from mmrouter_operator.metrics import Metrics as OperatorMetrics
 from mmrouter_operator.status.conditions import BLOCKS, PROGRESSING, REASONS, TEXTS
+from mmrouter_router.gateway.metrics import GatewayMetrics
 from mmrouter_router.telemetry.metrics import Metrics as RouterMetrics
 from mmrouter_sidecar.metrics import HotPathCounts
 from mmrouter_sidecar.metrics import Metrics as SidecarMetrics
@@ -48,7 +49,12 @@ def registries() -> dict[str, CollectorRegistry]:
     sidecar = SidecarMetrics()
     sidecar.watch(lambda: HotPathCounts(batches=1, events={"stored": 1}, held=1, aside=1))
     sidecar.load.update("", {0: RankLoad(0, 0, 0.5)}, TokenCounts())
-    return {"router": RouterMetrics().registry, "sidecar": sidecar.registry, "operator": OperatorMetrics().registry}
+    return {
+        "router": RouterMetrics().registry,
+        "sidecar": sidecar.registry,
+        "gateway": GatewayMetrics().registry,
+        "operator": OperatorMetrics().registry,
+    }
 
 
 def metric_rows(registry: CollectorRegistry) -> Iterator[tuple[str, str, str, str, str]]:

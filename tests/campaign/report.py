@@ -10,7 +10,7 @@ _KINDS = ("crash", "hang", "5xx", "difference")
 
 
 def table(results: Mapping[str, Counts], seed: str) -> str:
-    """Return a Markdown table. ``worst ms``: CPU time of the slowest input; ``grown``: in the second half."""
+    """Return a Markdown table. ``worst ms``: CPU time of the slowest input; ``grown``: between the last quarters."""
     rows: list[tuple[str, ...]] = [_COLUMNS, tuple("---" if column == "target" else "--:" for column in _COLUMNS)]
     for name, counts in results.items():
         size = counts.memory[-1][1] if counts.memory else 0

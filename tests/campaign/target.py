@@ -6,6 +6,7 @@ or anything else, which counts as a crash. An input with a new outcome is kept, 
 ones, so an outcome that is found once is searched further.
 """
 
+import gc
 import random
 import time
 import traceback
@@ -19,13 +20,15 @@ from typing import ClassVar, Literal, Self
 import psutil
 from campaign.mutation import mutated
 
+from mmrouter_router.core.memory_trim import malloc_trim
+
 Kind = Literal["crash", "hang", "5xx", "difference"]
 MAX_KEPT = 2_000  # inputs from which others are drawn, and outcomes with their shortest input
 MAX_FAILURES = 20  # inputs that a run keeps of those that failed
 MIN_SAMPLES = 20
 FLAT_BYTES = 24 * 1024**2
-"""Growth of a worker's memory over the second half of a run that counts as flat: its allocator's fragments and kept
-inputs."""
+"""Growth of a worker's memory from a run's third quarter to its last that counts as flat: kept inputs, and fragments of
+its allocator."""
 
 
 class BrokenPropertyError(AssertionError):
@@ -144,12 +147,16 @@ class Counts:
 
     @property
     def growth(self) -> int:
-        """Bytes by which the process grew in the second half of the run; 0 with few samples, which include warm-up."""
+        """Bytes by which the process's floor grew from the third quarter of the run to the last.
+
+        The floor is the smallest sample: a sample may contain what is still made of an input of 64 MiB, a leak is in
+        all of them. 0 with few samples, which include warm-up.
+        """
         if len(self.memory) < MIN_SAMPLES:
             return 0
-        middle = self.memory[-1][0] / 2
-        later = [size for inputs, size in self.memory if inputs >= middle]
-        return later[-1] - later[0]
+        middle, last = self.memory[-1][0] / 2, self.memory[-1][0] * 3 / 4
+        third = min(size for inputs, size in self.memory if middle <= inputs < last)
+        return min(size for inputs, size in self.memory if inputs >= last) - third
 
 
 def run(
@@ -173,10 +180,20 @@ def run(
             if check(target, data, counts) and len(kept) < MAX_KEPT:
                 kept.append(data)
             if counts.inputs % every == 0:
-                counts.memory.append((counts.inputs, process.memory_info().rss))
+                counts.memory.append((counts.inputs, _used(process)))
                 if len(counts.memory) == 100:
                     counts.memory, every = counts.memory[1::2], 2 * every
     return counts
+
+
+def _used(process: psutil.Process) -> int:
+    """Return resident bytes without what the allocator keeps of freed memory, which is hundreds of MiB after inputs of
+    64 MiB, and another amount after each.
+    """
+    gc.collect()
+    if (trim := malloc_trim()) is not None:
+        trim(0)
+    return int(process.memory_info().rss)
 
 
 def check(target: Target, data: bytes, counts: Counts) -> bool:

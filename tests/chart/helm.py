@@ -76,7 +76,7 @@ class Helm:
             input=None if values is None else json.dumps(values),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
             env=env,
         )

@@ -98,8 +98,11 @@ FULL = f'mmrouter_overload_refusals_total{{{OF},reason="queue_full"}}'
 FILES = f'mmrouter_tls_refused{{{OF},files="certificate"}}'
 REFUSED = f'mmrouter_engine_tls_total{{{OF},event="untrusted"}}'
 GATE = 'mmrouter_operator_closed_gates{namespace="n",name="d",gate="verified"}'
+ALIASES = 'mmrouter_gateway_config_refused{namespace="n",pod="g"}'
+LISTED = 'mmrouter_gateway_discovery_synced{namespace="n",pod="g"}'
 SOUND: Mapping[str, str] = {
-    **dict.fromkeys((FALSE, DEGRADED, SILENT, FULL, FILES, REFUSED, GATE), "0x200"),
+    **dict.fromkeys((FALSE, DEGRADED, SILENT, FULL, FILES, REFUSED, GATE, ALIASES), "0x200"),
+    LISTED: "1x200",
     f'mmrouter_parity_total{{{OF},result="True",cause=""}}': "0+1x200",
     f'mmrouter_workers{{{OF},standing="verified"}}': "3x200",
     f'mmrouter_unroutable_workers{{{OF},cause="engine_starting"}}': "1x200",
@@ -139,6 +142,9 @@ FAULTS = {
         {REFUSED: "0x59 1+1x19 20x120"}, "MMRouterEngineCertificateRefused", (59, 61, 90), (63, 79)
     ),
     "a gate stays closed": Fault({GATE: "0x59 1x29 0x110"}, "MMRouterGateStuck", (59, 74, 91), (76, 89)),
+    "aliases cannot be used": Fault({ALIASES: STATE}, "MMRouterGatewayStale", (59, 64, 81), (66, 79)),
+    "deployments are not listed": Fault({LISTED: "1x59 0x19 1x121"}, "MMRouterGatewayStale", (59, 64, 81), (66, 79)),
+    "a gateway starts": Fault({LISTED: "1x59 0x2 1x138"}, quiet=(59, 62, 66, 70)),
     "a gate opens in time": Fault({GATE: "0x59 1x9 0x130"}, quiet=(59, 69, 76, 90)),
 }
 

@@ -252,7 +252,7 @@ def test_every_command_of_the_page_succeeds_in_its_order(empty: ControlPlane, he
             if "kubectl delete mmrouterdeployment" in command:
                 apply(empty, "inference", resource("qwen-vl"))
             typed = command.replace(" --wait", "").replace("helm test", "helm get hooks")
-            done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
             assert "helm test" not in command or "kind: Pod" in done.stdout
     finally:

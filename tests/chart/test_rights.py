@@ -8,10 +8,13 @@ from unit.render.objects import GOLDENS, load, rendered
 
 Right = tuple[str, str, str, str]
 """Role, group and resource as ``group/resource``, verb, and the only object's name or nothing."""
-ROW = re.compile(r"^\| (operator|lease|frontend|view|edit) \| (\S*/\S+) \| ([a-z, ]+) \| (.+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (operator|lease|gateway|frontend|view|edit) \| (\S*/\S+) \| ([a-z, ]+) \| (.+) \|$", re.MULTILINE
+)
 NAMES = {
     "mmrouter-operator": "operator",
     "mmrouter-operator-lease": "lease",
+    "mmrouter-gateway": "gateway",
     "mmrouter-view": "view",
     "mmrouter-edit": "edit",
 }
@@ -40,7 +43,7 @@ def granted(role: str, rules: list[dict[str, Any]]) -> set[Right]:
 
 def all_granted(helm: Helm) -> set[Right]:
     found: set[Right] = set()
-    for values in ({}, {"watchNamespaces": ["team-a"]}):
+    for values in ({}, {"watchNamespaces": ["team-a"]}, {"gateway": {"enabled": True}}):
         objects = helm.render(values).objects
         roles = [obj for obj in objects if obj["kind"] in ("ClusterRole", "Role")]
         found |= {right for role in roles for right in granted(NAMES[role["metadata"]["name"]], role["rules"])}

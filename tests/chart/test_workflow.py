@@ -87,17 +87,47 @@ def test_every_job_has_a_time_limit_and_no_right_to_write(jobs: dict[str, Any]) 
     assert all(job["timeout-minutes"] <= 120 and "permissions" not in job for job in jobs.values())
 
 
-def test_only_a_tag_publishes_and_only_what_was_built_twice() -> None:
-    release = yaml.safe_load(RELEASE.read_text())
-    build, publish = release["jobs"]["build"], release["jobs"]["publish"]
+@pytest.fixture(scope="module")
+def release() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(RELEASE.read_text())
+    return found
+
+
+def test_only_a_tag_publishes_and_only_what_was_built_twice(release: dict[str, Any]) -> None:
+    build, images, publish = (release["jobs"][name] for name in ("build", "images", "publish"))
     assert release["permissions"] == {"contents": "read"}
-    assert "permissions" not in build
-    assert (publish["if"], publish["needs"]) == ("startsWith(github.ref, 'refs/tags/')", "build")
+    assert "permissions" not in build | images
+    assert (publish["if"], publish["needs"]) == ("startsWith(github.ref, 'refs/tags/')", ["build", "images"])
     commands = [step["run"] for step in build["steps"] if "run" in step]
     assert commands.index("make dist") + 1 == commands.index(
         "make dist ARGS=build/again && diff --recursive dist build/again"
     )
     assert not [step for step in publish["steps"] if "make" in step.get("run", "").split()]
+
+
+def test_publishing_pushes_each_architecture_and_an_index_of_both(release: dict[str, Any], tmp_path: Path) -> None:
+    """The step's own script, with a docker that records its commands."""
+    architectures = [each["architecture"] for each in release["jobs"]["images"]["strategy"]["matrix"]["include"]]
+    for architecture in architectures:
+        (tmp_path / f"images-{architecture}").mkdir()
+        for name in ("mmrouter", "sim"):
+            (tmp_path / f"images-{architecture}" / f"{name}.tar").touch()
+    docker = tmp_path / "docker"
+    docker.write_text("""\
+#!/bin/bash
+file=${4##*/}
+if [ "$1" = load ]; then echo "Loaded image: docker.io/mmrouter/${file%.tar}:0.1.0"; else echo "$*" >>commands; fi
+""")
+    docker.chmod(0o755)
+    (script,) = [step["run"] for step in release["jobs"]["publish"]["steps"] if step.get("name") == "images"]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REGISTRY": "registry.example/team"}
+    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=env, check=True)
+    commands = (tmp_path / "commands").read_text().splitlines()
+    for name in ("mmrouter", "sim"):
+        tag = f"registry.example/team/mmrouter/{name}:0.1.0"
+        parts = [f"{tag}-{architecture}" for architecture in architectures]
+        assert [f"push {part}" for part in parts] == [line for line in commands if line.startswith(f"push {tag}")]
+        assert f"buildx imagetools create --tag {tag} {' '.join(parts)}" in commands
 
 
 def test_kind_accepts_its_configuration(tools: Path) -> None:

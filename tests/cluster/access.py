@@ -37,7 +37,7 @@ class Access:
     def kubectl(self, *arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         argv = [self.bin / "kubectl", f"--kubeconfig={self.kubeconfig}", *arguments]
         env = {**os.environ, "HOME": str(self.folder)}  # kubectl keeps a cache of discovery there
-        return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60, check=False, env=env)
+        return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=600, check=False, env=env)
 
     def request(
         self, method: str, path: str, body: Any = None, content_type: str = "application/json", **params: str

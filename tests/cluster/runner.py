@@ -18,11 +18,11 @@ import httpx
 from cluster.controlplane import API_PORT, ControlPlane
 from cluster.kubelet_status import ContainerState
 
-from mmrouter_cli.local.environment import engine_commands
 from mmrouter_cli.local.folders import make_folders
 from mmrouter_cli.local.loopback_network import AddressBlock, take_block
-from mmrouter_cli.local.pod import LocalPod, PodBuilder
-from mmrouter_cli.local.pod_processes import Container
+from mmrouter_cli.local.pods.environment import engine_commands
+from mmrouter_cli.local.pods.pod import LocalPod, PodBuilder
+from mmrouter_cli.local.pods.pod_processes import Container
 from mmrouter_cli.local.run_plan import RunPlan, make_plan
 
 PORTS = {8000, 8001, 9090}

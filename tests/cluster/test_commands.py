@@ -127,5 +127,5 @@ def test_commands_succeed_as_they_stand(
         "XDG_RUNTIME_DIR": str(tmp_path),  # `status` without a name prefers local deployments, such as other tests'
     }
     typed = command.replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli")
-    done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", typed], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -153,7 +153,7 @@ def test_kubectl_explains_every_section(crd: ControlPlane) -> None:
         ("mmrd", "One model behind one OpenAI-compatible endpoint"),
         ("mmrd.spec.pools", "Replicas with the same role, image, flags and accelerator."),
         ("mmrd.spec.pools.accelerator.kind", "ENUM:"),
-        ("mmrd.spec.routing.media.maxBytes", "Largest encoded image."),
+        ("mmrd.spec.routing.media.maxBytes", "Largest encoded image or video."),
         ("mmrd.status.conditions", "Explanation for people."),
     ):
         shown = crd.kubectl("explain", path)

@@ -26,8 +26,8 @@ from mmrouter_operator.runtime.operator import EXIT
 SETTLE_SECONDS = 60
 """A deadline: pauses between tries grow, and of four writes one fails."""
 BAD_REQUEST = Fault(400, "BadRequest")
-STEP = 1 if IS_LONG else 3
-"""An operator is killed after every call of a reconcile, or after every third one."""
+STEP = 1 if IS_LONG else 6
+"""An operator is killed after every call of a reconcile, or after every sixth one."""
 POLL = 0.2
 """Seconds between looks that cost the server some dozen requests."""
 

@@ -89,8 +89,9 @@ def test_every_right_is_used_and_none_is_missing(
         for pools in ([*spec["pools"], encoders], spec["pools"]):
             deployed.apply({**resource, "spec": {**spec, "pools": pools}})
             deployed.settled("rights")
-        # A gateway's pool goes with the picker, and its route with the field that asks for it.
-        gateway = {"mode": "endpointPicker", "gateway": {"parentRefs": [{"name": "public"}]}}
+        # A gateway's pool goes with the picker, its route and the page's Service with the fields that ask for them.
+        route = {"parentRefs": [{"name": "public"}]}
+        gateway = {"mode": "endpointPicker", "gateway": route, "service": {"pagePort": 9000}}
         for frontend in (gateway, {"mode": "frontend"}):
             deployed.apply({**resource, "spec": {**spec, "frontend": {**spec.get("frontend", {}), **frontend}}})
             deployed.settled("rights")

@@ -105,7 +105,9 @@ def request(http: httpx.Client, namespace: str, user: str, right: Right) -> int:
         case "list":
             return http.get(kind.path(namespace), params={"limit": "1"}, headers=headers).status_code
         case "watch":
-            with http.stream("GET", kind.path(namespace), params={"watch": "1"}, headers=headers) as answer:
+            # From what the server has in memory: otherwise it sends the head after seconds without an event.
+            params = {"watch": "1", "resourceVersion": "0"}
+            with http.stream("GET", kind.path(namespace), params=params, headers=headers) as answer:
                 return answer.status_code
         case "get":
             return http.get(one, headers=headers).status_code

@@ -8,12 +8,13 @@ from artefacts import Record
 from cluster.controlplane import ControlPlane
 from cluster.operators import USER, Replica, idle
 from cluster.resources import all_there, apply, expected, resource
+from long_form import IS_LONG
 from waiting import wait_for
 
 from mmrouter_operator.cluster.operator_kinds import CORE_CHILDREN, KINDS
 from mmrouter_operator.model.kinds import RESOURCE
 
-TIMED = 50
+TIMED = 50 if IS_LONG else 10
 
 
 def test_the_children_of_new_resources_are_created_and_timed(large: Replica, record: Record) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from artefacts import name_needs, run_tool_or_skip
+from conformance.releases import Adoption, adoption
 from conformance.report import Cells, run_folder
 from conformance.setups import named_families, proved_cells
 from local.rig import Deployment
@@ -21,6 +22,7 @@ __all__ = ["web"]
 collect_ignore = [] if os.environ.get("MMROUTER_FAMILIES") else ["test_cells.py"]
 CELLS = pytest.StashKey[list[Cells]]()
 FIGURES = pytest.StashKey[dict[str, object]]()
+ADOPTION = pytest.StashKey[Adoption | None]()
 
 
 Shrunk = Callable[[str], Path]
@@ -42,6 +44,8 @@ def model_folder(name: str) -> Path:
 def pytest_configure(config: pytest.Config) -> None:
     named_families()  # an unknown name ends the run
     config.stash[CELLS] = []
+    config.stash[ADOPTION] = adoption()
+    config.addinivalue_line("markers", "adopts(engine, check): part of `make adopt` for an engine's release")
     config.addinivalue_line("markers", "proves(engine, setup, family): the cell of the page that a test proves")
 
 
@@ -52,9 +56,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    figures = item.stash.get(FIGURES, {})
+    if adopted := item.config.stash[ADOPTION]:
+        adopted.add(item, report, figures)
     for cells in item.config.stash[CELLS]:
         for cell in proved_cells(item):
-            cells.proof(cell, item.name, report, item.stash.get(FIGURES, {}))
+            cells.proof(cell, item.name, report, figures)
     return report
 
 
@@ -76,15 +83,17 @@ def cells(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def figure(request: pytest.FixtureRequest) -> Figure:
-    """Keep a figure for the cell that the test proves."""
+    """Keep a figure for the cell that the test proves, and for its row in `make adopt`."""
     node: pytest.Item = request.node
     return node.stash.setdefault(FIGURES, {}).__setitem__
 
 
 @pytest.fixture(scope="session")
 def vllm_env() -> Path:
-    """The environment with the real vLLM, made when it is not there yet and there is a model to serve with it."""
-    return engine_env("engines.vllm_env")
+    """The environment with the real vLLM, made when it is not there yet and there is a model to serve with it; in
+    `make adopt` the code of the release that it is about.
+    """
+    return engine_env(f"engines.{'newer_' * ('MMROUTER_VLLM_WHEEL' in os.environ)}vllm_env")
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +104,7 @@ def newer_vllm_env() -> Path:
 
 @pytest.fixture(scope="session")
 def sglang_env() -> Path:
-    return engine_env("engines.sglang_env")
+    return engine_env(f"engines.{'older_' * ('MMROUTER_SGLANG_WHEEL' in os.environ)}sglang_env")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from conformance import releases
 from conformance.family_rows import family_rows
 from conformance.setups import ENGINES, FAMILIES, NOT_PART, NOT_RUN, SCENARIOS, Proof, tables
 
@@ -150,6 +151,7 @@ class Cells:
                 "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
                 "cells": list(merged([*earlier, *parts], "cells", ("engine", "family", "provider")).values()),
                 "proofs": joined(earlier, parts),
+                "releases": earlier[0].get("releases", {}) if earlier else {},
             }
             file.write_text(json.dumps(done, indent=1) + "\n")
             (self._folder / "conformance.md").write_text(table(done))
@@ -202,6 +204,13 @@ SETUPS_HEAD = (
     "Every setup with every engine and family, behind sidecars and routers: proved by its tests, or not run, and why.",
     "`make conformance FAMILIES=all` runs all of them; without `FAMILIES`, most setups run with one family.",
 )
+RELEASES_HEAD = (
+    "## Releases without a model",
+    "",
+    "`make adopt ENGINE=... RELEASE=... WRITE=1` runs an engine's own code of a release against the library, without a",
+    "model: its scheduler and cache manager in every cache layout, its front end for every family, and its request",
+    "models. A cell has the figures that its test found, or why it failed or did not run.",
+)
 TAIL = """
 ## Notes
 
@@ -225,6 +234,10 @@ them (`test_routing.py` of both), also through a prefill and a decode engine of 
 pictures, and place and length of each image, and the library the same (`tests/conformance/processors`). Mistral 3 and
 Pixtral have Mistral AI's tokenizer of Pixtral. For the others Qwen3-VL's tokenizer stands in, with their tokens added,
 and a template of this project, so the row proves images and not texts.
+
+**Videos.** vLLM's own front end loads encoded videos and makes the token ids of chats with them, and the library the
+same from their headers: place, length and name of each video, and the extra keys of every block
+(`tests/conformance/vllm/test_videos.py`). Qwen3.5 has Qwen3-VL's tokenizer.
 
 **Families beside a renderer.** `vllm launch render` with the engines' files is a second opinion on their prompts; when
 the row of Mistral 3 was made, before its family had code here, its prompts came from the renderer. Networks and
@@ -277,6 +290,7 @@ def table(done: Mapping[str, Any]) -> str:
         for text in found
     ]
     lines += [*([""] if failed else []), *failed, "", *SETUPS_HEAD, *tables(done["proofs"])]
+    lines += ["", *RELEASES_HEAD, *releases.tables(done.get("releases", {}))]
     return "\n".join([*lines, TAIL.rstrip(), ""])
 
 

@@ -46,7 +46,9 @@ PROCESSED = {
     "minicpmv4_6": "MiniCPM-V 4.6",
 }
 """Families whose prompts are compared with those of vLLM's own front end, which expands images without a model."""
-SHOWN = FAMILIES | RENDERED | PROCESSED
+VIDEOS = {family: FAMILIES[family] for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")} | WITHOUT_SETUP
+"""Families whose videos are compared with what vLLM's own loader and processor make of them."""
+SHOWN = FAMILIES | RENDERED | PROCESSED | VIDEOS
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")
@@ -59,7 +61,12 @@ ONE_FAMILY = {"vllm": "qwen2_vl", "sglang": "qwen2_5_vl"}
 SAME = {("sglang", "hand-over none"): "two workers"}
 """Setups that are another one under a second name."""
 IMPOSSIBLE = {("sglang", setup): "SGLang's engines process images themselves" for setup in HANDED_OVER}
-UNSUPPORTED: dict[tuple[str, str, str], str] = {}
+NO_ENCODER = "Model type LlavaLlamaForCausalLM is not supported for encoder disaggregation"
+UNSUPPORTED: dict[tuple[str, str, str], str] = {
+    ("sglang", setup, family): f"SGLang 0.5.23: {NO_ENCODER}"
+    for setup in ("encoder, worker", "encoder, prefill, decode")
+    for family in ("llava", "llava_next")
+}
 """Cells that were run and cannot be: what the engine said."""
 NOT_PART = "not part of a run yet"
 
@@ -121,6 +128,7 @@ CELLS = [
     *((engine, setup, family) for engine in ENGINES for setup in SETUPS for family in FAMILIES),
     *(("vllm", "renderer, worker", family) for family in RENDERED),
     *(("vllm", "front end", family) for family in PROCESSED),
+    *(("vllm", "videos", family) for family in VIDEOS),
 ]
 
 

@@ -182,7 +182,7 @@ def test_sessions_side_by_side_make_one_table(tmp_path: Path) -> None:
         )
         for engine in ENGINES
     ]
-    outputs = [session.communicate(timeout=60)[0].strip() for session in started]
+    outputs = [session.communicate(timeout=600)[0].strip() for session in started]
     assert outputs == [
         f"{engine} qwen3_vl {PROVIDERS[engine]}: blocks 7, matched 7, mismatches 0" for engine in ENGINES
     ]

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from conformance.conftest import Figure
 
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.request_fields import CHAT, Endpoint
@@ -23,6 +24,11 @@ MODELS: dict[Endpoint, tuple[str, str, str]] = {
 READ_BY_VALIDATORS = {("sglang", CHAT): {"reasoning"}}
 IGNORED = {("sglang", CHAT): {"documents", "add_generation_prompt", "add_special_tokens"}}
 """Fields of the table that no model has: read before validation, or accepted because vLLM has them."""
+LATER = {
+    "openai": {"moderation", "prompt_cache_options", "context_management"},
+    "vllm": {"return_weight_versions"},  # 0.33
+}
+"""Fields of later releases of OpenAI's client and of an engine, which others ignore."""
 
 PROGRAM = """
 import importlib, json, sys
@@ -46,14 +52,21 @@ def fields_of(engine: str, python: Path) -> dict[Endpoint, tuple[set[str], set[s
     return {e: (set(theirs), set(own)) for e, (theirs, own) in json.loads(line.removeprefix("FIELDS")).items()}
 
 
-@pytest.mark.parametrize("engine", MODULES)
-def test_every_field_of_the_engine_and_of_openai_is_judged(engine: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.adopts(engine=name, check="request fields")) for name in MODULES]
+)
+def test_every_field_of_the_engine_and_of_openai_is_judged(
+    engine: str, request: pytest.FixtureRequest, figure: Figure
+) -> None:
     python = request.getfixturevalue(f"{engine}_env") / "bin" / "python"
-    for endpoint, (theirs, openai) in fields_of(engine, python).items():
+    found = fields_of(engine, python)
+    for endpoint, (theirs, _) in found.items():
+        figure(endpoint, sorted(theirs))
+    for endpoint, (theirs, openai) in found.items():
         table = ADAPTERS[engine].request_fields[endpoint]
         assert {"model", "temperature", "stream"} <= theirs & openai
         assert [name for name in sorted(theirs | openai) if not table.knows(name)] == []
         forwarded = table.prompt | table.harmless | table.affecting.keys()
         extra = READ_BY_VALIDATORS.get((engine, endpoint), set()) | IGNORED.get((engine, endpoint), set())
-        late = {"moderation", "prompt_cache_options", "context_management"}  # in later releases of OpenAI's client
-        assert sorted(forwarded - theirs - openai - extra - late) == []
+        later = LATER["openai"] | LATER.get(engine, set())
+        assert sorted(forwarded - theirs - openai - extra - later) == []

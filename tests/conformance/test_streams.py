@@ -1,8 +1,8 @@
 """Streams of real engines, with images, have the same text after their engine was stopped, lost or killed.
 
-One deployment of two engines per engine type: a stopped engine resumes, a lost node is back, and an ended engine starts
-again afterwards. vLLM answers are repeated if greedy or seeded and continued from their token ids if sampled, SGLang
-answers are repeated.
+One deployment of two engines per engine type, SGLang's only in the long form: a stopped engine resumes, a lost node is
+back, and an ended engine starts again afterwards. vLLM answers are repeated if greedy or seeded and continued from
+their token ids if sampled, SGLang answers are repeated.
 """
 
 import os
@@ -18,6 +18,7 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import engine_args, require_memory
 from conformance.engines import deployed, manifest, pool, sglang_manifest
 from local.rig import Deployment
+from long_form import IS_LONG, parameters
 from node_loss import losing_nodes, own_network
 from streams import BEST_ONLY, CHAT, COMPLETIONS, GREEDY, SEEDED, WHOLE_ANSWER, Streams
 from waiting import wait_for
@@ -38,7 +39,7 @@ class Served:
         return Streams(self.deployment, COUNT, TOKENS, fields, path)
 
 
-@pytest.fixture(scope="module", params=list(REPOSITORIES))
+@pytest.fixture(scope="module", params=parameters(REPOSITORIES, "vllm"))
 def served(
     request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -73,7 +74,8 @@ def lose_a_node(served: Served, fields: Mapping[str, Any], path: str) -> None:
 
 
 def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
-    for sampling in (GREEDY, BEST_ONLY, SEEDED) if served.continues else (GREEDY,):
+    every = (GREEDY, BEST_ONLY, SEEDED) if IS_LONG else (BEST_ONLY,)
+    for sampling in every if served.continues else (GREEDY,):
         stopped: list[str] = []
 
         def stop(name: str, stopped: list[str] = stopped) -> None:
@@ -90,8 +92,12 @@ def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "path"),
-    [({}, CHAT), ({"logprobs": True, "top_logprobs": 2}, CHAT), ({"logprobs": True}, CHAT), ({}, COMPLETIONS)],
-    ids=["chats", "top_logprobs", "logprobs", "completions"],
+    [
+        pytest.param({}, CHAT, id="chats"),
+        pytest.param({"logprobs": True, "top_logprobs": 2}, CHAT, id="top_logprobs"),
+        pytest.param({"logprobs": True}, CHAT, id="logprobs", marks=pytest.mark.long_form),
+        pytest.param({}, COMPLETIONS, id="completions", marks=pytest.mark.long_form),
+    ],
 )
 def test_streams_outlive_a_lost_node(served: Served, fields: dict[str, Any], path: str) -> None:
     lose_a_node(served, {**(BEST_ONLY if served.continues else GREEDY), **fields}, path)
@@ -100,8 +106,13 @@ def test_streams_outlive_a_lost_node(served: Served, fields: dict[str, Any], pat
 @pytest.mark.parametrize("served", ["vllm"], indirect=True)
 @pytest.mark.parametrize(
     ("fields", "path"),
-    [*((fields, CHAT) for fields in WHOLE_ANSWER.values()), ({"logprobs": 2}, COMPLETIONS)],
-    ids=[*WHOLE_ANSWER, "completions_logprobs"],
+    [
+        *(
+            pytest.param(fields, CHAT, id=name, marks=() if name == "grammar" else pytest.mark.long_form)
+            for name, fields in WHOLE_ANSWER.items()
+        ),
+        pytest.param({"logprobs": 2}, COMPLETIONS, id="completions_logprobs"),
+    ],
 )
 def test_sampled_streams_that_need_the_whole_answer_outlive_a_lost_node(
     served: Served, fields: dict[str, Any], path: str
@@ -110,7 +121,13 @@ def test_sampled_streams_that_need_the_whole_answer_outlive_a_lost_node(
     lose_a_node(served, {**BEST_ONLY, **fields}, path)
 
 
-@pytest.mark.parametrize("signals", [[signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]], ids=["drain", "kill"])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param([signal.SIGTERM, signal.SIGKILL], id="drain", marks=pytest.mark.long_form),
+        pytest.param([signal.SIGKILL], id="kill"),
+    ],
+)
 def test_streams_outlive_an_engine_that_ends(served: Served, signals: Sequence[signal.Signals]) -> None:
     """A drain past its time is the signal that begins it, and then the kubelet's."""
     streams = served.streams(BEST_ONLY if served.continues else GREEDY)

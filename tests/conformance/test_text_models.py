@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from artefacts import Record, run_tool_or_skip
-from conformance.conftest import model_folder
+from conformance.conftest import Figure, model_folder
 from conformance.corpus import text_corpus
 from conformance.engine_process import BLOCK_SIZE, Engine, engine
 from conformance.prediction import Exchange, Predicted, Predictor, compare, image_places
@@ -100,13 +100,16 @@ def differences(prompter: Prompter, cases: Sequence[Case], theirs: Sequence[Any]
     return found
 
 
+@pytest.mark.adopts(engine="vllm", check="prompts of text models")
 @pytest.mark.parametrize("name", MODELS)
 def test_vllms_prompts_of_text_models_are_the_predicted_ones(
-    name: str, vllms_prompts: dict[Path, list[Any]], folder: Folder, record: Record
+    name: str, vllms_prompts: dict[Path, list[Any]], folder: Folder, record: Record, figure: Figure
 ) -> None:
     cases, theirs = text_corpus(), vllms_prompts[folder(name)]
     prompter = load_text_prompter("vllm", folder(name))
     wrong = differences(prompter, cases, theirs[: len(cases)], REFUSED_BY_VLLM)
+    figure("conversations", len(cases))
+    figure("mismatches", len(wrong))
     record(f"text prompts, vllm {name}: conversations, mismatches", [len(cases), len(wrong)])
     assert "\n".join(wrong) == ""
     assert sum(isinstance(answer, list) for answer in theirs) > 400
@@ -126,13 +129,16 @@ def sglangs_corpus() -> list[Case]:
     return [*text_corpus(), *(one for one in own_fields("qwen2_vl") if not image_places(one))]
 
 
+@pytest.mark.adopts(engine="sglang", check="prompts of text models")
 @pytest.mark.parametrize("name", MODELS)
 def test_sglangs_prompts_of_text_models_are_the_predicted_ones(
-    name: str, sglangs_prompts: dict[str, list[dict[str, Any]]], folder: Folder, record: Record
+    name: str, sglangs_prompts: dict[str, list[dict[str, Any]]], folder: Folder, record: Record, figure: Figure
 ) -> None:
     cases = sglangs_corpus()
     theirs = [answer.get("ids") or answer for answer in sglangs_prompts[name]]
     wrong = differences(load_text_prompter("sglang", folder(name)), cases, theirs, REFUSED_BEFORE)
+    figure("conversations", len(cases))
+    figure("mismatches", len(wrong))
     record(f"text prompts, sglang {name}: conversations, mismatches", [len(cases), len(wrong)])
     assert "\n".join(wrong) == ""
     assert sum(isinstance(answer, list) for answer in theirs) > (150 if name == "mistral" else 400)

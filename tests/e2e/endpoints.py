@@ -42,7 +42,7 @@ class Reached:
         """Run the command line tool on this machine, for the first frontend; the caller looks at ``returncode``."""
         options = (*arguments, f"--control={self.controls[0]}", f"--token={self.token}")
         argv = [sys.executable, "-m", "mmrouter_cli", command, self.url, *options]
-        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=180)
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=600)
 
     @contextmanager
     def chat(self, model: str) -> Iterator[Chat]:

@@ -78,7 +78,7 @@ class Node(ControlPlane):
     def ctr(self, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
         """Run containerd's own command in Kubernetes' namespace; the caller looks at ``returncode``."""
         argv = ["ctr", f"--address={self.socket}", "--namespace=k8s.io", *map(str, arguments)]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
 
     # -- components --------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ POD = {{
         "containers": [{{
             "name": "only",
             "image": "{image}",
-            "command": ["sh", "-c", "echo run; test -e /tmp/x && exec sleep 1000; touch /tmp/x; exit 1"],
+            "command": ["sh", "-c", "echo run; test -e /tmp/x && exec sleep 1000; : >/tmp/x; exit 1"],
             "volumeMounts": [{{"name": "tmp", "mountPath": "/tmp"}}],
         }}],
         "volumes": [{{"name": "tmp", "emptyDir": {{}}}}],
@@ -78,7 +78,7 @@ def failed(folder: Path, text: str, **env: str) -> tuple["subprocess.CompletedPr
     whole = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "MMROUTER_DUMP_DIR": str(dumps), **env}
     options = ("-pconftest", "-pe2e.conftest", f"--config-file={ROOT / 'pyproject.toml'}", f"--rootdir={folder}")
     command = [sys.executable, "-m", "pytest", "-q", *options, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=whole, cwd=folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=whole, cwd=folder)
     assert done.returncode == 1, done.stdout + done.stderr
     return done, dumps
 

@@ -96,9 +96,8 @@ class Deployment:
             return False
         workers = [worker for state in states for worker in state["workers"]]
         # A sidecar that has just died is believed for two seconds; only a fresh heartbeat shows that it lives.
-        return bool(workers) and all(
-            worker["standing"] == "verified" and worker["heard_seconds_ago"] < 0.7 for worker in workers
-        )
+        fresh = [worker["heard_seconds_ago"] is not None and worker["heard_seconds_ago"] < 0.7 for worker in workers]
+        return bool(workers) and all(fresh) and {worker["standing"] for worker in workers} == {"verified"}
 
     def assert_gate_passes(self, *options: str) -> None:
         """``mmrouter verify`` finds that what was predicted is what the engines did."""
@@ -164,12 +163,12 @@ def example(name: str = "demo.yaml") -> dict[str, Any]:
 
 
 def deployed(
-    folder: Path, *documents: dict[str, Any], options: Sequence[str] = ()
+    folder: Path, *documents: dict[str, Any], options: Sequence[str] = (), start_seconds: float = START_SECONDS
 ) -> AbstractContextManager[Deployment]:
     """``mmrouter up`` with these documents as its file."""
     file = folder / "deployment.yaml"
     file.write_text(yaml.safe_dump_all(documents))
-    return running(file, *options)
+    return running(file, *options, start_seconds=start_seconds)
 
 
 def staged(name: str, folder: Path, **routing: Any) -> AbstractContextManager[Deployment]:

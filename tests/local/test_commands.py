@@ -219,7 +219,7 @@ def test_commands_succeed_as_they_stand(page, command, demo):
             ["bash", "-c", _here(_curl(), demo)], cwd=ROOT, capture_output=True, text=True, check=True
         )
         command = command.replace("REQUEST_ID", re.search(r"x-mmrouter-request-id: (\S+)", answer.stdout)[1])
-    done = subprocess.run(["bash", "-c", _here(command, demo)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", _here(command, demo)], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "error" not in done.stdout
 

@@ -9,7 +9,7 @@ from local.load import assert_replicas_agree, load
 from local.rig import ROOT, running
 from waiting import wait_for
 
-from mmrouter_cli.key_rotation import RotationError, rotate
+from mmrouter_cli.cluster.key_rotation import RotationError, rotate
 from mmrouter_cli.status.control_api import Frontend, client, fetch
 from mmrouter_operator.model.credentials import ROUTER_ITEMS, SIDECAR_ITEMS, SecretData, new_secret_data
 from mmrouter_operator.model.key_rotation import LAST

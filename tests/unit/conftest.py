@@ -1,4 +1,5 @@
-"""Hypothesis searches a quarter of its default locally and all of it in CI, without a deadline per example."""
+"""Hypothesis searches a tenth of its default in the inner loop, three tenths in CI, where the examples are the same in
+every run, and all of it in the long form; without a deadline per example."""
 
 import os
 from collections.abc import Iterator
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from long_form import IS_LONG
 
 from mmrouter_lib import native
 
@@ -20,16 +22,24 @@ def shared_folder(variable: str, name: str) -> Path:
     return folder
 
 
-def examples(in_ci: int) -> int:
-    """Return how many examples a property with a number of its own gets: so many in CI, else a quarter of them."""
-    return in_ci if os.environ.get("CI") else in_ci // 4
+IN_CI = bool(os.environ.get("CI"))
+TENTHS = 10 if IS_LONG else 3 if IN_CI else 1
 
 
-if not os.environ.get("CI"):
-    settings.register_profile(
-        "inner-loop", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-    settings.load_profile("inner-loop")
+def examples(in_long_form: int) -> int:
+    """Return how many examples a property with a number of its own gets, as the default is shared out."""
+    return in_long_form * TENTHS // 10
+
+
+settings.register_profile(
+    "mmrouter",
+    max_examples=examples(100),
+    deadline=None,
+    derandomize=IN_CI and not IS_LONG,
+    print_blob=IN_CI,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("mmrouter")
 
 
 @pytest.fixture(scope="module", params=["python", "native"] if native.form == "native" else ["python"])

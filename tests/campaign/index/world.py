@@ -262,9 +262,14 @@ class World:
             file.write_bytes(written)
         else:
             file.unlink()
-            pod.partial_until = FOREVER
         pod.sidecar = pod.to_sidecar = None
-        self.time.after(pause, lambda: self._start_sidecar(pod))
+        self.time.after(pause, lambda: self._restart_sidecar(pod))
+
+    def _restart_sidecar(self, pod: Pod) -> None:
+        self._start_sidecar(pod)
+        if pod.sidecar is not None and not pod.sidecar.stream.resumed:
+            # Without a journal, or with one from before the engine's first event, it knows no block until a replay.
+            pod.partial_until = FOREVER
 
     def _new_router(self) -> RouterNode:
         self._lives += 1

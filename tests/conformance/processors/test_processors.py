@@ -42,8 +42,8 @@ CROPS = [16, 4, 1, 9]
 PICTURE_CROPS = 4
 THIRD_PARTY = Path(__file__).with_name("third_party.py")
 MLX_VLM = "0.7.10"
-SIZES = 20_000 if IS_LONG else 4_000
-PICTURES = 300 if IS_LONG else 90
+SIZES = 20_000 if IS_LONG else 2_000
+PICTURES = 300 if IS_LONG else 30
 OWN_PICTURES = 30  # through vLLM's own front end, which takes longer
 UNITS = (14, 16, 28, 32, 336)
 
@@ -226,6 +226,7 @@ def front_end(ask: Ask, pictures: list[Drawn]) -> dict[str, Any]:
     return {Path(folder).name: answer for folder, answer in answers.items()}
 
 
+@pytest.mark.adopts(engine="vllm", check="front end")
 @pytest.mark.proves("vllm", "front end", "{name}")
 @pytest.mark.parametrize("name", PROCESSED)
 def test_case_24_images_have_the_tokens_and_places_that_vllms_own_front_end_gives_them(

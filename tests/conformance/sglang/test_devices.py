@@ -1,4 +1,4 @@
-"""A real engine that falls back to the CPU: its pool asks for an accelerator that this machine does not have."""
+"""A real engine that computes on a CPU: its pool asks for an accelerator that this machine does not have."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,10 @@ def test_an_engine_that_fell_back_to_the_cpu_is_named(
 ) -> None:
     require_memory()
     made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("worker", 1)])
-    made["spec"]["pools"][0]["accelerator"] = {"kind": "nvidia"}
+    # As an image for CPUs sets it: without the variable SGLang refuses to start where it finds no accelerator.
+    on_cpu = {"name": "engine", "env": [{"name": "SGLANG_USE_CPU_ENGINE", "value": "1"}]}
+    of_nvidia = {"accelerator": {"kind": "nvidia"}, "podTemplate": {"spec": {"containers": [on_cpu]}}}
+    made["spec"]["pools"][0].update(of_nvidia)
     with deployed(sglang_env, tmp_path_factory.mktemp("devices"), made) as deployment:
         wait_for(deployment.settled, SECONDS, "the engine is verified")
         [worker] = deployment.state()["workers"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.conftest import model_folder
+from conformance.conftest import Figure, model_folder
 from conformance.corpus import STYLES, corpus, images
 from conformance.prediction import image_places
 from conformance.workload import WEATHER, Case, case, said, user
@@ -155,6 +155,7 @@ def engines_prompts(sglang_env: Path, renderings: dict[Kind, Rendering]) -> dict
     return dict(zip(renderings, rendered(sglang_env, renderings.values()), strict=True))
 
 
+@pytest.mark.adopts(engine="sglang", check="prompts")
 @pytest.mark.parametrize(("family", "template"), KINDS)
 def test_the_prompt_is_the_engines_own(
     family: str,
@@ -162,6 +163,7 @@ def test_the_prompt_is_the_engines_own(
     renderings: dict[Kind, Rendering],
     engines_prompts: dict[Kind, list[dict[str, Any]]],
     record: Record,
+    figure: Figure,
 ) -> None:
     folder, cases = renderings[family, template].folder, renderings[family, template].cases
     loaded = families.load_family(folder, None)
@@ -183,6 +185,9 @@ def test_the_prompt_is_the_engines_own(
             different.append(f"{one.name}: refused here alone: {mine}")
         else:
             refused += 1
+    figure("equal", both)
+    figure("refused by both", refused)
+    figure("different", len(different))
     record(f"rendering, sglang {family} {template or 'own template'}", f"{both} equal, {refused} refused by both")
     assert "\n".join(different) == ""
     assert both > (100 if template in ("texts", "picky") else 500)

@@ -20,6 +20,11 @@ from waiting import wait_for
 from mmrouter_lib.api import parse_deployment
 
 SETTLE_SECONDS = 120
+FOR_CLIENTS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
+)
+"""What ``test_clients`` needs. Random weights would fill JSON with blanks."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def served(
             began = time.monotonic()
             folder = shrunk(REPOSITORIES[family])
             workers = [pool("worker", replicas=replicas)]
-            made = manifest(folder, vllm_engine(folder), workers, repository=REPOSITORIES[family])
+            made = manifest(folder, vllm_engine(folder, *FOR_CLIENTS), workers, repository=REPOSITORIES[family])
             deployment = running.enter_context(deployed(vllm_env, tmp_path_factory.mktemp(family), made))
             wait_for(deployment.settled, SETTLE_SECONDS, "every engine is verified")
             direct = running.enter_context(served_directly(deployment))

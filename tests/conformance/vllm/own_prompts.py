@@ -4,20 +4,37 @@
 
 Run by the engine environment's Python. ``context``: tokens of the models' context, 8,192 by default. The last line of
 the output is a JSON object: for each folder a list with the token ids of every chat, then of every completion and of
-every request of /v1/responses, or the reason of a refusal. A prompt with images is an object of ``ids`` and ``images``,
-(name, offset, length) each.
+every request of /v1/responses, or the reason of a refusal. A prompt with images or videos is an object of ``ids`` and
+``images``, (name, offset, length) each, and with ``block_size`` also of ``keys``, what vLLM adds to the hash of each
+block of that many tokens.
 """
 
 import asyncio
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 Kind = str
 KINDS = "chats", "completions", "responses"
 
 
-async def prompts(folder: str, context: int, bodies: list[tuple[Kind, dict[str, Any]]]) -> list[Any]:
+def extra_keys(tokens: int, named: list[tuple[str, Any]], block_size: int) -> list[list[list[Any]]]:
+    """Return the extra keys of a prompt's complete blocks, (name, offset) each, by vLLM's own function."""
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    features = [SimpleNamespace(identifier=name, mm_position=place) for name, place in named]
+    request = SimpleNamespace(mm_features=features, lora_request=None, cache_salt=None, prompt_embeds=None)
+    keys, at = [], 0
+    for start in range(0, tokens - tokens % block_size, block_size):
+        extra, at = generate_block_hash_extra_keys(request, start, start + block_size, at)  # type: ignore[arg-type]
+        keys.append([list(key[1:]) for key in extra or ()])
+    return keys
+
+
+async def prompts(
+    folder: str, context: int, block_size: int | None, bodies: list[tuple[Kind, dict[str, Any]]]
+) -> list[Any]:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -25,7 +42,9 @@ async def prompts(folder: str, context: int, bodies: list[tuple[Kind, dict[str, 
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    config = ModelConfig(model=folder, dtype="float32", max_model_len=context, limit_mm_per_prompt={"image": 32})
+    config = ModelConfig(
+        model=folder, dtype="float32", max_model_len=context, limit_mm_per_prompt={"image": 32, "video": 32}
+    )
     server = OnlineRenderer(
         config,
         renderer_from_config(VllmConfig(model_config=config)),
@@ -52,8 +71,10 @@ async def prompts(folder: str, context: int, bodies: list[tuple[Kind, dict[str, 
         ids, places = list(made[0]["prompt_token_ids"]), made[0].get("mm_placeholders")
         if not places:
             return ids
-        named = zip(made[0]["mm_hashes"]["image"], places["image"], strict=True)
-        return {"ids": ids, "images": [[name, place.offset, place.length] for name, place in named]}
+        named = [pair for kind in places for pair in zip(made[0]["mm_hashes"][kind], places[kind], strict=True)]
+        named.sort(key=lambda pair: pair[1].offset)
+        answer = {"ids": ids, "images": [[name, place.offset, place.length] for name, place in named]}
+        return answer if block_size is None else {**answer, "keys": extra_keys(len(ids), named, block_size)}
 
     return [await asked(kind, body) for kind, body in bodies]
 
@@ -62,8 +83,8 @@ def main() -> None:
     request = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # logs are no part of the answer
     bodies = [(kind, body) for kind in KINDS for body in request.get(kind, ())]
-    context = request.get("context", 8192)
-    answers = {folder: asyncio.run(prompts(folder, context, bodies)) for folder in request["folders"]}
+    context, block_size = request.get("context", 8192), request.get("block_size")
+    answers = {folder: asyncio.run(prompts(folder, context, block_size, bodies)) for folder in request["folders"]}
     output.write("\n" + json.dumps(answers) + "\n")
 
 

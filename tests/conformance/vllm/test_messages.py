@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import BLOCK_SIZE, context_length
 from conformance.prediction import MAX_PIXELS, Predictor, decode
 from conformance.rendering import Rendered, renderer
@@ -183,11 +183,14 @@ print("FIELDS" + json.dumps([sorted(model.model_fields) for model in models]))
 """
 
 
-def test_every_field_of_a_message_request_is_judged(vllm_env: Path) -> None:
+@pytest.mark.adopts(engine="vllm", check="fields of /v1/messages")
+def test_every_field_of_a_message_request_is_judged(vllm_env: Path, figure: Figure) -> None:
     done = subprocess.run([vllm_env / "bin" / "python", "-c", PROGRAM], capture_output=True, text=True, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("FIELDS")), None)
     assert line is not None, done.stderr[-2000:]
     fields, blocks, tools = json.loads(line.removeprefix("FIELDS"))
+    for name, theirs in (("request", fields), ("block", blocks), ("tool", tools)):
+        figure(name, theirs)
     assert [name for name in fields if not VLLM.request_fields[MESSAGES].knows(name)] == []
     known = frozenset().union(*BLOCKS.values())
     assert [name for name in blocks if name not in known] == ["tool", "tool_name"], (

@@ -14,6 +14,7 @@ from conformance.engine_process import BLOCK_SIZE, context_length, parsed
 from conformance.prediction import Predictor, image_places
 from conformance.rendering import renderer
 from conformance.workload import workload
+from long_form import parameters
 
 from mmrouter_lib.engines.vllm.launch import launch
 from mmrouter_router.fleet.workers import Member
@@ -47,7 +48,7 @@ def flags(model_dir: Path) -> list[str]:
     return [*rest, "--max-model-len", str(context_length(model_dir))]
 
 
-@pytest.mark.parametrize("repository", FAMILIES)
+@pytest.mark.parametrize("repository", parameters(FAMILIES, FAMILIES[0]))
 def test_rendered_prompts_are_the_librarys_token_for_token_and_image_for_image(
     vllm_env: Path, shrunk: Shrunk, repository: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Record
 ):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import BLOCK_SIZE, context_length
 from conformance.prediction import Predictor
 from conformance.rendering import own_prompts
@@ -148,9 +148,10 @@ def ids_and_images(answer: Any) -> tuple[list[int], list[list[Any]]]:
     return (answer, []) if isinstance(answer, list) else (answer["ids"], answer["images"])
 
 
+@pytest.mark.adopts(engine="vllm", check="prompts of chats and /v1/responses")
 @pytest.mark.parametrize("family", setup_families())
 def test_the_prompt_of_a_responses_request_is_the_engines_own(
-    vllm_env: Path, shrunk: Shrunk, family: str, record: Record
+    vllm_env: Path, shrunk: Shrunk, family: str, record: Record, figure: Figure
 ) -> None:
     model_dir = shrunk(REPOSITORIES[family])
     predictor, bodies = Predictor.load(model_dir, BLOCK_SIZE), Drawing(1).requests(DRAWN)
@@ -174,6 +175,8 @@ def test_the_prompt_of_a_responses_request_is_the_engines_own(
         of_chat = ids_and_images(next(sent))  # with our identities, as the router sends it
         assert of_chat == (ids, [list(place) for place in places]), shown
         both, images = both + 1, images + len(places)
+    figure("prompts", both)
+    figure("images", images)
     record(f"responses {model_dir.name}", f"prompts {both}, images {images}, mismatches 0, refused {DRAWN - both}")
     assert both >= LEAST
     assert images >= LEAST // 2
@@ -199,10 +202,13 @@ print("FIELDS" + json.dumps(fields))
 """
 
 
-def test_every_field_of_an_item_a_part_and_a_tool_is_known(vllm_env: Path) -> None:
+@pytest.mark.adopts(engine="vllm", check="items of /v1/responses")
+def test_every_field_of_an_item_a_part_and_a_tool_is_known(vllm_env: Path, figure: Figure) -> None:
     done = subprocess.run([vllm_env / "bin" / "python", "-c", PROGRAM], capture_output=True, text=True, check=False)
     line = next((line for line in done.stdout.splitlines() if line.startswith("FIELDS")), None)
     assert line is not None, done.stderr[-2000:]
     fields = json.loads(line.removeprefix("FIELDS"))
+    for name, theirs in fields.items():
+        figure(name, sorted(theirs))
     known = {**ITEMS, **PARTS, "tool": TOOL_FIELDS}
     assert {name: unknown for name, own in fields.items() if (unknown := sorted({*own} - known[name]))} == {}

@@ -28,8 +28,11 @@ from waiting import wait_for
 
 from mmrouter_lib.block_keys import namespace_seed
 from mmrouter_lib.engines.vllm.events import decode_batch
-from mmrouter_sidecar.blocks.ledger import Ledger, Place
+from mmrouter_sidecar.blocks.ledger import Ledger
+from mmrouter_sidecar.blocks.ledger_ops import Place
 from mmrouter_sim.core.requests import Media
+
+pytestmark = pytest.mark.long_form  # ``nomodel/test_hits.py`` has the same windows in vLLM's cache manager alone
 
 WINDOW, CONTEXT, STEP = 1024, 4096, 512
 CACHE_BLOCKS = 160  # the longest prompt needs 49 at a time; the last windows of about four conversations stay

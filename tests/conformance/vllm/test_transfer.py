@@ -22,6 +22,7 @@ from conformance.engine_process import require_memory
 from conformance.engines import deployed, pool, resource
 from conformance.setups import REPOSITORIES, setup_families
 from local.rig import Deployment, samples
+from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
@@ -45,7 +46,7 @@ def deployment(
         yield deployment
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=parameters(WAYS, "nixl", "shm"))
 def mode(request: pytest.FixtureRequest, deployment: Deployment) -> str:
     """The mode of the frontend, which is restarted to change it."""
     mode = str(request.param)

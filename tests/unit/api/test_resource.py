@@ -202,6 +202,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (PICKER | {"routing": {"transfer": "shm"}, **pools(pool(sharedMemory=NODE))}, "routing.transfer", "auto or none"),
     ({"frontend": {"mode": "endpointPicker", "service": {"port": 9002}}}, "frontend.service.port", "picker's"),
     ({"frontend": {"mode": "gateway"}}, "frontend.mode", "must be"),
+    (
+        {"frontend": {"mode": "frontendPicker", "tls": TLS, "service": {"port": 443}}},
+        "frontend.tls",
+        "gateways reach the routers by plain HTTP",
+    ),
+    ({"frontend": {"pickerTls": "none"}}, "frontend.pickerTls", "mode: frontend has none"),
     ({"frontend": {"gateway": {}}}, "frontend.gateway.parentRefs", "is required"),
     ({"frontend": {"gateway": {"parentRefs": []}}}, "frontend.gateway.parentRefs", "at least 1 item"),
     ({"frontend": {"gateway": PARENT | {"hostnames": ["a b"]}}}, "frontend.gateway.hostnames[0]", "does not match"),

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from bench.placing.workload import padded_png
-from bench.serving import load_generator, proxy_overhead, resource_usage, stalls
+from bench.serving import load_generator, picker_overhead, proxy_overhead, resource_usage, stalls
 from bench.serving.load_generator import LoadGenerator
 from bench.serving.neighbours import StallClients
 from bench.serving.plain_engine import TOKENS, EngineConnection
@@ -100,6 +100,34 @@ def test_without_peers_ratios_are_not_run_and_give_the_reason():
     ]
     missing = [(item.value, item.met, item.peer) for item in rows if item.value is None]
     assert missing == [(None, None, "not run: no index")] * (3 + 4 + 1)
+
+
+def picked(us: float, **cpu: float) -> picker_overhead.Figures:
+    figures = picker_overhead.Figures([us] * 100)
+    figures.cpu |= {part: CpuCost(seconds, 1_000_000) for part, seconds in cpu.items()}
+    return figures
+
+
+def test_a_picker_is_compared_with_the_frontend_of_the_same_run():
+    found = {
+        DIRECT: picked(100),
+        "frontend": picked(200, router=40),
+        "endpointPicker": picked(400, router=50, Envoy=30),
+        "frontendPicker": picked(500, router=90, Envoy=30),
+    }
+    rows = by_name(picker_overhead.rows({("2 kB", 64): found}))
+    name = "picker, 2 kB, 64 connections, endpointPicker"
+    assert [rows[f"{name}: {each}"].value for each in ("added p50", "added p99, over the frontend")] == [300, 3]
+    assert [rows[f"{name}: CPU per request, {part}"].value for part in ("router", "Envoy")] == [50, 30]
+    both = rows[f"{name}: CPU per request of both, over the frontend"]
+    assert (both.value, both.peer) == (2.0, "the frontend: 40 us")
+
+
+def test_a_ratio_to_a_frontend_that_adds_nothing_is_not_run():
+    found = dict.fromkeys((DIRECT, "frontend", "endpointPicker", "frontendPicker"), picked(100, router=1))
+    rows = by_name(picker_overhead.rows({("2 kB", 1): found}))
+    over = rows["picker, 2 kB, 1 connection, endpointPicker: added p50, over the frontend"]
+    assert (over.value, over.peer) == (None, "not run: the frontend's figure is 0 us")
 
 
 def test_a_padded_picture_has_its_size_and_can_be_read():

@@ -46,6 +46,13 @@ def test_a_world_follows_from_its_seed(tmp_path):
     assert one.time.now == other.time.now
 
 
+def test_a_sidecar_whose_journal_is_older_than_every_event_may_miss_blocks_until_a_replay(tmp_path):
+    # A campaign drew it: the engine is stopped when the sidecar is back, so no replay comes.
+    world = ran(tmp_path, Plan(), b"13d489d401f8".hex(), seconds=12)
+    assert world.counts["sidecar killed"]
+    assert (kinds(world), world.differences()) == (Counter(), [])
+
+
 def test_an_index_that_forgets_removals_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(Index, "remove", lambda self, slot, keys: None)
     world = ran(tmp_path, PEACE)

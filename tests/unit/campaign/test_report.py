@@ -24,3 +24,8 @@ def test_growth_over_a_few_inputs_is_none() -> None:
 @pytest.mark.parametrize("name", ["faults", "soak", "tenant_timing"])
 def test_a_target_of_other_processes_is_not_judged_by_its_own_memory(name: str) -> None:
     assert not TARGETS[name].in_process
+
+
+def test_memory_of_single_inputs_is_no_growth() -> None:
+    memory = [(number, (8 if number % 3 else 0) * FLAT_BYTES) for number in range(3 * MIN_SAMPLES)]
+    assert problems({"loop_turns": Counts(inputs=len(memory), memory=memory)}) == []

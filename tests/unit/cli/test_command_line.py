@@ -22,7 +22,7 @@ from waiting import wait_for
 
 from mmrouter_cli.__main__ import WITHOUT_OPTIONS, main
 from mmrouter_cli.app import app
-from mmrouter_cli.cluster_reader import ClusterError, namespace_of, reading
+from mmrouter_cli.cluster.reader import ClusterError, namespace_of, reading
 from mmrouter_cli.local.folders import network_namespace
 from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
 from mmrouter_lib import __version__
@@ -90,7 +90,7 @@ def test_a_command_that_is_stopped_while_it_is_imported_leaves_no_trace_of_that(
     command = ("env", "--default-signal=INT", sys.executable, "-m", "mmrouter_cli", "bench")
     with held_up(tmp_path / "fifo", *command, PYTHONPATH=str(tmp_path)) as process:
         process.send_signal(signal.SIGINT)
-        _, shown = process.communicate(timeout=60)
+        _, shown = process.communicate(timeout=600)
     assert (process.returncode, shown) == (128 + signal.SIGINT, b"")
 
 

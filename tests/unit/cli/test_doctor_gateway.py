@@ -7,9 +7,10 @@ import pytest
 from unit.cli import healthy_cluster as d
 
 from mmrouter_cli.doctor.check_cluster import api_check
-from mmrouter_cli.doctor.check_gateway import LIMIT_KINDS, gateway_check
+from mmrouter_cli.doctor.check_gateway import LIMIT_KINDS, gateway_check, picker_check
 from mmrouter_cli.doctor.findings import Finding, GatewayFacts
-from mmrouter_cli.status.control_api import Unread
+from mmrouter_cli.doctor.probe_picker import PickerHealth
+from mmrouter_cli.status.control_api import NOT_RUNNING, Unread
 from mmrouter_lib.api import SpecError
 
 DENIED = Unread("GET /x: forbidden")
@@ -21,6 +22,11 @@ def behind(found: GatewayFacts, asked: int | None = 0, **frontend: Any) -> list[
     heard = None if asked is None else d.heard(d.state(gateway_requests=asked))
     assert not isinstance(facts.dep, SpecError)
     return list(gateway_check(facts, facts.dep, heard))
+
+
+def asked_for_health(*health: PickerHealth | Unread, tls: bool | None = None) -> list[Finding]:
+    named = tuple((f"f-{number}", one) for number, one in enumerate(health))
+    return list(picker_check(d.heard()._replace(pickers=named), tls))
 
 
 def of_spec(**sections: Any) -> Any:
@@ -50,14 +56,23 @@ ONE = [opening({"port": 9002}, **{"mmrouter.io/role": "frontend"}), of_operator(
 ROUTE = {"kind": "HTTPRoute", "name": "vl"}
 INFRA = {"parentRefs": [{"name": "public", "namespace": "infra"}]}
 PUBLIC = {"kind": "Gateway", "name": "public"}
+NOT_SERVING = "reports NOT_SERVING for envoy.service.ext_proc.v3.ExternalProcessor"
 CASES: dict[str, Iterable[Finding]] = {
+    "ok: picker of f-0 serves gateways by TLS | ok: picker of f-1 serves gateways by plain HTTP/2": asked_for_health(
+        PickerHealth(True), PickerHealth(False)
+    ),
+    "problem: f-0 refuses connections -> See the log": asked_for_health(PickerHealth(None, "refuses connections")),
+    "problem: f-0 serves plain HTTP/2, and by frontend.pickerTls it should serve TLS -> see pods": asked_for_health(
+        PickerHealth(False), tls=True
+    ),
+    "problem: f-0 reports NOT_SERVING for envoy -> Ready": asked_for_health(PickerHealth(True, NOT_SERVING), tls=True),
+    "warning: health of the picker of f-1 cannot be read: GET /x": asked_for_health(Unread(NOT_RUNNING), DENIED),
     "ok: gateways have asked the pickers 3 times": behind(GatewayFacts(), asked=3),
+    "warning: since it started; port 9002 expects TLS -> Send a request": behind(GatewayFacts(), mode="frontendPicker"),
     "problem: opens port 9002 of the frontends and port 8000 of the workers -> docs/gateway.md": behind(GatewayFacts()),
     "problem: no NetworkPolicy opens port 8000 of the workers, so": behind(GatewayFacts(policies=ONE), asked=None),
-    "warning: since it started; port 9002 expects plain HTTP/2": behind(GatewayFacts(policies=BOTH)),
-    "warning: since it started; port 9002 expects TLS": behind(
-        GatewayFacts(policies=BOTH), tls={"secretName": "a"}, service={"port": 443}
-    ),
+    "warning: since it started; port 9002 expects TLS": behind(GatewayFacts(policies=BOTH)),
+    "warning: since it started; port 9002 expects plain HTTP/2": behind(GatewayFacts(policies=BOTH), pickerTls="none"),
     "warning: network policies cannot be read | warning: no gateway has asked": behind(GatewayFacts(policies=DENIED)),
     "warning: the InferencePool and the HTTPRoute cannot be read | ok: ": behind(GatewayFacts(DENIED), asked=1),
     "problem: no gateway has accepted InferencePool vl -> Gateway exists | ok: ": behind(GatewayFacts([]), asked=1),

@@ -77,9 +77,13 @@ def test_objects_for_gateways_and_what_gateways_need_are_shown(tmp_path: Path) -
     *_, pool, route, needs = report(path)["choices"]
     assert pool.startswith("InferencePool")
     assert route.startswith("HTTPRoute")
-    for said in ("64Mi", "port 9002 of the frontends by plain HTTP/2", "port 8000 of the workers", "NetworkPolicy"):
+    for said in ("64Mi", "port 9002 of the frontends by TLS", "port 8000 of the workers", "NetworkPolicy"):
         assert said in needs
     assert {pool, route, needs} <= set(run(path).splitlines())
+    spec["frontend"] = {"mode": "frontendPicker", "pickerTls": "none"}
+    *_, pool, needs = report(write(tmp_path, "c.yaml", spec))["choices"]
+    assert pool.startswith("InferencePool")
+    assert needs == "a gateway needs: bodies of up to 64Mi, to reach port 9002 of the frontends by plain HTTP/2"
     spec["frontend"] = {"gateway": frontend["gateway"]}
     *_, route, needs = report(write(tmp_path, "b.yaml", spec))["choices"]
     assert "inference.networking" not in route
@@ -103,6 +107,18 @@ def test_a_change_is_shown_with_the_pods_that_restart_because_of_it_in_their_ord
     first = actions(shown)[0]
     assert ("scale", "vl-work") in first
     assert ("hold", "vl-work") in first
+
+
+def test_what_changes_in_one_pool_is_the_reason_of_restarts_elsewhere(tmp_path: Path) -> None:
+    parsing = whole()
+    pool = parsing["pools"][0]
+    pool["args"] = [*pool.get("args", ()), "--reasoning-parser", "qwen3"]
+    shown = changed(tmp_path, whole(), parsing)
+    assert shown["restarts"]["vl-frontend"] == [f"pools[{pool['name']}].args"]
+    alone = {**whole(), "pools": [pool for pool in whole()["pools"] if pool["role"] == "worker"]}
+    encoder = {"name": "enc", "role": "encoder", "accelerator": {"kind": "nvidia"}}
+    encoded = {**alone, "pools": [*alone["pools"], encoder]}
+    assert changed(tmp_path, alone, encoded)["restarts"]["vl-work"] == ["pools[enc]"]
 
 
 def test_scaling_restarts_nothing(tmp_path: Path) -> None:

@@ -42,6 +42,21 @@ def test_a_block_that_is_computed_anew_for_a_drafter_is_not_expected():
     assert check_cached_tokens("x", [short]).passed
 
 
+def test_a_last_block_loaded_from_a_lower_tier_is_expected_of_engines_with_one_alone():
+    whole = replace(GOOD, prompt_tokens=96, engine_tokens=96, cached=96)
+    assert not check_cached_tokens("x", [whole]).passed
+    assert check_cached_tokens("x", [replace(whole, tier=0)]).passed
+    assert check_cached_tokens("x", [replace(whole, tier=0, cached=80)]).passed
+    assert not check_cached_tokens("x", [replace(whole, tier=0, cached=64)]).passed
+
+
+def test_blocks_of_lower_tiers_are_hits():
+    below = replace(GOOD, overlap=2, tier=4)
+    assert check_repeats("x", below, [below], strict=True).passed
+    assert check_cached_tokens("x", [below]).passed
+    assert not check_cached_tokens("x", [replace(below, tier=3)]).passed
+
+
 def repeated(**broken):
     return check_repeats("x", GOOD, [GOOD, replace(GOOD, **broken)], strict=True)
 

@@ -70,6 +70,14 @@ def test_uuids_are_removed_from_parts_and_images() -> None:
     assert set(rewritten.removed) == {"uuid", "image_url.uuid"}
 
 
+def test_a_video_gets_its_identity_beside_its_url() -> None:
+    video = {"type": "video_url", "video_url": {"url": "data:,"}}
+    request = {"model": "m", "messages": [user(video | {"uuid": "theirs"})]}
+    rewritten = vllm.VLLM.rewrite_chat(request, [ImageRewrite(0, 0, "", "m1-cc")], model="m", cache_salt=None)
+    assert rewritten.body["messages"][0]["content"] == [video | {"uuid": "m1-cc"}]
+    assert set(rewritten.removed) == {"uuid"}
+
+
 def test_only_the_keys_that_steer_caches_leave_vllm_xargs() -> None:
     xargs = {"kv_cache_report_mode": "full", "kv_transfer_params": "x", "mine": 1}
     rewritten = vllm.VLLM.rewrite_chat(body(vllm_xargs=xargs), IMAGES, model="m", cache_salt=None)

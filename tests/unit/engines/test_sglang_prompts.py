@@ -47,6 +47,20 @@ def test_the_text_that_goes_on_is_tokenized_apart_except_beside_an_image():
     assert prompter.prompt(body | {"messages": seen}, [image(1, 1)]).ids == whole
 
 
+@pytest.mark.parametrize("place", ["<image>", "<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"])
+def test_a_typed_place_beside_an_image_is_not_modelled_because_the_engine_fails_at_it(place):
+    seen = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+    def ids(text: str, *images) -> int:
+        content = [*({**seen} for _ in images), {"type": "text", "text": text}]
+        return len(load().prompt({"messages": [{"role": "user", "content": content}]}, images).ids)
+
+    assert ids(place), "without an image it is a text"
+    assert ids("an image", image(1, 1))
+    with pytest.raises(NotModelledError, match="another place for an image"):
+        ids(place, image(1, 1))
+
+
 def test_messages_keep_the_fields_of_the_engines_model_alone():
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": 2.0}'}}
     messages = [

@@ -12,7 +12,7 @@ from unit.engines.conftest import OWN, stored
 from unit.engines.conftest import batch as payload
 
 from mmrouter_lib.block_keys import Span, block_keys, chain, namespace_seed, span_extra
-from mmrouter_lib.engines.base.events import Batch, Cleared, EventError, Ignored, Ragged, Removed, Stored
+from mmrouter_lib.engines.base.events import Batch, Cleared, EventError, Ignored, Offloaded, Ragged, Removed, Stored
 from mmrouter_lib.engines.vllm.events import IGNORED_REASONS, decode_batch
 from mmrouter_lib.media_identity import foreign_identity, to_wire
 
@@ -259,8 +259,22 @@ def test_groups_media_ranks_and_clears_are_kept_apart() -> None:
     assert (batch.rank, batch.sent) == (3, 1.5)
     cleared, new, gone = batch.events
     assert cleared == Cleared()
-    assert (new.group, new.medium, new.ids) == (2, "CPU", array("I", [1, 2, 3, 4]))
+    assert new == Offloaded(new.hashes, 2, "CPU")
     assert gone == Removed((2**64 - 1,), 2, "CPU")
+
+
+PLACEHOLDER = {"parent_block_hash": None, "token_ids": [], "block_size": 0, "lora_id": None, "lora_name": None}
+"""What the offloading connector fills in where it does not describe a block."""
+
+
+@pytest.mark.parametrize("medium", ["CPU", "STORAGE"])
+def test_blocks_of_lower_tiers_are_named_by_their_hashes_whether_or_not_they_are_described(medium: str) -> None:
+    bare = {"type": "BlockStored", "block_hashes": [7], "medium": medium, "group_idx": 0, **PLACEHOLDER}
+    described = stored(medium=medium, group_idx=0)
+    batch = decode_batch(payload(bare, described, bare | {"block_hashes": []}, bare | {"locality": "REMOTE"}))
+    assert batch.events[0] == Offloaded((7,), 0, medium)
+    assert batch.events[1] == Offloaded(decoded(stored()).hashes, 0, medium)
+    assert batch.events[2:] == (Ignored("empty_store"), Ignored("remote"))
 
 
 def test_removals_in_a_row_are_one_event_per_place_and_stay_in_order() -> None:

@@ -112,6 +112,9 @@ def test_ids_and_spans_are_in_prompt_order():
     assert ids.tolist() == list(range(40))
     assert spans == (Span(3, 6, A), Span(20, 4, B))
     assert stages.read_rendered(answer())[1] == ()
+    places = {"image": [{"offset": 20, "length": 4}], "video": [{"offset": 3, "length": 6}]}
+    both = answer(features={"mm_hashes": {"image": [to_wire(B)], "video": [to_wire(A)]}, "mm_placeholders": places})
+    assert stages.read_rendered(both)[1] == spans
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,8 @@ def test_ids_and_spans_are_in_prompt_order():
         (b'{"token_ids": [-1]}', "not a rendered prompt"),
         (answer((A, 38, 4)), "is at 38"),
         (answer((A, 3, 0)), "is at 3"),
-        (answer(features={"mm_hashes": {"video": ["x"]}}), "video"),
+        (answer(features={"mm_hashes": {"audio": ["x"]}}), "audio"),
+        (answer(features={"mm_hashes": {"video": ["x"]}}), "1 videos are named"),
         (answer(features={"mm_hashes": {"image": ["x"]}, "mm_placeholders": {"image": []}}), "1 images are named"),
         (answer((A, 0, 1)).replace(to_wire(A).encode(), b"x"), "no identity of mmrouter"),
     ],

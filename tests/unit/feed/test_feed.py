@@ -95,7 +95,7 @@ def drawn(kind: inspect.Type) -> st.SearchStrategy[Any]:
     return {
         inspect.FloatType: st.floats(0, 1e12),
         inspect.StrType: texts,
-        inspect.BytesType: st.binary(),
+        inspect.BytesType: st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(b"".join),
         inspect.BoolType: st.booleans(),
         inspect.NoneType: st.none(),
     }[type(kind)]
@@ -168,6 +168,19 @@ def test_a_frame_on_the_wrong_socket_is_refused() -> None:
         feed.decode_published(feed.encode(feed.SnapshotRequest(1)))
     with pytest.raises(feed.FeedError, match="load"):
         feed.decode_request(feed.encode(feed.LoadReport(0, 0, 0, 0)))
+
+
+@pytest.mark.parametrize("name", ["stored", "removed", "keys"])
+def test_keys_that_are_cut_off_are_refused(name: str) -> None:
+    """An index that took them would end the router's loop."""
+    fields: dict[str, list[Any]] = {
+        "stored": ["delta", 1, 1, 0.0, 0, 0, "GPU", bytes(15), b""],
+        "removed": ["delta", 1, 1, 0.0, 0, 0, "GPU", bytes(8), bytes(1)],
+        "keys": ["snapshot_part", 1, "w", 1, 1, 0, 0, "GPU", bytes(9), True],
+    }
+    payload = bytes((feed.VERSION,)) + msgspec.msgpack.encode(fields[name])
+    with pytest.raises(feed.FeedError, match="a key is cut off"):
+        (feed.decode_reply if name == "keys" else feed.decode_published)(payload)
 
 
 @pytest.mark.parametrize("ranks", [0, feed.MAX_RANKS + 1, 200_000])

@@ -3,18 +3,16 @@
 import io
 import random
 import struct
-import sys
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageOps, PngImagePlugin
 from unit.conftest import shared_folder
+from unit.counted_lines import counted_lines
 
 from mmrouter_lib.image_size import FORMATS, ImageHeaderError, ImageSize, TooManyPixels, claimed_size, probe, rotates
 
@@ -362,20 +360,9 @@ MOST_LINES = 400_000
 
 def lines_run(data: bytes) -> int:
     """Return how many lines of Python the readers run, which does not depend on the machine."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    sys.settrace(trace)
-    try:
-        with suppress(ImageHeaderError, TooManyPixels):
-            claimed_size(data, max_pixels=LIMIT) or probe(data, max_pixels=LIMIT, exif=True)
-    finally:
-        sys.settrace(None)
-    return count
+    with counted_lines() as counted, suppress(ImageHeaderError, TooManyPixels):
+        claimed_size(data, max_pixels=LIMIT) or probe(data, max_pixels=LIMIT, exif=True)
+    return counted.lines
 
 
 @pytest.mark.parametrize(("head", "piece"), HOSTILE.values(), ids=list(HOSTILE))

@@ -16,7 +16,7 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "gateway" / "envoy.
 
 def test_example_is_what_the_demo_runs():
     pickers = [("127.1.0.5", PICKER_PORT), ("127.1.0.6", PICKER_PORT)]
-    made = envoy_config(("127.1.0.1", envoy.GATEWAY_PORT), pickers, admin=Path("envoy.sock"))
+    made = envoy_config(("127.1.0.1", envoy.GATEWAY_PORT), pickers, admin=Path("envoy.sock"), tls=True)
     assert yaml.safe_load(EXAMPLE.read_text()) == made
 
 

@@ -19,7 +19,7 @@ from unit.local.conftest import alive, ask
 from mmrouter_cli.local.cleanup_guard import objects, shared_memory
 from mmrouter_cli.local.devices import DeviceRequest
 from mmrouter_cli.local.folders import SHM, LocalError
-from mmrouter_cli.local.pod_processes import VAIN_STARTS, VainError
+from mmrouter_cli.local.pods.pod_processes import VAIN_STARTS, VainError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 
 VLLM = LAUNCHERS["vllm"]
@@ -116,7 +116,7 @@ async def test_what_is_killed_comes_back_alone_and_finds_its_files(run: Any, kit
         for name, other in (("web", "sidecar"), ("sidecar", "web")):
             before = dict(web.pids)
             os.kill(before[name], signal.SIGKILL)
-            await cluster.wait_until(lambda: not web.ready, 5)
+            await cluster.wait_until(lambda: not web.ready, 60)
             await cluster.wait_ready(10)
             assert web.pids[other] == before[other]
             assert web.pids[name] != before[name]
@@ -130,7 +130,7 @@ async def test_what_is_killed_comes_back_alone_and_finds_its_files(run: Any, kit
 
 async def test_the_pause_before_a_restart_doubles(run: Any, kit: Any, log: Any) -> None:
     async with run(kit.deployment("web", kit.container("web", "exit", "3")), ready=False) as cluster:
-        await cluster.wait_until(lambda: cluster.pods[0].container("web").restarts >= 2, 10)
+        await cluster.wait_until(lambda: cluster.pods[0].container("web").restarts >= 2, 60)
         assert log.of("web-0/web")[:2] == [
             "ended with status 3, restarts in 0.2 s",
             "ended with status 3, restarts in 0.4 s",
@@ -157,7 +157,7 @@ async def test_what_came_up_once_may_end_as_often_as_it_likes(run: Any, kit: Any
     web["args"] = ["answer-once", *web["args"]]
     async with run(kit.deployment("web", web), ready=False) as cluster:
         container = cluster.pods[0].container("web")
-        await cluster.wait_until(lambda: container.restarts >= 3, 30)
+        await cluster.wait_until(lambda: container.restarts >= 3, 60)
         assert container.trouble == ""
 
 
@@ -168,7 +168,7 @@ async def test_readiness_follows_the_probe_both_ways(run: Any, kit: Any, tmp_pat
     async with run(kit.deployment("web", web)) as cluster:
         (pod,) = cluster.pods
         flag.touch()
-        await cluster.wait_until(lambda: not pod.ready, 5)
+        await cluster.wait_until(lambda: not pod.ready, 60)
         assert pod.waiting_for() == "web: readiness probe: / answers 503"
         flag.unlink()
         await cluster.wait_ready(5)
@@ -179,7 +179,7 @@ async def test_a_container_that_does_not_start_up_is_killed_and_tried_again(run:
     startup = {"tcpSocket": {"port": 8812}, "periodSeconds": 0.2, "failureThreshold": 1}
     web = kit.container("web", "sleep", startupProbe=startup)
     async with run(kit.deployment("web", web), ready=False) as cluster:
-        await cluster.wait_until(lambda: cluster.pods[0].container("web").restarts >= 1, 10)
+        await cluster.wait_until(lambda: cluster.pods[0].container("web").restarts >= 1, 60)
         with pytest.raises(TimeoutError, match=r"^not ready after 0.01 s: web-0 \(web: "):
             await cluster.wait_ready(0.01)
     assert log.of("web-0/web")[0].startswith("startup probe: ")
@@ -212,7 +212,7 @@ async def test_what_a_container_started_ends_with_it(run: Any, kit: Any) -> None
         children = [child.pid for child in process.children()]
         stayed = [child for child in children if os.getsid(child) != child]
         process.kill()
-        await cluster.wait_until(lambda: pod.container("web").restarts == 1, 5)
+        await cluster.wait_until(lambda: pod.container("web").restarts == 1, 60)
         await _until(lambda: not any(alive(child) for child in stayed))  # a signal takes its time
     assert not any(alive(child) for child in children)
 
@@ -230,7 +230,7 @@ async def test_shared_memory_ends_with_the_container_that_made_it(run: Any, kit:
         os.utime(first, (0, 0))  # the wall clock is set back
         container.child.record_memory()  # as the next probe would
         container.child.process.kill()
-        await cluster.wait_until(lambda: container.restarts == 1, 5)
+        await cluster.wait_until(lambda: container.restarts == 1, 60)
         await _until(lambda: len(log.of("web-0/web")) == 3)
         second = Path(log.of("web-0/web")[2])
         assert not first.exists()

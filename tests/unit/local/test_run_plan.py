@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmrouter_cli.local.environment import expand, resolve_env, rewriter
 from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.pods.environment import expand, resolve_env, rewriter
+from mmrouter_cli.local.pods.volumes import link_nested, make_volumes, mount_paths
 from mmrouter_cli.local.run_plan import PodPlan, RunPlan, make_plan
-from mmrouter_cli.local.volumes import link_nested, make_volumes, mount_paths
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, CONFIG_DIR
 from mmrouter_operator.model.credentials import new_secret_data

@@ -24,6 +24,7 @@ def reported(*conditions: dict[str, Any], gateway: str = "public", kind: str = "
     return {"kind": kind, "metadata": metadata, "status": {"parents": [parent] if conditions else []}}
 
 
+@pytest.mark.parametrize("mode", ["endpointPicker", "frontendPicker"])
 @pytest.mark.parametrize(
     ("pool", "route", "reason", "words"),
     [
@@ -42,9 +43,9 @@ def reported(*conditions: dict[str, Any], gateway: str = "public", kind: str = "
     ],
 )
 def test_what_gateways_report_is_a_condition(
-    pool: list[dict[str, Any]], route: list[dict[str, Any]], reason: str, words: str
+    pool: list[dict[str, Any]], route: list[dict[str, Any]], reason: str, words: str, mode: str
 ) -> None:
-    spec = {**whole(), **PICKED, "frontend": {"mode": "endpointPicker", "gateway": PARENT}}
+    spec = {**whole(), **PICKED, "frontend": {"mode": mode, "gateway": PARENT}}
     objects = (reported(*pool, kind="InferencePool"), reported(*route))
 
     def seen(snapshot: Snapshot) -> Snapshot:

@@ -20,7 +20,7 @@ from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.kinds import CHILD_SELECTOR, REPLACE_KEYS, RESOURCE, ROUTABLE, VERIFIED, Ref
 from mmrouter_operator.model.snapshot import Key
 from mmrouter_operator.runtime import reconciler as module
-from mmrouter_operator.runtime.reconciler import GATE_RETRY_SECONDS, Reconciler
+from mmrouter_operator.runtime.reconciler import GATE_RETRY_SECONDS, REPORTED_FAILURES, Reconciler
 from mmrouter_operator.status import writer as statuses
 
 KEY: Key = ("team", "vl")
@@ -302,6 +302,58 @@ async def test_a_pod_that_did_not_take_its_gates_is_looked_at_again_soon(
     again = await team.reconciler.reconcile(KEY)
     assert again is not None
     assert again <= GATE_RETRY_SECONDS
+
+
+def waiting(name: str) -> Object:
+    """A pod whose containers are ready and whose gates were never set."""
+    made = pod(name)
+    made["status"]["conditions"] = [
+        {**condition, "lastTransitionTime": "2026-01-01T00:00:00Z"}
+        for condition in made["status"]["conditions"]
+        if not condition["type"].startswith("mmrouter.io/")
+    ]
+    return made
+
+
+async def test_a_pod_whose_gates_are_refused_delays_no_other_pod_and_is_reported(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = set[str]()
+
+    async def apply_gates(pod: Any, _: Any) -> None:
+        if pod.name == "vl-worker-1":
+            raise Refused("denied by a webhook")
+        taken.add(pod.name)
+
+    monkeypatch.setattr(team.table, "apply_gates", apply_gates, raising=False)
+    team.want(verification={"onFailure": "Degrade"})
+    await team.run()
+    for name in ("vl-worker-1", "vl-worker-2"):
+        team.table.edit(waiting(name))
+    for _ in range(REPORTED_FAILURES):
+        with pytest.raises(Retry, match="denied by a webhook"):
+            await team.run()
+    assert taken == {"vl-worker-2"}
+    assert "Pod vl-worker-1" in team.condition("Degraded")["message"]
+
+
+async def test_pods_that_are_replaced_under_a_spec_that_cannot_be_rendered_get_their_gates(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = list[str]()
+
+    async def apply_gates(pod: Any, _: Any) -> None:
+        taken.append(pod.name)
+
+    monkeypatch.setattr(team.table, "apply_gates", apply_gates, raising=False)
+    team.want(verification={"onFailure": "Degrade"})
+    await team.run()
+    malformed = {**SPEC["pools"][0], "podTemplate": {"spec": {"containers": "engine"}}}
+    team.want(generation=2, verification={"onFailure": "Degrade"}, pools=[malformed])
+    team.table.edit(waiting("vl-worker-1"))
+    await team.run()
+    assert team.condition("SpecValid")["status"] == "False"
+    assert taken == ["vl-worker-1"]
 
 
 async def test_what_a_newer_definition_filled_in_is_no_fault_and_is_counted(

@@ -195,6 +195,14 @@ def test_pod_monitors_are_made_where_the_api_is_unless_they_are_disabled(mode: s
     assert children(dep, "PodMonitor") == []
 
 
+def test_a_port_for_the_live_page_makes_a_service_whose_clients_stay_with_one_frontend() -> None:
+    main, page = children(change(SHORTEST, frontend={"service": {"port": 8080, "pagePort": 9000}}), "Service")
+    assert main["spec"]["ports"][0]["port"] == 8080
+    assert page["metadata"]["name"] == f"{main['metadata']['name']}-page"
+    assert (page["spec"]["selector"], page["spec"]["sessionAffinity"]) == (main["spec"]["selector"], "ClientIP")
+    assert [(port["port"], port["targetPort"]) for port in page["spec"]["ports"]] == [(9000, "control")]
+
+
 GATEWAYS = Capabilities(frozenset({GATEWAY_API, INFERENCE_POOL_API}))
 
 
@@ -218,6 +226,22 @@ def test_an_endpoint_picker_has_a_port_and_a_pool_of_the_workers_where_the_api_i
     assert 9002 not in [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
 
 
+def test_a_picker_of_frontends_has_a_pool_of_them_and_an_open_port() -> None:
+    dep = change(WHOLE, frontend={"mode": "frontendPicker"})
+    (pool,) = children(dep, "InferencePool", capabilities=GATEWAYS)
+    assert pool["spec"]["targetPorts"] == [{"number": 8000}]
+    assert pool["spec"]["endpointPickerRef"]["failureMode"] == "FailOpen"
+    selected = pool["spec"]["selector"]["matchLabels"].items()
+    found = [
+        obj["metadata"]["name"]
+        for obj in children(dep, "Deployment")
+        if selected <= obj["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert found == [f"{dep.metadata.name}-frontend"]
+    (policy,) = (obj for obj in children(dep, "NetworkPolicy") if obj["metadata"]["name"] == found[0])
+    assert 9002 in [port["port"] for rule in policy["spec"]["ingress"] if "from" not in rule for port in rule["ports"]]
+
+
 def test_no_pool_is_made_without_a_picker_or_its_api() -> None:
     assert children(SHORTEST, "InferencePool", capabilities=GATEWAYS) == []
     assert children(change(SHORTEST, frontend={"mode": "endpointPicker"}), "InferencePool") == []
@@ -233,6 +257,7 @@ def routed(**frontend: Any) -> MMRouterDeployment:
     [
         ("frontend", {"name": "qwen-vl", "port": 8080}),
         ("endpointPicker", {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "qwen-vl"}),
+        ("frontendPicker", {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "qwen-vl"}),
     ],
 )
 def test_a_route_leads_from_the_gateway_to_the_service_or_to_the_pool(mode: str, destination: dict[str, Any]) -> None:
@@ -270,16 +295,13 @@ def test_no_route_is_made_unless_it_is_wanted_and_its_destination_can_exist() ->
     assert len(children(routed(), "HTTPRoute", capabilities=only_routes)) == 1
 
 
-def test_a_picker_serves_tls_with_the_certificate_of_the_client_port() -> None:
+def test_a_picker_serves_tls_unless_the_resource_says_otherwise() -> None:
     tls = {"service": {"port": 443}, "tls": {"secretName": "certificate"}}
     protocols = []
-    for dep in (
-        change(SHORTEST, frontend={"mode": "endpointPicker"}),
-        change(SHORTEST, frontend={"mode": "endpointPicker", **tls}),
-    ):
-        (service,) = children(dep, "Service")
+    for fields in ({}, tls, {"pickerTls": "none"}, {"pickerTls": "none", **tls}):
+        (service,) = children(change(SHORTEST, frontend={"mode": "endpointPicker", **fields}), "Service")
         protocols += [port["appProtocol"] for port in service["spec"]["ports"] if port["name"] == "picker"]
-    assert protocols == ["kubernetes.io/h2c", "http2"]
+    assert protocols == ["http2", "http2", "kubernetes.io/h2c", "kubernetes.io/h2c"]
 
 
 TEXT = (Path(__file__).resolve().parents[3] / "docs" / "children.md").read_text()

@@ -106,6 +106,12 @@ def test_there_is_none_where_they_are_off() -> None:
     assert policies(change(WHOLE, networkPolicy={"enabled": False})) == []
 
 
+def test_a_port_for_the_live_page_opens_the_control_port_of_frontends() -> None:
+    opened = policies(change(WHOLE, frontend={"service": {"pagePort": 9000}}))
+    assert passes(opened, STRANGER, frontend(), 8001)
+    assert not passes(policies(WHOLE), STRANGER, frontend(), 8001)
+
+
 @pytest.mark.parametrize(
     ("source", "target", "reached"),
     [

@@ -6,7 +6,7 @@ from collections import Counter
 
 from unit.router.rig import IDS, Rig, loopback, prepared, synced, until
 
-from mmrouter_router.api import port_apps
+from mmrouter_router.api import control_port
 from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.encoding.encoder_pods import EncoderProbes
@@ -74,7 +74,7 @@ class Frontend(Reports):
         named = {"deployment": "d", "model": "m", "engine": "vllm", "policy": "kv", "version": "1"} | about
         exactness = self.metrics.decisions
         self.live = LiveView(self.reporter, self.placer, self.chat.decisions, exactness, named, lambda: 1)
-        app = port_apps.control_app(
+        app = control_port.control_app(
             token,
             self.reporter,
             self.placer,

@@ -1,5 +1,9 @@
 """The budget of bodies: never exceeded but by a single request, shared fairly, and yielded by slow bodies first."""
 
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +11,7 @@ from unit.router.rig import Clock
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import STALLED_SECONDS, BodyBudget, BodyReservation
+from mmrouter_router.http.hot_request import HotRequest
 
 
 class Bodies:
@@ -109,3 +114,31 @@ def test_a_whole_body_never_gives_way() -> None:
     bodies.clock.now += 60
     with pytest.raises(RequestError):
         bodies.grown("modest", 30)
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), max_size=50))
+async def test_a_body_is_its_chunks_whatever_they_are(chunks: list[bytes]) -> None:
+    request = hot_request()
+    for chunk in chunks:
+        request.feed(chunk)
+    request.feed(None)
+    assert await request.body(1000, Bodies().body("a")) == b"".join(chunks)
+
+
+def test_a_body_of_tiny_chunks_takes_little_more_memory_than_its_bytes() -> None:
+    request, count = hot_request(), 100_000
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            request.feed(number.to_bytes(2, "big", signed=False) if number < 65536 else b"ab")
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert request.size == 2 * count
+    assert used < 2 * request.size
+
+
+def hot_request() -> HotRequest:
+    """A request whose body has no announced length, at no connection."""
+    connection: Any = SimpleNamespace(transport=None, flow=SimpleNamespace(resume_reading=lambda: None))
+    return HotRequest(connection, "/v1/chat/completions", [], keep_alive=True, chunked=True)

@@ -14,7 +14,8 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_router.fleet.rank_load import LoadColumns, PeerUsage, RankUsage
 from mmrouter_router.fleet.workers import Worker
-from mmrouter_router.scheduling.placer import NoWorkerError, Placer
+from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.scheduling.scoring import WEIGHTS
 
 LOADS = ["begin", "answered", "end", "told", "load", "theirs", "leave", "join", "epoch", "ranks"]

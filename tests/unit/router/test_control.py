@@ -9,11 +9,11 @@ from unit.router.frontend import PORT, Frontend, Reports
 from unit.router.rig import Engine, counts, prepared, running, until
 
 from mmrouter_lib import feed
+from mmrouter_router.api.control_port import state_of
 from mmrouter_router.api.operator_report import KEEPALIVE, events
-from mmrouter_router.api.port_apps import state_of
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.scheduling.placer import NoWorkerError
+from mmrouter_router.scheduling.candidate_groups import NoWorkerError
 
 PATHS = ("/control/state", "/control/stream", "/control/decisions", "/control/workers/x/keys")
 

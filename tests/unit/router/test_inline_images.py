@@ -33,6 +33,13 @@ def short():
     request.MIN_URI = chat.MIN_URI = before
 
 
+def data_of(part) -> bytes | str:
+    try:
+        return part.inline.data if part.inline is not None else content.decode(part.url, 10_000)
+    except Exception as error:  # both ways must raise the same
+        return f"{type(error)} {error}"
+
+
 def outcome(parse, raw: bytes) -> Any:
     """Return all that later stages use of a request, or its error."""
     try:
@@ -42,13 +49,9 @@ def outcome(parse, raw: bytes) -> Any:
     images, body = [], json.loads(json.dumps(request.body))
     for image in request.images:
         place = body["messages"][image.message]["content"][image.part]["image_url"]
-        try:
-            data = image.inline.data if image.inline is not None else content.decode(image.url, 10_000)
-        except Exception as error:  # both ways must raise the same
-            data = f"{type(error)} {error}"
         place["url"] = ""  # rewritten from the bytes
-        images.append((image.message, image.part, image.param, data))
-    media = [(part.url, part.param, part.kind) for part in request.media]
+        images.append((image.message, image.part, image.param, data_of(image)))
+    media = [(part.param, part.kind, part.place, data_of(part)) for part in request.media]
     return body, images, media, request.inexact, request.removed, request.stream, request.max_tokens
 
 
@@ -132,6 +135,18 @@ def test_extracted_image_is_a_view_of_the_body():
     (image,) = request.images
     assert image.inline.data == data
     assert image.inline.text.obj is raw
+    assert len(request.source) < 1000
+
+
+def test_an_extracted_video_is_a_view_of_the_body():
+    data = os.urandom(100_000)
+    raw = (DOUBLE % (b'{"url": "data:video/mp4;base64,%b"}' % base64.b64encode(data))).replace(
+        b"image_url", b"video_url"
+    )
+    request = parse_chat(raw, LIMITS, "m")
+    (video,) = request.media
+    assert (video.inline.data, video.kind, video.place) == (data, "video", (0, 0))
+    assert video.inline.text.obj is raw
     assert len(request.source) < 1000
 
 

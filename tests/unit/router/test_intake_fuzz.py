@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake import Limits, parse_chat, parse_completion, parse_forwarded, parse_responses
+from mmrouter_router.intake import Limits, json_body, parse_chat, parse_completion, parse_forwarded, parse_responses
 from mmrouter_router.intake.json_body import depth, parse_object, text_depth
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
@@ -180,6 +180,15 @@ def test_depth_is_the_number_of_nested_containers(value):
         return 0
 
     assert depth(value) == text_depth(json.dumps(value)) == recursive(value)
+
+
+@given(JSON | st.text('[]{}"\\a', max_size=30), st.integers(1, 9))
+def test_the_depth_of_a_text_does_not_depend_on_where_it_is_cut(value, size):
+    given_text = value if isinstance(value, str) else json.dumps(value)
+    whole = text_depth(given_text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_body, "_PIECE", size)
+        assert text_depth(given_text) == whole
 
 
 @settings(max_examples=25, deadline=None)

@@ -68,7 +68,7 @@ async def test_the_page_needs_no_token_and_holds_nothing_of_the_deployment(front
     assert (await client.get("/ui")).headers["location"] == PATH
 
 
-@pytest.mark.parametrize("name", ["..%2fport_apps.py", "../port_apps.py", "live_page.py", "%2e%2e/live_view.py"])
+@pytest.mark.parametrize("name", ["..%2fchat.py", "../chat.py", "live_page.py", "%2e%2e/live_view.py"])
 async def test_no_other_file_is_served(client, name):
     assert (await client.get(PATH + name)).status_code in (401, 404)
 

@@ -11,7 +11,7 @@ from mmrouter_lib.block_keys import block_keys, namespace_seed
 from mmrouter_lib.engines.base.adapter import lora_adapters
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, parse_chat
-from mmrouter_router.scheduling.placer import NoWorkerError
+from mmrouter_router.scheduling.candidate_groups import NoWorkerError
 
 NAMES = frozenset({"t", "sql"})
 SQL = replace(prepared(), adapter="sql")

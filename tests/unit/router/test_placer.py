@@ -11,9 +11,11 @@ from unit.router.rig import BLOCK, IDS, KEYS, SEED, Rig, deployment, prepared
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_lib.cache_layout import CacheGroup
-from mmrouter_router.fleet.workers import Member
+from mmrouter_router.fleet.workers import RECENT, Member
 from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.placer import NoWorkerError, Placer
+from mmrouter_router.scheduling.candidate_columns import column_getter
+from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.scheduling.scoring import WEIGHTS
 
 ENCODERS = {"name": "encoder", "role": "encoder", "replicas": 1, "accelerator": {"kind": "cpu"}}
@@ -104,7 +106,7 @@ def test_silent_feed_serves_as_last_resort_without_overlap(rig):
 
 def test_only_device_memory_of_the_indexed_group_counts(rig):
     worker = rig.worker("a")
-    for group, medium in ((0, "CPU"), (1, "GPU"), (0, "GPU")):
+    for group, medium in ((0, "CPU"), (1, "GPU"), (0, "GPU")):  # the sidecar does not name CPU, as older ones
         rig.delta(worker, KEYS[:3], group=group, medium=medium)
         expected = 3 if (group, medium) == (0, "GPU") else 0
         assert rig.placer.place(prepared(), dry_run=True).choice.winner.overlap == expected
@@ -318,11 +320,11 @@ def test_longest_prefix_holder_is_chosen_exactly_and_excluded_workers_are_skippe
     for exclude, expected in held:
         decision = rig.placer.place(prepared(), exclude=exclude)
         assert (decision.target.worker.member.name, decision.choice.winner.overlap, decision.exactness) == expected
-    with pytest.raises(NoWorkerError):
+    with pytest.raises(NoWorkerError, match=r"^3 failed or not allowed for this request$"):
         rig.placer.place(prepared(), exclude={"uid-a", "uid-b", "uid-c"})
 
 
-CHANGES = ("join", "leave", "canary", "drain", "stale", "clear", "gates", "time")
+CHANGES = ("join", "leave", "canary", "drain", "stale", "clear", "gates", "time", "ranks", "size")
 
 
 def candidates(placer: Placer) -> object:
@@ -331,17 +333,23 @@ def candidates(placer: Placer) -> object:
         groups = placer.groups((), frozenset({"worker"}), None)
     except NoWorkerError as error:
         return str(error)
-    return [
-        (group.targets, group.scored, group.ids, group.caches, group.held(range(1000)), group.loads(range(1000)))
+    rows = array("q", range(1000))
+    return {
+        group.form: (group.targets, group.scored, group.ids, group.caches, [*group.held(rows)], [*group.loads(rows)])
         for group in groups
-    ]
+    }
 
 
-@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 2), st.booleans()), max_size=25))
-def test_candidates_that_are_kept_equal_those_of_a_new_placer(steps):
+@given(
+    st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 4), st.booleans(), st.integers(0, 3)), max_size=25),
+    st.integers(0, 5),
+)
+def test_candidates_that_are_kept_equal_those_of_a_new_placer(steps, workers):
     rig = Rig()
-    names = "abc"
-    for change, number, yes in steps:
+    names = "abcde"
+    for name in names[:workers]:
+        rig.worker(name, KEYS)
+    for change, number, yes, looks in steps:
         worker = rig.fleet.workers.get(f"uid-{names[number]}")
         if change == "time":
             rig.clock.now += 30
@@ -357,6 +365,30 @@ def test_candidates_that_are_kept_equal_those_of_a_new_placer(steps):
             rig.fleet.mark_stale(worker)
         elif change == "clear":
             rig.delta(worker, KEYS, cleared=yes)
+        elif change == "ranks":
+            rig.beat(worker, ranks=1 + yes)
+        elif change == "size":
+            rig.beat(worker, block_size=2 * BLOCK if yes else BLOCK)
         else:
             rig.fleet.join(replace(worker.member, admitted=yes))
-        assert candidates(rig.placer) == candidates(Placer(deployment(), rig.fleet)), change
+        if looks:  # else several changes are seen at once
+            assert candidates(rig.placer) == candidates(Placer(deployment(), rig.fleet)), change
+
+
+def test_candidates_are_found_anew_after_more_changes_than_a_fleet_remembers(rig):
+    first, *others = [rig.worker(name, KEYS) for name in "abc"]
+    candidates(rig.placer)
+    rig.beat(first, draining=True)
+    for number in range(RECENT):
+        rig.beat(others[number % 2], draining=number < RECENT // 2)
+    assert rig.fleet.changed_since(rig.fleet.version - RECENT - 1) is None
+    assert candidates(rig.placer) == candidates(Placer(deployment(), rig.fleet))
+
+
+@given(st.lists(st.integers(-1, 60), min_size=1, unique=True), st.booleans())
+def test_a_getter_takes_the_entries_of_its_rows(rows, in_order):
+    column = array("q", range(100, 161))
+    rows = sorted(rows) if in_order else rows
+    for values in (column, list(column)):
+        assert list(column_getter(rows)(values)) == [values[row] for row in rows]
+    assert column == array("q", range(100, 161))

@@ -7,6 +7,7 @@ import ssl
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -123,6 +124,14 @@ def test_object_that_is_no_pod_of_a_pool_is_ignored(case):
     assert [parse_pod(pod) for pod in IGNORED[case]] == [None] * len(IGNORED[case])
 
 
+@pytest.mark.parametrize(("ready", "deleted"), [(True, None), (False, None), (True, "2026-01-01T00:00:00Z")])
+def test_frontend_is_a_peer_which_takes_requests_while_it_is_ready_and_stays(ready, deleted):
+    pod = labelled(role="frontend")
+    pod["metadata"]["deletionTimestamp"] = deleted
+    pod["status"]["conditions"] = [{"type": "Ready", "status": str(ready)}]
+    assert parse_pod(pod) == Peer("u1", "demo-worker-1", "10.0.0.7", ready=ready and deleted is None)
+
+
 def test_membership_excludes_the_router_itself():
     mine, other = Peer("f1", "demo-frontend-a", "10.0.0.1"), Peer("f2", "demo-frontend-b", "10.0.0.2")
     found = membership_of([other, parse_pod(POD), mine], "f1", leaving=False)
@@ -166,7 +175,7 @@ class Api:
 
     async def _connection(self, reader, writer) -> None:
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        query = urlsplit(lines[0].split()[1]).query
+        self.path, query = urlsplit(lines[0].split()[1])[2:4]
         self.asked.append({name: values[0] for name, values in parse_qs(query).items()})
         self.tokens += [line.split()[-1] for line in lines if line.lower().startswith("authorization:")]
         status, headers, pieces = self._script.pop(0) if len(self._script) > 1 else self._script[0]
@@ -186,9 +195,12 @@ class Api:
         server = await asyncio.start_server(self._connection, IP, 0, ssl=context)
         port = server.sockets[0].getsockname()[1]
         where = ApiServer(IP, str(port), self.folder)
-        async with running(watch_pods(where, "demo", "own", self.told.append, self.metrics)):
+        async with running(self.follow(where)):
             yield self
         server.close()
+
+    def follow(self, where: ApiServer):
+        return watch_pods(where, "demo", "own", self.told.append, self.metrics)
 
     def errors(self, reason: str) -> float:
         return self.metrics.registry.get_sample_value("mmrouter_discovery_errors_total", {"reason": reason}) or 0.0
@@ -277,6 +289,21 @@ async def test_invalid_list_is_requested_again(api):
     async with api((200, (), [b"<html>"]), FIRST, QUIET).running() as server:
         await until(lambda: server.told)
         assert server.errors("broken") == 1
+
+
+async def test_a_watch_that_worked_and_is_cut_is_renewed_at_once_each_time(api, monkeypatch):
+    monkeypatch.setattr(list_watch, "STEADY_SECONDS", -1.0)  # every watch has worked for long enough
+    pauses = []
+
+    async def pause(seconds):
+        pauses.append(seconds)
+
+    monkeypatch.setattr(list_watch, "asyncio", SimpleNamespace(sleep=pause))
+    bookmark = event("BOOKMARK", {"kind": "Pod", "metadata": {"resourceVersion": "6"}})
+    cut = (200, (), [bookmark, b'{"type"'])  # the connection ends within an event
+    async with api(listing("5"), *[cut] * 8).running() as server:
+        await until(lambda: len(server.asked) >= 9)
+    assert 0 < max(pauses) <= list_watch.FIRST_BACKOFF
 
 
 async def test_immediately_ending_watch_backs_off(api, monkeypatch):

@@ -155,7 +155,7 @@ def hub() -> Iterator[Hub]:
 def fetch(**env: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mmrouter_cli", "fetch-metadata"]
     own = {"PATH": os.environ["PATH"], **{name: str(value) for name, value in env.items()}}
-    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=600)
 
 
 def run(folder: Path, endpoint: str, model: dict[str, Any], **env: str) -> subprocess.CompletedProcess[str]:

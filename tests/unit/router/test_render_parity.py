@@ -285,7 +285,7 @@ async def test_render_samples_and_bytes_are_bounded(rig, prepare, monkeypatch): 
         tight.offer(trace, prompt, lambda: body)
     assert value(rig.metrics.parity_dropped) == 5
     rig.tasks.append(asyncio.create_task(tight.run()))
-    await until(lambda: traces[1].rendering is not None)
+    await until(lambda: all(trace.rendering is not None for trace in traces[:2]))
     again = [kept("r-8"), kept("r-9")]
     for trace in again:  # what was compared is not held any more
         tight.offer(trace, prompt, lambda: body)

@@ -1,7 +1,6 @@
 """Requests of /v1/responses: their chat, what is forwarded instead, their answers, and their way to an engine."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from unit.router.rig import value
@@ -10,6 +9,7 @@ from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, UNKNOWN,
 from unit.router.test_messages import ANSWER, STREAM, Chats, call, chunk, events, serving, tiny_png
 from unit.router.test_prepare import settings
 
+from mmrouter_lib.engines import storing_pools
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import parse_responses
 from mmrouter_router.intake.request import MIN_URI
@@ -171,22 +171,65 @@ def test_a_request_for_an_engine_of_other_rules_is_forwarded():
     assert (made.endpoint, [each.label for each in made.inexact]) == (RESPONSES, ["not_modelled:input"])
 
 
-@pytest.mark.parametrize(("fields", "endpoint"), [({}, RESPONSES), ({"store": False}, "/v1/chat/completions")])
-def test_a_response_that_the_engine_stores_is_forwarded_to_it(fields, endpoint):
-    made = read(request("x", **fields), parse=lambda raw, *more: parse_responses(raw, *more, stored=True))
-    labels = [each.label for each in made.inexact]
-    assert (made.endpoint, labels) == (endpoint, ["stored_messages:store"] if endpoint == RESPONSES else [])
+def stored(body):
+    return read(body, parse=lambda raw, *more: parse_responses(raw, *more, stored=True))
 
 
-def test_a_pod_template_decides_whether_engines_store_responses():
-    own = settings()
-    assert not own.stores_responses
-    spec = own.deployment.spec
-    store = {"name": "VLLM_ENABLE_RESPONSES_API_STORE", "value": "1"}
-    template = {"spec": {"containers": [{"name": "engine", "env": [store]}]}}
-    pools = [spec.pools[0].model_copy(update={"pod_template": template}), *spec.pools[1:]]
-    storing = own.deployment.model_copy(update={"spec": spec.model_copy(update={"pools": pools})})
-    assert replace(own, deployment=storing).stores_responses
+def test_a_response_that_the_engine_stores_is_forwarded_with_the_prompt_of_its_chat():
+    made = stored(request([user(text("a")), said("b"), user(text("c"))], instructions="be brief", background=True))
+    chat = chat_of([user(text("a")), said("b"), user(text("c"))], instructions="be brief")
+    assert (made.endpoint, made.stored, made.inexact, made.as_chat) == (RESPONSES, True, (), chat)
+    assert "background" in made.body
+    not_kept = stored(request("x", store=False))
+    assert (not_kept.endpoint, not_kept.stored, not_kept.as_chat) == ("/v1/chat/completions", False, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (request([user(BY_URL)]), "stored_images:store"),
+        (request("x", previous_response_id="resp_1"), "stored_messages:previous_response_id"),
+        (request("x", truncation="auto"), "truncation:truncation"),
+    ],
+)
+def test_what_the_engine_adds_to_a_stored_response_is_not_predicted(given, reason):
+    made = stored(given)
+    assert (made.endpoint, made.stored, [each.label for each in made.inexact]) == (RESPONSES, True, [reason])
+
+
+def pools_of(dep, env=(), args=(), **pool):
+    """Return the storing pools of a deployment whose first pool has these variables and arguments."""
+    variables = [{"name": name, "value": each} for name, each in env]
+    template = {"spec": {"containers": [{"name": "engine", "env": variables}]}}
+    changed = dep.spec.pools[0].model_copy(update={"pod_template": template, "args": list(args), **pool})
+    spec = dep.spec.model_copy(update={"pools": [changed, *dep.spec.pools[1:]]})
+    return storing_pools(dep.model_copy(update={"spec": spec}))
+
+
+def test_a_variable_of_vllm_and_a_flag_of_sglang_make_engines_store_responses():
+    store = ("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+    vllm, sglang = settings().deployment, settings(engine="sglang").deployment
+    assert pools_of(vllm) == pools_of(vllm, [(store[0], "0")]) == pools_of(sglang, [store]) == frozenset()
+    assert pools_of(vllm, [store]) == pools_of(sglang, args=["--enable-response-store"]) == {"worker"}
+    ranks = vllm.spec.pools[0].parallelism.model_copy(update={"data": 2})
+    assert pools_of(vllm, [store], parallelism=ranks) == frozenset(), "each rank has a server with a store of its own"
+    assert pools_of(sglang, args=["--enable-response-store", "--tokenizer-worker-num=2"]) == frozenset()
+
+
+ENV = {"name": "VLLM_ENABLE_RESPONSES_API_STORE", "value": "1"}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *({"spec": spec} for spec in (None, "x", {"containers": "x"}, {"containers": ["x"]}, {"containers": [{}]})),
+        *({"spec": {"containers": [{"name": "engine", "env": env}]}} for env in ("x", ["x"], [{"value": "1"}])),
+        {"spec": {"containers": [{"name": "engine", "env": [{**ENV, "$patch": "delete"}]}]}},
+        {"spec": {"containers": [{"name": "sidecar", "env": [ENV]}]}},
+    ],
+)
+def test_a_pod_template_that_is_malformed_or_a_directive_makes_no_engine_store_responses(template):
+    assert pools_of(settings().deployment, pod_template=template) == frozenset()
 
 
 FIRST = "input[0].content[0]"

@@ -149,8 +149,8 @@ OTHER_PORT = 9090
 class Process:
     """The servers of one process. ``/held`` answers its first half and then waits for ``go``."""
 
-    def __init__(self, drain_seconds: float = 20.0) -> None:
-        self.ip = loopback()
+    def __init__(self, drain_seconds: float = 20.0, notice_seconds: float = 0.0) -> None:
+        self.ip, self._notice_seconds = loopback(), notice_seconds
         self.url, self.other = f"http://{self.ip}:{PORT}", f"http://{self.ip}:{OTHER_PORT}"
         self.shutdown, self.go, self.held = Shutdown(), asyncio.Event(), asyncio.Event()
         self._clients = Server(self._app, self.ip, PORT, drain_seconds=drain_seconds)
@@ -168,7 +168,8 @@ class Process:
         await send({"type": "http.response.body", "body": b"two"})
 
     async def __aenter__(self) -> "Process":
-        self.task = asyncio.create_task(serve(self._clients, [self._others], self.shutdown))
+        running = serve(self._clients, [self._others], self.shutdown, notice_seconds=self._notice_seconds)
+        self.task = asyncio.create_task(running)
         await until(lambda: self._clients.started and self._others.started)
         return self
 
@@ -254,6 +255,26 @@ async def test_first_signal_drains_and_second_exits():
         await asyncio.wait_for(process.task, 10)
         process.go.set()
         await asyncio.gather(answer, return_exceptions=True)
+
+
+async def test_during_the_notice_new_connections_are_served_and_afterwards_refused():
+    async with Process(notice_seconds=2.0) as process, httpx.AsyncClient(timeout=20) as client:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: process.shutdown.draining)
+        assert not process.shutdown.stopping.is_set()
+        assert (await client.get(process.url)).headers["connection"] == "close"
+        await asyncio.wait_for(process.task, 20)
+        with pytest.raises(httpx.ConnectError):
+            await client.get(process.url)
+
+
+async def test_a_second_signal_ends_the_notice_and_an_interrupt_has_none():
+    for signals in ((signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)):
+        async with Process(notice_seconds=600) as process:
+            for number in signals:
+                os.kill(os.getpid(), number)
+                await until(lambda process=process: process.shutdown.draining)
+            await asyncio.wait_for(process.task, 20)
 
 
 @asynccontextmanager

@@ -298,6 +298,22 @@ async def test_disconnected_client_aborts_both(rig):
     await rig.nothing_is_booked()
 
 
+async def test_client_disconnecting_while_its_body_is_written_leaves_nothing_booked(rig):
+    await rig.serve(p1=HANGS, d1=HANGS)
+    writing = asyncio.Event()
+
+    async def slowly(work, *arguments):
+        writing.set()
+        await asyncio.Event().wait()
+
+    prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
+    call = ForwardCall("r-1", prepared, Outgoing("/v1/chat/completions", {}, run=slowly), {})
+    work = asyncio.create_task(rig.forwarder.send(call, b"f"))
+    await writing.wait()
+    await cancelled(work)
+    await rig.nothing_is_booked()
+
+
 async def test_client_disconnecting_mid_answer_aborts_both(rig):
     prefill, _ = await rig.serve(p1=HANGS, d1=b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n")
     reply = await rig.send()

@@ -97,6 +97,18 @@ async def test_body_arrives_unchanged_and_the_connection_is_reused(engine, upstr
     assert b"x-a: b\r\n" in engine.requests[0][0]
 
 
+async def test_an_answer_that_is_closed_twice_gives_its_connection_back_once(engine, upstream):
+    first = await ask(upstream, engine, b"1")
+    await first.read(100)
+    first.close()
+    second = await ask(upstream, engine, b"2")
+    first.close()
+    assert await second.read(100) == b"{}", "its connection was not ended for another answer's sake"
+    second.close()
+    second.close()
+    assert (engine.connections, upstream.idle_connections("127.0.0.1", engine.port)) == (1, 1)
+
+
 async def test_events_arrive_while_the_engine_still_writes(engine, upstream):
     proceed = asyncio.Event()
 

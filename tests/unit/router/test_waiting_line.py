@@ -160,6 +160,27 @@ async def test_other_errors_end_the_wait_of_their_request_only() -> None:
     await asyncio.gather(*tasks)
 
 
+async def test_requests_for_other_engines_neither_wait_behind_each_other_nor_take_more_places() -> None:
+    engines = Engines(limit=3)
+
+    def full() -> None:
+        raise QueueFullError("the adapter's engine is full")
+
+    tasks = [asyncio.create_task(engines.line.place("low-1", full, "adapter")) for _ in range(2)]
+    await settle()
+    engines.free = 1
+    await engines.ask("high-1")
+    assert engines.placed == ["high-1"]
+    tasks += engines.arrive("high-1")
+    await settle()
+    assert engines.line.waiting == 3
+    with pytest.raises(QueueFullError):
+        await engines.ask("standard-1")
+    await engines.release()
+    await cancelled(*tasks)
+    assert engines.line.waiting == 0
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["arrive", "cancel", "free", "settle"]), st.integers(0, 50), st.sampled_from(sorted(WEIGHTS))
