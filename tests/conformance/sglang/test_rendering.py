@@ -190,7 +190,8 @@ def test_the_prompt_is_the_engines_own(
     figure("different", len(different))
     record(f"rendering, sglang {family} {template or 'own template'}", f"{both} equal, {refused} refused by both")
     assert "\n".join(different) == ""
-    assert both > (100 if template in ("texts", "picky") else 500)
+    # A fifth of the chats types a placeholder beside images: no prompt is predicted, as the engine fails at it later.
+    assert both > (100 if template in ("texts", "picky") else 0.7 * len(cases))
 
 
 def mine_is_stricter(mine: object) -> bool:
