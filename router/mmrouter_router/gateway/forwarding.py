@@ -124,11 +124,10 @@ class Forwarding:
 
     async def _send(self, client: Client, deployment: Deployment, headers: MultiDict[str], request: Routed) -> Answer:
         """Send a request until an answer begins. Raises :class:`RequestError` (503) where none does."""
-        body = request.body if isinstance(request.body, bytes) else (memoryview(request.body),)
         for pause in (*PAUSES, None):
             try:
                 return await self._upstream.request(
-                    deployment.host, deployment.port, "POST", client.path, headers, body
+                    deployment.host, deployment.port, "POST", client.path, headers, request.body
                 )
             except UpstreamError as error:
                 if pause is None or error.began:

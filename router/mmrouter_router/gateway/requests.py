@@ -12,6 +12,7 @@ from blake3 import blake3
 from mmrouter_lib.engines.base.passed_routes import GENERATE, TRANSCRIBE
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.gateway.routes import Choice, Routes, of_conversation
+from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import PARSERS
 from mmrouter_router.intake.form_body import read_form, write_form
 from mmrouter_router.intake.json_body import Object, Raw, parse_object, required
@@ -25,7 +26,7 @@ class Routed(NamedTuple):
     """A request for its deployment. ``content_type``: of a form that was written anew."""
 
     choice: Choice
-    body: Raw
+    body: Body
     content_type: str | None = None
 
 
@@ -38,7 +39,7 @@ def routed(path: str, raw: Raw, routes: Routes, max_bytes: int) -> Routed:
     choices = routes.choices(model)
     choice = choices[0] if len(choices) == 1 else of_conversation(model, choices, conversation(body))
     if choice.model == model:
-        return Routed(choice, raw)
+        return Routed(choice, _unchanged(raw))
     body["model"] = choice.model
     return Routed(choice, orjson.dumps(body))
 
@@ -54,10 +55,14 @@ def _routed_form(raw: Raw, routes: Routes, max_bytes: int) -> Routed:
     choices = routes.choices(model)
     choice = choices[0] if len(choices) == 1 else of_conversation(model, choices, blake3(raw).digest())
     if choice.model == model:
-        return Routed(choice, raw)
+        return Routed(choice, _unchanged(raw))
     renamed = [one._replace(value=choice.model.encode()) if one.name == "model" else one for one in fields]
     content_type, body = write_form(renamed)
     return Routed(choice, body, content_type)
+
+
+def _unchanged(raw: Raw) -> Body:
+    return raw if isinstance(raw, bytes) else (memoryview(raw),)
 
 
 def conversation(body: Object) -> bytes:

@@ -18,6 +18,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.engine_connection import Sink
 from mmrouter_router.http.gateway import Gateway
+from mmrouter_router.http.received_body import ReceivedBody
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -106,10 +107,9 @@ class AsgiClient:
         if not self._refused.done():
             self._refused.set_exception(error)
 
-    async def body(self, limit: int, held: BodyReservation) -> bytes:
+    async def body(self, limit: int, held: BodyReservation) -> bytes | bytearray:
         declared_length(self.headers, limit, held)
-        pieces: list[bytes] = []
-        size = 0
+        received = ReceivedBody()
         while True:
             receiving = asyncio.ensure_future(self._receive())
             either: set[asyncio.Future[Any]] = {receiving, self._refused}
@@ -123,17 +123,15 @@ class AsgiClient:
             if message["type"] == "http.disconnect":
                 self.gone = True
                 raise ClientGoneError
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size > limit:
+            received.add(message.get("body", b""))
+            if received.size > limit:
                 raise RequestError.too_large(limit)
-            held.grow(size)
-            pieces.append(piece)
+            held.grow(received.size)
             if not message.get("more_body"):
                 break
         held.complete()
         self._disconnect_watch = asyncio.create_task(self._cancel_on_disconnect(asyncio.current_task()))
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return await received.whole()
 
     async def respond(self, status: int, headers: Headers, body: bytes) -> None:
         self.begun = True

@@ -7,7 +7,6 @@ This class bounds what uvicorn does not: the bytes of a head, and the time that 
 """
 
 import asyncio
-import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal
@@ -20,6 +19,7 @@ from mmrouter_router.core.request_ids import NAME_HEADER, answered_name
 from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.client_channel import ClientTimeouts, Headers, StallTimer, unread_bytes
 from mmrouter_router.http.hot_request import Handler, HotRequest
+from mmrouter_router.http.received_body import allocate
 
 log = logging.getLogger("mmrouter.http")
 
@@ -309,10 +309,6 @@ def _head_size(url: bytes, headers: Headers) -> int:
     return len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
 
 
-_allocate = ctypes.pythonapi.PyByteArray_FromStringAndSize
-_allocate.argtypes, _allocate.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
-
-
 class _BodyReader(asyncio.BufferedProtocol):
     """Replaces the connection's protocol to read a large body of known length in place, and no byte behind it."""
 
@@ -325,7 +321,7 @@ class _BodyReader(asyncio.BufferedProtocol):
         held: BodyReservation,
     ) -> None:
         self._connection, self._length, self._done, self._held = connection, length, done, held
-        self._body = _allocate(None, length)  # not filled with zeros, which takes 10 ms for 64 MiB
+        self._body = allocate(None, length)
         self._view, self.received = memoryview(self._body), 0
         for piece in pieces:
             self._view[self.received : self.received + len(piece)] = piece

@@ -12,6 +12,7 @@ from uvicorn.server import ServerState
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared_length
+from mmrouter_router.http.received_body import ReceivedBody
 
 log = logging.getLogger("mmrouter.http")
 
@@ -54,8 +55,7 @@ class HotRequest:
         self.task: asyncio.Task[None] | None = None
         self.response_started = self.response_complete = self.disconnected = False
         self._connection, self._transport = connection, connection.transport
-        self._pieces: list[bytes | bytearray] = []
-        self.size = 0  # bytes of the body that the parser has delivered
+        self._received = ReceivedBody()  # by the parser
         self.more_body = True
         self._wake_per_piece = False  # the length is unknown, so the reader checks the limit at every piece
         self._wake: asyncio.Future[Any] | None = None
@@ -91,6 +91,11 @@ class HotRequest:
             self.task.cancel()
 
     @property
+    def size(self) -> int:
+        """Bytes of the body that the parser has delivered."""
+        return self._received.size
+
+    @property
     def waiting(self) -> bool:
         return self._wake is not None and not self._wake.done()
 
@@ -106,12 +111,7 @@ class HotRequest:
         if piece is None:
             self.more_body = False
         else:
-            last = self._pieces[-1] if self._pieces else b""
-            if isinstance(last, bytearray) and len(last) < LARGE_BODY:
-                last += piece  # an object for each of many small chunks would take far more memory than their bytes
-            else:
-                self._pieces.append(bytearray(piece) if self._pieces else piece)
-            self.size += len(piece)
+            self._received.add(piece)
         if (not self.more_body or self._wake_per_piece) and self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
@@ -121,7 +121,7 @@ class HotRequest:
         if length is not None and length - self.size > LARGE_BODY and self.more_body:
             done: asyncio.Future[bytearray] = self._connection.loop.create_future()
             self._wake = done
-            self._connection.read_body(self._pieces, length, done, held)
+            self._connection.read_body(self._received.pieces, length, done, held)
             return await done
         self._connection.flow.resume_reading()
         while True:
@@ -135,8 +135,7 @@ class HotRequest:
             self._wake = self._connection.loop.create_future()
             await self._wake
         held.complete()
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return await self._received.whole()
 
     # -- answer ------------------------------------------------------------------------------------------------------
 
@@ -213,7 +212,7 @@ class HotRequest:
 
     def _complete_response(self) -> None:
         self.response_complete = True
-        self._pieces = []
+        self._received.pieces = []
         if not self.keep_alive and not self.more_body:
             self._transport.close()
         elif not self.keep_alive:

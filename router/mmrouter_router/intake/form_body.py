@@ -52,8 +52,8 @@ def _find(raw: Raw, text: bytes, at: int) -> int:
     return -1
 
 
-def write_form(fields: Sequence[Field]) -> tuple[str, bytes]:
-    """Return the content type and the body of a form with these fields."""
+def write_form(fields: Sequence[Field]) -> tuple[str, tuple[bytes | memoryview, ...]]:
+    """Return the content type and the body of a form with these fields, in pieces: files are not copied."""
     boundary = secrets.token_hex(16)
     pieces: list[bytes | memoryview] = []
     for field in fields:
@@ -61,7 +61,7 @@ def write_form(fields: Sequence[Field]) -> tuple[str, bytes]:
         kind = b"content-type: %b\r\n" % field.type if field.type else b""
         head = b'--%b\r\ncontent-disposition: form-data; name="%b"%b\r\n%b\r\n'
         pieces += (head % (boundary.encode(), field.name.encode(), file, kind), field.value, b"\r\n")
-    return f"multipart/form-data; boundary={boundary}", b"".join((*pieces, b"--%b--\r\n" % boundary.encode()))
+    return f"multipart/form-data; boundary={boundary}", (*pieces, b"--%b--\r\n" % boundary.encode())
 
 
 def _field(raw: Raw, begin: int, end: int) -> Field:

@@ -154,7 +154,7 @@ class ChatRequest:
     removed: tuple[str, ...] = ()
     source: Raw = b""  # the body as parsed: as received, or with placeholders for large images
     endpoint: str = CHAT
-    form: tuple[str, bytes] | None = None  # content type and body of a request that is a form instead of JSON
+    form: tuple[str, tuple[bytes | memoryview, ...]] | None = None  # content type and body, in pieces, of a form
     prompt: "str | array[int] | None" = None
     response: dict[str, Any] | None = None
     stored: bool = False

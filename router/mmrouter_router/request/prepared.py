@@ -174,7 +174,7 @@ class Outgoing:
     fields: Mapping[str, Any]
     images: tuple[OutgoingImage, ...] = ()
     way: Way | None = None
-    form: tuple[str, bytes] | None = None
+    form: tuple[str, Body] | None = None
     run: Callable[..., Awaitable[Any]] = run_inline
 
     async def whole(self) -> bytes:

@@ -28,6 +28,7 @@ from mmrouter_router.fleet.membership import Membership
 
 T = TypeVar("T")
 LARGEST = 64 << 20  # `frontend.maxRequestBytes` by default
+CHUNK = 1 << 16
 TURN_S = 0.02
 STEPS = 1_000_000
 """Steps of an empty loop; a turn may take as long as they do where that is longer than :data:`TURN_S`."""
@@ -53,17 +54,18 @@ class Engine(BaseHTTPRequestHandler):
 
 
 class LoopTurns(Target):
-    """An input: a kind of body and its size."""
+    """An input: a kind of body and its size, and ``chunked`` for one whose length is not announced."""
 
     name = "loop_turns"
     short = 5
 
     def seeds(self) -> list[bytes]:
         sizes = (INLINE_BYTES // 2, 1 << 20)
-        return [f"{kind}:{size}".encode() for kind in BODIES for size in sizes]
+        return [f"{kind}:{size}{how}".encode() for kind in BODIES for size in sizes for how in ("", ":chunked")]
 
     def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
-        return f"{source.choice(sorted(BODIES))}:{int(2 ** source.uniform(10, 26))}".encode()
+        how = source.choice(("", ":chunked"))
+        return f"{source.choice(sorted(BODIES))}:{int(2 ** source.uniform(10, 26))}{how}".encode()
 
     def __enter__(self) -> Self:
         self._engine = ThreadingHTTPServer((loopback(), HTTP_PORT), Engine)
@@ -97,25 +99,30 @@ class LoopTurns(Target):
             raise
 
     def check(self, data: bytes) -> str:
-        kind, _, size = data.decode(errors="replace").partition(":")
-        if kind not in BODIES or not size.isdigit():
+        kind, _, rest = data.decode(errors="replace").partition(":")
+        size, _, how = rest.partition(":")
+        if kind not in BODIES or not size.isdigit() or how not in ("", "chunked"):
             return "no body"
         path, body = BODIES[kind]
         raw = orjson.dumps(body(min(int(size), LARGEST)))
         if len(raw) > LARGEST:
             return "too large"
         for _ in range(ATTEMPTS):
-            status, longest, floor = self._send(path, raw)
+            status, longest, floor = self._send(path, raw, chunked=bool(how))
             self.spent_s = longest
             if longest <= max(TURN_S, floor):
                 return f"{kind} {status}"
         raise BrokenPropertyError(f"a turn of the loop took {1e3 * longest:.0f} ms of CPU time for {data.decode()}")
 
-    def _send(self, path: str, raw: bytes) -> tuple[int, float, float]:
+    def _send(self, path: str, raw: bytes, *, chunked: bool) -> tuple[int, float, float]:
         """Send a body; return the status of its answer, the longest turn, and the time of :data:`STEPS`."""
         self._on_loop(self._begin)
         client = http.client.HTTPConnection(self._ip, PORT, timeout=300)
-        client.request("POST", path, raw)
+        if chunked:
+            pieces = (raw[at : at + CHUNK] for at in range(0, len(raw), CHUNK))
+            client.request("POST", path, pieces, {"transfer-encoding": "chunked"}, encode_chunked=True)
+        else:
+            client.request("POST", path, raw)
         status = client.getresponse().status
         client.close()
         return status, *self._on_loop(self._end)

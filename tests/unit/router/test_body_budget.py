@@ -1,5 +1,6 @@
 """The budget of bodies: never exceeded but by a single request, shared fairly, and yielded by slow bodies first."""
 
+import asyncio
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
@@ -136,6 +137,26 @@ def test_a_body_of_tiny_chunks_takes_little_more_memory_than_its_bytes() -> None
         tracemalloc.stop()
     assert request.size == 2 * count
     assert used < 2 * request.size
+
+
+async def test_others_are_served_while_the_chunks_of_a_large_body_are_joined() -> None:
+    request, budget = hot_request(), BodyBudget(1 << 30)
+    for number in range(256):
+        request.feed(bytes([number]) * (1 << 17))
+    request.feed(None)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    serving = asyncio.create_task(other())
+    body = await request.body(1 << 30, BodyReservation(budget, refuse=request.refuse_body))
+    serving.cancel()
+    assert body == b"".join(bytes([number]) * (1 << 17) for number in range(256))
+    assert turns >= 16
 
 
 def hot_request() -> HotRequest:

@@ -214,12 +214,13 @@ def test_bodies_that_no_frontend_accepts_are_passed_on_to_be_refused_there(body)
 
 def test_a_forms_model_is_read_and_replaced() -> None:
     form = [Field("model", b"alias"), Field("file", b"RIFF\r\n--x", b"a.wav", b"audio/wav")]
-    made = routed(TRANSCRIBE, write_form(form)[1], ROUTES, LIMIT)
+    made = routed(TRANSCRIBE, b"".join(write_form(form)[1]), ROUTES, LIMIT)
     assert made.choice.deployment.name in ("a", "b")
-    assert read_form(made.body) == [form[0]._replace(value=made.choice.model.encode()), form[1]]
-    assert made.content_type.encode().endswith(made.body[2:34])
+    body = b"".join(made.body)
+    assert read_form(body) == [form[0]._replace(value=made.choice.model.encode()), form[1]]
+    assert made.content_type.encode().endswith(body[2:34])
     with pytest.raises(RequestError) as refused:
-        routed(TRANSCRIBE, write_form(form[1:])[1], ROUTES, LIMIT)
+        routed(TRANSCRIBE, b"".join(write_form(form[1:])[1]), ROUTES, LIMIT)
     assert (refused.value.status, refused.value.param) == (400, "model")
 
 

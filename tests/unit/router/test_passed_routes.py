@@ -294,4 +294,4 @@ def test_the_headers_of_a_field_are_bounded_before_they_become_objects(end):
 def test_a_form_that_is_written_is_read_as_it_was(fields):
     given_fields = [Field(name, value, b"f" if name == "file" else None) for name, value in fields]
     if given_fields:
-        assert read_form(write_form(given_fields)[1]) == given_fields
+        assert read_form(b"".join(write_form(given_fields)[1])) == given_fields
