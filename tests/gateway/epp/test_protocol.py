@@ -9,7 +9,11 @@ import grpc.aio
 import pytest
 from gateway.epp import driver
 from gateway.epp.driver import DESTINATION, LIMIT, Talk, out_of_order
-from unit.router.rig import until, value
+from unit.router.rig import loopback, until, value
+
+from mmrouter_router.http.server import Shutdown
+from mmrouter_router.picker.engines import MAX_COLD_ANSWER, EngineChoice
+from mmrouter_router.picker.server import PICKER_PORT, Picker
 
 SERVING, NOT_SERVING = 1, 2
 
@@ -215,6 +219,30 @@ async def test_cold_routes_are_answered_by_the_picker(epp, path):
     _ = epp.router
     outcome = await epp.driver.ask([driver.headers(path, "GET", end=True)])
     assert outcome.immediate.status.code == (404 if path == "/nothing" else 200)
+
+
+async def test_an_answer_beyond_the_bound_of_cold_routes_is_a_500_and_not_gathered(epp):
+    piece, sent = bytes(1 << 20), 0
+
+    async def large(scope, receive, send):
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while True:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            sent += len(piece)
+
+    shutdown, ip = Shutdown(), loopback()
+    picker = Picker(EngineChoice(large, (), epp.router.chat.answer), shutdown, lambda: True, host=ip)
+    serving = asyncio.create_task(picker.serve(30.0))
+    asking = driver.Driver(f"{ip}:{PICKER_PORT}")
+    try:
+        outcome = await asking.ask([driver.headers("/any", "GET", end=True)])
+    finally:
+        await asking.close()
+        shutdown.stop("the test has ended")
+        await serving
+    assert outcome.immediate.status.code == 500
+    assert sent == MAX_COLD_ANSWER
 
 
 async def test_a_stored_response_is_not_streamed_because_the_gateway_would_buffer_it(epp):

@@ -46,3 +46,10 @@ def test_without_envoy_one_sentence_names_the_extra(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LocalError, match=r"mmrouter-k8s\[gateway\]"):
         envoy.find_envoy()
+
+
+async def test_a_service_at_envoys_port_is_named_before_envoy_starts(run, kit):
+    web = kit.deployment("web", kit.server())
+    async with run(web, kit.service("web", port=envoy.GATEWAY_PORT)) as cluster:
+        with pytest.raises(LocalError, match=f"Envoy needs port {envoy.GATEWAY_PORT}, which a Service has"):
+            await cluster.open_gateway(tls=False)

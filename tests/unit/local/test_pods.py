@@ -203,6 +203,21 @@ async def test_commands_and_sockets_can_be_probes(run: Any, kit: Any, tmp_path: 
         await cluster.wait_ready(5)
 
 
+async def test_a_probe_that_takes_too_long_ends_with_what_it_started(run: Any, kit: Any, tmp_path: Path) -> None:
+    waits = ["/bin/sh", "-c", "sleep 600 & echo $! > /v/started; wait"]
+    volume = {"name": "v", "mountPath": "/v"}
+    probe = {"exec": {"command": waits}, "timeoutSeconds": 1, "periodSeconds": 600}
+    web = kit.container("web", "sleep", volumeMounts=[volume], readinessProbe=probe)
+    started = tmp_path / "started"
+    async with run(
+        kit.deployment("web", web, volumes=[{"name": "v", "hostPath": {"path": "."}}]), ready=False
+    ) as cluster:
+        await _until(lambda: started.is_file() and started.read_text().endswith("\n"))
+        sleeper = int(started.read_text())
+        await _until(lambda: not alive(sleeper))
+        assert not cluster.pods[0].ready
+
+
 async def test_what_a_container_started_ends_with_it(run: Any, kit: Any) -> None:
     async with run(kit.deployment("web", kit.container("web", "children"))) as cluster:
         (pod,) = cluster.pods
