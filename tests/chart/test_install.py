@@ -165,9 +165,11 @@ def test_a_team_installs_what_an_administrator_gave_the_rights_for(admin: Helm, 
         team.run("uninstall", RELEASE, here)
 
         rights = admin.output("template", RELEASE, CHART, here, "--show-only=templates/rbac.yaml", values=values)
-        done = empty.kubectl("apply", "--filename=-", stdin=rights)
+        users = admin.output("template", RELEASE, CHART, "--show-only=templates/user-roles.yaml")
+        done = empty.kubectl("apply", "--filename=-", stdin=f"{rights}\n---\n{users}")
         assert done.returncode == 0, done.stderr
         team.output("install", RELEASE, CHART, here, values={**values, "rbac": {"create": False}})
+        wait_for(lambda: may(empty, space, f"system:serviceaccount:{space}:team", "create"), 30, "it may create models")
 
 
 def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]) -> None:
@@ -215,18 +217,19 @@ def test_users_may_do_with_models_what_they_may_do_with_deployments(admin: Helm,
     with empty.namespace() as space:
         for role in ("view", "edit"):
             bind(empty, space, role, {"apiGroup": RBAC, "kind": "User", "name": f"{role}er"})
+        wait_for(lambda: may(empty, space, "editer", "create"), 30, "the roles are aggregated")
+        wait_for(lambda: may(empty, space, "viewer", "list"), 30, "the roles are aggregated")
+        assert may(empty, space, "editer", "update", "scale")
+        assert not may(empty, space, "viewer", "create")
+        assert not may(empty, space, "editer", "update", "status")
 
-        def may(user: str, verb: str, subresource: str = "") -> bool:
-            attributes = {"namespace": space, "verb": verb, "group": "mmrouter.io", "resource": "mmrouterdeployments"}
-            spec = {"user": user, "resourceAttributes": {**attributes, "subresource": subresource}}
-            answer = empty.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
-            return bool(answer.raise_for_status().json()["status"]["allowed"])
 
-        wait_for(lambda: may("editer", "create"), 30, "the roles are aggregated")
-        wait_for(lambda: may("viewer", "list"), 30, "the roles are aggregated")
-        assert may("editer", "update", "scale")
-        assert not may("viewer", "create")
-        assert not may("editer", "update", "status")
+def may(plane: ControlPlane, namespace: str, user: str, verb: str, subresource: str = "") -> bool:
+    """Return whether a user has a right on the models of a namespace."""
+    attributes = {"namespace": namespace, "verb": verb, "group": "mmrouter.io", "resource": "mmrouterdeployments"}
+    spec = {"user": user, "resourceAttributes": {**attributes, "subresource": subresource}}
+    answer = plane.request("POST", "/apis/authorization.k8s.io/v1/subjectaccessreviews", {"spec": spec})
+    return bool(answer.raise_for_status().json()["status"]["allowed"])
 
 
 def test_the_notes_name_what_is_missing(admin: Helm, empty: ControlPlane) -> None:
