@@ -80,7 +80,8 @@ class Followed:
 
     def _keys(self, ids: Sequence[int], images: Sequence[Span], salt: str | None, lora: str | None) -> "array[int]":
         size, seed = self.relay.ledger.block_size, self.settings.seed(lora, salt)
-        return block_keys(array("I", ids), size, images, seed, self.worker.layout.lookahead)
+        wide = self.settings.engine == "sglang"  # whose ids of images have 62 bits
+        return block_keys(array("Q" if wide else "I", ids), size, images, seed, self.worker.layout.lookahead)
 
     def _answer(self, requests: Sequence[feed.Request]) -> None:
         waiting = list(requests)

@@ -9,6 +9,7 @@ here and in the engine. AVIF and JPEG 2000, whose pixels only a decoder knows, h
 import io
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 from PIL import Image, ImageOps
 from PIL.BmpImagePlugin import BmpImageFile
@@ -74,16 +75,19 @@ def probe(data: bytes, *, max_pixels: int, exif: bool) -> ImageSize:
 def rotates(data: bytes) -> bool:
     """Return whether Pillow rotates an image as its orientation says, which takes its pixels and writes its EXIF anew.
 
-    An engine leaves an image unrotated whose rotation fails. A JPEG is decoded at an eighth of its size, which reads
-    the same bytes in less time. The time grows with the pixels: 30 ms for a photo of 12 million.
+    An engine leaves an image unrotated whose rotation fails, except a TIFF, which Pillow has rotated before it finds
+    its pixels damaged. A JPEG is decoded at an eighth of its size, which reads the same bytes in less time. The time
+    grows with the pixels: 30 ms for a photo of 12 million.
     """
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            image.draft("L", (max(image.width // 8, 1), max(image.height // 8, 1)))  # a side of 0 raises
+    with suppress(Exception), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        image.draft("L", (max(image.width // 8, 1), max(image.height // 8, 1)))  # a side of 0 raises
+        size = image.size
+        try:
             ImageOps.exif_transpose(image)
-    except Exception:
-        return False
-    return True
+        except Exception:
+            return image.size != size
+        return True
+    return False
 
 
 def _recognize(data: bytes) -> tuple[str, Callable[[bytes, bool], Header]]:

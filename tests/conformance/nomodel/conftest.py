@@ -4,16 +4,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conformance.nomodel.layouts import EngineProcess, running
+from conformance.nomodel.layouts import SglangProcess, VllmProcess, running, running_sglang
 
 
 @pytest.fixture(scope="session")
-def engine(vllm_env: Path) -> Iterator[EngineProcess]:
+def engine(vllm_env: Path) -> Iterator[VllmProcess]:
     with running(vllm_env) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def newer_engine(newer_vllm_env: Path) -> Iterator[EngineProcess]:
+def newer_engine(newer_vllm_env: Path) -> Iterator[VllmProcess]:
     with running(newer_vllm_env) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(sglang_env: Path) -> Iterator[SglangProcess]:
+    with running_sglang(sglang_env) as started:
         yield started

@@ -1,22 +1,22 @@
-"""Layouts of cache groups, and the process in which vLLM's own scheduler and cache manager run them."""
+"""Layouts of cache groups, and the processes in which an engine's own scheduler and cache manager run them."""
 
-import struct
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-import msgspec
 from artefacts import ROOT
+from conformance.nomodel import frames
 from conformance.nomodel.prompts import Drawn
 
 from mmrouter_lib.media_identity import to_wire
 
-SCRIPT = Path(__file__).with_name("engine_steps.py")
+HERE = Path(__file__).parent
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"  # of its folder, vLLM reads the configuration only
 
+Started = TypeVar("Started", bound="EngineProcess")
 Layers = list[tuple[str, dict[str, int]]]
 FULL: Layers = [("full", {})]
 
@@ -43,23 +43,15 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
 """Layers, block size in tokens, and blocks: few enough that they are evicted."""
 
 
+PAGES = {"pages of 1": (1, 6_000), "pages of 16": (16, 500), "pages of 64": (64, 150)}
+"""SGLang's cache of full attention: tokens per page, and pages."""
+
+
 class EngineProcess:
-    """The engine's environment, in which one layout after another is driven."""
+    """A process in an engine's environment, in which one cache after another is driven."""
 
-    def __init__(self, python: Path) -> None:
-        command = [str(python), str(SCRIPT), str(MODEL)]
+    def __init__(self, *command: str) -> None:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-    def plan(
-        self, name: str, blocks: int = 0, offload: Mapping[str, Any] = MappingProxyType({})
-    ) -> tuple[list[str], int]:
-        """Begin with an empty cache of a layout, of its usual number of blocks or another; ``offload``: of a CPU tier.
-        Return the kinds of its groups, and how many tokens after a block its hash covers.
-        """
-        layers, block_size, usual = LAYOUTS[name]
-        cache = {"layers": layers, "block_size": block_size, "blocks": blocks or usual}
-        made = self._ask({**cache, "drafter": drafter(name), "offload": dict(offload)})
-        return made["groups"], made["lookahead"]
 
     def run(self, prompt: Drawn, name: Callable[[bytes], str] = to_wire) -> Any:
         """Run a request to its end. ``name``: the text of an image's identity."""
@@ -71,12 +63,30 @@ class EngineProcess:
         asked, answers = self.process.stdin, self.process.stdout
         assert asked is not None
         assert answers is not None
-        raw = msgspec.msgpack.encode(message)
-        asked.write(struct.pack("<I", len(raw)) + raw)
-        asked.flush()
-        head = answers.read(4)
-        assert head, "the engine's process ended"
-        return msgspec.msgpack.decode(answers.read(*struct.unpack("<I", head)))
+        frames.write(asked, message)
+        answer = frames.read(answers)
+        assert answer is not None, "the engine's process ended"
+        return answer
+
+
+class VllmProcess(EngineProcess):
+    def plan(
+        self, name: str, blocks: int = 0, offload: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[list[str], int]:
+        """Begin with an empty cache of a layout, of its usual number of blocks or another; ``offload``: of a CPU tier.
+        Return the kinds of its groups, and how many tokens after a block its hash covers.
+        """
+        layers, block_size, usual = LAYOUTS[name]
+        cache = {"layers": layers, "block_size": block_size, "blocks": blocks or usual}
+        made = self._ask({**cache, "drafter": drafter(name), "offload": dict(offload)})
+        return made["groups"], made["lookahead"]
+
+
+class SglangProcess(EngineProcess):
+    def plan(self, name: str, share: float = 1.0) -> None:
+        """Begin with an empty cache of a page size, of a share of its usual number of pages."""
+        block_size, blocks = PAGES[name]
+        self._ask({"block_size": block_size, "blocks": int(blocks * share)})
 
 
 def drafter(name: str) -> str:
@@ -85,8 +95,21 @@ def drafter(name: str) -> str:
 
 
 @contextmanager
-def running(env: Path) -> Iterator[EngineProcess]:
-    started = EngineProcess(env / "bin" / "python")
-    yield started
-    started.process.kill()
-    started.process.wait()
+def running(env: Path) -> Iterator[VllmProcess]:
+    with _ending(VllmProcess(str(env / "bin" / "python"), str(HERE / "vllm_steps.py"), str(MODEL))) as started:
+        yield started
+
+
+@contextmanager
+def running_sglang(env: Path) -> Iterator[SglangProcess]:
+    with _ending(SglangProcess(str(env / "bin" / "python"), str(HERE / "sglang_steps.py"))) as started:
+        yield started
+
+
+@contextmanager
+def _ending(process: Started) -> Iterator[Started]:
+    try:
+        yield process
+    finally:
+        process.process.kill()
+        process.process.wait()

@@ -2,27 +2,29 @@
 
     PYTHONPATH=.:tests .venv/bin/python -m conformance.nomodel.record [--only LAYOUT] [--into FOLDER]
 
-Writes FOLDER, by default ``tests/kv_events/recordings``, from vLLM's own scheduler and cache manager: every layout on
-the tested release, and on the newer one those that it treats otherwise, with two that it does not. Two runs differ in
-the time of each batch only.
+Writes FOLDER, by default ``tests/kv_events/recordings``: from vLLM's own scheduler and cache manager every layout on
+the tested release, and on the newer one those that it treats otherwise, with two that it does not; from SGLang's own
+radix tree every page size. Two runs differ in the time of each batch only.
 """
 
 import argparse
 import json
 import lzma
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from artefacts import run_tool
-from conformance.nomodel.layouts import LAYOUTS, EngineProcess, drafter, running
+from conformance.nomodel.layouts import LAYOUTS, PAGES, SglangProcess, VllmProcess, drafter, running, running_sglang
 from conformance.nomodel.prompts import Drawn, Prompts
 from kv_events.check import RECORDINGS, VERSION
 
 from hack.engines.newer_vllm_env import NEWER
+from hack.engines.sglang_env import SGLANG
 from hack.engines.vllm_env import VLLM
+from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
 
 REQUESTS = 50
 BOOK = 3_600  # tokens of which all texts are pieces
@@ -35,7 +37,7 @@ RECORDED = {
 """Release, and the tool that makes its environment -> layouts."""
 
 
-def recorded(engine: EngineProcess, release: str, name: str) -> Iterator[dict[str, Any]]:
+def recorded(engine: VllmProcess, release: str, name: str) -> Iterator[dict[str, Any]]:
     """Yield the lines of a layout's recording."""
     layers, block_size, blocks = LAYOUTS[name]
     engine.plan(name, blocks * 2 // 3)  # fewer, because there are few requests and some blocks have to be evicted
@@ -50,6 +52,30 @@ def recorded(engine: EngineProcess, release: str, name: str) -> Iterator[dict[st
         yield {"request": request(sent), "hit": answer["cached"]}
         yield from ({"events": batch.hex()} for batch in answer["batches"])
         prompts.answered(prompt, answer["output"])
+
+
+def recorded_pages(engine: SglangProcess, release: str, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a recording of SGLang."""
+    engine.plan(name, share=2 / 3)
+    about = {"kv_events": VERSION, "engine": "sglang", "release": release, "layout": f"full attention, {name}"}
+    yield {**about, "layers": [("full", {})], "block_size": PAGES[name][0], "hash": "sha256", "drafter": ""}
+    source = random.Random(name)
+    prompts = Prompts(source, PAGES[name][0], source.choices(range(1000), k=BOOK))
+    for _ in range(REQUESTS):
+        prompt = prompts.next()
+        answer = engine.run(prompt, bytes.hex)
+        yield {"request": {**request(prompt), "tokens": with_sentinels(prompt), "images": []}, "hit": answer["cached"]}
+        yield from ({"events": batch.hex()} for batch in answer["batches"])
+        prompts.answered(prompt, answer["output"])
+
+
+def with_sentinels(prompt: Drawn) -> list[int]:
+    """Return the ids of a prompt as SGLang has them: an image's are the sentinels of its hash."""
+    ids = list(prompt.ids)
+    for image in prompt.images:
+        values = sentinels(int.from_bytes(image.identity[:8], "big"), legacy=False)
+        ids[image.offset : image.end] = run_ids(values, image.length)
+    return ids
 
 
 def identity_text(identity: bytes) -> str:
@@ -70,19 +96,28 @@ def write(file: Path, lines: Iterator[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Record the KV events of vLLM's cache manager.")
-    parser.add_argument("--only", choices=list(LAYOUTS), metavar="LAYOUT", help="record this layout alone")
+    parser = argparse.ArgumentParser(description="Record the KV events of engines' caches.")
+    parser.add_argument("--only", choices=[*LAYOUTS, *PAGES], metavar="LAYOUT", help="record this layout alone")
     parser.add_argument("--into", type=Path, default=RECORDINGS, metavar="FOLDER", help="write the recordings here")
     options = parser.parse_args()
     options.into.mkdir(parents=True, exist_ok=True)
-    for (release, tool), names in RECORDED.items():
-        wanted = [name for name in names if options.only in (None, name)]
-        if not wanted:
-            continue
-        with running(Path(run_tool(tool))) as engine:
-            for name in wanted:
-                slug = name.lower().replace(",", "").replace(" ", "-")
-                write(options.into / f"vllm-{release}-{slug}.jsonl.xz", recorded(engine, release, name))
+
+    def wanted(names: Iterable[str]) -> list[str]:
+        return [name for name in names if options.only in (None, name)]
+
+    def file(engine: str, release: str, name: str) -> Path:
+        slug = name.lower().replace(",", "").replace(" ", "-")
+        return Path(options.into / f"{engine}-{release}-{slug}.jsonl.xz")
+
+    for (release, tool), layouts in RECORDED.items():
+        if names := wanted(layouts):
+            with running(Path(run_tool(tool))) as engine:
+                for name in names:
+                    write(file("vllm", release, name), recorded(engine, release, name))
+    if names := wanted(PAGES):
+        with running_sglang(Path(run_tool("engines.sglang_env"))) as pages:
+            for name in names:
+                write(file("sglang", SGLANG, name), recorded_pages(pages, SGLANG, name))
 
 
 if __name__ == "__main__":

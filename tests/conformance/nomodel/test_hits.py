@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from artefacts import Record
 from conformance.conftest import Figure
-from conformance.nomodel.layouts import LAYOUTS, EngineProcess, drafter
+from conformance.nomodel.layouts import LAYOUTS, VllmProcess, drafter
 from conformance.nomodel.prompts import Drawn, Prompts
 from kv_events.mmrouter_consumer import Followed
 
@@ -25,7 +25,7 @@ BOUNDED = {"windows of 256 alone", "chunks of 512 beside full attention"}
 @pytest.mark.adopts(engine="vllm", check="hits")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_case_45_no_promise_is_above_the_engines_hit_and_nearly_all_are_equal(
-    engine: EngineProcess, name: str, tmp_path: Path, record: Record, figure: Figure
+    engine: VllmProcess, name: str, tmp_path: Path, record: Record, figure: Figure
 ) -> None:
     compare(engine, name, tmp_path, record, figure)
 
@@ -33,12 +33,12 @@ def test_case_45_no_promise_is_above_the_engines_hit_and_nearly_all_are_equal(
 @pytest.mark.long_form
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_case_45_the_same_holds_where_hashes_cover_the_next_tokens(
-    newer_engine: EngineProcess, name: str, tmp_path: Path, record: Record, figure: Figure
+    newer_engine: VllmProcess, name: str, tmp_path: Path, record: Record, figure: Figure
 ) -> None:
     assert compare(newer_engine, name, tmp_path, record, figure) == int(bool(drafter(name)))
 
 
-def compare(engine: EngineProcess, name: str, folder: Path, record: Record, figure: Figure) -> int:
+def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure: Figure) -> int:
     """Drive an engine and a router by drawn requests; return the tokens after a block that its hash covers."""
     drafts = bool(drafter(name))
     groups, lookahead = engine.plan(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.nomodel.layouts import LAYOUTS, EngineProcess
+from conformance.nomodel.layouts import LAYOUTS, VllmProcess
 from conformance.nomodel.prompts import Drawn, Prompts
 from kv_events.mmrouter_consumer import Followed
 
@@ -28,7 +28,7 @@ TIERED = {
 
 @pytest.mark.parametrize("name", TIERED)
 def test_no_promise_of_the_device_and_the_cpu_tier_is_above_what_the_engine_loads(
-    engine: EngineProcess, name: str, tmp_path: Path, record: Record
+    engine: VllmProcess, name: str, tmp_path: Path, record: Record
 ) -> None:
     compare(engine, name, tmp_path, record)
 
@@ -36,12 +36,12 @@ def test_no_promise_of_the_device_and_the_cpu_tier_is_above_what_the_engine_load
 @pytest.mark.long_form
 @pytest.mark.parametrize("name", TIERED)
 def test_no_promise_of_the_tiers_is_above_in_the_newer_release(
-    newer_engine: EngineProcess, name: str, tmp_path: Path, record: Record
+    newer_engine: VllmProcess, name: str, tmp_path: Path, record: Record
 ) -> None:
     compare(newer_engine, name, tmp_path, record)
 
 
-def compare(engine: EngineProcess, name: str, folder: Path, record: Record) -> None:
+def compare(engine: VllmProcess, name: str, folder: Path, record: Record) -> None:
     """Drive an engine with a CPU tier, of which both caches are so small that they evict, and a router."""
     layout, described = TIERED[name]
     engine.plan(layout, BLOCKS, {"blocks": TIER_BLOCKS, "described": described})

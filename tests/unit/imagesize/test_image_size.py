@@ -299,6 +299,14 @@ def test_a_jpeg_with_a_side_under_eight_pixels_is_rotated(size: tuple[int, int])
     assert predicted(data) == served(data) == size[::-1]
 
 
+def test_a_tiff_with_damaged_pixels_is_predicted_as_pillow_leaves_it() -> None:
+    """Pillow rotates a TIFF when it has read its pixels, and raises for damaged ones after that."""
+    data = bytearray(encode("TIFF", compression="tiff_lzw", tiffinfo={700: XMP % 8}))
+    at, length = (Image.open(io.BytesIO(data)).tag_v2[tag][0] for tag in (273, 279))
+    data[at : at + length] = b"\xff" * length
+    assert predicted(bytes(data)) == served(bytes(data)) == (20, 30)
+
+
 def test_damaged_headers_and_pixels_have_the_size_that_the_engine_serves() -> None:
     source = random.Random(11)
     compared = 0

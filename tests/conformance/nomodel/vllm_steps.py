@@ -1,31 +1,31 @@
 """Run requests through vLLM's own scheduler and KV cache manager, without a model. Runs in the engine's environment.
 
-    python engine_steps.py MODEL_FOLDER
+    python vllm_steps.py MODEL_FOLDER
 
 Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
-answered on standard output, each as a length (4 bytes, little-endian) and msgpack. A message with ``layers`` (a list of
-kind and fields), ``block_size``, ``blocks``, ``drafter`` (a method or empty) and ``offload`` (nothing, or ``blocks`` of
-a CPU tier and ``described``, whether its events describe themselves) replaces the engine, whose groups and lookahead
-(tokens after a block that its hash covers) are the answer. All others are requests: ``ids``, ``images`` as
-(identifier, offset, length), ``salt``, ``lora`` (an adapter), ``output`` (tokens to generate) and ``steps`` (it is
-aborted after as many, 0 for never). Answers have the tokens that the engine had (``cached``, -1 where it was aborted
-before), those of them in its own cache (``own``), the number in its answer to the client (``reported``, -1 where it was
-aborted before), the tokens that it generated, and the event batches as its publisher encodes them.
+answered on standard output (``frames.py``). A message with ``layers`` (a list of kind and fields), ``block_size``,
+``blocks``, ``drafter`` (a method or empty) and ``offload`` (nothing, or ``blocks`` of a CPU tier and ``described``,
+whether its events describe themselves) replaces the engine, whose groups and lookahead (tokens after a block that its
+hash covers) are the answer. All others are requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``,
+``lora`` (an adapter), ``output`` (tokens to generate) and ``steps`` (it is aborted after as many, 0 for never). Answers
+have the tokens that the engine had (``cached``, -1 where it was aborted before), those of them in its own cache
+(``own``), the number in its answer to the client (``reported``, -1 where it was aborted before), the tokens that it
+generated, and the event batches as its publisher encodes them.
 """
 
 import json
 import os
-import struct
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # 0.33 is a CUDA build, of which no compiled part is used
 
 import msgspec
 import torch
+from frames import serve
 from vllm.config import KVEventsConfig, KVTransferConfig, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
@@ -242,29 +242,19 @@ class Engine:
         )
 
 
-def read(stream: BinaryIO) -> Any | None:
-    head = stream.read(4)
-    return msgspec.msgpack.decode(stream.read(*struct.unpack("<I", head))) if head else None
-
-
-def write(stream: BinaryIO, value: Any) -> None:
-    raw = msgspec.msgpack.encode(value)
-    stream.write(struct.pack("<I", len(raw)) + raw)
-    stream.flush()
-
-
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what vLLM prints must not stand among the answers
     engine: Engine | None = None
-    while (message := read(sys.stdin.buffer)) is not None:
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        nonlocal engine
         if "layers" in message:
             engine = Engine(sys.argv[1], **message)
             groups = [group.kv_cache_spec for group in engine.scheduler.kv_cache_config.kv_cache_groups]
-            write(answers, {"groups": [type(spec).__name__ for spec in groups], "lookahead": engine.lookahead})
-        else:
-            assert engine is not None, "a request before any layers"
-            write(answers, engine.run(message))
+            return {"groups": [type(spec).__name__ for spec in groups], "lookahead": engine.lookahead}
+        assert engine is not None, "a request before any layers"
+        return engine.run(message)
+
+    serve(answer)
 
 
 if __name__ == "__main__":
