@@ -1,0 +1,142 @@
+"""Run requests through SGLang's own radix tree and page allocator, without a model. Runs in the engine's environment.
+
+    python sglang_steps.py
+
+A request finds, allocates, inserts and frees as SGLang's scheduler lets it, one request at a time; tokens are a
+function of their place. Messages are those of ``vllm_steps.py``, in fewer words: ``block_size`` and ``blocks`` replace
+the engine; all others are requests. An image's placeholder tokens are overwritten by the engine's function of its
+identity, and the answer has the prompt with them (``ids``), which is what the engine's cache knows of an image.
+"""
+
+import os
+import time
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+
+import msgspec
+import torch
+from frames import serve
+from sglang.srt.disaggregation.kv_events import KVEventBatch
+from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.runtime_context import get_context
+
+MAX_LENGTH, CHUNK = 4_096, 1_024  # tokens of a prompt, and of one step
+
+
+def adapter_id(name: str) -> str:
+    """The id of a loaded adapter: 32 characters, which end the key of its requests."""
+    return name.rjust(32, "0")
+
+
+class Engine:
+    """SGLang's prefix cache of full attention."""
+
+    def __init__(self, block_size: int, blocks: int) -> None:
+        self._size = block_size
+        self._rows = ReqToTokenPool(2, MAX_LENGTH + 64, "cpu", False)
+        self._pages = PagedTokenToKVPoolAllocator(
+            blocks * block_size, block_size, torch.bfloat16, "cpu", None, need_sort=False
+        )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self._rows,
+            token_to_kv_pool_allocator=self._pages,
+            page_size=block_size,
+            enable_kv_cache_events=True,
+            tree_components=(ComponentType.FULL,),
+        )
+        self._names = params.kv_event_lora_names
+        self._tree = UnifiedRadixCache(params)
+        self._encode = msgspec.msgpack.Encoder().encode
+
+    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Run a request to its end, or abort it after some steps, and keep what was computed."""
+        ids = array("q", asked["ids"])
+        for identity, offset, length in asked["images"]:
+            values = schedule_batch._compute_pad_values(bytes.fromhex(identity)[:8])
+            ids[offset : offset + length] = (array("q", values) * (length // 4 + 1))[:length]
+        output = array("q", [1000 + (len(ids) + n) * 7 % 997 for n in range(asked["output"])])
+        adapter = adapter_id(asked["lora"]) if asked["lora"] else None
+        request = SimpleNamespace(
+            origin_input_ids=ids,
+            full_untruncated_fill_ids=ids + output,
+            extra_key=adapter,
+            lora_id=adapter,
+            cache_salt=asked["salt"],
+            kv=SimpleNamespace(req_pool_idx=1, cache_protected_len=0, cache_inserted_len=0),
+            kv_rotation_base=None,
+            priority=0,
+            session=None,
+            session_id=None,
+            rid="r",
+            finished=lambda: finished,
+        )
+        self._names.register(request, asked["lora"])
+        finished, steps = False, 0
+        key = RadixKey(
+            request.full_untruncated_fill_ids, request.extra_key, limit=len(ids) - 1, cache_salt=request.cache_salt
+        )
+        match = self._tree.match_prefix(MatchPrefixParams(key=key))
+        cached = match.device_prefix_len
+        request.last_node = match.last_device_node
+        request.lock = self._tree.lock(request.last_node)
+        request.kv.cache_protected_len = cached
+        row = self._rows.req_to_token[1]
+        row[:cached] = self._tree.path_device_indices(request.last_node)[:cached]
+        computed = held = cached
+        wanted = len(ids) + len(output) - 1  # the last token is computed by no step
+        while computed < wanted and not finished:
+            computed = min(computed + CHUNK, len(ids)) if computed < len(ids) else computed + 1
+            held = self._hold(row, held, computed)
+            steps += 1
+            finished = steps == asked["steps"]
+            if computed <= len(ids) and not finished:
+                self._tree.checkpoint(request, up_to=computed)
+        finished = True
+        self._tree.checkpoint(request, up_to=computed)
+        self._pages.free(row[request.kv.cache_protected_len : held].to(torch.int64))
+        self._tree.unlock(request.lock)
+        made = output[: computed - len(ids) + 1] if computed >= len(ids) else array("q")
+        batch = KVEventBatch(ts=time.time(), events=self._tree.take_events())
+        batches = [self._encode(batch)] if batch.events else []
+        return {"cached": cached, "output": list(made), "batches": batches, "ids": ids.tolist()}
+
+    def _hold(self, row: torch.Tensor, held: int, tokens: int) -> int:
+        """Allocate whole pages for the tokens of a request, after the least recently used; return what it has."""
+        more = -(-tokens // self._size) * self._size - held
+        if more <= 0:
+            return held
+        while (pages := self._pages.alloc(more)) is None:
+            freed = self._tree.evict(EvictParams(num_tokens=more - self._pages.available_size()))
+            assert freed.num_tokens_evicted, "the cache is smaller than a request"
+        row[held : held + more] = pages
+        return held + more
+
+
+def main() -> None:
+    engine: Engine | None = None
+
+    def answer(message: dict[str, Any]) -> dict[str, Any]:
+        nonlocal engine
+        if "blocks" in message:
+            engine = Engine(message["block_size"], message["blocks"])
+            return {"groups": ["FullAttention"], "lookahead": 0}
+        assert engine is not None, "a request before any cache"
+        return engine.run(message)
+
+    with get_context().override_server_args(page_size=1):
+        serve(answer)
+
+
+if __name__ == "__main__":
+    main()

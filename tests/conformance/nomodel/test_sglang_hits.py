@@ -1,0 +1,47 @@
+"""SGLang's own radix tree and page allocator behind a sidecar and a router, for pages of several sizes.
+
+Each drawn request is predicted from the events before it and then run: the promise is the engine's hit.
+``MMROUTER_NOMODEL_REQUESTS`` sets the requests per size.
+"""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from artefacts import Record
+from conformance.conftest import Figure
+from conformance.nomodel.layouts import PAGES, SglangProcess
+from conformance.nomodel.prompts import Prompts
+from conformance.nomodel.record import with_sentinels
+from conformance.nomodel.test_hits import REQUESTS
+from kv_events.mmrouter_consumer import Followed
+
+
+@pytest.mark.adopts(engine="sglang", check="hits")
+@pytest.mark.parametrize("name", PAGES)
+def test_every_promise_is_the_engines_hit(
+    sglang_engine: SglangProcess, name: str, tmp_path: Path, record: Record, figure: Figure
+) -> None:
+    sglang_engine.plan(name)
+    followed = Followed(tmp_path, "sglang", drafts=False)
+    prompts = Prompts(random.Random(name), block_size=PAGES[name][0])
+    seen: Counter[str] = Counter()
+    different = []
+    for _ in range(REQUESTS):
+        prompt = prompts.next()
+        ids = with_sentinels(prompt)
+        promised = followed.promised(ids, (), prompt.salt, prompt.lora)
+        answer = sglang_engine.run(prompt, bytes.hex)
+        assert answer["ids"] == ids, "the engine's sentinels are others"
+        seen.update(requests=1, hit=answer["cached"] > 0, hit_tokens=answer["cached"], image=bool(prompt.images))
+        if promised != answer["cached"]:
+            different.append((promised, answer["cached"], prompt))
+        followed.apply(answer["batches"])
+        prompts.answered(prompt, answer["output"])
+    record(f"SGLang without a model, full attention, {name}", {**seen, "different": len(different)})
+    figure("equal", REQUESTS - len(different))
+    figure("different", len(different))
+    assert not different
+    assert seen["hit"] > REQUESTS / 8
+    assert followed.relay.ledger.counts["removed"], "nothing was evicted"
