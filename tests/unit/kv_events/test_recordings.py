@@ -12,6 +12,8 @@ from artefacts import ROOT, Record
 from kv_events.check import ConsumerError, Line, compare, read, recordings
 from kv_events.mmrouter_consumer import Consumer
 
+from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE
+
 FIGURES = ROOT / "tests" / "kv_events" / "figures" / "mmrouter.json"
 FULL = "vllm-0.32.0-full-attention.jsonl.xz"
 BOUNDED = ("windows-of-256-alone", "chunks-of-512")
@@ -48,7 +50,8 @@ def test_a_recording_has_hits_and_evictions(recording: Path) -> None:
     assert first["layers"]
     assert sum(hit > 0 for hit in hits) >= 5
     assert {event["type"] for event in events} >= {"BlockStored", "BlockRemoved"}
-    assert any(line["request"]["images"] for line in lines if "request" in line)
+    requests = [line["request"] for line in lines if "request" in line]
+    assert any(one["images"] or max(one["tokens"]) >= SENTINEL_BASE for one in requests)
 
 
 def test_an_answer_above_the_engines_hit_is_counted() -> None:
