@@ -6,7 +6,6 @@ or anything else, which counts as a crash. An input with a new outcome is kept, 
 ones, so an outcome that is found once is searched further.
 """
 
-import gc
 import random
 import time
 import traceback
@@ -17,18 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Self
 
-import psutil
+from campaign.allocated import allocated
 from campaign.mutation import mutated
-
-from mmrouter_router.core.memory_trim import malloc_trim
 
 Kind = Literal["crash", "hang", "5xx", "difference"]
 MAX_KEPT = 2_000  # inputs from which others are drawn, and outcomes with their shortest input
 MAX_FAILURES = 20  # inputs that a run keeps of those that failed
 MIN_SAMPLES = 20
 FLAT_BYTES = 24 * 1024**2
-"""Growth of a worker's memory from a run's third quarter to its last that counts as flat: kept inputs, and fragments of
-its allocator."""
+"""Growth of a worker's allocated bytes from a run's third quarter to its last that counts as flat, such as kept inputs.
+"""
 
 
 class BrokenPropertyError(AssertionError):
@@ -107,7 +104,7 @@ class Failure:
 
 @dataclass
 class Counts:
-    """What a run saw. ``worst_s``: CPU seconds of the slowest input; ``memory``: (inputs, resident bytes) over time;
+    """What a run saw. ``worst_s``: CPU seconds of the slowest input; ``memory``: (inputs, allocated bytes) over time;
     ``totals``, ``largest``: further figures of the target.
     """
 
@@ -169,7 +166,7 @@ def run(
     """Check the corpus, then drawn inputs while ``go_on``. ``before`` gets each input before it is checked."""
     counts, source = Counts(totals=target.totals, largest=target.largest), random.Random(f"{seed}/{target.name}")
     kept = [*target.seeds(), *corpus]
-    process, every = psutil.Process(), 1
+    every = 1
     with target:
         for data in kept.copy():
             before(data)
@@ -180,20 +177,10 @@ def run(
             if check(target, data, counts) and len(kept) < MAX_KEPT:
                 kept.append(data)
             if counts.inputs % every == 0:
-                counts.memory.append((counts.inputs, _used(process)))
+                counts.memory.append((counts.inputs, allocated()))
                 if len(counts.memory) == 100:
                     counts.memory, every = counts.memory[1::2], 2 * every
     return counts
-
-
-def _used(process: psutil.Process) -> int:
-    """Return resident bytes without what the allocator keeps of freed memory, which is hundreds of MiB after inputs of
-    64 MiB, and another amount after each.
-    """
-    gc.collect()
-    if (trim := malloc_trim()) is not None:
-        trim(0)
-    return int(process.memory_info().rss)
 
 
 def check(target: Target, data: bytes, counts: Counts) -> bool:
