@@ -10,26 +10,13 @@ import sys
 import psutil
 
 PYTHON_BLOCK = 64  # bytes of one of Python's own blocks, which have at most 512
+_FIELDS = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
 
 
 class _Mallinfo(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    )
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
 
 
 def allocated() -> int:
