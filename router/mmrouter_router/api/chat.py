@@ -33,7 +33,7 @@ from mmrouter_router.api.answers import (
     respond_json,
 )
 from mmrouter_router.api.request_counts import RequestCounts
-from mmrouter_router.core.errors import RequestError
+from mmrouter_router.core.errors import RequestError, is_exhausted
 from mmrouter_router.core.request_ids import NAME_HEADER, RequestIds, client_name
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
@@ -160,12 +160,13 @@ class Chat:
                 broken = RequestError.broken_off()
                 code = str(broken.status)
                 await refuse(client, broken, extra)
-        except Exception:  # a bug: counted as such
-            code = "500"
+        except Exception as error:  # a bug, counted as such, or the end of memory
+            failed = RequestError.exhausted() if is_exhausted(error) else RequestError.internal()
+            code = str(failed.status)
             if client.begun:
                 raise
             log.exception("%s: request failed", request_id)
-            await refuse(client, RequestError.internal(), extra)
+            await refuse(client, failed, extra)
         finally:
             held.release()
             self._metrics.in_flight -= 1

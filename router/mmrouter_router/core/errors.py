@@ -1,5 +1,6 @@
 """Errors for clients in OpenAI's shape; ``param`` names a field as clients write it (``messages[2].content``)."""
 
+import errno
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Self
@@ -9,6 +10,7 @@ import orjson
 SHOWN_CHARACTERS = 80
 SHOWN_NAMES: Final = 64
 RETRY: Final = {"Retry-After": "1"}  # seconds
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 OVERLOADED: Final = frozenset({"queue_full", "router_full", "rate_limited", "concurrency_limited"})
 """Codes of refusals under overload, which are counted by code."""
 
@@ -22,6 +24,11 @@ _ADDRESS: Final = re.compile(rf"\b\d{{1,3}}(?:\.\d{{1,3}}){{3}}{_PORT}\b|{_IPV6}
 
 FieldOf = Callable[[int, Mapping[str, Any]], str | None]
 """Status and decoded error body of an engine -> the request field that the error is about."""
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether an error says that this process has no free memory or file descriptors."""
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _EXHAUSTED)
 
 
 class RequestError(Exception):
@@ -116,6 +123,12 @@ class RequestError(Exception):
     def keys_unreadable(cls) -> Self:
         message = "The router cannot read its API keys. Try again."
         return cls(503, message, type="server_error", code="keys_unreadable", headers={"Retry-After": "1"})
+
+    @classmethod
+    def exhausted(cls, param: str | None = None) -> Self:
+        """503: this process has no free memory or file descriptors, which is neither the client's nor an engine's."""
+        message = "The router has no free memory or file descriptors. Try again."
+        return cls(503, message, type="server_error", param=param, code="router_exhausted", headers=RETRY)
 
     @classmethod
     def not_found(cls, method: str, path: str) -> Self:

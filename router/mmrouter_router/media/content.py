@@ -20,6 +20,7 @@ Source = Literal["data", "fetch", "cache", "revalidated"]
 Refusal = (
     Literal["data_uri", "url", "scheme", "fetch_disabled", "host", "port", "address", "redirect", "timeout", "busy"]
     | Literal["too_large", "request_too_large", "encoding", "status", "unreachable", "empty", "web_page"]
+    | Literal["exhausted"]
 )
 
 
@@ -45,7 +46,11 @@ class MediaError(Exception):
         self.reason, self.sentence = reason, sentence
 
     def for_field(self, param: str) -> RequestError:
-        """Return the answer to the client: 400 with code ``media_<reason>``, or 429 where all fetch slots are busy."""
+        """Return the answer to the client: 400 with code ``media_<reason>``, 429 where all fetch slots are busy, or 503
+        where the router has no free file descriptors.
+        """
+        if self.reason == "exhausted":
+            return RequestError.exhausted(param)
         code = f"media_{self.reason}"
         if self.reason == "busy":
             return RequestError.busy(self.sentence, param=param, code=code)

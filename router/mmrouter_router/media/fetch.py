@@ -18,6 +18,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from aiohttp.connector import Connection
 
+from mmrouter_router.core.errors import is_exhausted
 from mmrouter_router.core.fair_slots import FairSlots
 from mmrouter_router.media.cache import Fetched, NotModified, Stored, freshness, modification
 from mmrouter_router.media.content import MediaError
@@ -88,6 +89,8 @@ class Fetcher:
             except aiohttp.ClientPayloadError as error:
                 raise MediaError("unreachable", f"The host '{target.host}' broke off its answer.") from error
             except (aiohttp.ClientError, OSError) as error:
+                if is_exhausted(error):
+                    raise MediaError("exhausted", str(error)) from error
                 raise MediaError("unreachable", f"The host '{target.host}' cannot be reached.") from error
             if not isinstance(answer, str):
                 # A redirect is resolved every time, so an answer behind one is never fresh by itself.
@@ -126,6 +129,8 @@ class Fetcher:
         except TimeoutError:
             raise
         except (OSError, UnicodeError) as error:
+            if is_exhausted(error):
+                raise MediaError("exhausted", str(error)) from error
             raise MediaError("unreachable", f"The host '{target.host}' cannot be resolved.") from error
 
     async def _get(

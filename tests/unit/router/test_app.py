@@ -225,14 +225,17 @@ async def test_every_answer_has_the_clients_request_id_or_a_new_one(r, given, ke
     assert kept or hot[0].headers["x-mmrouter-request-id"] == names[0]
 
 
-async def test_a_failure_of_the_router_has_openais_shape_and_the_request_id(r, caplog):
+@pytest.mark.parametrize(
+    ("failure", "status", "code"), [(ZeroDivisionError, 500, "internal_error"), (MemoryError, 503, "router_exhausted")]
+)
+async def test_a_failure_of_the_router_has_openais_shape_and_the_request_id(r, caplog, failure, status, code):
     async def fails(*args, **options) -> None:
-        raise ZeroDivisionError
+        raise failure
 
     r.chat.prepare = fails
     async with LoopbackServer(r.client_app()) as server, httpx.AsyncClient() as client:
         answer = await client.post(f"http://{server.ip}:8000{CHAT}", json=HELLO, headers={"x-request-id": "mine"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
     assert answer.headers["x-request-id"] == "mine"
     assert any(answer.headers["x-mmrouter-request-id"] in record.getMessage() for record in caplog.records)
 

@@ -116,6 +116,7 @@ MADE = {
     "method_not_allowed": (RequestError.method_not_allowed("GET", "/x"), 405, None, "method_not_allowed"),
     "no_worker": (RequestError.no_worker("none is ready"), 503, None, "no_worker"),
     "busy": (RequestError.busy("later", param="p", code="media_busy"), 429, "p", "media_busy"),
+    "exhausted": (RequestError.exhausted("p"), 503, "p", "router_exhausted"),
     "quarantined": (RequestError.quarantined(), 400, None, "request_quarantined"),
 }
 
@@ -134,7 +135,8 @@ def test_every_error_has_openais_shape(case):
 def test_retry_and_authentication_headers_are_set():
     headers = {name: made[0].headers for name, made in MADE.items() if made[0].headers}
     retry, authenticate, allow = {"Retry-After": "1"}, {"WWW-Authenticate": "Bearer"}, {"Allow": "POST"}
-    assert headers == {"no_worker": retry, "busy": retry, "unauthorized": authenticate, "method_not_allowed": allow}
+    again = dict.fromkeys(("no_worker", "busy", "exhausted"), retry)
+    assert headers == {**again, "unauthorized": authenticate, "method_not_allowed": allow}
 
 
 def test_engine_error_keeps_its_code_and_the_figures_of_a_context_length():

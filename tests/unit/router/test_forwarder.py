@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from unit.router.rig import BLOCK, outcomes, refused, spans_of, until, value
+from unit.router.rig import BLOCK, no_free_descriptors, outcomes, refused, spans_of, until, value
 from unit.router.rig import http_answer as answer
 from unit.router.test_sglang_pair import DIES, OK, make  # noqa: F401  (a fixture)
 
@@ -38,6 +38,17 @@ async def test_another_worker_is_tried_before_the_first_byte(rig, says, cause):
     assert value(rig.metrics.retries.labels(cause)) == 1
     reply.close()
     await rig.nothing_is_booked()
+
+
+async def test_a_router_without_free_descriptors_says_so_and_accuses_no_engine(rig):
+    await rig.serve(w1=OK, w2=OK)
+    with no_free_descriptors():
+        error = await refused(rig.send())
+    assert (error.status, error.code, error.headers["Retry-After"]) == (503, "router_exhausted", "1")
+    await rig.nothing_is_booked()
+    reply = await rig.send()
+    assert reply.first == b"ok"
+    reply.close()
 
 
 @pytest.mark.parametrize(("says", "cause"), [(None, "connect"), (BUSY, "busy")])

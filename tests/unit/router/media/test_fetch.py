@@ -12,7 +12,7 @@ from ipaddress import ip_address
 
 import pytest
 from aiohttp import web
-from unit.router.rig import refused
+from unit.router.rig import no_free_descriptors, refused
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_router.media.content import MediaError
@@ -112,6 +112,17 @@ async def test_no_socket_is_opened_for_an_unchecked_address():
 async def test_redirect_is_checked_like_a_client_url(location, reason, origin, resolving):
     origin.serve("/start", status=302, Location=location)
     assert await reason_of(resolving(), origin.url("/start")) == reason
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_a_router_without_free_descriptors_does_not_blame_the_client(host, origin, resolving):
+    resolver, url = resolving(), origin.url(host=host)
+    origin.serve("/image")
+    with no_free_descriptors():
+        error = await refused(resolver.resolve(url, param="here"))
+    assert (error.status, error.code, error.param) == (503, "router_exhausted", "here")
+    assert error.headers["Retry-After"] == "1"
+    assert (await resolver.resolve(url, param="here")).data == PNG
 
 
 async def test_redirect_cannot_leave_the_allowed_hosts(origin, resolving):
