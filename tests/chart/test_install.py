@@ -168,8 +168,18 @@ def test_a_team_installs_what_an_administrator_gave_the_rights_for(admin: Helm, 
         users = admin.output("template", RELEASE, CHART, "--show-only=templates/user-roles.yaml")
         done = empty.kubectl("apply", "--filename=-", stdin=f"{rights}\n---\n{users}")
         assert done.returncode == 0, done.stderr
-        team.output("install", RELEASE, CHART, here, values={**values, "rbac": {"create": False}})
-        wait_for(lambda: may(empty, space, f"system:serviceaccount:{space}:team", "create"), 30, "it may create models")
+        try:
+            team.output("install", RELEASE, CHART, here, values={**values, "rbac": {"create": False}})
+            user = f"system:serviceaccount:{space}:team"
+            wait_for(lambda: may(empty, space, user, "create"), 30, "the team may create models")
+        finally:
+            remove_user_roles(empty)
+
+
+def remove_user_roles(plane: ControlPlane) -> None:
+    """Remove the cluster's roles of users, which no release owns and the next one would refuse to own."""
+    done = plane.kubectl("delete", "clusterrole", "mmrouter-view", "mmrouter-edit", "--ignore-not-found")
+    assert done.returncode == 0, done.stderr
 
 
 def bind(plane: ControlPlane, namespace: str, role: str, subject: dict[str, str]) -> None:
@@ -260,3 +270,4 @@ def test_every_command_of_the_page_succeeds_in_its_order(empty: ControlPlane, he
             assert "helm test" not in command or "kind: Pod" in done.stdout
     finally:
         admin.run("uninstall", "mmrouter", f"--namespace={TEAM}")
+        remove_user_roles(empty)
