@@ -4,7 +4,9 @@ import asyncio
 import base64
 import io
 import random
+import struct
 import threading
+import zlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -22,6 +24,8 @@ from mmrouter_router.core.worker_threads import INLINE_BYTES, THREADS
 from mmrouter_router.request.prepare import MAX_TEXT
 from mmrouter_router.request.prepared import CHAT
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL.TiffImagePlugin")  # as a router does
+
 Body = dict[str, Any]
 OTHER_LINES = 2_000
 """Lines of Python that the loop may run more for twice the body: steps of its own that come while it waits."""
@@ -31,13 +35,29 @@ def chat(content: object, **fields: object) -> Body:
     return {"model": "t", "messages": [{"role": "user", "content": content}], **fields}
 
 
-def picture(data: bytes) -> list[Body]:
-    url = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+def picture(data: bytes, kind: str = "jpeg") -> list[Body]:
+    url = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
     return [{"type": "image_url", "image_url": {"url": url}}]
 
 
 def segments(size: int) -> bytes:
     return b"\xff\xd8" + b"\xff\xe1\x00\x64Exif\0\0" + bytes(92) + b"\xff\xe1\x00\x02" * (size // 4)
+
+
+def texts(size: int) -> bytes:
+    out = io.BytesIO()
+    Image.new("1", (8, 8)).save(out, "PNG")
+    png = out.getvalue()
+    chunk = struct.pack(">I", 3) + b"tEXta\0b"
+    chunk += struct.pack(">I", zlib.crc32(chunk[4:]))
+    return png[:33] + chunk * (size // len(chunk)) + png[33:]
+
+
+def directory(size: int) -> bytes:
+    """A TIFF of as many tags as there can be, each with many values."""
+    tags = min(size // 12, 65_535)
+    entries = b"".join(struct.pack("<HHII", 1000 + tag % 60_000, 4, size // 8, 8) for tag in range(tags))
+    return b"II*\0\x08\0\0\0" + struct.pack("<H", tags) + entries + bytes(size)
 
 
 BODIES: dict[str, tuple[str, Callable[[int], Body]]] = {
@@ -47,11 +67,17 @@ BODIES: dict[str, tuple[str, Callable[[int], Body]]] = {
     "tools": (CHAT, lambda size: chat("x", tools=[{"type": "function", "function": {"name": "f"}}] * (size // 100))),
     "unknown field": (CHAT, lambda size: chat("x", unknown=[[]] * (size // 10))),
     "image of segments": (CHAT, lambda size: chat(picture(segments(size)))),
+    "image of texts": (CHAT, lambda size: chat(picture(texts(size), "png"))),
+    "image of tags": (CHAT, lambda size: chat(picture(directory(size), "tiff"))),
     "percent escapes": (
         CHAT,
         lambda size: chat([{"type": "image_url", "image_url": {"url": "data:," + "%41" * size}}]),
     ),
     "token ids": ("/v1/completions", lambda size: {"model": "t", "prompt": [100] * (size // 10)}),
+    "Anthropic's messages": (
+        "/v1/messages",
+        lambda size: {"model": "t", "max_tokens": 9, "messages": HELLO["messages"] * (size // 100)},
+    ),
     "input items": ("/v1/responses", lambda size: {"model": "t", "input": HELLO["messages"] * (size // 100)}),
 }
 SIZE = 400_000
