@@ -197,7 +197,8 @@ async def test_slow_client_buffers_a_bounded_amount_and_gets_everything(front):
         assert sum(map(len, await made.read(1))) == 800 * PIECE
 
 
-async def test_client_disconnect_aborts_the_engines_request(front):
+@pytest.mark.parametrize("half", [False, True], ids=["closes", "closes its sending side"])
+async def test_client_disconnect_aborts_the_engines_request(front, half):
     @front.engine.answers
     async def answer(writer, head, body) -> None:
         writer.write(HEAD)
@@ -209,7 +210,10 @@ async def test_client_disconnect_aborts_the_engines_request(front):
 
     async with client(front, ASK) as made:
         await made.reader.readuntil(b"more")
-    await asyncio.wait_for(front.engine.closed.wait(), 5)
+        if half:
+            made.writer.write_eof()
+            await asyncio.wait_for(front.engine.closed.wait(), 60)
+    await asyncio.wait_for(front.engine.closed.wait(), 60)
     assert front.disconnects == 1
 
 
