@@ -252,6 +252,16 @@ shown behind other texts before. With one family the index is also compared afte
 (`test_routing.py`, `test_replicas.py`), engines are lost during requests, and answers compared with those of one engine
 alone (`test_disaggregated.py`).
 
+Rows of 3 tests were recorded before the ten scenarios were among them.
+
+**Not run, for want of a device.** vLLM's `ECCPUConnector` copies embeddings by streams of CUDA or XPU; its
+configuration passes vLLM's own parser and classes, and its scheduler's half runs
+(`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake, whose sender needs CUDA, has not been
+started. The hand-over's plugin runs on vLLM 0.32.0 only: 0.33.0 has no CPU build.
+
+**Encoders on different devices.** Two vLLM encoders on CPUs, one of which is stopped for most of the time, stand for a
+slow and a fast device (`tests/conformance/vllm/test_encoder_devices.py`, [figures](disaggregation.md#measuring-the-modes)).
+
 **Changes to the engines.** vLLM runs as published, except for test adaptations in `hack/engines/vllm_env.py`:
 tokenizers are shared where they would be copied repeatedly; the CPU platform does not override how the engine process
 is started, which is a fork of the API server, as vLLM does when it is embedded; and NIXL's polling sleeps between
