@@ -256,11 +256,12 @@ Rows of 3 tests were recorded before the ten scenarios were among them.
 
 **Not run, for want of a device.** vLLM's `ECCPUConnector` copies embeddings by streams of CUDA or XPU; its
 configuration passes vLLM's own parser and classes, and its scheduler's half runs
-(`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake, whose sender needs CUDA, has not been
-started. The hand-over's plugin runs on vLLM 0.32.0 only: 0.33.0 has no CPU build.
+(`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake, whose sender needs CUDA, has not
+been started. The hand-over's plugin runs on vLLM 0.32.0 only: 0.33.0 has no CPU build.
 
 **Encoders on different devices.** Two vLLM encoders on CPUs, one of which is stopped for most of the time, stand for a
-slow and a fast device (`tests/conformance/vllm/test_encoder_devices.py`, [figures](disaggregation.md#measuring-the-modes)).
+slow and a fast device (`tests/conformance/vllm/test_encoder_devices.py`,
+[figures](disaggregation.md#measuring-the-modes)).
 
 **Changes to the engines.** vLLM runs as published, except for test adaptations in `hack/engines/vllm_env.py`:
 tokenizers are shared where they would be copied repeatedly; the CPU platform does not override how the engine process

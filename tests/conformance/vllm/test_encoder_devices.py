@@ -19,8 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+from artefacts import Record
 from conformance.conftest import model_folder
 from conformance.engine_process import require_memory
 from conformance.engines import REPOSITORY, deployed, pool, resource
@@ -200,6 +202,48 @@ def test_the_bench_measures_each_mode_on_the_same_engines(deployment: Deployment
         assert sum(encoder["images"] for encoder in result["encoders"].values()) == 12
         assert all(0 <= encoder["busy"] <= 1 for encoder in result["encoders"].values())
         assert result["encoder_mode"] == "auto" or all(encoder["images"] for encoder in result["encoders"].values())
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("frontends", [2, 4])
+def test_images_are_encoded_once_for_all_frontends(
+    vllm_env: Path, tmp_path: Path, frontends: int, record: Record
+) -> None:
+    """Each image is shown through all frontends at the same time; each frontend counts what it let encoders do."""
+    require_memory(engines=3)
+    shrink(model_folder(REPOSITORY.replace("/", "--")), tmp_path / "model", TOWER)
+    scope = {"sharedMemory": {"scope": "pod"}}
+    pools = [{**pool("encoder", **scope), "name": name} for name in ("one", "other")]
+    made = resource(tmp_path / "model", [*pools, pool("worker", **scope)])
+    made["spec"]["frontend"]["replicas"] = frontends
+    with deployed(vllm_env, tmp_path, made) as deployment:
+        wait_for(deployment.settled, 300, "every engine is verified on every frontend")
+        with open_chat(deployment) as chat:
+            shown = [chat.image(f"shown {number}", SIDE) for number in range(24)]
+        before = visual_tokens(deployment)
+        urls = [control.replace(":8001", ":8000") for control in deployment.controls]
+
+        def ask(number: int) -> None:
+            content = [{"type": "text", "text": f"question {number}"}, shown[number // frontends]]
+            body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            url = f"{urls[number % frontends]}/v1/chat/completions"
+            httpx.post(url, json=body, timeout=600).raise_for_status()
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(ask, range(24 * frontends)))
+        encoded = visual_tokens(deployment) - before
+    record(f"vLLM, 24 images through {frontends} frontends: visual tokens encoded", encoded)
+    assert encoded == 24 * (SIDE // 28) ** 2
+
+
+def visual_tokens(deployment: Deployment) -> int:
+    """Return the visual tokens that all frontends' encoders have encoded."""
+    total = 0
+    for number in range(len(deployment.controls)):
+        with deployment.control(number) as client:
+            rows = client.get("/control/encoders").raise_for_status().json()
+        total += sum(row["tokens"] for row in rows)
+    return total
 
 
 def test_an_encoder_that_is_killed_under_a_request_fails_none(deployment: Deployment, chat: Chat) -> None:
