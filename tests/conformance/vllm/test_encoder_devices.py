@@ -219,18 +219,18 @@ def test_images_are_encoded_once_for_all_frontends(
     with deployed(vllm_env, tmp_path, made) as deployment:
         wait_for(deployment.settled, 300, "every engine is verified on every frontend")
         with open_chat(deployment) as chat:
-            shown = [chat.image(f"shown {number}", SIDE) for number in range(24)]
+            shown = images(chat, "shown", 24, SIDE)
+            asked = [chat.messages(shown[n // frontends], f"question {n}") for n in range(24 * frontends)]
         before = visual_tokens(deployment)
         urls = [control.replace(":8001", ":8000") for control in deployment.controls]
 
         def ask(number: int) -> None:
-            content = [{"type": "text", "text": f"question {number}"}, shown[number // frontends]]
-            body = {"model": "demo", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+            body = {"model": "demo", "messages": asked[number], "max_tokens": 1}
             url = f"{urls[number % frontends]}/v1/chat/completions"
             httpx.post(url, json=body, timeout=600).raise_for_status()
 
         with ThreadPoolExecutor(8) as threads:
-            list(threads.map(ask, range(24 * frontends)))
+            list(threads.map(ask, range(len(asked))))
         encoded = visual_tokens(deployment) - before
     record(f"vLLM, 24 images through {frontends} frontends: visual tokens encoded", encoded)
     assert encoded == 24 * (SIDE // 28) ** 2
