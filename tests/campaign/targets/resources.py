@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from artefacts import go_programs
+from artefacts import NotMadeError, go_programs, run_tool
 from campaign.mutation import changed, places
 from campaign.target import BrokenPropertyError, Target
 from cluster.controlplane import control_plane
@@ -110,6 +110,15 @@ class AdmittedResources(Resources):
 
     name = "admitted_resources"
     short = 0
+
+    @classmethod
+    def missing(cls) -> str:
+        """Make the programs where they are not there yet, which takes longer than an input may."""
+        try:
+            run_tool("cluster.go_programs", "kubernetes", live=True)
+        except NotMadeError as error:
+            return f"{error}"
+        return ""
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()

@@ -5,7 +5,7 @@
 A request finds, allocates, inserts and frees as SGLang's scheduler lets it, one request at a time; tokens are a
 function of their place. Messages are those of ``vllm_steps.py``, in fewer words: ``block_size`` and ``blocks`` replace
 the engine; all others are requests. An image's placeholder tokens are overwritten by the engine's function of its
-identity, and the answer has the prompt with them (``ids``), which is what the engine's cache knows of an image.
+identity, and the answer has the prompt with them (``ids``), which is all that the engine's cache holds of an image.
 """
 
 import os
