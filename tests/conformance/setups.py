@@ -54,7 +54,7 @@ HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")
 """Setups that are named by the roles of their pools."""
 SETUPS = ("two workers", *STAGED, *HANDED_OVER, "hand-over none")
-NOT_RUN = {("sglang", "phi3_v"): "not supported by SGLang 0.5.23"}
+NOT_RUN = {("sglang", "phi3_v"): "SGLang 0.5.23 has no Phi3VForCausalLM and resolves it to TransformersForCausalLM"}
 """Families that an engine does not run in any setup."""
 ONE_FAMILY = {"vllm": "qwen2_vl", "sglang": "qwen2_5_vl"}
 """The family that is not only part of the long form."""
