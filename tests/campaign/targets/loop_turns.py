@@ -9,11 +9,14 @@ import http.client
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self, TypeVar
+from unittest.mock import patch
 
 import orjson
 import uvloop
@@ -23,12 +26,15 @@ from unit.router.test_app import heard, member, router
 from unit.router.test_hostile_bodies import BODIES
 
 from mmrouter_router.__main__ import shorten_collections
+from mmrouter_router.api import chat
 from mmrouter_router.core.worker_threads import INLINE_BYTES
+from mmrouter_router.explain.decisions import DecisionLog
 from mmrouter_router.fleet.membership import Membership
 
 T = TypeVar("T")
 LARGEST = 64 << 20  # `frontend.maxRequestBytes` by default
 CHUNK = 1 << 16
+TRACED_TOKENS = 500_000  # of all decisions in the router's log
 TURN_S = 0.02
 STEPS = 1_000_000
 """Steps of an empty loop; a turn may take as long as they do where that is longer than :data:`TURN_S`."""
@@ -68,6 +74,7 @@ class LoopTurns(Target):
         return f"{source.choice(sorted(BODIES))}:{int(2 ** source.uniform(10, 26))}{how}".encode()
 
     def __enter__(self) -> Self:
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # as a router does
         self._engine = ThreadingHTTPServer((loopback(), HTTP_PORT), Engine)
         threading.Thread(target=self._engine.serve_forever, daemon=True).start()
         started: Future[None] = Future()
@@ -86,6 +93,8 @@ class LoopTurns(Target):
         self._loop, self._ended, self._measured = asyncio.get_running_loop(), asyncio.Event(), False
         try:
             async with AsyncExitStack() as stack:
+                # A log that is full early, so that growth of the process is not the log that fills.
+                stack.enter_context(patch.object(chat, "DecisionLog", partial(DecisionLog, tokens=TRACED_TOKENS)))
                 made = await stack.enter_async_context(router())
                 made.apply_membership(Membership((member(ip=str(self._engine.server_address[0])),)))
                 heard(made, "uid-w0")
