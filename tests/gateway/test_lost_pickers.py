@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,60 +12,13 @@ import httpx
 import pytest
 from artefacts import Record
 from gateway.conftest import START_SECONDS
+from gateway.load import Load
 from local.rig import ROOT, Deployment, running
 from waiting import wait_for
 
 from mmrouter_cli.local.envoy import PICKER_PORT, envoy_config
 
-CLIENTS = 8
 OPEN_PORT = 8090
-
-
-class Load:
-    """Clients that send short requests one after the other; ``statuses``: 0 is a broken connection."""
-
-    def __init__(self, url: str) -> None:
-        self.statuses: Counter[int] = Counter()
-        self._url, self._stop = f"{url}/v1/chat/completions", threading.Event()
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(60)
-
-    def more(self, count: int) -> None:
-        """Wait for so many more answers with status 200."""
-        goal = self.statuses[200] + count
-        wait_for(lambda: self.statuses[200] >= goal, 120, f"{count} more answers")
-
-    def answered_without_a_loss(self, count: int) -> None:
-        """Wait until so many answers in a row have status 200, those of requests under way included."""
-        begin = self.statuses.copy()
-
-        def in_a_row() -> bool:
-            nonlocal begin
-            since = self.statuses.copy() - begin
-            if since.keys() - {200}:
-                begin = self.statuses.copy()
-            return since.total() == since[200] >= count
-
-        wait_for(in_a_row, 120, f"{count} answers without a loss between them")
-
-    def _run(self, number: int) -> None:
-        with httpx.Client(timeout=60) as client:
-            while not self._stop.is_set():
-                body = {"model": "demo", "max_tokens": 2, "messages": [{"role": "user", "content": f"Client {number}"}]}
-                try:
-                    self.statuses[client.post(self._url, json=body).status_code] += 1
-                except httpx.HTTPError:
-                    self.statuses[0] += 1
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import yaml
 from doc_commands import many_models
+from gateway.load import Load
 from local.rig import ROOT, Deployment, deployed, example, metric, running
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
@@ -37,7 +38,6 @@ from mmrouter_router.gateway.routes import Routes, of_conversation
 ALIASES, SMALL = (ROOT / "examples" / "gateway" / name for name in ("aliases.yaml", "small.yaml"))
 START_SECONDS = 600
 CHAT = "/v1/chat/completions"
-CLIENTS = 4
 
 
 @dataclass
@@ -240,44 +240,6 @@ def test_a_deployment_judges_its_tenants_keys_itself(gateway: Gateway, tmp_path:
 
 
 # -- restarts under load
-
-
-class Load:
-    """Clients that ask one chat after the other on kept connections; ``statuses``: 0 is a lost request."""
-
-    def __init__(self, url: str, model: str = "demo") -> None:
-        self.statuses: Counter[int] = Counter()
-        self.faults: list[str] = []
-        self._url, self._model, self._stop = url, model, threading.Event()
-
-    @contextmanager
-    def asking(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(CLIENTS)]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(310)
-
-    def more(self, count: int) -> None:
-        goal = self.statuses[200] + count
-        wait_for(lambda: self.statuses[200] >= goal, START_SECONDS, f"{count} more answers")
-
-    def _run(self, number: int) -> None:
-        body = {"model": self._model, "max_tokens": 4, "messages": [{"role": "user", "content": f"Client {number}"}]}
-        with httpx.Client(timeout=300) as client:
-            while not self._stop.is_set():
-                try:
-                    answer = client.post(self._url + CHAT, json=body)
-                    self.statuses[answer.status_code] += 1
-                    if answer.status_code != 200:
-                        self.faults.append(answer.text)
-                except httpx.HTTPError as error:
-                    self.statuses[0] += 1
-                    self.faults.append(repr(error))
 
 
 def routers(deployment: Deployment) -> dict[str, psutil.Process]:

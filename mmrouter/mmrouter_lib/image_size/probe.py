@@ -84,7 +84,7 @@ def rotates(data: bytes) -> bool:
         size = image.size
         try:
             ImageOps.exif_transpose(image)
-        except Exception:
+        except Exception:  # as an engine does, whatever damaged bytes make Pillow raise
             return image.size != size
         return True
     return False

@@ -116,11 +116,8 @@ class Chat:
         self.debug_headers = spec.observability.debug_headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = AsgiClient(scope, receive, send)
-        try:
+        async with AsgiClient(scope, receive, send) as client:
             await self.answer(client)
-        finally:
-            await client.close()
 
     async def answer(self, client: Client) -> None:
         """Answer one request; does not raise for faults of a client or an engine."""

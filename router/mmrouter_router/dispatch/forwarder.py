@@ -13,7 +13,7 @@ from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES
 from mmrouter_lib.engines.sglang.stage_requests import MeetingFields
 from mmrouter_lib.engines.sglang.stage_requests import failure_of as failure_of_sglang
-from mmrouter_router.core.errors import RequestError, is_exhausted
+from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply
 from mmrouter_router.dispatch.sglang_pair import PrefillError, PrefillHalf, choose_pair, half_of
 from mmrouter_router.dispatch.stages import PREFILL_SECONDS, ForwardCall, StageReport, StageResult, Stages
@@ -353,7 +353,7 @@ def _fail(
         if not isinstance(error, UpstreamError):
             span.fail(failure_of(error))
             raise error
-        if error.__cause__ is not None and is_exhausted(error.__cause__):
+        if error.exhausted:
             span.fail("exhausted")
             raise RequestError.exhausted() from error
         cause = "engine_lost" if error.sent else "connect"

@@ -57,11 +57,8 @@ class Forwarding:
         self._max_bytes, self._trusts = max_request_bytes, trusts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = AsgiClient(scope, receive, send)
-        try:
+        async with AsgiClient(scope, receive, send) as client:
             await self.answer(client)
-        finally:
-            await client.close()
 
     async def answer(self, client: Client) -> None:
         """Answer one request; does not raise for faults of a client or a deployment."""
@@ -130,6 +127,8 @@ class Forwarding:
                     deployment.host, deployment.port, "POST", client.path, headers, request.body
                 )
             except UpstreamError as error:
+                if error.exhausted:
+                    raise RequestError.exhausted() from error
                 if pause is None or error.began:
                     log.warning("%s: no answer: %s", deployment.name, error)
                     break

@@ -12,7 +12,7 @@ import termios
 from asyncio import Transport
 from collections.abc import Awaitable, Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, Self
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
@@ -146,8 +146,11 @@ class AsgiClient:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def close(self) -> None:
-        """End the watch for a disconnect. Call it in every case."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """End the watch for a disconnect."""
         if self._disconnect_watch is not None:
             self._disconnect_watch.cancel()
             await asyncio.gather(self._disconnect_watch, return_exceptions=True)

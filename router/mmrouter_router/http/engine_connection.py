@@ -11,6 +11,8 @@ from typing import Protocol, cast
 
 import httptools
 
+from mmrouter_router.core.errors import is_exhausted
+
 Address = tuple[str, int]
 HIGH_WATER = 256 * 1024
 HEAD_LIMIT = 64 * 1024  # bytes of an answer's heads with all 1xx answers, and of framing between two pieces of its body
@@ -37,6 +39,11 @@ class UpstreamError(ConnectionError):
     def __init__(self, message: str, *, sent: bool, began: bool = False) -> None:
         super().__init__(message)
         self.sent, self.began = sent, began
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether this process lacked memory or file descriptors, which is no fault of the engine."""
+        return self.__cause__ is not None and is_exhausted(self.__cause__)
 
 
 class EngineConnection(asyncio.Protocol):

@@ -32,10 +32,9 @@ class App:
         self.hot = {b"/": hot}
 
     async def __call__(self, scope, receive, send) -> None:
-        client = AsgiClient(scope, receive, send)
-        body = b"asgi %d" % len(await client.body(LIMIT, unlimited()))
-        await client.respond(200, [(b"content-length", b"%d" % len(body))], body)
-        await client.close()
+        async with AsgiClient(scope, receive, send) as client:
+            body = b"asgi %d" % len(await client.body(LIMIT, unlimited()))
+            await client.respond(200, [(b"content-length", b"%d" % len(body))], body)
 
 
 class Front(LoopbackServer):

@@ -9,7 +9,17 @@ import openai
 import pytest
 from unit.router import test_pods as pods
 from unit.router.certificates import certificate
-from unit.router.rig import PORT, Engine, LoopbackEngine, LoopbackServer, counts, http_answer, loopback, until
+from unit.router.rig import (
+    PORT,
+    Engine,
+    LoopbackEngine,
+    LoopbackServer,
+    counts,
+    http_answer,
+    loopback,
+    no_free_descriptors,
+    until,
+)
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.tls_context import server_context
@@ -216,6 +226,15 @@ async def test_a_request_without_an_answer_is_sent_again_and_one_that_finds_no_f
         }
         assert counts(it.metrics.repeated, "deployment") == {"a": 2, "down": 2}
     frontend.close()
+
+
+async def test_a_gateway_without_free_descriptors_does_not_blame_the_deployment():
+    async with Engine() as a, Engine() as b, running(deployment("a", a.ip), deployment("b", b.ip)) as it:
+        assert (await it.ask("a")).status_code == 200  # the client's connection is kept
+        with no_free_descriptors():
+            refused = await it.ask("b")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "router_exhausted")
+        assert counts(it.metrics.repeated, "deployment") == {}
 
 
 async def test_an_answer_that_breaks_off_is_not_sent_again_and_ends_the_clients_connection():

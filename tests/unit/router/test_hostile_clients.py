@@ -34,11 +34,8 @@ class Front(LoopbackServer):
 
     def _app(self, hot: bool):
         async def app(scope, receive, send) -> None:
-            client = AsgiClient(scope, receive, send)
-            try:
+            async with AsgiClient(scope, receive, send) as client:
                 await self.answer(client)
-            finally:
-                await client.close()
 
         app.hot = {b"/": self.answer} if hot else {}
         return app
