@@ -21,6 +21,17 @@ GREEDY: Mapping[str, float] = {"temperature": 0}
 BEST_ONLY: Mapping[str, float] = {"temperature": 1, "min_p": 1}
 """Sampled for the router, but only the most probable token can be drawn."""
 SEEDED: Mapping[str, float] = {"temperature": 1, "seed": 7}
+TOOL = {
+    "name": "look_up",
+    "parameters": {
+        "type": "object",
+        "properties": {"terms": {"type": "array", "items": {"type": "string"}, "minItems": 200}},
+        "required": ["terms"],
+    },
+}
+TOOLS: Mapping[str, Any] = {"tools": [{"type": "function", "function": TOOL}], "tool_choice": "required"}
+"""Every answer is one tool call, which ends at ``max_tokens``."""
+CHOICES: Mapping[str, Any] = {"n": 2}
 WHOLE_ANSWER: Mapping[str, Mapping[str, Any]] = {
     "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
     "stop": {"stop": ["a text that does not occur"]},
@@ -33,6 +44,9 @@ WHOLE_ANSWER: Mapping[str, Mapping[str, Any]] = {
             },
         }
     },
+    "tools": TOOLS,
+    "choices": CHOICES,
+    "bad_words": {"bad_words": ["harbour", "light"]},
 }
 """Fields of chats whose effect depends on the whole answer, not only on the tokens that are still to come."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -20,12 +20,15 @@ from conformance.engines import deployed, manifest, pool, sglang_manifest
 from local.rig import Deployment
 from long_form import IS_LONG, parameters
 from node_loss import losing_nodes, own_network
-from streams import BEST_ONLY, CHAT, COMPLETIONS, GREEDY, SEEDED, WHOLE_ANSWER, Streams
+from streams import BEST_ONLY, CHAT, CHOICES, COMPLETIONS, GREEDY, SEEDED, TOOLS, WHOLE_ANSWER, Streams
 from waiting import wait_for
 
 REPOSITORIES = {"vllm": "Qwen/Qwen2-VL-2B-Instruct", "sglang": "Qwen/Qwen2.5-VL-7B-Instruct"}
-COUNT, TOKENS = 6, 160
+COUNT, MANY, TOKENS = 6, 64, 160
+RUNNING = {"vllm": "--max-num-seqs", "sglang": "--max-running-requests"}
+"""Flags of the number of requests that an engine runs at a time: all streams begin before a fault."""
 PROVE_SECONDS = 240.0
+TOOL_CALLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 KEYS = {"VLLM_API_KEY", "SGLANG_API_KEY"}  # variables of an engine's container
 
 
@@ -34,9 +37,9 @@ class Served:
     deployment: Deployment
     continues: bool
 
-    def streams(self, fields: Mapping[str, Any] = GREEDY, path: str = CHAT) -> Streams:
+    def streams(self, fields: Mapping[str, Any] = GREEDY, path: str = CHAT, count: int = COUNT) -> Streams:
         wait_for(self.deployment.settled, PROVE_SECONDS, "two verified engines")
-        return Streams(self.deployment, COUNT, TOKENS, fields, path)
+        return Streams(self.deployment, count, TOKENS, fields, path)
 
 
 @pytest.fixture(scope="module", params=parameters(REPOSITORIES, "vllm"))
@@ -45,14 +48,14 @@ def served(
 ) -> Iterator[Served]:
     require_memory()
     kind: str = request.param
-    repository = REPOSITORIES[kind]
+    repository, all_at_once = REPOSITORIES[kind], (RUNNING[kind], str(MANY))
     env = request.getfixturevalue(f"{kind}_env")
     if kind == "vllm":
-        engine = {"type": "vllm", "args": engine_args()}
+        engine = {"type": "vllm", "args": [*engine_args(), *all_at_once, *TOOL_CALLS]}
         written = manifest(shrunk(repository), engine, [pool("worker", replicas=2)], repository=repository)
         written["spec"]["routing"]["seedStreams"] = True
     else:
-        written = sglang_manifest(shrunk(repository), repository, [("worker", 2)])
+        written = sglang_manifest(shrunk(repository), repository, [("worker", 2)], *all_at_once)
     with own_network(), deployed(env, tmp_path_factory.mktemp(f"streams-{kind}"), written) as deployment:
         yield Served(deployment, kind == "vllm")
 
@@ -121,16 +124,23 @@ def test_sampled_streams_that_need_the_whole_answer_outlive_a_lost_node(
     lose_a_node(served, {**BEST_ONLY, **fields}, path)
 
 
+@pytest.mark.long_form
+def test_greedy_streams_of_several_parts_outlive_a_lost_node(served: Served) -> None:
+    """vLLM calls tools, and refuses several greedy choices; SGLang runs without a grammar backend, which tools need."""
+    lose_a_node(served, {**GREEDY, **(TOOLS if served.continues else CHOICES)}, CHAT)
+
+
 @pytest.mark.parametrize(
-    "signals",
+    ("signals", "count"),
     [
-        pytest.param([signal.SIGTERM, signal.SIGKILL], id="drain", marks=pytest.mark.long_form),
-        pytest.param([signal.SIGKILL], id="kill"),
+        pytest.param([signal.SIGTERM, signal.SIGKILL], COUNT, id="drain", marks=pytest.mark.long_form),
+        pytest.param([signal.SIGKILL], COUNT, id="kill"),
+        pytest.param([signal.SIGKILL], MANY, id="kill_of_many", marks=pytest.mark.long_form),
     ],
 )
-def test_streams_outlive_an_engine_that_ends(served: Served, signals: Sequence[signal.Signals]) -> None:
+def test_streams_outlive_an_engine_that_ends(served: Served, signals: Sequence[signal.Signals], count: int) -> None:
     """A drain past its time is the signal that begins it, and then the kubelet's."""
-    streams = served.streams(BEST_ONLY if served.continues else GREEDY)
+    streams = served.streams(BEST_ONLY if served.continues else GREEDY, count=count)
 
     def end(name: str) -> None:
         for number in signals:
