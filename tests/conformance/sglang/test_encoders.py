@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, sglang_manifest
 from local.rig import Deployment, metric
@@ -50,7 +50,9 @@ def test_the_gate_passes(deployment: Deployment) -> None:
     deployment.assert_gate_passes("--no-strict")
 
 
-def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deployment, chat: Chat) -> None:
+def test_an_image_keeps_to_its_encoder_which_has_its_embedding(
+    deployment: Deployment, chat: Chat, figure: Figure
+) -> None:
     def counted_ask(image: str) -> tuple[set[str], bool]:
         """Ask about an image; return the encoders that encoded it, and whether one had its embedding."""
         for _ in range(MOST_ASKS):
@@ -64,6 +66,7 @@ def test_an_image_keeps_to_its_encoder_which_has_its_embedding(deployment: Deplo
 
     used: set[str] = set()
     for number in range(MOST_IMAGES):
+        figure("images encoded", number + 1)
         asks = [counted_ask(one) for one in [chat.image(f"kept {number}")] * 3]
         (encoder,) = asks[0][0]
         assert asks == [({encoder}, False), ({encoder}, True), ({encoder}, True)]

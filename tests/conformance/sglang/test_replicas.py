@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from artefacts import Record
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.conversations import Taught
 from conformance.engine_process import require_memory
 from conformance.engines import deployed as deployed_engines
@@ -63,9 +63,10 @@ def chat(served: Served) -> Iterator[Chat]:
         yield chat
 
 
-def assert_indexes_are_the_engines_caches(deployment: Deployment) -> int:
-    """Return the removals seen."""
-    return sum(truth.removed for truth in histories(deployment, REPOSITORY, "sglang"))
+def assert_indexes_are_the_engines_caches(deployment: Deployment) -> tuple[int, int]:
+    """Return the blocks compared and the removals seen."""
+    truths = histories(deployment, REPOSITORY, "sglang")
+    return sum(len(truth.keys()) for truth in truths), sum(truth.removed for truth in truths)
 
 
 def test_the_gate_passes(served: Served) -> None:
@@ -96,12 +97,15 @@ def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
     scenario(chat, web)
 
 
-def test_evicted_blocks_leave_the_indexes(served: Served, record: Record) -> None:
+def test_evicted_blocks_leave_the_indexes(served: Served, record: Record, figure: Figure) -> None:
     for number in range(40):
         served.ask(text(f"Volume {number} of the chronicle. " * 80), image(f"volume {number % 4}"))
-    removed = assert_indexes_are_the_engines_caches(served.deployment)
+    compared, removed = assert_indexes_are_the_engines_caches(served.deployment)
     record(f"replicas, sglang {served.provider}: removals seen", removed)
     assert removed > 50
+    figure("blocks removed", removed)
+    figure("blocks compared", compared)
+    figure("mismatches", 0)
 
 
 @pytest.mark.parametrize("served", ["artifact"], indirect=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import BLOCK_SIZE, require_memory
 from conformance.engines import REPOSITORY, History, deployed, pods, pool, resource
 from local.rig import Deployment
@@ -83,7 +83,7 @@ def test_the_gate_passes(deployment: Deployment) -> None:
 
 
 def test_every_token_of_a_prompt_is_computed_once_by_the_prefill_engine_and_fetched(
-    deployment: Deployment, chat: Chat
+    deployment: Deployment, chat: Chat, figure: Figure
 ) -> None:
     engines = pods(deployment)
     before: dict[tuple[str, str], float] = {}
@@ -108,6 +108,7 @@ def test_every_token_of_a_prompt_is_computed_once_by_the_prefill_engine_and_fetc
         ("decode", "external_kv_transfer"): tokens,
     }
     assert engines["decode"].value(FAILED) == 0
+    figure("tokens fetched", tokens)
 
 
 def test_the_answer_does_not_depend_on_which_engines_encode_and_prefill(deployment: Deployment, chat: Chat) -> None:
@@ -151,7 +152,9 @@ def test_a_short_prompt_and_a_cached_one_are_computed_where_they_are_decoded(
     assert answer.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens - BLOCK_SIZE
 
 
-def test_the_index_equals_the_blocks_of_both_engines_including_fetched_ones(deployment: Deployment) -> None:
+def test_the_index_equals_the_blocks_of_both_engines_including_fetched_ones(
+    deployment: Deployment, figure: Figure
+) -> None:
     engines = pods(deployment)
     held = {}
     for role in ("prefill", "decode"):
@@ -164,6 +167,8 @@ def test_the_index_equals_the_blocks_of_both_engines_including_fetched_ones(depl
         held[role] = truth.keys()
     assert held["decode"]
     assert held["prefill"]
+    figure("blocks compared", sum(map(len, held.values())))
+    figure("mismatches", 0)
 
 
 # The remaining tests end engines, so they run last and in this order.

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import VLLM_ENVIRONMENT, require_memory
 from conformance.engines import REPOSITORY, History, Pod, deployed, environment, pods, pool, resource
 from conformance.vllm.test_handover import WEIGHTS, weighted
@@ -119,7 +119,9 @@ def test_the_gate_passes(deployment: Deployment) -> None:
     deployment.assert_gate_passes()
 
 
-def test_an_image_is_encoded_by_the_encoder_and_its_blocks_are_predicted(deployment: Deployment, chat: Chat) -> None:
+def test_an_image_is_encoded_by_the_encoder_and_its_blocks_are_predicted(
+    deployment: Deployment, chat: Chat, figure: Figure
+) -> None:
     a, b = chat.image("a"), chat.image("b")
     # Long enough that the last image lies in complete blocks: then a repeat needs no encoder.
     question = "What is to be seen in these two pictures, and in which of them is more of it? " * 4
@@ -138,6 +140,9 @@ def test_an_image_is_encoded_by_the_encoder_and_its_blocks_are_predicted(deploym
     wait_for(
         lambda: truth.keys() == set(deployment.keys(worker.uid)["keys"]["0"]), 10, "the frontend and the engine agree"
     )
+    figure("images encoded", seen["chain"][0]["images"])
+    figure("blocks compared", len(truth.keys()))
+    figure("mismatches", 0)
 
 
 def test_an_image_that_was_handed_over_processed_is_taken_from_the_encoder_too(

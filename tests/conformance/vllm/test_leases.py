@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import engine_args, require_memory
 from conformance.engines import REPOSITORY, deployed, manifest, pool
 from local.rig import Deployment
@@ -54,7 +54,7 @@ def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPath
 
 
 async def test_a_decode_after_the_lease_computes_the_prompt_and_one_before_reads_it(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, figure: Figure
 ) -> None:
     (process,) = deployment.processes("router").values()
     names = ("MMROUTER_CONFIG", "MMROUTER_MODEL_DIR")
@@ -96,6 +96,7 @@ async def test_a_decode_after_the_lease_computes_the_prompt_and_one_before_reads
             stages, attempts, fetched = await ask()
             assert stages == [("prefill", "done"), ("answer", "first_byte")]
             assert (attempts, fetched > 64) == (["answered 200"], True)
+            figure("tokens fetched", int(fetched))
 
             expired = await count("prefill", "vllm:nixl_num_kv_expired_reqs")
             held.seconds = LEASE

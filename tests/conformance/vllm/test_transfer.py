@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from artefacts import Record
-from conformance.conftest import Shrunk
+from conformance.conftest import Figure, Shrunk
 from conformance.conversations import Instructed
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, pool, resource
@@ -96,10 +96,13 @@ def test_scenario(scenario: Scenario, deployment: Deployment, mode: str, chat: C
 
 
 @PROVES
-def test_modes_with_a_hand_over_hand_images_over(deployment: Deployment, mode: str, record: Record) -> None:
+def test_modes_with_a_hand_over_hand_images_over(
+    deployment: Deployment, mode: str, record: Record, figure: Figure
+) -> None:
     """The scenarios check that no other way was used; this checks that images were handed over at all."""
     found = {f"{how} {reason}".strip(): count for (how, reason), count in counted(deployment).items() if count}
     record(f"transfer {mode}: images by their way, and ways that were not taken before the plugins had answered", found)
+    figure("images handed over", int(found.get(WAYS[mode], 0)))
     assert not WAYS[mode] or found[WAYS[mode]] > len(SCENARIOS)
     assert WAYS[mode] or not found
 
