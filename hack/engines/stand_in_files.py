@@ -24,6 +24,11 @@ TOKENS = {
     ],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"],
     "minicpmv4_6": ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
+    "llava_onevision": ["<image>", "<video>"],
+    "idefics3": [
+        *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
+        *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    ],
 }
 """Family -> tokens that are added, in the order of their ids."""
 NAMED: dict[str, dict[str, str]] = {
@@ -59,6 +64,8 @@ IMAGES = {
     "llama4": "<|image|>",
     "gemma4": "\\n\\n<|image|>\\n\\n",
     "minicpmv4_6": "<|image_pad|>\\n",
+    "llava_onevision": "<image>\\n",
+    "idefics3": "<image>",
 }
 """Family -> what its chat template writes for an image."""
 TEMPLATE = (
@@ -211,4 +218,55 @@ def minicpmv4_6() -> dict[str, dict[str, Any]]:
     }
 
 
-FILES = {"glm4v": glm4v, "internvl": internvl, "llama4": llama4, "gemma4": gemma4, "minicpmv4_6": minicpmv4_6}
+def llava_onevision() -> dict[str, dict[str, Any]]:
+    of, tiles = ids("llava_onevision"), {"image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]]}
+    config = _config(
+        "LlavaOnevisionForConditionalGeneration",
+        "llava_onevision",
+        {"model_type": "qwen2", "num_hidden_layers": 2},
+        {"model_type": "siglip_vision_model", "num_hidden_layers": 2, "image_size": 384, "patch_size": 14},
+    )
+    config |= {"image_token_index": of["<image>"], "video_token_index": of["<video>"], **tiles}
+    square = {"size": {"height": 384, "width": 384}}
+    return {
+        "config": config,
+        "preprocessor_config": {**PIXELS, **square, **tiles, "image_processor_type": "LlavaOnevisionImageProcessor"},
+        "video_preprocessor_config": {**PIXELS, **square, "video_processor_type": "LlavaOnevisionVideoProcessor"},
+        "processor_config": {
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": 729,
+            "vision_feature_select_strategy": "full",
+        },
+    }
+
+
+def idefics3() -> dict[str, dict[str, Any]]:
+    config = _config(
+        "Idefics3ForConditionalGeneration",
+        "idefics3",
+        {"model_type": "llama", "num_hidden_layers": 2},
+        {"model_type": "idefics3_vision", "num_hidden_layers": 2, "image_size": 364, "patch_size": 14},
+    )
+    return {
+        "config": config | {"image_token_id": ids("idefics3")["<image>"], "scale_factor": 2, "pad_token_id": 151_643},
+        "preprocessor_config": {
+            **PIXELS,
+            "image_processor_type": "Idefics3ImageProcessor",
+            "do_image_splitting": True,
+            "do_pad": True,
+            "size": {"longest_edge": 728},
+            "max_image_size": {"longest_edge": 364},
+        },
+        "processor_config": {"processor_class": "Idefics3Processor", "image_seq_len": 169},
+    }
+
+
+FILES = {
+    "glm4v": glm4v,
+    "internvl": internvl,
+    "llama4": llama4,
+    "gemma4": gemma4,
+    "minicpmv4_6": minicpmv4_6,
+    "llava_onevision": llava_onevision,
+    "idefics3": idefics3,
+}

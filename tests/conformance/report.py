@@ -239,11 +239,13 @@ and a template of this project, so the row proves images and not texts.
 same from their headers: place, length and name of each video, and the extra keys of every block
 (`tests/conformance/vllm/test_videos.py`). Qwen3.5 has Qwen3-VL's tokenizer.
 
-**Families beside a renderer.** `vllm launch render` with the engines' files is a second opinion on their prompts; when
-the row of Mistral 3 was made, before its family had code here, its prompts came from the renderer. Networks and
-configurations are this project's, with the geometry, special ids and window of the published models. Gemma 3 has its
-own tokenizer and chat template. Mistral 3 has a stand-in, Mistral AI's tokenizer and template of Pixtral, because no
-package has the later ones of Mistral Small 3.1. Images have texts around them.
+**Families beside a renderer.** The library has no code for LLaVA-OneVision and Idefics3, so `vllm launch render` with
+the engines' files makes their prompts. For the others it is a second opinion; when the row of Mistral 3 was made, its
+family had no code either. Networks and configurations are this project's, with the geometry, special ids and window of
+the published models; LLaVA-OneVision and Idefics3 have fewer tiles, so that several images fit the context, and
+Qwen3-VL's tokenizer with their tokens added. Gemma 3 has its own tokenizer and chat template. Mistral 3 has a stand-in,
+Mistral AI's tokenizer and template of Pixtral, because no package has the later ones of Mistral Small 3.1. Images have
+texts around them.
 
 **Several engines.** A cell's tests are in `tests/conformance`, marked with the cell that they prove. With every family
 (`test_cells.py`) they are `mmrouter verify`, the ten scenarios, that each stage had its part of a request, and that the

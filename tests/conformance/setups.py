@@ -32,8 +32,15 @@ REPOSITORIES = {
     "llava_next": "llava-hf/llava-v1.6-mistral-7b-hf",
     "phi3_v": "microsoft/Phi-3-vision-128k-instruct",
 }
-RENDERED = {"gemma3": "Gemma 3", "mistral3": "Mistral 3"}
-"""Families beside a renderer: it makes the prompts of Mistral 3, and is the second opinion on those of Gemma 3."""
+RENDERED = {
+    "llava_onevision": "LLaVA-OneVision",
+    "idefics3": "Idefics3, SmolVLM",
+    "gemma3": "Gemma 3",
+    "mistral3": "Mistral 3",
+}
+"""Families beside a renderer: it makes the prompts of the first two, for which the library has no code, and is the
+second opinion on those of the others.
+"""
 WITHOUT_SETUP = {"qwen3_5": "Qwen3.5"}
 """Families whose prompts alone are compared, with those of an engine's own code."""
 PROCESSED = {

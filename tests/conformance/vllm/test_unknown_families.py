@@ -1,11 +1,12 @@
 """Families without a published folder here, behind a router, a renderer and two real engines.
 
-The renderer is the second opinion on their prompts. ``hack/engines/unknown_families.py`` makes their model folders. A
-run has the first family; ``MMROUTER_FAMILIES``, which is ``all`` or names with commas, adds the others.
+The renderer makes the prompts of families that the library has no code for, and is the second opinion on the others.
+``hack/engines/unknown_families.py`` makes their model folders. A run has the first family; ``MMROUTER_FAMILIES``, which
+is ``all`` or names with commas, adds the others.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,16 @@ from local.rig import Deployment
 from scenarios import SCENARIOS, Chat, Folder, Message, Scenario, open_chat, title
 from waiting import wait_for
 
+from mmrouter_lib.families import family_names
+
 pytestmark = pytest.mark.proves("vllm", "renderer, worker", "{family}")
 
 SETTLE_SECONDS = 120
 NAMED = os.environ.get("MMROUTER_FAMILIES", "")
-FIRST = "mistral3"
+FIRST = "llava_onevision"
 OTHERS = [family for family in RENDERED if family != FIRST]
 FAMILIES = [FIRST, *(family for family in OTHERS if NAMED == "all" or family in NAMED.split(","))]
+WITHOUT_CODE = {"llava_onevision", "idefics3"}
 NO_ADJACENT = {"gemma3"}
 """Families whose adjacent images are not modelled."""
 
@@ -37,9 +41,11 @@ WINDOW = 1024
 
 @dataclass
 class Exact(Chat):
-    """Accepts only exact prompts. Images have texts around them: adjacent ones of Gemma 3 are not modelled, and
-    Mistral's template puts an image before the only text beside it.
+    """Accepts only exact prompts, whose decisions have these ``reasons``. Images have texts around them: adjacent ones
+    of Gemma 3 are not modelled, and Mistral's template puts an image before the only text beside it.
     """
+
+    reasons: Sequence[str] = ()
 
     def messages(self, *content: str) -> list[Message]:
         (message,) = super().messages(*content)
@@ -54,7 +60,7 @@ class Exact(Chat):
 
     def decision(self, raw: Any) -> dict[str, Any]:
         found = super().decision(raw)
-        assert (found["exactness"], found["reasons"]) == ("exact", [])
+        assert (found["exactness"], found["reasons"]) == ("exact", list(self.reasons))
         return found
 
 
@@ -76,9 +82,19 @@ def deployment(vllm_env: Path, family: str, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def chat(deployment: Deployment) -> Iterator[Chat]:
+def reasons(family: str) -> list[str]:
+    """The reasons of an exact decision: a renderer made the prompt, or nothing weakens it."""
+    return [f"renderer:{family}"] if family in WITHOUT_CODE else []
+
+
+@pytest.fixture
+def chat(deployment: Deployment, reasons: list[str]) -> Iterator[Chat]:
     with open_chat(deployment, max_retries=0) as chat:
-        yield Exact(chat.model, chat.client, chat.controls)
+        yield Exact(chat.model, chat.client, chat.controls, reasons=reasons)
+
+
+def test_the_library_knows_the_families_with_code_only(family: str) -> None:
+    assert (family in family_names()) is (family not in WITHOUT_CODE)
 
 
 def test_the_gate_passes(deployment: Deployment, family: str) -> None:
@@ -121,13 +137,15 @@ def test_other_images_behind_a_text_longer_than_the_window_hit_what_is_promised(
     assert max(answer.overlap for answer in answers) == answers[0].before_image > WINDOW // BLOCK_SIZE
 
 
-def test_adjacent_images_are_exact_or_served_by_affinity_with_the_reason(deployment: Deployment, family: str) -> None:
+def test_adjacent_images_are_exact_or_served_by_affinity_with_the_reason(
+    deployment: Deployment, family: str, reasons: list[str]
+) -> None:
     images = [image_part(picture(224, 224, seed=40 + number)) for number in range(2)]
     seen = send(deployment, Case("adjacent", {"messages": [user("Two pictures.", *images, "Which one is older?")]}))
     if family in NO_ADJACENT:
         assert (seen.exactness, seen.decision["reasons"]) == ("affinity", ["not_modelled:messages"])
     else:
-        assert (seen.exactness, seen.decision["reasons"]) == ("exact", [])
+        assert (seen.exactness, seen.decision["reasons"]) == ("exact", reasons)
         assert seen.predicted_tokens == seen.tokens
 
 
