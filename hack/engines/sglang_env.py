@@ -10,6 +10,7 @@ published one, except for how its processes start. Requirements that exist for C
 
 import inspect
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -57,6 +58,19 @@ DEVICE_MEMORY = r'"VRAM": nixlBind\.(?:VRAM|DRAM)_SEG,'
 IS_HOST_MEMORY = '"VRAM": nixlBind.DRAM_SEG,'
 """An engine tells NIXL that its blocks are in a device's memory, which on a CPU is the host's. NIXL refuses addresses
 that are not in the memory named."""
+UNREGISTERED = '        "cpu": lambda dims, dtype, device, allocator, **_: allocator.allocate(dims, dtype, device),\n'
+BEFORE_OTHERS = '        "npu": alloc_with_pin_memory,\n'
+"""The host memory of a hierarchical cache, which SGLang registers with CUDA for every device that it does not name."""
+COPIES = """else:
+
+    def transfer_kv_direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
+        for source, target in zip(src_layers, dst_layers):
+            target[dst_indices] = source[src_indices]
+
+
+"""
+AFTER_KERNELS = "if _is_npu:\n    from sgl_kernel_npu"
+"""Copies between that memory and the cache. SGLang has kernels for them on GPUs and XPUs, and none on CPUs."""
 
 
 def env_dir() -> Path:
@@ -94,13 +108,14 @@ def build(env: Path) -> None:
 def additions() -> str:
     """Return a digest of everything that is added to an environment that is ready."""
     functions = (add, collect_seldom, mend, rest_between_polls)
-    texts = (STARTS, FORKS, SELDOM, DEVICE_MEMORY, IS_HOST_MEMORY, *NIXL)
+    tier = (UNREGISTERED, BEFORE_OTHERS, COPIES, AFTER_KERNELS)
+    texts = (STARTS, FORKS, SELDOM, DEVICE_MEMORY, IS_HOST_MEMORY, *tier, *NIXL)
     return digest(*texts, *(inspect.getsource(each) for each in functions))
 
 
 def add(env: Path) -> None:
-    """Have an engine's processes start with what the first one has loaded, look for garbage less often, and hand over
-    blocks by NIXL from a CPU's memory.
+    """Have an engine's processes start with what the first one has loaded, look for garbage less often, hand over
+    blocks by NIXL from a CPU's memory, and keep copies of blocks in it.
     """
     python = str(env / "bin" / "python")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
@@ -109,7 +124,15 @@ def add(env: Path) -> None:
     run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *NIXL], "pip install")
     transfers = rest_between_polls(site)
     mend(transfers, DEVICE_MEMORY, IS_HOST_MEMORY, "what NIXL calls a device's memory")
-    run([python, "-m", "compileall", "-q", str(engine), str(transfers)], "compileall")
+    pools = site / "sglang" / "srt" / "mem_cache" / "pool_host"
+    allocators, copies = pools / "common.py", pools / "mha.py"
+    for file, text, anchor, what in (
+        (allocators, UNREGISTERED, BEFORE_OTHERS, "how SGLang allocates host memory"),
+        (copies, COPIES, AFTER_KERNELS, "how SGLang copies blocks to host memory"),
+    ):
+        mend(file, f"(?:{re.escape(text)})?{re.escape(anchor)}", text + anchor, what)
+    files = (engine, transfers, allocators, copies)
+    run([python, "-m", "compileall", "-q", *map(str, files)], "compileall")
     run([python, "-c", "from nixl._api import nixl_agent, nixl_agent_config"], "import of nixl")
     collect_seldom(site)
 

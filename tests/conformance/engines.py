@@ -35,7 +35,7 @@ from local.rig import Deployment, metric, running
 from waiting import wait_for
 
 from mmrouter_lib.block_keys import chain, namespace_seed
-from mmrouter_lib.cache_layout import FULL_KINDS
+from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import Cleared, Ragged, Removed, Stored
 from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
@@ -236,9 +236,10 @@ class History:
     def keys(self) -> set[str]:
         return set(self.roots())
 
-    def roots(self) -> dict[str, str]:
+    def roots(self, medium: str = DEVICE) -> dict[str, str]:
         """Return the keys of all that it holds now, as the control API writes them -> the first keys of their chains.
-        vLLM counts the copies of a block; for SGLang one removal is the end of it.
+        vLLM counts the copies of a block; for SGLang one removal is the end of it. ``medium``: of the device's memory,
+        or of a lower tier.
         """
         copies: Counter[int] = Counter()
         key_of: dict[int, int] = {}
@@ -262,9 +263,9 @@ class History:
                     key_of.update(zip(hashes, keys, strict=True))
                     beginning = None if event.parent is None else key_of.get(event.parent)
                     root_of.update(dict.fromkeys(keys, root_of.get(beginning, keys[0]) if keys else 0))
-                    copies.update(hashes)
+                    copies.update(hashes if event.medium == medium else ())
                     self.most_copies = max(self.most_copies, *copies.values(), 0)
-                case Removed():
+                case Removed() if event.medium == medium:
                     for block in event.hashes:
                         copies[block] = copies[block] - 1 if self._kind == "vllm" else 0
                     self.removed += len(event.hashes)

@@ -271,7 +271,9 @@ is started, which is a fork of the API server, as vLLM does when it is embedded;
 polls. SGLang runs from its published wheel with a stub in place of compiled CPU kernels, which no package index has
 (`hack/engines/sglang_stubs`); every function that the stub does not implement raises. Its processes are forked from the
 first one too (`hack/engines/sglang_env.py`), and its scheduler sleeps while idle. NIXL takes a CPU's memory where
-SGLang names a device's. None of these changes affects an answer. No engine compiles with PyTorch.
+SGLang names a device's. The host memory of its hierarchical cache is not registered with CUDA, and blocks are copied by
+PyTorch, because SGLang has no kernel for it on CPUs. None of these changes affects an answer. No engine compiles with
+PyTorch.
 """
 
 

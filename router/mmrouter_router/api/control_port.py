@@ -32,7 +32,7 @@ from mmrouter_router.encoding.encoder_pods import ProbeState
 from mmrouter_router.explain.decisions import trace_of
 from mmrouter_router.explain.differences import rendering_json
 from mmrouter_router.explain.parity_check import verdict_json
-from mmrouter_router.fleet.holder_table import bits
+from mmrouter_router.fleet.holder_table import Slot, bits
 from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.intake.api_key_auth import DEFAULT
@@ -107,12 +107,17 @@ def control_app(
         worker = fleet.workers.get(uid)
         if worker is None:
             raise HTTPException(404, f"no worker {uid}")
+
+        def held(slot: Slot) -> list[str]:
+            return sorted(f"{key:016x}" for key in fleet.index.keys(slot))
+
         return {
             "worker": worker.id,
             "epoch": worker.sync.epoch,
             "seq": worker.sync.seq,
             "synced": worker.sync.synced,
-            "keys": {rank: sorted(f"{k:016x}" for k in fleet.index.keys(slot)) for rank, slot in worker.slots.items()},
+            "keys": {rank: held(slot) for rank, slot in worker.slots.items()},
+            "tiers": {f"{rank}/{medium}": held(slot) for (rank, medium), slot in worker.below.items()},
         }
 
     @app.get("/control/decisions")
