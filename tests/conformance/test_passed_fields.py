@@ -5,8 +5,10 @@ A field that a new release adds fails here until it is forwarded or judged.
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conformance.conftest import Figure
@@ -67,30 +69,38 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 from sglang.srt.entrypoints.http_server import app
 """,
 }
-FIELDS = """
+OPENAPI = """
 import json
-schema = app.openapi()
-def names(node):
-    if "$ref" in node:
-        return names(schema["components"]["schemas"][node["$ref"].rpartition("/")[2]])
-    parts = [part for kind in ("anyOf", "oneOf", "allOf") for part in node.get(kind, ())]
-    return set(node.get("properties", ())).union(*map(names, parts))
-fields = {}
-for path, item in schema["paths"].items():
-    body = item.get("post", {}).get("requestBody", {}).get("content", {})
-    fields[path] = sorted(set().union(*(names(one["schema"]) for one in body.values())))
-print("FIELDS" + json.dumps(fields))
+print("OPENAPI" + json.dumps(app.openapi()))
 """
+
+
+@cache
+def openapi_of(engine: str, env: Path) -> dict[str, Any]:
+    """Return the OpenAPI of an engine's server."""
+    done = subprocess.run(
+        [env / "bin" / "python", "-c", PROGRAM[engine] + OPENAPI], capture_output=True, text=True, check=False
+    )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("OPENAPI")), None)
+    assert line is not None, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(line.removeprefix("OPENAPI"))
+    return found
 
 
 def fields_of(engine: str, env: Path) -> dict[str, set[str]]:
     """Return path -> the fields of its request in the engine's OpenAPI, with those of SGLang's names below ``/v1``."""
-    done = subprocess.run(
-        [env / "bin" / "python", "-c", PROGRAM[engine] + FIELDS], capture_output=True, text=True, check=False
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FIELDS")), None)
-    assert line is not None, done.stderr[-2000:]
-    found = {path: set(names) for path, names in json.loads(line.removeprefix("FIELDS")).items()}
+    openapi = openapi_of(engine, env)
+
+    def names(node: Mapping[str, Any]) -> set[str]:
+        if "$ref" in node:
+            return names(openapi["components"]["schemas"][node["$ref"].rpartition("/")[2]])
+        parts = [part for kind in ("anyOf", "oneOf", "allOf") for part in node.get(kind, ())]
+        return set(node.get("properties", ())).union(*map(names, parts))
+
+    found: dict[str, set[str]] = {}
+    for path, item in openapi["paths"].items():
+        body = item.get("post", {}).get("requestBody", {}).get("content", {})
+        found[path] = set().union(*(names(one["schema"]) for one in body.values()))
     return {path: found.get(path) or found.get(f"/v1{path}", set()) for path in PASSED_ROUTES}
 
 

@@ -109,6 +109,7 @@ _MESSAGE_OTHERS = words("role content tool_calls") | words("refusal audio annota
 
 _CALL_KEYS = words("id type function index")
 _FUNCTION_KEYS = words("name arguments")
+_AUDIO_KEYS = words("data format")
 
 MAX_REASONS = 32  # reasons kept per request, so that a client cannot choose how many
 
@@ -190,6 +191,7 @@ def _plain(part: Object, own: str, kind: str, value: Any) -> Object:
 
 def _inline_audio(part: Object, path: str) -> tuple[str, str]:
     audio = json_body.required(part, "input_audio", dict, path)
+    json_body.known_keys(audio, _AUDIO_KEYS, path)
     data = json_body.required(audio, "data", str, f"{path}.data")
     form = json_body.required(audio, "format", str, f"{path}.format")
     if not (form.isascii() and form.isalnum()):

@@ -1,7 +1,8 @@
 """Judgement of a request's fields by the table of its engine and endpoint (``mmrouter_lib.engines``).
 
-An unknown field is a 400, so that a field of a new engine release has no effect before it has a judgement. A known
-one is modelled, harmless, set by the router alone, or a reason why the prompt cannot be predicted (docs/exactness.md).
+An unknown field, or an unknown name inside one, is a 400, so that what a new engine release adds has no effect before
+it has a judgement. A known one is modelled, harmless, set by the router alone, or a reason why the prompt cannot be
+predicted (docs/exactness.md).
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.nested_fields import NESTED_FIELDS, Names, unknown_name
 from mmrouter_lib.engines.base.request_fields import Effect, Endpoint, words
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_XARGS
 from mmrouter_router.core.errors import RequestError
@@ -41,7 +43,10 @@ _TEMPLATE_RESERVED = words(
 
 
 def check_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType, allowed: Container[str] = ()) -> None:
-    """Raise :class:`RequestError` for a field that is unknown or refused. ``allowed``: fields that are not refused."""
+    """Raise :class:`RequestError` for a field, or a name inside one, that is unknown or refused.
+
+    ``allowed``: fields that are not refused.
+    """
     fields = adapter(engine).request_fields[endpoint]
     for name, value in body.items():
         if not fields.knows(name):
@@ -49,6 +54,14 @@ def check_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType
         if name in fields.refused and name not in allowed and value not in (None, False, "", [], {}):
             message = f"'{name}' is not supported: {fields.refused[name]}."
             raise RequestError.invalid(message, param=name, code="unsupported_parameter")
+    check_nested(body, NESTED_FIELDS[endpoint])
+
+
+def check_nested(body: Mapping[str, Any], nested: Mapping[str, Names]) -> None:
+    """Raise :class:`RequestError` for a name inside a field that is unknown there."""
+    for name, known in nested.items():
+        if path := unknown_name(body.get(name), known):
+            raise RequestError.unknown_field(f"{name}{path}")
 
 
 def inexact_fields(

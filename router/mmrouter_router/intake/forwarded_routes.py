@@ -16,11 +16,12 @@ from blake3 import blake3
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
+from mmrouter_lib.engines.base.nested_fields import PASSED_NESTED
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
-from mmrouter_router.intake.field_check import Reason, check_fields
+from mmrouter_router.intake.field_check import Reason, check_fields, check_nested
 from mmrouter_router.intake.form_body import read_form, write_form
 from mmrouter_router.intake.json_body import Object, Raw, Served
 from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart, Modality
@@ -97,6 +98,7 @@ def parse_passed(path: str, raw: Raw, limits: Limits, served_model: str, engine:
     unknown = next((name for name in body if name not in fields), None)
     if unknown is not None:
         raise RequestError.unknown_field(unknown)
+    check_nested(body, PASSED_NESTED)
     if "model" in body:
         json_body.model_of(body, served_model)
     if (json_body.optional(body, "sampling_params", dict) or {}).get("custom_params") is not None:

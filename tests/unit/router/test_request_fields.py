@@ -5,6 +5,8 @@ from dataclasses import fields as parts_of
 from typing import Any
 
 import pytest
+from nested_bodies import BODIES as FULL
+from nested_bodies import full_body, objects_in, refusal
 
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint
@@ -61,6 +63,45 @@ def test_a_field_of_a_later_release_is_refused_by_its_name(engine: str, endpoint
         parse(engine, endpoint, field_of_tomorrow=None)
     assert (caught.value.status, caught.value.param) == (400, "field_of_tomorrow")
     assert caught.value.code == "unknown_parameter"
+
+
+@pytest.mark.parametrize("modelled", [True, False])
+@pytest.mark.parametrize(("engine", "endpoint"), [(engine, endpoint) for engine in ADAPTERS for endpoint in FULL])
+def test_a_name_of_a_later_release_is_refused_at_every_place(engine: Any, endpoint: str, modelled: bool) -> None:
+    body = full_body(endpoint, engine)
+    assert refusal(endpoint, engine, body, modelled=modelled) == ""
+    for _, path, holder in objects_in(body):
+        holder["of_tomorrow"] = None
+        assert refusal(endpoint, engine, body, modelled=modelled) == f"{path}.of_tomorrow"
+        del holder["of_tomorrow"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+        ("/tokenize", {"tools": [{"type": "function", "function": {"name": "f"}}], "messages": []}),
+        ("/v1/embeddings", {"input": [{"text": "x"}]}),
+        ("/score", {"data_1": {"content": [{"type": "text", "text": "x"}]}, "data_2": "x"}),
+        ("/generate", {"text": "x", "sampling_params": {"temperature": 0}}),
+        ("/rerank", {"documents": [{"content": [{"type": "text", "text": "x"}]}]}),
+    ],
+)
+def test_a_name_of_a_later_release_is_refused_on_passed_routes(path: str, fields: dict[str, Any]) -> None:
+    for _, place, holder in [*objects_in(fields)]:
+        holder["of_tomorrow"] = None
+        assert refusal(path, "vllm", fields) == f"{place}.of_tomorrow"
+        del holder["of_tomorrow"]
+
+
+@pytest.mark.parametrize("first", [b'"tools":[{"type":"function","function":{"name":"f","x":1}}]', b""])
+def test_a_nested_name_is_judged_as_parsed_and_of_duplicates_the_last_one_counts(first: bytes) -> None:
+    for escaped in (rb'"\u0078":1', b'"x":1,"x":1'):
+        last = b'"tools":[{"type":"function","function":{"name":"f",%b}}]' % escaped
+        raw = b'{"model":"m","messages":[{"role":"user","content":"x"}],%b}' % b",".join(filter(None, (first, last)))
+        with pytest.raises(RequestError) as caught:
+            PARSERS[CHAT](raw, Limits(), "m", "vllm")
+        assert (caught.value.param, caught.value.code) == ("tools[0].function.x", "unknown_parameter")
 
 
 @pytest.mark.parametrize(("engine", "endpoint"), CASES)
