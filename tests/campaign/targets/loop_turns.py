@@ -99,7 +99,7 @@ class LoopTurns(Target):
                 made.apply_membership(Membership((member(ip=str(self._engine.server_address[0])),)))
                 heard(made, "uid-w0")
                 shorten_collections()
-                self._ip = (await stack.enter_async_context(LoopbackServer(made.client_app()))).ip
+                self.ip = (await stack.enter_async_context(LoopbackServer(made.client_app()))).ip
                 started.set_result(None)
                 await self._ended.wait()
         except BaseException as error:
@@ -127,7 +127,7 @@ class LoopTurns(Target):
     def _send(self, path: str, raw: bytes, *, chunked: bool) -> tuple[int, float, float]:
         """Send a body; return the status of its answer, the longest turn, and the time of :data:`STEPS`."""
         self._on_loop(self._begin)
-        client = http.client.HTTPConnection(self._ip, PORT, timeout=300)
+        client = http.client.HTTPConnection(self.ip, PORT, timeout=300)
         if chunked:
             pieces = (raw[at : at + CHUNK] for at in range(0, len(raw), CHUNK))
             client.request("POST", path, pieces, {"transfer-encoding": "chunked"}, encode_chunked=True)
