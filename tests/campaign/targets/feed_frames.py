@@ -19,6 +19,7 @@ from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.telemetry.metrics import Metrics
 
 APART = b"\n--\n"
+SNAPSHOT = 3  # id of a router's first request for a snapshot
 PUBLISHED, REPLY = b"P", b"R"
 BEAT = Heartbeat(
     "uid/boot-1", 5, 3, "vllm", "up", "0.32.0", 16, "m", "main", {"a": "b"}, 1, False, None, (), {"c": "d"}
@@ -66,7 +67,7 @@ class FeedFrames(Target):
         return self
 
     def seeds(self) -> list[bytes]:
-        snapshot = SnapshotPart(1, "uid/boot-1", 5, 3, 0, 0, "GPU", pack_keys([1, 2, 3]), True)
+        snapshot = SnapshotPart(SNAPSHOT, "uid/boot-1", 5, 3, 0, 0, "GPU", pack_keys([1, 2, 3]), True)
         deltas = [Delta(5, number, 0.0, 0, 0, "GPU", pack_keys([number * 10]), pack_keys([1])) for number in (4, 5, 6)]
         cleared = Delta(5, 7, 0.0, 0, 0, "CPU", b"", b"", True)
         groups = (CacheGroup(0, "sliding_window", 8), CacheGroup(1, "full_attention"))
@@ -101,6 +102,8 @@ class FeedFrames(Target):
             with self.product():
                 for frame in data.split(APART):
                     seen.add(self._take(worker, frame))
+            if worker.sync.synced:
+                seen.add("in step")
             self._recover(worker, uid)
         finally:
             self._fleet.leave(uid)
