@@ -44,8 +44,18 @@ class Deployment:
         return Path(self.run["control_token"]).read_text().strip()
 
     @property
+    def secrets(self) -> Path:
+        """Folder of the deployment's keys; the resource is beside it, as ``deployment.json``."""
+        return Path(self.run["control_token"]).parent
+
+    @property
+    def frontends(self) -> list[dict[str, str]]:
+        """Return ``name``, ``url`` and ``control`` of each frontend."""
+        return list(self.run["frontends"])
+
+    @property
     def controls(self) -> list[str]:
-        return [frontend["control"] for frontend in self.run["frontends"]]
+        return [frontend["control"] for frontend in self.frontends]
 
     def client(self, **options: Any) -> openai.OpenAI:
         headers = {"x-mmrouter-control": self.token}
@@ -79,14 +89,7 @@ class Deployment:
 
     def processes(self, command: str) -> dict[str, psutil.Process]:
         """Pod name -> process, for ``router``, ``sidecar`` or ``vllm``."""
-        found: dict[str, psutil.Process] = {}
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            try:
-                if command in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
-                    found[child.environ()["POD_NAME"]] = child
-            except (psutil.NoSuchProcess, KeyError):
-                continue
-        return found
+        return pod_processes(self.process.pid, command)
 
     def settled(self) -> bool:
         """Every frontend sees every worker verified."""
@@ -108,6 +111,18 @@ class Deployment:
         return subprocess.run(
             [sys.executable, "-m", "mmrouter_cli", *arguments], capture_output=True, text=True, timeout=600, cwd=ROOT
         )
+
+
+def pod_processes(pid: int, command: str) -> dict[str, psutil.Process]:
+    """Return the processes of a command below a process: pod name -> process."""
+    found: dict[str, psutil.Process] = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if command in child.cmdline() and child.status() != psutil.STATUS_ZOMBIE:
+                found[child.environ()["POD_NAME"]] = child
+        except (psutil.NoSuchProcess, KeyError):
+            continue
+    return found
 
 
 @contextmanager

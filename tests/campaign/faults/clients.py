@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
+from campaign.faults.cached_tokens import Claim
 
 from mmrouter_cli.sample_images import data_uri, picture
 
@@ -22,15 +23,18 @@ TOKENS = (3, 40, 400)
 
 @dataclass
 class Answers:
-    """Outcomes so far. ``broken``: promises that an answer broke; ``texts``: the answer to each question, greedy."""
+    """Outcomes so far. ``broken``: promises that an answer broke; ``texts``: the answer to each question, greedy;
+    ``claims``: what answers with a request's id said of its cached tokens.
+    """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
     texts: dict[tuple[str, int], str] = field(default_factory=dict)
+    claims: list[Claim] = field(default_factory=list)
     slowest: float = 0.0  # seconds until a whole answer
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def whole(self, question: tuple[str, int], text: str, usage: Any, seconds: float) -> None:
+    def whole(self, question: tuple[str, int], text: str, usage: Any, seconds: float, request_id: str) -> None:
         """Take a complete answer: equal questions have equal greedy answers, and usage is that of the text."""
         with self.lock:
             self.slowest = max(self.slowest, seconds)
@@ -40,6 +44,8 @@ class Answers:
             cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
             if cached > usage.prompt_tokens or usage.completion_tokens > question[1]:
                 self.broken.append(f"usage of {question}: {usage}")
+            if request_id:
+                self.claims.append(Claim(request_id, cached, time.time()))
 
 
 class Clients:
@@ -87,11 +93,11 @@ class Clients:
         began, pieces = time.monotonic(), 0
         stream = dice.random() < 0.6
         try:
+            create = self._client.chat.completions.with_raw_response.create
             if stream:
                 answered, usage, finish = "", None, None
-                for chunk in self._client.chat.completions.create(
-                    **options, stream=True, stream_options={"include_usage": True}
-                ):
+                raw: Any = create(**options, stream=True, stream_options={"include_usage": True})
+                for chunk in raw.parse():
                     pieces += 1
                     usage = chunk.usage or usage
                     for choice in chunk.choices:
@@ -100,12 +106,14 @@ class Clients:
                 if usage is None or finish is None:
                     raise ConnectionError("the stream ended without a finish reason or usage")
             else:
-                answer = self._client.chat.completions.create(**options)
+                raw = create(**options)
+                answer = raw.parse()
                 answered, usage = answer.choices[0].message.content or "", answer.usage
         except Exception as error:  # the client's transport has many ways to say that an answer broke off
             self._failed(error, pieces, question)
         else:
-            self.answers.whole(question, answered, usage, time.monotonic() - began)
+            request_id = raw.headers.get("x-mmrouter-request-id", "")
+            self.answers.whole(question, answered, usage, time.monotonic() - began, request_id)
             self.answers.outcomes["streams" if stream else "answers"] += 1
 
     def _failed(self, error: Exception, pieces: int, question: tuple[str, int]) -> None:

@@ -1,18 +1,19 @@
 """The reported and the actual state of a running deployment: caches, processes, and the history of decisions."""
 
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
 import zmq
+from campaign.faults.cached_tokens import Claim, ClaimChecker, Placement
 from campaign.faults.clock import unstepped
 from campaign.index.history import CacheChange, Decision, IndexChecker, Record, Unobserved, check
 from e2e.equality import Held, difference, keys_of
-from local.rig import Deployment
 
 from mmrouter_lib.api import load_deployment
 from mmrouter_lib.block_keys import Key, namespace_seed
@@ -26,21 +27,40 @@ LAG = 4.5
 """Seconds by which a router's view may lag: 2.5 until a silent sidecar is stale, and a busy machine."""
 
 
+Frontend = Mapping[str, str]
+"""``name`` of the pod, and ``control``: URL of its control API."""
+
+
+class Observed(Protocol):
+    """A deployment whose pods are processes of this machine. ``secrets``: folder of its keys, beside which its resource
+    is, ``deployment.json``. ``processes``: pod name -> process, for ``router``, ``sidecar`` or ``vllm``.
+    """
+
+    @property
+    def secrets(self) -> Path: ...
+
+    @property
+    def frontends(self) -> Sequence[Frontend]: ...
+
+    def processes(self, command: str) -> dict[str, psutil.Process]: ...
+
+
 class Observer:
-    """Queries the processes of a local deployment. Use it from one thread.
+    """Queries the processes of a deployment. Use it from one thread. ``workers_wanted``: the number of its engines.
 
     Indexes are compared with the caches of vLLM's engines. SGLang's lists have token ids without images, and encoders
     have no index.
     """
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Observed) -> None:
         self.deployment = deployment
-        folder = Path(deployment.run["control_token"]).parent
+        folder = deployment.secrets
+        self._token = (folder / "control.token").read_text().strip()
         self._engine_key = (folder / "engine.key").read_text().strip()
         self._identity_key = (folder / "identity.key").read_bytes()
         spec = load_deployment(folder.parent / "deployment.json").spec
         self._model, self._compares = spec.model, spec.engine.type == "vllm"
-        self._workers = sum(pool.replicas for pool in spec.pools if pool.role != "renderer")
+        self.workers_wanted = sum(pool.replicas for pool in spec.pools if pool.role != "renderer")
         self._http = httpx.Client(verify=False, trust_env=False, timeout=60)
 
     def close(self) -> None:
@@ -50,40 +70,40 @@ class Observer:
         model = self._model
         return namespace_seed(self._identity_key, model=model.id, revision=model.revision, lora=lora, salt=salt)
 
-    def control(self, path: str, number: int) -> Any:
+    def control(self, path: str, frontend: Frontend) -> Any:
         """Return what a frontend's control API answers. Raises ``httpx.HTTPError``."""
-        headers = {"authorization": f"Bearer {self.deployment.token}"}
-        return self._http.get(f"{self.deployment.controls[number]}{path}", headers=headers).raise_for_status().json()
+        headers = {"authorization": f"Bearer {self._token}"}
+        return self._http.get(f"{frontend['control']}{path}", headers=headers).raise_for_status().json()
 
-    def workers(self, number: int) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.control("/control/state", number)["workers"]
+    def workers(self, frontend: Frontend) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.control("/control/state", frontend)["workers"]
         return found
 
-    def ready(self, number: int) -> bool:
-        host = httpx.URL(self.deployment.controls[number]).host
+    def ready(self, frontend: Frontend) -> bool:
+        host = httpx.URL(frontend["control"]).host
         return self._http.get(f"http://{host}:9090/readyz").status_code == 200
 
     def differences(self) -> list[str]:
         """Return where an index differs from an engine's cache, or a worker is not verified; no answer differs, too."""
         found = []
-        for number in range(len(self.deployment.controls)):
+        for frontend in self.deployment.frontends:
             try:
-                workers = self.workers(number)
-                if len(workers) != self._workers:
-                    found.append(f"frontend {number}: {len(workers)} workers")
+                workers = self.workers(frontend)
+                if len(workers) != self.workers_wanted:
+                    found.append(f"{frontend['name']}: {len(workers)} workers")
                 for worker in workers:
                     if worker["role"] == "encoder":
                         continue
                     before = self._cache(worker["ip"])
-                    view = self.control(f"/control/workers/{worker['uid']}/keys", number)
+                    view = self.control(f"/control/workers/{worker['uid']}/keys", frontend)
                     held = {rank: {int(key, 16) for key in keys} for rank, keys in view["keys"].items()}
                     wrong = difference(before, held, self._cache(worker["ip"])) if self._compares else ""
                     # Routers use the index of a dead sidecar for two seconds; only a fresh frame shows that it runs.
                     silent = worker["heard_seconds_ago"] is None or worker["heard_seconds_ago"] > FRESH_SECONDS
                     if wrong or silent or not view["synced"] or worker["standing"] != "verified":
-                        found.append(f"frontend {number}, {worker['name']}: {wrong or worker['standing']}")
+                        found.append(f"{frontend['name']}, {worker['name']}: {wrong or worker['standing']}")
             except (httpx.HTTPError, ValueError, KeyError) as error:
-                found.append(f"frontend {number}: {type(error).__name__} {error}")
+                found.append(f"{frontend['name']}: {type(error).__name__} {error}")
         return found
 
     def _cache(self, address: str) -> Held:
@@ -115,12 +135,13 @@ class Recorder:
     time.
     """
 
-    def __init__(self, deployment: Deployment) -> None:
+    def __init__(self, deployment: Observed) -> None:
         self._deployment, self._observer = deployment, Observer(deployment)
         self._engines: dict[str, _Engine] = {}
         self._decided: set[str] = set()
         self._context = zmq.Context()
         self._since = time.time()
+        self._placements: dict[str, list[Placement]] = {}
         self.history: list[Record] = []
         self.stepped = 0  # times since the last begin that a set clock gave
 
@@ -141,9 +162,9 @@ class Recorder:
             if name not in self._engines:
                 self._engines[name] = _Engine(address, pid, Ledger(self._observer.seed), began, began)
             self._read(name, self._engines[name])
-        for number, frontend in enumerate(self._deployment.run["frontends"]):
+        for frontend in self._deployment.frontends:
             try:
-                self._decisions(frontend["name"], self._observer.control("/control/decisions?count=400", number))
+                self._decisions(frontend["name"], self._observer.control("/control/decisions?count=400", frontend))
             except (httpx.HTTPError, ValueError):
                 continue
 
@@ -154,6 +175,7 @@ class Recorder:
             CacheChange(name, engine.sent, engine.sent, tuple(engine.held)) for name, engine in self._engines.items()
         ]
         self._since, self.stepped = time.time(), 0
+        self._placements.clear()
 
     def checked(self, slack: dict[str, float], delay: float = 0.0) -> IndexChecker:
         """Check the history. ``slack``: frontend -> additional seconds by which its view may lag; ``delay``: longest
@@ -167,6 +189,13 @@ class Recorder:
             elif each.at >= self._since + lag:  # else its view may be older than the history
                 records.append(replace(each, lag=lag, slack=slack.get(each.reader, 0.0)))
         return check(records)
+
+    def claims(self, claims: Sequence[Claim], *, complete: bool) -> tuple[ClaimChecker, list[str]]:
+        """Check what answers said of their prompts' cached tokens; return which of them are false. ``complete``: no
+        router's log of decisions was lost.
+        """
+        checker = ClaimChecker(complete)
+        return checker, checker.wrong(claims, self._placements, self.history)
 
     def _read(self, name: str, engine: _Engine) -> None:
         dealer = self._context.socket(zmq.DEALER)
@@ -213,7 +242,10 @@ class Recorder:
 
     def _decisions(self, reader: str, decisions: list[dict[str, Any]]) -> None:
         for decision in decisions:
-            if decision["request_id"] in self._decided or decision["predicted"] != "before":
+            if decision["predicted"] != "before":
+                continue
+            self._place(decision)
+            if decision["request_id"] in self._decided:
                 continue
             self._decided.add(decision["request_id"])
             at, names = self._time(decision["at"]), [int(key, 16) for key in decision["keys"]]
@@ -221,3 +253,18 @@ class Recorder:
                 if each["scored"]:
                     overlap = each["overlap"]
                     self.history.append(Decision(reader, each["worker"], at, names, overlap, LAG, denies=False))
+
+    def _place(self, decision: dict[str, Any]) -> None:
+        """Note at which engines a request was: where it is now, and where it was tried before."""
+        request, tried = decision["request_id"], [attempt["worker"] for attempt in decision["attempts"]]
+        known = self._placements.get(request)
+        if known is None and request in self._decided:
+            return  # before the last begin
+        if known is not None and len(tried) <= max(1, known[0].tries):
+            return
+        keys = known[0].keys if known is not None else [int(key, 16) for key in decision["keys"]]
+        at = self._time(decision["at"]) if len(tried) <= 1 else self._since
+        self._placements[request] = [
+            Placement(engine, at, keys, decision["block_size"], len(tried))
+            for engine in sorted({decision["worker"], *tried})
+        ]

@@ -85,6 +85,13 @@ class FaultTarget(Target):
             self.totals[outcome] += count
         self.keep_largest(**{"s for an answer": round(clients.answers.slowest, 1)})
 
+    def _false_claims(self, recorder: Recorder, clients: Clients) -> list[str]:
+        """Return what answers claimed to have been cached that could not be; a router's end loses its decisions."""
+        checker, wrong = recorder.claims(clients.answers.claims, complete=not clients.may_cut)
+        self.totals["answers whose cached tokens were checked"] += checker.checked
+        self.totals["blocks that answers claimed"] += checker.blocks
+        return wrong[:3]
+
     def _settle(self) -> list[str]:
         """Wait until every index equals its cache; return where it does not within the deadline."""
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -179,6 +186,7 @@ class Faults(FaultTarget):
         self.totals["reads of a cache"] += checker.decisions
         self.totals["blocks claimed"] += checker.blocks
         broken += [f"{each.kind}: {each.decision}" for each in checker.violations[:3]]
+        broken += self._false_claims(self._recorder, clients)
         if left := set(SHM.rglob("*")) - shared:
             broken.append(f"left in {SHM}: {sorted(left)[:3]}")
         return broken
@@ -191,12 +199,12 @@ class Faults(FaultTarget):
         """Wait while the fault lasts; return what frontends say that is not true, and which of them say nothing."""
         broken, began = set(), time.monotonic()
         while (passed := time.monotonic() - began) < SECONDS:
-            for number, frontend in enumerate(self._deployment.run["frontends"]):
+            for frontend in self._deployment.frontends:
                 if frontend["name"] == victim.pod or fault in OF_THE_NETWORK[2:]:
                     continue
                 try:
-                    is_ready = self._observer.ready(number)
-                    workers = {each["name"]: each["standing"] for each in self._observer.workers(number)}
+                    is_ready = self._observer.ready(frontend)
+                    workers = {each["name"]: each["standing"] for each in self._observer.workers(frontend)}
                 except (httpx.HTTPError, ValueError) as error:
                     broken.add(f"{frontend['name']}, untouched, does not answer: {type(error).__name__}")
                     continue

@@ -93,8 +93,8 @@ class Soak(Target):
                     self._add(f"threads {command} {pod}", process.num_threads())
         for journal in Path(self._deployment.folder).glob("*/state/ledger.journal"):
             self._add(f"MiB journal {journal.parts[-3]}", journal.stat().st_size / 2**20)
-        for number in range(len(self._deployment.controls)):
-            held = sum(sum(worker["held"].values()) for worker in self._observer.workers(number))
+        for number, frontend in enumerate(self._deployment.frontends):
+            held = sum(sum(worker["held"].values()) for worker in self._observer.workers(frontend))
             self._add(f"blocks index {number}", held)
 
     def _add(self, name: str, value: float) -> None:

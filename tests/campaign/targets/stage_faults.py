@@ -101,11 +101,11 @@ class StageFaults(FaultTarget):
         """Wait while the fault lasts; return which frontends, all untouched, are not ready or do not answer."""
         broken, began = set(), time.monotonic()
         while time.monotonic() - began < SECONDS:
-            for number in range(len(self._deployment.controls)):
+            for frontend in self._deployment.frontends:
                 try:
-                    if not self._observer.ready(number):
-                        broken.add(f"frontend {number} is not ready")
+                    if not self._observer.ready(frontend):
+                        broken.add(f"{frontend['name']} is not ready")
                 except httpx.HTTPError as error:
-                    broken.add(f"frontend {number} does not answer: {type(error).__name__}")
+                    broken.add(f"{frontend['name']} does not answer: {type(error).__name__}")
             time.sleep(WATCH_SECONDS)
         return sorted(broken)
