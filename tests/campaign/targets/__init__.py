@@ -1,6 +1,7 @@
 """The targets of the campaign, by name."""
 
 from campaign.target import Target
+from campaign.targets.change_faults import ChangeFaults
 from campaign.targets.chat_bodies import ChatBodies
 from campaign.targets.data_uris import DataUris
 from campaign.targets.engine_events import EngineEvents
@@ -19,5 +20,6 @@ from campaign.targets.tenant_timing import TenantTiming
 from campaign.targets.urls import Urls
 
 _INPUTS = (HttpStreams, LoopTurns, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
-_ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, Faults, StageFaults, SoakMonth, Soak, TenantTiming)
+_FAULTS = (Faults, StageFaults, ChangeFaults)
+_ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, *_FAULTS, SoakMonth, Soak, TenantTiming)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}

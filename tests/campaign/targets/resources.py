@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from artefacts import NotMadeError, go_programs, run_tool
+from artefacts import go_programs
+from campaign.faults.cluster_pods import missing_programs
 from campaign.mutation import changed, places
 from campaign.target import BrokenPropertyError, Target
 from cluster.controlplane import control_plane
@@ -113,12 +114,7 @@ class AdmittedResources(Resources):
 
     @classmethod
     def missing(cls) -> str:
-        """Make the programs where they are not there yet, which takes longer than an input may."""
-        try:
-            run_tool("cluster.go_programs", "kubernetes", live=True)
-        except NotMadeError as error:
-            return f"{error}"
-        return ""
+        return missing_programs()
 
     def __enter__(self) -> Self:
         self._stack = ExitStack()
