@@ -1,17 +1,13 @@
 """Two deployments behind one address (`mmrouter gateway`): what clients see, splits, keys, and restarts under load."""
 
-import contextlib
 import json
-import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,81 +19,18 @@ import psutil
 import pytest
 import yaml
 from doc_commands import many_models
+from gateway.gateways import ALIASES, CHAT, SMALL, START_SECONDS, Gateway, gateway_process
 from gateway.load import Load
 from local.rig import ROOT, Deployment, deployed, example, metric, running
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
+from services import service
 from waiting import wait_for
 
-from mmrouter_cli.local.loopback_network import Forwarder
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_router.gateway import config
 from mmrouter_router.gateway.requests import conversation
 from mmrouter_router.gateway.routes import Deployment as Deployed
 from mmrouter_router.gateway.routes import Routes, of_conversation
-
-ALIASES, SMALL = (ROOT / "examples" / "gateway" / name for name in ("aliases.yaml", "small.yaml"))
-START_SECONDS = 600
-CHAT = "/v1/chat/completions"
-
-
-@dataclass
-class Gateway:
-    """A running ``mmrouter gateway``."""
-
-    process: subprocess.Popen[str]
-    url: str
-    log: list[str]
-
-    @property
-    def host(self) -> str:
-        return str(httpx.URL(self.url).host)
-
-    @property
-    def ready(self) -> bool:
-        try:
-            return httpx.get(f"http://{self.host}:9090/readyz", timeout=10).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def client(self, key: str = "any", **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300, **options)
-
-    def ask(self, model: str, *texts: str, key: str = "any", **fields: Any) -> httpx.Response:
-        """Send a chat whose turns are these texts, of user and assistant in turn."""
-        turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
-        body = {"model": model, "max_tokens": 1, "messages": turns, **fields}
-        headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(self.url + CHAT, json=body, headers=headers, timeout=300)
-
-    def names(self) -> list[str]:
-        return [model["id"] for model in httpx.get(f"{self.url}/v1/models", timeout=10).json()["data"]]
-
-
-@contextmanager
-def gateway_process(*options: str) -> Iterator[Gateway]:
-    """``mmrouter gateway`` in the background until the block ends; leaves by SIGINT."""
-    command = [sys.executable, "-m", "mmrouter_cli", "gateway", *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True
-    )
-    log: list[str] = []
-    assert process.stdout is not None
-    reader = threading.Thread(target=lambda out: log.extend(iter(out.readline, "")), args=(process.stdout,))
-    reader.start()
-    try:
-        found: list[str] = []
-        wait_for(
-            lambda: process.poll() is not None or found.extend(re.findall(r"ready (\S+)/v1", "".join(log))) or found,
-            START_SECONDS,
-            "the gateway is ready",
-        )
-        assert found, "".join(log)
-        yield Gateway(process, found[0], log)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-        process.wait(60)
-        reader.join(5)
 
 
 @dataclass
@@ -264,44 +197,11 @@ def test_no_request_is_lost_by_frontends_that_restart_one_by_one(site: Site, num
     assert load.statuses.keys() == {200}, load.faults[:5]
 
 
-@contextmanager
-def service(gateways: list[Gateway]) -> Iterator[str]:
-    """A Service of these gateways, with the Ready ones as its endpoints; yield its URL."""
-    import asyncio
-
-    loop, ready = asyncio.new_event_loop(), threading.Event()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    endpoints: list[tuple[str, int]] = []
-
-    async def probe(stop: asyncio.Event) -> None:
-        forwarder = Forwarder(lambda: endpoints)
-        await forwarder.listen("127.0.0.1", port)
-        while not stop.is_set():
-            states = [await asyncio.to_thread(lambda one=one: one.ready) for one in gateways]
-            endpoints[:] = [(one.host, 8080) for one, state in zip(gateways, states, strict=True) if state]
-            if len(endpoints) == len(gateways):
-                ready.set()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 0.2)
-        await forwarder.close()
-
-    stop = asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(probe(stop)))
-    thread.start()
-    try:
-        assert ready.wait(60)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
-
-
 def test_no_request_is_lost_by_gateways_that_restart_one_by_one(site: Site) -> None:
     with ExitStack() as stack:
         gateways = [stack.enter_context(gateway_process()) for _ in range(2)]
-        load = Load(stack.enter_context(service(gateways)))
+        wait_for(lambda: all(one.ready for one in gateways), 60, "both gateways are ready")
+        load = Load(stack.enter_context(service(lambda: [(one.host, 8080) for one in gateways if one.ready])))
         with load.asking():
             load.more(20)
             for number in range(2):

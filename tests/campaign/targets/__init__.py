@@ -7,6 +7,7 @@ from campaign.targets.data_uris import DataUris
 from campaign.targets.engine_events import EngineEvents
 from campaign.targets.faults import Faults
 from campaign.targets.feed_frames import FeedFrames
+from campaign.targets.gateway_faults import GatewayFaults
 from campaign.targets.http_streams import HttpStreams
 from campaign.targets.image_headers import ImageHeaders
 from campaign.targets.index import IndexHistories
@@ -20,6 +21,6 @@ from campaign.targets.tenant_timing import TenantTiming
 from campaign.targets.urls import Urls
 
 _INPUTS = (HttpStreams, LoopTurns, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
-_FAULTS = (Faults, StageFaults, ChangeFaults)
+_FAULTS = (Faults, StageFaults, ChangeFaults, GatewayFaults)
 _ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, *_FAULTS, SoakMonth, Soak, TenantTiming)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}

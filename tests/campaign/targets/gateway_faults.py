@@ -1,0 +1,172 @@
+"""Target ``gateway_faults``: gateways and endpoint pickers as victims of one drawn fault at a time, under load.
+
+An input is a line: the kind of the victim, the fault, and a number from which the rest is drawn. Two gateways of two
+deployments stand behind a Service; two pickers are asked by one Envoy, where this machine has it.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import httpx
+import psutil
+from campaign.faults.clients import Clients
+from campaign.faults.injection import Victim, inject
+from campaign.faults.kept import Kept
+from campaign.target import BrokenPropertyError
+from campaign.targets.faults import SECONDS, SETTLE_SECONDS, WATCH_SECONDS, FaultTarget
+from gateway.gateways import ALIASES, SMALL, Gateway, gateway_process
+from local.load import ready
+from local.rig import ROOT, Deployment, deployed, example, running
+from services import service
+from waiting import wait_for
+
+from mmrouter_cli.local.envoy import find_envoy
+from mmrouter_cli.local.folders import LocalError
+
+FAULTS = ("kill", "stop", "descriptors", "memory")
+ENDS_STREAMS = {"gateway": frozenset({"kill", "memory"}), "picker": frozenset({"kill", "memory", "stop"})}
+"""Faults after which an answer that passes through the victim may break off."""
+START_SECONDS = 180.0
+GATEWAYS, PORT = 2, 8080
+
+
+def _without_envoy() -> str:
+    try:
+        find_envoy()
+    except LocalError as error:
+        return f"{error}"
+    return ""
+
+
+class GatewayFaults(FaultTarget):
+    """Gateways, then pickers; after a fault that broke a promise, others."""
+
+    name = "gateway_faults"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kind = ""
+        self._gateways: list[Kept[Gateway]] = []
+
+    @classmethod
+    def left_out(cls) -> str:
+        reason = _without_envoy()
+        return f"without pickers: {reason}" if reason else ""
+
+    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
+        """Draw every fault once before any of them again, those of a kind one after the other."""
+        if not self._order:
+            kinds = ["gateway"] if _without_envoy() else source.sample(["gateway", "picker"], 2)
+            drawn = [f"{kind} {fault}" for kind in kinds for fault in source.sample(FAULTS, len(FAULTS))]
+            self._order = [f"{line} {source.randrange(1000)}".encode() for line in drawn]
+        return self._order.pop()
+
+    def check(self, data: bytes) -> str:
+        kind, fault, number = data.decode().split()
+        if kind != self._kind:
+            self._start(kind)
+        broken = self._fault(kind, fault, int(number), random.Random(data))
+        self.totals["faults"] += 1
+        if broken:
+            self._running.close()
+            self._kind = ""
+            raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        return f"{kind} {fault}"
+
+    def _start(self, kind: str) -> None:
+        self._running.close()
+        self._gateways = []
+        stack = self._running
+        if kind == "picker":
+            demo = running(ROOT / "examples" / "demo.yaml", "--gateway", "envoy", start_seconds=START_SECONDS)
+            self._deployments = [stack.enter_context(demo)]
+            self._url = self._deployments[0].url
+        else:
+            resource = example()
+            resource["spec"]["pools"][0]["replicas"] = 1
+            demo, small = deployed(self._folder, resource), running(SMALL, start_seconds=START_SECONDS)
+            self._deployments = [stack.enter_context(each) for each in (demo, small)]
+            self._gateways = [Kept(lambda: gateway_process("--config", str(ALIASES))) for _ in range(GATEWAYS)]
+            for each in self._gateways:
+                stack.enter_context(each.running())
+            wait_for(lambda: len(self._ready()) == GATEWAYS, START_SECONDS, "every gateway is ready")
+            self._url = stack.enter_context(service(self._ready))
+        if left := self._all_back():
+            raise TimeoutError("; ".join(left))
+        self._kind = kind
+
+    def _ready(self) -> list[tuple[str, int]]:
+        return [(each.now.host, PORT) for each in self._gateways if ready(each.now.host)]
+
+    def _victim(self, kind: str, dice: random.Random) -> Victim:
+        if kind == "gateway":
+            gateway = dice.choice(self._gateways).now
+            return Victim(kind, gateway.host, gateway.host, psutil.Process(gateway.process.pid))
+        pod, process = dice.choice(sorted(self._deployments[0].processes("router").items()))
+        return Victim(kind, pod, process.environ()["POD_IP"], process)
+
+    def _fault(self, kind: str, fault: str, number: int, dice: random.Random) -> list[str]:
+        victim = self._victim(kind, dice)
+        models = ("demo", "small") if kind == "gateway" else ("demo",)
+        loads = [Clients(self._url, model, number) for model in models]
+        broken: list[str] = []
+        with ExitStack() as during:
+            for clients in loads:
+                clients.may_cut = fault in ENDS_STREAMS[kind]
+                during.enter_context(clients.asking())
+            for clients in loads:
+                wait_for(lambda clients=clients: clients.answers.outcomes.total() >= 8, 60, "clients get answers")
+            undo = inject(fault, victim, self._disk)
+            try:
+                broken += self._watch(kind, victim)
+            finally:
+                undo()
+            began = time.monotonic()
+            broken += self._all_back()
+            self.keep_largest(**{"s until everything is ready": round(time.monotonic() - began, 1)})
+            time.sleep(WATCH_SECONDS)
+        for clients in loads:
+            broken += clients.answers.broken
+            self._count(clients)
+        return broken
+
+    def _watch(self, kind: str, victim: Victim) -> list[str]:
+        """Wait while the fault lasts; return which gateways or pickers that are not the victim are not ready."""
+        others = [each.now.host for each in self._gateways]
+        if kind == "picker":
+            others = [str(httpx.URL(control).host) for control in self._deployments[0].controls]
+        others = [host for host in others if host != victim.address]
+        broken, began = set(), time.monotonic()
+        while time.monotonic() - began < SECONDS:
+            broken |= {f"{host}, untouched, is not ready" for host in others if not ready(host)}
+            time.sleep(WATCH_SECONDS)
+        return sorted(broken)
+
+    def _all_back(self) -> list[str]:
+        """Wait until every process is ready and every model is answered; return what is not within the deadline."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while left := self._not_back():
+            if time.monotonic() > deadline:
+                return [f"not back within {SETTLE_SECONDS:g} s", *left]
+            time.sleep(WATCH_SECONDS)
+        return []
+
+    def _not_back(self) -> list[str]:
+        left = [f"{each.run['deployment']} is not settled" for each in self._deployments if not each.settled()]
+        for each in self._gateways:
+            left += [] if ready(each.now.host) else [f"the gateway {each.now.host} is not ready"]
+        return left or [text for each in self._deployments if (text := self._unanswered(each))]
+
+    def _unanswered(self, deployment: Deployment) -> str:
+        """Return why the model of a deployment is not answered by it; empty: it is."""
+        name = str(deployment.run["deployment"])
+        body = {"model": name, "max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}]}
+        try:
+            answer = httpx.post(f"{self._url}/v1/chat/completions", json=body, timeout=60)
+        except httpx.HTTPError as error:
+            return f"{name}: {error!r}"
+        if answer.status_code != 200 or answer.headers.get("x-mmrouter-deployment", name) != name:
+            return f"{name}: {answer.status_code} {answer.text[:200]}"
+        return ""
