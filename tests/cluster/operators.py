@@ -101,11 +101,11 @@ def operator(
     server: str = "",
     options: Sequence[str] = (),
     wait: bool = True,
-    packages: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Replica]:
     """Run a replica until the block ends; by default the block begins when it leads. ``options``: where it does not end
     in order, :data:`BRIEF` among them lets the next one lead without a long wait. ``server``: another URL than the API
-    server's, a proxy's. ``packages``: a folder with the packages of another version.
+    server's, a proxy's. ``env``: variables beside this process's.
     """
     install(plane)
     config = plane.kubeconfig_for(NAMESPACE, ACCOUNT, server)
@@ -117,8 +117,7 @@ def operator(
         *(sys.executable, "-m", "mmrouter_cli", "operator", f"--kubeconfig={config}", f"--identity={identity}"),
         *(f"--lease-namespace={NAMESPACE}", f"--bind={address}:{PORT}", "--log-format=text", *options),
     ]
-    env = None if packages is None else {**os.environ, "PYTHONPATH": str(packages)}
-    replica = Replica(plane, identity, plane.spawn(identity, argv, env), address)
+    replica = Replica(plane, identity, plane.spawn(identity, argv, {**os.environ, **(env or {})}), address)
     try:
         if wait:
             wait_for(replica.ready, 30, f"{identity} has filled its caches")

@@ -8,19 +8,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import pytest
+from cluster.changes import CHANGES, runs, settled
 from cluster.controlplane import ControlPlane
 from cluster.deployments import pod_metrics
 from cluster.faults import BROKEN, BROKEN_AFTER, CONFLICT, THROTTLED, Fault, Proxy, Zygote, alike, proxy, unlike
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import holder, operator
-from cluster.resources import Object, apply, complete, condition, delete, get, resource, status
+from cluster.resources import Object, apply, delete, resource, status
 from long_form import IS_LONG, parameters
 from waiting import wait_for
 
-from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.runtime.operator import EXIT
 
 SETTLE_SECONDS = 60
@@ -36,12 +35,6 @@ POLL = 0.2
 def between(crd: ControlPlane) -> Iterator[Proxy]:
     with proxy(crd) as made:
         yield made
-
-
-def settled(plane: ControlPlane, namespace: str, body: Object) -> bool:
-    found = get(plane, RESOURCE, namespace, body["metadata"]["name"])
-    seen = condition(plane, "SpecValid", namespace).get("observedGeneration") == found["metadata"]["generation"]
-    return seen and complete(plane, body, namespace)
 
 
 @pytest.mark.parametrize(
@@ -126,54 +119,6 @@ def test_a_restart_of_the_api_server_is_survived(crd: ControlPlane, namespace: s
         assert replica.process.poll() is None
 
 
-@dataclass(frozen=True)
-class Change:
-    """What a reconcile is about: from ``before``, nothing where it is empty, to ``after``."""
-
-    before: Object
-    after: Object
-    changed: frozenset[str]
-
-
-def unscheduled(*, frontend: bool = True, **spec: Any) -> Object:
-    """Return a deployment whose pods find no node: how far its children are depends on the operator alone.
-    ``frontend``: those of the frontend, too. Without a frontend, engines do not get a new template.
-    """
-    made = resource(**spec)
-    for part in made["spec"]["pools"] + [made["spec"]["frontend"]] * frontend:
-        part["podTemplate"] = {"spec": {"nodeSelector": {"example.com/no-node": "here"}}}
-    return made
-
-
-def updated() -> Object:
-    made = unscheduled(frontend=False)
-    made["spec"]["engine"] |= {"image": "registry.example/engine:2", "args": ["--max-num-seqs=7"]}
-    return made
-
-
-def larger() -> Object:
-    pools = unscheduled(replicas=2)["spec"]["pools"]
-    pools += [{**pools[0], "name": "more"}]
-    pools[0] = {**pools[0], "autoscaling": {"minReplicas": 1, "maxReplicas": 4}}
-    return unscheduled(pools=pools)
-
-
-CHANGES = {
-    "create": Change({}, unscheduled(), frozenset({"Service demo", "Deployment demo-worker"})),
-    "update": Change(unscheduled(frontend=False), updated(), frozenset({"Deployment demo-worker"})),
-    "prune": Change(
-        larger(),
-        unscheduled(networkPolicy={"enabled": False}),
-        frozenset(
-            {
-                *("Deployment demo-more", "HorizontalPodAutoscaler demo-worker", "NetworkPolicy demo-frontend"),
-                *("PodDisruptionBudget demo-worker", "ConfigMap demo-config"),
-            }
-        ),
-    ),
-}
-
-
 @dataclass
 class Killed:
     """Namespaces in which the same has changed: one in peace, in each of the others under an operator that died.
@@ -183,14 +128,6 @@ class Killed:
 
     undisturbed: str
     disturbed: dict[int, str] = field(default_factory=dict)
-
-
-def runs(plane: ControlPlane, namespace: str) -> bool:
-    """Whether the frontend is as large as it has to be, and none of its pods is an older one."""
-    frontend = get(plane, "Deployment", namespace, "demo-frontend")
-    seen, wanted = frontend.get("status") or {}, frontend["spec"]["replicas"]
-    is_seen = seen.get("observedGeneration") == frontend["metadata"]["generation"]
-    return is_seen and {seen.get(name, 0) for name in ("replicas", "updatedReplicas", "availableReplicas")} == {wanted}
 
 
 @pytest.fixture(scope="module")

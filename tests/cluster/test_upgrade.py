@@ -71,7 +71,7 @@ def test_operators_and_definitions_of_two_versions_work_in_every_combination(
     kube_bin: Path, tmp_path: Path, previous: Path
 ) -> None:
     crds = {"previous": previous / "crds", "new": CRDS}
-    packages = {"previous": previous, "new": None}
+    variables = {"previous": {"PYTHONPATH": str(previous)}, "new": dict[str, str]()}
     steps = (
         ("previous", "previous"),  # definition, operator
         ("new", "previous"),
@@ -88,7 +88,7 @@ def test_operators_and_definitions_of_two_versions_work_in_every_combination(
             about = f"definition {served}, operator {version}"
             plane.apply_crds(crds[served])
             hashes.add(json.dumps(spec_of(plane), sort_keys=True))
-            with operator(plane, f"operator-{number}", options=BRIEF, packages=packages[version]) as replica:
+            with operator(plane, f"operator-{number}", options=BRIEF, env=variables[version]) as replica:
                 assert_works(deployed, known, f"made-{number}", about)
                 assert replica.process.poll() is None
                 assert "Traceback" not in replica.log()

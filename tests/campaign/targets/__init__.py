@@ -12,6 +12,7 @@ from campaign.targets.http_streams import HttpStreams
 from campaign.targets.image_headers import ImageHeaders
 from campaign.targets.index import IndexHistories
 from campaign.targets.loop_turns import LoopTurns
+from campaign.targets.operator_faults import OperatorFaults
 from campaign.targets.prompts import Prompts
 from campaign.targets.resources import AdmittedResources, Resources
 from campaign.targets.soak import Soak
@@ -21,6 +22,6 @@ from campaign.targets.tenant_timing import TenantTiming
 from campaign.targets.urls import Urls
 
 _INPUTS = (HttpStreams, LoopTurns, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
-_FAULTS = (Faults, StageFaults, ChangeFaults, GatewayFaults)
+_FAULTS = (Faults, StageFaults, ChangeFaults, GatewayFaults, OperatorFaults)
 _ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, *_FAULTS, SoakMonth, Soak, TenantTiming)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}
