@@ -47,9 +47,9 @@ def deployment(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPa
 def conversation(number: int, turns: int) -> Case:
     """Return the first turns of a conversation; every second one shows a picture."""
     shown = [image_part(picture(224, 224, seed=number))] if number % 2 else []
-    messages = [user(f"Conversation {number}. {STORY}", *shown, "What is told?")]
+    messages = [user(f"Conversation {number}. {STORY}", *shown, "What happens?")]
     for turn in range(turns):
-        messages += [{"role": "assistant", "content": f"It is told {turn} times."}, user(f"And then? {STORY[:300]}")]
+        messages += [{"role": "assistant", "content": f"It happens {turn} times."}, user(f"And then? {STORY[:300]}")]
     return Case(f"conversation {number}, {turns} turns", {"messages": messages})
 
 
