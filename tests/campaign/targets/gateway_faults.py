@@ -1,7 +1,7 @@
 """Target ``gateway_faults``: gateways and endpoint pickers as victims of one drawn fault at a time, under load.
 
 An input is a line: the kind of the victim, the fault, and a number from which the rest is drawn. Two gateways of two
-deployments stand behind a Service; two pickers are asked by one Envoy, where this machine has it.
+deployments stand behind a Service; two pickers serve one Envoy, where this machine has it.
 """
 
 import random
