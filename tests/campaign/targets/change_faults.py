@@ -57,6 +57,10 @@ class ChangeFaults(FaultTarget):
     name = "change_faults"
     limit_s = 2400.0  # above the sum of all waits
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._began = False
+
     @classmethod
     def missing(cls) -> str:
         return super().missing() or missing_programs()
@@ -76,14 +80,15 @@ class ChangeFaults(FaultTarget):
     def check(self, data: bytes) -> str:
         command, fault, changed, moment, number = data.decode().split()
         change, part = changed.split("_")
-        if not hasattr(self, "_pods") or self._changes >= CHANGES_OF_A_CLUSTER:
+        began = self._began and self._changes < CHANGES_OF_A_CLUSTER
+        self._began = False  # whatever goes wrong from here on, the next input gets another deployment
+        if not began:
             self._start()
         broken = self._fault(command, fault, change, part, moment, int(number), random.Random(data))
         self.totals["faults"] += 1
         if broken:
-            self._running.close()
-            del self._pods
             raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        self._began = True
         return f"{command} {fault} {changed} {moment}"
 
     def _start(self) -> None:

@@ -65,14 +65,14 @@ class GatewayFaults(FaultTarget):
 
     def check(self, data: bytes) -> str:
         kind, fault, number = data.decode().split()
-        if kind != self._kind:
+        known, self._kind = self._kind, ""  # whatever goes wrong from here on, the next input gets others
+        if kind != known:
             self._start(kind)
         broken = self._fault(kind, fault, int(number), random.Random(data))
         self.totals["faults"] += 1
         if broken:
-            self._running.close()
-            self._kind = ""
             raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        self._kind = kind
         return f"{kind} {fault}"
 
     def _start(self, kind: str) -> None:
@@ -88,14 +88,13 @@ class GatewayFaults(FaultTarget):
             resource["spec"]["pools"][0]["replicas"] = 1
             demo, small = deployed(self._folder, resource), running(SMALL, start_seconds=START_SECONDS)
             self._deployments = [stack.enter_context(each) for each in (demo, small)]
-            self._gateways = [Kept(lambda: gateway_process("--config", str(ALIASES))) for _ in range(GATEWAYS)]
-            for each in self._gateways:
-                stack.enter_context(each.running())
+            for _ in range(GATEWAYS):
+                self._gateways.append(Kept(lambda: gateway_process("--config", str(ALIASES))))
+                stack.enter_context(self._gateways[-1].running())
             wait_for(lambda: len(self._ready()) == GATEWAYS, START_SECONDS, "every gateway is ready")
             self._url = stack.enter_context(service(self._ready))
         if left := self._all_back():
             raise TimeoutError("; ".join(left))
-        self._kind = kind
 
     def _ready(self) -> list[tuple[str, int]]:
         return [(each.now.host, PORT) for each in self._gateways if ready(each.now.host)]
