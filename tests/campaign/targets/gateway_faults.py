@@ -13,7 +13,7 @@ import httpx
 import psutil
 from campaign.faults.clients import Clients
 from campaign.faults.injection import Victim, inject
-from campaign.faults.kept import Kept
+from campaign.faults.restarted import Restarted
 from campaign.target import BrokenPropertyError
 from campaign.targets.faults import SECONDS, SETTLE_SECONDS, WATCH_SECONDS, FaultTarget
 from gateway.gateways import ALIASES, SMALL, Gateway, gateway_process
@@ -48,7 +48,7 @@ class GatewayFaults(FaultTarget):
     def __init__(self) -> None:
         super().__init__()
         self._kind = ""
-        self._gateways: list[Kept[Gateway]] = []
+        self._gateways: list[Restarted[Gateway]] = []
 
     @classmethod
     def left_out(cls) -> str:
@@ -89,7 +89,7 @@ class GatewayFaults(FaultTarget):
             demo, small = deployed(self._folder, resource), running(SMALL, start_seconds=START_SECONDS)
             self._deployments = [stack.enter_context(each) for each in (demo, small)]
             for _ in range(GATEWAYS):
-                self._gateways.append(Kept(lambda: gateway_process("--config", str(ALIASES))))
+                self._gateways.append(Restarted(lambda: gateway_process("--config", str(ALIASES))))
                 stack.enter_context(self._gateways[-1].running())
             wait_for(lambda: len(self._ready()) == GATEWAYS, START_SECONDS, "every gateway is ready")
             self._url = stack.enter_context(service(self._ready))

@@ -20,7 +20,7 @@ from campaign.faults import clock
 from campaign.faults.cluster_pods import ROOT, missing_programs
 from campaign.faults.delay import measured
 from campaign.faults.injection import OF_THE_CLOCK, Victim, inject
-from campaign.faults.kept import Kept
+from campaign.faults.restarted import Restarted
 from campaign.target import BrokenPropertyError, Target
 from cluster.changes import CHANGES, Change, runs, settled
 from cluster.controlplane import ControlPlane, control_plane
@@ -78,7 +78,7 @@ class OperatorFaults(Target):
         env = {"HOME": str(folder / "home")}
         if not clock.missing():
             env["LD_PRELOAD"] = str(clock.build(folder))
-        self._operator = Kept(lambda: operator(self._plane, server=server, options=BRIEF, env=env, wait=False))
+        self._operator = Restarted(lambda: operator(self._plane, server=server, options=BRIEF, env=env, wait=False))
         stack.enter_context(self._operator.running())
         wait_for(self._operator.now.leads, SETTLE_SECONDS, "the operator leads")
         return self

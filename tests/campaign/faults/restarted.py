@@ -17,7 +17,7 @@ class _Run(Protocol):
 T = TypeVar("T", bound=_Run)
 
 
-class Kept(Generic[T]):
+class Restarted(Generic[T]):
     """``now``: the newest run; ``ends``: how many have ended."""
 
     def __init__(self, start: Callable[[], AbstractContextManager[T]]) -> None:
