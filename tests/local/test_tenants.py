@@ -14,7 +14,8 @@ from waiting import wait_for
 from mmrouter_cli.sample_images import data_uri, picture
 
 KEYS = {"limited": "key-of-limited", "free": "key-of-free", "first": "key-of-first", "second": "key-of-second"}
-SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS}
+MANY = {f"tenant-{number}": f"key-of-tenant-{number}" for number in range(1000)}
+SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS | MANY}
 SLOTS = 2
 TENANTS = {"named": [{"name": "limited", "requestsPerMinute": 20, "concurrency": 4}]}
 
@@ -119,6 +120,27 @@ def test_a_tenant_reads_nothing_of_prompts_and_images_that_another_one_sent(depl
     urls = [f"{one_router}/metrics", f"{control}/control/decisions/{decision}", f"{control}/control/state"]
     assert [httpx.get(url, headers=key).status_code for url in urls] == [404, 401, 401]
     assert httpx.post(f"{control}/control/explain", headers=key, json={}).status_code == 401
+
+
+async def test_a_thousand_tenants_under_load_hit_their_own_blocks_alone(deployment):
+    """All send the same prompt, each twice: the first time it is new to the tenant, the second time it is a hit."""
+    body = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "What is to be seen? " * 12}]}
+    places = asyncio.Semaphore(64)
+
+    async def cached(session: aiohttp.ClientSession, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        async with session.post("/v1/chat/completions", json=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            return int((await answer.json())["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    async def first_and_second(session: aiohttp.ClientSession, key: str) -> tuple[bool, bool]:
+        async with places:
+            first, second = await cached(session, key), await cached(session, key)
+            return first > 0, second > 0
+
+    async with session_of(deployment.url) as session:
+        seen = Counter(await asyncio.gather(*(first_and_second(session, key) for key in MANY.values())))
+    assert seen == {(False, True): len(MANY)}
 
 
 def test_keys_rotate_without_a_restart(deployment):
