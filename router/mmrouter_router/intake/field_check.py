@@ -59,8 +59,8 @@ def check_fields(body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType
 
 def check_nested(body: Mapping[str, Any], nested: Mapping[str, Names]) -> None:
     """Raise :class:`RequestError` for a name inside a field that is unknown there."""
-    for name, known in nested.items():
-        if path := unknown_name(body.get(name), known):
+    for name in nested.keys() & body.keys():
+        if path := unknown_name(body[name], nested[name]):
             raise RequestError.unknown_field(f"{name}{path}")
 
 
