@@ -27,7 +27,11 @@ from mmrouter_operator.render.pod.kv_compatibility import mismatches
 
 _NO_RESTART = ("replicas", "autoscaling", "weight")
 STEP = ("action", "kind", "name", "why")
-_OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator", "sharedMemory")
+_NO_FRONTEND_RESTART = (
+    *("frontend.replicas", "frontend.service", "frontend.gateway", "observability.podMonitor"),
+    *("paused", "networkPolicy", "sidecar"),
+)
+_OF_A_ROUTER = ("name", "role", "parallelism", "blockSize", "accelerator.kind", "sharedMemory")
 
 
 class PlanError(Exception):
@@ -225,8 +229,7 @@ def _restarts(path: str, pool: str) -> bool:
     if not pool:
         if path.startswith("pools["):
             return field.startswith(_OF_A_ROUTER) or path.endswith("]")
-        without = ("frontend.replicas", "frontend.service", "frontend.gateway", "paused", "networkPolicy", "sidecar")
-        return not path.startswith(without)
+        return not path.startswith(_NO_FRONTEND_RESTART)
     if path.startswith("pools["):
         return path.startswith(f"pools[{pool}]") and not field.startswith(_NO_RESTART)
     return not path.startswith(("frontend", "paused", "networkPolicy", "observability", "verification"))

@@ -99,6 +99,9 @@ ENGINE_TLS: Final = "mmrouter.io/engine-tls"
 """Label of engine pods whose HTTP port serves TLS. Routers send plain HTTP to pods without it, from before a change."""
 INPUTS_HASH: Final = "mmrouter.io/template-hash"
 """Annotation of pod templates: the hash of their inputs (:mod:`mmrouter_operator.render.pod.spec_hashes`)."""
+FORMER_HASH: Final = "mmrouter.io/former-template-hash"
+"""Annotation of Deployments: the hash that the previous version gives to the same inputs, where that is another one.
+Pods that it made are kept."""
 RENDERING_HASH: Final = "mmrouter.io/rendering-hash"
 """Annotation of pod templates: the hash of their content, set when one is chosen
 (:mod:`mmrouter_operator.planning.template_revisions`)."""

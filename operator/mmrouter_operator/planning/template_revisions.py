@@ -13,7 +13,7 @@ from typing import Any
 
 from mmrouter_lib import __version__
 from mmrouter_lib.api import MMRouterDeployment
-from mmrouter_operator.model.kinds import ADOPT, COMPATIBILITY, INPUTS_HASH, RENDERING_HASH
+from mmrouter_operator.model.kinds import ADOPT, COMPATIBILITY, FORMER_HASH, INPUTS_HASH, RENDERING_HASH
 from mmrouter_operator.model.snapshot import RevisionView, Snapshot
 from mmrouter_operator.planning.rollout_progress import pods_of, pool_of, role_of, template_hash
 from mmrouter_operator.render import controllerrevision
@@ -43,7 +43,9 @@ def choose_templates(
     if not adopt:
         for manifest in deployments:
             name = manifest["metadata"]["name"]
-            chosen[name] = _stored(name, inputs_of(rendered[name]), manifest, snapshot, newest) or rendered[name]
+            now = inputs_of(rendered[name])
+            inputs = (now, (manifest["metadata"].get("annotations") or {}).get(FORMER_HASH, now))
+            chosen[name] = _stored(name, inputs, manifest, snapshot, newest) or rendered[name]
         together = [m["metadata"]["name"] for m in deployments if role_of(m) in SET_ROLES]
         if len({(chosen[name]["metadata"].get("labels") or {}).get(COMPATIBILITY) for name in together}) > 1:
             # One pool of a set has changed, and the others' stored templates have another layout, so they would never
@@ -118,9 +120,9 @@ def _signed(template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stored(
-    name: str, inputs: str, manifest: Mapping[str, Any], snapshot: Snapshot, newest: RevisionView | None
+    name: str, inputs: Sequence[str], manifest: Mapping[str, Any], snapshot: Snapshot, newest: RevisionView | None
 ) -> dict[str, Any] | None:
-    """Return the stored template with equal inputs: of the newest revision, or of an older one whose pods still run.
+    """Return the stored template with one of these inputs: of the newest revision, or of an older one that pods run.
 
     A user returns to the older one in the middle of a rollout: its pods must not be replaced by equal ones.
     """
@@ -128,7 +130,7 @@ def _stored(
     running = {pod.template_hash for pod in pods_of(snapshot.pods, pool, role)}
     for revision in sorted(snapshot.revisions, key=lambda revision: -revision.number):
         entry = _templates(revision).get(name)
-        if entry is None or entry.get("inputs") != inputs:
+        if entry is None or entry.get("inputs") not in inputs:
             continue
         template: dict[str, Any] = entry["template"]
         if revision is newest or _hash_of(template) in running:

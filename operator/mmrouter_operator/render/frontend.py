@@ -6,7 +6,7 @@ from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_lib.pod_paths import API_KEYS_DIR, CONFIG_DIR, MODEL_DIR, TLS_DIR
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ROUTER_ITEMS
-from mmrouter_operator.model.kinds import INPUTS_HASH
+from mmrouter_operator.model.kinds import FORMER_HASH, INPUTS_HASH
 from mmrouter_operator.render.child import (
     RenderInputs,
     frontend_labels,
@@ -36,6 +36,9 @@ def render(inputs: RenderInputs) -> list[dict[str, Any]]:
     """Return the frontend's Deployment. Raises ``SpecError`` for a bad podTemplate."""
     dep = inputs.dep
     metadata = object_metadata(dep, frontend_name(dep), "frontend", frontend_labels(dep))
+    former = frontend_inputs(dep, inputs.keys, former=True)
+    if former != frontend_inputs(dep, inputs.keys):
+        metadata["annotations"] = {FORMER_HASH: former}
     spec = {
         "replicas": dep.spec.frontend.replicas,
         "selector": {"matchLabels": frontend_labels(dep)},

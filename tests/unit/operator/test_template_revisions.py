@@ -9,6 +9,7 @@ import pytest
 from unit.operator.simulated_world import UID, World, deployment, finish, pair, standing, want, whole
 
 from mmrouter_lib import __version__
+from mmrouter_operator.model.kinds import FORMER_HASH, INPUTS_HASH
 from mmrouter_operator.model.snapshot import RevisionView
 from mmrouter_operator.planning.planner import Complete
 from mmrouter_operator.planning.rollout_progress import template_hash
@@ -52,6 +53,43 @@ def test_a_new_operator_version_restarts_nothing() -> None:
     assert templates(world) == before
     assert {pod.name for pod in world.pods()} == pods
     assert len(world.revisions) == 1
+
+
+def previous_hashes(world: World) -> None:
+    """An operator of the previous version, with the hashes that it gives."""
+
+    def previous(obj: dict[str, Any]) -> None:
+        if (former := obj["metadata"].pop("annotations", {}).get(FORMER_HASH)) is not None:
+            obj["spec"]["template"]["metadata"]["annotations"][INPUTS_HASH] = former
+
+    upgraded(world, previous)
+
+
+def with_devices(count: int, **spec: Any) -> dict[str, Any]:
+    made = {**whole(), **spec}
+    made["pools"][0]["accelerator"]["count"] = count
+    return made
+
+
+def test_the_version_that_leaves_fields_out_of_the_frontends_inputs_restarts_nothing_and_neither_do_the_fields() -> (
+    None
+):
+    world = World(deployment(with_devices(2, observability={"podMonitor": "Enabled"})))
+    new = world.desired
+    previous_hashes(world)
+    finish(world)
+    before, pods = templates(world), {pod.name for pod in world.pods()}
+    previous = world.desired
+    world.desired = new  # type: ignore[method-assign]
+    finish(world)
+    assert (templates(world), {pod.name for pod in world.pods()}) == (before, pods)
+    world.desired = previous  # type: ignore[method-assign]
+    finish(world)
+    assert (templates(world), {pod.name for pod in world.pods()}) == (before, pods)
+    world.desired = new  # type: ignore[method-assign]
+    want(world, with_devices(4))
+    finish(world)
+    assert {name for name, value in templates(world).items() if value != before[name]} == {"vl-work"}
 
 
 def test_a_new_operator_version_scales_the_old_rendering() -> None:

@@ -47,6 +47,9 @@ CHANGES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("paused", {"paused": True}, set()),
     ("networkPolicy", {"networkPolicy": {"enabled": False}}, set()),
     ("a default written out", {"verification": {"onFailure": "Degrade"}}, set()),
+    ("monitors of pods", {"observability": {"podMonitor": "Enabled"}}, set()),
+    ("endpoint of traces", {"observability": {"otlpEndpoint": "http://c:4318"}}, {"frontend"}),
+    ("debug headers", {"observability": {"debugHeaders": True}}, {"frontend"}),
     ("policy", {"routing+": {"policy": "roundRobin"}}, {"frontend"}),
     ("verification", {"verification": {"onFailure": "Refuse"}}, {"frontend"}),
     ("limits of tenants", {"frontend+": {"tenants": {"maxWaitSeconds": 5}}}, {"frontend"}),
@@ -73,7 +76,9 @@ CHANGES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("one pool's tolerations", {"pools": ("mig", {"tolerations": [{"key": "a"}]})}, {"mig"}),
     ("one pool's resources", {"pools": ("mig", {"resources": {"limits": {"cpu": "1"}}})}, {"mig"}),
     ("one pool's podTemplate", {"pools": ("mig", {"podTemplate": {"spec": {"hostname": "h"}}})}, {"mig"}),
-    ("one pool's device", {"pools": ("mig", {"accelerator": {"kind": "nvidia"}})}, {"mig", "frontend"}),
+    ("one pool's resource", {"pools": ("mig", {"accelerator": {"kind": "nvidia"}})}, {"mig"}),
+    ("one pool's devices", {"pools": ("mig", {"accelerator": {"kind": "nvidia", "count": 2}})}, {"mig"}),
+    ("one pool's kind", {"pools": ("mig", {"accelerator": {"kind": "amd"}})}, {"mig", "frontend"}),
     ("one pool's block size", {"pools": ("mig", {"blockSize": 16})}, {"mig", "frontend"}),
 ]
 

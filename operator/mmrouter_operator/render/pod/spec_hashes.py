@@ -18,8 +18,10 @@ from mmrouter_operator.render.pod.shared_memory import frontends_share, is_share
 
 Layout = dict[str, Any]
 
-ROUTER_POOL_FIELDS: Final = ("name", "role", "parallelism", "blockSize", "accelerator")
-"""Fields of a pool that a router reads. The encoders' weights are not among them: changing one restarts nothing."""
+ROUTER_POOL_FIELDS: Final = ("name", "role", "parallelism", "blockSize")
+"""Fields of a pool that a router reads at its start, with the accelerator's kind. It reads the encoders' weights while
+it runs, so changing one restarts nothing."""
+ROUTER_OBSERVABILITY_FIELDS: Final = ("otlpEndpoint", "debugHeaders")
 ROUTER_ENGINE_FIELDS: Final = ("type", "blockSize", "chatTemplate", "processor", "tls", "kvConnector")
 ROUTER_FRONTEND_FIELDS: Final = (
     "mode",
@@ -36,18 +38,29 @@ SET_ROLES: Final[frozenset[Role]] = frozenset({"prefill", "decode"})
 SCALING_FIELDS: Final = ("replicas", "weight", "autoscaling")
 
 
-def frontend_inputs(dep: MMRouterDeployment, secrets: str) -> str:
-    """Return the hash of the inputs of the frontend's pods; ``secrets`` is the Secret's fingerprint."""
+def frontend_inputs(dep: MMRouterDeployment, secrets: str, *, former: bool = False) -> str:
+    """Return the hash of the inputs of the frontend's pods; ``secrets`` is the Secret's fingerprint.
+
+    ``former``: as the previous version computes it, with the whole accelerator and `observability.podMonitor`.
+    """
     spec = _spec(dep)
+    observed = spec.get("observability", {})
+    if not former:
+        observed = _only(observed, ROUTER_OBSERVABILITY_FIELDS)
     shared = {pool.name: pool.shared_memory.size for pool in dep.spec.pools if is_shared(pool)}
     kept = {pool.name: LAUNCHERS[dep.spec.engine.type].embedding_cache_bytes(dep, pool) for pool in dep.spec.pools}
     return _hash(
         {
-            **{key: spec[key] for key in ("model", "verification", "observability") if key in spec},
+            **{key: spec[key] for key in ("model", "verification") if key in spec},
+            **({"observability": observed} if observed else {}),
             **_routing(dep, spec),
             "engine": _only(spec["engine"], ROUTER_ENGINE_FIELDS),
             "frontend": _only(spec.get("frontend", {}), ROUTER_FRONTEND_FIELDS),
-            "pools": [_only(pool, ROUTER_POOL_FIELDS) for pool in spec["pools"]],
+            "pools": [
+                _only(pool, ROUTER_POOL_FIELDS)
+                | {"accelerator": pool["accelerator"] if former else _only(pool["accelerator"], ("kind",))}
+                for pool in spec["pools"]
+            ],
             **({"shared": shared} if frontends_share(dep) else {}),
             **({"embeddings": kept} if any(kept.values()) else {}),
             **({"storing": sorted(storing)} if (storing := storing_pools(dep)) else {}),
