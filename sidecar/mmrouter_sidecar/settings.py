@@ -86,6 +86,7 @@ class Settings:
     embeddings_dir: Path | None = None  # the volume of embeddings, if the pod writes them there
     embeddings_bytes: int = 0  # limit of that volume; 0 if only the file system bounds it
     device: str = ""  # PyTorch's type of the pool's device
+    metrics_show_cpu: bool = False  # whether the engine's metrics tell a CPU from other devices
     drafter: str = ""  # what the pool's drafter does to hits (mmrouter_lib.engines.vllm.drafters)
     directory_bytes: int = DIRECTORY_BYTES  # total size of the embeddings whose encoder the sidecar remembers
     encodes_elsewhere: bool = False  # whether the engine uses encoders, through the sidecar

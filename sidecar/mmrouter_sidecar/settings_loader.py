@@ -15,6 +15,7 @@ from pathlib import Path
 from mmrouter_lib.api import SpecError, load_deployment
 from mmrouter_lib.engines.base.launch import DEVICES, LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
+from mmrouter_lib.engines.vllm.adapter import sets_cache_bytes
 from mmrouter_lib.engines.vllm.drafters import drafter
 from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, FeedKeyError, read_keys
 from mmrouter_lib.media_identity import KEY_BYTES
@@ -72,6 +73,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         shared_dir=Path(env["MMROUTER_SHARED_DIR"]) if env.get("MMROUTER_SHARED_DIR") else None,
         shared_bytes=_number(env, "MMROUTER_SHARED_LIMIT_BYTES"),
         device=DEVICES[pool.accelerator.kind].torch,
+        metrics_show_cpu=not sets_cache_bytes(launch.args),
         drafter=drafter(launch.args) if spec.engine.type == "vllm" else "",
         directory_bytes=LAUNCHERS[spec.engine.type].embedding_cache_bytes(dep, pool) or DIRECTORY_BYTES,
         embeddings_dir=Path(volume) if (volume := env.get("MMROUTER_EMBEDDINGS_DIR")) else None,

@@ -48,6 +48,7 @@ class Settings:
     media_root: Path | None = None
     processor_cache_bytes: int = 1 << 32
     handover: ConnectorConfig = field(default_factory=ConnectorConfig)
+    cache_bytes: int | None = None  # configured size of the KV cache
     scale_out: bool = False  # whether the endpoints for token ids are open
     stores_responses: bool = False  # of /v1/responses
     renders: bool = False  # only preprocess: ``vllm launch render``

@@ -120,8 +120,7 @@ class EngineProbe:
         if info.version and not info.publishes:
             log.error("the engine publishes no KV events according to %s", paths[0])
         block_size = {} if info.block_size is None else {"block_size": info.block_size}
-        if info.device and self._settings.device not in ("", info.device):
-            log.error("the engine computes on %s, and its pool asks for %s", info.device, self._settings.device)
+        self._compare_device(info.device)
         described = {"version": info.version, "identity": info.facts, "device": info.device, "devices": info.devices}
         openapi, models = [await self._json(session, path) for path in (ROUTES_PATH, MODELS_PATH)]
         described |= {"routes": served_routes(openapi), "context_length": context_length(models)}
@@ -153,6 +152,13 @@ class EngineProbe:
             self._relay.load(rank, load.running, load.waiting, load.kv_usage)
         if (size := self._adapter.parse_block_size(text)) is not None:
             self._relay.update_facts(block_size=size)
+        if self._settings.metrics_show_cpu and self._adapter.shows_cpu(text) and self._relay.facts.device != "cpu":
+            self._compare_device("cpu")
+            self._relay.update_facts(device="cpu")
+
+    def _compare_device(self, device: str) -> None:
+        if device and self._settings.device not in ("", device):
+            log.error("the engine computes on %s, and its pool asks for %s", device, self._settings.device)
 
     async def _learn_model(self) -> None:
         """Read the metadata files of the mounted volume, or else those that the engine downloaded."""

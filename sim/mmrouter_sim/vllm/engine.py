@@ -61,6 +61,7 @@ class Engine(SimulatedEngine):
             "engine": str(rank),
             "block_size": str(scheduler.limits.block_size),
             "num_gpu_blocks": str(scheduler.limits.blocks),
+            "kv_cache_memory_bytes": str(self.settings.cache_bytes),
             "enable_prefix_caching": str(self.settings.prefix_caching),
             "prefix_caching_hash_algo": self.settings.hash_algorithm,
         }

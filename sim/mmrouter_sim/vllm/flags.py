@@ -68,6 +68,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--api-key", nargs="+", default=[])
     add("--block-size", type=int, default=16)
     add("--num-gpu-blocks-override", type=int)
+    add("--kv-cache-memory-bytes", type=int)
     add("--max-model-len", type=int)
     add("--max-num-seqs", dest="max_seqs", type=int, default=256)
     add("--max-num-batched-tokens", dest="max_batched_tokens", type=int, default=2048)
@@ -90,6 +91,15 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add_no_effect(parser, _NO_EFFECT, _NO_EFFECT_SWITCHES, switch)
     add_tls_flags(parser)
     add_sim_flags(parser)
+    device = os.environ.get("MMROUTER_SIM_DEVICE", "")
+    add("--sim-device", default=device, help="device that it computes on, cpu for instance (MMROUTER_SIM_DEVICE)")
+
+
+def _cache_bytes(args: argparse.Namespace) -> int | None:
+    """Return the configured size of the KV cache. See docs/engine-facts/vllm.md#devices."""
+    space = os.environ.get("VLLM_CPU_KVCACHE_SPACE") if args.sim_device == "cpu" else ""
+    size: int | None = args.kv_cache_memory_bytes
+    return int(space) << 30 if space else size
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -104,6 +114,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         served_names=tuple(args.served_model_name) or (model,),
         api_keys=tuple(key for key in args.api_key or [os.environ.get("VLLM_API_KEY", "")] if key),
         blocks=args.num_gpu_blocks_override or args.sim_blocks,
+        cache_bytes=_cache_bytes(args),
         processor=msgspec.json.decode(args.mm_processor_kwargs, type=dict[str, Any]),
         image_limit=images.get("count") if isinstance(images, dict) else images,
         media_root=Path(args.allowed_local_media_path).resolve() if args.allowed_local_media_path else None,

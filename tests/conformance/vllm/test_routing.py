@@ -80,6 +80,10 @@ def test_the_gate_passes_on_real_engines(deployment):
     assert result["passed"], [check for check in result["checks"] if not check["passed"]]
 
 
+def test_sidecars_tell_from_the_metrics_that_their_engines_compute_on_a_cpu(deployment):
+    assert [worker["device"] for worker in deployment.state()["workers"]] == ["cpu"] * 2
+
+
 def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deployment, record):
     blocks = requests = refused = 0
     mismatches = []

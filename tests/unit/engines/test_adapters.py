@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from unit.engines.conftest import capture_rows
 
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import ImageRewrite, RankLoad, TokenCounts
 from mmrouter_lib.engines.sglang import adapter as sglang
 from mmrouter_lib.engines.vllm import adapter as vllm
@@ -192,6 +193,29 @@ def test_load_is_read_per_rank() -> None:
 def test_the_engines_own_block_size_is_read_and_not_the_hash_block_size() -> None:
     assert vllm.parse_block_size(TEXT) == 32
     assert vllm.parse_block_size('vllm:cache_config_info{hash_block_size="16"} 1.0\n') is None
+
+
+@pytest.mark.parametrize(
+    ("label", "cpu"), [('"4294967296"', True), ('"None"', False), ('""', False), ('"1",x="2"', True)]
+)
+def test_a_size_of_the_cache_that_no_flag_set_shows_a_cpu(label: str, cpu: bool) -> None:
+    assert vllm.shows_cpu(f'vllm:cache_config_info{{block_size="32",kv_cache_memory_bytes={label}}} 1.0\n') is cpu
+    assert not vllm.shows_cpu(f"vllm:cache_config_info{{x_kv_cache_memory_bytes={label}}} 1.0\n")
+    assert not vllm.shows_cpu(TEXT)
+    assert not adapter("sglang").shows_cpu(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("args", "sets"),
+    [
+        (["--kv-cache-memory-bytes", "4Gi"], True),
+        (["--kv_cache_memory_bytes=4096"], True),
+        (["--kv-cache-mem=1"], True),
+        (["--kv-cache-dtype", "fp8"], False),
+    ],
+)
+def test_a_flag_for_the_size_of_the_cache_is_found_in_every_form(args: list[str], sets: bool) -> None:
+    assert vllm.sets_cache_bytes(["serve", *args, "--seed=1"]) is sets
 
 
 RUNNING = 'num_requests_running{engine="0"}'

@@ -161,6 +161,13 @@ def test_blocks_are_transferred_from_the_accelerators_memory(kind: str, buffer: 
     assert line.env.get("UCX_TLS") == ("tcp,self,sm" if kind == "cpu" else None)
 
 
+@pytest.mark.parametrize(("kind", "cache"), [("nvidia", "4"), ("intel-xe", "4"), ("gaudi", "4"), ("cpu", None)])
+def test_an_engine_that_is_to_have_an_accelerator_shows_in_its_metrics_if_it_computes_on_a_cpu(
+    kind: str, cache: str | None
+) -> None:
+    assert vllm(pool=role("worker", kind)).env.get("VLLM_CPU_KVCACHE_SPACE") == cache
+
+
 @pytest.mark.parametrize(
     ("connector", "size"),
     [(None, 4 * 2**30), ({"ec_connector": "ECExampleConnector"}, None), ({"ec_connector_extra_config": {}}, None)],

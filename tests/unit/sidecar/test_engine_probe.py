@@ -200,6 +200,27 @@ async def test_an_engine_that_fell_back_to_a_cpu_is_reported_by_its_sidecar(sett
     assert "computes on cpu, and its pool asks for cuda" in caplog.text
 
 
+CPU_CACHE = 'vllm:cache_config_info{engine="0",kv_cache_memory_bytes="4294967296"} 1.0\n'
+
+
+async def test_a_vllm_that_shows_a_cpu_in_its_metrics_is_reported_unless_a_flag_may_have_set_it(
+    start: Any, http_engine: Any, settings: Any, caplog: Any
+) -> None:
+    http_engine["metrics"] = RANKS + CPU_CACHE.replace("4294967296", "None")
+    one = await start(replace(settings, device="cuda", metrics_show_cpu=True))
+    value = one.sidecar.metrics.registry.get_sample_value
+    await until(lambda: value("mmrouter_sidecar_queue_depth") == 7.0)
+    assert one.sidecar.relay.facts.device == ""
+    http_engine["metrics"] = RANKS + CPU_CACHE
+    await until(lambda: one.sidecar.relay.facts.device == "cpu")
+    assert "computes on cpu, and its pool asks for cuda" in caplog.text
+    await one.stop()
+    other = await start(replace(settings, device="cuda"))
+    value = other.sidecar.metrics.registry.get_sample_value
+    await until(lambda: value("mmrouter_sidecar_queue_depth") == 7.0)
+    assert other.sidecar.relay.facts.device == ""
+
+
 async def test_health_load_and_geometry_come_from_the_engines_http_side(
     start: Any, http_engine: Any, router: Any, settings: Any
 ) -> None:

@@ -48,6 +48,17 @@ def test_files_and_variables_become_settings(environment: dict[str, str], settin
     assert loaded.fingerprint != settings.fingerprint
 
 
+@pytest.mark.parametrize(("args", "shows"), [([], True), (["--kv-cache-memory-bytes=4096"], False)])
+def test_metrics_show_a_cpu_unless_arguments_set_the_size_of_the_cache(
+    environment: dict[str, str], args: list[str], shows: bool
+) -> None:
+    file = Path(environment["MMROUTER_CONFIG"]) / "deployment.json"
+    resource = json.loads(file.read_text())
+    resource["spec"]["pools"][0]["args"] = args
+    file.write_text(json.dumps(resource))
+    assert load(environment).metrics_show_cpu is shows
+
+
 def test_the_shared_directory_and_its_limit_are_optional(environment: dict[str, str]) -> None:
     assert (load(environment).shared_dir, load(environment).shared_bytes) == (None, 0)
     environment |= {"MMROUTER_SHARED_DIR": "/var/lib/mmrouter/shared", "MMROUTER_SHARED_LIMIT_BYTES": "8589934592"}

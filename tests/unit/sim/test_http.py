@@ -284,6 +284,17 @@ async def test_models_and_version_routes(serve):
     assert (await client.chat("x", model="alias"))[1]["model"] == "alias"
 
 
+@pytest.mark.parametrize(
+    ("flags", "size"), [([], "None"), (["--sim-device=cpu"], str(4 << 30)), (["--kv-cache-memory-bytes=4096"], "4096")]
+)
+async def test_only_a_cpu_takes_the_size_of_its_cache_from_the_environment(serve, monkeypatch, flags, size):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    _, page = await (await serve(*flags)).get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    (info,) = families["vllm:cache_config_info"].samples
+    assert info.labels["kv_cache_memory_bytes"] == size
+
+
 async def test_metrics_carry_the_engines_names_and_labels(serve):
     client = await serve("--block-size", "32", "--num-gpu-blocks-override", "1100", "--data-parallel-size", "2")
     asked = 0

@@ -194,6 +194,9 @@ class EngineAdapter:
     parse_tokens: Callable[[str], TokenCounts | None]  # return sums over ranks from the text of /metrics
     parse_block_size: Callable[[str], int | None]
     """Return tokens per block from the text of ``/metrics``, ``None`` where it is not there."""
+    shows_cpu: Callable[[str], bool] = lambda metrics_text: False
+    """Return whether the text of ``/metrics`` proves that the engine computes on a CPU, if no flag sets the size of its
+    KV cache."""
     info_paths: tuple[str, ...]  # endpoints that describe the engine; each answers a JSON object
     parse_info: Callable[[Sequence[Mapping[str, Any]]], EngineInfo | None]
     """Return the description from the answers of ``info_paths`` in order, an empty object for one that failed;

@@ -45,6 +45,7 @@ parse_tokens = token_parser(METRICS)
 
 _GEOMETRY = re.compile(rf"^{re.escape(METRICS['geometry'])}{LABELS}", re.MULTILINE)
 _BLOCK_SIZE = re.compile(r'(?:^|,)\s*block_size="(\d+)"')
+_CACHE_BYTES = re.compile(r'(?:^|,)\s*kv_cache_memory_bytes="\d+"')
 
 
 def parse_block_size(metrics_text: str) -> int | None:
@@ -54,6 +55,18 @@ def parse_block_size(metrics_text: str) -> int | None:
         if size and int(size[1]) > 0:
             return int(size[1])
     return None
+
+
+def shows_cpu(metrics_text: str) -> bool:
+    """Whether the metrics name a size of the KV cache, which without a flag only a CPU sets: from
+    ``VLLM_CPU_KVCACHE_SPACE`` (docs/engine-facts/vllm.md#devices).
+    """
+    return any(_CACHE_BYTES.search(labels) for labels in _GEOMETRY.findall(metrics_text))
+
+
+def sets_cache_bytes(args: Sequence[str]) -> bool:
+    """Whether arguments have ``--kv-cache-memory-bytes``, which vLLM takes shortened, too."""
+    return any(arg.replace("_", "-").startswith("--kv-cache-m") for arg in args)
 
 
 def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Removed) -> dict[str, Any]:
@@ -142,6 +155,7 @@ VLLM: Final = EngineAdapter(
     parse_load=parse_load,
     parse_tokens=parse_tokens,
     parse_block_size=parse_block_size,
+    shows_cpu=shows_cpu,
     info_paths=("/version",),
     parse_info=parse_info,
     rewrite_part=_rewrite_part,

@@ -82,6 +82,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
             "VLLM_HOST_IP": "$(POD_IP)",
             "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1",  # 9 bytes per hash on the wire instead of 34
             "VLLM_NO_USAGE_STATS": "1",  # no connection leaves the cluster
+            **({} if pool.accelerator.kind == "cpu" else {"VLLM_CPU_KVCACHE_SPACE": CPU_CACHE_GIB}),
             **transfer_env,
         },
         health_path="/health",
@@ -89,6 +90,9 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     )
 
 
+CPU_CACHE_GIB: Final = "4"
+"""KV cache of an engine that is to have an accelerator and computes on the CPU: no other platform reads it, and the
+engine's metrics then show it (docs/engine-facts/vllm.md#devices)."""
 RECOMPUTE: Final = {"kv_load_failure_policy": "recompute"}
 
 
