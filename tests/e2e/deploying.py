@@ -2,10 +2,12 @@
 
 import base64
 import contextlib
+import json
 import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +22,12 @@ from cluster.resources import apply, get, is_done
 from e2e.report import dump, statuses
 from waiting import wait_for
 
+from mmrouter_operator.model.kinds import RESOURCE
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-qwen2-vl"
 READY_SECONDS = 120
+EC_FLAG = "--ec-transfer-config"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
@@ -87,6 +92,32 @@ def deployment(cluster: Access, body: Mapping[str, Any]) -> Iterator[Deployed]:
     with cluster.namespace(**RESTRICTED) as namespace:
         make_model(cluster, namespace)
         yield deploy(cluster, namespace, body)
+
+
+def flag_field(pod: dict[str, Any], flag: str, field: str) -> Any:
+    """Return a field of a JSON flag of a pod's engine, ``None`` without the flag."""
+    args = pod["spec"]["containers"][0]["args"]
+    return json.loads(args[args.index(flag) + 1])[field] if flag in args else None
+
+
+def mounted(pod: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Return the volume that a pod's engine has at a folder. Raises ``StopIteration`` without one."""
+    mounts = pod["spec"]["containers"][0]["volumeMounts"]
+    name = next(mount["name"] for mount in mounts if mount["mountPath"] == folder)
+    found: dict[str, Any] = next(volume for volume in pod["spec"]["volumes"] if volume["name"] == name)
+    return found
+
+
+def choices(deployed: Deployed) -> list[str]:
+    """Return what `mmrouter plan` prints about the operator's choices for a deployment's resource."""
+    body = get(deployed.cluster, RESOURCE, deployed.namespace, deployed.name)
+    file = deployed.cluster.folder / f"{deployed.namespace}-{deployed.name}.json"
+    file.write_text(json.dumps({name: body[name] for name in ("apiVersion", "kind", "metadata", "spec")}))
+    argv = [sys.executable, "-m", "mmrouter_cli", "plan", str(file), "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: list[str] = json.loads(done.stdout)["choices"]
+    return found
 
 
 def run_pod(cluster: Access, namespace: str, body: Mapping[str, Any], seconds: float = 60) -> str:

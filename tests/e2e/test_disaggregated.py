@@ -16,7 +16,7 @@ import pytest
 from artefacts import Record
 from cluster.access import Access
 from cluster.resources import apply, delete, deployment, get
-from e2e.deploying import RESTRICTED, process_here
+from e2e.deploying import EC_FLAG, RESTRICTED, choices, flag_field, mounted, process_here
 from e2e.staged_deployments import METRICS_PORT, PRIVILEGED, Chain, NodeFolder, chained, encoded, samples, strike
 from e2e.test_placement import RACK, device, equip, label, without_devices
 from scenarios import SCENARIOS, Chat, Scenario, assert_whole, title
@@ -47,12 +47,6 @@ def pool(name: str, kind: str = "cpu", *args: str) -> dict[str, Any]:
 
 
 SPEC = {
-    "engine": {
-        "ecConnector": {
-            "ec_connector": "ECExampleConnector",
-            "ec_connector_extra_config": {"shared_storage_path": SHARED_DIR},
-        }
-    },
     # Every image as a file of the node, also where it is so small that its bytes were the cheaper way.
     "routing": {"minPrefillTokens": 0, "transfer": "shm"},
     "frontend": {"podTemplate": {"spec": {"containers": [{"name": "router", "env": ALWAYS}]}}},
@@ -117,17 +111,24 @@ def test_each_pools_pods_run_on_their_devices_nodes_with_their_roles_flags(chain
         wants_xpu = name == "enc-xpu"
         assert engine["resources"].get("limits", {}) == ({device("xe"): "1"} if wants_xpu else {})
         assert (label("xe") in json.dumps(pod["spec"]["affinity"])) is wants_xpu
-    assert {name: told(pod, "--ec-transfer-config", "ec_role") for name, pod in pods.items()} == EC_ROLES
-    devices = {name: told(pod, "--kv-transfer-config", "kv_buffer_device") for name, pod in pods.items()}
+    assert {name: flag_field(pod, EC_FLAG, "ec_role") for name, pod in pods.items()} == EC_ROLES
+    devices = {name: flag_field(pod, "--kv-transfer-config", "kv_buffer_device") for name, pod in pods.items()}
     assert devices == {"enc-cpu": None, "enc-xpu": None, "prefill": "cpu", "decode": "cpu"}
     layouts = {name: pod["metadata"]["labels"]["mmrouter.io/compatibility"] for name, pod in pods.items()}
     assert layouts["prefill"] == layouts["decode"]
 
 
-def told(pod: dict[str, Any], flag: str, field: str) -> Any:
-    """Return a field of a JSON flag of a pod's engine, ``None`` without the flag."""
-    args = pod["spec"]["containers"][0]["args"]
-    return json.loads(args[args.index(flag) + 1])[field] if flag in args else None
+def test_embeddings_travel_in_the_memory_of_the_node_as_encoders_of_two_kinds_and_prefill_share_it(
+    chain: Chain,
+) -> None:
+    pods = [pod for role in ("encoder", "prefill") for pod in chain.deployed.pods(role)]
+    assert [flag_field(pod, EC_FLAG, "ec_connector") for pod in pods] == ["ECExampleConnector"] * 3
+    folders = [flag_field(pod, EC_FLAG, "ec_connector_extra_config") for pod in pods]
+    assert folders == [{"shared_storage_path": SHARED_DIR}] * 3
+    assert [set(mounted(pod, SHARED_DIR)) for pod in pods] == [{"name", "hostPath"}] * 3
+    (choice,) = [line for line in choices(chain.deployed) if line.startswith("embeddings")]
+    assert "embeddings between enc-cpu, enc-xpu, prefill: ECExampleConnector" in choice
+    assert "files in the memory that the pods of a node share, as the pools are cpu and intel-xe" in choice
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)

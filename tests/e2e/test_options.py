@@ -1,19 +1,38 @@
-"""Parts of a deployment that are off by default, in real pods: traces at a collector, and the hand-over plugin."""
+"""Parts of a deployment that are off by default, in real pods: traces at a collector, the hand-over plugin, and volumes
+for images and embeddings in a namespace that enforces `restricted`.
+"""
 
 import copy
 import json
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 
 import pytest
 from chart.helm import NAMESPACE
 from cluster.access import Access
-from cluster.resources import condition
-from e2e.deploying import RESTRICTED, Deployed, deploy, deployment, example, make_model, run_pod
+from cluster.resources import condition, delete
+from e2e.deploying import (
+    EC_FLAG,
+    RESTRICTED,
+    Deployed,
+    choices,
+    deploy,
+    example,
+    flag_field,
+    make_model,
+    mounted,
+    run_pod,
+    wait_or_dump,
+)
 from e2e.endpoints import manifest, reached
+from e2e.node_memory import NodeMemory, default_class, node_memory
+from e2e.staged_deployments import encoded
+from e2e.test_placement import device, equip, label, without_devices
 from waiting import wait_for
 
-from mmrouter_lib.pod_paths import PLUGIN_DIR
+from mmrouter_lib.pod_paths import EMBEDDINGS_DIR, PLUGIN_DIR, SHARED_DIR
+from mmrouter_operator.model.kinds import RESOURCE
 from mmrouter_operator.render.pod.engine import PLUGIN_CONTAINER
 
 COLLECTOR, PORT = "collector", 4318
@@ -100,18 +119,38 @@ def test_a_request_is_a_trace_at_the_collector_with_the_pod_that_served_it(trace
 
 ALWAYS = [{"name": "MMROUTER_HANDOVER", "value": "always"}]
 """Also where bytes were the cheaper way, as they are for small images."""
+IMAGES, EMBEDDINGS = "node-memory", "demo-embeddings"
+"""Claims: the one that the resource names for images, and the one that the operator makes for embeddings."""
+SHARED = {"sharedMemory": {"scope": "node", "size": "64Mi"}}
+POOLS = {
+    "enc-cpu": {"role": "encoder", "accelerator": {"kind": "cpu"}},
+    "enc-xpu": {"role": "encoder", "accelerator": {"kind": "intel-xe"}},
+    "worker": {"role": "worker", "accelerator": {"kind": "cpu"}, **SHARED},
+    "renderer": {"role": "renderer", "accelerator": {"kind": "cpu"}, **SHARED},
+}
+GONE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
-def plugged(operated: Access) -> Iterator[Deployed]:
+def memory(operated: Access) -> Iterator[NodeMemory]:
+    with without_devices(operated) as node, node_memory(operated, node) as made:
+        equip(operated, node, {label("xe"): "true"}, {device("xe"): "1"})
+        made.provide(IMAGES, "ReadWriteOnce", IMAGES)
+        made.claim(IMAGES, "ReadWriteOnce", IMAGES)
+        made.provide(EMBEDDINGS, "ReadWriteMany", default_class(operated))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def plugged(operated: Access, memory: NodeMemory) -> Deployed:
+    """A worker and a renderer that share a volume of the node's memory, and encoders of two kinds that do not."""
     body = example()
     router = {"name": "router", "env": ALWAYS}
     body["spec"]["frontend"] = {"replicas": 1, "podTemplate": {"spec": {"containers": [router]}}}
-    body["spec"]["routing"] = {"transfer": "nixl"}
-    pool = {"replicas": 1, "accelerator": {"kind": "cpu"}}
-    body["spec"]["pools"] = [{"name": role, "role": role, **pool} for role in ("worker", "renderer")]
-    with deployment(operated, body) as made:
-        yield made
+    body["spec"]["routing"] = {"transfer": "nixl", "sharedVolume": {"persistentVolumeClaim": {"claimName": IMAGES}}}
+    body["spec"]["pools"] = [{"name": name, "replicas": 1, **pool} for name, pool in POOLS.items()]
+    make_model(operated, memory.namespace)
+    return deploy(operated, memory.namespace, body)
 
 
 def test_an_init_container_brings_the_plugin_and_the_engines_own_command_runs_with_it(plugged: Deployed) -> None:
@@ -132,10 +171,56 @@ def test_an_init_container_brings_the_plugin_and_the_engines_own_command_runs_wi
     assert condition(plugged.cluster, "PodSecurityRestricted", plugged.namespace, plugged.name)["status"] == "True"
 
 
-def test_what_the_renderer_processed_reaches_the_engine_by_the_last_way_that_is_left(plugged: Deployed) -> None:
-    """Simulated engines have no NIXL, and pods of scope pod share no memory."""
+def test_each_engine_gets_what_the_renderer_processed_by_the_first_way_that_its_memory_allows(
+    plugged: Deployed, memory: NodeMemory
+) -> None:
+    """Simulated engines have no NIXL. All that share memory have the claimed volume, and nothing else of the node."""
+    sharing = [pod for role in ("frontend", "worker", "renderer") for pod in plugged.pods(role)]
+    assert [mounted(pod, SHARED_DIR)["persistentVolumeClaim"]["claimName"] for pod in sharing] == [IMAGES] * 3
+    assert not any("hostPath" in volume for pod in sharing for volume in pod["spec"]["volumes"])
     with reached(plugged) as place, place.chat(plugged.name) as chat:
         decision = chat.decided(chat.image("plugin"), "what?")
-    (one,) = decision["travelled"]
-    assert one["how"] == "inline", decision["travelled"]
-    assert {each["how"] for each in one["instead_of"]} >= {"nixl"}
+    roles = {pod["metadata"]["name"]: role for role in ("encoder", "worker") for pod in plugged.pods(role)}
+    assert {roles[each["engine"]]: each["how"] for each in decision["travelled"]} == {
+        "encoder": "inline",
+        "worker": "shm",
+    }
+    assert all("nixl" in {way["how"] for way in each["instead_of"]} for each in decision["travelled"])
+    assert any("/slot-" in file for file in memory.files(IMAGES))
+
+
+def test_encoders_of_two_kinds_hand_embeddings_over_by_files_of_the_claim_that_the_operator_makes(
+    plugged: Deployed, memory: NodeMemory
+) -> None:
+    pods = [pod for role in ("encoder", "worker") for pod in plugged.pods(role)]
+    assert [flag_field(pod, EC_FLAG, "ec_connector") for pod in pods] == ["ECExampleConnector"] * 3
+    folders = [flag_field(pod, EC_FLAG, "ec_connector_extra_config") for pod in pods]
+    assert folders == [{"shared_storage_path": EMBEDDINGS_DIR}] * 3
+    assert [mounted(pod, EMBEDDINGS_DIR)["persistentVolumeClaim"]["claimName"] for pod in pods] == [EMBEDDINGS] * 3
+    (choice,) = [line for line in choices(plugged) if line.startswith("embeddings")]
+    assert "embeddings between enc-cpu, enc-xpu, worker: ECExampleConnector" in choice
+    assert "files on a ReadWriteMany volume, as the pools are cpu and intel-xe" in choice
+
+    def spent() -> dict[str, float]:
+        return {role: sum(encoded(plugged, role).values()) for role in ("encoder", "worker")}
+
+    before, files = spent(), set(memory.files(EMBEDDINGS))
+    with reached(plugged) as place, place.chat(plugged.name) as chat:
+        decision = chat.decided(chat.image("embedded"), "what?")
+    after = spent()
+    tokens = decision["images"][0]["tokens"]
+    assert {role: after[role] - before[role] for role in after} == {"encoder": tokens, "worker": 0}
+    assert len(set(memory.files(EMBEDDINGS)) - files) == 1
+
+
+def test_of_a_deleted_deployment_neither_an_image_nor_the_operators_claim_stays(
+    plugged: Deployed, memory: NodeMemory
+) -> None:
+    assert memory.files(IMAGES)
+    cluster, claim = plugged.cluster, f"{memory.claims}/{EMBEDDINGS}"
+    delete(cluster, RESOURCE, plugged.namespace, plugged.name)
+
+    def gone() -> bool:
+        return not memory.files(IMAGES) and cluster.request("GET", claim).status_code == HTTPStatus.NOT_FOUND
+
+    wait_or_dump(cluster, plugged.namespace, gone, GONE_SECONDS, "the volume is empty and the claim is gone")
