@@ -60,6 +60,8 @@ class ImageEncoder:
 
 RECEIVE_SECONDS: Final = 180.0
 """``SGLANG_ENCODER_RECV_TIMEOUT``."""
+SEND_SECONDS: Final = 180.0
+"""``SGLANG_ENCODER_SEND_TIMEOUT``."""
 LOST = RequestError(
     "The encoder did not return multimodal embeddings. The request was not run locally in language-only mode.",
     status=503,
@@ -107,10 +109,16 @@ class EncoderShares:
         self._context.destroy(linger=0)
 
     async def send(self, host: str, port: int, part: Part) -> None:
+        """Send a part; return once the kernel has it, as the engine does before its encoder answers. A part that is
+        only queued would be lost with a process that is killed after its answer. Raises ``zmq.Again``.
+        """
         with self._context.socket(zmq.PUSH) as socket:
-            socket.linger = 1000
+            socket.linger, socket.sndtimeo, socket.copy_threshold = 1000, int(SEND_SECONDS * 1000), 0
+            socket.set(zmq.IMMEDIATE, 1)
             socket.connect(f"tcp://{host}:{port}")
-            await socket.send(msgspec.msgpack.encode(part))
+            sent = await socket.send(msgspec.msgpack.encode(part), copy=False, track=True)
+            assert sent is not None
+            await asyncio.to_thread(sent.wait, SEND_SECONDS)
 
     async def embeddings(self, host: str, urls: Sequence[str], images: list[dict[str, Any]]) -> list[Embedding]:
         """Have images encoded; return the embeddings in order. Raises :class:`RequestError` (503) if one is missing."""
