@@ -144,6 +144,15 @@ class Stream:
         return bool(self.error) or self.end != "data: [DONE]" or not self.chunks or "error" in self.chunks[-1]
 
     @property
+    def heads(self) -> list[set[tuple[str, int, str]]]:
+        """Ids, times and models of each choice's chunks. SGLang's choices have an id of their own."""
+        found: dict[int, set[tuple[str, int, str]]] = {}
+        for chunk in self.chunks:
+            for choice in chunk["choices"]:
+                found.setdefault(choice["index"], set()).add((chunk["id"], chunk["created"], chunk["model"]))
+        return list(found.values())
+
+    @property
     def received(self) -> Received:
         (usage,) = (chunk["usage"] for chunk in self.chunks if chunk.get("usage"))
         return Received.of((choice for chunk in self.chunks for choice in chunk["choices"]), usage)
@@ -190,8 +199,7 @@ class Streams:
             if got != wanted
         ]
         assert not different, different
-        heads = [{(chunk["id"], chunk["created"], chunk["model"]) for chunk in stream.chunks} for stream in streams]
-        assert {len(each) for each in heads} == {1}
+        assert {len(heads) for stream in streams for heads in stream.heads} == {1}
         assert deployment.metric(BREAKS) > before
         assert deployment.metric(BREAKS, outcome="continued") == deployment.metric(BREAKS)
 

@@ -39,8 +39,11 @@ class _Text:
 
 @dataclass(slots=True)
 class _Choice:
-    """What the client has of one choice, and how far a repetition has reproduced it."""
+    """What the client has of one choice, and how far a repetition has reproduced it. ``head``: the fields that all its
+    chunks have, which hold an id of the choice on SGLang.
+    """
 
+    head: Chunk
     texts: list[_Text] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)  # list with an entry per token -> entries
     ids: list[int] = field(default_factory=list)
@@ -94,7 +97,8 @@ class StreamedAnswer:
     def __init__(self) -> None:
         self.done = False  # the last event has been sent
         self._choices: dict[int, _Choice] = {}
-        self._head: Chunk = {}  # fields that are the same in all chunks
+        self._head: Chunk = {}  # that of the first chunk, for choices of a repetition and chunks without any
+        self._repeated = False
         self._prompt_tokens = 0  # their number, if the engine reports their ids
         self._others = self._others_seen = 0  # chunks without choices: usage, an engine's extensions
 
@@ -145,7 +149,7 @@ class StreamedAnswer:
 
     def restart(self) -> None:
         """Expect a repetition of the answer from its beginning."""
-        self._others_seen = 0
+        self._others_seen, self._repeated = 0, True
         for choice in self._choices.values():
             choice.restart()
 
@@ -170,11 +174,17 @@ class StreamedAnswer:
             rest = self._rest(chunk if convert is None else convert(chunk))
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise UnreadableError from error
-        return b"data: " + orjson.dumps(rest | self._head) + END if rest is not None else b""
+        if rest is None:
+            return b""
+        first = rest["choices"][0]["index"] if rest["choices"] else None
+        head = self._head if first is None else self._choices[first].head
+        return b"data: " + orjson.dumps(rest | head) + END
 
     def _rest(self, chunk: Chunk) -> Chunk | None:
-        if not self._head:
-            self._head = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        head = {name: chunk[name] for name in ("id", "object", "created", "model")}
+        self._head = self._head or head
+        if self._repeated:
+            head = self._head
         for part in (chunk, *chunk["choices"]):  # a chat's prompt ids are in the chunk, a completion's in a choice
             self._prompt_tokens = len(part.get("prompt_token_ids") or ()) or self._prompt_tokens
         if not chunk["choices"]:
@@ -183,11 +193,11 @@ class StreamedAnswer:
                 return None
             self._others = self._others_seen
             return chunk
-        choices = [rest for choice in chunk["choices"] if (rest := self._rest_of_choice(choice)) is not None]
+        choices = [rest for choice in chunk["choices"] if (rest := self._rest_of_choice(choice, head)) is not None]
         return {**chunk, "choices": choices} if choices else None
 
-    def _rest_of_choice(self, choice: Chunk) -> Chunk | None:
-        mine = self._choices.setdefault(choice["index"], _Choice())
+    def _rest_of_choice(self, choice: Chunk, head: Chunk) -> Chunk | None:
+        mine = self._choices.setdefault(choice["index"], _Choice(head))
         whole = mine.reproduced
         rest = dict(choice)
         new = False

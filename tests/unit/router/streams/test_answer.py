@@ -192,3 +192,23 @@ def test_a_tool_call_keeps_the_id_that_the_client_has():
 def test_unknown_events_are_unreadable(bad):
     with pytest.raises(UnreadableError):
         StreamedAnswer.read(bad + b"\n\n")
+
+
+def test_each_choice_keeps_the_id_of_its_own_first_chunk():
+    """SGLang's choices have an id each."""
+
+    def chunks(engine: str, texts: list[str]) -> bytes:
+        return b"".join(
+            event(
+                {"id": f"{engine}-{index}", "object": "chunk", "created": 1, "model": "m"}
+                | {"choices": [{"index": index, "text": text, "finish_reason": None}]}
+            )
+            for text in texts
+            for index in (0, 1)
+        )
+
+    answer = StreamedAnswer.read(chunks("first", ["a"]))
+    answer.restart()
+    rest = b"".join(answer.merge(each) for each in split(chunks("second", ["a", "b"])))
+    sent = [json.loads(each.removeprefix(b"data: ")) for each in split(rest)]
+    assert [(chunk["id"], chunk["choices"][0]["text"]) for chunk in sent] == [("first-0", "b"), ("first-1", "b")]
