@@ -145,10 +145,14 @@ class Stream:
 
     @property
     def heads(self) -> list[set[tuple[str, int, str]]]:
-        """Ids, times and models of each choice's chunks. SGLang's choices have an id of their own."""
+        """Ids, times and models of each choice's chunks. SGLang's choices have an id of their own, but the chunks with
+        their finish reasons all have that of one choice.
+        """
         found: dict[int, set[tuple[str, int, str]]] = {}
         for chunk in self.chunks:
             for choice in chunk["choices"]:
+                if choice["finish_reason"] and self.request.get("n", 1) > 1:
+                    continue
                 found.setdefault(choice["index"], set()).add((chunk["id"], chunk["created"], chunk["model"]))
         return list(found.values())
 
