@@ -254,8 +254,6 @@ shown behind other texts before. With one family the index is also compared afte
 (`test_routing.py`, `test_replicas.py`), engines are lost during requests, and answers compared with those of one engine
 alone (`test_disaggregated.py`).
 
-Rows of 3 tests were recorded before the ten scenarios were among them.
-
 **Not run, for want of a device.** vLLM's `ECCPUConnector` copies embeddings by streams of CUDA or XPU; its
 configuration passes vLLM's own parser and classes, and its scheduler's half runs
 (`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake, whose sender needs CUDA, has not
