@@ -84,5 +84,5 @@ def test_a_promise_of_device_and_host_memory_is_what_the_engine_reuses(deploymen
             above.append((answer.case.name, answer.overlap, tier, answer.cached))
     record("SGLang's hierarchical cache", dict(seen))
     assert not above
-    assert seen["from_host"] > REQUESTS / 5
+    assert seen["from_host"] > REQUESTS / 10
     assert seen["equal"] == REQUESTS
