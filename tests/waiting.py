@@ -1,4 +1,4 @@
-"""Wait for a condition, with a bound that only ends a hang. Repeat an act beside what waits."""
+"""Wait for a condition, with a bound that only ends a hang. Act in threads beside what waits."""
 
 import threading
 import time
@@ -54,3 +54,19 @@ def repeating(act: Callable[[], Any], pause: float) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+@contextmanager
+def in_threads(work: Callable[[int], Any], count: int, stop: threading.Event, seconds: float) -> Iterator[None]:
+    """Call ``work`` with each number in a thread of its own until the block ends, which sets ``stop``. ``seconds``
+    bound the wait for each thread's end.
+    """
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(seconds)

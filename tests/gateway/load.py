@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import httpx
-from waiting import wait_for
+from waiting import in_threads, wait_for
 
 CLIENTS = 8
 SECONDS = 180.0  # ends a hang
@@ -24,15 +24,8 @@ class Load:
 
     @contextmanager
     def asking(self, clients: int = CLIENTS) -> Iterator[None]:
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
-        for thread in threads:
-            thread.start()
-        try:
+        with in_threads(self._run, clients, self._stop, 310):
             yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(310)
 
     def more(self, count: int) -> None:
         """Wait for so many more answers with status 200."""

@@ -176,8 +176,8 @@ class StreamedAnswer:
             raise UnreadableError from error
         if rest is None:
             return b""
-        first = rest["choices"][0]["index"] if rest["choices"] else None
-        head = self._head if first is None else self._choices[first].head
+        choices = rest["choices"]
+        head = self._choices[choices[0]["index"]].head if choices else self._head
         return b"data: " + orjson.dumps(rest | head) + END
 
     def _rest(self, chunk: Chunk) -> Chunk | None:

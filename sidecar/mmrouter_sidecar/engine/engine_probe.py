@@ -152,7 +152,7 @@ class EngineProbe:
             self._relay.load(rank, load.running, load.waiting, load.kv_usage)
         if (size := self._adapter.parse_block_size(text)) is not None:
             self._relay.update_facts(block_size=size)
-        if self._settings.metrics_show_cpu and self._adapter.shows_cpu(text) and self._relay.facts.device != "cpu":
+        if self._settings.metrics_show_cpu and self._relay.facts.device != "cpu" and self._adapter.shows_cpu(text):
             self._compare_device("cpu")
             self._relay.update_facts(device="cpu")
 

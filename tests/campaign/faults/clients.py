@@ -5,12 +5,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import openai
 from campaign.faults.cached_tokens import Claim
+from waiting import in_threads
 
 from mmrouter_cli.sample_images import data_uri, picture
 
@@ -64,16 +65,8 @@ class Clients:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        threads = [threading.Thread(target=self._run, args=(number,)) for number in range(self._clients)]
-        for thread in threads:
-            thread.start()
-        try:
+        with closing(self._client), in_threads(self._run, self._clients, self._stop, 200):
             yield
-        finally:
-            self._stop.set()
-            for thread in threads:
-                thread.join(200)
-            self._client.close()
 
     def ask(self, dice: random.Random) -> None:
         """Send one chat and count its outcome."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from campaign.faults import clock
 from campaign.faults.clock import STEP_SECONDS, home_of, set_clock
 
 PROCESSES = ("router", "sidecar", "vllm")
@@ -35,6 +36,12 @@ class Victim:
 
 
 Undo = Callable[[], None]
+
+
+def without_clocks() -> str:
+    """Return which faults of the clock a target leaves out, and why; empty: none."""
+    reason = clock.missing()
+    return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
 
 
 def inject(fault: str, victim: Victim, disk: Path) -> Undo:

@@ -18,7 +18,7 @@ from campaign.faults import clock
 from campaign.faults.clients import Clients
 from campaign.faults.cluster_pods import ClusterPods, missing_programs, running_cluster
 from campaign.faults.delay import Delay, measured
-from campaign.faults.injection import OF_THE_CLOCK, PROCESSES, Victim, inject
+from campaign.faults.injection import OF_THE_CLOCK, PROCESSES, Victim, inject, without_clocks
 from campaign.faults.isolation import SHM
 from campaign.faults.observation import LAG, Frontend, Observer, Recorder
 from campaign.target import BrokenPropertyError
@@ -67,8 +67,7 @@ class ChangeFaults(FaultTarget):
 
     @classmethod
     def left_out(cls) -> str:
-        reason = clock.missing()
-        return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
+        return without_clocks()
 
     def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
         """Draw every fault once at every moment, in any order, before any of them again."""
@@ -166,18 +165,9 @@ class ChangeFaults(FaultTarget):
             broken += self._complete(generation)
             self.keep_largest(**{"s until a change is complete": round(time.monotonic() - began, 1)})
             self._observer.workers_wanted = self._replicas["engines"]
-            began = time.monotonic()
-            broken += self._settle()
-            self.keep_largest(**{"s until every index equals its cache": round(time.monotonic() - began, 1)})
+            broken += self._recover()
             clients.ask(dice)
-        self._recorder.observe()
-        checker = self._recorder.checked({victim.pod: 2 * SECONDS} if command == "router" else {}, delay.longest)
-        self.keep_largest(**{"s that a thread waited for a CPU": round(delay.longest, 2)})
-        broken += clients.answers.broken
-        self._count(clients)
-        self.totals["reads of a cache"] += checker.decisions
-        broken += [f"{each.kind}: {each.decision}" for each in checker.violations[:3]]
-        broken += self._false_claims(self._recorder, clients)
+        broken += self._judge(self._recorder, clients, victim, delay)
         if left := {path for path in set(SHM.iterdir()) - shared if path.is_file()}:  # folders are pods' own
             broken.append(f"left in {SHM}: {sorted(left)[:3]}")
         return broken
@@ -219,14 +209,14 @@ class ChangeFaults(FaultTarget):
             broken |= self._untrue(generation)
             if mute and passed > TRUTH_SECONDS + 2 * delay.longest:
                 broken |= {
-                    f"{frontend['name']} believes {victim.pod}, which has been silent"
+                    f"{frontend['name']} shows {victim.pod} as verified, which has been silent"
                     for frontend in self._pods.frontends
-                    if self._believes(frontend, victim)
+                    if self._shows_verified(frontend, victim)
                 }
             time.sleep(WATCH_SECONDS)
         return sorted(broken)
 
-    def _believes(self, frontend: Frontend, victim: Victim) -> bool:
+    def _shows_verified(self, frontend: Frontend, victim: Victim) -> bool:
         try:
             workers = self._observer.workers(frontend)
         except (httpx.HTTPError, ValueError):  # it may end now

@@ -19,7 +19,15 @@ import httpx
 from campaign.faults import clock
 from campaign.faults.clients import Clients
 from campaign.faults.delay import Delay, measured
-from campaign.faults.injection import OF_A_PROCESS, OF_THE_CLOCK, OF_THE_NETWORK, PROCESSES, Victim, inject
+from campaign.faults.injection import (
+    OF_A_PROCESS,
+    OF_THE_CLOCK,
+    OF_THE_NETWORK,
+    PROCESSES,
+    Victim,
+    inject,
+    without_clocks,
+)
 from campaign.faults.isolation import SHM, isolate, leave
 from campaign.faults.observation import LAG, Observer, Recorder
 from campaign.target import BrokenPropertyError, Target
@@ -92,6 +100,26 @@ class FaultTarget(Target):
         self.totals["blocks that answers claimed"] += checker.blocks
         return wrong[:3]
 
+    def _judge(self, recorder: Recorder, clients: Clients, victim: Victim, delay: Delay) -> list[str]:
+        """Count what clients and routers did during an input; return the promises that answers and decisions broke."""
+        recorder.observe()
+        slack = {victim.pod: 2 * SECONDS} if victim.command == "router" else {}
+        checker = recorder.checked(slack, delay.longest)
+        self.keep_largest(**{"s that a thread waited for a CPU": round(delay.longest, 2)})
+        self._count(clients)
+        self.totals["times of a clock that was set"] += recorder.stepped
+        self.totals["reads of a cache"] += checker.decisions
+        self.totals["blocks claimed"] += checker.blocks
+        wrong = [f"{each.kind}: {each.decision}" for each in checker.violations[:3]]
+        return [*clients.answers.broken, *wrong, *self._false_claims(recorder, clients)]
+
+    def _recover(self) -> list[str]:
+        """Settle, and keep how long it takes."""
+        began = time.monotonic()
+        broken = self._settle()
+        self.keep_largest(**{"s until every index equals its cache": round(time.monotonic() - began, 1)})
+        return broken
+
     def _settle(self) -> list[str]:
         """Wait until every index equals its cache; return where it does not within the deadline."""
         deadline = time.monotonic() + SETTLE_SECONDS
@@ -109,8 +137,7 @@ class Faults(FaultTarget):
 
     @classmethod
     def left_out(cls) -> str:
-        reason = clock.missing()
-        return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
+        return without_clocks()
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -173,20 +200,9 @@ class Faults(FaultTarget):
                     broken += self._settle()
             finally:
                 undo()
-            began = time.monotonic()
-            broken += self._settle()
-            self.keep_largest(**{"s until every index equals its cache": round(time.monotonic() - began, 1)})
+            broken += self._recover()
             clients.ask(dice)
-        self._recorder.observe()
-        checker = self._recorder.checked({victim.pod: 2 * SECONDS} if command == "router" else {}, delay.longest)
-        self.keep_largest(**{"s that a thread waited for a CPU": round(delay.longest, 2)})
-        broken += clients.answers.broken
-        self._count(clients)
-        self.totals["times of a clock that was set"] += self._recorder.stepped
-        self.totals["reads of a cache"] += checker.decisions
-        self.totals["blocks claimed"] += checker.blocks
-        broken += [f"{each.kind}: {each.decision}" for each in checker.violations[:3]]
-        broken += self._false_claims(self._recorder, clients)
+        broken += self._judge(self._recorder, clients, victim, delay)
         if left := set(SHM.rglob("*")) - shared:
             broken.append(f"left in {SHM}: {sorted(left)[:3]}")
         return broken
@@ -212,6 +228,6 @@ class Faults(FaultTarget):
                     broken.add(f"{frontend['name']}, untouched, is not ready")
                 mute = (victim.command, fault) in MUTE and passed > TRUTH_SECONDS + 2 * delay.longest
                 if mute and workers.get(victim.pod) == "verified":
-                    broken.add(f"{frontend['name']} believes {victim.pod}, which has been silent")
+                    broken.add(f"{frontend['name']} shows {victim.pod} as verified, which has been silent")
             time.sleep(WATCH_SECONDS)
         return sorted(broken)

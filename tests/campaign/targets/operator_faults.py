@@ -19,7 +19,7 @@ from artefacts import run_tool
 from campaign.faults import clock
 from campaign.faults.cluster_pods import ROOT, missing_programs
 from campaign.faults.delay import measured
-from campaign.faults.injection import OF_THE_CLOCK, Victim, inject
+from campaign.faults.injection import OF_THE_CLOCK, Victim, inject, without_clocks
 from campaign.faults.restarted import Restarted
 from campaign.target import BrokenPropertyError, Target
 from cluster.changes import CHANGES, Change, runs, settled
@@ -62,8 +62,7 @@ class OperatorFaults(Target):
 
     @classmethod
     def left_out(cls) -> str:
-        reason = clock.missing()
-        return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
+        return without_clocks()
 
     def __enter__(self) -> Self:
         stack = self._stack
@@ -96,7 +95,7 @@ class OperatorFaults(Target):
 
     def check(self, data: bytes) -> str:
         fault, name, _ = data.decode().split()
-        wanted = self._undisturbed.get(name) or self._undisturbed.setdefault(name, self._calm(name))
+        wanted = self._undisturbed.get(name) or self._undisturbed.setdefault(name, self._change_without_fault(name))
         with self._plane.namespace() as namespace:
             broken = self._fault(fault, ALL[name], namespace, wanted, random.Random(data))
         self.totals["faults"] += 1
@@ -104,7 +103,7 @@ class OperatorFaults(Target):
             raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
         return f"{fault} {name}"
 
-    def _calm(self, name: str) -> str:
+    def _change_without_fault(self, name: str) -> str:
         """Make a change without a fault; return its namespace."""
         namespace = self._stack.enter_context(self._plane.namespace())
         self._begin(namespace, ALL[name])
@@ -116,9 +115,9 @@ class OperatorFaults(Target):
         """Have a namespace as it is before a change."""
         if body := change.before:
             apply(self._plane, namespace, body)
-            wait_for(lambda: self._is(namespace, body), SETTLE_SECONDS, "the resource before the change")
+            wait_for(lambda: self._is_complete(namespace, body), SETTLE_SECONDS, "the resource before the change")
 
-    def _is(self, namespace: str, body: Object) -> bool:
+    def _is_complete(self, namespace: str, body: Object) -> bool:
         """Whether all children of a resource are there, and a frontend that finds a node runs."""
         unscheduled = "podTemplate" in body["spec"]["frontend"]
         return settled(self._plane, namespace, body) and (unscheduled or runs(self._plane, namespace))
@@ -130,7 +129,7 @@ class OperatorFaults(Target):
             delete(self._plane, RESOURCE, namespace, "demo")
 
     def _settled(self, namespace: str, change: Change) -> bool:
-        return self._is(namespace, change.after) if change.after else not children(self._plane, namespace)
+        return self._is_complete(namespace, change.after) if change.after else not children(self._plane, namespace)
 
     def _fault(self, fault: str, change: Change, namespace: str, wanted: str, dice: random.Random) -> list[str]:
         self._begin(namespace, change)
@@ -183,7 +182,7 @@ class OperatorFaults(Target):
         if change.after:
             found += [
                 f"{name}: {seen} instead of {right}"
-                for name, (seen, right) in _both(_conditions(plane, namespace), _conditions(plane, wanted)).items()
+                for name, (seen, right) in _paired(_conditions(plane, namespace), _conditions(plane, wanted)).items()
                 if seen != right
             ]
         return found
@@ -193,5 +192,5 @@ def _conditions(plane: ControlPlane, namespace: str) -> dict[str, str]:
     return {each["type"]: f"{each['status']} {each['reason']}" for each in status(plane, namespace)["conditions"]}
 
 
-def _both(one: dict[str, str], other: dict[str, str]) -> dict[str, tuple[str | None, str | None]]:
+def _paired(one: dict[str, str], other: dict[str, str]) -> dict[str, tuple[str | None, str | None]]:
     return {name: (one.get(name), other.get(name)) for name in sorted(one.keys() | other.keys())}

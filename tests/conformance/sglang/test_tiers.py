@@ -4,7 +4,6 @@ The device's cache has room for a part of the conversations and host memory for 
 back. Host memory of a CPU is not registered with a device (``hack/engines/sglang_env.py``).
 """
 
-import os
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, require_memory
-from conformance.engines import Answer, History, deployed, send, sglang_manifest
+from conformance.engines import History, deployed, send, sglang_manifest
 from conformance.workload import STORY, Case, image_part, picture, user
 from local.rig import Deployment
 from waiting import wait_for
@@ -31,7 +30,7 @@ HIERARCHICAL = (
     *("--max-total-tokens", str(DEVICE_TOKENS)),
 )
 CONVERSATIONS = 10
-REQUESTS = int(os.environ.get("MMROUTER_TIER_REQUESTS", "40"))
+REQUESTS = 40
 SETTLE_SECONDS = 120.0
 
 
@@ -66,17 +65,13 @@ def wait_until_indexed(deployment: Deployment) -> None:
     wait_for(equal, SETTLE_SECONDS, "the index has what the engine published")
 
 
-def in_host_memory(answer: Answer) -> int:
-    return int(answer.decision["tier"])
-
-
 def test_a_promise_of_device_and_host_memory_is_what_the_engine_reuses(deployment: Deployment, record: Record) -> None:
     dice, seen, above = random.Random(REPOSITORY), Counter[str](), []
     for _ in range(REQUESTS):
         wait_until_indexed(deployment)
         answer = send(deployment, conversation(dice.randrange(CONVERSATIONS), dice.randrange(3)), max_tokens=1)
         assert answer.exactness == "exact"
-        tier = in_host_memory(answer)
+        tier = answer.decision["tier"]
         promised = min((answer.overlap + tier) * BLOCK_SIZE, answer.most)
         seen.update(requests=1, promised_tokens=promised, hit_tokens=answer.cached, equal=promised == answer.cached)
         seen.update(from_host=tier > 0, from_both=tier > 0 and answer.overlap > 0)

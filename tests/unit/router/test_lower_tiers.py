@@ -1,9 +1,11 @@
 """Blocks that engines hold below device memory: found right after the overlap, and cheaper than computed ones."""
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.conftest import examples
+from unit.router.frontend import PORT, Frontend
 from unit.router.rig import BLOCK, IDS, KEYS, Rig, counts, prepared
 
 from mmrouter_lib import feed
@@ -143,3 +145,16 @@ def test_a_decision_names_the_blocks_of_lower_tiers_apart(rig):
     booked.end()
     scores = decision.choice.scores[0]
     assert scores.terms["fetch"] == 6 * 2 * FETCH["host"]
+
+
+async def test_the_control_port_lists_the_keys_of_each_memory_of_a_worker():
+    frontend = await Frontend(token="t").start()
+    try:
+        worker = tiered(frontend, "a", KEYS[:2], {"CPU": KEYS[2:4]})
+        async with httpx.AsyncClient(headers={"authorization": "Bearer t"}, trust_env=False) as client:
+            answer = await client.get(f"http://{frontend.ip}:{PORT}/control/workers/{worker.member.uid}/keys")
+        hexadecimal = [f"{key:016x}" for key in KEYS]
+        assert answer.json()["keys"] == {"0": sorted(hexadecimal[:2])}
+        assert answer.json()["tiers"]["0/CPU"] == sorted(hexadecimal[2:4])
+    finally:
+        await frontend.stop()
