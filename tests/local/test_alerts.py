@@ -16,7 +16,7 @@ import pytest
 from local.prometheus import PROMETHEUS, Prometheus, prometheus
 from local.rig import Deployment, deployed, example
 from unit.router.certificates import certificate
-from waiting import repeating, wait_for
+from waiting import in_threads, repeating, wait_for
 
 pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="not run: no prometheus")
 
@@ -95,15 +95,8 @@ def busy(deployment: Deployment) -> Iterator[None]:
                     if stop.is_set():
                         return
 
-    threads = [threading.Thread(target=hold, args=(number,)) for number in range(ENGINES * (1 + QUEUED))]
-    for thread in threads:
-        thread.start()
-    try:
+    with in_threads(hold, ENGINES * (1 + QUEUED), stop, 300):
         yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 def test_full_queues_raise_queue_full(deployment: Deployment, watching: Prometheus) -> None:
