@@ -3,9 +3,9 @@
     .venv/bin/python -m hack.run_levels check [local] [cluster] [e2e] [conformance] [bench-quick]
 
 A level is a list of steps, each one command. A failing step does not stop the others, so that one run shows everything.
-The steps of a level run in lanes, as far as memory allows; the output of each is shown when it ends. The run ends with
-the slowest tests, the failures once more, shortened, a table of the levels with the reason of everything that was not
-run, and one line ``N passed, N failed, N skipped`` over all.
+The steps run in lanes, as far as memory allows, those of several levels together; the output of each is shown when it
+ends. The run ends with the slowest tests, the failures once more, shortened, a table of the levels with the reason of
+everything that was not run, and one line ``N passed, N failed, N skipped`` over all.
 
 A level is "not run" when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
 engine (``tests/artefacts.py`` marks these tests). Exit status 1 when anything failed, 3 when a single level was
@@ -23,11 +23,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Literal
 
@@ -69,7 +69,7 @@ class Level:
     steps: tuple[Step, ...]
     limit_s: float  # for each step: a hang is a failure that names the step
     lanes: int = 1  # with one lane the output is shown as it comes
-    lane_gb: float = 0.0  # memory that a lane needs: where there is less, the steps run one after the other
+    lane_gb: float = 0.0  # memory that a step needs
 
 
 def program(name: str, *arguments: str) -> Step:
@@ -182,7 +182,8 @@ LEVELS = {
             Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),
         limit_s=2700,
-        lanes=2,
+        lanes=3,
+        lane_gb=1.5,
     ),
     # Each lane has a control plane of its own: many tests wait, for pods and for a minute in which nothing may happen.
     "cluster": Level(
@@ -198,7 +199,7 @@ LEVELS = {
             Step("control plane, speed", tests=SPEED, when="after"),
         ),
         limit_s=2700,
-        lanes=2,
+        lanes=3,
         lane_gb=3,
     ),
     # Each lane has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is
@@ -210,11 +211,11 @@ LEVELS = {
             Step("real pods under change", tests=CHANGING, nice=10),
             Step("real pods on their own nodes", tests=OWN_NODE, nice=8),
         ),
-        limit_s=1500,
+        limit_s=2700,
         lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
         lane_gb=5,
     ),
-    # A starting engine keeps one CPU busy. The longest first. The steps collect their comparisons in a shared folder.
+    # The longest first. The steps collect their comparisons in a shared folder.
     "conformance": Level(
         (
             Step("SGLang", tests=f"{REAL}/sglang", without=SGLANG_PROMPTS),
@@ -236,38 +237,74 @@ LEVELS = {
     # Alone, after the others. Times are printed; only figures that other load does not change fail.
     "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=900),
 }
-TOGETHER = {"local", "cluster"}
-"""Levels that run at the same time where several of them are requested: their tests wait more than they compute."""
+TOGETHER = ("e2e", "conformance", "cluster", "local")
+"""Levels that run at the same time where several of them are requested: many tests wait more than they compute. The
+level with the longest steps is first, so that short steps fill the lanes at the end.
+"""
+MOST_LANES = 4
+"""Steps at the same time, for two CPUs."""
 
 
-def run_together(names: Sequence[str], scratch: Path) -> dict[str, Outcome]:
-    """Run levels at the same time and return their outcomes."""
-    with ThreadPoolExecutor(len(names)) as levels:
-        runs = {name: levels.submit(run_level, LEVELS[name], scratch) for name in names}
-        try:
-            return {name: run.result() for name, run in runs.items()}
-        except KeyboardInterrupt:
-            end_all()
-            raise
+class Queue:
+    """Steps by level that wait for their turn. The first one starts whose level has a free lane and that finds memory.
+
+    ``available`` is the machine's memory in GB, of which a step takes its level's ``lane_gb`` until it ends.
+    """
+
+    def __init__(self, levels: Mapping[str, Level], steps: Iterable[tuple[str, Step]], available: float) -> None:
+        self._levels, self._waiting, self._available = levels, list(steps), available
+        self._running: Counter[str] = Counter()
+        self._changed = threading.Condition()
+
+    def take(self) -> tuple[str, Step] | None:
+        """Wait for a step that may start, and return it with its level's name; ``None`` where no step is left."""
+        with self._changed:
+            while self._waiting:
+                if (pair := next((pair for pair in self._waiting if self._fits(pair[0])), None)) is not None:
+                    self._waiting.remove(pair)
+                    self._running[pair[0]] += 1
+                    return pair
+                self._changed.wait()
+        return None
+
+    def ended(self, name: str) -> None:
+        """Free what a step of this level took."""
+        with self._changed:
+            self._running[name] -= 1
+            self._changed.notify_all()
+
+    def _fits(self, name: str) -> bool:
+        taken = sum(self._levels[each].lane_gb * count for each, count in self._running.items())
+        fits = not taken or taken + self._levels[name].lane_gb <= self._available
+        return fits and self._running[name] < self._levels[name].lanes
 
 
-def run_level(level: Level, scratch: Path) -> Outcome:
-    outcome = Outcome()
-    began = time.monotonic()
+def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcome]:
+    """Run levels at the same time and return their outcomes. The steps start in the order of the levels."""
+    outcomes = {name: Outcome() for name in levels}
+    began, available = time.monotonic(), psutil.virtual_memory().available / 1e9
+
+    def work(queue: Queue) -> None:
+        while (pair := queue.take()) is not None:
+            name, step = pair
+            try:
+                outcomes[name].add(run_step(levels[name], scratch, step))
+                outcomes[name].seconds = time.monotonic() - began
+            finally:
+                queue.ended(name)
+
     for when in ("before", "beside", "after"):
-        steps = [step for step in level.steps if step.when == when]
-        with ThreadPoolExecutor(lane_count(level) if when == "beside" else 1) as lanes:
-            for part in lanes.map(partial(run_step, level, scratch), steps):
-                outcome.add(part)
-    outcome.seconds = time.monotonic() - began
-    return outcome
-
-
-def lane_count(level: Level) -> int:
-    """Return how many lanes the machine's available memory allows."""
-    if not level.lane_gb:
-        return level.lanes
-    return max(1, min(level.lanes, int(psutil.virtual_memory().available / 1e9 / level.lane_gb)))
+        steps = ((name, step) for name, level in levels.items() for step in level.steps if step.when == when)
+        queue = Queue(levels, steps, available)
+        lanes = min(MOST_LANES, sum(level.lanes for level in levels.values())) if when == "beside" else 1
+        with ThreadPoolExecutor(lanes) as pool:
+            try:
+                for lane in [pool.submit(work, queue) for _ in range(lanes)]:
+                    lane.result()
+            except KeyboardInterrupt:
+                end_all()
+                raise
+    return outcomes
 
 
 def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
@@ -355,8 +392,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="mmrouter-levels-") as scratch:
             names = list(dict.fromkeys(parser.parse_args().levels))
             while names:
-                group = [name for name in names if {name, names[0]} <= TOGETHER] or names[:1]
-                outcomes |= run_together(group, Path(scratch))
+                group = [name for name in TOGETHER if name in names] if names[0] in TOGETHER else names[:1]
+                outcomes |= run_together({name: LEVELS[name] for name in group}, Path(scratch))
                 names = [name for name in names if name not in outcomes]
     except KeyboardInterrupt:
         print("\ninterrupted", flush=True)

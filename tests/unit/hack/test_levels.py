@@ -11,7 +11,7 @@ import pytest
 
 from hack import run_levels
 from hack.outcomes import SHOWN_LINES, SLOWEST, Outcome, shortened_failures, slowest, summary
-from hack.run_levels import Level, Step, run_level
+from hack.run_levels import Level, Queue, Step, run_together
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +22,11 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def python(code: str) -> Step:
     return Step(code[:20], (sys.executable, "-c", code))
+
+
+def run_level(level: Level, scratch: Path) -> Outcome:
+    (outcome,) = run_together({"level": level}, scratch).values()
+    return outcome
 
 
 def over(folder: Path, code: str) -> Outcome:
@@ -216,10 +221,41 @@ def test_a_cancelled_run_ends_its_commands(tmp_path: Path) -> None:
     run.stdout.close()
 
 
-def test_there_are_as_many_lanes_as_memory_allows() -> None:
-    assert run_levels.lane_count(Level((), limit_s=1, lanes=2)) == 2
-    assert run_levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e-6)) == 2
-    assert run_levels.lane_count(Level((), limit_s=1, lanes=2, lane_gb=1e6)) == 1
+def test_a_step_starts_when_its_level_has_a_free_lane_and_its_memory_is_free() -> None:
+    levels = {"large": Level((), limit_s=1, lanes=2, lane_gb=6), "small": Level((), limit_s=1, lanes=1, lane_gb=1)}
+    first, second, third, small, last = (Step(name) for name in ("first", "second", "third", "small", "last"))
+    steps = [*(("large", step) for step in (first, second, third)), *(("small", step) for step in (small, last))]
+    queue = Queue(levels, steps, available=12)
+    assert [queue.take() for _ in range(2)] == steps[:2]  # now both lanes and all memory of the large level are taken
+    queue.ended("large")
+    assert queue.take() == ("large", third)
+    queue.ended("large")
+    assert queue.take() == ("small", small)
+    queue.ended("small")
+    assert [queue.take(), queue.take()] == [("small", last), None]
+
+
+def test_a_step_that_needs_more_memory_than_there_is_runs_alone() -> None:
+    levels = {"large": Level((), limit_s=1, lanes=2, lane_gb=6), "small": Level((), limit_s=1, lane_gb=1)}
+    queue = Queue(levels, [("small", Step("small")), ("large", Step("large"))], available=2)
+    assert queue.take() == ("small", Step("small"))
+    queue.ended("small")
+    assert queue.take() == ("large", Step("large"))
+
+
+def test_steps_of_several_levels_run_at_the_same_time(tmp_path: Path) -> None:
+    # Each waits for the file of the other.
+    code = (
+        "import pathlib, sys, time\nown, other = map(pathlib.Path, sys.argv[1:])\nown.touch()\n"
+        "while not other.exists(): time.sleep(0.01)\n"
+    )
+    files = [str(tmp_path / name) for name in "ab"]
+    levels = {
+        name: Level((Step(name, (sys.executable, "-c", code, *order)),), limit_s=60)
+        for name, order in (("one", files), ("other", files[::-1]))
+    }
+    outcomes = run_together(levels, tmp_path)
+    assert [outcome.failures for outcome in outcomes.values()] == [[], []]
 
 
 def test_parts_of_a_folder_run_once_each_and_share_the_runs_folder(tmp_path: Path) -> None:
