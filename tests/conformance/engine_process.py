@@ -116,8 +116,9 @@ def server(argv: Sequence[str], log: Path, env: Mapping[str, str]) -> Iterator["
         stop(process)
 
 
-def require_memory(engines: int = 1) -> None:
-    free, needed = psutil.virtual_memory().available, FREE_BYTES + (engines - 1) * MORE_BYTES
+def require_memory(engines: int = 1, reserved_bytes: int = 0) -> None:
+    """Skip the test without memory for so many engines, beside what an engine leaves to other programs."""
+    free, needed = psutil.virtual_memory().available, FREE_BYTES + (engines - 1) * MORE_BYTES + reserved_bytes
     if free < needed:
         who = "an engine needs" if engines == 1 else f"{engines} engines need"
         pytest.skip(f"not run: {free / 2**30:.1f} GB of memory free, {who} {needed / 2**30:g}")

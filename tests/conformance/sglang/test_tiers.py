@@ -20,6 +20,7 @@ from waiting import wait_for
 
 from mmrouter_lib.cache_layout import DEVICE
 
+pytestmark = pytest.mark.long_form
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 DEVICE_TOKENS, HOST = 4096, "CPU_PINNED"
 HIERARCHICAL = (
@@ -29,6 +30,8 @@ HIERARCHICAL = (
     *("--hicache-mem-layout", "layer_first"),
     *("--max-total-tokens", str(DEVICE_TOKENS)),
 )
+RESERVED_BYTES = 10 << 30
+"""SGLang refuses host memory for its cache where less would be left."""
 CONVERSATIONS = 10
 REQUESTS = 40
 SETTLE_SECONDS = 120.0
@@ -36,7 +39,7 @@ SETTLE_SECONDS = 120.0
 
 @pytest.fixture(scope="module")
 def deployment(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    require_memory()
+    require_memory(reserved_bytes=RESERVED_BYTES)
     made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("worker", 1)], *HIERARCHICAL)
     with deployed(sglang_env, tmp_path_factory.mktemp("tiers"), made) as deployment:
         wait_for(deployment.settled, SETTLE_SECONDS, "the engine is verified")

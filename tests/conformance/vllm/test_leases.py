@@ -22,7 +22,7 @@ from mmrouter_router.core.settings import load
 from mmrouter_router.handover.request_delivery import AddressedRequest, BytesDelivery, Post, T
 from mmrouter_router.request.prepared import CHAT
 
-pytestmark = pytest.mark.proves("vllm", "prefill, decode", "qwen2_vl")
+pytestmark = [pytest.mark.long_form, pytest.mark.proves("vllm", "prefill, decode", "qwen2_vl")]
 LEASE = 6
 CONNECTOR = {
     "kv_connector": "NixlConnector",
