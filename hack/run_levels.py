@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -47,8 +46,7 @@ CANCELLED = threading.Event()
 class Step:
     """One command of a level. A step with ``tests`` is a pytest run over these paths, except ``without``.
 
-    ``when``: beside other steps, or alone before or after all of them. ``limit_s`` overrides the level's limit. A step
-    with ``nice`` yields its CPUs to steps that record times.
+    ``when``: beside other steps, or alone before or after all of them. ``limit_s`` overrides the level's limit.
     """
 
     name: str
@@ -57,7 +55,6 @@ class Step:
     without: tuple[str, ...] = ()
     when: Literal["before", "beside", "after"] = "beside"
     limit_s: float | None = None
-    nice: int = 0
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -208,8 +205,8 @@ LEVELS = {
         (
             Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before", limit_s=2700),
             Step("real pods", tests=E2E, without=(*OWN_NODE, *CHANGING)),
-            Step("real pods under change", tests=CHANGING, nice=10),
-            Step("real pods on their own nodes", tests=OWN_NODE, nice=8),
+            Step("real pods under change", tests=CHANGING),
+            Step("real pods on their own nodes", tests=OWN_NODE),
         ),
         limit_s=2700,
         lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
@@ -323,10 +320,10 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
     limit_s = level.limit_s if step.limit_s is None else step.limit_s
     if level.lanes == 1 or step.when != "beside":
         print(f"\n== {step.name}", flush=True)
-        status = execute(command, limit_s, None, env, step.nice)
+        status = execute(command, limit_s, None, env)
     else:
         with (scratch / f"{name}.out").open("w+b") as out:
-            status = execute(command, limit_s, out, env, step.nice)
+            status = execute(command, limit_s, out, env)
             out.seek(0)
             shown = out.read().decode(errors="replace").strip()
         print(f"\n== {step.name}, {time.monotonic() - began:.1f} s\n{shown}", flush=True)
@@ -339,13 +336,10 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
     return outcome
 
 
-def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str], nice: int) -> int:
+def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str]) -> int:
     """Return the exit status of a command; its whole process group is ended when it outlives the limit."""
     stderr = None if out is None else subprocess.STDOUT
-    command = ("nice", "-n", str(nice), *command) if nice else command
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=out, stderr=stderr)
-    with suppress(OSError):  # Linux compares niceness within a session, and sessions by this file
-        Path(f"/proc/{process.pid}/autogroup").write_text(str(nice))
     RUNNING.add(process)
     if CANCELLED.is_set():  # the run was cancelled while this one started
         end(process)

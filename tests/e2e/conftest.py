@@ -20,13 +20,10 @@ from e2e.report import Dumps, Place, dump
 from hack.cluster.go_programs import cni_folder
 
 DUMPS = pytest.StashKey[Dumps]()
-TIMED = ("test_images", "test_kills")
-"""What others beside it would make slower: last, when the other lanes of the level have ended, or nearly."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     name_needs(items, {"cluster", "programs"})
-    items.sort(key=lambda item: item.path.stem in TIMED)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

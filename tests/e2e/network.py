@@ -102,8 +102,6 @@ KILL_SECONDS = 10.0
 _CPUSET = ("cpuset.cpus", "cpuset.mems")
 # All pods together would have the processor's time of one process of this machine, however many run beside them.
 _WEIGHT = {"cpu.shares": 16384, "cpu.weight": 1600}
-_PER_NICE = 1.25
-"""What a step of niceness is to the kernel. Pods are as nice as who makes them: niceness does not reach over groups."""
 
 
 def hierarchies() -> list[Path]:
@@ -125,7 +123,7 @@ def make_group(name: str) -> None:
                 (group / setting).write_text((root / setting).read_text())
         for setting, weight in _WEIGHT.items():
             if (group / setting).is_file():
-                (group / setting).write_text(str(round(weight / _PER_NICE ** os.nice(0))))
+                (group / setting).write_text(str(weight))
 
 
 def remove_group(name: str) -> None:
