@@ -14,7 +14,7 @@ SECONDS = 120
 SGLANG_MODEL = "Qwen/Qwen3-VL-2B-Instruct"
 
 
-@pytest.fixture(scope="module", params=parameters(["vllm", "sglang"], "vllm"))
+@pytest.fixture(scope="module", params=parameters(["vllm", "sglang"]))
 def deployment(request, shrunk, tmp_path_factory):
     require_memory()
     env = request.getfixturevalue(f"{request.param}_env")

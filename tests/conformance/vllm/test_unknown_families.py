@@ -1,8 +1,8 @@
 """Families without a published folder here, behind a router, a renderer and two real engines.
 
 The renderer makes the prompts of families that the library has no code for, and is the second opinion on the others.
-``hack/engines/unknown_families.py`` makes their model folders. A run has the first family; ``MMROUTER_FAMILIES``, which
-is ``all`` or names with commas, adds the others.
+``hack/engines/unknown_families.py`` makes their model folders. The long form has the first one; ``MMROUTER_FAMILIES``,
+which is ``all`` or names with commas, adds the others.
 """
 
 import os
@@ -19,6 +19,7 @@ from conformance.engines import deployed, histories, manifest, pool, send, wait_
 from conformance.setups import RENDERED
 from conformance.workload import STORY, Case, image_part, picture, user
 from local.rig import Deployment
+from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Message, Scenario, open_chat, title
 from waiting import wait_for
 
@@ -64,7 +65,7 @@ class Exact(Chat):
         return found
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=parameters(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
