@@ -59,9 +59,17 @@ def repeating(act: Callable[[], Any], pause: float) -> Iterator[None]:
 @contextmanager
 def in_threads(work: Callable[[int], Any], count: int, stop: threading.Event, seconds: float) -> Iterator[None]:
     """Call ``work`` with each number in a thread of its own until the block ends, which sets ``stop``. ``seconds``
-    bound the wait for each thread's end.
+    bound the wait for each thread's end. Raises what a thread raised.
     """
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    raised: list[Exception] = []
+
+    def run(number: int) -> None:
+        try:
+            work(number)
+        except Exception as error:  # it is raised again where the block ends
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     try:
@@ -70,3 +78,5 @@ def in_threads(work: Callable[[int], Any], count: int, stop: threading.Event, se
         stop.set()
         for thread in threads:
             thread.join(seconds)
+    if raised:
+        raise raised[0]

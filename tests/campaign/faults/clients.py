@@ -11,7 +11,7 @@ from typing import Any
 
 import openai
 from campaign.faults.cached_tokens import Claim
-from waiting import in_threads
+from waiting import in_threads, wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 
@@ -65,7 +65,9 @@ class Clients:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
+        """Send chats until the block ends, which begins when some are answered."""
         with closing(self._client), in_threads(self._run, self._clients, self._stop, 200):
+            wait_for(lambda: self.answers.outcomes.total() >= 8, 60, "clients get answers")
             yield
 
     def ask(self, dice: random.Random) -> None:

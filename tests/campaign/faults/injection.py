@@ -4,8 +4,8 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +44,17 @@ def without_clocks() -> str:
     return f"without {', '.join(OF_THE_CLOCK)}: {reason}" if reason else ""
 
 
-def inject(fault: str, victim: Victim, disk: Path) -> Undo:
-    """Begin a fault; the result ends it. Raises ``OSError`` or ``subprocess.CalledProcessError``."""
+@contextmanager
+def injected(fault: str, victim: Victim, disk: Path) -> Iterator[None]:
+    """Have a fault until the block ends. Raises ``OSError`` or ``subprocess.CalledProcessError``."""
+    undo = _begin(fault, victim, disk)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _begin(fault: str, victim: Victim, disk: Path) -> Undo:
     process = victim.process
     match fault:
         case "kill":

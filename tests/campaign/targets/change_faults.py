@@ -18,7 +18,7 @@ from campaign.faults import clock
 from campaign.faults.clients import Clients
 from campaign.faults.cluster_pods import ClusterPods, missing_programs, running_cluster
 from campaign.faults.delay import Delay, measured
-from campaign.faults.injection import OF_THE_CLOCK, PROCESSES, Victim, inject, without_clocks
+from campaign.faults.injection import OF_THE_CLOCK, PROCESSES, Victim, injected, without_clocks
 from campaign.faults.isolation import SHM
 from campaign.faults.observation import LAG, Frontend, Observer, Recorder
 from campaign.target import BrokenPropertyError
@@ -153,15 +153,11 @@ class ChangeFaults(FaultTarget):
             delay = during.enter_context(measured())
             during.enter_context(repeating(self._recorder.observe, OBSERVE_SECONDS))
             during.enter_context(clients.asking())
-            wait_for(lambda: clients.answers.outcomes.total() >= 8, 60, "clients get answers")
             time.sleep(max(0.0, counting - time.monotonic()))
             began = time.monotonic()
             generation, victim = self._change(change, part, moment, command, dice)
-            undo = inject(fault, victim, self._disk)
-            try:
+            with injected(fault, victim, self._disk):
                 broken += self._watch(victim, fault, generation, delay)
-            finally:
-                undo()
             broken += self._complete(generation)
             self.keep_largest(**{"s until a change is complete": round(time.monotonic() - began, 1)})
             self._observer.workers_wanted = self._replicas["engines"]

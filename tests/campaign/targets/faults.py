@@ -25,14 +25,14 @@ from campaign.faults.injection import (
     OF_THE_NETWORK,
     PROCESSES,
     Victim,
-    inject,
+    injected,
     without_clocks,
 )
 from campaign.faults.isolation import SHM, isolate, leave
 from campaign.faults.observation import LAG, Observer, Recorder
 from campaign.target import BrokenPropertyError, Target
 from local.rig import deployed, example
-from waiting import repeating, wait_for
+from waiting import repeating
 
 SECONDS = 10.0  # that a fault lasts
 OBSERVE_SECONDS = 0.3
@@ -191,15 +191,11 @@ class Faults(FaultTarget):
             during.enter_context(repeating(self._recorder.observe, OBSERVE_SECONDS))
             if load:
                 during.enter_context(clients.asking())
-                wait_for(lambda: clients.answers.outcomes.total() >= 8, 60, "clients get answers")
                 time.sleep(max(0.0, counting - time.monotonic()))
-            undo = inject(fault, victim, self._disk)
-            try:
+            with injected(fault, victim, self._disk):
                 broken += self._watch(victim, fault, delay)
                 if fault in OF_THE_CLOCK:  # a wrong clock is no reason for a wrong index, however long it lasts
                     broken += self._settle()
-            finally:
-                undo()
             broken += self._recover()
             clients.ask(dice)
         broken += self._judge(self._recorder, clients, victim, delay)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import httpx
 import psutil
 from campaign.faults.clients import Clients
-from campaign.faults.injection import Victim, inject
+from campaign.faults.injection import Victim, injected
 from campaign.faults.restarted import Restarted
 from campaign.target import BrokenPropertyError
 from campaign.targets.faults import SECONDS, SETTLE_SECONDS, WATCH_SECONDS, FaultTarget
@@ -115,13 +115,8 @@ class GatewayFaults(FaultTarget):
             for clients in loads:
                 clients.may_cut = fault in ENDS_STREAMS[kind]
                 during.enter_context(clients.asking())
-            for clients in loads:
-                wait_for(lambda clients=clients: clients.answers.outcomes.total() >= 8, 60, "clients get answers")
-            undo = inject(fault, victim, self._disk)
-            try:
+            with injected(fault, victim, self._disk):
                 broken += self._watch(kind, victim)
-            finally:
-                undo()
             began = time.monotonic()
             broken += self._all_back()
             self.keep_largest(**{"s until everything is ready": round(time.monotonic() - began, 1)})

@@ -19,7 +19,7 @@ from artefacts import run_tool
 from campaign.faults import clock
 from campaign.faults.cluster_pods import ROOT, missing_programs
 from campaign.faults.delay import measured
-from campaign.faults.injection import OF_THE_CLOCK, Victim, inject, without_clocks
+from campaign.faults.injection import OF_THE_CLOCK, Victim, injected, without_clocks
 from campaign.faults.restarted import Restarted
 from campaign.target import BrokenPropertyError, Target
 from cluster.changes import CHANGES, Change, runs, settled
@@ -140,13 +140,10 @@ class OperatorFaults(Target):
             if at >= 0:
                 self._apply(namespace, change)
             time.sleep(abs(at))
-            undo = inject(fault, victim, ROOT)
-            try:
+            with injected(fault, victim, ROOT):
                 if at < 0:
                     self._apply(namespace, change)
                 broken = self._watch(namespace)
-            finally:
-                undo()
             began = time.monotonic()
             left: list[str] = ["not looked at"]
             while left and time.monotonic() - began < SETTLE_SECONDS + 10 * delay.longest:

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 import httpx
 from campaign.faults.clients import Clients
-from campaign.faults.injection import Victim, inject
+from campaign.faults.injection import Victim, injected
 from campaign.faults.isolation import SHM
 from campaign.target import BrokenPropertyError
 from campaign.targets.faults import SECONDS, WATCH_SECONDS, FaultTarget
 from local.rig import example
-from waiting import wait_for
 
 STAGES = {
     "demo-disaggregated.yaml": ("encode", "prefill", "decode"),
@@ -78,12 +77,8 @@ class StageFaults(FaultTarget):
         clients = Clients(self._deployment.url, "demo", number, pictures=True)
         broken: list[str] = []
         with clients.asking():
-            wait_for(lambda: clients.answers.outcomes.total() >= 8, 60, "clients get answers")
-            undo = inject(fault, victim, self._disk)
-            try:
+            with injected(fault, victim, self._disk):
                 broken += self._watch()
-            finally:
-                undo()
             began = time.monotonic()
             broken += self._settle()
             self.keep_largest(**{"s until every engine is verified": round(time.monotonic() - began, 1)})
