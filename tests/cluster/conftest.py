@@ -45,7 +45,7 @@ def real(kube_bin: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     with control_plane(tmp_path_factory.mktemp("real"), kube_bin, CRDS) as plane:
         runner = LocalRunner(plane, ROOT / "examples")
         with hollow(plane, runner) as kubelet, operator(plane):
-            kubelet.node("local")
+            kubelet.node("local", {"nvidia.com/gpu.present": "true"}, {"nvidia.com/gpu": "1"})
             yield plane
 
 

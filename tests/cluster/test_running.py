@@ -14,7 +14,7 @@ import httpx
 import pytest
 from cluster.controlplane import ControlPlane
 from cluster.load import describe, is_ready, load
-from cluster.operators import USER, idle, mmrouter, views
+from cluster.operators import USER, diagnosed, idle, mmrouter, views
 from cluster.resources import MARK, apply, condition, is_done, marked, resource, status
 from waiting import wait_for
 
@@ -101,6 +101,18 @@ def test_status_shows_both_engines_proved(real: ControlPlane, proved: str) -> No
     assert [(pool["name"], pool["ready"], pool["verified"]) for pool in view["pools"]] == [("worker", 2, 2)]
     assert [worker["exact"] for worker in view["workers"]] == ["True", "True"]
     assert "ExactRoutingVerified" in mmrouter(real, "status", "demo", "-n", proved).stdout
+
+
+def test_an_engine_that_fell_back_to_a_cpu_is_named_by_condition_and_doctor(real: ControlPlane) -> None:
+    gpu = {"name": "worker", "role": "worker", "accelerator": {"kind": "nvidia"}, "args": ["--sim-device=cpu"]}
+    with real.namespace() as namespace:
+        apply(real, namespace, resource(pools=[gpu]))
+        found = wait_for(lambda: condition(real, "DeviceMismatch", namespace), 90, "the engine's device is known")
+        (pod,) = (each["metadata"]["name"] for each in real.pods(namespace, deployment="demo", role="worker"))
+        seen = diagnosed(real, "demo", "-n", namespace).seen("devices")
+    assert (found["status"], found["reason"]) == ("True", "OtherDevice")
+    assert f"pod {pod} on cpu instead of cuda" in found["message"]
+    assert seen == [f"{pod} computes on cpu, and its pool asks for cuda"]
 
 
 def test_every_frontend_has_a_live_page_that_is_served_until_ctrl_c(real: ControlPlane, proved: str) -> None:

@@ -33,10 +33,12 @@ CACHE_BLOCKS = 290  # the longest context and little more
 
 @pytest.fixture(scope="module")
 def deployment(vllm_env, shrunk, tmp_path_factory):
-    """Two frontends and two engines. ``test_families`` runs every family; eviction does not depend on it."""
+    """Two frontends and two engines, of which one was to have a GPU. ``test_families`` runs every family; eviction does
+    not depend on it.
+    """
     require_memory(engines=2)
     flags = [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
-    pools = [pool("worker", replicas=2)]
+    pools = [pool("worker"), pool("worker", name="gpu", accelerator={"kind": "nvidia"})]
     made = manifest(shrunk(REPOSITORY), {"type": "vllm", "args": flags}, pools, frontends=2)
     with deployed(vllm_env, tmp_path_factory.mktemp("routing"), made) as deployment:
         yield deployment
@@ -80,8 +82,13 @@ def test_the_gate_passes_on_real_engines(deployment):
     assert result["passed"], [check for check in result["checks"] if not check["passed"]]
 
 
-def test_sidecars_tell_from_the_metrics_that_their_engines_compute_on_a_cpu(deployment):
-    assert [worker["device"] for worker in deployment.state()["workers"]] == ["cpu"] * 2
+def test_the_doctor_names_the_engine_that_fell_back_to_a_cpu_and_no_other(deployment):
+    report = json.loads(deployment.mmrouter("doctor", "--url", deployment.url, "--json").stdout)
+    found = [item for subject in report["subjects"] for item in subject["findings"] if item["check"] == "devices"]
+    assert [(item["level"], item["seen"]) for item in found] == [
+        ("problem", "demo-gpu-0 computes on cpu, and its pool asks for cuda"),
+        ("ok", "demo-worker-0 on cpu"),
+    ]
 
 
 def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deployment, record):
