@@ -12,9 +12,10 @@ from campaign.index.history import FOREVER, CacheChange, Name, Record, Unobserve
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An answer that ended at ``ended`` said that ``cached`` tokens of its prompt were."""
+    """An answer that ended at ``ended`` said that ``cached`` of its prompt's tokens were."""
 
     request_id: str
+    prompt_tokens: int
     cached: int
     ended: float  # seconds since 1970
 

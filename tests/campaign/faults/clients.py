@@ -46,7 +46,7 @@ class Answers:
             if cached > usage.prompt_tokens or usage.completion_tokens > question[1]:
                 self.broken.append(f"usage of {question}: {usage}")
             if request_id:
-                self.claims.append(Claim(request_id, cached, time.time()))
+                self.claims.append(Claim(request_id, usage.prompt_tokens, cached, time.time()))
 
 
 class Clients:

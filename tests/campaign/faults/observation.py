@@ -106,6 +106,37 @@ class Observer:
                 found.append(f"{frontend['name']}: {type(error).__name__} {error}")
         return found
 
+    def in_flight(self) -> list[str]:
+        """Return where frontends count requests in flight; a frontend that does not answer, too."""
+        found = []
+        for frontend in self.deployment.frontends:
+            try:
+                for worker in self.workers(frontend):
+                    if count := worker["in_flight"] + worker["in_flight_elsewhere"]:
+                        found.append(f"{frontend['name']} counts {count} requests at {worker['name']}")
+            except (httpx.HTTPError, ValueError) as error:
+                found.append(f"{frontend['name']}: {type(error).__name__} {error}")
+        return found
+
+    def other_decisions(self, claims: Sequence[Claim], *, complete: bool) -> list[str]:
+        """Look up answers' decisions at every frontend; return which are of another request, or unknown though
+        ``complete``: no router's decisions were lost.
+        """
+        found = []
+        for frontend in self.deployment.frontends:
+            for claim in claims:
+                name = f"{frontend['name']}, decision {claim.request_id}"
+                try:
+                    decision = self.control(f"/control/decisions/{claim.request_id}", frontend)
+                except httpx.HTTPStatusError as error:
+                    if complete or error.response.status_code != 404:
+                        found.append(f"{name}: {error}")
+                    continue
+                seen = decision["request_id"], decision["prompt_tokens"]
+                if seen != (claim.request_id, claim.prompt_tokens):
+                    found.append(f"{name}: that of {seen}, and the prompt has {claim.prompt_tokens} tokens")
+        return found
+
     def _cache(self, address: str) -> Held:
         if not self._compares:
             return {}

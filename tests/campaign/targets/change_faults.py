@@ -164,6 +164,7 @@ class ChangeFaults(FaultTarget):
             broken += self._recover()
             clients.ask(dice)
         broken += self._judge(self._recorder, clients, victim, delay)
+        broken += self._after(self._observer, clients, complete=False)  # a frontend's decisions end with its pod
         if left := {path for path in set(SHM.iterdir()) - shared if path.is_file()}:  # folders are pods' own
             broken.append(f"left in {SHM}: {sorted(left)[:3]}")
         return broken

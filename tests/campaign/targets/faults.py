@@ -39,6 +39,7 @@ OBSERVE_SECONDS = 0.3
 WATCH_SECONDS = 0.25
 TOOLS = ("ip", "iptables", "mount", "tc")
 SETTLE_SECONDS = 120.0  # a deadline: indexes equal the caches within a few seconds
+LOOK_UPS = 20  # decisions of an input's last answers
 TRUTH_SECONDS = 5.0  # after which no router uses the index of a sidecar that sends nothing, beside delays
 MUTE = frozenset({("sidecar", "stop"), ("sidecar", "feed_cut")})
 """Victim and fault after which no frame of the victim's pod reaches a router."""
@@ -112,6 +113,15 @@ class FaultTarget(Target):
         self.totals["blocks claimed"] += checker.blocks
         wrong = [f"{each.kind}: {each.decision}" for each in checker.violations[:3]]
         return [*clients.answers.broken, *wrong, *self._false_claims(recorder, clients)]
+
+    def _after(self, observer: Observer, clients: Clients, *, complete: bool) -> list[str]:
+        """Return which ended requests frontends still count, and which decisions they give of another request."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (counted := observer.in_flight()) and time.monotonic() < deadline:
+            time.sleep(WATCH_SECONDS)
+        claims = clients.answers.claims[-LOOK_UPS:]
+        self.totals["answers whose decision was looked up"] += len(claims)
+        return counted + observer.other_decisions(claims, complete=complete)
 
     def _recover(self) -> list[str]:
         """Settle, and keep how long it takes."""
@@ -199,6 +209,7 @@ class Faults(FaultTarget):
             broken += self._recover()
             clients.ask(dice)
         broken += self._judge(self._recorder, clients, victim, delay)
+        broken += self._after(self._observer, clients, complete=not clients.may_cut)
         if left := set(SHM.rglob("*")) - shared:
             broken.append(f"left in {SHM}: {sorted(left)[:3]}")
         return broken

@@ -7,18 +7,19 @@ deployments stand behind a Service; two pickers serve one Envoy, where this mach
 import random
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import httpx
 import psutil
 from campaign.faults.clients import Clients
 from campaign.faults.injection import Victim, injected
+from campaign.faults.observation import Observer
 from campaign.faults.restarted import Restarted
 from campaign.target import BrokenPropertyError
 from campaign.targets.faults import SECONDS, SETTLE_SECONDS, WATCH_SECONDS, FaultTarget
 from gateway.gateways import ALIASES, SMALL, Gateway, gateway_process
 from local.load import ready
-from local.rig import ROOT, Deployment, deployed, example, running
+from local.rig import deployed, example, running
 from services import service
 from waiting import wait_for
 
@@ -49,6 +50,7 @@ class GatewayFaults(FaultTarget):
         super().__init__()
         self._kind = ""
         self._gateways: list[Restarted[Gateway]] = []
+        self._observers: dict[str, Observer] = {}  # by the name of a deployment, which is its model's, too
 
     @classmethod
     def left_out(cls) -> str:
@@ -79,15 +81,18 @@ class GatewayFaults(FaultTarget):
         self._running.close()
         self._gateways = []
         stack = self._running
+        resource = example()
         if kind == "picker":
-            demo = running(ROOT / "examples" / "demo.yaml", "--gateway", "envoy", start_seconds=START_SECONDS)
-            self._deployments = [stack.enter_context(demo)]
-            self._url = self._deployments[0].url
+            started = [deployed(self._folder, resource, options=("--gateway", "envoy"), start_seconds=START_SECONDS)]
         else:
-            resource = example()
             resource["spec"]["pools"][0]["replicas"] = 1
-            demo, small = deployed(self._folder, resource), running(SMALL, start_seconds=START_SECONDS)
-            self._deployments = [stack.enter_context(each) for each in (demo, small)]
+            started = [deployed(self._folder, resource), running(SMALL, start_seconds=START_SECONDS)]
+        deployments = [stack.enter_context(each) for each in started]
+        self._observers = {
+            str(each.run["deployment"]): stack.enter_context(closing(Observer(each))) for each in deployments
+        }
+        self._url = deployments[0].url
+        if kind == "gateway":
             for _ in range(GATEWAYS):
                 self._gateways.append(Restarted(lambda: gateway_process("--config", str(ALIASES))))
                 stack.enter_context(self._gateways[-1].running())
@@ -103,16 +108,15 @@ class GatewayFaults(FaultTarget):
         if kind == "gateway":
             gateway = dice.choice(self._gateways).now
             return Victim(kind, gateway.host, gateway.host, psutil.Process(gateway.process.pid))
-        pod, process = dice.choice(sorted(self._deployments[0].processes("router").items()))
+        pod, process = dice.choice(sorted(self._observers["demo"].deployment.processes("router").items()))
         return Victim(kind, pod, process.environ()["POD_IP"], process)
 
     def _fault(self, kind: str, fault: str, number: int, dice: random.Random) -> list[str]:
         victim = self._victim(kind, dice)
-        models = ("demo", "small") if kind == "gateway" else ("demo",)
-        loads = [Clients(self._url, model, number) for model in models]
+        loads = {model: Clients(self._url, model, number) for model in self._observers}
         broken: list[str] = []
         with ExitStack() as during:
-            for clients in loads:
+            for clients in loads.values():
                 clients.may_cut = fault in ENDS_STREAMS[kind]
                 during.enter_context(clients.asking())
             with injected(fault, victim, self._disk):
@@ -121,8 +125,9 @@ class GatewayFaults(FaultTarget):
             broken += self._all_back()
             self.keep_largest(**{"s until everything is ready": round(time.monotonic() - began, 1)})
             time.sleep(WATCH_SECONDS)
-        for clients in loads:
-            broken += clients.answers.broken
+        for model, clients in loads.items():
+            complete = kind == "gateway" or not clients.may_cut  # a picker's decisions end with it
+            broken += clients.answers.broken + self._after(self._observers[model], clients, complete=complete)
             self._count(clients)
         return broken
 
@@ -130,7 +135,8 @@ class GatewayFaults(FaultTarget):
         """Wait while the fault lasts; return which gateways or pickers that are not the victim are not ready."""
         others = [each.now.host for each in self._gateways]
         if kind == "picker":
-            others = [str(httpx.URL(control).host) for control in self._deployments[0].controls]
+            frontends = self._observers["demo"].deployment.frontends
+            others = [str(httpx.URL(frontend["control"]).host) for frontend in frontends]
         others = [host for host in others if host != victim.address]
         broken, began = set(), time.monotonic()
         while time.monotonic() - began < SECONDS:
@@ -148,19 +154,19 @@ class GatewayFaults(FaultTarget):
         return []
 
     def _not_back(self) -> list[str]:
-        left = [f"{each.run['deployment']} is not settled" for each in self._deployments if not each.settled()]
+        left = [wrong for observer in self._observers.values() for wrong in observer.differences()]
         for each in self._gateways:
             left += [] if ready(each.now.host) else [f"the gateway {each.now.host} is not ready"]
-        return left or [text for each in self._deployments if (text := self._unanswered(each))]
+        return left or [text for name in self._observers if (text := self._unanswered(name))]
 
-    def _unanswered(self, deployment: Deployment) -> str:
+    def _unanswered(self, name: str) -> str:
         """Return why the model of a deployment is not answered by it; empty: it is."""
-        name = str(deployment.run["deployment"])
         body = {"model": name, "max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}]}
         try:
             answer = httpx.post(f"{self._url}/v1/chat/completions", json=body, timeout=60)
         except httpx.HTTPError as error:
             return f"{name}: {error!r}"
-        if answer.status_code != 200 or answer.headers.get("x-mmrouter-deployment", name) != name:
+        by = answer.headers["x-mmrouter-deployment"] if self._gateways else name
+        if answer.status_code != 200 or by != name:
             return f"{name}: {answer.status_code} {answer.text[:200]}"
         return ""

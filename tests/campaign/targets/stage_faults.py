@@ -82,7 +82,7 @@ class StageFaults(FaultTarget):
             began = time.monotonic()
             broken += self._settle()
             self.keep_largest(**{"s until every engine is verified": round(time.monotonic() - began, 1)})
-        broken += clients.answers.broken
+        broken += clients.answers.broken + self._after(self._observer, clients, complete=True)
         self._count(clients)
         return broken
 

@@ -14,7 +14,7 @@ def wrong(
 ) -> list[str]:
     own = [Placement(engine, 10, ("x", "y", "z"), 16, tries) for engine in engines]
     placements = {"mine": own, "other": list(others)}
-    return ClaimChecker(complete).wrong([Claim("mine", cached, 12)], placements, history)
+    return ClaimChecker(complete).wrong([Claim("mine", 64, cached, 12)], placements, history)
 
 
 @pytest.mark.parametrize("cached", [0, 16, 32])
