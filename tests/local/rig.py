@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import openai
 import psutil
-import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_for
@@ -151,7 +150,7 @@ def running(file: Path, *options: str, start_seconds: float = START_SECONDS) -> 
                 start_seconds,
                 "ready",
             )
-        except pytest.fail.Exception:
+        except TimeoutError:
             print("".join(log[-200:]))  # what pytest shows of a test that failed
             raise
         assert process.poll() is None, "".join(log[-60:])
