@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -39,10 +40,13 @@ class Running:
 
 
 class LocalRunner:
-    """Turns pods into something that runs, in the kubelet's event loop. Relative host paths start at ``base_dir``."""
+    """Turns pods into something that runs, in the kubelet's event loop. Relative host paths start at ``base_dir``.
 
-    def __init__(self, plane: ControlPlane, base_dir: Path) -> None:
-        self._plane, self._base_dir = plane, base_dir
+    ``images``: image -> folder with the packages that its containers run, instead of this checkout's.
+    """
+
+    def __init__(self, plane: ControlPlane, base_dir: Path, images: Mapping[str, Path] = MappingProxyType({})) -> None:
+        self._plane, self._base_dir, self._images = plane, base_dir, images
         self._block: AddressBlock = take_block(PORTS)
         self._folders = make_folders("cluster")
         for folder in {self._folders.run, self._folders.tmpfs}:
@@ -75,7 +79,7 @@ class LocalRunner:
         body = {"spec": {"expirationSeconds": 3607, "boundObjectRef": bound}}
         answer = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
         token = answer.raise_for_status().json()["status"]["token"]
-        plan = _plan(pod, objects, token, self._plane.address)
+        plan = _plan(pod, objects, token, self._plane.address, self._images)
         placed = replace(plan.pods[0], uid=uid, ip=self._block.next_pod(), node=pod["spec"]["nodeName"])
         local = maker.build(placed, plan, next(self._numbers), lambda: self._changed(uid))
         for container in local.init + local.containers:
@@ -155,7 +159,9 @@ class LocalRunner:
         self._log.flush()
 
 
-def _plan(pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str, server: str) -> RunPlan:
+def _plan(
+    pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str, server: str, images: Mapping[str, Path]
+) -> RunPlan:
     """Return the plan of one pod as the substrate knows it: a Deployment of one replica, and tokens as Secrets."""
     spec = json.loads(json.dumps(pod["spec"]))
     account = {"token": token, "namespace": pod["metadata"]["namespace"]}
@@ -171,8 +177,9 @@ def _plan(pod: Mapping[str, Any], objects: list[dict[str, Any]], token: str, ser
         "MMROUTER_SERVICE_ACCOUNT_DIR": ACCOUNT_DIR,
     }
     for container in (*(spec.get("initContainers") or []), *spec["containers"]):
-        others = [each for each in container.get("env") or [] if each["name"] not in own]
-        container["env"] = [*others, *({"name": name, "value": value} for name, value in own.items())]
+        added = {**own, "PYTHONPATH": f"{path}"} if (path := images.get(container["image"])) else own
+        others = [each for each in container.get("env") or [] if each["name"] not in added]
+        container["env"] = [*others, *({"name": name, "value": value} for name, value in added.items())]
         probe = container.get("readinessProbe")
         if probe is not None:
             probe["periodSeconds"] = min(probe.get("periodSeconds", 10), FAST_SECONDS)

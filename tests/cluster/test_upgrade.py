@@ -6,22 +6,30 @@ import json
 import os
 import re
 import subprocess
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
-from artefacts import run_tool_or_skip
+from artefacts import Record, run_tool_or_skip
 from cluster.conftest import CRDS, ROOT
 from cluster.controlplane import ETCD_PORT, ControlPlane, control_plane
 from cluster.deployments import MERGE, Deployed, named
+from cluster.hollow_kubelet import hollow
+from cluster.load import describe, load
 from cluster.operators import BRIEF, operator
+from cluster.resources import apply, condition, is_done, marked
+from cluster.runner import LocalRunner
+from local.rig import samples
 from waiting import wait_for
 
 from mmrouter_lib.api.crd import NAME, definition
 
 SECONDS = 90
+ROLLOUT_SECONDS = 150
 DEFINITION = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{NAME}"
 PAGE = ROOT / "docs" / "upgrades.md"
 
@@ -96,6 +104,69 @@ def test_operators_and_definitions_of_two_versions_work_in_every_combination(
             verbs = deployed.child("roles", f"made-{number}-frontend")["rules"][0]["verbs"]
             assert ("get" in verbs) == (version == "previous")
         assert len(hashes) == 2, "both definitions were served"
+
+
+OLD_IMAGE, NEW_IMAGE = "mmrouter/mmrouter:previous", "mmrouter/mmrouter:new"
+ROLES = "worker", "frontend"
+
+
+def images(plane: ControlPlane, namespace: str) -> dict[str, set[str]]:
+    """Return role -> the images of the routers and sidecars in its pods."""
+    found: dict[str, set[str]] = {role: set() for role in ROLES}
+    for role, names in found.items():
+        for pod in plane.pods(namespace, deployment="demo", role=role):
+            containers = [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]
+            names |= {each["image"] for each in containers if each["name"] in ("router", "sidecar")}
+    return found
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("first", ROLES)
+def test_operator_definition_and_pods_are_upgraded_and_back_under_load(
+    kube_bin: Path, tmp_path: Path, previous: Path, first: str, record: Record
+) -> None:
+    """The operator before the pods, both times. ``first``: the pods that are replaced before the others."""
+    (folder := tmp_path / "plane").mkdir()
+    order = sorted(ROLES, key=lambda role: role != first)
+    wanted, marks = {role: {OLD_IMAGE} for role in ROLES}, dict.fromkeys(ROLES, 1)
+    with ExitStack() as stack:
+        plane = stack.enter_context(control_plane(folder, kube_bin, previous / "crds"))
+        runner = LocalRunner(plane, ROOT / "examples", {OLD_IMAGE: previous})
+        stack.enter_context(hollow(plane, runner)).node("local")
+        namespace, operators = stack.enter_context(plane.namespace()), stack.enter_context(ExitStack())
+
+        def operate(image: str) -> None:
+            """Replace definition and operator by those of a version."""
+            operators.close()
+            plane.apply_crds(previous / "crds" if image == OLD_IMAGE else CRDS)
+            (config := tmp_path / "operator.yaml").write_text(f"image: {image}\n")
+            env = {"PYTHONPATH": str(previous)} if image == OLD_IMAGE else {}
+            operators.enter_context(operator(plane, options=[*BRIEF, f"--config={config}"], env=env))
+
+        def roll_out() -> None:
+            """Change pods, and wait until they have the ``wanted`` images and routing is proved."""
+            body = marked(engine=f"{marks['worker']}", frontend=f"{marks['frontend']}")
+            generation = apply(plane, namespace, body)["metadata"]["generation"]
+            done = lambda: is_done(plane, namespace, "demo", generation) and images(plane, namespace) == wanted  # noqa: E731
+            wait_for(done, ROLLOUT_SECONDS, f"pods of {wanted}", known=partial(describe, plane, namespace))
+            assert condition(plane, "ExactRoutingVerified", namespace)["status"] == "True"
+            for pod in plane.pods(namespace, deployment="demo", role="frontend"):
+                # Routers of the previous version lack this metric.
+                is_new = any(samples(pod["status"]["podIP"], "mmrouter_build_info"))
+                assert is_new == (wanted["frontend"] == {NEW_IMAGE})
+
+        operate(OLD_IMAGE)
+        roll_out()
+        with load(plane, namespace, "demo") as seen:
+            for image in (NEW_IMAGE, OLD_IMAGE):
+                operate(image)
+                for role in order:
+                    wanted[role], marks[role] = {image}, marks[role] + 1
+                    roll_out()
+            answered = seen.answered
+            wait_for(lambda: seen.answered > answered + 5, SECONDS, "the last pods answer")
+    record(f"operator and pods of two versions, {first} first", f"{seen.answered} answers, {len(seen.failures)} failed")
+    assert seen.failures == []
 
 
 COMMANDS = re.compile(r"^ *```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
