@@ -105,8 +105,9 @@ class LeaderElection:
     async def release(self) -> None:
         """Stop writing and let another replica take over at once. Best effort: otherwise the lease expires."""
         self._stopping = True
-        held, self._valid_until = self.valid(), float("-inf")
-        if not held:
+        self._valid_until = float("-inf")
+        # One that was not renewed in time is released too: others wait for its whole duration.
+        if self._observed is None or self._observed.record[0] != self._identity:
             return
         try:
             try:

@@ -162,6 +162,17 @@ async def test_a_released_lease_is_taken_at_once_and_the_one_who_released_it_sta
     assert second.valid()
 
 
+async def test_a_lease_that_was_not_renewed_in_time_is_released_too() -> None:
+    server, here = Server(), Time()
+    one = leader(server, "a", here)
+    await one.attempt()
+    here.now += TIMING.deadline
+    assert not one.valid()
+    await one.release()
+    assert server.lease is not None
+    assert server.lease["spec"]["holderIdentity"] == ""
+
+
 async def test_a_renewal_under_way_does_not_keep_a_lease_from_being_released() -> None:
     server = Server()
     client = Client(server)
