@@ -130,6 +130,8 @@ HANDED_OVER = files(VLLM, "handover", "handover_gain", "transfer")
 SGLANG_PROMPTS = files(f"{REAL}/sglang", "llava", "prediction", "rendering")
 (DEMO,) = files(REAL, "demo")
 LONG_FORM = bool(os.environ.get("MMROUTER_FAMILIES"))
+HANG_SECONDS = 6 * 3600 if LONG_FORM else 2 * 3600
+"""For a step of a large level. A busy machine takes ten times as long as an idle one."""
 CELLS = files(REAL, "cells") if LONG_FORM else ()
 """Every setup with each of these families (``tests/conformance/setups.py``); otherwise not collected."""
 NATIVE = module("hack.native_wheel", "--optional")
@@ -178,7 +180,7 @@ LEVELS = {
             Step("processes", tests=PROCESSES),
             Step("rustfmt and clippy", (*NATIVE, "--lint")),
         ),
-        limit_s=2700,
+        limit_s=HANG_SECONDS,
         lanes=3,
         lane_gb=1.5,
     ),
@@ -195,7 +197,7 @@ LEVELS = {
             Step("chart", tests="tests/chart"),
             Step("control plane, speed", tests=SPEED, when="after"),
         ),
-        limit_s=2700,
+        limit_s=HANG_SECONDS,
         lanes=3,
         lane_gb=3,
     ),
@@ -208,7 +210,7 @@ LEVELS = {
             Step("real pods under change", tests=CHANGING),
             Step("real pods on their own nodes", tests=OWN_NODE),
         ),
-        limit_s=2700,
+        limit_s=HANG_SECONDS,
         lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
         lane_gb=5,
     ),
@@ -227,7 +229,7 @@ LEVELS = {
             # Alone: its verdict is that of `mmrouter up --demo`, which has a limit for late events.
             Step("demo with real engines", tests=DEMO, when="after"),
         ),
-        limit_s=6 * 3600 if LONG_FORM else 3300,
+        limit_s=HANG_SECONDS,
         lanes=3,
         lane_gb=6,
     ),
