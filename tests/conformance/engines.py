@@ -206,26 +206,29 @@ def deployed(env: Path, folder: Path, *documents: Mapping[str, Any]) -> Iterator
         yield deployment
 
 
-def histories(deployment: Deployment, repository: str, kind: str = "vllm") -> list["History"]:
-    """Wait until every frontend's index equals what each engine's replayed events say; return the latter."""
+def histories(deployment: Deployment, repository: str, kind: str = "vllm", ranks: int = 1) -> list["History"]:
+    """Wait until every frontend's index equals what the replayed events of each engine's ranks say; return the latter,
+    rank by rank.
+    """
     found = []
     for worker in deployment.state()["workers"]:
         if worker["role"] == "encoder" or (kind, worker["role"]) == ("sglang", "decode"):
             continue  # they publish nothing
-        truth = History(deployment, worker["ip"], repository, kind)
-        for number in range(len(deployment.controls)):
+        for rank in range(ranks):
+            truth = History(deployment, worker["ip"], repository, kind, rank)
+            for number in range(len(deployment.controls)):
 
-            def agree(truth: History = truth, uid: str = worker["uid"], number: int = number) -> bool:
-                return truth.keys() == set(deployment.keys(uid, number)["keys"].get("0", ()))
+                def agree(truth: History = truth, uid: str = worker["uid"], number: int = number) -> bool:
+                    return truth.keys() == set(deployment.keys(uid, number)["keys"].get(str(truth.rank), ()))
 
-            wait_for(agree, AGREE_SECONDS, f"frontend {number} and the engine of {worker['name']} agree")
-        found.append(truth)
+                wait_for(agree, AGREE_SECONDS, f"frontend {number} and rank {rank} of {worker['name']} agree")
+            found.append(truth)
     return found
 
 
 class History:
-    def __init__(self, deployment: Deployment, ip: str, repository: str, kind: str = "vllm") -> None:
-        self._ip, self._kind = ip, kind
+    def __init__(self, deployment: Deployment, ip: str, repository: str, kind: str = "vllm", rank: int = 0) -> None:
+        self._ip, self._kind, self.rank = ip, kind, rank
         config = Path(next(iter(deployment.processes("router").values())).environ()["MMROUTER_CONFIG"])
         model = json.loads((config / "deployment.json").read_text())["spec"]["model"]
         key, revision = (config / "secrets" / "identity.key").read_bytes(), model.get("revision", "main")
@@ -247,7 +250,9 @@ class History:
         windows = WindowBlocks()
         self.removed = 0
         decode = adapter(self._kind).decode_batch
-        for event in of_one_group([event for _, payload in replay(self._ip) for event in decode(payload).events]):
+        for event in of_one_group(
+            [event for _, payload in replay(self._ip, self.rank) for event in decode(payload).events]
+        ):
             match event:
                 case Stored() | Ragged():
                     if isinstance(event, Ragged):
@@ -301,7 +306,7 @@ class Answer:
         self.exactness = headers["x-mmrouter-exactness"]
         names = ("overlap-blocks", "prompt-blocks", "prompt-tokens")
         self.overlap, self.blocks, self.predicted_tokens = (int(headers[f"x-mmrouter-{name}"]) for name in names)
-        self.decision, self.keys = decision, list(decision["keys"])
+        self.decision, self.keys, self.rank = decision, list(decision["keys"]), int(decision["rank"])
         self.tokens = int(usage["prompt_tokens"])
         self.cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         self.most = (self.tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -332,6 +337,6 @@ def wait_until_published(deployment: Deployment, seen: Answer) -> None:
     for number in range(len(deployment.controls)):
 
         def published(number: int = number) -> bool:
-            return set(seen.keys) <= set(deployment.keys(uid, number)["keys"].get("0", ()))
+            return set(seen.keys) <= set(deployment.keys(uid, number)["keys"].get(str(seen.rank), ()))
 
         wait_for(published, AGREE_SECONDS, f"{seen.case.name}: every predicted key is published")

@@ -74,8 +74,8 @@ class Listener:
         self._context.term()
 
 
-def replay(ip: str, seconds: float = 300) -> list[tuple[int, bytes]]:
-    """Return everything that an engine has published, numbered without a gap, from its replay socket.
+def replay(ip: str, rank: int = 0, seconds: float = 300) -> list[tuple[int, bytes]]:
+    """Return everything that a rank of an engine has published, numbered without a gap, from its replay socket.
 
     The engine's socket drops messages beyond its queue of 1,000 while a reader is slow, so a replay is requested again
     from the first message that is missing.
@@ -84,7 +84,7 @@ def replay(ip: str, seconds: float = 300) -> list[tuple[int, bytes]]:
     first, before = 0, -1
     while first > before:
         before = first
-        end = replay_from(ip, first, got, seconds)
+        end = replay_from(ip, rank, first, got, seconds)
         while first in got:
             first += 1
         if first >= end:
@@ -92,12 +92,12 @@ def replay(ip: str, seconds: float = 300) -> list[tuple[int, bytes]]:
     pytest.fail(f"the engine at {ip} does not replay its message {first}, of those before {end}")
 
 
-def replay_from(ip: str, first: int, got: dict[int, bytes], seconds: float) -> int:
-    """Add an engine's messages from a number on to ``got``; return the number after its last one."""
+def replay_from(ip: str, rank: int, first: int, got: dict[int, bytes], seconds: float) -> int:
+    """Add a rank's messages from a number on to ``got``; return the number after its last one."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.setsockopt(zmq.RCVHWM, 0)
-        dealer.connect(f"tcp://{ip}:{REPLAY_PORT}")
+        dealer.connect(f"tcp://{ip}:{REPLAY_PORT + rank}")
         dealer.send_multipart([b"", first.to_bytes(8, "big")])
         while dealer.poll(int(seconds * 1000)):
             *_, number, payload = dealer.recv_multipart()
