@@ -15,6 +15,9 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; 
 ENGINE ?= sim
 DEMO_vllm := examples/demo-vllm.yaml
 DEMO_sglang := examples/demo-real-sglang.yaml
+DEMO_qwen3.5 := examples/demo-hybrid.yaml
+DEMO = $(DEMO_$(or $(MODEL),$(ENGINE)))
+MODEL ?=
 ARGS ?=
 WRITE ?=
 FAMILIES ?=
@@ -41,12 +44,13 @@ $(STAMP): requirements.lock pyproject.toml
 native: venv ## compile the hot loops and install them into .venv; needs Rust, and everything runs without it
 	@$(PY) -m hack.native_wheel --install
 
-demo: venv ## show exact image routing in under a minute; ENGINE=vllm or sglang takes two real engines
-ifeq ($(ENGINE),sim)
+demo: venv ## show exact image routing in under a minute; ENGINE=vllm or sglang takes two real engines, MODEL=qwen3.5 a hybrid
+ifeq ($(MODEL)$(ENGINE),sim)
 	@exec $(VENV)/bin/mmrouter up examples/demo.yaml --demo $(ARGS)
 else
-	@env="$$($(PY) -m hack.engines.$(ENGINE)_env)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
-		exec $(VENV)/bin/mmrouter up $(DEMO_$(ENGINE)) --demo --engines path --engine-env "$$env" $(ARGS)
+	@test -n "$(DEMO)" || { echo "make: there is no demo of $(or $(MODEL),$(ENGINE))" >&2; exit 2; }
+	@env="$$($(PY) -m hack.engines.$(if $(MODEL),vllm,$(ENGINE))_env)" || { s=$$?; [ $$s -ne 3 ] || echo "not run: see the reason above" >&2; exit $$s; }; \
+		exec $(VENV)/bin/mmrouter up $(DEMO) --demo --engines path --engine-env "$$env" $(ARGS)
 endif
 
 check: venv ## the inner loop: format, lint, types, import rules, unit tests

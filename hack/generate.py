@@ -12,7 +12,7 @@ Names, by default all of them:
 - ``rights``: the operator's ClusterRole in the chart, from the child kinds of ``mmrouter_operator.render``.
 - ``conformance``: docs/conformance.md, from the figures of docs/conformance.json that ``make conformance`` measures.
 - ``kv-events``: the table of docs/kv-events.md, from the figures in tests/kv_events.
-- ``tokenizer``: the tokenizer of examples/models/tiny-qwen2-vl, from a text.
+- ``tokenizer``, ``tokenizer-hybrid``: the tokenizers of examples/models, from a text.
 - ``golden``: the rendered objects that ``tests/unit/render`` compares with. Review their diff: a difference restarts
   engines on upgrade. ``--check`` leaves them to those tests.
 """
@@ -30,10 +30,10 @@ from hack.build_once import ROOT
 from hack.cluster import go_programs
 from hack.generators import dashboard, kv_event_results, tables
 from hack.generators.cluster_role import cluster_role
-from hack.generators.tiny_tokenizer import tokenizer_json
+from hack.generators.tiny_tokenizer import byte_tokenizer_json, tokenizer_json
 from mmrouter_cli.cluster_commands import crd_text
 
-TOKENIZER = ROOT / "examples" / "models" / "tiny-qwen2-vl" / "tokenizer.json"
+MODELS = ROOT / "examples" / "models"
 CHART = ROOT / "charts" / "mmrouter"
 DOCS = ROOT / "docs"
 VALUES = (CHART / "README.md", CHART / "values.yaml")
@@ -60,7 +60,8 @@ GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "rights": (CHART / "files" / "clusterrole.yaml", cluster_role),
     "conformance": (DOCS / "conformance.md", conformance_page),
     "kv-events": (DOCS / "kv-events.md", lambda: kv_event_results.page((DOCS / "kv-events.md").read_text())),
-    "tokenizer": (TOKENIZER, tokenizer_json),
+    "tokenizer": (MODELS / "tiny-qwen2-vl" / "tokenizer.json", tokenizer_json),
+    "tokenizer-hybrid": (MODELS / "tiny-qwen3.5" / "tokenizer.json", byte_tokenizer_json),
 }
 """Name -> the file and its content as it should be now."""
 NAMES = (*GENERATED, "golden")

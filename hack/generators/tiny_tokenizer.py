@@ -1,11 +1,11 @@
-"""The tokenizer of examples/models/tiny-qwen2-vl, which the demo, the simulator and the tests use.
+"""The tokenizers of examples/models, which demos, the simulator and the tests use.
 
-It is trained on a text of this project. The folder's other files are written by hand: the layout of Qwen2-VL with two
-narrow layers, and the image geometry that Qwen2-VL publishes, so image token counts are the real ones. It has no
-weights: a real vLLM serves it with ``--load-format dummy``. The same tokenizers release makes the same bytes.
+They are trained on a text of this project. The other files of tiny-qwen2-vl are written by hand: the layout of Qwen2-VL
+with two narrow layers, and the image geometry that Qwen2-VL publishes, so image token counts are the real ones. It has
+no weights: a real vLLM serves it with ``--load-format dummy``. The same tokenizers release makes the same bytes.
 """
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 VOCABULARY = 1024  # tokens learned from the text below, the 256 bytes among them
 SPECIALS = (
@@ -17,7 +17,7 @@ SPECIALS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Their ids stand in the folder's config.json."""
+"""Their ids stand in each folder's config.json."""
 
 TEXT = """
 A router stands in front of several copies of one model. Every copy keeps the blocks that it has computed, and a
@@ -73,11 +73,25 @@ one.
 
 def tokenizer_json() -> str:
     """Return a byte-level BPE tokenizer: what the text above teaches it, then the special tokens."""
+    return _trained(Tokenizer(models.BPE()), VOCABULARY)
+
+
+def byte_tokenizer_json() -> str:
+    """Return a tokenizer with a token per byte, for tiny-qwen3.5.
+
+    For that family transformers splits a text in a way of its own, whatever ``tokenizer.json`` says, and normalizes it;
+    bytes are the same however a text is split.
+    """
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    return _trained(tokenizer, len(pre_tokenizers.ByteLevel.alphabet()))
+
+
+def _trained(tokenizer: Tokenizer, vocabulary: int) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+        vocab_size=vocabulary, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
     tokenizer.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])

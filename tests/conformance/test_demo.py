@@ -1,4 +1,4 @@
-"""``make demo ENGINE=...``, as the README has it: two real engines start side by side and are routed to exactly."""
+"""``make demo`` with real engines, as the README has it: two start side by side and are routed to exactly."""
 
 import json
 import signal
@@ -9,14 +9,16 @@ from local.rig import ROOT
 from long_form import parameters
 
 SECONDS = 900
+DEMOS = {"ENGINE=vllm": "vllm_env", "ENGINE=sglang": "sglang_env", "MODEL=qwen3.5": "vllm_env"}
+HYBRID_BLOCK = 32
 
 
-@pytest.mark.parametrize("engine", parameters(["vllm", "sglang"], "vllm"))
+@pytest.mark.parametrize("demo", parameters(DEMOS, "ENGINE=vllm", "MODEL=qwen3.5"))
 def test_the_demo_with_real_engines_starts_them_side_by_side_and_ends_with_exact_hits(
-    engine: str, request: pytest.FixtureRequest
+    demo: str, request: pytest.FixtureRequest
 ) -> None:
-    request.getfixturevalue(f"{engine}_env")  # built with a limit of its own
-    command = ["make", "--no-print-directory", "demo", f"ENGINE={engine}", "ARGS=--json"]
+    request.getfixturevalue(DEMOS[demo])  # built with a limit of its own
+    command = ["make", "--no-print-directory", "demo", demo, "ARGS=--json"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     )
@@ -31,6 +33,10 @@ def test_the_demo_with_real_engines_starts_them_side_by_side_and_ends_with_exact
     assert (process.returncode, result["passed"]) == (0, True), (result["rows"], log[-3000:])
     assert [row["failure"] for row in result["rows"]] == [""] * len(result["rows"])
     assert result["hit_ratio"] > result["round_robin"]["hit_ratio"]
+    if demo.startswith("MODEL="):
+        for row in result["rows"]:  # also the misses of a hybrid are those that were predicted
+            reachable = (row["prompt_tokens"] - 1) // HYBRID_BLOCK
+            assert row["cached_tokens"] == min(row["overlap"], reachable) * HYBRID_BLOCK, row
     lines = [tuple(part.strip() for part in line.split("|", 1)) for line in log.splitlines() if "|" in line]
     sources = [source for source, _ in lines]
     ready = min(lines.index((f"demo-worker-{number}", "Ready")) for number in range(2))
