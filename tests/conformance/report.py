@@ -254,10 +254,10 @@ shown behind other texts before. With one family the index is also compared afte
 (`test_routing.py`, `test_replicas.py`), engines are lost during requests, and answers compared with those of one engine
 alone (`test_disaggregated.py`).
 
-**Data parallel ranks.** A vLLM with two ranks, without a forward pass, and an SGLang with two run behind sidecar and
-router. Each rank's part of the index equals that rank's own event history, a repeat is sent to the rank that holds its
-prompt and hits what was promised, and the same prompt sent to another rank, past the router, finds nothing there
-(`tests/conformance/test_data_parallel.py`).
+**Data parallel ranks.** A vLLM with two and with four ranks, without a forward pass, and an SGLang with two run behind
+sidecar and router. Each rank's part of the index equals that rank's own event history, a repeat is sent to the rank
+that holds its prompt and hits what was promised, and the same prompt sent to another rank, past the router, finds
+nothing there (`tests/conformance/test_data_parallel.py`).
 
 **Not run, for want of a device.** vLLM's `ECCPUConnector` copies embeddings by streams of CUDA or XPU; its
 configuration passes vLLM's own parser and classes, and its scheduler's half runs
