@@ -94,8 +94,22 @@ class ClaimChecker:
                 gap.engine == placement.engine and gap.after <= claim.ended and placement.at <= gap.at
                 for gap in self._unobserved
             ):
-                return f"{placement.engine} could not hold block {number}"
+                return f"{placement.engine} could not hold block {number} ({self._known(key, claim, placement)})"
         return ""
+
+    def _known(self, key: Name, claim: Claim, placement: Placement) -> str:
+        """Return what is known of a block at an engine, in seconds since the request was placed."""
+        since = placement.at
+        stays = [
+            f"from {stay.may_from - since:.3f}..{stay.must_from - since:.3f} to {stay.until - since:.3f}"
+            for stay in self._stays.get((placement.engine, key), ())
+        ]
+        others = [
+            f"{request} {other.at - since:.3f} to {self._ended.get(request, FOREVER) - since:.3f}"
+            for request, other in self._having[placement.engine, key]
+            if request != claim.request_id
+        ]
+        return f"ended {claim.ended - since:.3f}; cached {', '.join(stays)}; requests {', '.join(others)}"
 
     def _possible(self, stay: _Stay, key: Name, claim: Claim, placement: Placement) -> bool:
         """Whether a block was in the cache when the request was admitted, between its placement and its end."""

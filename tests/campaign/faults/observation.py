@@ -1,5 +1,6 @@
 """The reported and the actual state of a running deployment: caches, processes, and the history of decisions."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,14 @@ FRESH_SECONDS = 0.9
 END = b"\xff" * 8
 LAG = 4.5
 """Seconds by which a router's view may lag: 2.5 until a silent sidecar is stale, and a busy machine."""
+
+
+def start_time(pid: int) -> float:
+    """Return when a process began, in seconds since 1970; psutil's answer may be a second off."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    # A wait for a CPU between the two clocks makes the difference smaller.
+    boot = max(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) for _ in range(5))
+    return boot + ticks / os.sysconf("SC_CLK_TCK")
 
 
 Frontend = Mapping[str, str]
@@ -150,7 +159,7 @@ class _Engine:
     """The events of one engine process, read from its replay socket as batches that it keeps."""
 
     address: str
-    pid: int
+    process: psutil.Process
     ledger: Ledger
     sent: float  # seconds since 1970, by the last batch
     observed: float
@@ -184,14 +193,14 @@ class Recorder:
         """Take what happened since the last call. Engines and routers that do not answer are left for the next one."""
         running = {}
         for name, process in self._deployment.processes("vllm").items():
-            with suppress(psutil.NoSuchProcess):
-                running[name] = process.pid, process.environ()["POD_IP"], process.create_time()
+            with suppress(psutil.NoSuchProcess, FileNotFoundError):
+                running[name] = process, process.environ()["POD_IP"], start_time(process.pid)
         for name, engine in list(self._engines.items()):
-            if name not in running or running[name][0] != engine.pid:
+            if name not in running or running[name][0] != engine.process:
                 self._ended(name, engine, running[name][2] if name in running else time.time())
-        for name, (pid, address, began) in running.items():
+        for name, (process, address, began) in running.items():
             if name not in self._engines:
-                self._engines[name] = _Engine(address, pid, Ledger(self._observer.seed), began, began)
+                self._engines[name] = _Engine(address, process, Ledger(self._observer.seed), began, began)
             self._read(name, self._engines[name])
         for frontend in self._deployment.frontends:
             try:
@@ -230,19 +239,22 @@ class Recorder:
 
     def _read(self, name: str, engine: _Engine) -> None:
         dealer = self._context.socket(zmq.DEALER)
-        asked = time.time()
+        asked, number, batches = time.time(), b"", []
         try:
             dealer.linger, dealer.rcvhwm = 0, 0
             dealer.connect(f"tcp://{engine.address}:5657")
             dealer.send_multipart([b"", engine.next.to_bytes(8, "big")])
-            while dealer.poll(500):
+            while number != END and dealer.poll(500):
                 *_, number, payload = dealer.recv_multipart()
-                if number == END:
-                    engine.observed = asked
-                    return
-                self._apply(name, engine, int.from_bytes(number, "big"), payload)
+                batches.append((int.from_bytes(number, "big"), payload))
         finally:
             dealer.close(0)
+        if not engine.process.is_running():
+            return  # the answer may be that of the next process at this address
+        for place, payload in batches[: -1 if number == END else None]:
+            self._apply(name, engine, place, payload)
+        if number == END:
+            engine.observed = asked
 
     def _apply(self, name: str, engine: _Engine, number: int, payload: bytes) -> None:
         batch = decode_batch(payload)

@@ -23,7 +23,8 @@ def test_blocks_that_were_held_before_the_request_may_be_claimed(cached: int) ->
 
 
 def test_a_block_that_only_the_request_itself_brought_may_not_be_claimed() -> None:
-    assert wrong(48, [*HELD, *OWN]) == ["mine claims 48 cached tokens: a could not hold block 2"]
+    known = "ended 2.000; cached from -1.000..1.000 to inf; requests "
+    assert wrong(48, [*HELD, *OWN]) == [f"mine claims 48 cached tokens: a could not hold block 2 ({known})"]
 
 
 def test_a_block_that_a_request_under_way_brought_may_be_claimed() -> None:
