@@ -101,6 +101,7 @@ class Chat:
         enabled, seeds, traits = spec.routing.continue_streams, spec.routing.seed_streams, settings.answer_traits
         self.stored = stored
         own = {"modelled": preparer.models_responses, "parses_tools": traits.tools, "stored": bool(stored.pools)}
+        own |= {"later_systems": preparer.later_systems}
         self._parsing = {**dict.fromkeys(MESSAGE_PATHS, of_template), RESPONSES: own}
         by_tokens = self._adapter.continuation
         self._continuations = Continuations(
@@ -335,7 +336,7 @@ class Chat:
             salt = {} if prepared.salt is None or path in UNCACHED else {"cache_salt": prepared.salt}
             return Outgoing(path, {**prepared.request.body, **salt}, form=prepared.request.form)
         rewrites = [image.rewrite() for image in images]
-        videos = [image for image in prepared.images if image.modality == "video"]
+        embedded = [image for image in prepared.images if path != CHAT or image.modality == "video"]
         rewrites += prepared.video_rewrites()
         rewritten = self._adapter.rewrite_chat(
             prepared.request.body, rewrites, model=prepared.adapter or self._served_model, cache_salt=prepared.salt
@@ -344,7 +345,7 @@ class Chat:
             self._metrics.stripped.labels(name).inc()
         way, added = self._continuations.plan(path, rewritten.body) if repeatable else (None, {})
         copied = sum(len(image.media.data) for image in images if not image.media.text)
-        copied += sum(len(video.media.data) for video in videos)
+        copied += sum(len(image.media.data) for image in embedded)
         run = partial(self._threads.run, tenant, copied + prepared.request.text_size)
         return Outgoing(path, {**rewritten.body, **added}, images, way=way, run=run)
 

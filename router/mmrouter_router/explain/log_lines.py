@@ -33,8 +33,6 @@ def prediction_line(
     else:
         line = f"chats with text and images, and completions, are exact: family {family} is modelled for {engine}"
         affinity = "chats with other media"
-    if engine != "vllm":
-        affinity += " and requests to /v1/responses"
     if learns_images and not text_only:
         line += "; an image is partial until its identity in the engine is computed or learned"
     if policy in PROMPT_BLIND_POLICIES:

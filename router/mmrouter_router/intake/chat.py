@@ -62,11 +62,7 @@ def parse_unextracted(raw: Raw, limits: Limits, served: Served, engine: EngineTy
     if add and proceed and not adapter(engine).continues_with_generation_prompt:
         problem = "A final message is either continued or followed by a new one: set 'add_generation_prompt' to false."
         raise RequestError.invalid(problem, param="continue_final_message", code="invalid_value")
-    variables = json_body.optional(body, "chat_template_kwargs", dict) or {}
-    for name in REPLACING if variables else ():
-        if variables.get(name) not in (None, "auto"):
-            place = f"chat_template_kwargs.{name}"
-            raise RequestError.invalid(f"'{place}' is not accepted.", param=place, code="invalid_value")
+    check_variables(body)
     json_body.optional(body, "vllm_xargs", dict)
     json_body.optional(body, "reasoning_effort", str)
     json_body.objects(body, "documents")
@@ -211,6 +207,15 @@ def _tool_calls(message: Object, path: str) -> None:
             continue
         place = f"{place}.arguments"
         check_arguments(json_body.optional(function, "arguments", str, place) or "", place)
+
+
+def check_variables(body: Object) -> None:
+    """Raise 400 for a template's variable that would replace what an engine passes to the template itself."""
+    variables = json_body.optional(body, "chat_template_kwargs", dict) or {}
+    for name in REPLACING if variables else ():
+        if variables.get(name) not in (None, "auto"):
+            place = f"chat_template_kwargs.{name}"
+            raise RequestError.invalid(f"'{place}' is not accepted.", param=place, code="invalid_value")
 
 
 def check_arguments(arguments: str, path: str) -> None:

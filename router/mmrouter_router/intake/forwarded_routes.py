@@ -21,6 +21,7 @@ from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
+from mmrouter_router.intake.chat import check_variables
 from mmrouter_router.intake.field_check import Reason, check_fields, check_nested
 from mmrouter_router.intake.form_body import read_form, write_form
 from mmrouter_router.intake.json_body import Object, Raw, Served
@@ -60,6 +61,7 @@ def parse_forwarded(
     body = json_body.parse_object(raw, limits.max_request_bytes)
     model = json_body.model_of(body, served)
     check_fields(body, RESPONSES, engine, STORED_FIELDS if stored else ())
+    check_variables(body)
     if body.get(_INPUT) is None:
         raise RequestError.missing(_INPUT)
     media: list[MediaPart] = []

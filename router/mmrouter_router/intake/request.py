@@ -113,7 +113,7 @@ class ImagePart:
 
 
 class MediaPart(NamedTuple):
-    """A video of a chat; and media that the prompt does not model: audio, anything in a forwarded request.
+    """A video of a chat, an image of a forwarded request whose prompt is predicted, and media that no prompt models.
 
     ``holder[key]``, the field of its URL, is empty until :meth:`embed`: no engine can see a client's URL.
     """
@@ -123,7 +123,7 @@ class MediaPart(NamedTuple):
     url: str
     param: str
     kind: Modality
-    place: tuple[int, int] | None = None  # of a chat's part: indices of message and part
+    place: tuple[int, int] | None = None  # of a part of a predicted prompt: indices of message and part
     inline: InlineImage | None = None  # as of an image
 
     def embed(self, data_uri: str) -> None:
@@ -137,7 +137,7 @@ class ChatRequest:
     ``removed``: fields that clients may not set. ``prompt``: the first one of a completion, a text or token ids (u32).
     ``response``: fields that the answer to a request of ``/v1/responses`` repeats, where it became this chat.
     ``stored``: whether the engine is to store its response. ``as_chat``: the chat whose prompt the engine makes of a
-    forwarded request, ``None`` where that is not modelled.
+    forwarded request, ``None`` where that is not modelled; its images are ``media`` with a place.
     ``inexact`` does not tell of videos, which the family may model.
     A completion and a forwarded request have no ``images``, and ``messages`` hold the beginning of the prompt as one
     user message, for affinity only; a forwarded request without ``as_chat`` has a reason.

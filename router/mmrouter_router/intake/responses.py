@@ -1,5 +1,7 @@
 """Parser for the body of ``POST /v1/responses``, which becomes a chat on vLLM: one prompt and one way to engines.
 
+On SGLang it is forwarded (:mod:`.sglang_responses`).
+
 It is converted as vLLM 0.32 converts it (``OnlineRenderer.render_responses``), so the prompt is the one that vLLM's own
 ``/v1/responses`` renders. vLLM's endpoint takes no identities of images, so engines get the chat. What is not modelled
 is forwarded as it is, with a reason.
@@ -20,6 +22,7 @@ from mmrouter_router.intake.field_check import Cause, Reason, check_fields
 from mmrouter_router.intake.forwarded_routes import STORED_FIELDS, parse_forwarded
 from mmrouter_router.intake.json_body import Object, Raw, Served
 from mmrouter_router.intake.request import ChatRequest, Limits
+from mmrouter_router.intake.sglang_responses import parse_sglang_responses
 
 ITEMS: Final = {
     "message": words("type role content id status phase"),
@@ -79,16 +82,20 @@ def parse_responses(
     *,
     modelled: bool = True,
     parses_tools: bool = True,
+    later_systems: bool = False,
     stored: bool = False,
 ) -> ChatRequest:
     """Parse a request and return its chat; ``modelled``: whether that is the prompt of this engine and model.
 
     Else, and with what is not modelled, returns the forwarded request. ``parses_tools``: whether engines find calls of
-    tools in answers. ``stored``: whether they store responses, unless the client sets ``store`` to false: such a
-    request is forwarded, because a chat is not stored. Raises :class:`RequestError` only.
+    tools in answers. ``later_systems``: as of :func:`parse_sglang_responses`. ``stored``: whether they store responses,
+    unless the client sets ``store`` to false: such a request is forwarded, because a chat is not stored. Raises
+    :class:`RequestError` only.
     """
     if not modelled:
         return parse_forwarded(raw, limits, served, engine, stored=stored)
+    if engine == "sglang":
+        return parse_sglang_responses(raw, limits, served, later_systems=later_systems, stored=stored)
     try:
         chat = parse_extracted(raw, limits, lambda body: _parse(body, limits, served, engine, parses_tools, stored))
     except _NotModelledError as error:

@@ -16,6 +16,8 @@ from xxhash import xxh3_64_intdigest
 from mmrouter_lib.block_keys import Span, namespace_seed
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.engines.sglang.prompter import SglangPrompter
+from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family, ImageSizeError, ModelFolderError, family_name, is_proved, load_family
@@ -128,8 +130,10 @@ class Preparer:
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
         self.unpredicted = model.unpredicted
-        # vLLM renders responses of gpt-oss in its Harmony format, with tools of its own, and those of others as chats.
-        self.models_responses = settings.deployment.spec.engine.type == "vllm" and model.name != "gpt_oss"
+        # Engines render responses of gpt-oss in its Harmony format, with tools of its own, those of others as chats.
+        self.models_responses = model.name != "gpt_oss"
+        template = model.prompter.source if isinstance(model.prompter, SglangPrompter) else None
+        self.later_systems = template is not None and shows_later_systems(template)
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key
@@ -305,7 +309,9 @@ class Preparer:
         resolved = [await self._image(part, item, key, tenant) for part, item in parts]
         left = MAX_TOKENS
         for part, item in zip(request.media, others, strict=True):
-            if part.kind == "video" and part.place is not None:
+            if part.kind == "image" and part.place is not None:
+                resolved.append(await self._image(ImagePart(*part.place, part.url, part.param), item, key, tenant))
+            elif part.kind == "video" and part.place is not None:
                 model = self.family if self._models_videos else None
                 work = partial(resolve_video, part, item, key, model, max_pixels=self._max_pixels, left=left)
                 resolved.append(await self._threads.run(tenant, len(item.data), work))

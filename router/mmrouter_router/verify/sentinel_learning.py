@@ -63,7 +63,8 @@ class SentinelLearning:
         worker, scope = target.worker, target.worker.scope
         if scope is None:
             return
-        if len(prepared.spans) != len(prepared.images) or prepared.request.media:
+        unpredicted = any(part.kind != "image" or part.place is None for part in prepared.request.media)
+        if len(prepared.spans) != len(prepared.images) or unpredicted:
             self._sentinels.suspend_alignment()
         if not prepared.spans:
             return

@@ -1,12 +1,14 @@
-"""Prompts of chats by SGLang's own code: its request model, template manager and chat endpoint, without an engine.
+"""Prompts by SGLang's own code: its request models, template manager and endpoints, without an engine.
 
     python own_prompts.py < [{"folder": ..., "template": file or null, "text_only": ..., "bodies": [...]}, ...]
 
-Run by the engine environment's Python. ``text_only``: whether the model takes nothing else. The last line of the output
-is a JSON list of a list for each object: for each body the token ids of the prompt before images are expanded and the
-number of images, or the reason of a refusal.
+Run by the engine environment's Python. ``text_only``: whether the model takes nothing else. A body with ``input`` is a
+request to ``/v1/responses``, any other one a chat. The last line of the output is a JSON list of a list for each
+object: for each body the token ids of the prompt before images are expanded and the number of images, or the reason of
+a refusal.
 """
 
+import asyncio
 import json
 import sys
 from types import SimpleNamespace
@@ -23,13 +25,14 @@ class Unset:
 
 
 def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from sglang.srt.entrypoints.openai import serving_chat
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+    from sglang.srt.entrypoints.openai import serving_chat, serving_responses
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
     from sglang.srt.parser import template_manager
     from sglang.srt.utils.hf_transformers_utils import get_processor, get_tokenizer
     from transformers import AutoConfig
 
     serving_chat.get_serving = serving_chat.get_model = template_manager.get_serving = Unset
+    serving_responses.get_serving = serving_responses.get_disagg = Unset
     # Its own loaders: they replace the tokenizers of some folders.
     processor = None if text_only else get_processor(folder)
     model = {"is_multimodal": not text_only, "get_default_sampling_params": dict}
@@ -45,9 +48,18 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
     templates = template_manager.TemplateManager()
     templates.load_chat_template(manager, template, folder)
     chat = serving_chat.OpenAIServingChat(manager, templates)
+    responses = serving_responses.OpenAIServingResponses(manager, templates)
+
+    def of_response(body: dict[str, Any]) -> dict[str, Any]:
+        made = responses._make_request(ResponsesRequest(**body), None, manager.tokenizer)
+        _, _, [prompt], processed = asyncio.run(made)
+        ids = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return {"ids": list(ids), "images": len(processed.image_data or ())}
 
     def prompt(body: dict[str, Any]) -> dict[str, Any]:
         try:
+            if "input" in body:
+                return of_response(body)
             request = ChatCompletionRequest(**body)
             if refused := chat._validate_request(request):
                 return {"refused": refused}

@@ -209,9 +209,13 @@ def ours(prompter: Prompter, one: Case) -> "list[int] | ValueError":
 
 def rendered(env: Path, renderings: Iterable[Rendering]) -> list[list[dict[str, Any]]]:
     """Return the engine's answers, of one process: it takes longer to start than to answer."""
+    return own_prompts(env, [_asked(rendering) for rendering in renderings])
+
+
+def own_prompts(env: Path, asked: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return what ``own_prompts.py`` answers."""
     command = [str(env / "bin" / "python"), str(Path(__file__).with_name("own_prompts.py"))]
-    asked = json.dumps([_asked(rendering) for rendering in renderings])
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     answers: list[list[dict[str, Any]]] = json.loads(done.stdout.strip().rpartition("\n")[2])
     return answers

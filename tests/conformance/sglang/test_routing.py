@@ -40,6 +40,8 @@ PUBLISH_SECONDS = 30.0
 SIGHTING_SECONDS = 5.0
 NO_CACHE = ("--mm-preprocess-cache-size-mb", "0")
 """What an operator writes to have the engine name images by their pixels."""
+SHORT_RESPONSE = {"model": "demo", "max_output_tokens": 3, "temperature": 0}
+_PICTURE = {"type": "input_image", "detail": "high"}
 OTHER_TEXT = "A text of its own, in which a picture is shown so that a reader learns what it is. " * 2
 
 
@@ -50,13 +52,26 @@ class Served:
     repository: str
     answers: list[Answer] = field(default_factory=list)
 
+    def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        headers = {"x-mmrouter-control": self.deployment.token}
+        answer = httpx.post(f"{self.deployment.url}{path}", json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer
+
+    def respond(self, one: Case) -> Answer:
+        """Send a request of /v1/responses for one token; the engine takes two of its limit away."""
+        answer = self.post("/v1/responses", {**SHORT_RESPONSE, "store": False, **one.body})
+        usage = answer.json()["usage"]
+        counted = {"prompt_tokens": usage["input_tokens"], "prompt_tokens_details": usage["input_tokens_details"]}
+        assert usage["output_tokens"] == 1
+        made = Answer(one, answer.headers, counted, self.deployment.decision(answer))
+        self.answers.append(made)
+        assert (made.exactness, made.predicted_tokens) == ("exact", made.tokens), one.name
+        return made
+
     def ask(self, one: Case) -> Answer:
         """Send a request; the promised overlap never exceeds the engine's hit."""
-        headers = {"x-mmrouter-control": self.deployment.token}
-        answer = httpx.post(
-            f"{self.deployment.url}/v1/chat/completions", json=self._body(one), headers=headers, timeout=60
-        )
-        assert answer.status_code == 200, answer.text
+        answer = self.post("/v1/chat/completions", self._body(one))
         made = Answer(one, answer.headers, answer.json()["usage"], self.deployment.decision(answer))
         self.answers.append(made)
         assert made.predicted_tokens == made.tokens, one.name
@@ -111,7 +126,7 @@ def served(
         require_memory()
         env: Path = request.getfixturevalue("sglang_env")
         cell.version, cell.note = env_version(env), "through router and sidecar"
-        args = NO_CACHE if provider == "learned" else ()
+        args = ("--enable-response-store", *(NO_CACHE if provider == "learned" else ()))
         written = sglang_manifest(shrunk(repository), repository, [("worker", 1)], *args)
     with deployed(env, tmp_path_factory.mktemp(f"sglang-{provider}"), written) as deployment:
         wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
@@ -227,6 +242,27 @@ def test_the_engine_publishes_the_predicted_blocks_of_a_completion_and_no_others
     assert {key for key, root in held.items() if root in roots} == keys
 
 
+def test_responses_are_exact_with_images_tools_and_turns_and_their_repeats_are_whole_hits(served: Served) -> None:
+    url = image_part(picture(196, 196, seed=811))["image_url"]["url"]
+    shown = user({"type": "image_url", "image_url": {"url": url}}, OTHER_TEXT)
+    served.published(served.known(case("the picture of a response", shown)))
+    look = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"at": "the quay"}'}
+    asked = {"role": "user", "content": [{"type": "input_text", "text": OTHER_TEXT}, _PICTURE | {"image_url": url}]}
+    turn = [asked, said("assistant", "A quay."), said("assistant", "At night."), call]
+    seen = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "A lamp."}]}
+    later = [*turn, seen, said("developer", "Answer in one word."), user("Where?")]
+    for name, body in {
+        "text": {"input": f"{OTHER_TEXT} What is it?", "instructions": "Be brief."},
+        "image": {"input": [asked], "tools": [look], "reasoning": {"effort": "low"}},
+        "turns": {"input": later, "tools": [look]},
+    }.items():
+        first = served.published(served.respond(Case(f"response, {name}", body)))
+        again = served.respond(first.case)
+        assert (again.overlap, again.cached) == (again.blocks, again.most), name
+        assert again.keys == first.keys
+
+
 def test_the_engines_own_history_is_what_was_predicted(served: Served, cells: Cells, record: Record) -> None:
     """The index equals the engine's replayed events, and every block below a text of these tests was predicted.
 
@@ -254,6 +290,23 @@ def test_the_engines_own_history_is_what_was_predicted(served: Served, cells: Ce
     assert report.mismatches == []
     assert report.blocks > 50
     assert 0 < hits == most
+
+
+def test_a_stored_response_is_exact_and_is_retrieved_continued_and_cancelled(served: Served) -> None:
+    path, given = "/v1/responses", {**SHORT_RESPONSE, "input": f"To be stored. {OTHER_TEXT}"}
+    first = served.post(path, given)
+    counted, name = first.json()["usage"]["input_tokens"], first.json()["id"]
+    assert first.headers["x-mmrouter-exactness"] == "exact"
+    assert int(first.headers["x-mmrouter-prompt-tokens"]) == counted
+    assert httpx.get(f"{served.deployment.url}{path}/{name}", timeout=60).json() == first.json()
+    asked = {**SHORT_RESPONSE, "input": "And then?", "previous_response_id": name}
+    later = served.post(path, asked)
+    assert later.headers["x-mmrouter-exactness"] == "affinity"
+    assert later.json()["usage"]["input_tokens"] > counted
+    queued = served.post(path, {**given, "max_output_tokens": 400, "background": True}).json()["id"]
+    ended = served.post(f"{path}/{queued}/cancel", {}).json()
+    assert ended["id"] == queued
+    assert ended["status"] in ("cancelled", "completed", "incomplete")  # a busy machine may be late
 
 
 def history(served: Served) -> dict[str, str]:

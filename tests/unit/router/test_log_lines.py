@@ -59,14 +59,6 @@ def test_the_line_at_the_start_says_that_media_are_not_predicted():
     assert line.endswith("; chats with media are placed by affinity")
 
 
-@pytest.mark.parametrize(("engine", "placed"), [("vllm", ""), ("sglang", " and requests to /v1/responses")])
-def test_the_line_at_the_start_names_the_routes_that_an_engine_renders_by_rules_of_its_own(engine, placed):
-    spec = deployed("kv").spec
-    spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"type": engine})})
-    line = prediction_line(spec, family="qwen2_vl", unknown="", learns_images=False)
-    assert line.endswith(f"; chats with other media{placed} are placed by affinity")
-
-
 def test_lines_at_debug_are_not_limited():
     limit = LogLimit(burst=1, per_second=0)
 

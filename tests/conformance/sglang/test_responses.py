@@ -1,0 +1,114 @@
+"""Drawn requests of /v1/responses: the prompt that the router predicts, against SGLang's own for the request.
+
+The engine's side is its own code for the endpoint, without an engine (``own_prompts.py``).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artefacts import Record
+from conformance.conftest import Figure, model_folder
+from conformance.sglang.test_rendering import FOLDERS, TEMPLATES, Kind, own_prompts
+from conformance.vllm.test_responses import TOOLS, Drawing
+
+from mmrouter_lib import families
+from mmrouter_lib.engines.sglang.prompter import SglangPrompter
+from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
+from mmrouter_lib.prompt import PromptImage
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.intake import ChatRequest, Limits, parse_responses
+
+DRAWN = 250
+LEAST = 120  # requests that both sides render
+KINDS: list[Kind] = [*((family, None) for family in FOLDERS), ("qwen3_vl", "everything"), ("qwen3_vl", "texts")]
+SAID = {"role": "assistant", "content": "A lamp."}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"q": 1.50}'}
+PICTURE = {"type": "input_image", "image_url": "data:,"}
+ASKED = {"role": "user", "content": "What is it?"}
+SPECIAL: list[dict[str, Any]] = [
+    {"input": [ASKED, SAID, {**CALL, "arguments": {"q": 1}}]},
+    {"input": [ASKED, SAID, SAID, {"role": "assistant", "content": [{"type": "output_text", "text": "B"}]}, CALL]},
+    {"input": [ASKED, CALL, {"type": "function_call_output", "call_id": "c1"}, SAID, ASKED]},
+    {"input": [{"role": "developer", "content": [PICTURE, {"type": "input_text", "text": "Be brief."}]}, ASKED]},
+    {"input": [{"role": "developer", "content": [PICTURE]}, ASKED], "instructions": "First."},
+    {"input": [ASKED, {"role": "system", "content": ""}]},
+    {"input": [ASKED, SAID, {**ASKED, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    *({"input": "x", "reasoning": given} for given in ({}, {"effort": None}, {"effort": "none"}, {"effort": "ultra"})),
+    {"input": "x", "reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True, "colour": 1}},
+    *(
+        {"input": "x", "tools": [*TOOLS, {"type": "web_search"}], "tool_choice": choice}
+        for choice in ("none", "required", {"type": "function", "name": "wait"}, {"type": "web_search"})
+    ),
+    {"input": "x", "tools": [{"type": "web_search"}]},
+]
+
+
+def parsed(prompter: SglangPrompter, body: dict[str, Any]) -> ChatRequest:
+    later = shows_later_systems(prompter.source)
+    request = parse_responses(json.dumps(body).encode(), Limits(), "demo", "sglang", later_systems=later)
+    assert request.as_chat is not None, request.inexact
+    return request
+
+
+def predicted(prompter: SglangPrompter, body: dict[str, Any]) -> Any:
+    """Return the ids and the number of images, or why there are none."""
+    try:
+        request = parsed(prompter, body)
+        places = [part.place for part in request.media if part.place is not None]
+        assert request.as_chat is not None
+        images = [PromptImage(number.to_bytes(32, "big"), 1) for number, _ in enumerate(places)]
+        return {"ids": prompter.prompt(request.as_chat, images).ids.tolist(), "images": len(images)}
+    except (RequestError, ValueError) as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def bodies() -> list[dict[str, Any]]:
+    return [{"model": "demo", **body} for body in (*Drawing(1).requests(DRAWN), *SPECIAL)]
+
+
+@pytest.fixture(scope="module")
+def engines_prompts(
+    sglang_env: Path, bodies: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[Kind, list[dict[str, Any]]]:
+    root, asked = tmp_path_factory.mktemp("templates"), []
+    for family, template in KINDS:
+        if template is not None:
+            (root / f"{template}.jinja").write_text(TEMPLATES[template])
+        file = None if template is None else str(root / f"{template}.jinja")
+        folder = str(model_folder(FOLDERS[family]))
+        asked.append({"folder": folder, "template": file, "text_only": False, "bodies": bodies})
+    return dict(zip(KINDS, own_prompts(sglang_env, asked), strict=True))
+
+
+@pytest.mark.adopts(engine="sglang", check="prompts of /v1/responses")
+@pytest.mark.parametrize(("family", "template"), KINDS)
+def test_the_prompt_of_a_responses_request_is_the_engines_own(
+    family: str,
+    template: str | None,
+    bodies: list[dict[str, Any]],
+    engines_prompts: dict[Kind, list[dict[str, Any]]],
+    record: Record,
+    figure: Figure,
+) -> None:
+    folder = model_folder(FOLDERS[family])
+    loaded = families.load_family(folder, None)
+    assert loaded is not None
+    source = None if template is None else TEMPLATES[template]
+    prompter = SglangPrompter.load(folder, family=loaded, chat_template=source)
+    both = images = 0
+    for body, own in zip(bodies, engines_prompts[family, template], strict=True):
+        ours = predicted(prompter, body)
+        shown = json.dumps(body)[:2000]
+        if isinstance(ours, dict):
+            assert "ids" in own, f"refused by the engine alone: {own}\n{shown}"
+            assert (prompter.tokenizer.decode(ours["ids"]), ours) == (prompter.tokenizer.decode(own["ids"]), own), shown
+            both, images = both + 1, images + ours["images"]
+        else:
+            assert "ids" not in own or own["images"], f"refused here alone: {ours}\n{shown}"
+    figure("equal", both)
+    record(f"responses, sglang {family} {template or 'own template'}", f"{both} equal, {images} images")
+    assert both >= LEAST
+    assert images >= LEAST // 2 or template == "texts"
