@@ -34,10 +34,9 @@ class KnownGroups:
     def in_order(self, events: Sequence[Event]) -> Sequence[Event]:
         """Return a batch's events, between two clears those of full attention first, from which others get their keys.
 
-        Events of one group keep their order; no event depends on one of another group otherwise.
+        Events of one group keep their order; no event depends on one of another group otherwise. Without
+        :attr:`beside` the order is that of the batch.
         """
-        if not self.beside:
-            return events
         ordered: list[Event] = []
         later: list[Event] = []
         for event in events:

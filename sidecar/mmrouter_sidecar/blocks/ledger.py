@@ -107,7 +107,7 @@ class Ledger:
             for event in batch.events:
                 if isinstance(event, Stored | Ragged):
                     self._name(event)
-        for event in self._groups.in_order(batch.events):
+        for event in self._groups.in_order(batch.events) if self._groups.beside else batch.events:
             if isinstance(event, Stored):
                 self._store(rank, event)
             elif isinstance(event, Removed):
@@ -216,7 +216,8 @@ class Ledger:
         return ops
 
     def _store(self, rank: int, event: Stored) -> None:
-        self._name(event)
+        if self._groups.named.get(event.group) != (event.kind, event.lookahead):
+            self._name(event)
         place = Place(rank, event.group, event.medium)
         table = self._table(place, event.block_size)
         if table.block_size != event.block_size and not self._resized(place, table, event):
@@ -315,8 +316,7 @@ class Ledger:
             self._append_op(LedgerOp("aside", *place, pack_keys(hashes), b"", table.block_size))
 
     def _name(self, event: Stored | Ragged) -> None:
-        shown = (event.kind, event.lookahead)
-        if self._groups.named.get(event.group) != shown and (group := self._groups.unnamed(event)) is not None:
+        if (group := self._groups.unnamed(event)) is not None:
             self._set_group(group)
 
     def _set_group(self, group: CacheGroup) -> None:

@@ -115,15 +115,18 @@ def _stored(event: _Stored[Any]) -> Event:
     if medium != DEVICE:
         # Placeholders have neither tokens nor a block size, and self-describing events lack images and salts.
         return Offloaded(_hashes(event.block_hashes), group, medium) if event.block_hashes else Ignored("empty_store")
-    size, blocks = checked_block_size(event.block_size), len(event.block_hashes)
-    tokens = count_ids(event.token_ids, _ID_BYTES)
+    # A decoding engine sends an event per block, so what most events do not need costs no call here.
+    size, blocks, given = checked_block_size(event.block_size), len(event.block_hashes), event.token_ids
+    tokens = len(given) if type(given) is list else count_ids(given, _ID_BYTES)
     if not blocks and tokens < size:
         return Ignored("empty_store")
     try:
-        ids = array(_TYPECODE, event.token_ids)
+        ids = array(_TYPECODE, given)
     except OverflowError as error:
         raise EventError(f"token id: {error}") from error
-    keys, parent, lora = event.extra_keys, event.parent_block_hash, lora_of(event.lora_name, event.lora_id)
+    keys, parent, lora = event.extra_keys, event.parent_block_hash, event.lora_name
+    if event.lora_id is not None:
+        lora = lora_of(lora, event.lora_id)
     if keys and len(keys) != blocks:
         raise EventError(f"{len(keys)} extra_keys for {blocks} blocks")
     ahead = event.lookahead_token_ids or ()
