@@ -7,7 +7,7 @@ import jinja2
 import leather
 from leather import theme
 
-from mmrouter_cli.bench.run_statistics import by_mode, lines, objections, quantiles
+from mmrouter_cli.bench.run_statistics import by_mode, lines, objections, quantiles, verdict
 from mmrouter_cli.bench.terminal import POINTS, doubts, facts, figures, headings, title
 from mmrouter_cli.bench.types import Result
 
@@ -31,11 +31,13 @@ def page(results: Sequence[Result]) -> str:
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True).from_string(
         Path(__file__).with_name("html_report.html").read_text()
     )
+    comparison = lines(*results) if refusals == [] else []
     return template.render(
         points=POINTS,
         results=results,
         objections=refusals,
-        comparison=lines(*results) if refusals == [] else [],
+        comparison=comparison,
+        verdict=verdict(comparison) if comparison else "",
         headings=headings(*results) if compared else [],
         plots=[plot for plot in _plots(results) if plot],
         title=title,
@@ -94,7 +96,8 @@ def _plot(
             chart.add_dots(points, name=label, fill_color=colour, radius=2)
         else:
             chart.add_line(points, name=label, stroke_color=colour)
-    return str(chart.to_svg(width=WIDTH, height=HEIGHT))  # XML, every text in it escaped
+    drawing = str(chart.to_svg(width=WIDTH, height=HEIGHT))  # XML, every text in it escaped
+    return drawing.replace("<svg ", f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" ', 1)  # scales on a narrow screen
 
 
 def _tick(value: float, index: int, count: int) -> str:

@@ -149,13 +149,23 @@ class Line:
 
     @property
     def judgement(self) -> Literal["", "better", "worse"]:
-        if self.change is None or abs(self.change - 1) < NOTICEABLE:
+        _, first, second, _ = self.texts()
+        if self.change is None or abs(self.change - 1) < NOTICEABLE or first == second:
             return ""
         return "better" if (self.change - 1) * self.better > 0 else "worse"
 
     def texts(self) -> tuple[str, str, str, str]:
         first, second = ("-" if value is None else f"{value:,.2f}" for value in (self.first, self.second))
         return f"{self.name} ({self.unit})", first, second, "-" if self.change is None else f"{self.change:.3f}x"
+
+
+def verdict(compared: Sequence[Line]) -> str:
+    """Return the comparison of two runs in a sentence."""
+    found = {kind: [line.name for line in compared if line.judgement == kind] for kind in ("better", "worse")}
+    parts = [f"{kind} in {len(names)} ({', '.join(names)})" for kind, names in found.items() if names]
+    if not parts:
+        return f"The two runs are equal in all {len(compared)} figures."
+    return f"Of {len(compared)} figures the second run is {' and '.join(parts)}."
 
 
 def by_mode(results: Sequence[Result]) -> bool:

@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from mmrouter_cli.bench.http_client import clock
-from mmrouter_cli.bench.run_statistics import SPREADS, VALUES_NEEDED, RunState, by_mode, describe, lines
+from mmrouter_cli.bench.run_statistics import SPREADS, VALUES_NEEDED, RunState, by_mode, describe, lines, verdict
 from mmrouter_cli.bench.types import Result
 from mmrouter_cli.options import table
 
@@ -85,6 +85,7 @@ def show_comparison(console: Console, first: Result, second: Result) -> None:
         *texts, ratio = line.texts()
         shown.add_row(*texts, Text(ratio, STYLES[line.judgement]))
     console.print(shown)
+    console.print(Text(verdict(lines(first, second))), soft_wrap=True)
 
 
 def show_modes(console: Console, results: Sequence[Result]) -> None:

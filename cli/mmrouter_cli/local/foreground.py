@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ async def run(
     )
     async with run_with as cluster:
         ended = asyncio.create_task(stop.wait())
-        work = asyncio.create_task(_work(cluster, deployment, console, wait_seconds, demo=demo, gateway=gateway))
+        simulated = engines == "sim"
+        working = _work(cluster, deployment, console, wait_seconds, demo=demo, gateway=gateway, simulated=simulated)
+        work = asyncio.create_task(working)
         await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             work.cancel()
@@ -98,6 +101,7 @@ async def _work(
     *,
     demo: bool,
     gateway: bool,
+    simulated: bool,
 ) -> DemoResult | None:
     """Wait until every worker is verified on every frontend; then run the demo if requested."""
     try:
@@ -109,7 +113,26 @@ async def _work(
     endpoint = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
     await wait_verified(endpoint, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")
+    if not demo:
+        text = first_request(cluster.endpoint, deployment, simulated=simulated)
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
     return await asyncio.to_thread(demo_workload.run, endpoint, deployment.spec.model.served_name) if demo else None
+
+
+def first_request(url: str, deployment: MMRouterDeployment, *, simulated: bool) -> str:
+    """Return how to send a first request, by curl and in Python."""
+    model, keys = deployment.spec.model.served_name, deployment.spec.frontend.api_keys is not None
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello."}]})
+    options = "-H 'authorization: Bearer KEY' " if keys else ""
+    options += "--insecure " if url.startswith("https:") else ""
+    lines = [f"  curl {options}{url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"]
+    if url.startswith("http:"):
+        client = f"OpenAI(base_url='{url}/v1', api_key='{'KEY' if keys else 'any'}')"
+        said = "messages=[{'role': 'user', 'content': 'Hello.'}]"
+        lines += ["  from openai import OpenAI", f"  {client}.chat.completions.create(model='{model}', {said})"]
+    if simulated:
+        lines.insert(0, "SIMULATED engines: answers are made up, and nothing is computed")
+    return "\n".join(lines)
 
 
 STEP_SECONDS = 0.1

@@ -336,6 +336,24 @@ def test_two_runs_are_named_by_their_policies_and_an_unknown_percentile_is_a_das
     assert (changes["first token, p50"], changes["first token, p95"]) == (1.0, None)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "judgement"),
+    [(0.024, 0.016, ""), (0.02, 0.03, "worse"), (3.0, 2.0, "better"), (100.0, 100.5, ""), (0.0, 1.0, "")],
+)
+def test_figures_that_are_shown_as_equal_are_no_win(first: float, second: float, judgement: str) -> None:
+    assert run_statistics.Line("first token, p50", "ms", -1, first, second).judgement == judgement
+
+
+def test_two_runs_are_compared_in_a_sentence() -> None:
+    slower = Spread(200, 0.2, 0.2, 0.3, 0.3, 0.3, 0.4)
+    first, second = result(), result(first_token=slower, salt="t")
+    said = run_statistics.verdict(run_statistics.lines(first, second))
+    assert "the second run is worse in " in said
+    assert "first token, p50" in said
+    assert said in Parsed(page([first, second])).text
+    assert "equal in all" in run_statistics.verdict(run_statistics.lines(first, first))
+
+
 def test_a_run_without_any_answer_is_shown_without_plots() -> None:
     none = result(
         answered=0, failures={"connect": Failure(200, "refused")}, first_token=None, between_tokens=None,
