@@ -102,6 +102,28 @@ def test_a_client_that_is_limited_retries_until_it_is_served(
     assert (text[0] if isinstance(text, list) else text) == expected["chat"]
 
 
+@pytest.mark.parametrize("client", parameters([c for c in CHATS if c not in WITHOUT_RETRIES], "openai", "ai-sdk"))
+def test_a_client_that_finds_no_engine_retries_until_it_is_served(
+    matrix: Matrix, deployment: Deployment, engine: Pod, expected: dict[str, str], client: str
+) -> None:
+    def refusals() -> float:
+        return deployment.metric("mmrouter_requests_total", code="503")
+
+    try:
+        for process in engine.processes:
+            process.suspend()
+        wait_for(lambda: httpx.get(f"{deployment.url}/ready").status_code == 503, 60, "the engine is lost")
+        before = refusals()
+        started = matrix.start(client, deployment.url, "free", ["chat"])
+        wait_for(lambda: refusals() > before, 600, "the client is refused")
+    finally:
+        for process in engine.processes:
+            process.resume()
+    text = answers(started)["chat"]
+    assert (text[0] if isinstance(text, list) else text) == expected["chat"]
+    wait_for(deployment.settled, 60, "the engine is back")
+
+
 def refuse_until_the_client_is(deployment: Deployment, process: "subprocess.Popen[str]") -> bool:
     """Use up the tenant's limit until a client is refused, too; return whether it was before it ended."""
 
