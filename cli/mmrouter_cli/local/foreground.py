@@ -128,8 +128,8 @@ def first_request(url: str, deployment: MMRouterDeployment, *, simulated: bool) 
     lines = [f"  curl {options}{url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'"]
     if url.startswith("http:"):
         client = f"OpenAI(base_url='{url}/v1', api_key='{'KEY' if keys else 'any'}')"
-        said = "messages=[{'role': 'user', 'content': 'Hello.'}]"
-        lines += ["  from openai import OpenAI", f"  {client}.chat.completions.create(model='{model}', {said})"]
+        messages = "messages=[{'role': 'user', 'content': 'Hello.'}]"
+        lines += ["  from openai import OpenAI", f"  {client}.chat.completions.create(model='{model}', {messages})"]
     if simulated:
         lines.insert(0, "SIMULATED engines: answers are made up, and nothing is computed")
     return "\n".join(lines)
