@@ -57,6 +57,11 @@ def digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def interpreter() -> str:
+    """Return the interpreter below this one's virtual environment, so that a recipe is the same for every checkout."""
+    return os.path.realpath(sys.executable)
+
+
 def is_stamped(stamp: Path, recipe: str) -> bool:
     return stamp.is_file() and stamp.read_text() == recipe
 

@@ -35,6 +35,7 @@ from hack.build_once import (
     captured,
     digest,
     failed,
+    interpreter,
     is_stamped,
     last_line,
     locked,
@@ -111,7 +112,7 @@ def fetch(env: dict[str, str]) -> None:
 def builder(folder: Path) -> Path:
     """Make the environment of maturin, or find it ready. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     lock = SOURCES / "build.lock"
-    env, wanted = folder / "maturin", digest(lock.read_text(), sys.executable)
+    env, wanted = folder / "maturin", digest(lock.read_text(), interpreter())
     if not is_stamped(env / STAMP, wanted):
         shutil.rmtree(env, ignore_errors=True)
         try:

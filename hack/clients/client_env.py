@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from hack.build_once import CannotMakeError, build_once, cache_dir, digest, pip_install, run, status_of
+from hack.build_once import CannotMakeError, build_once, cache_dir, digest, interpreter, pip_install, run, status_of
 
 HERE = Path(__file__).parent
 LOCK, PACKAGES = HERE / "build.lock", (HERE / "package.json", HERE / "package-lock.json")
@@ -17,7 +17,7 @@ LOCK, PACKAGES = HERE / "build.lock", (HERE / "package.json", HERE / "package-lo
 
 def make() -> Path:
     """Return the folder of the environment. Raises :class:`CannotMakeError`, :class:`FailedError`."""
-    recipe = digest(sys.executable, *(file.read_text() for file in (LOCK, *PACKAGES)))
+    recipe = digest(interpreter(), *(file.read_text() for file in (LOCK, *PACKAGES)))
     folder = cache_dir() / "clients"
     build_once(folder, recipe, build, what="client libraries (once, a minute)", free_gb=2, require=require_npm)
     return folder

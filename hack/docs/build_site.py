@@ -16,7 +16,18 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from hack.build_once import ROOT, build_once, cache_dir, captured, digest, failed, pip_install, run, status_of
+from hack.build_once import (
+    ROOT,
+    build_once,
+    cache_dir,
+    captured,
+    digest,
+    failed,
+    interpreter,
+    pip_install,
+    run,
+    status_of,
+)
 from mmrouter_lib import __version__
 
 FOLDER = Path(__file__).parent
@@ -43,7 +54,7 @@ def mkdocs() -> Path:
         run([sys.executable, "-m", "venv", str(folder)], "python -m venv")
         pip_install(str(folder / "bin" / "python"), ["--require-hashes", "--requirement", str(lock)], "pip install")
 
-    recipe = digest(lock.read_text(), sys.executable)
+    recipe = digest(lock.read_text(), interpreter())
     build_once(folder := cache_dir() / "mkdocs", recipe, make, what="MkDocs (once, about 20 seconds)", free_gb=0.5)
     return folder / "bin" / "mkdocs"
 

@@ -23,6 +23,7 @@ from hack.build_once import (
     cache_dir,
     captured,
     digest,
+    interpreter,
     is_stamped,
     last_line,
     locked,
@@ -51,7 +52,7 @@ def lock_age_days() -> float | None:
 def auditor() -> Path:
     """Return pip-audit, installed if need be. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder = cache_dir() / "audit"
-    recipe = digest(OWN_LOCK.read_text(), sys.executable)
+    recipe = digest(OWN_LOCK.read_text(), interpreter())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder.parent / "audit.lock"):
         if not is_stamped(folder / STAMP, recipe):
