@@ -83,9 +83,18 @@ async def _without_tls(host: str, port: int) -> AsyncIterator[str]:
             far_reader, far_writer = await asyncio.open_connection(host, port, ssl=_any_certificate())
             await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
 
-    async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+    relays: list[asyncio.Task[None]] = []
+    async with await asyncio.start_server(
+        lambda *streams: relays.append(asyncio.create_task(relay(*streams))), "127.0.0.1", 0
+    ) as server:
         own = server.sockets[0].getsockname()
-        yield f"{own[0]}:{own[1]}"
+        try:
+            yield f"{own[0]}:{own[1]}"
+        finally:
+            # Python 3.11 prints a traceback for one of the server's own tasks that the end of the loop cancels.
+            for task in relays:
+                task.cancel()
+            await asyncio.gather(*relays, return_exceptions=True)
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -59,6 +59,14 @@ async def test_picker_whose_router_is_not_ready_reports_not_serving(tls: bool) -
     assert found == PickerHealth(tls, "reports NOT_SERVING for envoy.service.ext_proc.v3.ExternalProcessor")
 
 
+async def test_probe_leaves_no_task_behind() -> None:
+    # One that the end of the loop cancels prints a traceback among the findings.
+    made = self_signed("vl")
+    async with serving(lambda: made) as ip:
+        await picker_health(ip, PICKER_PORT, SECONDS)
+        assert not [task for task in asyncio.all_tasks() if "probe_picker.py" in repr(task)]
+
+
 async def test_closed_port_refuses_connections() -> None:
     assert await picker_health(loopback(), PICKER_PORT, SECONDS) == PickerHealth(None, "refuses connections")
 
