@@ -5,14 +5,15 @@
 
 Sets: ``kubernetes`` (API server, controllers, scheduler, kubectl; about 4 minutes on 2 cores, 0.35 GB), ``node``
 (kubelet, kube-proxy, CoreDNS; 2 minutes, 0.25 GB), ``policies`` (kube-router's controller of NetworkPolicies; a minute,
-40 MB), ``helm`` (80 seconds, 0.1 GB) and ``workflow`` (actionlint, kind; 20 seconds, 20 MB), each in a folder of the
-cache. Kubernetes has the version of ``kube/go.mod``, the last that works with
-the containerd of Debian bookworm. Go, etcd and openssl are used where they are installed and never installed here;
-Debian bookworm's Go is too old. Requirements of the machine are checked before a long build. Exit status and cache:
-``hack/build_once.py``.
+40 MB), ``helm`` (80 seconds, 0.1 GB), ``workflow`` (actionlint, kind; 20 seconds, 20 MB) and ``istio`` (pilot and the
+definitions of a gateway's resources; 5 minutes, 0.13 GB), each in a folder of the cache. Kubernetes has the version of
+``kube/go.mod``, the last that works with the containerd of Debian bookworm. Go, etcd and openssl are used where they
+are installed and never installed here; Debian bookworm's Go is too old. Requirements of the machine are checked before
+a long build. Exit status and cache: ``hack/build_once.py``.
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 from hack.build_once import (
+    ROOT,
     CannotMakeError,
     FailedError,
     build_once,
@@ -46,6 +48,21 @@ HELM = "4.3.1"
 HELM_PACKAGE = "helm.sh/helm/v4/cmd/helm"
 HELM_FLAGS = f"-s -w -X helm.sh/helm/v4/internal/version.version=v{HELM}"
 WORKFLOW_PACKAGES = ("github.com/rhysd/actionlint/cmd/actionlint@v1.7.12", "sigs.k8s.io/kind@v0.33.0")
+ISTIO = "istio.io/istio@v0.0.0-20260827124520-eed52ebb66ad"
+"""The only version that Go's module proxy has, of the main branch on its way to Istio 1.31."""
+ISTIO_GO = "go 1.26"
+GATEWAY_DEFINITIONS = {
+    "sigs.k8s.io/gateway-api@v1.6.0": [
+        f"config/crd/standard/gateway.networking.k8s.io_{name}.yaml"
+        for name in ("gatewayclasses", "gateways", "httproutes", "referencegrants")
+    ],
+    "sigs.k8s.io/gateway-api-inference-extension@v1.5.0": [
+        "config/crd/bases/inference.networking.k8s.io_inferencepools.yaml"
+    ],
+}
+"""Modules that Istio requires -> their definitions that a gateway needs."""
+ISTIO_DEFINITIONS = "manifests/charts/base/files/crd-all.gen.yaml"
+TRAFFIC_RULES = "destinationrules.networking.istio.io"
 
 CONTROL_PLANE_PACKAGES = {"etcd": "etcd-server", "openssl": "openssl"}
 NODE_PACKAGES = {
@@ -142,6 +159,29 @@ def build_workflow_tools(go: str, folder: Path) -> None:
         install(go, package, "-s -w", folder)
 
 
+def istio_recipe() -> str:
+    return digest(ISTIO, json.dumps(GATEWAY_DEFINITIONS), TRAFFIC_RULES)
+
+
+def build_istio(go: str, folder: Path) -> None:
+    """Build pilot, and take the definitions of the resources that it reads from the modules, into ``crds``."""
+    require_go(go, ISTIO_GO, "Istio")
+    module, _, version = ISTIO.partition("@")
+    install(go, f"{module}/pilot/cmd/pilot-discovery@{version}", "-s -w", folder)
+    (crds := folder / "crds").mkdir()
+    for each, files in GATEWAY_DEFINITIONS.items():
+        for file in files:
+            shutil.copyfile(module_folder(go, each) / file, crds / Path(file).name)
+    documents = (module_folder(go, ISTIO) / ISTIO_DEFINITIONS).read_text().split("\n---\n")
+    (crds / f"{TRAFFIC_RULES}.yaml").write_text(next(each for each in documents if f"name: {TRAFFIC_RULES}" in each))
+
+
+def module_folder(go: str, module: str) -> Path:
+    """Return where the files of ``module@version`` are. Raises as :func:`run_go` does."""
+    env = {**go_env(), "GOFLAGS": ""}
+    return Path(json.loads(run_go([go, "mod", "download", "-json", module], f"download of {module}", ROOT, env))["Dir"])
+
+
 def build_kubernetes(go: str, command: str, folder: Path) -> None:
     options = ["-ldflags", linker_flags(), "-o", f"{folder}/"]
     run_go([go, "build", *options, f"k8s.io/kubernetes/cmd/{command}"], f"go build of {command}", MODULE, go_env())
@@ -153,14 +193,17 @@ def install(go: str, package: str, flags: str, folder: Path) -> None:
     run_go([go, "install", "-ldflags", flags, package], f"go install of {package}", folder, env)
 
 
-def run_go(command: list[str], what: str, folder: Path, env: dict[str, str]) -> None:
-    """Run Go in a folder. Raises :class:`FailedError`, or :class:`CannotMakeError` where Go reaches no modules."""
+def run_go(command: list[str], what: str, folder: Path, env: dict[str, str]) -> str:
+    """Run Go in a folder and return what it printed. Raises :class:`FailedError`, and :class:`CannotMakeError` where Go
+    reaches no modules.
+    """
     done = captured(command, cwd=folder, env=env)
     if done.returncode != 0:
         error = failed(what, done)
         if why := unreached(command[0]):
             raise CannotMakeError(f"{why}: {error}")
         raise error
+    return done.stdout
 
 
 def unreached(go: str) -> str:
@@ -178,14 +221,18 @@ def find_go() -> str:
     if go is None:
         raise CannotMakeError(f"there is no Go here to build Kubernetes {version} with, and none in {cache_dir()}")
     wanted = re.search(r"^go (\d+)\.(\d+)", (MODULE / "go.mod").read_text(), re.MULTILINE)
-    # An older Go would download a newer one by itself; tests install no compilers on a machine.
-    output = captured([go, "env", "GOVERSION"], env=go_env()).stdout
-    actual = re.match(r"go(\d+)\.(\d+)", output)
-    if not (actual and wanted) or tuple(map(int, actual.groups())) < tuple(map(int, wanted.groups())):
-        raise CannotMakeError(
-            f"{go} is {output.strip() or 'broken'}, Kubernetes {version} needs {wanted and wanted[0]}"
-        )
+    assert wanted, "kube/go.mod names no version of Go"
+    require_go(go, wanted[0], f"Kubernetes {version}")
     return go
+
+
+def require_go(go: str, wanted: str, what: str) -> None:
+    """Raise :class:`CannotMakeError` unless Go has at least the version ``go 1.25`` that a program needs."""
+    # An older Go would download a newer one by itself; tests install no compilers on a machine.
+    output = captured([go, "env", "GOVERSION"], env=go_env()).stdout.strip()
+    numbers = re.match(r"go(\d+)\.(\d+)", output)
+    if not numbers or tuple(map(int, numbers.groups())) < tuple(map(int, wanted.split()[1].split("."))):
+        raise CannotMakeError(f"{go} is {output or 'broken'}, {what} needs {wanted}")
 
 
 def go_env() -> dict[str, str]:
@@ -270,6 +317,13 @@ SETS = {
         partial(digest, HELM, HELM_PACKAGE, HELM_FLAGS),
         build_helm,
         gigabytes=3,
+    ),
+    "istio": ProgramSet(
+        "Istio's pilot (once, up to 10 minutes)",
+        lambda: cache_dir() / "istio" / istio_recipe()[:8],
+        istio_recipe,
+        build_istio,
+        gigabytes=5,
     ),
     "workflow": ProgramSet(
         "actionlint and kind (once, up to a minute)",

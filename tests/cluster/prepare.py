@@ -12,11 +12,12 @@ if __name__ == "__main__":
     sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 from artefacts import run_tool, status_of
+from long_form import IS_LONG
 
 
 def prepare() -> None:
     """Build everything, up to the first thing that cannot be built here. Raises :class:`artefacts.NotMadeError`."""
-    for programs in ("kubernetes", "helm"):
+    for programs in ("kubernetes", "helm", *(("istio",) if IS_LONG else ())):
         run_tool("cluster.go_programs", programs, live=True)
 
 

@@ -35,6 +35,7 @@ def tool(
         ("kubernetes", r"cluster/1\.35\.4-[0-9a-f]{8}"),
         ("node", "node/[0-9a-f]{8}"),
         ("helm", r"helm/4\.3\.1"),
+        ("istio", "istio/[0-9a-f]{8}"),
         ("workflow", "workflow/[0-9a-f]{8}"),
         ("", r"engines/vllm-0\.32\.0-cpu"),
     ],

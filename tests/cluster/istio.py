@@ -1,0 +1,186 @@
+"""Istio's control plane as a process, and a stock Envoy that it configures as the proxy of a Gateway.
+
+Istio's own proxy is a fork of Envoy. Stock Envoy does without it where pilot leaves out the filters that only the fork
+has: metadata exchange and ALPN.
+"""
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster.controlplane import ControlPlane, end
+from e2e.network import free_numbers
+from waiting import wait_for
+
+XDS_PORT, HTTP_PORT, MONITORING_PORT, DEBUG_PORT = 15010, 15080, 15014, 15876
+SYSTEM = "istio-system"
+GATEWAY = "public"
+VERSION = "1.31.0"
+SETTINGS = {
+    "ENABLE_GATEWAY_API_INFERENCE_EXTENSION": "true",
+    "PILOT_ENABLE_ALPN_FILTER": "false",
+    "PILOT_ENABLE_METADATA_EXCHANGE": "false",
+    "PILOT_ENABLE_GATEWAY_API_DEPLOYMENT_CONTROLLER": "false",  # the tests start the proxy
+    "ENABLE_CA_SERVER": "false",
+    "POD_NAMESPACE": SYSTEM,
+    "POD_NAME": "istiod",
+}
+HOLD = 'ip route add local "$0" dev lo || exit; echo; read -r _; ip route delete local "$0" dev lo'
+"""Removes the route at the end of its input, which comes however the test run ends."""
+
+
+@contextmanager
+def local_network() -> Iterator[str]:
+    """Make a network ``10.N.0.0/16`` local to this machine until the block ends, and return its begin, ``10.N``.
+
+    Gateways read the pods' addresses from EndpointSlices, which may not have loopback addresses. Skips the test where
+    this process may not change routes.
+    """
+    for number in free_numbers():
+        command = ["sh", "-c", HOLD, f"10.{number}.0.0/16"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as holder:
+            assert holder.stdout
+            if not (said := holder.stdout.readline().strip()):
+                yield f"10.{number}"
+                return
+        if "File exists" not in said:  # another process was faster
+            pytest.skip(f"not run: this process may not make addresses local: {said}")
+    raise RuntimeError("no network is free")
+
+
+class Istio:
+    """A running pilot; :func:`istio` makes and ends it."""
+
+    def __init__(self, plane: ControlPlane, program: Path) -> None:
+        self.plane, self.address = plane, plane.address
+        mesh = plane.folder / "mesh.yaml"
+        mesh.write_text("enableAutoMtls: false\n")  # the proxy would wait for certificates, which an agent brings
+        argv = [
+            *(
+                program,
+                "discovery",
+                f"--kubeconfig={plane.kubeconfig}",
+                f"--namespace={SYSTEM}",
+                f"--meshConfig={mesh}",
+            ),
+            *(f"--grpcAddr={self.address}:{XDS_PORT}", "--secureGRPCAddr=", "--httpsAddr="),
+            *(f"--httpAddr={self.address}:{HTTP_PORT}", f"--monitoringAddr={self.address}:{MONITORING_PORT}"),
+            *(f"--ctrlz_address={self.address}", f"--ctrlz_port={DEBUG_PORT}"),
+        ]
+        self.process = plane.spawn("istiod", argv, {**os.environ, **SETTINGS})
+
+    def ready(self) -> bool:
+        assert self.process.poll() is None, self.log()
+        try:
+            return httpx.get(f"http://{self.address}:{HTTP_PORT}/ready", trust_env=False, timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def log(self) -> str:
+        return self.plane.log_file("istiod").read_text()[-6000:]
+
+    @contextmanager
+    def gateway(self, envoy: str, namespace: str) -> Iterator[str]:
+        """Run the Gateway :data:`GATEWAY` of a namespace, with Envoy as its proxy, and return its URL."""
+        port = free_port()
+        service = f"{GATEWAY}-istio"
+        labels = {"gateway.networking.k8s.io/gateway-name": GATEWAY}
+        for body in (
+            {
+                "apiVersion": "gateway.networking.k8s.io/v1",
+                "kind": "Gateway",
+                "spec": {"gatewayClassName": "istio", "listeners": [{"name": "http", "port": 80, "protocol": "HTTP"}]},
+                "metadata": {"name": GATEWAY},
+            },
+            {
+                "apiVersion": "v1",
+                "kind": "Service",
+                "metadata": {"name": service, "labels": labels},
+                "spec": {"selector": labels, "ports": [{"name": "http", "port": 80, "targetPort": port}]},
+            },
+        ):
+            done = self.plane.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(body))
+            assert done.returncode == 0, done.stderr
+        file = self.plane.folder / f"{namespace}.envoy.json"
+        file.write_text(json.dumps(self.bootstrap(namespace, service, labels)))
+        argv = [envoy, "-c", file, "--disable-hot-restart", "--log-level", "warn", "--concurrency", "2"]
+        process = self.plane.spawn(f"envoy-{namespace}", argv)
+        try:
+            yield f"http://{self.address}:{port}"
+        finally:
+            end(process)
+
+    def bootstrap(self, namespace: str, service: str, labels: dict[str, str]) -> dict[str, Any]:
+        """Return Envoy's own configuration: who it is, and that pilot has the rest."""
+        xds = {"ads": {}, "initial_fetch_timeout": "0s", "resource_api_version": "V3"}
+        http2 = {
+            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+            "explicit_http_config": {"http2_protocol_options": {}},
+        }
+        pilot = {"socket_address": {"address": self.address, "port_value": XDS_PORT}}
+        return {
+            "node": {
+                "id": f"router~{self.address}~{service}-0.{namespace}~{namespace}.svc.cluster.local",
+                "cluster": f"{service}.{namespace}",
+                "metadata": {
+                    "NAMESPACE": namespace,
+                    "LABELS": labels,
+                    "CLUSTER_ID": "Kubernetes",
+                    "INSTANCE_IPS": self.address,
+                    "SERVICE_ACCOUNT": "default",
+                    "ISTIO_VERSION": VERSION,
+                },
+            },
+            "admin": {"address": {"pipe": {"path": str(self.plane.folder / f"{namespace}.envoy")}}},
+            "dynamic_resources": {
+                "lds_config": xds,
+                "cds_config": xds,
+                "ads_config": {
+                    "api_type": "GRPC",
+                    "transport_api_version": "V3",
+                    "grpc_services": [{"envoy_grpc": {"cluster_name": "pilot"}}],
+                },
+            },
+            "static_resources": {
+                "clusters": [
+                    {
+                        "name": "pilot",
+                        "type": "STATIC",
+                        "connect_timeout": "2s",
+                        "typed_extension_protocol_options": {http2["@type"].rpartition("/")[2]: http2},
+                        "load_assignment": {
+                            "cluster_name": "pilot",
+                            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": pilot}}]}],
+                        },
+                    }
+                ]
+            },
+        }
+
+
+def free_port() -> int:
+    """Return a port that is free on every address: pilot has a Gateway's proxy listen on all of them."""
+    with socket.socket() as probe:
+        probe.bind(("0.0.0.0", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def istio(plane: ControlPlane, programs: Path) -> Iterator[Istio]:
+    """Run pilot until the block ends. The definitions of ``programs`` must be served already."""
+    done = plane.kubectl("create", "namespace", SYSTEM)
+    assert done.returncode == 0, done.stderr
+    running = Istio(plane, programs / "pilot-discovery")
+    try:
+        wait_for(running.ready, 60, "pilot is ready", known=running.log)
+        yield running
+    finally:
+        end(running.process)
