@@ -48,11 +48,11 @@ def local_network() -> Iterator[str]:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as holder:
             assert holder.stdout
-            if not (said := holder.stdout.readline().strip()):
+            if not (error := holder.stdout.readline().strip()):
                 yield f"10.{number}"
                 return
-        if "File exists" not in said:  # another process was faster
-            pytest.skip(f"not run: this process may not make addresses local: {said}")
+        if "File exists" not in error:  # another process was faster
+            pytest.skip(f"not run: this process may not make addresses local: {error}")
     raise RuntimeError("no network is free")
 
 
@@ -64,13 +64,8 @@ class Istio:
         mesh = plane.folder / "mesh.yaml"
         mesh.write_text("enableAutoMtls: false\n")  # the proxy would wait for certificates, which an agent brings
         argv = [
-            *(
-                program,
-                "discovery",
-                f"--kubeconfig={plane.kubeconfig}",
-                f"--namespace={SYSTEM}",
-                f"--meshConfig={mesh}",
-            ),
+            *(program, "discovery", f"--kubeconfig={plane.kubeconfig}"),
+            *(f"--namespace={SYSTEM}", f"--meshConfig={mesh}"),
             *(f"--grpcAddr={self.address}:{XDS_PORT}", "--secureGRPCAddr=", "--httpsAddr="),
             *(f"--httpAddr={self.address}:{HTTP_PORT}", f"--monitoringAddr={self.address}:{MONITORING_PORT}"),
             *(f"--ctrlz_address={self.address}", f"--ctrlz_port={DEBUG_PORT}"),
