@@ -46,7 +46,9 @@ def without_clocks() -> str:
 
 @contextmanager
 def injected(fault: str, victim: Victim, disk: Path) -> Iterator[None]:
-    """Have a fault until the block ends. Raises ``OSError`` or ``subprocess.CalledProcessError``."""
+    """Have a fault until the block ends. Raises ``psutil.NoSuchProcess``, ``OSError``,
+    ``subprocess.CalledProcessError``.
+    """
     undo = _begin(fault, victim, disk)
     try:
         yield
@@ -107,10 +109,18 @@ def _limit(process: psutil.Process, kind: int, soft: int) -> Undo:
 
 def _step(process: psutil.Process, *, back: bool, kill: bool) -> Undo:
     home = home_of(process)
-    set_clock(home, -STEP_SECONDS if back else STEP_SECONDS)
+    try:
+        set_clock(home, -STEP_SECONDS if back else STEP_SECONDS)
+    except FileNotFoundError:  # its pod's folder is gone
+        raise psutil.NoSuchProcess(process.pid) from None
     if kill:
         process.kill()
-    return lambda: set_clock(home, 0)
+
+    def undo() -> None:
+        with suppress(FileNotFoundError):
+            set_clock(home, 0)
+
+    return undo
 
 
 def _fill(file: Path) -> Undo:

@@ -9,7 +9,7 @@ processes.
 import random
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import httpx
@@ -156,7 +156,9 @@ class ChangeFaults(FaultTarget):
             time.sleep(max(0.0, counting - time.monotonic()))
             began = time.monotonic()
             generation, victim = self._change(change, part, moment, command, dice)
-            with injected(fault, victim, self._disk):
+            with ExitStack() as lasting:
+                with suppress(psutil.NoSuchProcess):  # a replaced pod may end before the fault begins
+                    lasting.enter_context(injected(fault, victim, self._disk))
                 broken += self._watch(victim, fault, generation, delay)
             broken += self._complete(generation)
             self.keep_largest(**{"s until a change is complete": round(time.monotonic() - began, 1)})
