@@ -31,6 +31,15 @@ match sys.argv[1:]:
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
         sys.exit(1)
+    case ["fail", code, *words]:
+        print(f"{os.getpid()}:", *words, flush=True)
+        sys.exit(int(code))
+    case ["fail-once-more", path]:
+        # Another last line at each start.
+        with open(path, "a+") as file:
+            file.write("x")
+            file.seek(0)
+            sys.exit(f"after {file.read()}")
     case ["exit", code]:
         sys.exit(int(code))
     case ["write", path, text]:

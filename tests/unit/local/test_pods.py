@@ -152,6 +152,35 @@ async def test_what_ends_again_and_again_and_never_came_up_is_not_waited_for(
         assert failing == "prepare" or len(log.of("web-0/web")) == VAIN_STARTS
 
 
+async def test_two_starts_that_fail_alike_are_enough(run: Any, kit: Any, log: Any) -> None:
+    """The process id in the last line differs between the starts."""
+    web = kit.container("web", "fail", "3", "no such flag", readinessProbe={"tcpSocket": {"port": 8812}})
+    async with run(kit.deployment("web", web), ready=False) as cluster:
+        message = r"^web-0/web has ended twice before it was up, its last output: \d+: no such flag$"
+        with pytest.raises(VainError, match=message):
+            await cluster.wait_ready(60)
+        assert sum(line.endswith("no such flag") for line in log.of("web-0/web")) == 2
+
+
+async def test_starts_that_fail_in_different_ways_are_repeated(run: Any, kit: Any, tmp_path: Path) -> None:
+    never = {"tcpSocket": {"port": 8812}}
+    web = kit.container("web", "fail-once-more", str(tmp_path / "starts"), readinessProbe=never)
+    async with run(kit.deployment("web", web), ready=False) as cluster:
+        with pytest.raises(VainError, match=rf"has ended {VAIN_STARTS} times .* after x{{{VAIN_STARTS}}}$"):
+            await cluster.wait_ready(60)
+
+
+async def test_what_a_signal_ends_before_it_was_up_is_started_again(run: Any, kit: Any) -> None:
+    web = kit.server(readinessProbe={"tcpSocket": {"port": 8812}})
+    async with run(kit.deployment("web", web), ready=False) as cluster:
+        container = cluster.pods[0].container("web")
+        for number in range(3):
+            await _until(lambda: container.last_line.startswith("listening") and container.pid is not None)
+            os.kill(container.pid, signal.SIGKILL)
+            await cluster.wait_until(lambda number=number: container.restarts > number, 60)  # type: ignore[misc]
+        assert (container.hopeless, container.trouble) == (False, "")
+
+
 async def test_what_came_up_once_may_end_as_often_as_it_likes(run: Any, kit: Any) -> None:
     web = kit.server()
     web["args"] = ["answer-once", *web["args"]]

@@ -10,7 +10,7 @@ import aiohttp
 
 from mmrouter_cli.local.folders import SHM, RunFolders
 from mmrouter_cli.local.pods.environment import Commands, expand, inherited_env, resolve_env, rewriter
-from mmrouter_cli.local.pods.pod_processes import VAIN_STARTS, Container
+from mmrouter_cli.local.pods.pod_processes import Container
 from mmrouter_cli.local.pods.volumes import link_nested, make_volumes, mount_paths
 from mmrouter_cli.local.process import Guard, LogSink
 from mmrouter_cli.local.run_plan import ContainerPlan, PodPlan, Probe, RunPlan
@@ -76,7 +76,7 @@ class LocalPod:
 
     def hopeless(self) -> str:
         """Return the containers that end repeatedly without ever being up; empty without any."""
-        failing = (c for c in self.init + self.containers if c.failed_starts >= VAIN_STARTS)
+        failing = (c for c in self.init + self.containers if c.hopeless)
         return "; ".join(f"{self.name}/{c.name} {c.trouble}" for c in failing)
 
     async def run(self, after: Sequence["LocalPod"]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,9 @@ STEADY_SECONDS = 10.0
 
 VAIN_STARTS = 5
 """Number of failures before the first start-up from which the container counts as hopeless."""
+
+_NUMBER = re.compile(r"\d+")
+"""Left out when two last lines are compared: process ids and times differ between starts that fail alike."""
 
 STARTING_STEP = 0.1
 """Seconds between probes during a start, where the probe's own period is longer."""
@@ -77,6 +81,10 @@ class Container:
     restarts: int = 0
     failed_starts: int = 0
     """Number of failures before it was ever up."""
+    failure: tuple[int, str] = (0, "")
+    """Status and last line of the last of these failures, without numbers."""
+    fails_alike: bool = False
+    """The last two of these failures had the same status and the same last line, so that the next would too."""
     last_line: str = ""
     came_up: bool = False
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,8 +106,13 @@ class Container:
         """How its starts fail; empty for one that was up or has not ended."""
         if not self.failed_starts:
             return ""
-        times = "once" if self.failed_starts == 1 else f"{self.failed_starts} times"
+        times = {1: "once", 2: "twice"}.get(self.failed_starts, f"{self.failed_starts} times")
         return f"has ended {times} before it was up, its last output: {self.last_line or 'none'}"
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether more starts cannot help."""
+        return self.fails_alike or self.failed_starts >= VAIN_STARTS
 
     def start(self) -> None:
         self.task = asyncio.create_task(self._supervise(), name=f"container {self.name}")
@@ -109,6 +122,7 @@ class Container:
         """Run an init container until it succeeds."""
         backoff = FIRST_BACKOFF
         while (code := await self._run()) != 0 and not self.stopping:
+            # Not compared with its last failure: an init container may wait for something by failing.
             self.failed_starts += code > 0
             self.changed()
             await asyncio.sleep(backoff)
@@ -141,15 +155,25 @@ class Container:
                 return
             if time.monotonic() - began >= STEADY_SECONDS:
                 backoff = FIRST_BACKOFF
-            if code > 0 and not self.came_up:
-                self.failed_starts += 1
+            self._count(code)
             how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
             self.waiting_for = f"{how}, restarts in {backoff:g} s"
             self.log(self.waiting_for)
+            self.changed()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_BACKOFF)
             self.restarts += 1
             self.changed()
+
+    def _count(self, code: int) -> None:
+        """Count a start that failed by itself: not one that was up, nor an end by a signal, as after a failed probe."""
+        if code <= 0 or self.came_up:
+            return
+        self.failed_starts += 1
+        failure = (code, _NUMBER.sub("", self.last_line))
+        # Without any output there is nothing to tell two failures apart by.
+        self.fails_alike = bool(self.last_line) and failure == self.failure
+        self.failure = failure
 
     async def _run(self) -> int:
         """Start the process and wait for its end. A command that cannot be started ends with 127, as in a shell."""
@@ -241,7 +265,7 @@ class Container:
             child.record_memory(every=every)
 
     def _has_come_up(self) -> None:
-        self.came_up, self.failed_starts = True, 0
+        self.came_up, self.failed_starts, self.fails_alike = True, 0, False
 
     def _set_ready(self, ready: bool, waiting_for: str) -> None:
         self.waiting_for = waiting_for
