@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from mmrouter_cli.local.devices import DeviceRequest, assign
-from mmrouter_cli.local.envoy import GATEWAY_PORT, PICKER_PORT, envoy_config, start_envoy
+from mmrouter_cli.local.envoy import GATEWAY_PORT, PICKER_PORT, PORT_TAKEN, envoy_config, start_envoy
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders, network_namespace
 from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
 from mmrouter_cli.local.pods.environment import Commands, Engines, engine_commands
@@ -133,7 +133,7 @@ class LocalCluster:
         Raises :class:`LocalError`.
         """
         if not can_bind(self._block.service, GATEWAY_PORT):
-            raise LocalError(f"Envoy needs port {GATEWAY_PORT}, which a Service has: give that another port")
+            raise LocalError(PORT_TAKEN)
         config = envoy_config(
             (self._block.service, GATEWAY_PORT),
             [(pod.ip, PICKER_PORT) for pod in filter(is_frontend, self.pods)],

@@ -13,6 +13,7 @@ from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.process import Child, Guard, LogSink, spawn
 
 GATEWAY_PORT: Final = 8080
+PORT_TAKEN: Final = f"Envoy needs port {GATEWAY_PORT}, which a Service has: give that another port"
 PICKER_PORT: Final = 9002
 DESTINATION: Final = "x-gateway-destination-endpoint"
 READY_SECONDS: Final = 30.0

@@ -16,6 +16,8 @@ from mmrouter_cli.local.devices import device_requests, find_devices
 from mmrouter_cli.local.envoy import find_envoy
 from mmrouter_cli.local.pods.environment import Engines
 from mmrouter_cli.local.pods.pod_processes import VainError
+from mmrouter_cli.local.preflight import Preflight
+from mmrouter_cli.local.run_plan import make_plan
 from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, Unread, client, fetch
 from mmrouter_cli.verify import NOT_PROBED
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
@@ -64,6 +66,10 @@ async def run(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     rendered = [*objects, *render(deployment, secrets=new_secret_data())]
+    preflight = Preflight(deployment, make_plan(rendered), base_dir, engines, engine_env, gateway)
+    preflight.check()
+    if warning := preflight.warning():
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     name = deployment.metadata.name
     run_with = run_local(
         rendered,
