@@ -5,14 +5,18 @@ are only counted, so that it takes little of the CPU that it shares with the rou
 """
 
 import asyncio
+import base64
 import json
+import random
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import uvloop
 
 from bench.child_process import serve
+from bench.placing.workload import padded_png
 from bench.serving.plain_engine import TOKENS
 from mmrouter_cli.bench.http_client import Connection, Receiver, connect, post_message
 
@@ -21,6 +25,15 @@ IDLE_PAUSE_MS = 3_600_000
 KEY = "bench"
 """API key of the requests; a router without tenants ignores it."""
 OPENED_AT_ONCE = 50
+Kind = Literal["1k", "8k", "conversation", "image"]
+"""Of requests that are new to every router."""
+WORDS = {"1k": 690, "8k": 5500}
+"""Of a new prompt: about 1,000 and 8,000 tokens of the benchmark's tokenizer."""
+TURNS, TURN_WORDS = 20, 70
+"""Requests of a conversation, each with about 100 new tokens of the user."""
+ANSWER = "The quick brown fox jumps over the lazy dog."
+"""Of the assistant in a conversation: what the engine answers."""
+IMAGE_BYTES = 1_000_000
 
 
 def chat_body(
@@ -39,12 +52,51 @@ def chat_body(
 
 def body_of(content: str | list[dict[str, Any]], *, stream: bool = False, pause_ms: int | None = None) -> bytes:
     """Return the body of a chat of one message."""
-    body: dict[str, Any] = {"model": "bench", "messages": [{"role": "user", "content": content}], "max_tokens": TOKENS}
+    return _body([{"role": "user", "content": content}], stream=stream, pause_ms=pause_ms)
+
+
+def _body(messages: Sequence[Mapping[str, Any]], *, stream: bool = False, pause_ms: int | None = None) -> bytes:
+    body: dict[str, Any] = {"model": "bench", "messages": messages, "max_tokens": TOKENS}
     if stream:
         body["stream"] = True
     if pause_ms is not None:
         body["seed"] = pause_ms
     return json.dumps(body).encode()
+
+
+def new_bodies(kind: Kind, number: int) -> list[bytes]:
+    """Return the chat requests of one client in order: one, or the turns of a conversation.
+
+    Neither the first words nor the image are those of another ``number``.
+    """
+    if kind == "conversation":
+        messages: list[dict[str, str]] = []
+        bodies = []
+        for turn in range(TURNS):
+            messages.append({"role": "user", "content": _new_text(number * TURNS + turn, TURN_WORDS)})
+            bodies.append(_body(messages))
+            messages.append({"role": "assistant", "content": ANSWER})
+        return bodies
+    if kind == "image":
+        encoded = _encoded_image()
+        middle = len(encoded) // 8 * 4  # in the data that decoders skip
+        url = f"data:image/png;base64,{encoded[:middle]}{number:08d}{encoded[middle + 8 :]}"
+        return [body_of([{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": PROMPT}])]
+    return [body_of(_new_text(number, WORDS[kind]))]
+
+
+def requests_of(kind: Kind) -> int:
+    """Return the number of requests of one client."""
+    return TURNS if kind == "conversation" else 1
+
+
+@cache
+def _encoded_image() -> str:
+    return base64.b64encode(padded_png(IMAGE_BYTES)).decode()
+
+
+def _new_text(number: int, words: int) -> str:
+    return f"{number}. " + " ".join(random.Random(number).choices(PROMPT.split(), k=words))
 
 
 class Answer(Receiver):
@@ -78,18 +130,16 @@ class Answer(Receiver):
             raise ValueError(f"status {self.status}: {self.body[:200].decode(errors='replace')}")
 
 
-async def _repeat(
-    host: str, port: int, count: int, bodies: Sequence[bytes], expected: bytes
-) -> tuple[list[float], int]:
-    """Send each body ``count`` times over a connection of its own, each after the answer before it. Return the
+async def _repeat(host: str, port: int, clients: Sequence[Sequence[bytes]], expected: bytes) -> tuple[list[float], int]:
+    """Send the messages of each client over a connection of its own, each after the answer before it. Return the
     microseconds of all answers, which must contain ``expected``, and the number of events with text in them.
     """
-    connections = await asyncio.gather(*(connect(host, port) for _ in bodies))
+    connections = await asyncio.gather(*(connect(host, port) for _ in clients))
     times, tokens = list[float](), 0
 
-    async def one_after_the_other(connection: Connection, message: bytes) -> None:
+    async def one_after_the_other(connection: Connection, messages: Sequence[bytes]) -> None:
         nonlocal tokens
-        for _ in range(count):
+        for message in messages:
             answer, began = Answer(), time.perf_counter_ns()
             await connection.exchange(message, answer)
             times.append((time.perf_counter_ns() - began) / 1000)
@@ -97,8 +147,7 @@ async def _repeat(
             tokens += answer.body.count(b'"delta"')
         connection.close()
 
-    messages = (message(host, port, body) for body in bodies)
-    await asyncio.gather(*map(one_after_the_other, connections, messages))
+    await asyncio.gather(*map(one_after_the_other, connections, clients))
     return times, tokens
 
 
@@ -116,8 +165,22 @@ class LoadGenerator:
 
         ``repeats``: of the prompt.
         """
-        bodies = [chat_body(stream=False, image=image, repeats=repeats)] * connections
-        return {"us": (await _repeat(host, port, count, bodies, b"lazy dog"))[0]}
+        request = message(host, port, chat_body(stream=False, image=image, repeats=repeats))
+        return {"us": (await _repeat(host, port, [[request] * count] * connections, b"lazy dog"))[0]}
+
+    async def new(
+        self, host: str, port: int, kind: Kind, connections: int, count: int, first: int = 0
+    ) -> dict[str, Any]:
+        """Send plain requests that are new to the target, or ``count`` conversations per connection; answer the
+        microseconds of each request.
+
+        ``first``: the least of the numbers of :func:`new_bodies`, of which each connection takes ``count``.
+        """
+        clients = [
+            [message(host, port, body) for number in range(start, start + count) for body in new_bodies(kind, number)]
+            for start in range(first, first + connections * count, count)
+        ]
+        return {"us": (await _repeat(host, port, clients, b"lazy dog"))[0]}
 
     async def streams(
         self, host: str, port: int, connections: int, count: int, pause_ms: int | None, repeats: int = 1
@@ -131,7 +194,7 @@ class LoadGenerator:
             chat_body(stream=True, pause_ms=pause_ms, repeats=repeats, number=number + 1 if repeats > 1 else 0)
             for number in range(connections)
         ]
-        _, tokens = await _repeat(host, port, count, bodies, b"[DONE]")
+        _, tokens = await _repeat(host, port, [[message(host, port, body)] * count for body in bodies], b"[DONE]")
         if tokens != connections * count * TOKENS:
             raise ValueError(f"{tokens} tokens of {connections * count * TOKENS} arrived")
         return {"tokens": tokens, "seconds": time.perf_counter() - began}

@@ -25,6 +25,8 @@ PACED = 4
 IMAGES, IMAGE_CONNECTIONS = 25, 4
 IMAGE_BYTES = 1_050_000
 """1.4 MB as base64."""
+NEW = 6
+"""New prompts per connection and round."""
 REPEATS = 11
 """Of the load generator's prompt: a thousand tokens of the benchmark's tokenizer."""
 LATENCIES = ((0.5, "p50", "<= 0.6"), (0.99, "p99", "<= 1.0"))
@@ -67,7 +69,7 @@ def measure(load: Child, targets: Mapping[str, Server]) -> dict[str, TargetFigur
 def measure_large(load: Child, targets: Mapping[str, Server]) -> dict[str, TargetFigures]:
     figures = {name: TargetFigures() for name in targets}
     image = "data:image/png;base64," + base64.b64encode(padded_png(IMAGE_BYTES)).decode()
-    for _ in range(ROUNDS):
+    for number in range(ROUNDS):
         for name, target in targets.items():
             if name != KV:
                 answer = load.call("plain", **target.address, connections=CONNECTIONS, count=PLAIN_AT_ONCE)
@@ -75,6 +77,9 @@ def measure_large(load: Child, targets: Mapping[str, Server]) -> dict[str, Targe
         for name in (OURS, KV):
             stream(figures[name].cpu["short"], load, targets[name], PACED)
             stream(figures[name].cpu["long"], load, targets[name], PACED, repeats=REPEATS)
+            shape = {"connections": CONNECTIONS, "count": NEW, "first": number * CONNECTIONS * NEW}
+            with figures[name].cpu["new"].of(CONNECTIONS * NEW, targets[name]):
+                load.call("new", **targets[name].address, kind="1k", **shape)
         for name, target in targets.items():
             if name != DIRECT:
                 with figures[name].cpu["images"].of(IMAGE_CONNECTIONS * IMAGES, target):
@@ -105,6 +110,9 @@ def large_rows(figures: Mapping[str, TargetFigures], missing: Sequence[str]) -> 
         name = f"proxy, paced {PAUSE_MS} ms, {CONNECTIONS} connections: CPU per token, policy kv, {prompt}"
         us = figures[KV].cpu[kind].us
         result += [row(name, us, "us"), row(f"{name}, over roundRobin", us / base, "x", peer=peer, goal=goal)]
+    for policy, each in (("roundRobin", OURS), ("kv", KV)):
+        name = f"proxy, new 1k-token prompts, {CONNECTIONS} connections: requests per second and core, policy {policy}"
+        result.append(row(name, 1e6 / figures[each].cpu["new"].us, "1/s"))
     smg = next((name for name in figures if name.startswith(SMG.package)), None)
     for ours, policy, bound in ((OURS, "roundRobin", "<= 1.0"), (KV, "kv", "<= 1.8")):
         name = f"proxy, 1.4 MB image, {IMAGE_CONNECTIONS} connections: CPU per request, policy {policy}"

@@ -1,6 +1,9 @@
 """Benchmarks of router processes: the load generator, the minimal engine, and rows with ratios to the better peer."""
 
 import asyncio
+import base64
+import itertools
+import json
 
 import pytest
 
@@ -37,6 +40,29 @@ async def test_plain_answers_are_timed_one_by_one(engine, connections, image):
     assert len(answer["us"]) == 4 * connections
 
 
+@pytest.mark.parametrize(("kind", "requests"), [("1k", 1), ("8k", 1), ("conversation", 20), ("image", 1)])
+async def test_requests_of_every_kind_differ_between_clients(engine, kind, requests):
+    first, second = load_generator.new_bodies(kind, 1), load_generator.new_bodies(kind, 2)
+    assert len(first) == load_generator.requests_of(kind) == requests
+    assert len({*first, *second}) == 2 * requests
+    answer = await LoadGenerator().new(*engine, kind=kind, connections=2, count=3)
+    assert len(answer["us"]) == 2 * 3 * requests
+
+
+def test_a_conversation_repeats_what_was_said():
+    turns = [json.loads(body)["messages"] for body in load_generator.new_bodies("conversation", 1)]
+    assert [len(messages) for messages in turns] == list(range(1, 40, 2))
+    assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(turns))
+
+
+def test_a_new_image_can_be_read():
+    (body,) = load_generator.new_bodies("image", 12)
+    url = json.loads(body)["messages"][0]["content"][0]["image_url"]["url"]
+    data = base64.b64decode(url.partition(",")[2], validate=True)
+    size = probe(data, max_pixels=10_000, exif=True)
+    assert (len(data), size.width, size.height) == (load_generator.IMAGE_BYTES, 56, 56)
+
+
 async def test_a_stream_that_lacks_tokens_is_an_error(engine, monkeypatch):
     monkeypatch.setattr(load_generator, "TOKENS", TOKENS + 1)
     with pytest.raises(ValueError, match=f"{TOKENS} tokens of {TOKENS + 1} arrived"):
@@ -61,7 +87,7 @@ def by_name(rows):
 
 
 def target_figures(us: float, cpu: float) -> TargetFigures:
-    counts = {"paced": 1_000_000, "short": 1_000_000, "long": 1_000_000, "images": 1000}
+    counts = {"paced": 1_000_000, "short": 1_000_000, "long": 1_000_000, "new": 10_000, "images": 1000}
     return TargetFigures([us] * 100, {kind: CpuCost(cpu, count) for kind, count in counts.items()})
 
 
@@ -89,6 +115,8 @@ def test_costs_of_kv_are_ratios_to_round_robin_and_to_the_peer():
     assert (plain.value, plain.goal) == (4.0, "<= 1.0")
     added = rows["proxy, plain JSON, 64 connections: added p50, over the better Rust router"]
     assert (added.value, added.met) == (2.0, False)
+    rate = rows["proxy, new 1k-token prompts, 64 connections: requests per second and core, policy kv"]
+    assert (rate.value, rate.unit) == (400, "1/s")
 
 
 def test_without_peers_ratios_are_not_run_and_give_the_reason():
