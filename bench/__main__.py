@@ -23,6 +23,7 @@ BENCHMARKS = {
     "handover": "shm_transfer:run",
     "index": "placing.index_forms:run",
     "ingest": "feed.router_ingest:run",
+    "job": "serving.whole_job:run",
     "memory": "feed.router_index:memory",
     "picker": "serving.picker_overhead:run",
     "proxy": "serving.proxy_overhead:run",

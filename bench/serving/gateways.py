@@ -47,7 +47,7 @@ _TYPE: Final = "type.googleapis.com/envoy.extensions.filters"
 
 def run() -> list[Row]:
     with ExitStack() as stack:
-        engine = [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(PORT)]
+        engine = [sys.executable, "-m", "bench.serving.plain_engine", str(PORT), address(0)]
         stack.enter_context(Server("engine", engine, address(0), PORT)).wait()
         ways: dict[str, tuple[Server, tuple[Process, ...]]] = {}
         ours = stack.enter_context(_module("ours", address(901)))

@@ -6,6 +6,7 @@ A request's ``seed`` is the pause between two tokens in milliseconds; without on
 import asyncio
 import re
 import sys
+from collections.abc import Sequence
 from typing import cast
 
 import uvloop
@@ -109,13 +110,13 @@ class EngineConnection(asyncio.Protocol):
         asyncio.get_running_loop().call_later(pause, self._next, number + 1, pause)
 
 
-async def main(host: str, port: int) -> None:
-    """Serve until killed; prints a line when the port is open."""
-    server = await asyncio.get_running_loop().create_server(EngineConnection, host, port)
+async def main(port: int, hosts: Sequence[str]) -> None:
+    """Serve one engine per address until killed; prints a line when the ports are open."""
+    server = await asyncio.get_running_loop().create_server(EngineConnection, hosts, port)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    uvloop.run(main(sys.argv[1], int(sys.argv[2])))
+    uvloop.run(main(int(sys.argv[1]), sys.argv[2:]))

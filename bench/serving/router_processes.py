@@ -158,19 +158,20 @@ class CpuCost:
 
 
 class ServingRig(ExitStack):
-    """One engine process with its sidecar's end of the feed, and the routers in front of it; all end together."""
+    """One process that serves engines, their sidecars' end of the feed, and routers before them; all end together."""
 
-    def __init__(self) -> None:
+    def __init__(self, engines: int = 1) -> None:
         super().__init__()
+        self._hosts = [address(number) for number in range(engines)]
         self.curve = Curve.fresh()
         self.missing: list[str] = []
         """Why peers could not be started."""
 
     def __enter__(self) -> Self:
         super().__enter__()
-        command = [sys.executable, "-m", "bench.serving.plain_engine", address(0), str(ENGINE_PORT)]
+        command = [sys.executable, "-m", "bench.serving.plain_engine", str(ENGINE_PORT), *self._hosts]
         self.engine = self.start(Server("engine", command, address(0), ENGINE_PORT))
-        self.enter_context(FakeSidecars(1, self.curve))
+        self.enter_context(FakeSidecars(len(self._hosts), self.curve))
         return self
 
     def ours(
@@ -185,7 +186,7 @@ class ServingRig(ExitStack):
     ) -> Ours:
         """Return an mmrouter process in front of the engine; not waited for."""
         return Ours(
-            host, [address(0)], self.curve, policy=policy, mode=mode, under=under, peers=peers, api_keys=api_keys
+            host, self._hosts, self.curve, policy=policy, mode=mode, under=under, peers=peers, api_keys=api_keys
         )
 
     def start(self, process: Server) -> Server:
@@ -204,15 +205,17 @@ class ServingRig(ExitStack):
                 self.missing.append(str(error))
         return installed
 
-    def rust_router(self, peer: Peer) -> Server:
-        """Return a Rust router in front of the engine, policy round robin; not waited for. Raises ``PeerMissingError``
-        where it cannot be installed.
+    def rust_router(self, peer: Peer, routing: Sequence[str] = ("--policy", "round_robin")) -> Server:
+        """Return a Rust router in front of the engines; not waited for. Raises ``PeerMissingError`` where it cannot be
+        installed.
+
+        ``routing``: its options for the choice of engines.
         """
         command, port = ensure(peer) / peer.package, _free_port()
         options = [
             *("launch", "--host", "127.0.0.1", "--port", str(port)),
-            *("--worker-urls", f"http://{address(0)}:{ENGINE_PORT}"),
-            *("--policy", "round_robin", "--log-level", "error", "--disable-health-check"),
+            *("--worker-urls", *(f"http://{engine}:{ENGINE_PORT}" for engine in self._hosts)),
+            *(*routing, "--log-level", "error", "--disable-health-check"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
         ]
         return Server(str(peer), [str(command), *options], "127.0.0.1", port)

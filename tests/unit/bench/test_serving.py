@@ -8,7 +8,7 @@ import json
 import pytest
 
 from bench.placing.workload import padded_png
-from bench.serving import load_generator, picker_overhead, proxy_overhead, resource_usage, stalls
+from bench.serving import load_generator, picker_overhead, proxy_overhead, resource_usage, stalls, whole_job
 from bench.serving.load_generator import LoadGenerator
 from bench.serving.neighbours import StallClients
 from bench.serving.plain_engine import TOKENS, EngineConnection
@@ -128,6 +128,34 @@ def test_without_peers_ratios_are_not_run_and_give_the_reason():
     ]
     missing = [(item.value, item.met, item.peer) for item in rows if item.value is None]
     assert missing == [(None, None, "not run: no index")] * (3 + 4 + 1)
+
+
+def job_figures(us: float, cpu: float) -> TargetFigures:
+    figures = TargetFigures([us] * 100)
+    figures.cpu["8k"] = CpuCost(cpu, 1000)
+    return figures
+
+
+def test_the_whole_job_is_compared_in_cpu_and_in_added_latency():
+    figures = {DIRECT: job_figures(100, 9), OURS: job_figures(200, 4), SMG: job_figures(300, 5)}
+    rows = by_name(whole_job.rows("8k", 64, figures, []))
+    name = "job, 8k new tokens, 64 connections"
+    over = [rows[f"{name}: {each}, over the better Rust router"] for each in ("CPU per request", "added p99")]
+    assert [(item.value, item.met) for item in over] == [(0.8, True), (0.5, True)]
+    rate = rows[f"{name}: requests per second and core"]
+    assert (rate.value, rate.peer) == (250, f"{SMG}: 200")
+
+
+def test_the_whole_job_without_a_peer_has_figures_but_no_ratios():
+    rows = whole_job.rows("8k", 1, {DIRECT: job_figures(100, 9), OURS: job_figures(200, 4)}, ["no index"])
+    assert [item.value for item in rows] == [4000, None, 100, None, 100, None, 250]
+    assert {item.peer for item in rows if item.value is None} == {"not run: no index"}
+
+
+def test_a_ratio_to_a_peer_that_adds_nothing_is_not_run():
+    figures = {DIRECT: job_figures(100, 9), OURS: job_figures(200, 4), SMG: job_figures(90, 0)}
+    reasons = [item.peer for item in whole_job.rows("8k", 1, figures, []) if item.value is None]
+    assert reasons == ["not run: a peer's figure is 0 us"] + ["not run: a peer's figure is -10 us"] * 2
 
 
 def picked(us: float, **cpu: float) -> picker_overhead.Figures:
