@@ -44,6 +44,8 @@ _refused: dict[Peer, str] = {}
 """Failed installations of this run and their reasons; they are not tried again."""
 
 DYNAMO = Peer("ai-dynamo-runtime", "1.6.1")
+DYNAMO_FRONTEND = Peer("ai-dynamo", "1.4.2")
+"""1.5 and 1.6 require releases of aisimulate that the package index does not have."""
 SGLANG_ROUTER = Peer("sglang-router", "0.3.2")
 SMG = Peer("smg", "1.13.0")
 

@@ -130,7 +130,7 @@ class Ours(Server):
         return {row["uid"]: sum(row["held"].values()) for row in workers if row["standing"] == "verified"}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -211,12 +211,12 @@ class ServingRig(ExitStack):
 
         ``routing``: its options for the choice of engines.
         """
-        command, port = ensure(peer) / peer.package, _free_port()
+        command, port = ensure(peer) / peer.package, free_port()
         options = [
             *("launch", "--host", "127.0.0.1", "--port", str(port)),
             *("--worker-urls", *(f"http://{engine}:{ENGINE_PORT}" for engine in self._hosts)),
             *(*routing, "--log-level", "error", "--disable-health-check"),
-            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(_free_port())),
+            *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
         ]
         return Server(str(peer), [str(command), *options], "127.0.0.1", port)
 

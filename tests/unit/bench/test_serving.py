@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from bench.peer_routers import DYNAMO_FRONTEND
 from bench.placing.workload import padded_png
 from bench.serving import load_generator, picker_overhead, proxy_overhead, resource_usage, stalls, whole_job
 from bench.serving.load_generator import LoadGenerator
@@ -137,13 +138,14 @@ def job_figures(us: float, cpu: float) -> TargetFigures:
 
 
 def test_the_whole_job_is_compared_in_cpu_and_in_added_latency():
-    figures = {DIRECT: job_figures(100, 9), OURS: job_figures(200, 4), SMG: job_figures(300, 5)}
+    figures = {DIRECT: job_figures(100, 9), OURS: job_figures(200, 4), SMG: job_figures(150, 1)}
+    figures[str(DYNAMO_FRONTEND)] = job_figures(300, 5)
     rows = by_name(whole_job.rows("8k", 64, figures, []))
     name = "job, 8k new tokens, 64 connections"
-    over = [rows[f"{name}: {each}, over the better Rust router"] for each in ("CPU per request", "added p99")]
+    over = [rows[f"{name}: {each}, over Dynamo's frontend"] for each in ("CPU per request", "added p99")]
     assert [(item.value, item.met) for item in over] == [(0.8, True), (0.5, True)]
     rate = rows[f"{name}: requests per second and core"]
-    assert (rate.value, rate.peer) == (250, f"{SMG}: 200")
+    assert (rate.value, rate.peer) == (250, f"{SMG}: 1000; {DYNAMO_FRONTEND}: 200")
 
 
 def test_the_whole_job_without_a_peer_has_figures_but_no_ratios():
@@ -153,9 +155,9 @@ def test_the_whole_job_without_a_peer_has_figures_but_no_ratios():
 
 
 def test_a_ratio_to_a_peer_that_adds_nothing_is_not_run():
-    figures = {DIRECT: job_figures(100, 9), OURS: job_figures(200, 4), SMG: job_figures(90, 0)}
+    figures = {DIRECT: job_figures(100, 9), OURS: job_figures(200, 4), str(DYNAMO_FRONTEND): job_figures(90, 0)}
     reasons = [item.peer for item in whole_job.rows("8k", 1, figures, []) if item.value is None]
-    assert reasons == ["not run: a peer's figure is 0 us"] + ["not run: a peer's figure is -10 us"] * 2
+    assert reasons == ["not run: the peer's figure is 0 us"] + ["not run: the peer's figure is -10 us"] * 2
 
 
 def picked(us: float, **cpu: float) -> picker_overhead.Figures:
