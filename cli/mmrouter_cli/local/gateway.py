@@ -48,14 +48,19 @@ def of_namespace(namespace: str, selector: str) -> Discover:
 
 
 async def discover(update: Update, metrics: GatewayMetrics) -> None:
-    """Follow the deployments that `mmrouter up` runs on this machine."""
+    """Follow the deployments that `mmrouter up` runs on this machine. One that cannot be read stays as it was."""
     last: tuple[Deployment, ...] | None = None
     while True:
-        found = tuple(sorted([await described(run) for run in local_runs() if run["endpoint"]]))
-        if found != last:
-            last = found
-            update(found)
-        metrics.discovery_synced.set(1)
+        try:
+            found = tuple(sorted([await described(run) for run in local_runs() if run["endpoint"]]))
+        except OSError:  # such as without a free descriptor
+            metrics.discovery_errors.labels("unreadable").inc()
+            metrics.discovery_synced.set(0)
+        else:
+            if found != last:
+                last = found
+                update(found)
+            metrics.discovery_synced.set(1)
         await asyncio.sleep(SECONDS)
 
 

@@ -84,10 +84,18 @@ def find_control(url: str, control: str | None, token: str | None) -> ControlEnd
 
 
 def local_runs() -> Iterator[dict[str, Any]]:
-    """Yield the descriptions of this user's local deployments whose addresses are those of this network namespace."""
-    for path in sorted(run_root().glob("*/run.json")):
-        with suppress(OSError, ValueError):  # that run is ending
-            run = json.loads(path.read_text())
+    """Yield the descriptions of this user's local deployments whose addresses are those of this network namespace.
+
+    Raises ``OSError`` where a description cannot be read, such as for lack of a free descriptor.
+    """
+    try:
+        folders = sorted(os.listdir(run_root()))
+    except FileNotFoundError:
+        return
+    for folder in folders:
+        # That run is ending, or the folder is no run's.
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+            run = json.loads((run_root() / folder / "run.json").read_text())
             if run.get("network") == network_namespace():
                 yield run
 
