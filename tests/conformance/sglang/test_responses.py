@@ -21,7 +21,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import ChatRequest, Limits, parse_responses
 
 DRAWN = 250
-LEAST = 120  # requests that both sides render
+LEAST = 80  # requests that both sides render
 KINDS: list[Kind] = [*((family, None) for family in FOLDERS), ("qwen3_vl", "everything"), ("qwen3_vl", "texts")]
 SAID = {"role": "assistant", "content": "A lamp."}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"q": 1.50}'}
@@ -107,8 +107,10 @@ def test_the_prompt_of_a_responses_request_is_the_engines_own(
             assert (prompter.tokenizer.decode(ours["ids"]), ours) == (prompter.tokenizer.decode(own["ids"]), own), shown
             both, images = both + 1, images + ours["images"]
         else:
-            assert "ids" not in own or own["images"], f"refused here alone: {ours}\n{shown}"
+            # The engine drops images for which the template has no place; the router predicts no such prompt.
+            dropped = template == "texts" and ours == "the chat template has no place for images"
+            assert "ids" not in own or dropped, f"refused here alone: {ours}\n{shown}"
     figure("equal", both)
     record(f"responses, sglang {family} {template or 'own template'}", f"{both} equal, {images} images")
     assert both >= LEAST
-    assert images >= LEAST // 2 or template == "texts"
+    assert images >= LEAST or template == "texts"
