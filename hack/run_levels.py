@@ -122,7 +122,7 @@ E2E = "tests/e2e"
 OWN_NODE = files(E2E, "vllm", "tour", "upgrade", "options", "example")
 CHANGING = files(E2E, "rollout", "disaggregated")
 """Deployments that change under load, and pipelines of pods."""
-REAL, VLLM = "tests/conformance", "tests/conformance/vllm"
+REAL, VLLM, PROCESSORS = "tests/conformance", "tests/conformance/vllm", "tests/conformance/processors"
 ROUTED = files(VLLM, "routing", "sliding_window")
 FIELDS = files(VLLM, "fields", "renderer", "unknown_families")
 DISAGGREGATED = files(VLLM, "encoders", "disaggregated", "leases")
@@ -223,7 +223,8 @@ LEVELS = {
             Step("vLLM, per family", tests=VLLM, without=(*ROUTED, *FIELDS, *DISAGGREGATED, *HANDED_OVER)),
             Step("vLLM, image hand-over", tests=HANDED_OVER),
             Step("vLLM behind routers", tests=ROUTED),
-            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang", *CELLS, DEMO)),
+            Step("processors", tests=PROCESSORS),
+            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang", PROCESSORS, *CELLS, DEMO)),
             Step("vLLM, field by field", tests=FIELDS),
             *((Step("every setup with every family", tests=CELLS, when="after"),) if CELLS else ()),
             # Alone: its verdict is that of `mmrouter up --demo`, which has a limit for late events.
