@@ -23,18 +23,18 @@ from mmrouter_router.intake import ChatRequest, Limits, parse_responses
 DRAWN = 250
 LEAST = 80  # requests that both sides render
 KINDS: list[Kind] = [*((family, None) for family in FOLDERS), ("qwen3_vl", "everything"), ("qwen3_vl", "texts")]
-SAID = {"role": "assistant", "content": "A lamp."}
+ANSWER = {"role": "assistant", "content": "A lamp."}
 CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": '{"q": 1.50}'}
 PICTURE = {"type": "input_image", "image_url": "data:,"}
 ASKED = {"role": "user", "content": "What is it?"}
 SPECIAL: list[dict[str, Any]] = [
-    {"input": [ASKED, SAID, {**CALL, "arguments": {"q": 1}}]},
-    {"input": [ASKED, SAID, SAID, {"role": "assistant", "content": [{"type": "output_text", "text": "B"}]}, CALL]},
-    {"input": [ASKED, CALL, {"type": "function_call_output", "call_id": "c1"}, SAID, ASKED]},
+    {"input": [ASKED, ANSWER, {**CALL, "arguments": {"q": 1}}]},
+    {"input": [ASKED, ANSWER, ANSWER, {"role": "assistant", "content": [{"type": "output_text", "text": "B"}]}, CALL]},
+    {"input": [ASKED, CALL, {"type": "function_call_output", "call_id": "c1"}, ANSWER, ASKED]},
     {"input": [{"role": "developer", "content": [PICTURE, {"type": "input_text", "text": "Be brief."}]}, ASKED]},
     {"input": [{"role": "developer", "content": [PICTURE]}, ASKED], "instructions": "First."},
     {"input": [ASKED, {"role": "system", "content": ""}]},
-    {"input": [ASKED, SAID, {**ASKED, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    {"input": [ASKED, ANSWER, {**ASKED, "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
     *({"input": "x", "reasoning": given} for given in ({}, {"effort": None}, {"effort": "none"}, {"effort": "ultra"})),
     {"input": "x", "reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True, "colour": 1}},
     *(

@@ -109,9 +109,9 @@ def _message(item: Object, path: str) -> Object | None:
     """Return the message of an item, ``None`` where the engine leaves it out."""
     match item.get("type"):
         case None | "message":
-            return _said(item, path)
+            return _spoken_message(item, path)
         case "reasoning":
-            return _thought(item, path)
+            return _reasoning_message(item, path)
         case "function_call":
             function = {"name": _text(item.get("name"), f"{path}.name"), "arguments": _arguments(item.get("arguments"))}
             if item.get("namespace"):
@@ -139,7 +139,7 @@ def _arguments(value: Any) -> str:
         return "{}"
 
 
-def _thought(item: Object, path: str) -> Object | None:
+def _reasoning_message(item: Object, path: str) -> Object | None:
     for name in ("summary", "content"):
         parts = [part for part in _list(item.get(name) or [], f"{path}.{name}") if isinstance(part, dict)]
         if texts := [_text(part["text"], f"{path}.{name}") for part in parts if part.get("text")]:
@@ -149,7 +149,7 @@ def _thought(item: Object, path: str) -> Object | None:
     return None
 
 
-def _said(item: Object, path: str) -> Object:
+def _spoken_message(item: Object, path: str) -> Object:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise UnmodelledFieldError(f"{path}.role")
