@@ -26,221 +26,19 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO
 
 import psutil
 
+from hack.levels import LEVELS, TOGETHER, Level, Step
 from hack.outcomes import Outcome, add_report, shortened_failures, slowest, summary
 
 ROOT = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
 NO_TESTS = 5  # pytest's exit status
 NOT_RUN = 3
 RUNNING: set["subprocess.Popen[bytes]"] = set()
 CANCELLED = threading.Event()
-
-
-@dataclass(frozen=True)
-class Step:
-    """One command of a level. A step with ``tests`` is a pytest run over these paths, except ``without``.
-
-    ``when``: beside other steps, or alone before or after all of them. ``limit_s`` overrides the level's limit.
-    """
-
-    name: str
-    command: tuple[str, ...] = ()
-    tests: str | tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
-    when: Literal["before", "beside", "after"] = "beside"
-    limit_s: float | None = None
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.tests,) if isinstance(self.tests, str) else self.tests
-
-
-@dataclass(frozen=True)
-class Level:
-    steps: tuple[Step, ...]
-    limit_s: float  # for each step: a hang is a failure that names the step
-    lanes: int = 1  # with one lane the output is shown as it comes
-    lane_gb: float = 0.0  # memory that a step needs
-
-
-def program(name: str, *arguments: str) -> Step:
-    return Step(" ".join((name, *arguments[:1])), (str(BIN / name), *arguments))
-
-
-def module(name: str, *arguments: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", name, *arguments)
-
-
-def files(folder: str, *names: str) -> tuple[str, ...]:
-    return tuple(f"{folder}/test_{name}.py" for name in names)
-
-
-UNIT, ROUTER = "tests/unit", "tests/unit/router"
-SMALL = (UNIT, "handover/tests")
-LARGE = {
-    "router": (ROUTER,),
-    "operator and renderer": (f"{UNIT}/operator", f"{UNIT}/render"),
-    "cli and sidecar": (f"{UNIT}/cli", f"{UNIT}/sidecar"),
-}
-"""Unit tests by step. Few steps, because each one imports pytest, hypothesis and the product once more."""
-CONNECTIONS = (f"{ROUTER}/media", *files(ROUTER, "server", "control", "pods", "app", "connection"))
-"""Tests that mostly wait for connections."""
-RELEASES = files(f"{UNIT}/hack", "python_releases")
-TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
-"""Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
-SLOW_UNIT = (
-    *("tests/campaign", f"{UNIT}/campaign", f"{UNIT}/cli/test_bench_run.py"),
-    *(f"{UNIT}/sim/test_capture.py", f"{UNIT}/prompt/test_captures.py"),
-    *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "worker_threads"),
-)
-"""Unit tests that take seconds each, and are not needed in the inner loop."""
-PROCESSES = (
-    *files(f"{UNIT}/local", "cluster", "pods"),
-    *(f"{UNIT}/{name}/test_process.py" for name in ("kv_events", "router", "sidecar", "sim")),
-    *(f"{UNIT}/cli/test_command_line.py", f"{UNIT}/router/test_late_app.py"),
-    *("handover/tests/shm/test_soak.py", "handover/tests/plugin/test_start.py"),
-)
-"""Tests that start interpreters, most of whose time is imports, and are not needed in the inner loop."""
-LOCAL = "tests/local"
-COMMANDS = files(LOCAL, "commands", "installed")
-DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer", "upgrade")
-"""Tests that start and break deployments of their own; most other files share one."""
-STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang")
-SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
-SECURE = files(LOCAL, "engine_tls", "key_rotation", "limits", "streams", "tenants", "tls")
-CLUSTER = "tests/cluster"
-FAULTS, RUNNING_PODS, SCALE, SPEED = files(CLUSTER, "faults", "running", "scale", "speed")
-DIAGNOSTICS = files(CLUSTER, "doctor", "plan", "leadership")
-VERSIONS = files(CLUSTER, "upgrade", "rights", "operator_rights")
-E2E = "tests/e2e"
-OWN_NODE = files(E2E, "vllm", "tour", "upgrade", "options", "example")
-CHANGING = files(E2E, "rollout", "disaggregated")
-"""Deployments that change under load, and pipelines of pods."""
-REAL, VLLM, PROCESSORS = "tests/conformance", "tests/conformance/vllm", "tests/conformance/processors"
-ROUTED = files(VLLM, "routing", "sliding_window")
-FIELDS = files(VLLM, "fields", "renderer", "unknown_families")
-DISAGGREGATED = files(VLLM, "encoders", "disaggregated", "leases")
-HANDED_OVER = files(VLLM, "handover", "handover_gain", "transfer")
-SGLANG_PROMPTS = files(f"{REAL}/sglang", "llava", "prediction", "rendering")
-(DEMO,) = files(REAL, "demo")
-LONG_FORM = bool(os.environ.get("MMROUTER_FAMILIES"))
-HANG_SECONDS = 6 * 3600 if LONG_FORM else 2 * 3600
-"""For a step of a large level. A busy machine takes ten times as long as an idle one."""
-CELLS = files(REAL, "cells") if LONG_FORM else ()
-"""Every setup with each of these families (``tests/conformance/setups.py``); otherwise not collected."""
-NATIVE = module("hack.native_wheel", "--optional")
-LEVELS = {
-    "check": Level(
-        (
-            # Without Rust only the Python form is tested, and the tests that compare both are skipped.
-            Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
-            # The longest first, so that all lanes end at about the same time.
-            *(
-                Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *SLOW_UNIT, *PROCESSES))
-                for name, folders in LARGE.items()
-            ),
-            Step("unit tests of connections", tests=CONNECTIONS),
-            Step(
-                "unit tests of other packages",
-                tests=SMALL,
-                without=(*sum(LARGE.values(), ()), *TOOLS, *SLOW_UNIT, *PROCESSES),
-            ),
-            program("ruff", "format", "--check", "."),
-            program("ruff", "check", "."),
-            program("mypy"),
-            Step("mypy hack", (str(BIN / "mypy"), "hack")),
-            # Engines' interpreters load the hand-over, and some are Python 3.10.
-            Step("mypy for Python 3.10", (str(BIN / "mypy"), "--python-version", "3.10", "handover")),
-            program("lint-imports"),
-            Step("prose, citations and links", module("hack.prose_lint")),
-            Step("generated files", module("hack.generate", "--check")),
-            Step("licences", module("hack.supply_chain.bill_of_materials", "--check")),
-            Step("other Python releases", tests=RELEASES, limit_s=900),  # the first time, they install the lock
-        ),
-        limit_s=900,
-        lanes=4,  # on two CPUs: some tests wait more than they compute
-    ),
-    "local": Level(
-        (
-            Step("local deployments, commands of the pages", tests=COMMANDS),
-            Step("local deployments", tests=LOCAL, without=(*COMMANDS, *DISRUPTIVE, *STAGED, *SLOW_LOCAL, *SECURE)),
-            Step("local deployments, security and streams", tests=SECURE),
-            Step("local deployments, disruptive", tests=DISRUPTIVE),
-            Step("local deployments, staged", tests=STAGED),
-            Step("local deployments, slow", tests=SLOW_LOCAL),
-            Step("behind a gateway", tests="tests/gateway"),
-            Step("benchmarks and tools", tests=TOOLS, without=RELEASES),
-            Step("slow unit tests and the campaign's short form", tests=SLOW_UNIT),
-            Step("processes", tests=PROCESSES),
-            Step("rustfmt and clippy", (*NATIVE, "--lint")),
-        ),
-        limit_s=HANG_SECONDS,
-        lanes=3,
-        lane_gb=1.5,
-    ),
-    # Each lane has a control plane of its own: many tests wait, for pods and for a minute in which nothing may happen.
-    "cluster": Level(
-        (
-            Step("build the control plane", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700),
-            Step("control plane", tests=CLUSTER, without=(*DIAGNOSTICS, *VERSIONS, FAULTS, RUNNING_PODS, SCALE, SPEED)),
-            Step("control plane, faults", tests=FAULTS),
-            Step("control plane, diagnostics", tests=DIAGNOSTICS),
-            Step("control plane, upgrades and rights", tests=VERSIONS),
-            Step("control plane, scale", tests=SCALE),
-            Step("control plane, running pods", tests=RUNNING_PODS),
-            Step("chart", tests="tests/chart"),
-            Step("control plane, speed", tests=SPEED, when="after"),
-        ),
-        limit_s=HANG_SECONDS,
-        lanes=3,
-        lane_gb=3,
-    ),
-    # Each lane has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is
-    # built inside a step, in 3 minutes.
-    "e2e": Level(
-        (
-            Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before", limit_s=2700),
-            Step("real pods", tests=E2E, without=(*OWN_NODE, *CHANGING)),
-            Step("real pods under change", tests=CHANGING),
-            Step("real pods on their own nodes", tests=OWN_NODE),
-        ),
-        limit_s=HANG_SECONDS,
-        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
-        lane_gb=5,
-    ),
-    # The longest first. The steps collect their comparisons in a shared folder.
-    "conformance": Level(
-        (
-            Step("SGLang", tests=f"{REAL}/sglang", without=SGLANG_PROMPTS),
-            Step("SGLang, prompts", tests=SGLANG_PROMPTS),
-            Step("vLLM, disaggregated", tests=DISAGGREGATED),
-            Step("vLLM, per family", tests=VLLM, without=(*ROUTED, *FIELDS, *DISAGGREGATED, *HANDED_OVER)),
-            Step("vLLM, image hand-over", tests=HANDED_OVER),
-            Step("vLLM behind routers", tests=ROUTED),
-            Step("processors", tests=PROCESSORS),
-            Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang", PROCESSORS, *CELLS, DEMO)),
-            Step("vLLM, field by field", tests=FIELDS),
-            *((Step("every setup with every family", tests=CELLS, when="after"),) if CELLS else ()),
-            # Alone: its verdict is that of `mmrouter up --demo`, which has a limit for late events.
-            Step("demo with real engines", tests=DEMO, when="after"),
-        ),
-        limit_s=HANG_SECONDS,
-        lanes=3,
-        lane_gb=6,
-    ),
-    # Alone, after the others. Times are printed; only figures that other load does not change fail.
-    "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=900),
-}
-TOGETHER = ("e2e", "conformance", "cluster", "local")
-"""Levels that run at the same time where several of them are requested: many tests wait more than they compute. The
-level with the longest steps is first, so that short steps fill the lanes at the end.
-"""
 MOST_LANES = 4
 """Steps at the same time, for two CPUs."""
 
@@ -282,14 +80,17 @@ class Queue:
 def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcome]:
     """Run levels at the same time and return their outcomes. The steps start in the order of the levels."""
     outcomes = {name: Outcome() for name in levels}
+    adding = threading.Lock()
     began, available = time.monotonic(), psutil.virtual_memory().available / 1e9
 
     def work(queue: Queue) -> None:
         while (pair := queue.take()) is not None:
             name, step = pair
             try:
-                outcomes[name].add(run_step(levels[name], scratch, step))
-                outcomes[name].seconds = time.monotonic() - began
+                part = run_step(levels[name], scratch, step)
+                with adding:
+                    outcomes[name].add(part)
+                    outcomes[name].seconds = time.monotonic() - began
             finally:
                 queue.ended(name)
 
