@@ -3,22 +3,19 @@
 A name that a new release adds at any depth fails here until it is forwarded or judged, and so does a new place.
 """
 
-import json
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conformance.conftest import Figure
-from conformance.test_passed_fields import openapi_of
-from conformance.test_request_fields import MODELS, MODULES
+from conformance.engine_schemas import MODELS, MODULES, schemas_of
 from nested_bodies import full_body, objects_in, refusal
 
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.nested_fields import PASSED_NESTED, SCHEMAS
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
-from mmrouter_lib.engines.base.request_fields import MESSAGES, RESPONSES, words
+from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 
 NOT_FORWARDED = {
     "of gpt-oss's own message format, which chats do not have": words(
@@ -60,15 +57,6 @@ ANY_NAME = {
     ),
 }
 """Places whose names are not judged, and why that is harmless."""
-
-PROGRAM = """
-import importlib, json, sys
-schemas = {}
-for endpoint, module, name in json.loads(sys.argv[1]):
-    schemas[endpoint] = getattr(importlib.import_module(module), name).model_json_schema()
-print("SCHEMAS" + json.dumps(schemas))
-"""
-ANTHROPIC = {"vllm": "vllm.entrypoints.anthropic.protocol", "sglang": "sglang.srt.entrypoints.anthropic.protocol"}
 
 Schema = Mapping[str, Any]
 Places = dict[str, set[str]]
@@ -130,18 +118,6 @@ def made_for(place: str) -> dict[str, Any]:
     return result
 
 
-def schemas_of(engine: str, env: Path) -> dict[str, Schema]:
-    """Return endpoint -> the schema of its request."""
-    asked = [(e, MODULES[engine].format(folder), model) for e, (model, folder, _) in MODELS.items()]
-    asked.append((MESSAGES, ANTHROPIC[engine], "AnthropicMessagesRequest"))
-    command = [env / "bin" / "python", "-c", PROGRAM, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("SCHEMAS")), None)
-    assert line is not None, done.stderr[-2000:]
-    found: dict[str, Schema] = json.loads(line.removeprefix("SCHEMAS"))
-    return found
-
-
 def unjudged(endpoint: str, engine: Any, places: Places, judged: frozenset[str]) -> Iterator[str]:
     """Yield names that are refused without a judgement, and places that take any name."""
     for place, names in sorted(places.items()):
@@ -171,7 +147,9 @@ ENDED = JUDGED.union(*ANY_NAME.values())
     "engine", [pytest.param(name, marks=pytest.mark.adopts(engine=name, check="nested fields")) for name in MODULES]
 )
 def test_every_name_inside_a_field_is_judged(engine: Any, request: pytest.FixtureRequest, figure: Figure) -> None:
-    for endpoint, schema in schemas_of(engine, request.getfixturevalue(f"{engine}_env")).items():
+    schemas = schemas_of(engine, request.getfixturevalue(f"{engine}_env"))
+    for endpoint in MODELS:
+        schema = schemas.request(endpoint)
         table = ADAPTERS[engine].request_fields[endpoint]  # type: ignore[index]
         places = places_in(schema, schema, ENDED | table.removed | table.refused.keys())
         figure(endpoint, sorted(f"{place}.{name}" for place, names in places.items() for name in names))
@@ -181,7 +159,7 @@ def test_every_name_inside_a_field_is_judged(engine: Any, request: pytest.Fixtur
 
 @pytest.mark.parametrize("engine", MODULES)
 def test_every_name_inside_a_field_of_a_passed_route_is_judged(engine: Any, request: pytest.FixtureRequest) -> None:
-    openapi = openapi_of(engine, request.getfixturevalue(f"{engine}_env"))
+    openapi = schemas_of(engine, request.getfixturevalue(f"{engine}_env")).openapi()
     seen = 0
     for path, fields in PASSED_ROUTES.items():
         item = openapi["paths"].get(path) or openapi["paths"].get(f"/v1{path}")
@@ -196,11 +174,5 @@ def test_every_name_inside_a_field_of_a_passed_route_is_judged(engine: Any, requ
 
 
 def test_every_sampling_parameter_of_sglangs_own_route_is_judged(sglang_env: Path) -> None:
-    program = (
-        "from sglang.srt.sampling.sampling_params import SamplingParams as S; print('FIELDS', *S.__struct_fields__)"
-    )
-    done = subprocess.run([sglang_env / "bin" / "python", "-c", program], capture_output=True, text=True, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FIELDS")), None)
-    assert line is not None, done.stderr[-2000:]
     derived = words("stop_strs stop_regex_strs stop_str_max_len stop_regex_max_len is_normalized ebnf_full_assistant")
-    assert set(line.split()[1:]) - derived == PASSED_NESTED["sampling_params"].keys()
+    assert schemas_of("sglang", sglang_env).sampling_parameters() - derived == PASSED_NESTED["sampling_params"].keys()

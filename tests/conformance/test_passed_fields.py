@@ -3,15 +3,13 @@
 A field that a new release adds fails here until it is forwarded or judged.
 """
 
-import json
-import subprocess
 from collections.abc import Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conformance.conftest import Figure
+from conformance.engine_schemas import MODULES, schemas_of
 
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import words
@@ -47,49 +45,10 @@ NOT_FORWARDED = {
 READ_ELSEWHERE = {"/tokenize": words("reasoning_effort tool_choice"), TRANSCRIBE: words("timestamp_granularities")}
 """Fields that no schema has: extra ones that templates see, and the name of a list without its brackets."""
 
-PROGRAM = {
-    "vllm": """
-from typing import get_args
-from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.entrypoints.pooling.classify.api_router import router as classify
-from vllm.entrypoints.pooling.embed.api_router import router as embed
-from vllm.entrypoints.pooling.pooling.api_router import router as pooling
-from vllm.entrypoints.pooling.scoring.api_router import router as scoring
-from vllm.tasks import SupportedTask
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-tasks = [task for part in get_args(SupportedTask) for task in get_args(part) or (part,)]
-app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args([]), tuple(tasks))
-for router in (classify, embed, pooling, scoring):  # of models that pool, which no model is given here for
-    app.include_router(router)
-""",
-    "sglang": """
-import os
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-from sglang.srt.entrypoints.http_server import app
-""",
-}
-OPENAPI = """
-import json
-print("OPENAPI" + json.dumps(app.openapi()))
-"""
-
-
-@cache
-def openapi_of(engine: str, env: Path) -> dict[str, Any]:
-    """Return the OpenAPI of an engine's server."""
-    done = subprocess.run(
-        [env / "bin" / "python", "-c", PROGRAM[engine] + OPENAPI], capture_output=True, text=True, check=False
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("OPENAPI")), None)
-    assert line is not None, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(line.removeprefix("OPENAPI"))
-    return found
-
 
 def fields_of(engine: str, env: Path) -> dict[str, set[str]]:
     """Return path -> the fields of its request in the engine's OpenAPI, with those of SGLang's names below ``/v1``."""
-    openapi = openapi_of(engine, env)
+    openapi = schemas_of(engine, env).openapi()
 
     def names(node: Mapping[str, Any]) -> set[str]:
         if "$ref" in node:
@@ -106,10 +65,10 @@ def fields_of(engine: str, env: Path) -> dict[str, set[str]]:
 
 @pytest.fixture(scope="module")
 def fields(request: pytest.FixtureRequest) -> dict[str, dict[str, set[str]]]:
-    return {engine: fields_of(engine, request.getfixturevalue(f"{engine}_env")) for engine in PROGRAM}
+    return {engine: fields_of(engine, request.getfixturevalue(f"{engine}_env")) for engine in MODULES}
 
 
-@pytest.mark.parametrize("engine", PROGRAM)
+@pytest.mark.parametrize("engine", MODULES)
 def test_every_field_of_an_engines_passed_routes_is_forwarded_or_judged(
     engine: str, fields: dict[str, dict[str, set[str]]], figure: Figure
 ) -> None:
