@@ -82,13 +82,12 @@ STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang")
 SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
 SECURE = files(LOCAL, "engine_tls", "key_rotation", "limits", "streams", "tenants", "tls")
 CLUSTER = "tests/cluster"
-FAULTS, RUNNING_PODS, SCALE, SPEED = files(CLUSTER, "faults", "running", "scale", "speed")
-DIAGNOSTICS = files(CLUSTER, "doctor", "plan", "leadership")
-VERSIONS = files(CLUSTER, "upgrade", "rights", "operator_rights")
+WAITING = files(CLUSTER, "faults", "doctor", "plan", "leadership")
+"""Tests that mostly wait: for watches that expire, leases that end, and minutes in which nothing may happen."""
+LOADED = files(CLUSTER, "running", "scale", "speed", "upgrade", "rights", "operator_rights")
+"""Tests with many resources or with load, most of which have a control plane of their own."""
 E2E = "tests/e2e"
 OWN_NODE = files(E2E, "vllm", "tour", "upgrade", "options", "example")
-CHANGING = files(E2E, "rollout", "disaggregated")
-"""Deployments that change under load, and pipelines of pods."""
 REAL, VLLM, PROCESSORS = "tests/conformance", "tests/conformance/vllm", "tests/conformance/processors"
 ROUTED = files(VLLM, "routing", "sliding_window")
 FIELDS = files(VLLM, "fields", "renderer", "unknown_families")
@@ -151,34 +150,29 @@ LEVELS = {
         lanes=3,
         lane_gb=1.5,
     ),
-    # Each lane has a control plane of its own: many tests wait, for pods and for a minute in which nothing may happen.
+    # Each step starts a control plane, which costs 12 seconds of CPU and a tenth of one while it runs.
     "cluster": Level(
         (
             Step("build the control plane", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700),
-            Step("control plane", tests=CLUSTER, without=(*DIAGNOSTICS, *VERSIONS, FAULTS, RUNNING_PODS, SCALE, SPEED)),
-            Step("control plane, faults", tests=FAULTS),
-            Step("control plane, diagnostics", tests=DIAGNOSTICS),
-            Step("control plane, upgrades and rights", tests=VERSIONS),
-            Step("control plane, scale", tests=SCALE),
-            Step("control plane, running pods", tests=RUNNING_PODS),
+            Step("control plane", tests=CLUSTER, without=(*WAITING, *LOADED)),
+            Step("control plane, faults and diagnostics", tests=WAITING),
+            Step("control plane, load and versions", tests=LOADED),
             Step("chart", tests="tests/chart"),
-            Step("control plane, speed", tests=SPEED, when="after"),
         ),
         limit_s=HANG_SECONDS,
         lanes=3,
         lane_gb=3,
     ),
-    # Each lane has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is
+    # Each step has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is
     # built inside a step, in 3 minutes.
     "e2e": Level(
         (
             Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before", limit_s=2700),
-            Step("real pods", tests=E2E, without=(*OWN_NODE, *CHANGING)),
-            Step("real pods under change", tests=CHANGING),
+            Step("real pods", tests=E2E, without=OWN_NODE),
             Step("real pods on their own nodes", tests=OWN_NODE),
         ),
         limit_s=HANG_SECONDS,
-        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
+        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 2,  # an external cluster is shared
         lane_gb=5,
     ),
     # The longest first. The steps collect their comparisons in a shared folder.
@@ -201,10 +195,10 @@ LEVELS = {
         lanes=3,
         lane_gb=6,
     ),
-    # Alone, after the others. Times are printed; only figures that other load does not change fail.
+    # Times are printed; only figures that other load does not change fail.
     "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=900),
 }
-TOGETHER = ("e2e", "conformance", "cluster", "local")
+TOGETHER = ("e2e", "conformance", "cluster", "local", "bench-quick")
 """Levels that run at the same time where several of them are requested: many tests wait more than they compute. The
 level with the longest steps is first, so that short steps fill the lanes at the end.
 """

@@ -83,11 +83,11 @@ def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcom
     adding = threading.Lock()
     began, available = time.monotonic(), psutil.virtual_memory().available / 1e9
 
-    def work(queue: Queue) -> None:
+    def work(queue: Queue, *, live: bool) -> None:
         while (pair := queue.take()) is not None:
             name, step = pair
             try:
-                part = run_step(levels[name], scratch, step)
+                part = run_step(levels[name], scratch, step, live=live)
                 with adding:
                     outcomes[name].add(part)
                     outcomes[name].seconds = time.monotonic() - began
@@ -100,7 +100,7 @@ def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcom
         lanes = min(MOST_LANES, sum(level.lanes for level in levels.values())) if when == "beside" else 1
         with ThreadPoolExecutor(lanes) as pool:
             try:
-                for lane in [pool.submit(work, queue) for _ in range(lanes)]:
+                for lane in [pool.submit(work, queue, live=lanes == 1) for _ in range(lanes)]:
                     lane.result()
             except KeyboardInterrupt:
                 end_all()
@@ -108,8 +108,10 @@ def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcom
     return outcomes
 
 
-def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
-    """Run one command and count its results. A pytest that writes no report is a failure."""
+def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
+    """Run one command and count its results. A pytest that writes no report is a failure. ``live`` shows the output as
+    it comes.
+    """
     outcome = Outcome()
     if CANCELLED.is_set():
         return outcome
@@ -122,7 +124,7 @@ def run_step(level: Level, scratch: Path, step: Step) -> Outcome:
         command = (sys.executable, "-m", "pytest", *step.paths, *left_out, "-q", f"--junit-xml={report}")
     env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
     limit_s = level.limit_s if step.limit_s is None else step.limit_s
-    if level.lanes == 1 or step.when != "beside":
+    if live:
         print(f"\n== {step.name}", flush=True)
         status = execute(command, limit_s, None, env)
     else:
