@@ -158,6 +158,7 @@ def test_a_pool_is_replaced_under_load_and_nothing_is_lost(mine: Deployed, recor
     assert condition(mine.cluster, "ExactRoutingVerified", mine.namespace, mine.name)["status"] == "True"
 
 
+@pytest.mark.long_form  # tests/cluster/test_running.py replaces frontends that are processes
 def test_the_frontends_are_replaced_under_load_and_forget_nothing(mine: Deployed, record: Record) -> None:
     engines = {pod["metadata"]["uid"] for pod in mine.pods("worker")}
     with load(mine, **CLIENTS) as traffic:

@@ -21,7 +21,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 
 @pytest.mark.parametrize("served", ["qwen2_vl"], indirect=True)
-@pytest.mark.parametrize("client", parameters(CLIENTS, "openai", "anthropic", "ai-sdk"))
+@pytest.mark.parametrize("client", parameters(CLIENTS, "openai", "anthropic"))
 def test_answers_are_those_of_the_engine(matrix: Matrix, served: Served, client: str) -> None:
     _, engine = engines(served.deployment)[0]
     scenarios = (*TEXTS, STRUCTURED, TOOLS)

@@ -32,6 +32,8 @@ from waiting import wait_for
 
 from hack.engines.shrink_model import shrink
 
+# test_encoders.py has a real encoder beside an engine in every run, and tests/local/test_disaggregated.py the modes.
+pytestmark = pytest.mark.long_form
 RUNS, SHARE = 0.1, 1 / 8
 """Seconds for which the slow encoder runs at a time, and that as a share of all time. Shorter ones limit it less on a
 busy machine, whose scheduler prefers a process that has just been continued.
@@ -157,7 +159,6 @@ def test_auto_encodes_each_image_once_and_uses_what_is_held(deployment: Deployme
     assert how["queued"] == 3, "once each, whichever request came first"
 
 
-@pytest.mark.long_form
 def test_auto_answers_sooner_than_modes_that_take_turns(deployment: Deployment, chat: Chat) -> None:
     """Prints the time to the first token by mode, in turns, for docs/disaggregation.md. Both other modes take about
     three times as long, on an idle and on a busy machine.
@@ -186,7 +187,6 @@ def test_auto_answers_sooner_than_modes_that_take_turns(deployment: Deployment, 
         assert min(seconds, key=lambda mode: of(seconds[mode])) == "auto", seconds
 
 
-@pytest.mark.long_form
 def test_the_bench_measures_each_mode_on_the_same_engines(deployment: Deployment, tmp_path: Path) -> None:
     file = tmp_path / "modes.json"
     load = f"--requests 12 --concurrency 4 --turns 1 --image-share 1 --image-reuse 0 --image-size {SIDE}x{SIDE}"
@@ -204,7 +204,6 @@ def test_the_bench_measures_each_mode_on_the_same_engines(deployment: Deployment
         assert result["encoder_mode"] == "auto" or all(encoder["images"] for encoder in result["encoders"].values())
 
 
-@pytest.mark.long_form
 @pytest.mark.parametrize("frontends", [2, 4])
 def test_images_are_encoded_once_for_all_frontends(
     vllm_env: Path, tmp_path: Path, frontends: int, record: Record
