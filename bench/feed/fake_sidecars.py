@@ -61,6 +61,7 @@ class FakeSidecars(AbstractContextManager["FakeSidecars"]):
         """``held``: the packed keys of each worker's snapshot; empty by default."""
         self._held = held or [b""] * workers
         self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._curve = curve
         self._pubs = [self._socket(zmq.PUB, f"tcp://{address(n)}:{PUB_PORT}") for n in range(workers)]
         self._routers = [self._socket(zmq.ROUTER, f"tcp://{address(n)}:{ROUTER_PORT}") for n in range(workers)]

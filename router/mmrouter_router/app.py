@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, get_args
 
-import zmq.asyncio
-
 from mmrouter_lib import __version__
 from mmrouter_lib.engines import adapter, storing_pools
 from mmrouter_lib.feed_keys import CHECK_SECONDS, KeyWatch, fingerprint
@@ -29,7 +27,7 @@ from mmrouter_router.dispatch.stored_responses import StoredResponses
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.log_lines import prediction_line
 from mmrouter_router.fleet import membership
-from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
+from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError, feed_context
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, raise_open_files, serve
@@ -112,7 +110,7 @@ class Router:
             degraded=lambda: self.stages.form().degraded,
         )
         self.shutdown = Shutdown()
-        self._context = zmq.asyncio.Context()
+        self._context = feed_context()
         # One group for all tasks: an unexpected exception ends the process instead of silently ending one feed.
         self._tasks = asyncio.TaskGroup()
         self._started, self._created = time.monotonic(), int(time.time())

@@ -1,10 +1,11 @@
 """Client of one sidecar's feed: the sockets of a :class:`FeedSession`, and requests outside of the stream."""
 
 import asyncio
+import errno
 import itertools
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import zmq
@@ -25,11 +26,19 @@ HEARTBEAT_MS = 2_000
 """A connection that is silent for three of them is replaced: its other end may have closed it while the node was cut
 off, and would never say so."""
 CONNECT_MS = 2_000  # after which a connection is tried anew, because the kernel repeats a lost SYN ever more rarely
+RETRY_SECONDS = 1.0  # pause where no socket can be opened
 DRAIN = 64  # frames of one worker that are taken before other tasks run
 
 
 class FeedRequestError(ConnectionError):
     """The sidecar did not answer in time or refused; the message says which."""
+
+
+def feed_context() -> zmq.asyncio.Context:
+    """Return a context for the feeds of all workers. Each has two sockets, and libzmq allows 1,023 by default."""
+    context = zmq.asyncio.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
 
 
 class FeedClient:
@@ -56,17 +65,27 @@ class FeedClient:
     async def run(self) -> None:
         keys = self._keys[0]
         while True:
-            keys = await self._connect(keys)
-            log.info("%s: the feed continues with other keys", self._worker.member.name)
+            try:
+                keys = await self._connect(keys)
+            except zmq.ZMQError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                log.warning("%s: the feed waits for free file descriptors: %s", self._worker.member.name, error)
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                log.info("%s: the feed continues with other keys", self._worker.member.name)
 
     async def _connect(self, keys: CurveKeys) -> CurveKeys:
         """Follow the feed with these keys; return the keys to use next."""
-        sub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.SUB)
-        dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
-        self._configure(sub, keys)
-        self._configure(dealer, keys)
-        ip = self._worker.member.ip
-        try:
+        with ExitStack() as opened:
+            sub: zmq.Socket[bytes] = zmq.Context.shadow(self._context).socket(zmq.SUB)
+            opened.callback(sub.close, 0)
+            dealer: zmq.asyncio.Socket = self._context.socket(zmq.DEALER)
+            opened.callback(dealer.close, 0)
+            opened.callback(setattr, self, "_dealer", None)
+            self._configure(sub, keys)
+            self._configure(dealer, keys)
+            ip = self._worker.member.ip
             sub.subscribe(b"")
             sub.connect(f"tcp://{ip}:{PUB_PORT}")
             dealer.connect(f"tcp://{ip}:{ROUTER_PORT}")
@@ -83,10 +102,6 @@ class FeedClient:
                 for task in following:
                     task.cancel()
             return successor
-        finally:
-            self._dealer = None
-            sub.close(0)
-            dealer.close(0)
 
     async def _other_keys(self, used: CurveKeys) -> CurveKeys:
         """Return the keys to use instead of ``used``, once there are any.

@@ -27,6 +27,7 @@ from mmrouter_router.fleet import feed_client
 from mmrouter_router.fleet.feed_client import DRAIN, PUB_PORT, ROUTER_PORT, FeedClient
 from mmrouter_router.fleet.feed_sync import OLDER_BEATS, FeedSync
 from mmrouter_router.fleet.workers import Fleet, Member
+from mmrouter_router.http.server import raise_open_files
 from mmrouter_router.telemetry.metrics import Metrics
 
 RING = 6
@@ -315,6 +316,32 @@ async def test_feeds_of_all_accepted_versions_are_followed(version, context):
         for seq in range(worker.sync.seq + 1, end + 1):
             await player.pub.send(feed.encode(feed.Delta(7, seq, 0.0, 0, 0, "GPU", b"", b"")))
         await until(lambda: worker.sync.seq == end)
+
+
+async def test_a_feed_waits_for_sockets_and_takes_none_meanwhile(context, monkeypatch):
+    monkeypatch.setattr(feed_client, "RETRY_SECONDS", 0.05)
+    player = Player(feed.ACCEPTED[-1], ip := loopback(), context)
+    public, secret = zmq.curve_keypair()
+    fleet = Fleet(Metrics())
+    worker = fleet.join(Member("pod-1", "pod-1", ip, "worker", "worker"))
+    small = zmq.asyncio.Context()
+    small.set(zmq.MAX_SOCKETS, 2)
+    other = small.socket(zmq.PUB)
+    reader = FeedClient(worker, fleet, (CurveKeys(public, secret, player.public),), small, Metrics())
+    async with running(player.speak(), player.answer(), reader.run()):
+        await asyncio.sleep(0.2)
+        assert not worker.routable
+        other.close(0)
+        await until(lambda: worker.routable)
+    small.destroy(linger=0)
+
+
+async def test_feeds_of_a_thousand_workers_have_their_sockets():
+    raise_open_files()
+    context = feed_client.feed_context()
+    opened = [context.socket(kind) for _ in range(1000) for kind in (zmq.SUB, zmq.DEALER)]
+    assert len(opened) == 2000
+    context.destroy(linger=0)
 
 
 class Network:
