@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvloop
-import zmq.asyncio
 
 from bench.child_process import Child, serve
 from bench.feed import sidecar_ingest
@@ -25,7 +24,7 @@ from bench.report import Row, not_run, row
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys
 from mmrouter_router.core.settings import CurveKeys
-from mmrouter_router.fleet.feed_client import FeedClient
+from mmrouter_router.fleet.feed_client import FeedClient, feed_context
 from mmrouter_router.fleet.workers import Fleet, Member, Worker
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -194,7 +193,7 @@ class Receiver:
     async def follow(self, ips: list[str], public: str, secret: str, server: str) -> dict[str, Any]:
         """Open a feed per worker; answer when all are synced."""
         keys = (CurveKeys(public.encode(), secret.encode(), server.encode()),)
-        context = zmq.asyncio.Context()
+        context = feed_context()
         for number, ip in enumerate(ips):
             worker = self._fleet.join(Member(f"uid-{number}", f"worker-{number}", ip, "worker", "worker"))
             self._workers.append(worker)

@@ -204,14 +204,17 @@ def test_snapshots_hold_as_many_blocks_as_asked_for():
 
 def test_a_router_over_sidecars_with_blocks_becomes_exact():
     held = [array("Q", range(1, 50)), array("Q", range(20, 40))]
-    assert 0 < router_index.seconds(2, Curve.fresh(), held) < router_index.LIMIT_SECONDS
+    made = router_index.started(2, Curve.fresh(), held)
+    assert 0 < made.seconds < router_index.LIMIT_SECONDS
+    assert made.resident > 0
 
 
 def test_a_router_that_does_not_hold_what_it_should_is_no_figure(monkeypatch):
-    monkeypatch.setattr(router_index, "LIMIT_SECONDS", 0.0)
+    monkeypatch.setattr(router_index, "LIMIT_SECONDS", 5.0)
+    monkeypatch.setattr(router_index.Ours, "ready", lambda router: True)
     monkeypatch.setattr(router_index.Ours, "held_blocks", lambda router: {"uid-0": 1})
     with pytest.raises(TimeoutError, match="uid-0"):
-        router_index.seconds(1, Curve.fresh(), [])
+        router_index.started(1, Curve.fresh(), [])
 
 
 PAYLOAD_BYTES = 1 << 20
