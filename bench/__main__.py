@@ -31,6 +31,7 @@ BENCHMARKS = {
     "requests": "serving.proxy_overhead:run_large",
     "restart": "feed.router_index:restart",
     "routing": "placing.request_path:run",
+    "scale": "cluster.scale:run",
     "stall": "serving.stalls:run",
 }
 """Name on the command line -> the module below ``bench`` and its function that returns the rows."""

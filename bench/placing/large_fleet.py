@@ -26,8 +26,8 @@ class LargeFleet:
 
     def __init__(self, load: BlockWorkload) -> None:
         ours = Ours(load)
-        self.placer, self._fleet, self._changes = ours.placer, ours.fleet, 0
-        self._workers = list(self._fleet)
+        self.placer, self.fleet, self._changes = ours.placer, ours.fleet, 0
+        self._workers = list(self.fleet)
         self.prompts: Sequence[Prepared] = [workload.prepared(ids) for ids in load.queries]
         for prompt in self.prompts:
             prompt.keys(BLOCK_SIZE)
@@ -41,7 +41,7 @@ class LargeFleet:
         self._changes += 1
         assert worker.heartbeat is not None
         beat = msgspec.structs.replace(worker.heartbeat, draining=not worker.heartbeat.draining)
-        self._fleet.on_published(worker, beat)
+        self.fleet.on_published(worker, beat)
 
 
 def run() -> list[Row]:

@@ -180,6 +180,8 @@ def _query(rnd: random.Random, talks: list["array[int]"]) -> "array[int]":
 
 
 EPOCH = 1
+MOST_REPLICAS = 1000
+"""Of a pool. The placer does not read them: larger fleets have several pools."""
 REQUEST = parse_chat(b'{"model": "bench", "messages": [{"role": "user", "content": "in the ids"}]}', Limits(), "bench")
 
 
@@ -244,7 +246,7 @@ def synced(workers: int, *, block_size: int = BLOCK_SIZE, fleet: Fleet | None = 
 
 
 def placer(fleet: Fleet, workers: int) -> Placer:
-    return Placer(deployment(replicas=workers), fleet)
+    return Placer(deployment(replicas=min(workers, MOST_REPLICAS)), fleet)
 
 
 def prepared(ids: "array[int]") -> Prepared:
