@@ -121,7 +121,7 @@ dist: venv ## build what a release publishes into dist/: sdist, wheels, chart, b
 sbom: venv ## write the bills of materials of wheel and images to build/sbom; ARGS="--images DIR" reads built images
 	@$(PY) -m hack.supply_chain.bill_of_materials build/sbom $(ARGS)
 
-audit: venv ## compare the locked dependencies with the known vulnerabilities; needs the internet
+audit: venv ## compare the locked dependencies with the known vulnerabilities; ARGS="--images DIR" adds built images
 	@$(PY) -m hack.supply_chain.audit $(ARGS)
 
 # pip-tools stays out of the development environment: it is needed here only, and brings its own pins.

@@ -22,10 +22,11 @@ from collections.abc import Collection, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote, urlencode
 
 from docker import requirements
 from hack.build_once import ROOT
-from hack.supply_chain.image_content import read_image
+from hack.supply_chain.image_content import DebianPackage, read_image
 from hack.supply_chain.licences import CRATE, CRATES, UnknownLicenceError, licence_of, refused_parts
 
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -112,8 +113,8 @@ def base_components(archive: Path | None, locked: Collection[str]) -> list[Compo
     if archive is not None:
         content = read_image(archive)
         debian = (
-            (name, version, f"pkg:deb/debian/{name}@{version.replace('+', '%2B')}?arch={architecture}")
-            for name, (version, architecture) in sorted(content.debian.items())
+            (name, package.version, debian_purl(name, package, content.release))
+            for name, package in sorted(content.debian.items())
         )
         python = (
             (name, version, f"pkg:pypi/{name}@{version}")
@@ -130,6 +131,13 @@ def base_components(archive: Path | None, locked: Collection[str]) -> list[Compo
     purl = f"pkg:docker/{name.removeprefix('docker.io/')}@sha256%3A{base[2]}"
     digest = {"alg": "SHA-256", "content": base[2]}
     return [{"type": "container", "bom-ref": purl, "name": name, "version": tag, "purl": purl, "hashes": [digest]}]
+
+
+def debian_purl(name: str, package: DebianPackage, release: str) -> str:
+    """Return what scanners find a Debian package by: vulnerabilities are listed by release and source package."""
+    qualifiers = {"arch": package.architecture, "distro": release, "upstream": "@".join(package.source)}
+    known = {key: value for key, value in qualifiers.items() if value}
+    return f"pkg:deb/debian/{name}@{quote(package.version)}?{urlencode(known)}"
 
 
 def bill(part: str, archive: Path | None = None) -> dict[str, Any]:

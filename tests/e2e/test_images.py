@@ -1,6 +1,7 @@
 """Images hold bytecode and labels and run as an unprivileged user; how fast a sidecar starts is recorded."""
 
 import json
+import re
 import tarfile
 import tomllib
 from pathlib import Path
@@ -118,7 +119,8 @@ def test_an_image_holds_what_its_bill_of_materials_lists(images: list[Path]) -> 
             for kind in ("pypi", "deb")
         )
         assert {name: version for name, version in content.python.items() if name not in OWN} == python
-        assert {name: version for name, (version, _) in content.debian.items()} == debian
+        assert {name: package.version for name, package in content.debian.items()} == debian
         assert {"libc6", "base-files"} <= set(content.debian)
+        assert re.fullmatch(r"[a-z]+-[0-9.]+", content.release)
         # Without the archive, the same dependencies: nothing is installed that the lock's part does not name.
         assert set(locked_names(archive.stem, read_lock())) <= set(content.python)
