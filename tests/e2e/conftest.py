@@ -23,7 +23,7 @@ DUMPS = pytest.StashKey[Dumps]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    name_needs(items, {"cluster", "programs"})
+    name_needs(items, {"cluster", "programs", "sourced_file"})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 from artefacts import NotMadeError, build_images, run_tool
 from e2e.images import write_pause
-from e2e.node import Node, Programs, node
+from e2e.node import Programs, node
 
 from hack.cluster.go_programs import cni_folder
 
@@ -33,10 +33,10 @@ run_live = partial(run_tool, live=True)
 
 
 @contextmanager
-def sourced(file: Path, plane: Node, programs: list[Path]) -> Iterator[None]:
+def sourced(file: Path, kubeconfig: Path, programs: list[Path]) -> Iterator[None]:
     """Keep a file that a shell sources to reach the cluster, for as long as the block runs."""
     path = ":".join(map(str, programs))
-    text = f'export KUBECONFIG={shlex.quote(str(plane.kubeconfig))}\nexport PATH={shlex.quote(path)}:"$PATH"\n'
+    text = f'export KUBECONFIG={shlex.quote(str(kubeconfig))}\nexport PATH={shlex.quote(path)}:"$PATH"\n'
     file.parent.mkdir(exist_ok=True)
     file.write_text(text)
     try:
@@ -83,7 +83,7 @@ def main() -> int:
             with kept(run / "log", chosen.logs), node(run, programs, folder / "pause.tar") as plane:
                 for image in images:
                     plane.load(image)
-                with sourced(chosen.env, plane, [kube, helm]):
+                with sourced(chosen.env, plane.kubeconfig, [kube, helm]):
                     seconds = time.monotonic() - began
                     where = os.path.relpath(chosen.env)
                     print(f"ready in {seconds:.0f} s. In another terminal:\n\n  source {where}\n", flush=True)

@@ -1,4 +1,4 @@
-"""The README's tour of a cluster, command by command, on the cluster of `make cluster`."""
+"""The README's tour of a cluster, command by command, on that of `make cluster` or of ``MMROUTER_KUBECONFIG``."""
 
 import asyncio
 import os
@@ -14,12 +14,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
-from artefacts import Record
-from cluster.access import existing
+from artefacts import Record, go_programs
+from chart.helm import NAMESPACE, RELEASE, Helm
+from cluster.access import Access, existing
 from doc_commands import tour
 from e2e.conftest import ROOT
 from e2e.node import Programs
-from e2e.one_node_cluster import kept
+from e2e.one_node_cluster import kept, sourced
 from e2e.report import OPERATOR, Dumps, Place
 from waiting import wait_for
 
@@ -27,14 +28,28 @@ from mmrouter_cli.local.process import Guard
 
 STAND = ROOT / "tests" / "e2e" / "one_node_cluster.py"
 ELSEWHERE = ("make ", "kind ", "source ")
-"""What makes a cluster: `make cluster` is the fixture, and kind needs Docker."""
+"""What makes a cluster: the fixture, or the steps of `make kind`."""
 TAKEN_AS_RUN = "x-mmrouter-request-id: (\\S+)"
 STAND_SECONDS, COMMAND_SECONDS, STOP_SECONDS = 180, 150, 120
 
 
 @pytest.fixture
-def env(images: list[Path], programs: Programs, tmp_path: Path, record: Record, dumps: Dumps) -> Iterator[Path]:
-    """The file that a shell sources for the cluster of `make cluster`; afterwards ctrl-C has ended it."""
+def sourced_file(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The file that a shell sources for the cluster."""
+    if not os.environ.get("MMROUTER_KUBECONFIG"):
+        yield request.getfixturevalue("one_node")
+        return
+    cluster: Access = request.getfixturevalue("cluster")
+    helm = go_programs("helm")
+    if Helm(helm / "helm", tmp_path, cluster.kubeconfig).run("status", RELEASE, f"-n={NAMESPACE}").returncode == 0:
+        pytest.skip("not run: the cluster has the release that the tour installs")
+    with sourced(tmp_path / "build" / "cluster.sh", cluster.kubeconfig, [cluster.bin, helm]):
+        yield tmp_path / "build" / "cluster.sh"
+
+
+@pytest.fixture
+def one_node(images: list[Path], programs: Programs, tmp_path: Path, record: Record, dumps: Dumps) -> Iterator[Path]:
+    """The file that `make cluster` writes; afterwards ctrl-C has ended it."""
     file, log, logs = tmp_path / "build" / "cluster.sh", tmp_path / "said" / "stand.log", tmp_path / "logs"
     log.parent.mkdir()
     command = [sys.executable, str(STAND), f"--images={images[0].parent}", f"--env={file}", f"--logs={logs}"]
@@ -81,7 +96,7 @@ def test_the_logs_of_an_ended_cluster_are_kept_in_the_requested_folder(tmp_path:
 
 
 @pytest.fixture
-def start(env: Path, tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
+def start(sourced_file: Path, tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
     """Start a command in a shell of its own; what still runs after the test is ended."""
     running: list[subprocess.Popen[str]] = []
 
@@ -89,7 +104,7 @@ def start(env: Path, tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Pop
         typed = command.replace(".venv/bin/mmrouter", f"{sys.executable} -m mmrouter_cli").removesuffix("&")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("KUBE", "HELM_"))}
         process = subprocess.Popen(
-            ["bash", "-c", f"source {env}\n{typed}"],
+            ["bash", "-c", f"source {sourced_file}\n{typed}"],
             cwd=ROOT,
             env={**kept, "HOME": str(tmp_path)},
             stdout=subprocess.PIPE,
