@@ -35,7 +35,17 @@ def make(folder: Path) -> None:
 
 
 def extract(folder: Path) -> None:
-    """Write the packages that a wheel of the commit would have, and its CRDs. Raises :class:`CannotMakeError`."""
+    """Write the packages that a wheel of the commit would have, and its CRDs. Raises as :func:`unpack`."""
+    sources = folder / "sources"
+    unpack(sources)
+    project = tomllib.loads((sources / "pyproject.toml").read_text())
+    for package in (*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], CRDS):
+        (sources / package).rename(folder / Path(package).name)
+    shutil.rmtree(sources)
+
+
+def unpack(sources: Path) -> None:
+    """Write the files of the commit. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     if git("cat-file", "-e", f"{COMMIT}^{{commit}}").returncode != 0:
         raise CannotMakeError(
             f"the history of this checkout lacks the commit {COMMIT}, as that of a shallow clone does"
@@ -43,13 +53,8 @@ def extract(folder: Path) -> None:
     done = git("archive", COMMIT)
     if done.returncode != 0:
         raise FailedError(f"git archive: {last_line(done.stderr.decode())}")
-    sources = folder / "sources"
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as content:
         content.extractall(sources, filter="data")
-    project = tomllib.loads((sources / "pyproject.toml").read_text())
-    for package in (*project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"], CRDS):
-        (sources / package).rename(folder / Path(package).name)
-    shutil.rmtree(sources)
 
 
 def git(*arguments: str) -> "subprocess.CompletedProcess[bytes]":

@@ -1,25 +1,29 @@
-"""`helm upgrade` of the operator to another version and back: its own pods are replaced, and no pod of a model is."""
+"""`helm upgrade` to another version and back replaces the operator's pods only; those of models follow when changed."""
 
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from artefacts import Record, go_programs
+from artefacts import Record, go_programs, run_tool_or_skip
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.access import Access
 from cluster.operators import holder
-from cluster.resources import condition, delete, get, path
-from e2e.deploying import Deployed, wait_or_dump
+from cluster.resources import MARK, apply, condition, delete, get, is_done, path
+from e2e.deploying import READY_SECONDS, Deployed, deployment, example, wait_or_dump
 from e2e.load import load
 from e2e.node import Node
 from waiting import wait_for
 
+from hack.images.previous_image import VERSION as PREVIOUS
+
 IMAGE = "docker.io/mmrouter/mmrouter"
 NOW = "0.1.0"
 OTHER = "0.1.1"
+ROLES = "frontend", "worker"
 SECONDS = 60
 """Until both pods of the operator are new and one of them leads."""
 
@@ -49,10 +53,10 @@ def operators(cluster: Access) -> dict[str, dict[str, Any]]:
 
 
 def upgrade(cluster: Access, helm: Helm, chart: Path, version: str, *options: str) -> float:
-    """Upgrade the release and return the seconds until a pod of that version leads and none of another is left."""
+    """Upgrade or install the release and return the seconds until a pod of that version leads and no other is left."""
     began = time.monotonic()
     where = (f"--namespace={NAMESPACE}", "--reset-values", *options)
-    done = helm.run("upgrade", RELEASE, chart, *where)
+    done = helm.run("upgrade", "--install", RELEASE, chart, *where)
     assert done.returncode == 0, done.stderr
 
     def replaced() -> bool:
@@ -121,3 +125,61 @@ def test_another_version_of_the_operator_restarts_no_pod_of_a_model(
     traffic.assert_exact()
     for type in ("Ready", "ExactRoutingVerified"):
         assert condition(cluster, type, deployed.namespace, deployed.name)["status"] == "True"
+
+
+def marked(marks: dict[str, int]) -> dict[str, Any]:
+    """Return the example with a mark in the pods of each role; another mark replaces them."""
+    made = example()
+    for role, part in (("frontend", made["spec"]["frontend"]), ("worker", made["spec"]["pools"][0])):
+        part["podTemplate"] = {"metadata": {"annotations": {MARK: str(marks[role])}}}
+    return made
+
+
+def versions(deployed: Deployed) -> dict[str, set[str]]:
+    """Return role -> the versions of the routers and sidecars in its pods, those that end among them."""
+    return {
+        role: {
+            each["image"].partition(":")[2]
+            for pod in deployed.cluster.pods(deployed.namespace, deployment=deployed.name, role=role)
+            for each in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"])
+            if each["name"] in ("router", "sidecar")
+        }
+        for role in ROLES
+    }
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("first", ROLES)
+def test_the_previous_version_is_upgraded_and_back_operator_first_under_load(
+    helm: Helm, operated: Access, first: str, record: Record
+) -> None:
+    """``first``: the pods that follow before the others, both times."""
+    assert isinstance(operated, Node)
+    previous = Path(run_tool_or_skip("images.previous_image"))
+    operated.load(previous / "mmrouter.tar")
+    assert helm.run("uninstall", RELEASE, f"--namespace={NAMESPACE}", "--wait").returncode == 0
+    upgrade(operated, helm, previous / "chart", PREVIOUS)
+    wanted, marks = {role: {PREVIOUS} for role in ROLES}, dict.fromkeys(ROLES, 1)
+    with deployment(operated, marked(marks)) as deployed:
+        assert versions(deployed) == wanted
+
+        def rolled_out(generation: int) -> bool:
+            return versions(deployed) == wanted and is_done(operated, deployed.namespace, deployed.name, generation)
+
+        with load(deployed) as traffic:
+            for version, chart in ((NOW, CHART), (PREVIOUS, previous / "chart")):
+                traffic.go_on()
+                upgrade(operated, helm, chart, version)
+                assert versions(deployed) == wanted
+                for role in sorted(ROLES, key=lambda role: role != first):
+                    wanted[role], marks[role] = {version}, marks[role] + 1
+                    applied = apply(operated, deployed.namespace, marked(marks))["metadata"]["generation"]
+                    done = partial(rolled_out, applied)
+                    wait_or_dump(operated, deployed.namespace, done, READY_SECONDS, f"{role}s of {version}")
+                    traffic.go_on()
+        summary = f"{len(traffic.sent)} requests, {len(traffic.failed)} failed"
+        record(f"previous version upgraded and back, {first}s first", summary)
+        assert not traffic.failed, traffic
+        traffic.assert_exact()
+        for type in ("Ready", "ExactRoutingVerified"):
+            assert condition(operated, type, deployed.namespace, deployed.name)["status"] == "True"
