@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES
-from mmrouter_lib.engines.sglang.stage_requests import MeetingFields
+from mmrouter_lib.engines.sglang.stage_requests import MeetingFields, rank_field
 from mmrouter_lib.engines.sglang.stage_requests import failure_of as failure_of_sglang
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.engine_client import EngineClient, EngineReply
@@ -223,6 +223,8 @@ class Forwarder:
         trace = self._trace(call, past, placed, computed, staged=result is not None)
         span = _span(decision, past)
         fields = call.named(result.fields if result is not None else outgoing.fields, placed.answering)
+        if outgoing.path == GENERATE:  # SGLang ignores the rank in the headers of this route
+            fields = {**fields, **rank_field(decision.target.rank, decision.target.worker.ranks)}
 
         async def post(body: Body) -> EngineReply:
             if result is not None and result.read_by is not None and time.monotonic() >= result.read_by:

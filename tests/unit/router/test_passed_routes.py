@@ -81,6 +81,17 @@ async def test_passed_routes_go_to_the_least_loaded_engine(r):
         assert [len(engine.seen) for engine in engines] == [0, 4]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_generate_names_the_rank_that_its_load_is_counted_at(r, ranks):
+    async with serving(r, ("/generate",)) as (engine,), client_of(r) as client:
+        worker = r.fleet.workers["uid-w0"]
+        heartbeat(r.fleet, worker, routes=("/generate",), context_length=4096, ranks=ranks)
+        r.fleet.usage(worker, 0).begin(KEYS, 0.0, 100.0)
+        assert (await client.post("/generate", json={"text": "x"})).status_code == 200
+    ((_, body, _),) = engine.seen
+    assert body == {"text": "x"} | ({"routed_dp_rank": 1} if ranks == 2 else {})
+
+
 async def test_media_are_resolved_and_identities_removed(r):
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}, "uuid": "of another tenant"}
     bodies = {

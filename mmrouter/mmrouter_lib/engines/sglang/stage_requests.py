@@ -58,7 +58,12 @@ def prefill_fields(meeting: Meeting) -> MeetingFields:
         "bootstrap_port": meeting.port,
         "bootstrap_room": meeting.room,
     }
-    return fields | ({"routed_dp_rank": meeting.rank} if meeting.ranks > 1 else {})
+    return {**fields, **rank_field(meeting.rank, meeting.ranks)}
+
+
+def rank_field(rank: int, ranks: int) -> dict[str, int]:
+    """Return the field of a request that makes rank ``rank`` of an engine with ``ranks`` ranks serve it."""
+    return {"routed_dp_rank": rank} if ranks > 1 else {}
 
 
 def decode_fields(meeting: Meeting, rank: int = 0, ranks: int = 1) -> MeetingFields:
@@ -68,7 +73,7 @@ def decode_fields(meeting: Meeting, rank: int = 0, ranks: int = 1) -> MeetingFie
     """
     fields = dict(prefill_fields(Meeting(meeting.host, meeting.room, port=meeting.port)))
     fields |= {"disagg_prefill_dp_rank": meeting.rank} if meeting.ranks > 1 else {}
-    return fields | ({"routed_dp_rank": rank} if ranks > 1 else {})
+    return {**fields, **rank_field(rank, ranks)}
 
 
 def override_headers(fields: MeetingFields) -> dict[str, str]:
