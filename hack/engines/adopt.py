@@ -2,7 +2,7 @@
 
     python -m hack.engines.adopt vllm 0.33.0             # a table of what changed since the proved release
     python -m hack.engines.adopt vllm 0.33.0 --write     # adds its column to docs/conformance.md too
-    python -m hack.engines.adopt vllm 0.33.0 --only field    # the tests with a text in their name
+    python -m hack.engines.adopt vllm 0.33.0 --only field    # the tests with a text in their name; other rows stay
 
 The release's own code runs in an environment of its own (``newer_vllm_env.py``, ``older_sglang_env.py``), which takes
 everything but the one wheel from that of the proved release. The tests are those of ``tests/conformance`` that are
@@ -17,12 +17,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from subprocess import DEVNULL
 from subprocess import run as run_process
 from typing import Any
 
-from hack.build_once import CANNOT, ROOT, CannotMakeError, FailedError, captured, note, status_of
+from hack.build_once import CANNOT, ROOT, CannotMakeError, FailedError, captured, last_line, note, status_of
 from hack.engines import newer_vllm_env, older_sglang_env
 from hack.engines.sglang_env import SGLANG
 from hack.engines.vllm_env import VLLM
@@ -51,15 +51,17 @@ def wheel(engine: str, release: str) -> str:
 
 
 def environment(engine: str, release: str) -> dict[str, str]:
-    """Make the environment of a release, and return the variables by which tests take it."""
+    """Make the environment of a release, and return the variables by which tests take it. Raises
+    :class:`CannotMakeError` and :class:`FailedError`.
+    """
     if release == PROVED[engine]:
         return {}
     variables = {f"MMROUTER_{engine.upper()}_WHEEL": wheel(engine, release)}
-    done = run_process([sys.executable, "-m", TOOLS[engine]], cwd=ROOT, env=os.environ | variables, stdout=DEVNULL)
-    if done.returncode == CANNOT:
-        raise CannotMakeError(f"the environment of {engine} {release} cannot be made here")
+    done = captured([sys.executable, "-m", TOOLS[engine]], cwd=ROOT, env=os.environ | variables)
+    note(done.stderr.strip())
     if done.returncode:
-        raise FailedError(f"the environment of {engine} {release} was not made")
+        error = CannotMakeError if done.returncode == CANNOT else FailedError
+        raise error(last_line(done.stderr))
     return variables
 
 
@@ -69,8 +71,21 @@ def rows_of(engine: str, variables: Mapping[str, str], only: str) -> list[dict[s
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         own = {"MMROUTER_ADOPTION": str(file), "MMROUTER_FAMILIES": "all", **variables}
-        command = [sys.executable, "-m", "pytest", "-q", "-m", f"adopts(engine='{engine}')", "-k", only]
-        run_process([*command, "tests/conformance"], cwd=ROOT, env=inherited | own, stdout=sys.stderr)
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-o",
+            "verbosity_assertions=2",
+            "-m",
+            f"adopts(engine='{engine}')",
+            "-k",
+            only,
+        ]
+        tests = (ROOT / "tests" / "conformance").rglob("test_*.py")
+        marked = sorted(one for one in tests if "mark.adopts(" in one.read_text())
+        run_process([*command, *marked], cwd=ROOT, env=inherited | own, stdout=sys.stderr)
         return list(json.loads(file.read_text())) if file.is_file() else []
 
 
@@ -79,17 +94,30 @@ def adopt(engine: str, release: str, *, write: bool, only: str = "") -> None:
     sys.path.insert(0, str(ROOT / "tests"))
     releases = importlib.import_module("conformance.releases")
     report = importlib.import_module("conformance.report")
-    found = rows_of(engine, environment(engine, release), only)
-    figures = json.loads(FIGURES.read_text())
-    known = figures.setdefault("releases", {}).setdefault(engine, {})
-    now, proved = {"date": report.today(), "rows": found}, PROVED[engine]
-    before = releases.read(known[proved]) if proved in known else []
-    rows = releases.read(now)
-    print("\n".join(releases.comparison(before, rows, proved, release)))
-    if write and rows:
-        known[release] = now
+
+    def known() -> dict[str, Any]:
+        return json.loads(FIGURES.read_text())["releases"].get(engine, {})
+
+    def add(**found: Any) -> None:
+        figures = json.loads(FIGURES.read_text())
+        figures["releases"].setdefault(engine, {})[release] = {"date": report.today(), **found}
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
         FIGURES.with_suffix(".md").write_text(report.table(figures))
+
+    try:
+        variables = environment(engine, release)
+    except (CannotMakeError, FailedError) as error:
+        if write and not known().get(release, {}).get("rows"):
+            add(rows=[], not_run=str(error))
+        raise
+    found = rows_of(engine, variables, only)
+    rows, proved = releases.read({"rows": found}), PROVED[engine]
+    before = releases.read(known().get(proved, {"rows": []}))
+    print("\n".join(releases.comparison(before, rows, proved, release)))
+    if write and rows:
+        earlier = releases.read(known().get(release, {"rows": []})) if only else []
+        merged = {row.name: row for row in (*earlier, *rows)}
+        add(rows=[asdict(row) for row in merged.values()])
     judge(f"{engine} {release}", [row.result == releases.PASSED for row in rows])
 
 
@@ -107,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("engine", choices=PROVED)
     parser.add_argument("release")
     parser.add_argument("--write", action="store_true", help="write docs/conformance.json and docs/conformance.md")
-    parser.add_argument("--only", default="", metavar="TEXT", help="tests with this in their name; not with --write")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="tests with this in their name; with --write, other rows stay"
+    )
     given = parser.parse_args(argv)
-    if given.write and given.only:
-        parser.error("--only leaves rows out, so --write is not possible with it")
     if not given.release:
         parser.error("RELEASE is empty; write make adopt ENGINE=vllm RELEASE=0.33.0")
     return status_of(lambda: adopt(given.engine, given.release, write=given.write, only=given.only))

@@ -54,11 +54,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     figures = item.stash.get(FIGURES, {})
     if adopted := item.config.stash[ADOPTION]:
-        adopted.add(item, report, figures)
+        adopted.add(item, report, figures, call.excinfo.value if call.excinfo else None)
     for cells in item.config.stash[CELLS]:
         for cell in proved_cells(item):
             cells.proof(cell, item.name, report, figures)

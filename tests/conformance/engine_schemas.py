@@ -3,26 +3,26 @@
 One process reads all of it, because importing an engine takes most of the time.
 """
 
-import json
-import subprocess
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mmrouter_lib.engines.base.request_fields import CHAT, MESSAGES, Endpoint
+from conformance.own_code import EngineError, answer_of
+
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Endpoint
 
 MODULES = {"vllm": "vllm.entrypoints.{}.protocol", "sglang": "sglang.srt.entrypoints.{}.protocol"}
 MODELS: dict[Endpoint, tuple[str, str, str]] = {
     CHAT: ("ChatCompletionRequest", "chat_completion", "chat.completion_create_params.CompletionCreateParamsBase"),
-    "/v1/completions": ("CompletionRequest", "completion", "completion_create_params.CompletionCreateParamsBase"),
-    "/v1/responses": ("ResponsesRequest", "responses", "responses.response_create_params.ResponseCreateParamsBase"),
+    COMPLETIONS: ("CompletionRequest", "completion", "completion_create_params.CompletionCreateParamsBase"),
+    RESPONSES: ("ResponsesRequest", "responses", "responses.response_create_params.ResponseCreateParamsBase"),
     MESSAGES: ("AnthropicMessagesRequest", "", ""),
 }
 """Endpoint -> the engine's model, vLLM's folder of it, and the parameters of OpenAI's client."""
 
 PROGRAM = """
-import importlib, json, sys, traceback
+import importlib, importlib.metadata, json, sys, traceback
 
 def schema(module, name):
     return getattr(importlib.import_module(module), name).model_json_schema()
@@ -41,16 +41,18 @@ def openapi():
 def read(function, *arguments):
     try:
         return {"read": function(*arguments)}
-    except Exception:
-        return {"error": traceback.format_exc()[-2000:]}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
 """
 PARTS = """
-found = {"sampling": read(sampling), "openapi": read(openapi)}
-for endpoint, module, name, client in json.loads(sys.argv[1]):
+release, asked = json.load(sys.stdin)
+found = {"release": read(importlib.metadata.version, release), "sampling": read(sampling), "openapi": read(openapi)}
+for endpoint, module, name, client in asked:
     found["schema " + endpoint], found["fields " + endpoint] = read(schema, module, name), read(fields, module, name)
     if client:
         found["client " + endpoint] = read(parameters, client)
-print("FOUND" + json.dumps(found))
+print("\\n" + json.dumps(found))
 """
 SERVERS = {
     "vllm": """
@@ -91,9 +93,12 @@ def sampling():
 
 @dataclass(frozen=True)
 class Schemas:
-    """What an engine's code says of its requests. Each method fails a test with the engine's error."""
+    """What an engine's code says of its requests. Each method raises :class:`EngineError` where its code fails."""
 
     parts: dict[str, dict[str, Any]]
+
+    def release(self) -> str:
+        return str(self._part("release"))
 
     def openapi(self) -> dict[str, Any]:
         return self._part("openapi")
@@ -115,7 +120,8 @@ class Schemas:
 
     def _part(self, name: str) -> Any:
         part = self.parts[name]
-        assert "read" in part, part["error"]
+        if "error" in part:
+            raise EngineError(part["error"])
         return part["read"]
 
 
@@ -125,11 +131,7 @@ def schemas_of(engine: str, env: Path) -> Schemas:
         (endpoint, module_of(engine, endpoint, folder), model, client)
         for endpoint, (model, folder, client) in MODELS.items()
     ]
-    command = [env / "bin" / "python", "-c", PROGRAM + SERVERS[engine] + PARTS, json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FOUND")), None)
-    assert line is not None, done.stderr[-2000:]
-    return Schemas(json.loads(line.removeprefix("FOUND")))
+    return Schemas(answer_of(env, ["-c", PROGRAM + SERVERS[engine] + PARTS], [engine, asked]))
 
 
 def module_of(engine: str, endpoint: Endpoint, folder: str) -> str:

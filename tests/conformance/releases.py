@@ -2,7 +2,7 @@
 
 A test of it is marked ``adopts(engine=, check=)``. ``make adopt`` (``hack/engines/adopt.py``) runs these tests in the
 environment of a release, with the file of their results in ``MMROUTER_ADOPTION``. ``docs/conformance.json`` has the
-rows of each release that was taken into it.
+rows of each release that was taken into it, or why it could not be run.
 """
 
 import json
@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conformance.own_code import EngineError
+from packaging.version import Version
+
+from hack.engines.adopt import PROVED
 
 MARK = "adopts"
 PASSED = "passed"
@@ -22,7 +26,9 @@ Figures = Mapping[str, Any]
 
 @dataclass
 class Row:
-    """What a test found. ``figures``: what it recorded; a list is shown by its length and compared by its items."""
+    """What a test found. ``figures``: what it recorded; names in a list are counted where they are shown, and compared
+    one by one.
+    """
 
     check: str
     case: str
@@ -34,11 +40,17 @@ class Row:
         return self.check, self.case
 
     @property
+    def level(self) -> str:
+        """``exact``, ``bounded`` (less is promised than the engine has, never more), or why it is neither."""
+        return self.result if self.result != PASSED else "bounded" if self.figures.get("below") else "exact"
+
+    @property
     def text(self) -> str:
-        if self.result != PASSED:
-            return self.result
-        shown = ((name, len(value) if isinstance(value, list) else value) for name, value in self.figures.items())
-        return ", ".join(f"{name} {value}" for name, value in shown) or PASSED
+        """The level, with what was compared."""
+        names = sum(len(value) for value in self.figures.values() if isinstance(value, list))
+        counts = {name: value for name, value in self.figures.items() if not isinstance(value, list)} | {"names": names}
+        shown = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
+        return f"{self.level}: {shown}" if shown and self.result == PASSED else self.level
 
 
 class Adoption:
@@ -47,12 +59,13 @@ class Adoption:
     def __init__(self, file: Path) -> None:
         self._file, self._rows = file, dict[tuple[str, str], Row]()
 
-    def add(self, item: pytest.Item, report: pytest.TestReport, figures: Figures) -> None:
+    def add(self, item: pytest.Item, report: pytest.TestReport, figures: Figures, error: BaseException | None) -> None:
         mark = item.get_closest_marker(MARK)
         if mark is None or (report.passed and report.when != "call"):
             return
-        case = item.callspec.id if hasattr(item, "callspec") else ""
-        row = Row(mark.kwargs["check"], case.removeprefix(f"{mark.kwargs['engine']}-"), result(report), dict(figures))
+        case = item.callspec.id.removesuffix("-None") if hasattr(item, "callspec") else ""
+        case = case.removeprefix(f"{mark.kwargs['engine']}-")
+        row = Row(mark.kwargs["check"], case, result(report, error), dict(figures))
         if row.case == mark.kwargs["engine"]:
             row.case = ""
         self._rows[row.name] = row
@@ -65,13 +78,15 @@ def adoption() -> Adoption | None:
     return Adoption(Path(file)) if file else None
 
 
-def result(report: pytest.TestReport) -> str:
+def result(report: pytest.TestReport, error: BaseException | None) -> str:
     if report.passed:
         return PASSED
     if report.skipped and isinstance(report.longrepr, tuple):
         return f"not run: {report.longrepr[2].removeprefix('Skipped: ').removeprefix('not run: ')}"
-    crash = getattr(report.longrepr, "reprcrash", None)
-    return f"failed: {' '.join(str(crash.message if crash else report.longrepr).split())[:200]}"
+    if isinstance(error, EngineError):
+        return f"not run: {error}"
+    said, _, _ = str(error).partition("\n  \n")  # what follows is pytest's list of differences
+    return f"differs: {' '.join(said.split())[:200]}"
 
 
 def changed(before: Row | None, now: Row) -> str:
@@ -79,7 +94,7 @@ def changed(before: Row | None, now: Row) -> str:
     if before is None:
         return "new"
     if now.result != before.result:
-        return "failed" if now.result.startswith("failed") else f"was {before.result}"
+        return f"was {before.level}"
     parts = []
     for name in [*before.figures, *(name for name in now.figures if name not in before.figures)]:
         old, new = before.figures.get(name), now.figures.get(name)
@@ -104,17 +119,28 @@ def comparison(before: Sequence[Row], now: Sequence[Row], proved: str, release: 
 
 
 def tables(releases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines of one table per engine, with a column for every release. ``releases``: engine -> release ->
-    ``date`` and ``rows``.
+    """Yield the lines of one table per engine, with a column for every release, and how each differs from the proved
+    one. ``releases``: engine -> release -> ``date``, ``rows``, and ``not_run`` where it has none.
     """
     for engine, found in releases.items():
-        columns = {release: {row.name: row for row in read(one)} for release, one in found.items()}
-        names = dict.fromkeys(name for rows in columns.values() for name in rows)
+        proved, order = PROVED[engine], sorted(found, key=Version)
+        columns = {release: {row.name: row for row in read(found[release])} for release in order}
+        names = dict.fromkeys(name for rows in (columns.get(proved, {}), *columns.values()) for name in rows)
+        missing = {release: f"not run: {why}" if (why := found[release].get("not_run")) else "-" for release in order}
         yield from ("", f"### {SHOWN[engine]} by release", "")
-        yield line("check", "case", *(f"{release} ({found[release]['date']})" for release in columns))
-        yield "|" + "---|" * (2 + len(columns))
+        yield line("check", "case", *(f"{release} ({found[release]['date']})" for release in order))
+        yield "|" + "---|" * (2 + len(order))
         for name in names:
-            yield line(*name, *(rows[name].text if name in rows else "-" for rows in columns.values()))
+            yield line(*name, *(rows[name].text if name in rows else missing[at] for at, rows in columns.items()))
+        lines = [
+            f"- {release}, {check}{f' of {case}' if case else ''}: {difference}"
+            for release, rows in columns.items()
+            for (check, case), row in rows.items()
+            if row.result == PASSED and (difference := changed(columns.get(proved, {}).get(row.name, row), row))
+        ]
+        yield from (
+            ("", f"Names and counts that are not those of {proved}, the proved release:", "", *lines) if lines else ()
+        )
 
 
 def read(release: Mapping[str, Any]) -> list[Row]:

@@ -208,8 +208,14 @@ RELEASES_HEAD = (
     "## Releases without a model",
     "",
     "`make adopt ENGINE=... RELEASE=... WRITE=1` runs an engine's own code of a release against the library, without a",
-    "model: its scheduler and cache manager in every cache layout, its front end for every family, and its request",
-    "models. A cell has the figures that its test found, or why it failed or did not run.",
+    "model, and adds its column: the scheduler and cache manager in every cache layout (*hits*), the prompts of drawn",
+    "requests for every family (*front end*, *prompts*), and every name that a request may hold (*fields*, *items*).",
+    "",
+    "- *exact*: the library predicted all that was compared, as often as the cell says, or knows every name.",
+    "- *bounded*: for the requests *below*, the library promised fewer tokens than the engine had, and never more.",
+    "- *differs*: the check failed, with the first difference. A router's decisions may be wrong there.",
+    "- *not run*: the release has no such code, or this machine cannot run it, in the words of the tool or the engine.",
+    "- A dash: the run of the release left the check out (`--only`).",
 )
 TAIL = """
 ## Notes

@@ -6,18 +6,39 @@ A field that a new release adds fails here until it is judged, and one that a re
 import pytest
 from conformance.conftest import Figure
 from conformance.engine_schemas import MODELS, MODULES, schemas_of
+from packaging.version import Version
 
 from mmrouter_lib.engines import ADAPTERS
-from mmrouter_lib.engines.base.request_fields import CHAT
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint, words
 
 READ_BY_VALIDATORS = {("sglang", CHAT): {"reasoning"}}
 IGNORED = {("sglang", CHAT): {"documents", "add_generation_prompt", "add_special_tokens"}}
 """Fields of the table that no model has: read before validation, or accepted because vLLM has them."""
-LATER = {
-    "openai": {"moderation", "prompt_cache_options", "context_management"},
-    "vllm": {"return_weight_versions"},  # 0.33
+LATER = words("moderation prompt_cache_options context_management")
+"""Fields of later releases of OpenAI's client, which engines ignore."""
+SINCE: dict[str, dict[str, dict[Endpoint, frozenset[str]]]] = {
+    "vllm": {
+        "0.33.0": {
+            CHAT: words("return_weight_versions"),
+            COMPLETIONS: words("return_weight_versions"),
+            RESPONSES: words("spaces_between_special_tokens"),
+        },
+        "0.32.0": {
+            CHAT: words("mm_payload return_mm_kwargs"),
+            COMPLETIONS: words("mm_payload return_mm_kwargs"),
+            RESPONSES: words("mm_payload return_mm_kwargs min_p stop_token_ids"),
+        },
+    },
+    "sglang": {
+        "0.5.23": {CHAT: words("mm_processor_kwargs thinking"), COMPLETIONS: words("mm_processor_kwargs")},
+        "0.5.22": {
+            CHAT: words("watermark return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64"),
+            COMPLETIONS: words("watermark"),
+        },
+        "0.5.21": {CHAT: words("sampling_logprobs_mode")},
+    },
 }
-"""Fields of later releases of OpenAI's client and of an engine, which others ignore."""
+"""Engine -> release -> fields that it has since then. Earlier releases ignore them."""
 
 
 @pytest.mark.parametrize(
@@ -27,6 +48,7 @@ def test_every_field_of_the_engine_and_of_openai_is_judged(
     engine: str, request: pytest.FixtureRequest, figure: Figure
 ) -> None:
     schemas = schemas_of(engine, request.getfixturevalue(f"{engine}_env"))
+    release = Version(Version(schemas.release()).public)
     for endpoint, (_, _, client) in MODELS.items():
         if not client:
             continue
@@ -37,5 +59,7 @@ def test_every_field_of_the_engine_and_of_openai_is_judged(
         assert [name for name in sorted(theirs | openai) if not table.knows(name)] == []
         forwarded = table.prompt | table.harmless | table.affecting.keys()
         extra = READ_BY_VALIDATORS.get((engine, endpoint), set()) | IGNORED.get((engine, endpoint), set())
-        later = LATER["openai"] | LATER.get(engine, set())
+        later = LATER.union(
+            *(new.get(endpoint, ()) for since, new in SINCE[engine].items() if release < Version(since))
+        )
         assert sorted(forwarded - theirs - openai - extra - later) == []

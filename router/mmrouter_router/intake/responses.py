@@ -48,7 +48,7 @@ _COPIED: Final = words(
     "stream temperature top_p top_k min_p seed stop stop_token_ids presence_penalty frequency_penalty logit_bias",
     "repetition_penalty ignore_eos include_stop_str_in_output skip_special_tokens watermarking structured_outputs",
     "priority session_id include_reasoning parallel_tool_calls chat_template_kwargs vllm_xargs mm_processor_kwargs",
-    "media_io_kwargs",
+    "media_io_kwargs spaces_between_special_tokens",
 )
 CHAT_FIELDS: Final = {
     "messages": "input",

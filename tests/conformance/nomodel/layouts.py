@@ -2,15 +2,18 @@
 
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from artefacts import ROOT
 from conformance.nomodel import frames
 from conformance.nomodel.prompts import Drawn
+from conformance.own_code import EngineError
 
+from hack.build_once import last_line
 from mmrouter_lib.media_identity import to_wire
 
 HERE = Path(__file__).parent
@@ -50,8 +53,9 @@ PAGES = {"pages of 1": (1, 6_000), "pages of 16": (16, 500), "pages of 64": (64,
 class EngineProcess:
     """A process in an engine's environment, in which one cache after another is driven."""
 
-    def __init__(self, *command: str) -> None:
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, log: IO[str], *command: str | Path) -> None:
+        self._log = log
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
     def run(self, prompt: Drawn, name: Callable[[bytes], str] = to_wire) -> Any:
         """Run a request to its end. ``name``: the text of an image's identity."""
@@ -63,9 +67,12 @@ class EngineProcess:
         asked, answers = self.process.stdin, self.process.stdout
         assert asked is not None
         assert answers is not None
-        frames.write(asked, message)
+        with suppress(BrokenPipeError):
+            frames.write(asked, message)
         answer = frames.read(answers)
-        assert answer is not None, "the engine's process ended"
+        if answer is None:
+            self._log.seek(0)
+            raise EngineError(last_line(self._log.read()))
         return answer
 
 
@@ -96,13 +103,15 @@ def drafter(name: str) -> str:
 
 @contextmanager
 def running(env: Path) -> Iterator[VllmProcess]:
-    with _ending(VllmProcess(str(env / "bin" / "python"), str(HERE / "vllm_steps.py"), str(MODEL))) as started:
+    command = (env / "bin" / "python", HERE / "vllm_steps.py", MODEL)
+    with TemporaryFile("w+") as log, _ending(VllmProcess(log, *command)) as started:
         yield started
 
 
 @contextmanager
 def running_sglang(env: Path) -> Iterator[SglangProcess]:
-    with _ending(SglangProcess(str(env / "bin" / "python"), str(HERE / "sglang_steps.py"))) as started:
+    command = (env / "bin" / "python", HERE / "sglang_steps.py")
+    with TemporaryFile("w+") as log, _ending(SglangProcess(log, *command)) as started:
         yield started
 
 

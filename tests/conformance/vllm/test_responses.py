@@ -6,7 +6,6 @@ The engine's side is vLLM's own code for both endpoints, without an engine (``ow
 import base64
 import json
 import random
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import BLOCK_SIZE, context_length
+from conformance.own_code import answer_of
 from conformance.prediction import Predictor
 from conformance.rendering import own_prompts
 from conformance.setups import REPOSITORIES, setup_families
@@ -198,16 +198,13 @@ models = {
 parts = {"input_text": ResponseInputTextParam, "input_image": ResponseInputImageParam}
 fields = {name: [field.alias or key for key, field in model.model_fields.items()] for name, model in models.items()}
 fields |= {name: sorted(part.__annotations__) for name, part in parts.items()}
-print("FIELDS" + json.dumps(fields))
+print("\\n" + json.dumps(fields))
 """
 
 
 @pytest.mark.adopts(engine="vllm", check="items of /v1/responses")
 def test_every_field_of_an_item_a_part_and_a_tool_is_known(vllm_env: Path, figure: Figure) -> None:
-    done = subprocess.run([vllm_env / "bin" / "python", "-c", PROGRAM], capture_output=True, text=True, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FIELDS")), None)
-    assert line is not None, done.stderr[-2000:]
-    fields = json.loads(line.removeprefix("FIELDS"))
+    fields = answer_of(vllm_env, ["-c", PROGRAM])
     for name, theirs in fields.items():
         figure(name, sorted(theirs))
     known = {**ITEMS, **PARTS, "tool": TOOL_FIELDS}

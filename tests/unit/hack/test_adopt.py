@@ -1,11 +1,14 @@
 """What `make adopt` says of an engine's release: its wheel, what changed, and whether the release is good."""
 
 import hashlib
+import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conformance.releases import Row, changed, comparison, tables
+from conformance.own_code import EngineError
+from conformance.releases import Row, changed, comparison, result, tables
 
 from hack.build_once import CannotMakeError, FailedError
 from hack.engines import adopt
@@ -43,9 +46,9 @@ def test_a_release_that_the_index_does_not_have_cannot_be_made(index: Path) -> N
 
 
 def test_a_changed_list_names_what_came_and_went() -> None:
-    later = Row("request fields", "", "failed: judge it", {"/v1/completions": ["n", "prompt", "seed"]})
+    later = Row("request fields", "", "differs: judge it", {"/v1/completions": ["n", "prompt", "seed"]})
     assert changed(FIELDS, Row(FIELDS.check, "", "passed", later.figures)) == "/v1/completions +seed -stop"
-    assert changed(FIELDS, later) == "failed"
+    assert changed(FIELDS, later) == "was exact"
     assert changed(FIELDS, FIELDS) == ""
     assert changed(None, FIELDS) == "new"
 
@@ -54,20 +57,59 @@ def test_the_table_has_every_check_of_both_releases() -> None:
     gone = Row("hits", "MLA", "passed", {"equal": 300, "above": 0})
     lines = list(comparison([FIELDS, gone], [FIELDS, Row("front end", "gemma4", "passed")], "1.0", "1.1"))
     assert lines[2:] == [
-        "| request fields | - | /v1/completions 3 | /v1/completions 3 | - |",
-        "| front end | gemma4 | - | passed | new |",
-        "| hits | MLA | equal 300, above 0 | - | did not run |",
+        "| request fields | - | exact: names 3 | exact: names 3 | - |",
+        "| front end | gemma4 | - | exact | new |",
+        "| hits | MLA | exact: equal 300 | - | did not run |",
     ]
 
 
-def test_the_page_has_a_column_per_release() -> None:
-    rows = [{"check": "hits", "case": "MLA", "result": "passed", "figures": {"equal": 300}}]
-    found = {"vllm": {"1.0": {"date": "2026-11-01", "rows": rows}, "1.1": {"date": "2026-11-02", "rows": []}}}
-    assert list(tables(found))[3:] == [
-        "| check | case | 1.0 (2026-11-01) | 1.1 (2026-11-02) |",
-        "|---|---|---|---|",
-        "| hits | MLA | equal 300 | - |",
+DAY = "2026-11-01"
+
+
+def column(result: str = "passed", **figures: Any) -> dict[str, Any]:
+    return {"date": DAY, "rows": [{"check": "hits", "case": "MLA", "result": result, "figures": figures}]}
+
+
+def test_the_page_has_a_column_per_release_in_their_order_and_says_how_exact_each_is() -> None:
+    releases = {
+        "0.10.0": column("differs: 5 for 4"),
+        "0.9.0": column(equal=5, below=4, above=0),
+        (proved := adopt.PROVED["vllm"]): column(equal=300, below=0),
+        "0.8.0": {"date": DAY, "rows": [], "not_run": "no wheel | of it"},
+    }
+    assert list(tables({"vllm": releases}))[3:] == [
+        f"| check | case | 0.8.0 ({DAY}) | 0.9.0 ({DAY}) | 0.10.0 ({DAY}) | {proved} ({DAY}) |",
+        "|---|---|---|---|---|---|",
+        "| hits | MLA | not run: no wheel / of it | bounded: equal 5, below 4 | differs: 5 for 4 | exact: equal 300 |",
+        "",
+        f"Names and counts that are not those of {proved}, the proved release:",
+        "",
+        "- 0.9.0, hits of MLA: equal 300 -> 5, below 0 -> 4, above None -> 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(EngineError("no module"), "not run: no module"), (AssertionError("[1]\n== [2]"), "differs: [1] == [2]")],
+)
+def test_engine_code_that_ends_did_not_run_and_does_not_differ(error: Exception, expected: str) -> None:
+    report = pytest.TestReport("test", ("test", 1, "test"), {}, "failed", None, "call")
+    assert result(report, error) == expected
+
+
+def test_why_an_environment_is_not_made_is_written_where_no_earlier_run_has_figures(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adopt, "FIGURES", tmp_path / "conformance.json")
+    figures = {"date": "", "machine": "", "cells": [], "proofs": [], "releases": {"vllm": {"9.9.7": column(equal=1)}}}
+    adopt.FIGURES.write_text(json.dumps(figures))
+    for release in ("9.9.7", "9.9.8"):
+        with pytest.raises(CannotMakeError):
+            adopt.adopt("vllm", release, write=True)
+    written = json.loads(adopt.FIGURES.read_text())["releases"]["vllm"]
+    assert written["9.9.7"] == column(equal=1)
+    assert written["9.9.8"]["not_run"].startswith("pip finds no wheel of vllm 9.9.8: ")
+    assert "| not run: pip finds no wheel of vllm 9.9.8: " in (tmp_path / "conformance.md").read_text()
 
 
 @pytest.mark.parametrize("passed", [[], [True, False]])

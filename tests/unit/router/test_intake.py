@@ -83,6 +83,11 @@ BAD = {
     "content of another type": (message(role="user", content={}), "messages[0].content", TYPE),
     "assistant's content of another type": (message(role="assistant", content=7), "messages[0].content", TYPE),
     "name of another type": (message(role="user", content="x", name=7), "messages[0].name", TYPE),
+    "embeddings as a thought": (
+        message(role="assistant", reasoning={"type": "prompt_embeds", "data": "AAAA"}),
+        "messages[0].reasoning",
+        TYPE,
+    ),
     "tool calls of another type": (message(role="assistant", tool_calls="x"), "messages[0].tool_calls", TYPE),
     "tool call of another type": (message(role="assistant", tool_calls=[1]), "messages[0].tool_calls[0]", TYPE),
     "tool call without function": (message(role="assistant", tool_calls=[{}]), CALL, MISSING),

@@ -92,7 +92,7 @@ REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
             "max_output_tokens temperature top_p top_k min_p seed stop stop_token_ids presence_penalty ignore_eos",
             "frequency_penalty repetition_penalty logit_bias include_stop_str_in_output skip_special_tokens",
             "watermarking structured_outputs priority session_id stream tool_choice include_reasoning mm_payload",
-            "return_mm_kwargs enable_response_messages",
+            "return_mm_kwargs enable_response_messages spaces_between_special_tokens",
         ),
         affecting={**_ENGINE_ARGUMENTS, **_PROCESSOR},
         removed=_REMOVED,
