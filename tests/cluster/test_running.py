@@ -3,6 +3,7 @@
 Engines are simulated, and the local substrate plays the kubelet and the images.
 """
 
+import json
 import signal
 import subprocess
 import sys
@@ -126,7 +127,14 @@ def test_every_frontend_has_a_live_page_that_is_served_until_ctrl_c(real: Contro
             assert page.headers["content-type"].startswith("text/html")
             token = {"authorization": f"Bearer {address.fragment.removeprefix('token=')}"}
             with httpx.stream("GET", f"http://{address.netloc}/control/live", headers=token, timeout=30) as stream:
-                assert '"deployment":"demo"' in next(line for line in stream.iter_lines() if line)
+                lines = (line.removeprefix("data: ") for line in stream.iter_lines() if line)
+                assert '"deployment":"demo"' in next(lines)
+                shown = next(parts["rollout"] for line in lines if "rollout" in (parts := json.loads(line)))
+            live = status(real, proved)["conditions"]
+            assert {(each["type"], each["reason"]) for each in shown["conditions"]} == {
+                (each["type"], each["reason"]) for each in live
+            }
+            assert [(pool["name"], pool["verified"]) for pool in shown["pools"]] == [("worker", 2)]
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=30)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from local.browser import Browser, browser
 from local.rig import ROOT, Deployment
@@ -186,6 +187,49 @@ async def test_hostile_names_are_text(page: Browser, crowded: Frontend) -> None:
     # Even a mistake in the page's scripts could not turn text into elements.
     with pytest.raises(AssertionError, match="TrustedHTML"):
         await page.value("document.body.innerHTML = '<b>x</b>'")
+
+
+async def test_the_page_shows_the_operators_conditions_and_steps_as_text(page: Browser, crowded: Frontend) -> None:
+    await page.open(address(crowded))
+    await page.until("document.querySelector('#resource-absent').checkVisibility()")
+    condition = {"type": "Progressing", "status": "True", "reason": "RollingOut", "message": HOSTILE}
+    conditions = [
+        {**condition, "lastTransitionTime": HOSTILE},
+        {**condition, "type": HOSTILE, "status": "False", "lastTransitionTime": "2026-01-02T03:04:05Z"},
+    ]
+    pool = {"name": HOSTILE, "desired": 2, "updated": 1, "ready": 2, "verified": 0}
+    steps = [{"action": "hold", "kind": "Deployment", "name": HOSTILE, "why": HOSTILE}]
+    sent = {"phase": HOSTILE, "frontend": {"desired": 1}, "pools": [pool], "conditions": conditions, "steps": steps}
+    async with httpx.AsyncClient(trust_env=False, timeout=60) as operator:
+        url, headers = (
+            f"http://{crowded.ip}:{PORT}/control/status",
+            {"authorization": f"Bearer {crowded.token}".encode()},
+        )
+        assert (await operator.put(url, json=sent, headers=headers)).status_code == 204
+        await page.until("document.querySelectorAll('#conditions tbody tr').length === 2")
+        rows = "[...document.querySelectorAll('#conditions tbody tr')]"
+        first, second = await page.value(f"{rows}.map((row) => [...row.cells].map((it) => it.textContent))")
+        assert first == ["Progressing", "True", "RollingOut", HOSTILE, HOSTILE]
+        assert second[:4] == [HOSTILE, "False", "RollingOut", HOSTILE]
+        assert second[4].startswith("2026-01-0")
+        assert await page.value("document.querySelector('#resource-step').textContent") == HOSTILE
+        assert HOSTILE in await page.value("document.querySelector('#resource-phase').textContent")
+        assert (
+            await page.value("document.querySelector('#steps').textContent") == f"hold Deployment {HOSTILE}: {HOSTILE}"
+        )
+        replicas = await page.value("document.querySelector('#replicas tbody').innerText")
+        assert "1 of 2\t2 of 2\t0 of 2" in replicas
+        assert "0 of 1\t0 of 1\t\N{EN DASH}" in replicas
+        assert not await page.value("document.querySelector('#resource-absent').checkVisibility()")
+
+        settled = {**sent, "conditions": conditions[:1], "steps": []}
+        assert (await operator.put(url, json=settled, headers=headers)).status_code == 204
+        await page.until("document.querySelectorAll('#conditions tbody tr').length === 1")
+    assert not await page.value("document.querySelector('#steps').checkVisibility()")
+    assert await page.value("document.querySelectorAll('img, main script').length") == 0
+    await page.size(400, 800)
+    assert await page.value("document.documentElement.scrollWidth") == 400
+    assert page.console == []
 
 
 async def test_a_thousand_workers_and_a_burst_of_decisions_change_little_at_a_time(

@@ -1,15 +1,18 @@
-"""Reads the control stream of every frontend (docs/architecture.md) and keeps its last report.
+"""Reads the control stream of every frontend (docs/architecture.md), keeps its last report, and sends it the status.
 
 Each frontend has one connection, without polling. An idle router sends a comment regularly, so silence means that it is
 gone; the connection is then re-established with growing, random pauses. A report stays valid for a while after its
 connection ends, because the state that the readiness gates depend on survives a restart of the router.
+
+The status goes the other way, for the live page: a frontend then needs no right to read its resource.
 """
 
 import asyncio
 import logging
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -26,6 +29,7 @@ SILENT_SECONDS = 45.0
 HOLD_SECONDS = 30.0
 """How long the last report stays valid after the stream has ended."""
 FIRST_BACKOFF, LAST_BACKOFF = 0.2, 5.0
+SEND_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 MAX_EVENT = 4 << 20
 """Bytes of one event: about 15 000 pods."""
 
@@ -46,6 +50,7 @@ class _Frontend:
     report: FrontendReport | None = None
     expiry: asyncio.TimerHandle | None = None
     trouble: str = ""
+    published: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self) -> None:
         if self.task is not None:
@@ -70,6 +75,7 @@ class FrontendStreams:
         self._on_change, self._port, self._hold = on_change, port, hold_seconds
         self._silent, self._last_backoff = silent_seconds, last_backoff
         self._frontends: dict[Key, dict[str, _Frontend]] = {}
+        self._statuses: dict[Key, bytes] = {}
         self._session: aiohttp.ClientSession | None = None
 
     def follow(self, key: Key, frontends: Mapping[str, str], token: str) -> None:
@@ -91,7 +97,16 @@ class FrontendStreams:
                 self._run(key, uid, frontend), name=f"stream of {key[0]}/{key[1]} {uid}"
             )
 
+    def publish(self, key: Key, status: Mapping[str, Any]) -> None:
+        """Send a deployment's status to the frontends that are followed, now and after each of their restarts."""
+        raw = msgspec.json.encode(status)
+        if key in self._frontends and raw != self._statuses.get(key):
+            self._statuses[key] = raw
+            for frontend in self._frontends[key].values():
+                frontend.published.set()
+
     def forget(self, key: Key) -> None:
+        self._statuses.pop(key, None)
         for frontend in self._frontends.pop(key, {}).values():
             frontend.end()
 
@@ -117,11 +132,12 @@ class FrontendStreams:
     async def _run(self, key: Key, uid: str, frontend: _Frontend) -> None:
         failures = 0
         while True:
-            received = False
+            received, sending = False, None
             try:
-                async with self._connect(frontend) as answer:
+                async with self._request("GET", frontend, "stream") as answer:
                     if answer.status != 200:
                         raise StreamError(f"answered {answer.status}")
+                    sending = asyncio.create_task(self._send_statuses(key, frontend))
                     while event := await answer.content.readuntil(b"\n\n", max_size=MAX_EVENT):
                         if event.startswith(b"data:"):  # the others are comments
                             received = True
@@ -133,6 +149,9 @@ class FrontendStreams:
                 # A bug here or in a listener must not end the stream of this frontend for good.
                 trouble = f"{type(error).__name__}: {error}"
                 log.exception("%s/%s: following frontend %s at %s failed", *key, uid, frontend.ip)
+            finally:
+                if sending is not None:
+                    sending.cancel()
             if received or not frontend.trouble:
                 # Log once per loss, not once per attempt.
                 log.info("%s/%s: frontend %s at %s: %s", *key, uid, frontend.ip, trouble)
@@ -143,7 +162,24 @@ class FrontendStreams:
             backoff = min(FIRST_BACKOFF * 2 ** min(failures - 1, 10), self._last_backoff)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
-    def _connect(self, frontend: _Frontend) -> "aiohttp.client._RequestContextManager":
+    async def _send_statuses(self, key: Key, frontend: _Frontend) -> None:
+        """Send the status now and after changes; a frontend of an older release refuses it, which changes nothing."""
+        sent: bytes | None = None
+        while True:
+            frontend.published.clear()
+            raw = self._statuses.get(key)
+            if raw is not None and raw != sent:
+                try:
+                    async with self._request("PUT", frontend, "status", data=raw, timeout=SEND_TIMEOUT):
+                        sent = raw
+                except (aiohttp.ClientError, OSError, TimeoutError):
+                    await asyncio.sleep(self._last_backoff)
+                    continue
+            await frontend.published.wait()
+
+    def _request(
+        self, method: str, frontend: _Frontend, path: str, **options: Any
+    ) -> "aiohttp.client._RequestContextManager":
         if self._session is None:
             # No limit: every frontend has one long-lived connection.
             self._session = aiohttp.ClientSession(
@@ -152,9 +188,9 @@ class FrontendStreams:
                 cookie_jar=aiohttp.DummyCookieJar(),
             )
         host = f"[{frontend.ip}]" if ":" in frontend.ip else frontend.ip
-        url = f"http://{host}:{self._port}/control/stream"
+        url, headers = f"http://{host}:{self._port}/control/{path}", {"authorization": f"Bearer {frontend.token}"}
         # Redirects would send the token elsewhere.
-        return self._session.get(url, headers={"authorization": f"Bearer {frontend.token}"}, allow_redirects=False)
+        return self._session.request(method, url, headers=headers, allow_redirects=False, **options)
 
     def _take(self, key: Key, frontend: _Frontend, report: FrontendReport) -> None:
         if frontend.expiry is not None:

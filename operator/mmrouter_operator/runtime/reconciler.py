@@ -156,6 +156,7 @@ class Reconciler:
         """Report an invalid resource. Its children stay unchanged until the resource changes."""
         snapshot = self._snapshot(key, resource, None, ())
         again_in = await self._statuses.write(key, resource, error, snapshot, None, written)
+        self._publish(key, None)
         if written.failures:
             raise written.failures[0][1]
         return again_in
@@ -190,6 +191,7 @@ class Reconciler:
             written.problems.append(recreated)
         self._failing(key, written)
         again_in = await self._statuses.write(key, resource, dep, snapshot, planned, written)
+        self._publish(key, planned)
         # From here on the status itself holds it.
         self._recreated.pop(key, None)
         if written.failures:
@@ -297,6 +299,13 @@ class Reconciler:
         }
         self._followed.setdefault(key, time.time())
         self._streams.follow(key, frontends, secrets.control_token)
+
+    def _publish(self, key: Key, planned: RolloutPlan | None) -> None:
+        """Let the frontends have the status and the steps of the plan, which their live pages show."""
+        resource = self._cache.resource(key)
+        status = (resource or {}).get("status") or {}
+        shown = {name: status[name] for name in ("phase", "frontend", "pools", "conditions") if name in status}
+        self._streams.publish(key, {**shown, "steps": planned.steps if planned is not None else ()})
 
     async def _gates(self, dep: MMRouterDeployment, snapshot: Snapshot, written: WriteResult) -> None:
         pods = {pod.uid: pod for pod in snapshot.pods}

@@ -20,7 +20,7 @@ from mmrouter_lib.prompt import Prompter
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.client_port import error_response
 from mmrouter_router.api.live_page import page_routes
-from mmrouter_router.api.live_view import MAX_PAGES, LiveView
+from mmrouter_router.api.live_view import MAX_PAGES, MAX_STATUS, LiveView
 from mmrouter_router.api.operator_report import Reporter, encoder_standing, events
 from mmrouter_router.core.addresses import address
 from mmrouter_router.core.errors import RequestError
@@ -101,6 +101,19 @@ def control_app(
         if live.full:
             raise HTTPException(503, f"{MAX_PAGES} pages are open at this frontend: close one")
         return StreamingResponse(live.events(stopping), media_type="text/event-stream")
+
+    @app.put("/control/status", status_code=204)
+    async def status(request: Request) -> None:
+        """Take the resource's status, which the operator sends for the live page."""
+        raw = bytearray()
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > MAX_STATUS:
+                raise HTTPException(413, f"a status has at most {MAX_STATUS} bytes")
+        try:
+            live.take_status(bytes(raw))
+        except ValueError as error:
+            raise HTTPException(400, f"not a status: {error}") from error
 
     @app.get("/control/workers/{uid}/keys")
     async def keys(uid: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import msgspec
 import orjson
 from prometheus_client import Counter as MetricCounter
 
@@ -32,6 +33,47 @@ SCORED_CANDIDATES = 512  # per tick: scores of all candidates are computed while
 SCORES = 4  # best candidates of a decision
 COMPARED_KEYS = 8192  # per tick, of round robin
 MAP_CONVERSATIONS, MAP_BLOCKS, MAP_WORKERS = 24, 32, 16
+MAX_STATUS = 2 << 20  # bytes of what the operator sends: 64 conditions with 4,000 characters are less
+MAX_STEPS = 32
+
+
+class Condition(msgspec.Struct, rename="camel"):
+    """One condition of the resource (metav1.Condition)."""
+
+    type: str
+    status: str
+    reason: str = ""
+    message: str = ""
+    last_transition_time: str = ""
+
+
+class Replicas(msgspec.Struct):
+    """Replicas of a pool, or of the frontend, which has no name and no gates."""
+
+    name: str = ""
+    desired: int = 0
+    updated: int = 0
+    ready: int = 0
+    verified: int | None = None
+
+
+class RolloutStep(msgspec.Struct):
+    """One change that the operator makes now, or that has to wait."""
+
+    action: str
+    kind: str
+    name: str
+    why: str
+
+
+class ResourceStatus(msgspec.Struct):
+    """What the operator sends of the resource: its status, and the steps of its plan. Other fields are ignored."""
+
+    phase: str = ""
+    frontend: Replicas | None = None
+    pools: tuple[Replicas, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    steps: tuple[RolloutStep, ...] = ()
 
 
 @dataclass(slots=True)
@@ -67,6 +109,7 @@ class LiveView:
         self._counted_from: int | None = None  # the decisions before only fill these caches
         self._pages = 0
         self._tally: tuple[int, dict[str, list[int]]] = (-1, {})
+        self._rollout: dict[str, Any] = {"received": None}
 
     @property
     def full(self) -> bool:
@@ -91,7 +134,13 @@ class LiveView:
     def parts(self, cursor: Cursor) -> Iterator[bytes]:
         """Yield one tick's parts; empty where the page has it already."""
         self.compare()
-        sections = [self.summary, self.workers, self.decisions, *([self.map] if cursor.tick % MAP_TICKS == 0 else ())]
+        sections = [
+            self.summary,
+            self.rollout,
+            self.workers,
+            self.decisions,
+            *([self.map] if cursor.tick % MAP_TICKS == 0 else ()),
+        ]
         cursor.tick += 1
         for make in sections:
             name = make.__name__
@@ -129,6 +178,16 @@ class LiveView:
             "kept": len(self._log),
             "round_robin": {"decisions": compared, "blocks": blocks, "hits": hits, "found": found},
         }
+
+    def take_status(self, raw: bytes) -> None:
+        """Take what the operator sends of the resource. Raises ``ValueError`` that names the field."""
+        status = msgspec.json.decode(raw, type=ResourceStatus)
+        status.steps = status.steps[:MAX_STEPS]
+        self._rollout = {"received": round(time.time()), **msgspec.to_builtins(status)}
+
+    def rollout(self, _: Cursor) -> dict[str, Any]:
+        """Return the resource's conditions and rollout; ``received`` is ``None`` where no operator sends them."""
+        return self._rollout
 
     def workers(self, cursor: Cursor) -> dict[str, Any]:
         """Return the next rows of workers, of all in turn."""

@@ -10,6 +10,7 @@ from unit.router.frontend import PORT, Frontend
 
 from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.model.snapshot import FrontendReport, SharedReport, WorkerReport
+from mmrouter_router.api.live_view import Cursor
 
 KEY = ("default", "demo")
 _hosts = itertools.count(1)
@@ -224,6 +225,37 @@ async def test_the_token_does_not_follow_a_redirect():
         await op.until(lambda: len(seen) >= 2)
         assert "Bearer secret" in seen[0]
         assert asked == []
+
+
+def phase(router: Frontend) -> str | None:
+    """What the page of a frontend shows as the deployment's phase."""
+    return router.live.rollout(Cursor()).get("phase")
+
+
+async def test_every_frontend_has_the_newest_status_also_one_that_comes_later_or_restarts():
+    async with frontend() as one, operator() as op:
+        async with frontend() as two:
+            op.streams.publish(KEY, {"phase": "unfollowed"})
+            await op.follow(one.ip)
+            op.streams.publish(KEY, {"phase": "Starting"})
+            await op.until(lambda: phase(one) == "Starting")
+            op.streams.publish(KEY, {"phase": "Ready"})
+            op.streams.follow(KEY, {"f1": one.ip, "f2": two.ip}, "t")
+            await op.until(lambda: phase(one) == phase(two) == "Ready")
+        async with frontend(ip=two.ip) as again:
+            await op.until(lambda: phase(again) == "Ready")
+
+
+async def test_an_equal_status_is_not_sent_again():
+    async with speaking(head() + EVENT, pause=30) as (ip, seen), operator() as op:
+        await op.follow(ip)
+        for name, requests in (("Ready", 2), ("Ready", 2), ("Degraded", 3)):
+            op.streams.publish(KEY, {"phase": name})
+            for _ in range(10):
+                await asyncio.sleep(0)  # turns of the loop, in which a request would begin
+            await op.until(lambda requests=requests: len(seen) >= requests)
+        lengths = [len(f'{{"phase":"{name}"}}') for name in ("Ready", "Degraded")]
+        assert [int(request.lower().split("content-length: ")[1].split()[0]) for request in seen[1:]] == lengths
 
 
 async def test_what_a_sidecar_says_of_its_nodes_memory_arrives_typed_and_an_older_release_may_leave_it_out():

@@ -92,6 +92,24 @@ async def team() -> AsyncIterator[Team]:
     await one.streams.close()
 
 
+async def test_the_frontends_get_the_status_as_it_was_written_and_the_steps_of_the_plan(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Object] = []
+    monkeypatch.setattr(team.streams, "publish", lambda key, status: sent.append({"key": key, **status}))
+    team.want()
+    await team.run()
+    status = team.resource["status"]
+    assert [(each["key"], each["phase"], each["conditions"]) for each in sent] == [
+        (KEY, status["phase"], status["conditions"])
+    ]
+    assert ("create", "Deployment", "vl-worker") in {(step.action, step.kind, step.name) for step in sent[0]["steps"]}
+    team.want(2, engine={"type": "vllm", "args": ["--seed", "1", "--nonsense"]}, pools=[])
+    await team.run()
+    assert sent[1]["phase"] == team.resource["status"]["phase"] == "Invalid"
+    assert sent[1]["steps"] == ()
+
+
 def broken(*_: Any, **__: Any) -> Any:
     raise TypeError("unhashable type: 'dict'")
 

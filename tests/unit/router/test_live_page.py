@@ -20,6 +20,7 @@ from mmrouter_router.api.live_view import (
     MAP_CONVERSATIONS,
     MAP_WORKERS,
     MAX_PAGES,
+    MAX_STATUS,
     SCORES,
     WORKER_ROWS,
     Cursor,
@@ -123,7 +124,7 @@ async def test_the_stream_sends_what_is_there_and_then_what_changes(frontend, cl
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = (line.removeprefix("data: ") async for line in answer.aiter_lines() if line)
         first = {}
-        while len(first) < 4:
+        while len(first) < 5:
             first |= json.loads(await anext(lines))
         assert first["summary"]["deployment"] == "d"
         assert [row["name"] for row in first["workers"]["rows"]] == ["a"]
@@ -133,6 +134,42 @@ async def test_the_stream_sends_what_is_there_and_then_what_changes(frontend, cl
         while "decisions" not in (part := json.loads(await anext(lines))) or not part["decisions"]["rows"]:
             pass
         assert [row["request_id"] for row in part["decisions"]["rows"]] == ["two"]
+
+
+CONDITION = {
+    "type": "Degraded",
+    "status": "True",
+    "observedGeneration": 3,
+    "lastTransitionTime": "2026-01-02T03:04:05Z",
+    "reason": "Unschedulable",
+    "message": "no node",
+}
+STEP = {"action": "hold", "kind": "Deployment", "name": "d-worker", "why": "the frontend comes first"}
+
+
+async def test_a_page_has_what_the_operator_sent_last_of_the_resource(frontend, client):
+    cursor, headers = Cursor(), {"authorization": "Bearer right"}
+    assert parts(frontend, cursor)["rollout"] == {"received": None}
+    for ready in (0, 1):
+        pool = {"name": "worker", "role": "worker", "desired": 2, "ready": ready, "verified": 0, "updated": 1}
+        sent = {"phase": "Updating", "pools": [pool], "conditions": [CONDITION], "steps": [STEP], "newer": [1]}
+        assert (await client.put("/control/status", json=sent, headers=headers)).status_code == 204
+        shown = parts(frontend, cursor)["rollout"]
+        assert shown["received"] > 0
+        assert (shown["phase"], shown["frontend"], shown["steps"]) == ("Updating", None, [STEP])
+        assert [(row["name"], row["ready"]) for row in shown["pools"]] == [("worker", ready)]
+        assert shown["conditions"] == [{name: CONDITION[name] for name in CONDITION if name != "observedGeneration"}]
+
+
+async def test_a_status_without_the_token_or_of_another_shape_or_too_long_changes_nothing(frontend, client):
+    headers = {"authorization": "Bearer right"}
+    assert (await client.put("/control/status", json={"phase": "Ready"})).status_code == 401
+    for wrong in (b"", b"[]", b'{"phase": 1}', b'{"conditions": [{"type": "Ready"}]}'):
+        answer = await client.put("/control/status", content=wrong, headers=headers)
+        assert (answer.status_code, "not a status" in answer.json()["detail"]) == (400, True)
+    answer = await client.put("/control/status", content=b" " * (MAX_STATUS + 1), headers=headers)
+    assert answer.status_code == 413
+    assert parts(frontend, Cursor())["rollout"] == {"received": None}
 
 
 async def test_a_router_serves_a_bounded_number_of_pages_and_a_closed_one_makes_room(frontend):
@@ -168,7 +205,7 @@ async def test_a_stream_ends_with_the_router_and_with_its_client(frontend, clien
 def test_unchanged_parts_are_not_sent_again():
     frontend, cursor = Frontend(), Cursor()
     frontend.worker("a")
-    assert parts(frontend, cursor).keys() == {"summary", "workers", "decisions", "map"}
+    assert parts(frontend, cursor).keys() == {"summary", "rollout", "workers", "decisions", "map"}
     assert parts(frontend, cursor).keys() <= {"summary"}
 
 

@@ -3,13 +3,14 @@ import { by, set, show } from "./dom.js";
 import * as conversations from "./conversations.js";
 import * as decisions from "./decisions.js";
 import * as explanation from "./explanation.js";
+import * as rollout from "./rollout.js";
 import * as summary from "./summary.js";
 import * as workers from "./workers.js";
 
 const KEPT = "mmrouter-control-token"; // in this tab only
 const THEME = "mmrouter-theme";
 const RETRY_MS = 1000;
-const SECTIONS = { summary, workers, decisions, map: conversations };
+const SECTIONS = { summary, rollout, workers, decisions, map: conversations };
 
 let token = "";
 let stream = null; // AbortController of the connection

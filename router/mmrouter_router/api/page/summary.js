@@ -1,4 +1,4 @@
-// The figures at the top, exactness and its reasons, and what a frontend sees of a rollout.
+// The figures at the top, exactness and its reasons, and workers that take no requests or are not proved.
 import { by, el, fill, number, percent, plural, set, show, sync } from "./dom.js";
 import { inFlight } from "./workers.js";
 
@@ -20,7 +20,7 @@ export function update(part) {
   against(part.round_robin);
   exact(part);
   workers(part);
-  rollout(part);
+  unproved(part);
 }
 
 function hits({ counts }) {
@@ -80,7 +80,7 @@ function workers({ standings, index_keys: keys, ready }) {
   set(by("workers-note"), `${flying} in flight, ${number(keys)} distinct blocks known${ready ? "" : "; not ready yet"}`);
 }
 
-function rollout({ standings, degraded, deployment }) {
+function unproved({ standings, degraded, deployment }) {
   const seen = ["draining", "waiting", "pending", "unsynced", "degraded", "refused"]
     .filter((state) => standings[state])
     .map((state) => `${number(standings[state])} ${state}`);
