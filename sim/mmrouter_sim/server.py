@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -22,7 +23,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mmrouter_sim import model
 from mmrouter_sim.engine import SimulatedEngine, simulated
@@ -30,6 +31,11 @@ from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.settings import Settings
 
 REFRESH_SECONDS = 0.2
+MAX_BODY = 96 << 20
+"""Bytes of a request, above the 64 MiB that routers forward by default. The engines themselves have no limit."""
+MAX_VALUES = 2 << 20
+"""JSON values of a request: an empty list of three characters takes 64 bytes."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 log, access = logging.getLogger("mmrouter_sim"), logging.getLogger("mmrouter_sim.access")
 
 
@@ -174,7 +180,10 @@ def build_app(
     listed = [*routes, ("/openapi.json", ["GET"], openapi)]
     return Starlette(
         routes=[Route(path, partial(handler, engine), methods=methods) for path, methods, handler in listed],
-        middleware=[Middleware(_ApiKey, keys=keys, is_guarded=is_guarded)] if keys else [],
+        middleware=[
+            *([Middleware(_ApiKey, keys=keys, is_guarded=is_guarded)] if keys else []),
+            Middleware(_BoundedBody, error_response=error_response),
+        ],
         exception_handlers={RequestError: request_error, HTTPException: http_error, Exception: failure},
     )
 
@@ -197,6 +206,47 @@ class _ApiKey:
                 await json_response({"error": "Unauthorized"}, HTTPStatus.UNAUTHORIZED)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class _BoundedBody:
+    """Middleware that answers 413 to a body of more bytes or values than memory is planned for."""
+
+    def __init__(self, app: ASGIApp, error_response: Callable[[RequestError], Response]) -> None:
+        self._app, self._error_response = app, error_response
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length, body, more = int(dict(scope["headers"]).get(b"content-length", 0)), bytearray(), True
+        while more and max(length, len(body)) <= MAX_BODY:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+        if max(length, len(body)) > MAX_BODY or _values(body) > MAX_VALUES:
+            why = f"The simulator takes requests of at most {MAX_BODY} bytes and {MAX_VALUES} JSON values."
+            error = RequestError(why, status=413, kind=HTTPStatus.REQUEST_ENTITY_TOO_LARGE.phrase)
+            await self._error_response(error)(scope, receive, send)
+            return
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        del body
+
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _values(body: bytearray) -> int:
+    """Return at least the number of a body's JSON values, without those marks that are part of a text."""
+
+    def marks(text: bytes | bytearray) -> int:
+        return sum(text.count(mark) for mark in (b",", b"[", b"{"))
+
+    rough = marks(body)
+    return rough if rough <= MAX_VALUES else marks(_STRING.sub(b"", body))
 
 
 async def metrics(engine: SimulatedEngine, _request: Request) -> Response:

@@ -101,6 +101,28 @@ def test_swapped_images_share_the_text_before_them_alone(served: Served) -> None
     assert (again["exactness"], again["cached"]) == ("exact", again["blocks"] * BLOCK)
 
 
+def test_a_response_hits_what_the_chat_of_its_prompt_left(served: Served) -> None:
+    parts = [text(f"{served.provider} three. {LONG}"), image("three"), text(LONG)]
+    served.known(*parts)
+    chat = served.held(*parts)
+    url = parts[1]["image_url"]["url"]
+    given = [{"type": "input_text", "text": parts[at]["text"]} for at in (0, 2)]
+    given.insert(1, {"type": "input_image", "image_url": url})
+    asked = {"model": "demo", "input": [{"role": "user", "content": given}], "max_output_tokens": 3}
+
+    def whole() -> bool:
+        answer = httpx.post(f"{served.deployment.url}/v1/responses", json=asked, timeout=60)
+        assert answer.status_code == 200, answer.text
+        decision, usage = served.deployment.decision(answer), answer.json()["usage"]
+        assert (decision["exactness"], decision["worker"]) == ("exact", chat["worker"])
+        assert usage["input_tokens"] == chat["prompt"]
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        assert decision["overlap"] * BLOCK <= cached
+        return bool(decision["overlap"] * BLOCK == cached == chat["cached"])
+
+    wait_for(whole, 30, "the response is predicted whole")
+
+
 def test_a_sampled_stream_whose_engine_ends_gets_an_error_that_names_the_cause(served: Served) -> None:
     deployment, request = served.deployment, body(2, 400, stream=True, temperature=1)
     with httpx.stream("POST", f"{deployment.url}/v1/chat/completions", json=request, timeout=SECONDS) as answer:

@@ -18,7 +18,7 @@ from mmrouter_sim.encoders import Embedding, EncodeRequest, Part
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.generation import render
-from mmrouter_sim.sglang import chat, requests
+from mmrouter_sim.sglang import chat, requests, responses
 from mmrouter_sim.sglang.pages import VERSION
 
 OPEN = ("/health", "/ready", "/metrics")
@@ -36,6 +36,7 @@ def build(engine: SimulatedEngine) -> Starlette:
         ("/v1/models", ["GET"], _models),
         ("/v1/chat/completions", ["POST"], chat.chat),
         ("/v1/completions", ["POST"], chat.complete),
+        ("/v1/responses", ["POST"], responses.create),
     ]
     if engine.encoder is not None:
         # An encoder has few routes and no API key.

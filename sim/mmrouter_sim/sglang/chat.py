@@ -15,10 +15,10 @@ from mmrouter_sim.generation import Job, Piece, render, request_of
 from mmrouter_sim.sglang import requests
 from mmrouter_sim.sglang.pages import padded
 from mmrouter_sim.sglang.pairing import RANK_HEADER, RoomAddress, place
-from mmrouter_sim.sglang.requests import ChatRequest, CompletionRequest, check
+from mmrouter_sim.sglang.requests import ChatRequest, CompletionRequest, WithoutOverrides, check
 from mmrouter_sim.vllm import requests as texts
 from mmrouter_sim.vllm.connectors import TransferError
-from mmrouter_sim.vllm.requests import Prompt, parse
+from mmrouter_sim.vllm.requests import Generation, Prompt, parse
 
 RANK_HEADERS = (RANK_HEADER, "x-data-parallel-rank")
 RID_HEADER = "x-override-rid"
@@ -124,9 +124,9 @@ async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     body = parse(await http.body(), ChatRequest)
     check(body)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    encoded = await _encoded(engine, body)
+    encoded = await encoded_images(engine, body)
     prompt = await render(engine, lambda: requests.from_messages(engine, body, encoded))
-    return await _job(engine, http, body, prompt, wanted).respond(http)
+    return await job_of(engine, http, body, prompt, wanted).respond(http)
 
 
 async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
@@ -135,10 +135,10 @@ async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
     check(body)
     prompt = await render(engine, lambda: texts.from_text(engine, body.prompt, special=True))
     wanted = body.max_tokens if body.max_tokens is not None else 16
-    return await _job(engine, http, body, prompt, wanted).respond(http)
+    return await job_of(engine, http, body, prompt, wanted).respond(http)
 
 
-async def _encoded(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding] | None:
+async def encoded_images(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding] | None:
     """Return what encoders made of the images, ``None`` where the engine encodes them itself."""
     settings = engine.settings
     images = [requests.image_of(part) for part in requests.images_of(engine, body.messages)]
@@ -150,12 +150,8 @@ async def _encoded(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding
     return await engine.shares.embeddings(settings.host, settings.encoder_urls, images)
 
 
-def _job(
-    engine: SimulatedEngine,
-    http: HttpRequest,
-    body: ChatRequest | CompletionRequest,
-    prompt: Prompt,
-    wanted: int | None,
+def job_of(
+    engine: SimulatedEngine, http: HttpRequest, body: Generation, prompt: Prompt, wanted: int | None
 ) -> SglangJob:
     length, room = len(prompt.ids), engine.context
     if length == 0:
@@ -171,7 +167,7 @@ def _job(
             "completion."
         )
     headers = dict(http.headers)
-    if isinstance(body, CompletionRequest):
+    if isinstance(body, WithoutOverrides):
         headers = {name: value for name, value in headers.items() if not name.startswith("x-override-")}
         headers |= body.overrides
     rank_text = next((headers[name] for name in RANK_HEADERS if name in headers), None)

@@ -27,10 +27,9 @@ class ChatRequest(Generation, kw_only=True):
     return_prompt_token_ids: bool = False
 
 
-class CompletionRequest(Generation, kw_only=True):
-    """``/v1/completions``, which has in its body what other requests have in headers of overrides."""
+class WithoutOverrides(Generation, kw_only=True):
+    """A request that has in its body what a chat has in headers of overrides."""
 
-    prompt: str | list[int | str]
     bootstrap_host: str = ""
     bootstrap_port: int = 8998
     bootstrap_room: int | None = None
@@ -45,7 +44,13 @@ class CompletionRequest(Generation, kw_only=True):
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def check(body: ChatRequest | CompletionRequest) -> None:
+class CompletionRequest(WithoutOverrides, kw_only=True):
+    """``/v1/completions``."""
+
+    prompt: str | list[int | str]
+
+
+def check(body: Generation) -> None:
     """Refuse requests that are not simulated. Raises :class:`RequestError` (400)."""
     for name, nothing in (("n", (None, 1)), ("logprobs", (None, False, 0)), ("echo", (None, False))):
         if getattr(body, name) not in nothing:

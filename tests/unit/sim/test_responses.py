@@ -1,10 +1,10 @@
-"""The simulated vLLM's responses: stored, continued, retrieved and cancelled, if it was started to store them."""
+"""Responses of simulated engines; vLLM's are stored, continued, retrieved and cancelled if it was started to store."""
 
 import base64
 import json
 
 import pytest
-from unit.sim.conftest import CHAT, LONG, chat_body, png
+from unit.sim.conftest import CHAT, LONG, cached_tokens, chat_body, png
 
 RESPONSES = "/v1/responses"
 
@@ -91,3 +91,38 @@ async def test_a_response_in_the_background_is_polled_streamed_and_cancelled(sto
     for path in ("/resp_c/cancel", "/resp_c"):
         ask = storing.post if path.endswith("cancel") else storing.get
         assert (await ask(RESPONSES + path))[1]["status"] == "cancelled"
+
+
+async def test_sglangs_response_has_the_prompt_of_its_chat_and_an_answer_two_tokens_shorter_than_asked(serve_sglang):
+    client = await serve_sglang()
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    parts = [{"type": "input_text", "text": LONG}, {"type": "input_image", "image_url": url}]
+    given = body(
+        [{"role": "user", "content": parts}], max_output_tokens=8, instructions="be brief", request_id="resp_a"
+    )
+    status, made = await client.post(RESPONSES, given)
+    asked = [{"type": "text", "text": LONG}, {"type": "image_url", "image_url": {"url": url}}]
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": asked}]
+    _, chat = await client.post(CHAT, {**chat_body(""), "messages": messages, "max_tokens": 6})
+    assert status == 200, made
+    assert (made["id"], made["object"], made["status"]) == ("resp_a", "response", "incomplete")
+    assert said(made) == chat["choices"][0]["message"]["content"]
+    assert made["usage"]["output_tokens"] == 6
+    assert made["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    assert cached_tokens(chat) > 0
+    found = await streamed(client, {**given, "stream": True})
+    assert [each["sequence_number"] for each in found] == list(range(len(found)))
+    assert found[-1]["type"] == "response.incomplete"
+    assert said(found[-1]["response"]) == said(made)
+    assert "".join(each["delta"] for each in found if each["type"] == "response.output_text.delta") == said(made)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"previous_response_id": "resp_x"}, "previous_response_id"), ({"background": True}, "background")],
+)
+async def test_sglang_without_a_store_refuses_what_needs_one_in_the_form_of_the_route(serve_sglang, fields, param):
+    client = await serve_sglang()
+    status, error = await client.post(RESPONSES, body(LONG, **fields))
+    assert (status, error["error"]["param"]) == (400, param)
+    assert "object" not in error

@@ -1,0 +1,153 @@
+"""``/v1/responses`` of SGLang 0.5.23 without a store: the chat that the engine makes of a request, answered."""
+
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from mmrouter_lib.engines.sglang.prompter import SglangPrompter
+from mmrouter_lib.engines.sglang.response_chats import UnmodelledFieldError, chat_of, shows_later_systems
+from mmrouter_sim.engine import SimulatedEngine
+from mmrouter_sim.errors import RequestError, json_response
+from mmrouter_sim.generation import Piece, render
+from mmrouter_sim.rank_runner import Aborted
+from mmrouter_sim.sglang import requests
+from mmrouter_sim.sglang.chat import SglangJob, encoded_images, job_of
+from mmrouter_sim.sglang.requests import ChatRequest, WithoutOverrides, check
+from mmrouter_sim.vllm.requests import parse
+
+Object = dict[str, Any]
+HEADROOM = 2
+"""Tokens of ``max_output_tokens`` that an answer does not get."""
+_NO_STORE = (
+    "Response store is disabled. Stateful Responses require --enable-response-store on a standalone server; response "
+    "storage is unavailable in PD mode."
+)
+
+
+class ResponsesRequest(WithoutOverrides, kw_only=True):
+    input: str | list[Object]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    previous_response_id: str | None = None
+    reasoning: Object | None = None
+    tool_choice: str | Object = "auto"
+    store: bool | None = True
+    background: bool | None = False
+    request_id: str = msgspec.field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
+
+
+@dataclass
+class ResponseJob(SglangJob):
+    asked: ResponsesRequest = dataclasses.field(kw_only=True)
+
+    def answer(self, pieces: list[Piece]) -> Object:
+        text = "".join(piece.text for piece in pieces)
+        output = [_message(f"msg_{self.request.id}", text)] if text else []
+        status = "incomplete" if pieces[-1].finished == "length" else "completed"
+        return self._response(status, output=output, usage=self._usage())
+
+    def _response(self, status: str, **fields: Any) -> Object:
+        asked = self.asked
+        empty = ("error", "incomplete_details", "reasoning", "temperature", "text", "top_p", "truncation", "user")
+        head = {"id": self.id, "object": "response", "created_at": self.created, "status": status}
+        repeated = {name: getattr(asked, name) for name in ("instructions", "max_output_tokens", "store")}
+        tools: Object = {"tools": asked.tools or [], "tool_choice": asked.tool_choice, "parallel_tool_calls": True}
+        model = asked.model or self.engine.settings.served_names[0]
+        more: Object = {"model": model, "output": [], "usage": None, "metadata": None, "previous_response_id": None}
+        return {**dict.fromkeys(empty), **head, **repeated, **tools, **more, **fields}
+
+    def _usage(self) -> Object:
+        usage = self.usage()
+        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        number = 0
+
+        def event(kind: str, **fields: Any) -> bytes:
+            nonlocal number
+            data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
+            number += 1
+            return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+        for kind in ("response.created", "response.in_progress"):
+            yield event(kind, response=self._response("in_progress"))
+        pieces, name = list[Piece](), f"msg_{self.request.id}"
+        at: Object = {"item_id": name, "output_index": 0, "content_index": 0}
+        said = False
+        try:
+            async for piece in self.pieces():
+                pieces.append(piece)
+                if piece.text and not said:
+                    said = True
+                    item = {**_message(name, ""), "status": "in_progress", "content": []}
+                    yield event("response.output_item.added", output_index=0, item=item)
+                    yield event("response.content_part.added", **at, part=_part(""))
+                if piece.text:
+                    yield event("response.output_text.delta", **at, delta=piece.text, logprobs=[])
+        except (Aborted, RequestError) as error:
+            failed = {"code": "server_error", "message": str(error)}
+            yield event("response.failed", response=self._response("failed", error=failed))
+            return
+        response = self.answer(pieces)
+        for item in response["output"]:
+            (part,) = item["content"]
+            yield event("response.output_text.done", **at, text=part["text"], logprobs=[])
+            yield event("response.content_part.done", **at, part=part)
+            yield event("response.output_item.done", output_index=0, item=item)
+        yield event(f"response.{response['status']}", response=response)
+
+
+async def create(engine: SimulatedEngine, http: HttpRequest) -> Response:
+    """Answer ``POST /v1/responses``, with errors in the form of this route."""
+    try:
+        return await _create(engine, http)
+    except RequestError as error:
+        return json_response(error.body(), error.status)
+
+
+async def _create(engine: SimulatedEngine, http: HttpRequest) -> Response:
+    raw = await http.body()
+    asked = parse(raw, ResponsesRequest)
+    check(asked)
+    for name in ("previous_response_id", "background"):
+        if getattr(asked, name):
+            raise RequestError(_NO_STORE, kind="invalid_request_error", param=name)
+    prompter = engine.model.prompter
+    later = isinstance(prompter, SglangPrompter) and shows_later_systems(prompter.source)
+    try:
+        made = chat_of(msgspec.json.decode(raw), later_systems=later)
+    except UnmodelledFieldError as error:
+        raise RequestError(f"{error.field} is not simulated.", param=error.field) from error
+    for message, number, part in made.images:
+        given = part["image_url"]
+        image = given if isinstance(given, dict) else {"url": given, "detail": part.get("detail")}
+        made.body["messages"][message]["content"][number]["image_url"] = image
+    chat = ChatRequest(model=asked.model, **made.body)
+    encoded = await encoded_images(engine, chat)
+    prompt = await render(engine, lambda: requests.from_messages(engine, chat, encoded))
+    wanted = asked.max_output_tokens
+    begun = job_of(engine, http, asked, prompt, None if wanted is None else max(1, wanted - HEADROOM))
+    shared = {each.name: getattr(begun, each.name) for each in dataclasses.fields(SglangJob)}
+    return await ResponseJob(**shared | {"id": asked.request_id, "asked": asked}).respond(http)
+
+
+def _message(name: str, text: str) -> Object:
+    head = {"id": name, "type": "message", "role": "assistant", "status": "completed", "phase": "final_answer"}
+    return {**head, "content": [_part(text)]}
+
+
+def _part(text: str) -> Object:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
