@@ -80,6 +80,8 @@ def engine_trust(settings: Settings, metrics: Metrics) -> EngineTrust | None:
         return None
     name = engine_server_name(settings.deployment.metadata.name, settings.deployment.metadata.namespace)
     trust = EngineTrust(settings.config_dir / "engine-ca", name, lambda event: metrics.engine_tls.labels(event).inc())
+    for event in ("untrusted", "name", "expired"):
+        metrics.engine_tls.labels(event)  # at 0: the first one is an increase
     metrics.tls_refused.labels("engine_ca").set_function(lambda: trust.refused)
     return trust
 

@@ -5,10 +5,10 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -22,6 +22,8 @@ MINUTE = 2
 """Seconds for which a minute of the rules stands."""
 MINUTES = re.compile(r"(?:(?<=\[)|(?<=for: ))(\d+)m\b")
 START_SECONDS = 60
+ALERT_SECONDS = 240
+"""More than the longest time of a rule at this pace, with the range of its query."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +56,34 @@ class Prometheus:
         return bool(targets and rules) and healthy
 
 
+class Target(NamedTuple):
+    """A pod's port for metrics, and the labels that a PodMonitor adds."""
+
+    address: str
+    labels: dict[str, str]
+
+
+def targets_of(deployment: Deployment) -> list[Target]:
+    """Return every router and sidecar of a deployment."""
+    hosts = {frontend["name"]: httpx.URL(frontend["control"]).host for frontend in deployment.run["frontends"]}
+    hosts |= {worker["name"]: worker["ip"] for worker in deployment.state()["workers"]}
+    labels = {"namespace": "default", "mmrouter_deployment": "demo"}
+    return [Target(f"{ip}:9090", {**labels, "pod": name}) for name, ip in hosts.items()]
+
+
 @contextlib.contextmanager
-def prometheus(deployment: Deployment, folder: Path) -> Iterator[Prometheus]:
-    """Scrape every router and sidecar of a deployment, with the labels of its PodMonitors. Skips without Prometheus."""
+def prometheus(folder: Path, targets: Sequence[Target]) -> Iterator[Prometheus]:
+    """Scrape the targets and evaluate the rules until the block ends. Skips without Prometheus."""
     if PROMETHEUS is None:
         pytest.skip("not run: no prometheus")
     rules, config = folder / "rules.yaml", folder / "prometheus.yaml"
     rules.write_text(MINUTES.sub(lambda found: f"{int(found[1]) * MINUTE}s", RULES.read_text()))
-    labels = {"namespace": "default", "mmrouter_deployment": "demo"}
-    hosts = {frontend["name"]: httpx.URL(frontend["control"]).host for frontend in deployment.run["frontends"]}
-    hosts |= {worker["name"]: worker["ip"] for worker in deployment.state()["workers"]}
-    targets = [{"targets": [f"{ip}:9090"], "labels": {**labels, "pod": name}} for name, ip in hosts.items()]
+    static = [{"targets": [target.address], "labels": target.labels} for target in targets]
     settings = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(rules)],
-        "scrape_configs": [{"job_name": "mmrouter", "static_configs": targets}],
+        # As in the operator's PodMonitor: its series have the labels of deployments, not of its own pod.
+        "scrape_configs": [{"job_name": "mmrouter", "honor_labels": True, "static_configs": static}],
     }
     config.write_text(yaml.safe_dump(settings))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -85,6 +100,22 @@ def prometheus(deployment: Deployment, folder: Path) -> Iterator[Prometheus]:
     finally:
         process.terminate()
         process.wait(60)
+
+
+def assert_raised_by(
+    watching: Prometheus, alert: str, fault: Callable[[], object], about: str = "default/demo"
+) -> None:
+    """A fault raises an alert, which was pending first, in a deployment that has none before; no other alert fires."""
+    wait_for(watching.watches, ALERT_SECONDS, "every pod is scraped, every rule evaluated", known=watching.alerts)
+    wait_for(lambda: watching.alerts() == [], ALERT_SECONDS, "no alert is left", known=watching.alerts)
+    assert watching.value(f'count_over_time(ALERTS{{alertname="{alert}"}}[1h])') == 0
+    fault()
+    wait_for(lambda: alert in watching.firing(), ALERT_SECONDS, f"{alert} fires", known=watching.alerts)
+    assert watching.firing() == {alert}
+    assert watching.value(f'count_over_time(ALERTS{{alertname="{alert}",alertstate="pending"}}[1h])') > 0
+    for annotations in [each["annotations"] for each in watching.alerts() if each["state"] == "firing"]:
+        assert about in annotations["summary"]
+        assert annotations["runbook_url"].endswith(f"#{alert.lower()}")
 
 
 def _ready(url: str) -> bool:

@@ -1,19 +1,23 @@
 """Faults of a running deployment raise their alerts in Debian's Prometheus: each after its time, and no other.
 
-The rules are the chart's, with two seconds for a minute. Alerts that need a cluster or hours of traffic are raised by
-promtool (``tests/chart/test_alerts.py``).
+The rules are the chart's, with two seconds for a minute. MMRouterGateStuck needs an operator: it is raised in
+``tests/cluster/test_alerts.py``.
 """
 
+import itertools
 import shutil
 import signal
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-from local.prometheus import PROMETHEUS, Prometheus, prometheus
+from gateway.gateways import ALIASES, Gateway, gateway_process
+from local.engine_certificates import serving_tls, trust
+from local.prometheus import ALERT_SECONDS, PROMETHEUS, Prometheus, Target, assert_raised_by, prometheus, targets_of
 from local.rig import Deployment, deployed, example
 from unit.router.certificates import certificate
 from waiting import in_threads, repeating, wait_for
@@ -22,8 +26,6 @@ pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="not run: no promethe
 
 QUEUED = 2
 ENGINES = 2
-ALERT_SECONDS = 90
-"""More than the longest time of a rule at this pace, with the range of its query."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,8 @@ def own_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def deployment(own_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One frontend with TLS before two engines of one slot."""
-    folder, resource = tmp_path_factory.mktemp("alerts"), example()
+    """One frontend with TLS before two engines of one slot with TLS."""
+    folder, (engines, resource) = tmp_path_factory.mktemp("alerts"), serving_tls(example())
     spec, pool = resource["spec"], resource["spec"]["pools"][0]
     spec["model"]["volume"]["hostPath"]["path"] = str(own_model)
     spec["frontend"].update(replicas=1, service={"port": 8443}, tls={"secretName": "tls"})
@@ -45,29 +47,34 @@ def deployment(own_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     chain, key = certificate(0)
     data = {"tls.crt": chain.decode(), "tls.key": key.decode()}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "tls"}, "stringData": data}
-    with deployed(folder, secret, resource) as running:
+    with ExitStack() as stack:
+        # The gateway does not find deployments that other tests run on this machine.
+        runs = stack.enter_context(tempfile.TemporaryDirectory(prefix="runs-"))
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("XDG_RUNTIME_DIR", runs)
+        running = stack.enter_context(deployed(folder, engines, secret, resource))
         wait_for(running.settled, 60, "both engines are verified")
         yield running
 
 
 @pytest.fixture(scope="module")
-def watching(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    with prometheus(deployment, tmp_path_factory.mktemp("prometheus")) as made:
+def aliases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The gateway's file, to be changed."""
+    return Path(shutil.copy(ALIASES, tmp_path_factory.mktemp("gateway")))
+
+
+@pytest.fixture(scope="module")
+def gateway(deployment: Deployment, aliases: Path) -> Iterator[Gateway]:
+    with gateway_process("--config", str(aliases)) as made:
         yield made
 
 
-def assert_raised_by(watching: Prometheus, alert: str, fault: Callable[[], object]) -> None:
-    """A fault raises an alert, which was pending first, in a deployment that has none before; no other alert fires."""
-    wait_for(watching.watches, ALERT_SECONDS, "every pod is scraped, every rule evaluated", known=watching.alerts)
-    wait_for(lambda: watching.alerts() == [], ALERT_SECONDS, "no alert is left", known=watching.alerts)
-    assert watching.value(f'count_over_time(ALERTS{{alertname="{alert}"}}[1h])') == 0
-    fault()
-    wait_for(lambda: alert in watching.firing(), ALERT_SECONDS, f"{alert} fires", known=watching.alerts)
-    assert watching.firing() == {alert}
-    assert watching.value(f'count_over_time(ALERTS{{alertname="{alert}",alertstate="pending"}}[1h])') > 0
-    (annotations,) = [each["annotations"] for each in watching.alerts() if each["state"] == "firing"]
-    assert "default/demo" in annotations["summary"]
-    assert annotations["runbook_url"].endswith(f"#{alert.lower()}")
+@pytest.fixture(scope="module")
+def watching(
+    deployment: Deployment, gateway: Gateway, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    targets = [*targets_of(deployment), Target(f"{gateway.host}:9090", {"namespace": "default", "pod": "gateway"})]
+    with prometheus(tmp_path_factory.mktemp("prometheus"), targets) as made:
+        yield made
 
 
 def ask(deployment: Deployment) -> int:
@@ -132,6 +139,49 @@ def test_an_unusable_certificate_raises_certificate_stuck(deployment: Deployment
         assert ask(deployment) == 200, "the earlier one is still in use"
     finally:
         put(certificate(0)[1])
+
+
+def test_a_file_of_aliases_that_cannot_be_read_raises_gateway_stale(watching: Prometheus, aliases: Path) -> None:
+    before = aliases.read_bytes()
+    try:
+        assert_raised_by(watching, "MMRouterGatewayStale", lambda: replace(aliases, b"aliases: ["), "default")
+    finally:
+        replace(aliases, before)
+
+
+def test_engines_of_another_ca_raise_engine_certificate_refused(deployment: Deployment, watching: Prometheus) -> None:
+    wait_for(watching.watches, ALERT_SECONDS, "every pod is scraped, every rule evaluated")
+    refusals = 'mmrouter_engine_tls_total{event=~"untrusted|name|expired"}'
+    assert watching.value(f"count({refusals})") == 3, "without a series at 0 the first refusal would be no increase"
+    with ExitStack() as load:
+
+        def fault() -> None:
+            trust(deployment, 7)
+            load.enter_context(repeating(lambda: ask(deployment), 0.2))
+
+        try:
+            assert_raised_by(watching, "MMRouterEngineCertificateRefused", fault)
+        finally:
+            trust(deployment, 0)
+    wait_for(deployment.settled, 60, "both engines are verified again")
+
+
+def test_requests_away_from_their_caches_raise_hit_ratio_below_round_robin(
+    deployment: Deployment, watching: Prometheus
+) -> None:
+    """Each prompt comes twice, by turns: the second time at the engine that did not compute it."""
+    headers = {"x-mmrouter-control": deployment.token, "x-mmrouter-policy": "roundRobin"}
+    url, numbers = f"{deployment.url}/v1/chat/completions", itertools.count()
+
+    def twice() -> None:
+        messages = [{"role": "user", "content": f"{next(numbers)}: Tell of the sea and of its ships. " * 200}]
+        body = {"model": "demo", "max_tokens": 1, "messages": messages}
+        for _ in range(2):
+            assert httpx.post(url, json=body, headers=headers, verify=False, timeout=60).status_code == 200
+
+    with ExitStack() as load:
+        fault = lambda: load.enter_context(repeating(twice, 0.2))  # noqa: E731
+        assert_raised_by(watching, "MMRouterHitRatioBelowRoundRobin", fault)
 
 
 def test_an_engine_with_another_template_raises_exactness_lost(
