@@ -16,7 +16,6 @@ HERE = Path(__file__).parent
 NODE = ("openai-node", "anthropic-node", "ai-sdk")
 CHATS = ("openai", "anthropic", "langchain", "litellm", "llama-index", "pydantic-ai", "huggingface-hub", *NODE)
 CLIENTS = (*CHATS, "instructor")  # which has structured answers only
-CANCELLING = ("openai", "anthropic", "langchain", "openai-node", "ai-sdk")
 TEXT, ABOUT_IMAGE, SHORT, STORY_TOKENS = "Say hello.", "What is this?", 8, 400
 """As in the clients' scripts: what they ask, and tokens of an answer and of a story that they leave."""
 TEXTS = ("chat", "stream", "image", "completion", "responses", "models", "count")

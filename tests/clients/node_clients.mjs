@@ -91,6 +91,15 @@ async function anthropic() {
       const use = answer.content.find((block) => block.type === "tool_use");
       return [use.name, use.input];
     },
+    structured: async () => {
+      const output_config = { format: { type: "json_schema", schema: SCHEMA } };
+      return JSON.parse((await client.messages.create(fields(TEXT, { output_config, max_tokens: LONG }))).content[0].text);
+    },
+    cancel: async () => {
+      for await (const event of await client.messages.create(fields(STORY, { stream: true, max_tokens: LONG }))) {
+        return event.type === "message_start";
+      }
+    },
     count: async () => (await client.messages.countTokens({ model: MODEL, messages: said(TEXT) })).input_tokens,
   };
 }

@@ -6,6 +6,7 @@ Writes a JSON line for each scenario: its name, and the ``answer`` or the ``erro
 ``MMROUTER_KEY``, ``MMROUTER_MODEL``, and ``MMROUTER_IMAGE``, a PNG file. Runs in the environment of ``hack/clients``.
 """
 
+import asyncio
 import base64
 import json
 import os
@@ -135,6 +136,11 @@ class Anthropic:
         [use] = [block for block in self.client.messages.create(**fields).content if block.type == "tool_use"]
         return [use.name, use.input]
 
+    def structured(self) -> Any:
+        form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        answer = self.client.messages.create(**self.fields(TEXT, output_config=form, max_tokens=LONG))
+        return json.loads(answer.content[0].text)
+
     def count(self) -> Any:
         fields = {name: value for name, value in self.fields(TEXT).items() if name in ("model", "messages")}
         return self.client.messages.count_tokens(**fields).input_tokens
@@ -190,6 +196,12 @@ class LiteLLM(ChatCompletions):
     def structured(self) -> Any:
         return json.loads(self.ask(said(TEXT), response_format=FORMAT, max_tokens=LONG).choices[0].message.content)
 
+    def cancel(self) -> Any:
+        stream = self.ask(said(STORY), stream=True, max_tokens=LONG)
+        first = next(stream)
+        stream.close()
+        return bool(first.choices)
+
 
 class LlamaIndex:
     def __init__(self) -> None:
@@ -198,7 +210,10 @@ class LlamaIndex:
 
         self.message, self.parts = ChatMessage, [TextBlock(text=ABOUT_IMAGE), ImageBlock(image=PNG)]
         limits = {"max_tokens": SHORT, "temperature": 0, "max_retries": RETRIES}
-        self.model = OpenAILike(model=MODEL, api_base=BASE, api_key=KEY, is_chat_model=True, **limits)
+        common = {"model": MODEL, "api_base": BASE, "api_key": KEY, "is_chat_model": True}
+        self.model = OpenAILike(**common, **limits)
+        able = {"is_function_calling_model": True, "should_use_structured_outputs": True}
+        self.longer = OpenAILike(**common, **{**limits, "max_tokens": LONG}, **able)
 
     def chat(self) -> Any:
         return self.model.chat([self.message(content=TEXT)]).message.content
@@ -208,6 +223,32 @@ class LlamaIndex:
 
     def image(self) -> Any:
         return self.model.chat([self.message(role="user", blocks=self.parts)]).message.content
+
+    def tools(self) -> Any:
+        from llama_index.core.tools import FunctionTool
+
+        def paint(color: Literal["red", "green"]) -> str:
+            """Paint it."""
+            return color
+
+        answer = self.longer.chat_with_tools([FunctionTool.from_defaults(paint)], TEXT, tool_required=True)
+        [call] = self.longer.get_tool_calls_from_response(answer)
+        return [call.tool_name, call.tool_kwargs]
+
+    def structured(self) -> Any:
+        from llama_index.core import PromptTemplate
+        from pydantic import BaseModel
+
+        class Paint(BaseModel):
+            color: Literal["red", "green"]
+
+        return self.longer.structured_predict(Paint, PromptTemplate(TEXT)).model_dump()
+
+    def cancel(self) -> Any:
+        stream = self.longer.stream_chat([self.message(content=STORY)])
+        first = next(stream)
+        stream.close()
+        return first is not None
 
 
 class PydanticAI:
@@ -226,6 +267,7 @@ class PydanticAI:
         settings = {"max_tokens": SHORT, "temperature": 0}
         longer = {"max_tokens": LONG, "temperature": 0}
         self.agent = Agent(model, model_settings=settings)
+        self.longer = Agent(model, model_settings=longer)
         self.native = Agent(model, model_settings=longer, output_type=NativeOutput(Paint, name="paint"))
         self.by_tool = Agent(model, model_settings=longer, output_type=ToolOutput(Paint, name="paint"))
         self.picture = BinaryContent(data=PNG, media_type="image/png")
@@ -246,6 +288,15 @@ class PydanticAI:
     def structured(self) -> Any:
         return self.native.run_sync(TEXT).output.model_dump()
 
+    def cancel(self) -> Any:
+        async def leave() -> bool:
+            async with self.longer.run_stream(STORY) as result:
+                async for text in result.stream_text(delta=True):
+                    return text is not None
+            return False
+
+        return asyncio.run(leave())
+
 
 class Instructor:
     def __init__(self) -> None:
@@ -260,9 +311,18 @@ class Instructor:
         self.by_tool = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
         self.by_schema = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
 
+        self.fields = {"model": MODEL, "max_tokens": LONG, "temperature": 0, "max_retries": 1}
+
     def ask(self, client: Any, messages: list[dict[str, Any]]) -> Any:
-        fields = {"model": MODEL, "max_tokens": LONG, "temperature": 0, "max_retries": 1}
-        return client.chat.completions.create(messages=messages, response_model=self.paint, **fields).model_dump()
+        return client.chat.completions.create(messages=messages, response_model=self.paint, **self.fields).model_dump()
+
+    def stream(self) -> Any:
+        partial = self.by_schema.chat.completions.create_partial
+        *_, last = partial(messages=said(TEXT), response_model=self.paint, **self.fields)
+        return last.model_dump()
+
+    def image(self) -> Any:
+        return self.ask(self.by_schema, pictured())
 
     def tools(self) -> Any:
         return self.ask(self.by_tool, said(TEXT))
@@ -279,6 +339,12 @@ class HuggingFaceHub(ChatCompletions):
 
     def ask(self, messages: list[dict[str, Any]], **fields: Any) -> Any:
         return self.client.chat_completion(messages, model=MODEL, **{"max_tokens": SHORT, "temperature": 0, **fields})
+
+    def cancel(self) -> Any:
+        stream = self.ask(said(STORY), stream=True, max_tokens=LONG)
+        first = next(stream)
+        stream.close()
+        return bool(first.choices)
 
 
 CLIENTS = {

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from clients.matrix import ABOUT_IMAGE, CANCELLING, CHATS, SHORT, STORY_TOKENS, TEXT, TEXTS, Matrix, answers
+from clients.matrix import ABOUT_IMAGE, CHATS, SHORT, STORY_TOKENS, TEXT, TEXTS, Matrix, answers
 from conformance.engines import Pod, engines
 from local.rig import Deployment, deployed, example
 from long_form import parameters
@@ -76,7 +76,7 @@ def test_every_client_reads_the_engines_answer(
     assert texts == {scenario: expected[scenario] for scenario in texts}
 
 
-@pytest.mark.parametrize("client", parameters(CANCELLING, "openai", "openai-node"))
+@pytest.mark.parametrize("client", parameters(CHATS, "openai", "openai-node"))
 def test_a_stream_that_the_client_leaves_ends_on_the_engine(
     matrix: Matrix, deployment: Deployment, engine: Pod, client: str
 ) -> None:
