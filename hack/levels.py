@@ -87,7 +87,8 @@ WAITING = files(CLUSTER, "faults", "doctor", "plan", "leadership")
 LOADED = files(CLUSTER, "running", "scale", "speed", "upgrade", "rights", "operator_rights")
 """Tests with many resources or with load, most of which have a control plane of their own."""
 E2E = "tests/e2e"
-OWN_NODE = files(E2E, "tour", "vllm", "upgrade", "options", "example")  # the tour installs the release itself
+# The tour is first, because it installs the release itself.
+OWN_NODE = files(E2E, "tour", "vllm", "upgrade", "options", "example", "gateway")
 REAL, VLLM, PROCESSORS = "tests/conformance", "tests/conformance/vllm", "tests/conformance/processors"
 ROUTED = files(VLLM, "routing", "sliding_window")
 FIELDS = files(VLLM, "fields", "renderer", "unknown_families")

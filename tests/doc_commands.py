@@ -35,6 +35,15 @@ def many_models() -> list[str]:
     return list(_commands(found[0]))
 
 
+def on_gateway_page(kind: str, **names: str) -> str:
+    """Return an object of the page about gateways, with names in the place of the words in capitals."""
+    blocks = re.findall(r"^```yaml\n(.*?)^```", GATEWAY_PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = (str(each) for each in blocks if f"kind: {kind}\n" in each)
+    for word, name in names.items():
+        block = re.sub(rf"\b{word}\b", name, block)
+    return block
+
+
 def tour() -> list[str]:
     """Return the commands of the README's tour of a cluster."""
     found = TOUR.search(PAGES[0].read_text())

@@ -22,6 +22,9 @@ from waiting import wait_for
 XDS_PORT, HTTP_PORT, MONITORING_PORT, DEBUG_PORT = 15010, 15080, 15014, 15876
 SYSTEM = "istio-system"
 GATEWAY = "public"
+SERVICE = f"{GATEWAY}-istio"
+LABELS = {"gateway.networking.k8s.io/gateway-name": GATEWAY}
+MESH = "enableAutoMtls: false"  # the proxy would wait for certificates, which an agent brings
 VERSION = "1.31.0"
 SETTINGS = {
     "ENABLE_GATEWAY_API_INFERENCE_EXTENSION": "true",
@@ -62,14 +65,8 @@ class Istio:
     def __init__(self, plane: ControlPlane, program: Path) -> None:
         self.plane, self.address = plane, plane.address
         mesh = plane.folder / "mesh.yaml"
-        mesh.write_text("enableAutoMtls: false\n")  # the proxy would wait for certificates, which an agent brings
-        argv = [
-            *(program, "discovery", f"--kubeconfig={plane.kubeconfig}"),
-            *(f"--namespace={SYSTEM}", f"--meshConfig={mesh}"),
-            *(f"--grpcAddr={self.address}:{XDS_PORT}", "--secureGRPCAddr=", "--httpsAddr="),
-            *(f"--httpAddr={self.address}:{HTTP_PORT}", f"--monitoringAddr={self.address}:{MONITORING_PORT}"),
-            *(f"--ctrlz_address={self.address}", f"--ctrlz_port={DEBUG_PORT}"),
-        ]
+        mesh.write_text(MESH)
+        argv = [program, *pilot_options(self.address, SYSTEM, mesh), f"--kubeconfig={plane.kubeconfig}"]
         self.process = plane.spawn("istiod", argv, {**os.environ, **SETTINGS})
 
     def ready(self) -> bool:
@@ -86,26 +83,12 @@ class Istio:
     def gateway(self, envoy: str, namespace: str) -> Iterator[str]:
         """Run the Gateway :data:`GATEWAY` of a namespace, with Envoy as its proxy, and return its URL."""
         port = free_port()
-        service = f"{GATEWAY}-istio"
-        labels = {"gateway.networking.k8s.io/gateway-name": GATEWAY}
-        for body in (
-            {
-                "apiVersion": "gateway.networking.k8s.io/v1",
-                "kind": "Gateway",
-                "spec": {"gatewayClassName": "istio", "listeners": [{"name": "http", "port": 80, "protocol": "HTTP"}]},
-                "metadata": {"name": GATEWAY},
-            },
-            {
-                "apiVersion": "v1",
-                "kind": "Service",
-                "metadata": {"name": service, "labels": labels},
-                "spec": {"selector": labels, "ports": [{"name": "http", "port": 80, "targetPort": port}]},
-            },
-        ):
+        for body in gateway_objects(port):
             done = self.plane.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(body))
             assert done.returncode == 0, done.stderr
+        admin = {"pipe": {"path": str(self.plane.folder / f"{namespace}.envoy")}}
         file = self.plane.folder / f"{namespace}.envoy.json"
-        file.write_text(json.dumps(self.bootstrap(namespace, service, labels)))
+        file.write_text(json.dumps(bootstrap(self.address, self.address, namespace, admin)))
         argv = [envoy, "-c", file, "--disable-hot-restart", "--log-level", "warn", "--concurrency", "2"]
         process = self.plane.spawn(f"envoy-{namespace}", argv)
         try:
@@ -113,52 +96,82 @@ class Istio:
         finally:
             end(process)
 
-    def bootstrap(self, namespace: str, service: str, labels: dict[str, str]) -> dict[str, Any]:
-        """Return Envoy's own configuration: who it is, and that pilot has the rest."""
-        xds = {"ads": {}, "initial_fetch_timeout": "0s", "resource_api_version": "V3"}
-        http2 = {
-            "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-            "explicit_http_config": {"http2_protocol_options": {}},
-        }
-        pilot = {"socket_address": {"address": self.address, "port_value": XDS_PORT}}
-        return {
-            "node": {
-                "id": f"router~{self.address}~{service}-0.{namespace}~{namespace}.svc.cluster.local",
-                "cluster": f"{service}.{namespace}",
-                "metadata": {
-                    "NAMESPACE": namespace,
-                    "LABELS": labels,
-                    "CLUSTER_ID": "Kubernetes",
-                    "INSTANCE_IPS": self.address,
-                    "SERVICE_ACCOUNT": "default",
-                    "ISTIO_VERSION": VERSION,
-                },
+
+def pilot_options(address: str, namespace: str, mesh: Path) -> list[str]:
+    """Return the arguments of pilot's program. ``address``: where it listens; ``mesh``: the file with :data:`MESH`."""
+    return [
+        *("discovery", f"--namespace={namespace}", f"--meshConfig={mesh}"),
+        *(f"--grpcAddr={address}:{XDS_PORT}", "--secureGRPCAddr=", "--httpsAddr="),
+        *(f"--httpAddr={address}:{HTTP_PORT}", f"--monitoringAddr={address}:{MONITORING_PORT}"),
+        *(f"--ctrlz_address={address}", f"--ctrlz_port={DEBUG_PORT}"),
+    ]
+
+
+def gateway_objects(port: int, **listener: Any) -> list[dict[str, Any]]:
+    """Return the Gateway :data:`GATEWAY` and its proxy's Service. ``port``: where the proxy listens."""
+    spec = {"selector": LABELS, "ports": [{"name": "http", "port": 80, "targetPort": port}]}
+    return [
+        {
+            "apiVersion": "gateway.networking.k8s.io/v1",
+            "kind": "Gateway",
+            "metadata": {"name": GATEWAY},
+            "spec": {
+                "gatewayClassName": "istio",
+                "listeners": [{"name": "http", "port": 80, "protocol": "HTTP", **listener}],
             },
-            "admin": {"address": {"pipe": {"path": str(self.plane.folder / f"{namespace}.envoy")}}},
-            "dynamic_resources": {
-                "lds_config": xds,
-                "cds_config": xds,
-                "ads_config": {
-                    "api_type": "GRPC",
-                    "transport_api_version": "V3",
-                    "grpc_services": [{"envoy_grpc": {"cluster_name": "pilot"}}],
-                },
+        },
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": SERVICE, "labels": LABELS}, "spec": spec},
+    ]
+
+
+def bootstrap(pilot: str, address: str, namespace: str, admin: dict[str, Any]) -> dict[str, Any]:
+    """Return Envoy's own configuration: who it is, and that pilot has the rest. ``pilot``, ``address``: of both, and
+    ``admin`` of Envoy's admin interface.
+    """
+    xds = {"ads": {}, "initial_fetch_timeout": "0s", "resource_api_version": "V3"}
+    http2 = {
+        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+        "explicit_http_config": {"http2_protocol_options": {}},
+    }
+    endpoint = {"address": {"socket_address": {"address": pilot, "port_value": XDS_PORT}}}
+    return {
+        "node": {
+            "id": f"router~{address}~{SERVICE}-0.{namespace}~{namespace}.svc.cluster.local",
+            "cluster": f"{SERVICE}.{namespace}",
+            "metadata": {
+                "NAMESPACE": namespace,
+                "LABELS": LABELS,
+                "CLUSTER_ID": "Kubernetes",
+                "INSTANCE_IPS": address,
+                "SERVICE_ACCOUNT": "default",
+                "ISTIO_VERSION": VERSION,
             },
-            "static_resources": {
-                "clusters": [
-                    {
-                        "name": "pilot",
-                        "type": "STATIC",
-                        "connect_timeout": "2s",
-                        "typed_extension_protocol_options": {http2["@type"].rpartition("/")[2]: http2},
-                        "load_assignment": {
-                            "cluster_name": "pilot",
-                            "endpoints": [{"lb_endpoints": [{"endpoint": {"address": pilot}}]}],
-                        },
-                    }
-                ]
+        },
+        "admin": {"address": admin},
+        "dynamic_resources": {
+            "lds_config": xds,
+            "cds_config": xds,
+            "ads_config": {
+                "api_type": "GRPC",
+                "transport_api_version": "V3",
+                "grpc_services": [{"envoy_grpc": {"cluster_name": "pilot"}}],
             },
-        }
+        },
+        "static_resources": {
+            "clusters": [
+                {
+                    "name": "pilot",
+                    "type": "STATIC",
+                    "connect_timeout": "2s",
+                    "typed_extension_protocol_options": {http2["@type"].rpartition("/")[2]: http2},
+                    "load_assignment": {
+                        "cluster_name": "pilot",
+                        "endpoints": [{"lb_endpoints": [{"endpoint": endpoint}]}],
+                    },
+                }
+            ]
+        },
+    }
 
 
 def free_port() -> int:

@@ -4,7 +4,6 @@ stock Envoy ask the deployment's pickers.
 
 import base64
 import os
-import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from cluster.load import describe
 from cluster.operators import diagnosed, operator, views
 from cluster.resources import apply, condition, get, is_done, resource
 from cluster.runner import LocalRunner
-from doc_commands import GATEWAY_PAGE
+from doc_commands import on_gateway_page
 from e2e.endpoints import Reached
 from local.rig import pod_processes
 from waiting import wait_for
@@ -63,15 +62,6 @@ def controlled(envoy: str, kube_bin: Path, tmp_path_factory: pytest.TempPathFact
         yield stack.enter_context(istio(plane, programs))
 
 
-def on_page(kind: str, **names: str) -> str:
-    """Return an object of docs/gateway.md, with names in the place of the words in capitals."""
-    blocks = re.findall(r"^```yaml\n(.*?)^```", GATEWAY_PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (block,) = (str(each) for each in blocks if f"kind: {kind}\n" in each)
-    for word, name in names.items():
-        block = re.sub(rf"\b{word}\b", name, block)
-    return block
-
-
 @dataclass(frozen=True)
 class Behind:
     """A deployment behind the Gateway. ``reached``: at the Gateway's address."""
@@ -92,7 +82,7 @@ def demo(controlled: Istio, envoy: str) -> Iterator[Behind]:
     plane = controlled.plane
     with plane.namespace() as namespace, controlled.gateway(envoy, namespace) as url:
         for kind in ("DestinationRule", "NetworkPolicy"):
-            text = on_page(kind, NAME=NAME, GATEWAY_NAMESPACE=namespace)
+            text = on_gateway_page(kind, NAME=NAME, GATEWAY_NAMESPACE=namespace)
             made = plane.kubectl("apply", "-n", namespace, "-f", "-", stdin=text)
             assert made.returncode == 0, made.stderr
         body = resource(NAME, frontends=2, replicas=2)

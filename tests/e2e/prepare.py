@@ -16,6 +16,7 @@ if __name__ == "__main__":
     sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 from artefacts import build_images, run_tool, shared_images, status_of
+from long_form import IS_LONG
 
 run = partial(run_tool, live=True)
 
@@ -27,7 +28,8 @@ def prepare() -> None:
             run("cluster.go_programs", "kubernetes")
         run("cluster.go_programs", "helm")
         return
-    for programs in ("node", "kubernetes", "helm", "policies"):  # the first names what the machine lacks
+    gateway = ("istio",) if IS_LONG else ()
+    for programs in ("node", "kubernetes", "helm", "policies", *gateway):  # the first names what the machine lacks
         run("cluster.go_programs", programs)
     if (images := shared_images()) is None:  # the builder keeps the layers, the tests make archives of them
         with tempfile.TemporaryDirectory(prefix="mmrouter-images-") as folder:

@@ -1,7 +1,7 @@
 """The condition that is judged by what gateways report on the InferencePool and the HTTPRoute. Pure."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from mmrouter_lib.api import MMRouterDeployment
 from mmrouter_operator.model.kinds import INFERENCE_POOL_API
@@ -9,6 +9,11 @@ from mmrouter_operator.model.snapshot import ChildView, GatewayChildView, Snapsh
 from mmrouter_operator.render.httproute import route_apis
 from mmrouter_operator.status import conditions as c
 from mmrouter_operator.status.conditions import Condition, condition
+
+PICKED: Final = {
+    "endpointPicker": "a picker chooses the worker of each request",
+    "frontendPicker": "a picker chooses the frontend of each request, which chooses its engines",
+}
 
 
 class GatewayReports(NamedTuple):
@@ -29,7 +34,8 @@ def gateway_accepted(dep: MMRouterDeployment, snapshot: Snapshot) -> Condition |
         return condition(c.GATEWAY, "GatewayApiUnavailable", message)
     reports = gateway_reports(dep, snapshot.children)
     reason = "NotAccepted" if reports.refused else "NotReported" if reports.missing else "Accepted"
-    return condition(c.GATEWAY, reason, "; ".join(sentence for part in reports for sentence in part))
+    chosen = (PICKED[dep.spec.frontend.mode],) if reason == "Accepted" and dep.spec.frontend.has_picker else ()
+    return condition(c.GATEWAY, reason, "; ".join(sentence for part in (*reports, chosen) for sentence in part))
 
 
 def gateway_apis(dep: MMRouterDeployment) -> tuple[str, ...]:

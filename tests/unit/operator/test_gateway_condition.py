@@ -24,6 +24,18 @@ def reported(*conditions: dict[str, Any], gateway: str = "public", kind: str = "
     return {"kind": kind, "metadata": metadata, "status": {"parents": [parent] if conditions else []}}
 
 
+def behind(mode: str, pool: list[dict[str, Any]], route: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of a deployment on whose pool and route a gateway reports these conditions."""
+    spec = {**whole(), **PICKED, "frontend": {"mode": mode, "gateway": PARENT}}
+    objects = (reported(*pool, kind="InferencePool"), reported(*route))
+
+    def seen(snapshot: Snapshot) -> Snapshot:
+        views = {(obj["kind"], "vl"): child_view(obj) for obj in objects}
+        return dataclasses.replace(snapshot, capabilities=GATEWAYS, children={**snapshot.children, **views})
+
+    return judged(World(deployment(spec)), seen)
+
+
 @pytest.mark.parametrize("mode", ["endpointPicker", "frontendPicker"])
 @pytest.mark.parametrize(
     ("pool", "route", "reason", "words"),
@@ -45,13 +57,20 @@ def reported(*conditions: dict[str, Any], gateway: str = "public", kind: str = "
 def test_what_gateways_report_is_a_condition(
     pool: list[dict[str, Any]], route: list[dict[str, Any]], reason: str, words: str, mode: str
 ) -> None:
-    spec = {**whole(), **PICKED, "frontend": {"mode": mode, "gateway": PARENT}}
-    objects = (reported(*pool, kind="InferencePool"), reported(*route))
-
-    def seen(snapshot: Snapshot) -> Snapshot:
-        views = {(obj["kind"], "vl"): child_view(obj) for obj in objects}
-        return dataclasses.replace(snapshot, capabilities=GATEWAYS, children={**snapshot.children, **views})
-
-    status = judged(World(deployment(spec)), seen)
+    status = behind(mode, pool, route)
     assert conditions(status)["GatewayAccepted"][1] == reason
     assert words in message(status, "GatewayAccepted")
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("endpointPicker", "chooses the worker of each request"),
+        ("frontendPicker", "chooses the frontend of each request"),
+        ("frontend", ""),
+    ],
+)
+def test_an_accepted_deployment_says_what_its_picker_chooses(mode: str, words: str) -> None:
+    said = message(behind(mode, [YES], [YES]), "GatewayAccepted")
+    assert words in said
+    assert ("picker" in said) is bool(words)

@@ -1,0 +1,218 @@
+"""Deployments behind a Gateway of the cluster: Istio's control plane and its proxy run in pods beside them."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artefacts import go_programs
+from cluster.access import Access
+from cluster.istio import GATEWAY
+from cluster.operators import diagnosed
+from cluster.resources import get
+from doc_commands import on_gateway_page
+from e2e.deploying import RESTRICTED, Deployed, process_here
+from e2e.gateway_pods import Gateway, definitions, gateway, pilot
+from e2e.node import Node
+from e2e.policies import enforced
+from e2e.staged_deployments import PRIVILEGED, Chain, chained, encoded
+from e2e.test_status_and_doctor import env
+from scenarios import SCENARIOS, Chat, Scenario, assert_whole, title
+from waiting import wait_for
+
+from mmrouter_cli.local.envoy import find_envoy
+from mmrouter_cli.local.folders import LocalError
+
+pytestmark = pytest.mark.long_form
+SECONDS = 60
+REFUSED = 3
+POOLS = {"encode": "encoder", "worker": "worker"}
+"""Of the deployment behind a picker of frontends: name -> role."""
+
+
+@dataclass(frozen=True)
+class Istio:
+    """A node whose pods run Istio's control plane, which is at ``pilot``, and what runs beside it as a proxy."""
+
+    cluster: Node
+    pilot: str
+    envoy: Path
+
+
+@dataclass(frozen=True)
+class Behind:
+    """A deployment behind a Gateway; ``chain.reached`` is there."""
+
+    chain: Chain
+    gateway: Gateway
+
+    def status_code(self) -> int:
+        """Return the status of a request that needs an engine."""
+        body = {"model": self.chain.name, "max_tokens": 1, "messages": [{"role": "user", "content": "hello"}]}
+        return self.gateway.post("/v1/chat/completions", body).status_code
+
+    def accepted(self) -> str:
+        """Return what the condition says of gateways, once it is True."""
+
+        def message() -> str:
+            found = self.chain.condition("GatewayAccepted")
+            return str(found["message"]) if found.get("status") == "True" else ""
+
+        return str(self.chain.wait(message, "GatewayAccepted is True"))
+
+    def asked(self) -> int:
+        """Return how many requests the gateway has asked the pickers about."""
+        total = 0
+        for number in range(len(self.chain.reached.controls)):
+            with self.chain.reached.control(number) as control:
+                total += control.get("/control/state").raise_for_status().json()["gateway_requests"]
+        return total
+
+
+@pytest.fixture(scope="module")
+def istio(operated: Access) -> Iterator[Istio]:
+    if not isinstance(operated, Node):
+        pytest.skip("not run: pods of another cluster cannot mount the gateway's programs from this machine")
+    try:
+        envoy = Path(find_envoy())
+    except LocalError as error:
+        pytest.skip(f"not run: {error}")
+    programs = go_programs("istio")
+    with definitions(operated, programs / "crds"), pilot(operated, programs / "pilot-discovery") as address:
+        yield Istio(operated, address, envoy)
+
+
+def behind(istio: Istio, stack: ExitStack, labels: dict[str, str], frontend: dict[str, Any], **spec: Any) -> Behind:
+    """Deploy the example with another frontend and other parts of its spec, behind a Gateway of its own."""
+    made = stack.enter_context(gateway(istio.cluster, istio.pilot, istio.envoy))
+    namespace = stack.enter_context(istio.cluster.namespace(**labels))
+    parent = {"name": GATEWAY, "namespace": made.namespace}
+    spec["frontend"] = {**frontend, "gateway": {"parentRefs": [parent]}}
+    chain = stack.enter_context(chained(istio.cluster, namespace, spec))
+    return Behind(replace(chain, reached=replace(chain.reached, url=made.url)), made)
+
+
+def apply_from_page(kind: str, chain: Chain, gateway: Gateway) -> None:
+    text = on_gateway_page(kind, NAME=chain.name, GATEWAY_NAMESPACE=gateway.namespace)
+    done = chain.deployed.cluster.kubectl("apply", "-n", chain.deployed.namespace, "-f", "-", stdin=text)
+    assert done.returncode == 0, done.stderr
+
+
+# -- a picker of engines -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engines(istio: Istio) -> Iterator[Behind]:
+    with ExitStack() as stack:
+        made = behind(istio, stack, RESTRICTED, {"mode": "endpointPicker", "replicas": 2})
+        apply_from_page("DestinationRule", made.chain, made.gateway)
+        made.chain.wait(made.gateway.serves, "the Gateway serves", SECONDS)
+        yield made
+
+
+@pytest.fixture
+def chat(engines: Behind) -> Iterator[Chat]:
+    with engines.chain.chat() as made:
+        yield made
+
+
+def test_pool_and_route_are_accepted_and_doctor_finds_no_problem(engines: Behind, chat: Chat) -> None:
+    name, where = engines.chain.name, f"Gateway {engines.gateway.namespace}/{GATEWAY}"
+    message = engines.accepted()
+    for words in (f"{where} accepts InferencePool {name}", f"{where} accepts HTTPRoute {name}", "picker"):
+        assert words in message
+    deployed = engines.chain.deployed
+    pool = get(deployed.cluster, "InferencePool", deployed.namespace, name)
+    states = {each["type"]: each["status"] for each in pool["status"]["parents"][0]["conditions"]}
+    assert states == {"Accepted": "True", "ResolvedRefs": "True"}
+    chat.send()
+    report = diagnosed(deployed.cluster, name, "-n", deployed.namespace, env=env(deployed.cluster))
+    assert report.problems == []
+    assert sum("serves gateways by TLS" in each for each in report.seen("gateway", "ok")) == 2
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
+def test_scenario_through_the_gateway(scenario: Scenario, engines: Behind, chat: Chat) -> None:
+    before = engines.asked()
+    scenario(chat, engines.chain.web)
+    assert engines.asked() > before
+
+
+def test_verify_proves_exact_routing_at_the_gateways_address(engines: Behind) -> None:
+    done = engines.chain.reached.mmrouter("verify")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def kill_routers(deployed: Deployed) -> None:
+    before = deployed.containers()
+    for frontend in deployed.pods("frontend"):
+        process_here(frontend, "router").kill()
+    wait_for(lambda: restarted(deployed, before), SECONDS, "the pickers are back")
+
+
+def restarted(deployed: Deployed, before: dict[tuple[str, str], tuple[str, int]]) -> bool:
+    """Whether every router is another container than before, and Ready."""
+    now = deployed.containers()
+    routers = [key for key in before if key[1] == "router"]
+    states = [each for pod in deployed.pods("frontend") for each in pod["status"].get("conditions") or []]
+    ready = all(each["status"] == "True" for each in states if each["type"] == "Ready")
+    return ready and all(now[key][0] != before[key][0] for key in routers)
+
+
+def test_killed_pickers_are_back_with_an_exact_index(engines: Behind, chat: Chat) -> None:
+    image = chat.image("kept")
+    first = chat.send(image, "what?")
+    kill_routers(engines.chain.deployed)
+    wait_for(lambda: engines.status_code() == 200, SECONDS, "the Gateway serves again")
+    assert_whole(first, chat.send(image, "what?"))
+
+
+def test_only_the_network_policy_of_the_page_lets_the_gateway_in(engines: Behind) -> None:
+    deployed = engines.chain.deployed
+    assert isinstance(deployed.cluster, Node)
+    with enforced(deployed.cluster, go_programs("policies") / "netpol"):
+        kill_routers(deployed)  # connections that were made before stay
+        assert [engines.status_code() // 100 for _ in range(REFUSED)] == [5] * REFUSED
+        apply_from_page("NetworkPolicy", engines.chain, engines.gateway)
+        wait_for(lambda: engines.status_code() == 200, SECONDS, "the Gateway is let in")
+
+
+# -- a picker of frontends -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def frontends(istio: Istio) -> Iterator[Behind]:
+    parts = {"replicas": 1, "accelerator": {"kind": "cpu"}, "sharedMemory": {"scope": "node"}}
+    pools = [{"name": name, "role": role, **parts} for name, role in POOLS.items()]
+    with ExitStack() as stack:
+        # Plain HTTP/2, for which Istio needs no rule.
+        frontend = {"mode": "frontendPicker", "pickerTls": "none", "replicas": 1}
+        made = behind(istio, stack, PRIVILEGED, frontend, pools=pools)
+        made.chain.wait(made.gateway.serves, "the Gateway serves", SECONDS)
+        yield made
+
+
+def test_conditions_say_that_the_picker_chooses_frontends_and_that_every_stage_is_there(frontends: Behind) -> None:
+    message = frontends.accepted()
+    assert f"accepts InferencePool {frontends.chain.name}" in message
+    assert "frontend of each request" in message
+    expected = {"ChainComplete": ("True", "EveryStage"), "ExactRoutingVerified": ("True", "Verified")}
+    assert frontends.chain.conditions(*expected) == expected
+
+
+def test_an_image_is_encoded_once_and_answered_through_the_gateway_by_way_of_a_frontend(frontends: Behind) -> None:
+    chain = frontends.chain
+
+    def spent() -> dict[str, float]:
+        return {role: sum(encoded(chain.deployed, role).values()) for role in POOLS.values()}
+
+    before, asked = spent(), frontends.asked()
+    with chain.chat() as chat:
+        image = chat.image("staged")
+        assert_whole(chat.send(image, "what?"), chat.send(image, "what?"))
+        tokens = chat.decided(image, "what?")["images"][0]["tokens"]
+    after = spent()
+    assert {role: after[role] - before[role] for role in after} == {"encoder": tokens, "worker": 0}
+    assert frontends.asked() == asked + 3
