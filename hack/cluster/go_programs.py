@@ -5,8 +5,9 @@
 
 Sets: ``kubernetes`` (API server, controllers, scheduler, kubectl; about 4 minutes on 2 cores, 0.35 GB), ``node``
 (kubelet, kube-proxy, CoreDNS; 2 minutes, 0.25 GB), ``policies`` (kube-router's controller of NetworkPolicies; a minute,
-40 MB), ``helm`` (80 seconds, 0.1 GB), ``workflow`` (actionlint, kind; 20 seconds, 20 MB) and ``istio`` (pilot and the
-definitions of a gateway's resources; 5 minutes, 0.13 GB), each in a folder of the cache. Kubernetes has the version of
+40 MB), ``helm`` (80 seconds, 0.1 GB), ``workflow`` (actionlint, kind; 20 seconds, 20 MB), ``istio`` (pilot and the
+definitions of a gateway's resources; 5 minutes, 0.13 GB) and ``suite`` (the conformance suite of the inference
+extension; 3 minutes, 60 MB), each in a folder of the cache. Kubernetes has the version of
 ``kube/go.mod``, the last that works with the containerd of Debian bookworm. Go, etcd and openssl are used where they
 are installed and never installed here; Debian bookworm's Go is too old. Requirements of the machine are checked before
 a long build. Exit status and cache: ``hack/build_once.py``.
@@ -61,6 +62,10 @@ GATEWAY_DEFINITIONS = {
     ],
 }
 """Modules that Istio requires -> their definitions that a gateway needs."""
+SUITE = "sigs.k8s.io/gateway-api-inference-extension/conformance"
+SUITE_VERSION = "v1.6.0"
+SUITE_BASE = "resources/base.yaml"
+ECHO = "sigs.k8s.io/gateway-api/conformance/echo-basic"
 ISTIO_DEFINITIONS = "manifests/charts/base/files/crd-all.gen.yaml"
 TRAFFIC_RULES = "destinationrules.networking.istio.io"
 
@@ -174,6 +179,22 @@ def build_istio(go: str, folder: Path) -> None:
             shutil.copyfile(module_folder(go, each) / file, crds / Path(file).name)
     documents = (module_folder(go, ISTIO) / ISTIO_DEFINITIONS).read_text().split("\n---\n")
     (crds / f"{TRAFFIC_RULES}.yaml").write_text(next(each for each in documents if f"name: {TRAFFIC_RULES}" in each))
+
+
+def build_suite(go: str, folder: Path) -> None:
+    """Build the inference extension's conformance suite and the server that its pods run; copy its resources."""
+    require_go(go, ISTIO_GO, "the suite")
+    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false"}
+    flags = ("-ldflags", "-s -w", "-o")
+    with tempfile.TemporaryDirectory(prefix="mmrouter-suite-") as name:
+        for command in (
+            ("mod", "init", "suite"),
+            ("get", *(f"{module}@{SUITE_VERSION}" for module in (SUITE, SUITE.rpartition("/")[0]))),
+            ("test", "-c", "-vet=off", *flags, f"{folder}/suite", SUITE),
+            ("build", *flags, f"{folder}/echo", ECHO),
+        ):
+            run_go([go, *command], f"go {command[0]} of the suite", Path(name), env)
+    shutil.copyfile(module_folder(go, f"{SUITE}@{SUITE_VERSION}") / SUITE_BASE, folder / Path(SUITE_BASE).name)
 
 
 def module_folder(go: str, module: str) -> Path:
@@ -324,6 +345,13 @@ SETS = {
         istio_recipe,
         build_istio,
         gigabytes=5,
+    ),
+    "suite": ProgramSet(
+        "the inference extension's conformance suite (once, up to 5 minutes)",
+        lambda: cache_dir() / "suite" / digest(SUITE, SUITE_VERSION, ECHO)[:8],
+        partial(digest, SUITE, SUITE_VERSION, ECHO),
+        build_suite,
+        gigabytes=3,
     ),
     "workflow": ProgramSet(
         "actionlint and kind (once, up to a minute)",

@@ -22,8 +22,6 @@ from waiting import wait_for
 XDS_PORT, HTTP_PORT, MONITORING_PORT, DEBUG_PORT = 15010, 15080, 15014, 15876
 SYSTEM = "istio-system"
 GATEWAY = "public"
-SERVICE = f"{GATEWAY}-istio"
-LABELS = {"gateway.networking.k8s.io/gateway-name": GATEWAY}
 MESH = "enableAutoMtls: false"  # the proxy would wait for certificates, which an agent brings
 VERSION = "1.31.0"
 SETTINGS = {
@@ -83,7 +81,7 @@ class Istio:
     def gateway(self, envoy: str, namespace: str) -> Iterator[str]:
         """Run the Gateway :data:`GATEWAY` of a namespace, with Envoy as its proxy, and return its URL."""
         port = free_port()
-        for body in gateway_objects(port):
+        for body in (gateway_object(), proxy_service(port)):
             done = self.plane.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(body))
             assert done.returncode == 0, done.stderr
         admin = {"pipe": {"path": str(self.plane.folder / f"{namespace}.envoy")}}
@@ -107,27 +105,33 @@ def pilot_options(address: str, namespace: str, mesh: Path) -> list[str]:
     ]
 
 
-def gateway_objects(port: int, **listener: Any) -> list[dict[str, Any]]:
-    """Return the Gateway :data:`GATEWAY` and its proxy's Service. ``port``: where the proxy listens."""
-    spec = {"selector": LABELS, "ports": [{"name": "http", "port": 80, "targetPort": port}]}
-    return [
-        {
-            "apiVersion": "gateway.networking.k8s.io/v1",
-            "kind": "Gateway",
-            "metadata": {"name": GATEWAY},
-            "spec": {
-                "gatewayClassName": "istio",
-                "listeners": [{"name": "http", "port": 80, "protocol": "HTTP", **listener}],
-            },
-        },
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": SERVICE, "labels": LABELS}, "spec": spec},
-    ]
+def gateway_object(**listener: Any) -> dict[str, Any]:
+    """Return the Gateway :data:`GATEWAY`. ``listener``: further fields of its listener."""
+    listeners = [{"name": "http", "port": 80, "protocol": "HTTP", **listener}]
+    return {
+        **{"apiVersion": "gateway.networking.k8s.io/v1", "kind": "Gateway", "metadata": {"name": GATEWAY}},
+        "spec": {"gatewayClassName": "istio", "listeners": listeners},
+    }
 
 
-def bootstrap(pilot: str, address: str, namespace: str, admin: dict[str, Any]) -> dict[str, Any]:
+def proxy_service(port: int, gateway: str = GATEWAY) -> dict[str, Any]:
+    """Return the Service of a Gateway's proxy, with the labels of its pods. ``port``: where the proxy listens."""
+    labels = {"gateway.networking.k8s.io/gateway-name": gateway}
+    spec = {"selector": labels, "ports": [{"name": "http", "port": 80, "targetPort": port}]}
+    return {
+        **{"apiVersion": "v1", "kind": "Service", "spec": spec},
+        "metadata": {"name": f"{gateway}-istio", "labels": labels},
+    }
+
+
+def bootstrap(
+    pilot: str, address: str, namespace: str, admin: dict[str, Any], gateway: str = GATEWAY
+) -> dict[str, Any]:
     """Return Envoy's own configuration: who it is, and that pilot has the rest. ``pilot``, ``address``: of both, and
     ``admin`` of Envoy's admin interface.
     """
+    metadata = proxy_service(0, gateway)["metadata"]
+    service, labels = metadata["name"], metadata["labels"]
     xds = {"ads": {}, "initial_fetch_timeout": "0s", "resource_api_version": "V3"}
     http2 = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
@@ -136,11 +140,11 @@ def bootstrap(pilot: str, address: str, namespace: str, admin: dict[str, Any]) -
     endpoint = {"address": {"socket_address": {"address": pilot, "port_value": XDS_PORT}}}
     return {
         "node": {
-            "id": f"router~{address}~{SERVICE}-0.{namespace}~{namespace}.svc.cluster.local",
-            "cluster": f"{SERVICE}.{namespace}",
+            "id": f"router~{address}~{service}-0.{namespace}~{namespace}.svc.cluster.local",
+            "cluster": f"{service}.{namespace}",
             "metadata": {
                 "NAMESPACE": namespace,
-                "LABELS": LABELS,
+                "LABELS": labels,
                 "CLUSTER_ID": "Kubernetes",
                 "INSTANCE_IPS": address,
                 "SERVICE_ACCOUNT": "default",

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 from chart.helm import NAMESPACE
-from cluster.istio import HTTP_PORT, LABELS, MESH, SERVICE, SETTINGS, bootstrap, gateway_objects, pilot_options
+from cluster.istio import GATEWAY, HTTP_PORT, MESH, SETTINGS, bootstrap, gateway_object, pilot_options, proxy_service
 from cluster.resources import binding
 from e2e.deploying import example, run_pod
 from e2e.node import Node
@@ -48,20 +47,27 @@ def restart_operator(cluster: Node) -> None:
 
 
 @contextmanager
-def pilot(cluster: Node, program: Path) -> Iterator[str]:
-    """Run Istio's control plane in a namespace of its own until the block ends; gives its pod's address."""
+def administration(cluster: Node) -> Iterator[str]:
+    """Give a namespace whose pods have every right in the cluster, until the block ends."""
     with cluster.namespace() as namespace:
         account = {"kind": "ServiceAccount", "name": "default", "namespace": namespace}
         bindings = "/apis/rbac.authorization.k8s.io/v1/clusterrolebindings"
         body = {**binding("ClusterRole", "cluster-admin", account), "metadata": {"name": namespace}}
         cluster.request("POST", bindings, body).raise_for_status()
+        try:
+            yield namespace
+        finally:
+            cluster.request("DELETE", f"{bindings}/{namespace}")
+
+
+@contextmanager
+def pilot(cluster: Node, program: Path) -> Iterator[str]:
+    """Run Istio's control plane in a namespace of its own until the block ends; gives its pod's address."""
+    with administration(cluster) as namespace:
         options = " ".join(pilot_options("0.0.0.0", namespace, Path("/tmp/mesh.yaml")))
         command = f"echo '{MESH}' >/tmp/mesh.yaml && exec {PROGRAMS}/{program.name} {options}"
         settings = {**SETTINGS, "POD_NAMESPACE": namespace}
-        try:
-            yield run_pod(cluster, namespace, pod("pilot", program, ("sh", "-c", command), HTTP_PORT, settings))
-        finally:
-            cluster.request("DELETE", f"{bindings}/{namespace}")
+        yield run_pod(cluster, namespace, pod("pilot", program, ("sh", "-c", command), HTTP_PORT, settings))
 
 
 @dataclass(frozen=True)
@@ -85,15 +91,27 @@ class Gateway:
 def gateway(cluster: Node, pilot: str, envoy: Path) -> Iterator[Gateway]:
     """Run a Gateway for routes of every namespace, in a namespace of its own, until the block ends."""
     with cluster.namespace() as namespace:
-        for body in gateway_objects(LISTENING_PORT, allowedRoutes={"namespaces": {"from": "All"}}):
-            done = cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=yaml.safe_dump(body))
-            assert done.returncode == 0, done.stderr
-        admin = {"socket_address": {"address": "0.0.0.0", "port_value": ADMIN_PORT}}
-        config = json.dumps(bootstrap(pilot, ADDRESS, namespace, admin))
-        options = ("--disable-hot-restart", "--log-level", "warn", "--concurrency", "2", "--config-yaml", config)
-        run_pod(cluster, namespace, pod("proxy", envoy, (f"{PROGRAMS}/{envoy.name}", *options), ADMIN_PORT, {}, LABELS))
-        service = cluster.read(f"/api/v1/namespaces/{namespace}/services/{SERVICE}")
-        yield Gateway(namespace, f"http://{service['spec']['clusterIP']}")
+        apply(cluster, namespace, gateway_object(allowedRoutes={"namespaces": {"from": "All"}}))
+        yield Gateway(namespace, run_proxy(cluster, namespace, pilot, envoy))
+
+
+def run_proxy(cluster: Node, namespace: str, pilot: str, envoy: Path, gateway: str = GATEWAY) -> str:
+    """Run the proxy of a Gateway; return the URL of its Service."""
+    service = proxy_service(LISTENING_PORT, gateway)
+    apply(cluster, namespace, service)
+    admin = {"socket_address": {"address": "0.0.0.0", "port_value": ADMIN_PORT}}
+    config = json.dumps(bootstrap(pilot, ADDRESS, namespace, admin, gateway))
+    options = ("--disable-hot-restart", "--log-level", "warn", "--concurrency", "2", "--config-yaml", config)
+    command = (f"{PROGRAMS}/{envoy.name}", *options)
+    name, labels = service["metadata"]["name"], service["metadata"]["labels"]
+    run_pod(cluster, namespace, pod(name, envoy, command, ADMIN_PORT, {}, labels))
+    made = cluster.read(f"/api/v1/namespaces/{namespace}/services/{name}")
+    return f"http://{made['spec']['clusterIP']}"
+
+
+def apply(cluster: Node, namespace: str, body: dict[str, Any]) -> None:
+    done = cluster.kubectl("apply", "-n", namespace, "-f", "-", stdin=json.dumps(body))
+    assert done.returncode == 0, done.stderr
 
 
 def pod(

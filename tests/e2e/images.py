@@ -10,6 +10,7 @@ An engine looks at the class of its model in a process of its own, which loads a
 finds. The image has that already: it computes as long as the rest of a start, and a pod's folder for it is empty.
 """
 
+import hashlib
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from e2e.node import PAUSE
 
-from hack.images.base_image import write_image
+from hack.images.base_image import EPOCH, write_image
 
 IMAGE = "localhost/mmrouter-vllm:1"
 VENV = "/opt/vllm"
@@ -112,6 +113,34 @@ def file(out: tarfile.TarFile, path: str, content: bytes, mode: int = 0o644) -> 
     entry = tarfile.TarInfo(path.lstrip("/"))
     entry.size, entry.mode = len(content), mode
     out.addfile(entry, io.BytesIO(content))
+
+
+def write_derived_image(
+    archive: Path, base: Path, name: str, files: Mapping[str, bytes], entrypoint: list[str]
+) -> None:
+    """Write an image like the one of the archive ``base``, with further files and another entrypoint."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as layer:
+        for path, each in files.items():
+            file(layer, path, each)
+    digest = hashlib.sha256(content.getvalue()).hexdigest()
+    with tarfile.open(base) as whole, tarfile.open(archive, "w") as out:
+        (manifest,) = json.load(whole.extractfile("manifest.json") or io.BytesIO())
+        image = json.load(whole.extractfile(manifest["Config"]) or io.BytesIO())
+        image["config"]["Entrypoint"] = entrypoint
+        image["rootfs"]["diff_ids"].append(f"sha256:{digest}")
+        image["history"].append({"created": EPOCH, "created_by": "mmrouter"})
+        for member in map(whole.getmember, manifest["Layers"]):
+            out.addfile(member, whole.extractfile(member))
+        text = json.dumps(image).encode()
+        config, added = f"{hashlib.sha256(text).hexdigest()}.json", f"{digest}.tar"
+        listed = {"Config": config, "RepoTags": [name], "Layers": [*manifest["Layers"], added]}
+        for path, each in (
+            (config, text),
+            (added, content.getvalue()),
+            ("manifest.json", json.dumps([listed]).encode()),
+        ):
+            file(out, path, each)
 
 
 def system_libraries() -> Mapping[str, Path]:

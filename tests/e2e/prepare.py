@@ -28,7 +28,7 @@ def prepare() -> None:
             run("cluster.go_programs", "kubernetes")
         run("cluster.go_programs", "helm")
         return
-    gateway = ("istio",) if IS_LONG else ()
+    gateway = ("istio", "suite") if IS_LONG else ()
     for programs in ("node", "kubernetes", "helm", "policies", *gateway):  # the first names what the machine lacks
         run("cluster.go_programs", programs)
     if (images := shared_images()) is None:  # the builder keeps the layers, the tests make archives of them

@@ -36,6 +36,7 @@ def tool(
         ("node", "node/[0-9a-f]{8}"),
         ("helm", r"helm/4\.3\.1"),
         ("istio", "istio/[0-9a-f]{8}"),
+        ("suite", "suite/[0-9a-f]{8}"),
         ("workflow", "workflow/[0-9a-f]{8}"),
         ("", r"engines/vllm-0\.32\.0-cpu"),
     ],
