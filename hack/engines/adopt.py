@@ -96,7 +96,8 @@ def adopt(engine: str, release: str, *, write: bool, only: str = "") -> None:
     report = importlib.import_module("conformance.report")
 
     def known() -> dict[str, Any]:
-        return json.loads(FIGURES.read_text())["releases"].get(engine, {})
+        releases_known: dict[str, Any] = json.loads(FIGURES.read_text())["releases"].get(engine, {})
+        return releases_known
 
     def add(**found: Any) -> None:
         figures = json.loads(FIGURES.read_text())

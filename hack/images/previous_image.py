@@ -22,7 +22,7 @@ VERSION = "0.0.1"
 CHART = Path("charts", "mmrouter")
 NUMBERED = (Path("pyproject.toml"), CHART / "Chart.yaml")
 FIELD = re.compile(r'^(version = "|version: |appVersion: )[\d.]+', re.MULTILINE)
-BUILD = "tests/tools/images.py"
+BUILD = str(Path("tests", "tools", "images.py"))  # of that version
 FREE_GB = 2
 
 

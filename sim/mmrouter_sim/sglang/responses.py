@@ -86,12 +86,12 @@ class ResponseJob(SglangJob):
             yield event(kind, response=self._response("in_progress"))
         pieces, name = list[Piece](), f"msg_{self.request.id}"
         at: Object = {"item_id": name, "output_index": 0, "content_index": 0}
-        said = False
+        begun = False
         try:
             async for piece in self.pieces():
                 pieces.append(piece)
-                if piece.text and not said:
-                    said = True
+                if piece.text and not begun:
+                    begun = True
                     item = {**_message(name, ""), "status": "in_progress", "content": []}
                     yield event("response.output_item.added", output_index=0, item=item)
                     yield event("response.content_part.added", **at, part=_part(""))
