@@ -75,6 +75,9 @@ def up(
     ] = None,
     as_json: Json = False,
     wait: Annotated[float, typer.Option(help="Seconds until everything must be ready.")] = 600.0,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show the pods' output instead of what they wait for.")
+    ] = False,
 ) -> None:
     """Run a deployment's pods as local processes, in the foreground, until ctrl-C."""
     from mmrouter_cli.chat_probe import ProbeError
@@ -99,6 +102,7 @@ def up(
         wait_seconds=wait,
         console=console,
         gateway=gateway is not None,
+        verbose=verbose,
     )
     try:
         result = asyncio.run(run)
@@ -112,7 +116,7 @@ def up(
         _refuse(file, error)
     if result is None:
         raise typer.Exit(FAILED if demo else 0)
-    # Last, below the log of the pods.
+    # Last, below what was shown of the start.
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:

@@ -18,7 +18,7 @@ def test_the_demo_with_real_engines_starts_them_side_by_side_and_ends_with_exact
     demo: str, request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue(DEMOS[demo])  # built with a limit of its own
-    command = ["make", "--no-print-directory", "demo", demo, "ARGS=--json"]
+    command = ["make", "--no-print-directory", "demo", demo, "ARGS=--json --verbose"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     )

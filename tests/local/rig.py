@@ -128,7 +128,7 @@ def pod_processes(pid: int, command: str) -> dict[str, psutil.Process]:
 def running(file: Path, *options: str, start_seconds: float = START_SECONDS) -> Iterator[Deployment]:
     """``mmrouter up FILE`` in the background until the block ends; leaves by SIGINT, as ctrl-C does."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "mmrouter_cli", "up", str(file), *options],
+        [sys.executable, "-m", "mmrouter_cli", "up", str(file), "--verbose", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

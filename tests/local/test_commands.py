@@ -182,6 +182,23 @@ def test_the_demo_ends_with_exact_hits_and_a_lower_round_robin_figure():
     assert (done.returncode, result["passed"]) == (0, True), done.stderr[-3000:]
     assert result["hit_ratio"] > result["round_robin"]["hit_ratio"]
     assert [row["failure"] for row in result["rows"]] == [""] * len(result["rows"])
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if line.startswith("demo-worker-0: ready, ")], "the start is shown pod by pod"
+    (log,) = (line.removeprefix("log: ") for line in lines if line.startswith("log: "))
+    assert not [line for line in lines if " | " in line], "the pods' own output is not"
+    assert not Path(log).exists(), "nothing failed"
+
+
+def test_the_log_of_a_start_that_failed_stays_and_is_named(tmp_path):
+    command = [sys.executable, "-m", "mmrouter_cli", "up", "examples/demo.yaml", "--wait", "0.5"]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, env=environment)
+    assert done.returncode == 1, done.stderr[-3000:]
+    (log,) = tmp_path.glob("mmrouter-demo-*.log")
+    assert f"log: {log}" in done.stderr.splitlines()
+    assert "not ready after 0.5 s" in done.stderr
+    assert " demo | addresses: " in log.read_text()
+    assert log.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_killed_up_leaves_no_child_behind():

@@ -91,6 +91,10 @@ class LocalCluster:
 
         await self.wait_until(settled, timeout)
 
+    def waiting(self) -> dict[str, str]:
+        """Return what each pod waits for, by name; empty for one that is ready."""
+        return {pod.name: "" if pod.ready else pod.waiting_for() or "its start" for pod in self.pods}
+
     async def wait_until(self, condition: Callable[[], bool], timeout: float) -> None:
         """Wait for a condition that depends on the pods' readiness. Raises ``TimeoutError``."""
         try:

@@ -4,10 +4,16 @@ import asyncio
 import contextlib
 import json
 import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from mmrouter_cli import demo_workload
 from mmrouter_cli.demo_workload import DemoResult
@@ -17,7 +23,9 @@ from mmrouter_cli.local.envoy import find_envoy
 from mmrouter_cli.local.pods.environment import Engines
 from mmrouter_cli.local.pods.pod_processes import VainError
 from mmrouter_cli.local.preflight import Preflight
+from mmrouter_cli.local.process import console_sink, file_sink
 from mmrouter_cli.local.run_plan import make_plan
+from mmrouter_cli.options import table
 from mmrouter_cli.status.control_api import ControlEndpoint, Frontend, Unread, client, fetch
 from mmrouter_cli.verify import NOT_PROBED
 from mmrouter_lib.api import MMRouterDeployment, SpecError, parse_deployment
@@ -53,12 +61,14 @@ async def run(
     wait_seconds: float,
     console: Console,
     gateway: bool = False,
+    verbose: bool = False,
 ) -> DemoResult | None:
     """Run a deployment until ctrl-C, or until the demo is over; return the demo's result.
 
     ``engines``: simulated ones, or real ones from ``engine_env`` (else PATH). ``objects``: ConfigMaps and Secrets that
-    the deployment refers to. ``gateway``: with Envoy in front of the routers. When this returns or raises, no process
-    and no file of the deployment is left. Raises :class:`NotReadyError`, ``ProbeError``, ``LocalError`` or
+    the deployment refers to. ``gateway``: with Envoy in front of the routers. ``verbose``: the pods' output on standard
+    error, else in a temporary file. When this returns or raises, no process and no file of the deployment is left, but
+    the log of a run that failed. Raises :class:`NotReadyError`, ``ProbeError``, ``LocalError`` or
     ``mmrouter_lib.api.SpecError``.
     """
     stop = asyncio.Event()
@@ -71,32 +81,101 @@ async def run(
     if warning := preflight.warning():
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
     name = deployment.metadata.name
-    run_with = run_local(
-        rendered,
-        base_dir=base_dir,
-        name=name,
-        model=deployment.spec.model.served_name,
-        engines=engines,
-        engine_env=engine_env,
-        devices=device_requests(deployment, find_devices) if engines == "path" else {},
-    )
-    async with run_with as cluster:
+    async with contextlib.AsyncExitStack() as stack:
+        path = None if verbose else _log_file(name, console)
+        log = console_sink() if path is None else stack.enter_context(file_sink(path))
+        run_with = run_local(
+            rendered,
+            base_dir=base_dir,
+            name=name,
+            model=deployment.spec.model.served_name,
+            engines=engines,
+            engine_env=engine_env,
+            devices=device_requests(deployment, find_devices) if engines == "path" else {},
+            log=log,
+        )
+        cluster = await stack.enter_async_context(run_with)
         ended = asyncio.create_task(stop.wait())
+        if not verbose:
+            # Ended before the pods are stopped.
+            await stack.enter_async_context(_in_background(PodView(console).follow(cluster.waiting)))
         simulated = engines == "sim"
         working = _work(cluster, deployment, console, wait_seconds, demo=demo, gateway=gateway, simulated=simulated)
         work = asyncio.create_task(working)
         await asyncio.wait((work, ended), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        result = None
+        if work.done():
+            result = work.result()
+            if not demo:
+                await ended
+            ended.cancel()
+            console.print("stopping")
+        else:
             work.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await work
-            return None
-        result = work.result()
-        if not demo:
-            await ended
-        ended.cancel()
-        console.print("stopping")
-        return result
+    if path is not None and (result is None or result.passed):
+        path.unlink()
+    return result
+
+
+def _log_file(name: str, console: Console) -> Path:
+    """Create the file of a deployment's log, for its user only, and say where it is."""
+    with tempfile.NamedTemporaryFile(prefix=f"mmrouter-{name}-", suffix=".log", delete=False) as file:
+        console.print(f"log: {file.name}", markup=False, highlight=False, soft_wrap=True)
+        return Path(file.name)
+
+
+@contextlib.asynccontextmanager
+async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class PodView:
+    """What pods wait for: on a terminal a table until all are ready the first time, else a line for each change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._shown, self._began = console, dict[str, str](), time.monotonic()
+
+    async def follow(self, pods: Callable[[], Mapping[str, str]]) -> None:
+        """Show until cancelled. ``pods``: name of a pod -> what it waits for, empty once it is ready."""
+        if self._console.is_terminal:
+            with Live(console=self._console, transient=True, auto_refresh=False) as live:
+                while any(now := pods().values()) or not now:
+                    live.update(self.table(pods()), refresh=True)
+                    await asyncio.sleep(STEP_SECONDS)
+            self._shown = dict(pods())
+            self._print(f"{len(self._shown)} pods ready after {time.monotonic() - self._began:.0f} s")
+        while True:
+            self.show(pods())
+            await asyncio.sleep(STEP_SECONDS)
+
+    def table(self, pods: Mapping[str, str]) -> Table:
+        head = f"{_ready(pods)} of {len(pods)} pods ready, {time.monotonic() - self._began:.0f} s"
+        shown = table(head, "pod", "waits for", title_justify="left")
+        for name, why in pods.items():
+            shown.add_row(name, Text(why, style="yellow") if why else Text("ready", style="green"))
+        return shown
+
+    def show(self, pods: Mapping[str, str]) -> None:
+        """Print what is different from the last time."""
+        for name, why in pods.items():
+            if self._shown.get(name) != why:
+                ready = f"ready, {_ready(pods)} of {len(pods)}"
+                self._print(f"{name}: waits for {why}" if why else f"{name}: {ready}")
+        self._shown = dict(pods)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _ready(pods: Mapping[str, str]) -> int:
+    return sum(not why for why in pods.values())
 
 
 async def _work(

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -164,6 +164,18 @@ LogSink = Callable[[str, str], None]
 """Called with a source (``pod/container``, or ``pod`` for messages about it) and one line of text."""
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+
+
+@contextlib.contextmanager
+def file_sink(path: Path) -> Iterator[LogSink]:
+    """Return a sink that adds lines to a file, with the time. Raises ``OSError`` where it cannot be opened."""
+    with path.open("a", encoding="utf-8", errors="replace", buffering=1) as file:
+
+        def sink(source: str, line: str) -> None:
+            with contextlib.suppress(OSError):  # as on the console
+                file.write(f"{time.strftime('%H:%M:%S')} {source} | {Text.from_ansi(line).plain}\n")
+
+        yield sink
 
 
 def console_sink() -> LogSink:
