@@ -36,7 +36,8 @@ def definitions(cluster: Node, folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        cluster.kubectl("delete", "--wait=false", "-f", folder)
+        # An operator that starts while they go waits for their objects until it looks again.
+        cluster.kubectl("delete", f"--timeout={OPERATOR_SECONDS}s", "-f", folder)
         restart_operator(cluster)
 
 
