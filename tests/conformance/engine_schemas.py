@@ -22,7 +22,7 @@ MODELS: dict[Endpoint, tuple[str, str, str]] = {
 """Endpoint -> the engine's model, vLLM's folder of it, and the parameters of OpenAI's client."""
 
 PROGRAM = """
-import importlib, importlib.metadata, json, sys, traceback
+import importlib, json, sys, traceback
 
 def schema(module, name):
     return getattr(importlib.import_module(module), name).model_json_schema()
@@ -46,9 +46,8 @@ def read(function, *arguments):
         return {"error": f"{type(error).__name__}: {error}"}
 """
 PARTS = """
-release, asked = json.load(sys.stdin)
-found = {"release": read(importlib.metadata.version, release), "sampling": read(sampling), "openapi": read(openapi)}
-for endpoint, module, name, client in asked:
+found = {"sampling": read(sampling), "openapi": read(openapi)}
+for endpoint, module, name, client in json.load(sys.stdin):
     found["schema " + endpoint], found["fields " + endpoint] = read(schema, module, name), read(fields, module, name)
     if client:
         found["client " + endpoint] = read(parameters, client)
@@ -97,9 +96,6 @@ class Schemas:
 
     parts: dict[str, dict[str, Any]]
 
-    def release(self) -> str:
-        return str(self._part("release"))
-
     def openapi(self) -> dict[str, Any]:
         return self._part("openapi")
 
@@ -131,7 +127,7 @@ def schemas_of(engine: str, env: Path) -> Schemas:
         (endpoint, module_of(engine, endpoint, folder), model, client)
         for endpoint, (model, folder, client) in MODELS.items()
     ]
-    return Schemas(answer_of(env, ["-c", PROGRAM + SERVERS[engine] + PARTS], [engine, asked]))
+    return Schemas(answer_of(env, ["-c", PROGRAM + SERVERS[engine] + PARTS], asked))
 
 
 def module_of(engine: str, endpoint: Endpoint, folder: str) -> str:

@@ -213,7 +213,8 @@ RELEASES_HEAD = (
     "",
     "- *exact*: the library predicted all that was compared, as often as the cell says, or knows every name.",
     "- *bounded*: for the requests *below*, the library promised fewer tokens than the engine had, and never more.",
-    "- *differs*: the check failed, with the first difference. A router's decisions may be wrong there.",
+    "- *differs*: the check failed, with what differs. A router's decisions may be wrong there; a request with an",
+    "  unknown name is a 400.",
     "- *not run*: the release has no such code, or this machine cannot run it, in the words of the tool or the engine.",
     "- A dash: the run of the release left the check out (`--only`).",
 )

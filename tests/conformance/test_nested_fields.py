@@ -52,6 +52,7 @@ ANY_NAME = {
     "options, with which a request is not exact": words(
         "mm_processor_kwargs media_io_kwargs images_config video_config vllm_xargs"
     ),
+    "vLLM 0.33 repeats it in its answer and does nothing else": words("prompt_cache_options"),
     "embeddings for a thought (vLLM 0.33), which are a 400 there": words("messages[].reasoning"),
     "no template reads it": words(
         "content[].prompt_cache_breakpoint messages[].audio messages[].function_call thinking"

@@ -5,6 +5,7 @@ A field that a new release adds fails here until it is judged, and one that a re
 
 import pytest
 from conformance.conftest import Figure
+from conformance.engine_process import env_version
 from conformance.engine_schemas import MODELS, MODULES, schemas_of
 from packaging.version import Version
 
@@ -36,6 +37,7 @@ SINCE: dict[str, dict[str, dict[Endpoint, frozenset[str]]]] = {
             COMPLETIONS: words("watermark"),
         },
         "0.5.21": {CHAT: words("sampling_logprobs_mode")},
+        "0.5.20": {CHAT: words("return_input_ids_in_sglext return_output_ids_in_sglext")},
     },
 }
 """Engine -> release -> fields that it has since then. Earlier releases ignore them."""
@@ -47,8 +49,8 @@ SINCE: dict[str, dict[str, dict[Endpoint, frozenset[str]]]] = {
 def test_every_field_of_the_engine_and_of_openai_is_judged(
     engine: str, request: pytest.FixtureRequest, figure: Figure
 ) -> None:
-    schemas = schemas_of(engine, request.getfixturevalue(f"{engine}_env"))
-    release = Version(Version(schemas.release()).public)
+    env = request.getfixturevalue(f"{engine}_env")
+    schemas, release = schemas_of(engine, env), Version(env_version(env))
     for endpoint, (_, _, client) in MODELS.items():
         if not client:
             continue

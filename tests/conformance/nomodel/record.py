@@ -72,11 +72,11 @@ def recorded_pages(engine: SglangProcess, release: str, name: str) -> Iterator[d
         prompts.answered(prompt, answer["output"])
 
 
-def with_sentinels(prompt: Drawn) -> list[int]:
+def with_sentinels(prompt: Drawn, *, legacy: bool = False) -> list[int]:
     """Return the ids of a prompt as SGLang has them: an image's are the sentinels of its hash."""
     ids = list(prompt.ids)
     for image in prompt.images:
-        values = sentinels(int.from_bytes(image.identity[:8], "big"), legacy=False)
+        values = sentinels(int.from_bytes(image.identity[:8], "big"), legacy=legacy)
         ids[image.offset : image.end] = run_ids(values, image.length)
     return ids
 

@@ -21,6 +21,7 @@ import torch
 from frames import serve
 from sglang.srt.disaggregation.kv_events import KVEventBatch
 from sglang.srt.managers import schedule_batch
+from sglang.srt.mem_cache import events
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -30,12 +31,20 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 
+NAMES_REQUESTS = hasattr(events, "KvEventLoraNames")  # since 0.5.23; before, the engine names adapters as it loads them
 MAX_LENGTH, CHUNK = 4_096, 1_024  # tokens of a prompt, and of one step
 
 
 def adapter_id(name: str) -> str:
     """The id of a loaded adapter: 32 characters, which end the key of its requests."""
     return name.rjust(32, "0")
+
+
+def sentinels(identity: bytes) -> tuple[int, ...]:
+    """What the engine writes over an image's placeholder tokens; one value before 0.5.23."""
+    if NAMES_REQUESTS:
+        return tuple(schedule_batch._compute_pad_values(identity))
+    return (schedule_batch._compute_pad_value(int.from_bytes(identity, "big")),)
 
 
 class Engine:
@@ -55,7 +64,9 @@ class Engine:
             enable_kv_cache_events=True,
             tree_components=(ComponentType.FULL,),
         )
-        self._names = params.kv_event_lora_names
+        if not NAMES_REQUESTS:
+            params.kv_event_lora_names = events.LoRANameTable()
+        self._names: Any = params.kv_event_lora_names
         self._tree = UnifiedRadixCache(params)
         self._encode = msgspec.msgpack.Encoder().encode
 
@@ -63,8 +74,8 @@ class Engine:
         """Run a request to its end, or abort it after some steps, and keep what was computed."""
         ids = array("q", asked["ids"])
         for identity, offset, length in asked["images"]:
-            values = schedule_batch._compute_pad_values(bytes.fromhex(identity)[:8])
-            ids[offset : offset + length] = (array("q", values) * (length // 4 + 1))[:length]
+            values = sentinels(bytes.fromhex(identity)[:8])
+            ids[offset : offset + length] = (array("q", values) * (length // len(values) + 1))[:length]
         output = array("q", [1000 + (len(ids) + n) * 7 % 997 for n in range(asked["output"])])
         adapter = adapter_id(asked["lora"]) if asked["lora"] else None
         request = SimpleNamespace(
@@ -81,7 +92,10 @@ class Engine:
             rid="r",
             finished=lambda: finished,
         )
-        self._names.register(request, asked["lora"])
+        if NAMES_REQUESTS:
+            self._names.register(request, asked["lora"])
+        elif adapter is not None:
+            self._names.register(lora_id=adapter, lora_name=asked["lora"])
         finished, steps = False, 0
         key = RadixKey(
             request.full_untruncated_fill_ids, request.extra_key, limit=len(ids) - 1, cache_salt=request.cache_salt

@@ -11,32 +11,37 @@ from pathlib import Path
 import pytest
 from artefacts import Record
 from conformance.conftest import Figure
+from conformance.engine_process import env_version
 from conformance.nomodel.layouts import PAGES, SglangProcess
 from conformance.nomodel.prompts import Prompts
 from conformance.nomodel.record import with_sentinels
 from conformance.nomodel.test_hits import REQUESTS
 from kv_events.mmrouter_consumer import Followed
 
+from mmrouter_lib.engines.sglang.identity import legacy_sentinels
+
 
 @pytest.mark.adopts(engine="sglang", check="hits")
 @pytest.mark.parametrize("name", PAGES)
 def test_every_promise_is_the_engines_hit(
-    sglang_engine: SglangProcess, name: str, tmp_path: Path, record: Record, figure: Figure
+    sglang_engine: SglangProcess, sglang_env: Path, name: str, tmp_path: Path, record: Record, figure: Figure
 ) -> None:
     sglang_engine.plan(name)
     followed = Followed(tmp_path, "sglang", drafts=False)
     prompts = Prompts(random.Random(name), block_size=PAGES[name][0])
     seen: Counter[str] = Counter()
-    different = []
+    different, legacy = [], legacy_sentinels(env_version(sglang_env))
     for _ in range(REQUESTS):
         prompt = prompts.next()
-        ids = with_sentinels(prompt)
+        ids = with_sentinels(prompt, legacy=legacy)
         promised = followed.promised(ids, (), prompt.salt, prompt.lora)
         answer = sglang_engine.run(prompt, bytes.hex)
         assert answer["ids"] == ids, "the engine's sentinels are others"
         seen.update(requests=1, hit=answer["cached"] > 0, hit_tokens=answer["cached"], image=bool(prompt.images))
         if promised != answer["cached"]:
-            different.append((promised, answer["cached"], prompt))
+            different.append(
+                f"promised {promised} of {answer['cached']} tokens, adapter {prompt.lora}, salt {prompt.salt}"
+            )
         followed.apply(answer["batches"])
         prompts.answered(prompt, answer["output"])
     record(f"SGLang without a model, full attention, {name}", {**seen, "different": len(different)})
