@@ -20,11 +20,11 @@ from cluster.resources import Object, apply, delete, resource, status
 from long_form import IS_LONG, parameters
 from waiting import wait_for
 
-from mmrouter_operator.runtime.operator import EXIT
+from mmrouter_operator.runtime.operator import EXIT, REFRESH
 
 SETTLE_SECONDS = 60
 """A deadline: pauses between tries grow, and of four writes one fails."""
-BAD_REQUEST = Fault(400, "BadRequest")
+BAD_REQUEST, NOT_FOUND = Fault(400, "BadRequest"), Fault(404, "NotFound")
 STEP = 1 if IS_LONG else 6
 """An operator is killed after every call of a reconcile, or after every sixth one."""
 POLL = 0.2
@@ -87,6 +87,23 @@ def test_an_operator_that_cannot_discover_its_kind_ends(crd: ControlPlane, betwe
     with operator(crd, "undiscovered", server=between.url, wait=False) as replica:
         wait_for(lambda: replica.process.poll() is not None, EXIT - 10, "it ends")
         assert replica.process.returncode == 1
+
+
+def test_an_operator_that_cannot_list_a_kind_reads_soon_whether_it_is_still_served(
+    crd: ControlPlane, between: Proxy
+) -> None:
+    reads: list[str] = []
+
+    def gone(method: str, path: str) -> Fault | None:
+        reads.append(path)
+        return NOT_FOUND if path == "/api/v1/services" else None
+
+    between.faults = gone
+    with operator(crd, "unlisted", server=between.url, wait=False) as replica:
+        wait_for(lambda: reads.count("/api/v1/services") > 1, SETTLE_SECONDS, "the list is refused and tried again")
+        before = reads.count("/apis")
+        wait_for(lambda: reads.count("/apis") > before + 1, REFRESH - 20, "the served APIs are read twice more")
+        assert replica.process.poll() is None
 
 
 @pytest.mark.parametrize(

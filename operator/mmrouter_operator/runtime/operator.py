@@ -31,7 +31,7 @@ from mmrouter_operator.runtime.reconciler import Reconciler
 
 log = logging.getLogger(__name__)
 
-REFRESH = 120.0
+REFRESH, REFRESH_UNLISTED = 120.0, 5.0
 """Seconds between reads of the APIs that the cluster serves."""
 GRACE = 5.0
 """Seconds for running reconciles to finish at shutdown."""
@@ -170,7 +170,8 @@ class Operator:
     async def _refresh(self, seen: Capabilities) -> None:
         """Read the served APIs regularly. Returns when the kinds to watch change: the process then restarts."""
         while True:
-            await asyncio.sleep(REFRESH)
+            # A kind that cannot be listed may have gone since the APIs were read.
+            await asyncio.sleep(REFRESH if self._watches.listed.is_set() else REFRESH_UNLISTED)
             try:
                 now = await self._cluster.capabilities()
             except ApiError as error:
