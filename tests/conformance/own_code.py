@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,11 +11,16 @@ from typing import Any
 
 from hack.build_once import last_line
 
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
 
 
 class EngineError(Exception):
-    """The engine's code ended without an answer; the text is the last line that it wrote."""
+    """The engine's code ended without an answer; the text is its last error, or else the last line that it wrote."""
+
+    def __init__(self, written: str) -> None:
+        errors = _ERROR.findall(written)
+        super().__init__(errors[-1][:300] if errors else last_line(written))
 
 
 def answer_of(env: Path, command: Sequence[str | Path], asked: Any = None) -> Any:
@@ -31,5 +37,5 @@ def answer_of(env: Path, command: Sequence[str | Path], asked: Any = None) -> An
     )
     if done.returncode:
         print(done.stderr[-4000:], file=sys.stderr)
-        raise EngineError(last_line(done.stderr))
+        raise EngineError(done.stderr)
     return json.loads(done.stdout.strip().rpartition("\n")[2])

@@ -13,7 +13,6 @@ from conformance.nomodel import frames
 from conformance.nomodel.prompts import Drawn
 from conformance.own_code import EngineError
 
-from hack.build_once import last_line
 from mmrouter_lib.media_identity import to_wire
 
 HERE = Path(__file__).parent
@@ -72,7 +71,7 @@ class EngineProcess:
         answer = frames.read(answers)
         if answer is None:
             self._log.seek(0)
-            raise EngineError(last_line(self._log.read()))
+            raise EngineError(self._log.read())
         return answer
 
 

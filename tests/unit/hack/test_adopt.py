@@ -90,7 +90,11 @@ def test_the_page_has_a_column_per_release_in_their_order_and_says_how_exact_eac
 
 @pytest.mark.parametrize(
     ("error", "expected"),
-    [(EngineError("no module"), "not run: no module"), (AssertionError("[1]\n== [2]"), "differs: [1] == [2]")],
+    [
+        (EngineError("Traceback\n  at\nab.cError: no module\nleaked 2\n"), "not run: ab.cError: no module"),
+        (EngineError("killed\n"), "not run: killed"),
+        (AssertionError("[1]\n== [2]"), "differs: [1] == [2]"),
+    ],
 )
 def test_engine_code_that_ends_did_not_run_and_does_not_differ(error: Exception, expected: str) -> None:
     report = pytest.TestReport("test", ("test", 1, "test"), {}, "failed", None, "call")
