@@ -13,7 +13,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure
 from conformance.nomodel.layouts import LAYOUTS, VllmProcess, drafter
-from conformance.nomodel.prompts import Drawn, Prompts
+from conformance.nomodel.prompts import Prompts
 from kv_events.mmrouter_consumer import Followed
 
 REQUESTS = int(os.environ.get("MMROUTER_NOMODEL_REQUESTS", "300"))
@@ -45,7 +45,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
     followed = Followed(folder, "vllm", drafts=drafts)
     prompts = Prompts(random.Random(name), block_size=LAYOUTS[name][1])
     seen: Counter[str] = Counter()
-    above: list[tuple[Drawn, int, int]] = []
+    above: list[str] = []
     for _ in range(REQUESTS):
         prompt = prompts.next()
         asked = (prompt.ids, prompt.images, prompt.salt, prompt.lora)
@@ -55,7 +55,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
         seen.update(promised_tokens=promised, hit_tokens=cached)
         seen["full attention alone above"] += followed.of_primary_alone(*asked) > cached
         if promised > cached:
-            above.append((prompt, promised, cached))
+            above.append(f"promised {promised} of {cached} tokens")
         followed.apply(answer["batches"])
         prompts.answered(prompt, answer["output"])
     counts = {reason: n for reason, n in followed.relay.ledger.counts.items() if reason not in ("stored", "removed")}
