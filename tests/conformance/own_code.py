@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,19 @@ class EngineError(Exception):
     def __init__(self, written: str) -> None:
         errors = _ERROR.findall(written)
         super().__init__(errors[-1][:300] if errors else last_line(written))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What an engine answered for a model folder: prompts and refusals, or why it does not take the folder."""
+
+    found: list[Any] | str
+
+    def listed(self) -> list[Any]:
+        """Raises :class:`EngineError`."""
+        if isinstance(self.found, str):
+            raise EngineError(self.found)
+        return self.found
 
 
 def answer_of(env: Path, command: Sequence[str | Path], asked: Any = None) -> Any:

@@ -1,7 +1,5 @@
 """A real ``vllm launch render``: what vLLM makes of a chat request, without a GPU and without a model."""
 
-import json
-import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any
 
 import httpx
 from conformance.engine_process import addresses, environment, is_healthy, require_memory, server, wait_healthy
+from conformance.own_code import Prompts, answer_of
 
 PORT = 8000
 OWN_PROMPTS = Path(__file__).parent / "vllm" / "own_prompts.py"
@@ -75,19 +74,10 @@ def renderer(
         yield Renderer(client, process)
 
 
-def own_prompts(env: Path, folders: Sequence[Path], **asked: Any) -> dict[Path, list[Any]]:
+def own_prompts(env: Path, asked: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Prompts]:
     """Return vLLM's prompts for each folder, of one process, which takes longer to start than to answer.
 
     ``asked``: the bodies of each kind, as ``own_prompts.py`` reads them; answers are in its order.
     """
-    done = subprocess.run(
-        [str(env / "bin" / "python"), str(OWN_PROMPTS)],
-        input=json.dumps({"folders": [str(folder) for folder in folders], **asked}),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return {folder: answers[str(folder)] for folder in folders}
+    bodies = [{"folder": str(folder), **kinds} for folder, kinds in asked.items()]
+    return {folder: Prompts(found) for folder, found in zip(asked, answer_of(env, [OWN_PROMPTS], bodies), strict=True)}

@@ -19,6 +19,7 @@ from artefacts import Record, run_tool_or_skip
 from conformance.conftest import Figure, model_folder
 from conformance.corpus import text_corpus
 from conformance.engine_process import BLOCK_SIZE, Engine, engine
+from conformance.own_code import Prompts
 from conformance.prediction import Exchange, Predicted, Predictor, compare, image_places
 from conformance.rendering import own_prompts
 from conformance.sglang.test_rendering import REFUSED_BEFORE, Rendering, own_fields, rendered
@@ -78,9 +79,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.fixture(scope="module")
-def vllms_prompts(vllm_env: Path, folder: Folder) -> dict[Path, list[Any]]:
+def vllms_prompts(vllm_env: Path, folder: Folder) -> dict[Path, Prompts]:
     chats = [one.body for one in text_corpus()]
-    return own_prompts(vllm_env, [folder(name) for name in MODELS], chats=chats, completions=COMPLETIONS)
+    asked = {"chats": chats, "completions": COMPLETIONS}
+    return own_prompts(vllm_env, dict.fromkeys(map(folder, MODELS), asked))
 
 
 def ours(prompter: Prompter, one: Case) -> "list[int] | str":
@@ -103,9 +105,9 @@ def differences(prompter: Prompter, cases: Sequence[Case], theirs: Sequence[Any]
 @pytest.mark.adopts(engine="vllm", check="prompts of text models")
 @pytest.mark.parametrize("name", MODELS)
 def test_vllms_prompts_of_text_models_are_the_predicted_ones(
-    name: str, vllms_prompts: dict[Path, list[Any]], folder: Folder, record: Record, figure: Figure
+    name: str, vllms_prompts: dict[Path, Prompts], folder: Folder, record: Record, figure: Figure
 ) -> None:
-    cases, theirs = text_corpus(), vllms_prompts[folder(name)]
+    cases, theirs = text_corpus(), vllms_prompts[folder(name)].listed()
     prompter = load_text_prompter("vllm", folder(name))
     wrong = differences(prompter, cases, theirs[: len(cases)], REFUSED_BY_VLLM)
     figure("conversations", len(cases))

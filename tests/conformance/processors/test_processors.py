@@ -1,7 +1,5 @@
 """Every family against a third-party image processor: Hugging Face's, for Phi-3 that of mlx-vlm."""
 
-import json
-import os
 import random
 import subprocess
 import sys
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 from artefacts import Record, run_tool_or_skip
 from conformance.conftest import Figure, Shrunk, model_folder
+from conformance.own_code import Prompts, answer_of
 from conformance.setups import PROCESSED, REPOSITORIES
 from conformance.workload import picture
 from long_form import IS_LONG
@@ -112,16 +111,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Drawn]:
 @pytest.fixture(scope="session")
 def ask(vllm_env: Path) -> Ask:
     def run(what: str, *arguments: str, **request: Any) -> Any:
-        done = subprocess.run(
-            [str(vllm_env / "bin" / "python"), str(THIRD_PARTY), what, *arguments],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout)
+        return answer_of(vllm_env, [THIRD_PARTY, what, *arguments], request)
 
     return run
 
@@ -216,27 +206,27 @@ def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_proce
 
 
 @pytest.fixture(scope="module")
-def front_end(ask: Ask, pictures: list[Drawn]) -> dict[str, Any]:
+def front_end(ask: Ask, pictures: list[Drawn]) -> dict[str, Prompts]:
     """The prompts of all families by vLLM's own front end, of one process."""
     asked = [
         {"files": [str(drawn.path) for drawn in group], "text": group[0].text}
         for group in chats(pictures[:OWN_PICTURES])
     ]
     answers = ask("vllm_prompts", models=[str(folder_of(name)) for name in PROCESSED], chats=asked)
-    return {Path(folder).name: answer for folder, answer in answers.items()}
+    return {name: Prompts(answer) for name, answer in zip(PROCESSED, answers, strict=True)}
 
 
 @pytest.mark.adopts(engine="vllm", check="front end")
 @pytest.mark.proves("vllm", "front end", "{name}")
 @pytest.mark.parametrize("name", PROCESSED)
 def test_case_24_images_have_the_tokens_and_places_that_vllms_own_front_end_gives_them(
-    name: str, front_end: dict[str, Any], pictures: list[Drawn], record: Record, figure: Figure
+    name: str, front_end: dict[str, Prompts], pictures: list[Drawn], record: Record, figure: Figure
 ) -> None:
     family = load(folder_of(name))
     prompter = Prompter.load(folder_of(name), family=family)
     groups = chats(pictures[:OWN_PICTURES])
     wrong = []
-    for group, answer in zip(groups, front_end[name], strict=True):
+    for group, answer in zip(groups, front_end[name].listed(), strict=True):
         content = [*({"type": "image_url"} for _ in group), {"type": "text", "text": group[0].text}]
         shown = [replace(image(family, drawn), identity=bytes([n]) * 32) for n, drawn in enumerate(group)]
         expanded = prompter.prompt({"messages": [{"role": "user", "content": content}]}, shown)

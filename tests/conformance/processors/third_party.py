@@ -12,6 +12,7 @@ The functions of these names say what requests and answers hold.
 import json
 import sys
 import time
+import traceback
 import zipfile
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -137,18 +138,27 @@ COUNTS = {
 """Processors that state no number of tokens, or not the engine's."""
 
 
-def vllm_prompts(request: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Prompts by vLLM 0.32's own front end. The request holds ``models`` (folders) and ``chats``, each a list of
+def vllm_prompts(request: dict[str, Any]) -> list[list[dict[str, Any]] | str]:
+    """Prompts by vLLM's own front end. The request holds ``models`` (folders) and ``chats``, each a list of
     picture ``files`` and a ``text``, which become one user message. The answer holds for each folder and chat ``ids``
-    and ``places``, [offset, length, number of its file] of each image.
+    and ``places``, [offset, length, number of its file] of each image; a text where vLLM does not take a folder.
     """
-    return {folder: own_prompts(folder, request["chats"]) for folder in request["models"]}
+    answers: list[list[dict[str, Any]] | str] = []
+    for folder in request["models"]:
+        try:
+            answers.append(own_prompts(folder, request["chats"]))
+        except Exception as error:
+            traceback.print_exc()
+            answers.append(f"{type(error).__name__}: {error}")
+    return answers
 
 
 def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.model_executor.models import registry
     from vllm.renderers import renderer_from_config
 
+    registry._run_in_subprocess = lambda look: look()  # each process would import all of vLLM again
     config = ModelConfig(model=folder, dtype="float32", trust_remote_code=False)
     renderer: Any = renderer_from_config(VllmConfig(model_config=config))
     made = []

@@ -1,7 +1,6 @@
 """The prompt of every conversation of the corpus, and of SGLang's own fields, against SGLang's own rendering."""
 
 import json
-import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure, model_folder
 from conformance.corpus import STYLES, corpus, images
+from conformance.own_code import answer_of
 from conformance.prediction import image_places
 from conformance.workload import WEATHER, Case, case, said, user
 
@@ -214,10 +214,7 @@ def rendered(env: Path, renderings: Iterable[Rendering]) -> list[list[dict[str, 
 
 def own_prompts(env: Path, asked: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return what ``own_prompts.py`` answers."""
-    command = [str(env / "bin" / "python"), str(Path(__file__).with_name("own_prompts.py"))]
-    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: list[list[dict[str, Any]]] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    answers: list[list[dict[str, Any]]] = answer_of(env, [Path(__file__).with_name("own_prompts.py")], asked)
     return answers
 
 

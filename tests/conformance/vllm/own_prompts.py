@@ -1,17 +1,18 @@
 """Prompts by vLLM's own code: its request models, renderer and tokenizer, without an engine.
 
-    python own_prompts.py < {"folders": [...], "chats": [...], "completions": [...], "responses": [...]}
+    python own_prompts.py < [{"folder": ..., "chats": [...], "completions": [...], "responses": [...]}, ...]
 
-Run by the engine environment's Python. ``context``: tokens of the models' context, 8,192 by default. The last line of
-the output is a JSON object: for each folder a list with the token ids of every chat, then of every completion and of
-every request of /v1/responses, or the reason of a refusal. A prompt with images or videos is an object of ``ids`` and
-``images``, (name, offset, length) each, and with ``block_size`` also of ``keys``, what vLLM adds to the hash of each
-block of that many tokens.
+Run by the engine environment's Python. ``context``: tokens of the model's context, 8,192 by default. The last line of
+the output is a JSON array: for each folder a list with the token ids of every chat, then of every completion and of
+every request of /v1/responses, or the reason of a refusal; a text where vLLM does not take the folder. A prompt with
+images or videos is an object of ``ids`` and ``images``, (name, offset, length) each, and with ``block_size`` also of
+``keys``, what vLLM adds to the hash of each block of that many tokens.
 """
 
 import asyncio
 import json
 import sys
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,15 +34,17 @@ def extra_keys(tokens: int, named: list[tuple[str, Any]], block_size: int) -> li
 
 
 async def prompts(
-    folder: str, context: int, block_size: int | None, bodies: list[tuple[Kind, dict[str, Any]]]
+    folder: str, context: int = 8192, block_size: int | None = None, **bodies: list[dict[str, Any]]
 ) -> list[Any]:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.model_executor.models import registry
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
+    registry._run_in_subprocess = lambda look: look()  # each process would import all of vLLM again
     config = ModelConfig(
         model=folder, dtype="float32", max_model_len=context, limit_mm_per_prompt={"image": 32, "video": 32}
     )
@@ -76,15 +79,20 @@ async def prompts(
         answer = {"ids": ids, "images": [[name, place.offset, place.length] for name, place in named]}
         return answer if block_size is None else {**answer, "keys": extra_keys(len(ids), named, block_size)}
 
-    return [await asked(kind, body) for kind, body in bodies]
+    return [await asked(kind, body) for kind in KINDS for body in bodies.get(kind, ())]
+
+
+def answers_of(asked: dict[str, Any]) -> list[Any] | str:
+    try:
+        return asyncio.run(prompts(**asked))
+    except Exception as error:  # of one folder; the others have answers
+        traceback.print_exc()
+        return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
-    request = json.load(sys.stdin)
     output, sys.stdout = sys.stdout, sys.stderr  # logs are no part of the answer
-    bodies = [(kind, body) for kind in KINDS for body in request.get(kind, ())]
-    context, block_size = request.get("context", 8192), request.get("block_size")
-    answers = {folder: asyncio.run(prompts(folder, context, block_size, bodies)) for folder in request["folders"]}
+    answers = [answers_of(asked) for asked in json.load(sys.stdin)]
     output.write("\n" + json.dumps(answers) + "\n")
 
 

@@ -13,7 +13,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import BLOCK_SIZE, context_length
-from conformance.own_code import answer_of
+from conformance.own_code import Prompts, answer_of
 from conformance.prediction import Predictor
 from conformance.rendering import own_prompts
 from conformance.setups import REPOSITORIES, setup_families
@@ -148,20 +148,47 @@ def ids_and_images(answer: Any) -> tuple[list[int], list[list[Any]]]:
     return (answer, []) if isinstance(answer, list) else (answer["ids"], answer["images"])
 
 
+@pytest.fixture(scope="module")
+def bodies() -> list[Object]:
+    return Drawing(1).requests(DRAWN)
+
+
+@pytest.fixture(scope="module")
+def made(shrunk: Shrunk, bodies: list[Object]) -> dict[str, list[Any]]:
+    """Ids, images and chat of each family's requests, or why they are refused."""
+    predictors = {family: Predictor.load(shrunk(REPOSITORIES[family]), BLOCK_SIZE) for family in setup_families()}
+    return {family: [made_here(one, body) for body in bodies] for family, one in predictors.items()}
+
+
+@pytest.fixture(scope="module")
+def engines_prompts(
+    vllm_env: Path, shrunk: Shrunk, bodies: list[Object], made: dict[str, list[Any]]
+) -> dict[Path, Prompts]:
+    asked = {}
+    for family, requests in made.items():
+        model_dir = shrunk(REPOSITORIES[family])
+        chats = [each[2] for each in requests if not isinstance(each, str)]
+        asked[model_dir] = {"context": context_length(model_dir), "chats": chats, "responses": bodies}
+    return own_prompts(vllm_env, asked)
+
+
 @pytest.mark.adopts(engine="vllm", check="prompts of chats and /v1/responses")
 @pytest.mark.parametrize("family", setup_families())
 def test_the_prompt_of_a_responses_request_is_the_engines_own(
-    vllm_env: Path, shrunk: Shrunk, family: str, record: Record, figure: Figure
+    family: str,
+    shrunk: Shrunk,
+    bodies: list[Object],
+    made: dict[str, list[Any]],
+    engines_prompts: dict[Path, Prompts],
+    record: Record,
+    figure: Figure,
 ) -> None:
     model_dir = shrunk(REPOSITORIES[family])
-    predictor, bodies = Predictor.load(model_dir, BLOCK_SIZE), Drawing(1).requests(DRAWN)
-    made = [made_here(predictor, body) for body in bodies]
-    chats = [each[2] for each in made if not isinstance(each, str)]
-    asked = {"context": context_length(model_dir), "chats": chats, "responses": bodies}
-    answers = own_prompts(vllm_env, [model_dir], **asked)[model_dir]
-    sent, theirs = iter(answers[: len(chats)]), answers[len(chats) :]
+    answers = engines_prompts[model_dir].listed()
+    chats = len(answers) - len(bodies)
+    sent, theirs = iter(answers[:chats]), answers[chats:]
     both = images = 0
-    for number, (body, ours, own) in enumerate(zip(bodies, made, theirs, strict=True)):
+    for number, (body, ours, own) in enumerate(zip(bodies, made[family], theirs, strict=True)):
         shown = f"request {number}: {json.dumps(body)[:3000]}"
         refused = own.get("refused") if isinstance(own, dict) else None
         if isinstance(ours, str):

@@ -66,7 +66,8 @@ def test_the_prompts_are_the_engines_own(folder: Path, vllm_env: Path, record: R
     predictor, cases = Predictor.load(folder, BLOCK_SIZE), corpus(folder.name)
     bodies = [{key: value for key, value in predictor.request(one).items() if key != "model"} for one in cases]
     wrong, equal, unmodelled = [], 0, 0
-    for one, theirs in zip(cases, own_prompts(vllm_env, [folder], chats=bodies)[folder], strict=True):
+    answers = own_prompts(vllm_env, {folder: {"chats": bodies}})[folder].listed()
+    for one, theirs in zip(cases, answers, strict=True):
         mine = ours(predictor, one)
         refused = [isinstance(side, dict) and "refused" in side for side in (mine, theirs)]
         unmodelled += mine == ""

@@ -69,8 +69,9 @@ def theirs(
 ) -> dict[str, list[dict[str, Any]]]:
     bodies = [body(videos, chat) for chat in chats]
     folders = {family: folder_of(family) for family in (VIDEOS if IS_LONG else ALWAYS)}
-    answers = own_prompts(vllm_env, list(folders.values()), chats=bodies, context=32_768, block_size=BLOCK_SIZE)
-    return {family: answers[folder] for family, folder in folders.items()}
+    asked = {"chats": bodies, "context": 32_768, "block_size": BLOCK_SIZE}
+    answers = own_prompts(vllm_env, dict.fromkeys(folders.values(), asked))
+    return {family: answers[folder].listed() for family, folder in folders.items()}
 
 
 def folder_of(family: str) -> Path:
