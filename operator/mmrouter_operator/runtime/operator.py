@@ -129,7 +129,7 @@ class Operator:
         start(resource_watch.ended())
         start(comparison.run())
         start(watches.run())
-        start(self._refresh(capabilities))
+        start(self._refresh(capabilities, watches))
         start(self._lead(comparison, watches))
         start(self._leader.run(gained=self._gained, lost=self._lost))
         ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -167,11 +167,11 @@ class Operator:
             await asyncio.wait([stopped], timeout=1.0)
         return None
 
-    async def _refresh(self, seen: Capabilities) -> None:
+    async def _refresh(self, seen: Capabilities, watches: ChildWatches) -> None:
         """Read the served APIs regularly. Returns when the kinds to watch change: the process then restarts."""
         while True:
             # A kind that cannot be listed may have gone since the APIs were read.
-            await asyncio.sleep(REFRESH if self._watches.listed.is_set() else REFRESH_UNLISTED)
+            await asyncio.sleep(REFRESH if watches.listed.is_set() else REFRESH_UNLISTED)
             try:
                 now = await self._cluster.capabilities()
             except ApiError as error:
