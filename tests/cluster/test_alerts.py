@@ -30,8 +30,11 @@ def watching(replica: Replica, tmp_path: Path) -> Iterator[Prometheus]:
 
 
 def test_frontends_that_never_report_raise_gate_stuck(watching: Prometheus, crd: ControlPlane, namespace: str) -> None:
-    """The pods are hollow: their containers are ready, and no frontend tells the operator of an engine."""
+    """The pods are hollow: their containers are ready, and no frontend reports an engine to the operator."""
     about = f"{namespace}/demo"
     assert_raised_by(watching, "MMRouterGateStuck", lambda: apply(crd, namespace, resource()), about)
-    gates = lambda: {each["labels"]["gate"] for each in watching.alerts() if each["state"] == "firing"}  # noqa: E731
+
+    def gates() -> set[str]:
+        return {each["labels"]["gate"] for each in watching.alerts() if each["state"] == "firing"}
+
     wait_for(lambda: gates() == {"routable", "verified"}, ALERT_SECONDS, "both gates are stuck", known=watching.alerts)

@@ -319,9 +319,9 @@ def test_the_extensions_suite_passes_with_the_routers_picker_of_frontends(
             return status["phase"] in ("Succeeded", "Failed")
 
         wait_for(ended, SUITE_SECONDS, "the suite has ended", every=1)
-        said = cluster.kubectl("-n", namespace, "logs", "suite").stdout
-    outcomes = {name: outcome for outcome, name in OUTCOME.findall(said)}
+        log = cluster.kubectl("-n", namespace, "logs", "suite").stdout
+    outcomes = {name: outcome for outcome, name in OUTCOME.findall(log)}
     record("tests of the inference extension's suite", len(outcomes))
-    assert len(outcomes) > len(SUITE_SKIPPED), said[-3000:]
+    assert len(outcomes) > len(SUITE_SKIPPED), log[-3000:]
     expected = {name: "SKIP" if name in SUITE_SKIPPED else "PASS" for name in outcomes}
-    assert outcomes == expected, said[-20000:]
+    assert outcomes == expected, log[-20000:]
