@@ -26,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,6 +40,7 @@ NO_TESTS = 5  # pytest's exit status
 NOT_RUN = 3
 RUNNING: set["subprocess.Popen[bytes]"] = set()
 CANCELLED = threading.Event()
+POLL_SECONDS = 0.05
 MOST_LANES = 4
 """Steps at the same time, for two CPUs."""
 
@@ -126,13 +128,14 @@ def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
     limit_s = level.limit_s if step.limit_s is None else step.limit_s
     if live:
         print(f"\n== {step.name}", flush=True)
-        status = execute(command, limit_s, None, env)
+        status, _ = execute(command, limit_s, None, env)
     else:
         with (scratch / f"{name}.out").open("w+b") as out:
-            status = execute(command, limit_s, out, env)
+            status, cpu_s = execute(command, limit_s, out, env)
             out.seek(0)
             shown = out.read().decode(errors="replace").strip()
-        print(f"\n== {step.name}, {time.monotonic() - began:.1f} s\n{shown}", flush=True)
+        took = f"{time.monotonic() - began:.1f} s, {cpu_s:.0f} s of CPU"
+        print(f"\n== {step.name}, {took}\n{shown}", flush=True)
     if report.is_file():
         add_report(report, outcome)
     if status and not outcome.failed:
@@ -142,21 +145,37 @@ def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
     return outcome
 
 
-def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str]) -> int:
-    """Return the exit status of a command; its whole process group is ended when it outlives the limit."""
+def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str]) -> tuple[int, float]:
+    """Return the exit status of a command, and the CPU seconds of it and of the processes that it waited for. Its whole
+    process group is ended when it outlives the limit.
+    """
     stderr = None if out is None else subprocess.STDOUT
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=out, stderr=stderr)
     RUNNING.add(process)
     if CANCELLED.is_set():  # the run was cancelled while this one started
         end(process)
     try:
-        return process.wait(limit_s)
+        cpu_s = wait_unreaped(process.pid, limit_s)
+        return process.wait(0), cpu_s
     except subprocess.TimeoutExpired:
         print(f"ended after {limit_s:.0f} s: {' '.join(command)}", flush=True)
         end(process)
-        return -signal.SIGKILL
+        return -signal.SIGKILL, 0.0
     finally:
         RUNNING.discard(process)
+
+
+def wait_unreaped(pid: int, limit_s: float) -> float:
+    """Wait until a child has ended, and return its CPU seconds, which the kernel forgets once it is reaped."""
+    deadline = time.monotonic() + limit_s
+    with suppress(ChildProcessError, psutil.NoSuchProcess):  # reaped by :func:`end`
+        while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        times = psutil.Process(pid).cpu_times()
+        return float(times.user + times.system + times.children_user + times.children_system)
+    return 0.0
 
 
 def end_all() -> None:

@@ -94,6 +94,18 @@ def test_a_failing_command_fails_the_level_and_does_not_stop_it(tmp_path: Path) 
     assert summary({"check": outcome}).endswith("0 passed, 2 failed, 0 skipped")
 
 
+def test_the_cpu_time_of_a_step_is_shown_with_that_of_its_children(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    burn = "import time\nwhile time.process_time() < 1.0: pass"
+    step = Step(
+        "parent", (sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])")
+    )
+    run_level(Level((step,), limit_s=60, lanes=2), tmp_path)
+    (head,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("== parent")]
+    assert float(head.split()[-4]) >= 1
+
+
 def test_steps_that_run_alone_begin_before_all_others_or_when_they_have_ended(tmp_path: Path) -> None:
     # Each writes when it began and ended; their order in the level is not the order in which they must run.
     code = (
