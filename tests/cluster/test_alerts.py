@@ -14,7 +14,8 @@ from cluster.resources import apply, resource
 from local.prometheus import ALERT_SECONDS, PROMETHEUS, Prometheus, Target, assert_raised_by, prometheus
 from waiting import wait_for
 
-pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="not run: no prometheus")
+# promtool evaluates the rule over recorded series in every run (tests/chart/test_alerts.py).
+pytestmark = [pytest.mark.skipif(PROMETHEUS is None, reason="not run: no prometheus"), pytest.mark.long_form]
 
 
 @pytest.fixture

@@ -27,7 +27,6 @@ from conformance.engines import (
 from conformance.event_listener import replay
 from conformance.workload import STORY, Case, image_part, picture, user
 from local.rig import Deployment, metric
-from long_form import parameters
 from waiting import wait_for
 
 from mmrouter_lib.engines import adapter
@@ -52,6 +51,8 @@ ENGINES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     ),
 }
 """Engine -> its section of the resource, and its environment."""
+# Unit tests of the sidecar and the router have several ranks in every run.
+pytestmark = pytest.mark.long_form
 KINDS = [("vllm", 2), ("vllm", 4), ("sglang", 2)]
 """Engine, and its ranks."""
 SETTLE_SECONDS = 300.0
@@ -96,7 +97,7 @@ def conversation(name: str, number: int) -> Case:
     return Case(f"{name} {number}", {"messages": [user(f"{name} {number}: {STORY}", *shown, "What happens?")]})
 
 
-@pytest.fixture(scope="module", params=parameters(KINDS, ("vllm", 2)), ids="{0[0]} {0[1]}".format)
+@pytest.fixture(scope="module", params=KINDS, ids="{0[0]} {0[1]}".format)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     kind, ranks = request.param
     env: Path = request.getfixturevalue(f"{kind}_env")

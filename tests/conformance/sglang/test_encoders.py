@@ -12,7 +12,8 @@ from local.rig import Deployment, metric
 from scenarios import Chat
 from waiting import wait_for
 
-pytestmark = pytest.mark.proves("sglang", "encoder, worker", "qwen2_5_vl")
+# tests/local/test_staged_sglang.py has simulated encoders, and test_pairs.py a real pair, in every run.
+pytestmark = [pytest.mark.proves("sglang", "encoder, worker", "qwen2_5_vl"), pytest.mark.long_form]
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 PROVE_SECONDS, LEARN_SECONDS = 120.0, 60.0
 LEAST_IMAGES, MOST_IMAGES = 4, 24
