@@ -16,6 +16,7 @@ from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.generation import Piece, render
 from mmrouter_sim.rank_runner import Aborted
+from mmrouter_sim.response_events import numbered_events, response_usage
 from mmrouter_sim.sglang import requests
 from mmrouter_sim.sglang.chat import SglangJob, encoded_images, job_of
 from mmrouter_sim.sglang.requests import ChatRequest, WithoutOverrides, check
@@ -50,7 +51,7 @@ class ResponseJob(SglangJob):
         text = "".join(piece.text for piece in pieces)
         output = [_message(f"msg_{self.request.id}", text)] if text else []
         status = "incomplete" if pieces[-1].finished == "length" else "completed"
-        return self._response(status, output=output, usage=self._usage())
+        return self._response(status, output=output, usage=response_usage(self.usage(), cache_write_tokens=0))
 
     def _response(self, status: str, **fields: Any) -> Object:
         asked = self.asked
@@ -62,25 +63,8 @@ class ResponseJob(SglangJob):
         more: Object = {"model": model, "output": [], "usage": None, "metadata": None, "previous_response_id": None}
         return {**dict.fromkeys(empty), **head, **repeated, **tools, **more, **fields}
 
-    def _usage(self) -> Object:
-        usage = self.usage()
-        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        }
-
     async def _frames(self) -> AsyncIterator[bytes]:
-        number = 0
-
-        def event(kind: str, **fields: Any) -> bytes:
-            nonlocal number
-            data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
-            number += 1
-            return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        event = numbered_events()
 
         for kind in ("response.created", "response.in_progress"):
             yield event(kind, response=self._response("in_progress"))

@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response, parameter_error, validation_error
 from mmrouter_sim.generation import Piece, render
+from mmrouter_sim.response_events import numbered_events, response_usage
 from mmrouter_sim.vllm import completions, requests
 from mmrouter_sim.vllm.completions import VllmJob
 from mmrouter_sim.vllm.requests import ChatRequest, Generation, check, check_generation, parse
@@ -59,7 +60,7 @@ class ResponseJob(VllmJob):
         details = {"reason": "max_output_tokens"} if cut else None
         text = "".join(piece.text for piece in pieces)
         response = {**self.begun(status), "incomplete_details": details, "output": [self._message(text)]}
-        response["usage"] = self._usage()
+        response["usage"] = response_usage(self.usage())
         responses = self.engine.responses
         if self.asked.store and (kept := responses.get(self.id)) is None:
             responses[self.id] = StoredResponse(response, self.messages)
@@ -92,13 +93,7 @@ class ResponseJob(VllmJob):
             kept.more.set()
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        number = 0
-
-        def event(kind: str, **fields: Any) -> bytes:
-            nonlocal number
-            data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
-            number += 1
-            return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+        event = numbered_events()
 
         begun = self.begun("in_progress")
         yield event("response.created", response=begun)
@@ -122,17 +117,6 @@ class ResponseJob(VllmJob):
         part: Object = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
         name = f"msg_{self.request.id}"
         return {"id": name, "type": "message", "role": "assistant", "status": "completed", "content": [part]}
-
-    def _usage(self) -> Object:
-        usage = self.usage()
-        cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": cached},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": usage["total_tokens"],
-        }
 
 
 async def create(engine: SimulatedEngine, http: HttpRequest) -> Response:
