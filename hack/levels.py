@@ -32,7 +32,7 @@ class Step:
 class Level:
     steps: tuple[Step, ...]
     limit_s: float  # for each step: a hang is a failure that names the step
-    lanes: int = 1  # with one lane the output is shown as it comes
+    lanes: int = 1  # a single level with one lane shows its output as it comes
     lane_gb: float = 0.0  # memory that a step needs
 
 

@@ -93,11 +93,11 @@ def frames(seqs: list[int], blocks: int) -> list[tuple[int, bytes]]:
     return made
 
 
-def wired_us(blocks: int) -> float:
+def wired_us(deltas: list[tuple[int, bytes]]) -> float:
     """Return a router's CPU microseconds per frame over CURVE sockets, with all threads."""
     with feed_receiver(WIRED) as receiver:
         before = float(receiver.child.call("cpu")["cpu"])
-        return (float(receiver.publish(frames([0] * WIRED, blocks))["cpu"]) - before) / FRAMES * 1e6
+        return (float(receiver.publish(deltas)["cpu"]) - before) / FRAMES * 1e6
 
 
 def applied(engines: int, blocks: int) -> Costs:
@@ -131,9 +131,9 @@ def _us(work: Callable[[int], object], count: int) -> float:
 def run() -> list[Row]:
     traffic = simulated_traffic()
     blocks = max(1, round(traffic.blocks / traffic.frames))
-    over_sockets = wired_us(blocks)
-    sizes = [len(payload) for _, payload in frames([0] * WIRED, blocks)]
-    sent = traffic.frames * sum(sizes) / len(sizes) / 1e6
+    deltas = frames([0] * WIRED, blocks)
+    over_sockets = wired_us(deltas)
+    sent = traffic.frames * sum(len(payload) for _, payload in deltas) / len(deltas) / 1e6
     rows = [
         row("scale: requests of a busy engine per second", traffic.requests, "1/s"),
         row("scale: blocks that it stores per second", traffic.blocks, "1/s"),

@@ -41,7 +41,7 @@ def openapi():
 def read(function, *arguments):
     try:
         return {"read": function(*arguments)}
-    except Exception as error:
+    except Exception as error:  # of one part, by the engine's own code; the others are read
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
 """

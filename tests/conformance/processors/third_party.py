@@ -147,7 +147,7 @@ def vllm_prompts(request: dict[str, Any]) -> list[list[dict[str, Any]] | str]:
     for folder in request["models"]:
         try:
             answers.append(own_prompts(folder, request["chats"]))
-        except Exception as error:
+        except Exception as error:  # of one folder, by vLLM's own code; the others have answers
             traceback.print_exc()
             answers.append(f"{type(error).__name__}: {error}")
     return answers
