@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from waiting import wait_for
 
 from mmrouter_cli.local.foreground import PodView, first_request
 from mmrouter_lib.api import parse_deployment
@@ -64,9 +65,7 @@ async def test_a_terminal_has_a_table_until_all_pods_are_ready_and_lines_after_t
     view = PodView(Console(file=written, width=100, force_terminal=True, color_system=None))
 
     async def until(text: str) -> None:
-        async with asyncio.timeout(60):
-            while text not in written.getvalue():
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(wait_for, lambda: text in written.getvalue(), 20, text)
 
     following = asyncio.create_task(view.follow(lambda: pods))
     await until("1 of 2 pods ready")

@@ -318,7 +318,7 @@ async def test_feeds_of_all_accepted_versions_are_followed(version, context):
         await until(lambda: worker.sync.seq == end)
 
 
-async def test_a_feed_waits_for_sockets_and_takes_none_meanwhile(context, monkeypatch):
+async def test_a_feed_waits_for_sockets_and_takes_none_meanwhile(context, monkeypatch, caplog):
     monkeypatch.setattr(feed_client, "RETRY_SECONDS", 0.05)
     player = Player(feed.ACCEPTED[-1], ip := loopback(), context)
     public, secret = zmq.curve_keypair()
@@ -329,7 +329,7 @@ async def test_a_feed_waits_for_sockets_and_takes_none_meanwhile(context, monkey
     other = small.socket(zmq.PUB)
     reader = FeedClient(worker, fleet, (CurveKeys(public, secret, player.public),), small, Metrics())
     async with running(player.speak(), player.answer(), reader.run()):
-        await asyncio.sleep(0.2)
+        await until(lambda: caplog.text.count("waits for free file descriptors") > 2)
         assert not worker.routable
         other.close(0)
         await until(lambda: worker.routable)
