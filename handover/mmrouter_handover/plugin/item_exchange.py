@@ -36,7 +36,7 @@ NIXL_BYTES = 256 << 20
 """Most bytes to register: a network card may pin all of them at once."""
 T = TypeVar("T")
 Release = Callable[[], object]
-log = logging.getLogger("mmrouter.plugin")
+log = logging.getLogger("vllm.mmrouter_plugin")  # a child of vLLM's logger, the only one configured
 
 
 class Settings(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ import psutil
 import pytest
 from artefacts import ROOT
 from conformance.conftest import Shrunk
-from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine
+from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine, tail
 from conformance.rendering import Renderer, renderer
 from conformance.workload import data_uri, picture
 
@@ -130,7 +130,10 @@ def rendered(sides: Sides, body: Mapping[str, Any], *ways: wire.Way, seconds: fl
 
 def taken(sides: Sides, offers: Mapping[str, wire.Offer]) -> wire.Taken:
     request = wire.items_request(offers, seconds=SECONDS)
-    return wire.read_items(ask(sides.engine.client, wire.ITEMS_PATH, request))
+    answer = wire.read_items(ask(sides.engine.client, wire.ITEMS_PATH, request))
+    if answer.refused:
+        print(tail(sides.engine.log))  # pytest shows it if the test fails: the log has the error behind a reason
+    return answer
 
 
 def release(sides: Sides, made: wire.Rendered) -> None:
