@@ -265,15 +265,16 @@ class Chat:
         if fetched:  # it is held as text of the engine's body, as that of a data: URI is
             held.grow(held.size + fetched)
             held.complete()
-        work = partial(self._for_engine, prepared, tenant.name, repeatable=client.gateway is None)
-        outgoing, fingerprint = await self._threads.run(tenant.name, prepared.request.work_size, work)
+        in_turn = partial(self._threads.run, tenant.name, prepared.request.work_size)
+        outgoing = await in_turn(partial(self._outgoing, prepared, tenant.name, repeatable=client.gateway is None))
         sent = trace_context(headers) | ({} if outgoing.form is None else {"content-type": outgoing.form[0]})
-        call = ForwardCall(request_id, prepared, outgoing, sent, policy, tenant.name, None, mode, client.gateway)
+        named = partial(in_turn, partial(_fingerprint, prepared))
+        call = ForwardCall(request_id, prepared, outgoing, sent, named, policy, tenant.name, None, mode, client.gateway)
         if prepared.request.stored:
             call.stored_as = partial(self.stored.ids.make, request_id, tenant=tenant.name)
         past = AttemptHistory()
         stream: ContinuedStream | None = None
-        reply = await self._forwarder.send(call, fingerprint, past)
+        reply = await self._forwarder.send(call, past)
         try:
             self.decisions.add(request_id, reply.trace, client_name(headers).decode())
             log_decision(reply.trace)
@@ -293,7 +294,7 @@ class Chat:
                 passed = [(n, v) for n, v in reply.answer.headers if n not in dropped]
                 form = form_of(path, prepared)
                 if reply.is_stream:
-                    stream = self._continuations.open(call, fingerprint, past, reply, self.decisions.add)
+                    stream = self._continuations.open(call, past, reply, self.decisions.add)
                     source = stream if form is None else ConvertedSource(stream, form.stream())
                     await client.stream(200, passed + extra, source.first, source)
                     if stream.failed:
@@ -318,10 +319,6 @@ class Chat:
         if tenant.salt is not None and path not in UNCACHED | self._adapter.salted_routes:
             # Without a salt the engine's cache would tell one tenant what another one sent.
             raise RequestError(404, f"{path} is not served with API keys.", code="route_not_served")
-
-    def _for_engine(self, prepared: Prepared, tenant: str, repeatable: bool) -> tuple[Outgoing, bytes]:
-        """Return the engine's request and the fingerprint by which the quarantine recognises it."""
-        return self._outgoing(prepared, tenant, repeatable), _fingerprint(prepared)
 
     def _outgoing(self, prepared: Prepared, tenant: str, repeatable: bool = True) -> Outgoing:
         path = prepared.request.endpoint

@@ -91,16 +91,14 @@ class Continuations:
         # With one seed, several equal prompts would get equal answers.
         return ("seeded", None) if self._seeds and obstacle != "prompts" else (None, obstacle)
 
-    def open(
-        self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory, reply: EngineReply, on_moved: OnMoved
-    ) -> "ContinuedStream":
+    def open(self, call: ForwardCall, past: AttemptHistory, reply: EngineReply, on_moved: OnMoved) -> "ContinuedStream":
         """Return the stream of an answer, which owns the reply from here on."""
         outgoing = call.outgoing
         way, refusal = (outgoing.way, None) if outgoing.way else self._way(outgoing.path, outgoing.fields)
         if call.gateway is not None:
             way, refusal = None, "gateway"
         reply.trace.stream = way or refusal or ""
-        return ContinuedStream(self, call, fingerprint, past, reply, on_moved, refusal)
+        return ContinuedStream(self, call, past, reply, on_moved, refusal)
 
 
 class ContinuedStream:
@@ -113,14 +111,13 @@ class ContinuedStream:
         self,
         owner: Continuations,
         call: ForwardCall,
-        fingerprint: bytes,
         past: AttemptHistory,
         reply: EngineReply,
         on_moved: OnMoved,
         refusal: Refusal | None,
     ) -> None:
         self.reply, self.failed = reply, False
-        self._owner, self._call, self._fingerprint, self._past = owner, call, fingerprint, past
+        self._owner, self._call, self._past = owner, call, past
         self._on_moved, self._refusal = on_moved, refusal
         self._kept = KeptStream(owner.kept, 0 if refusal else STREAM_BYTES)
         self._by_tokens = owner.by_tokens if call.outgoing.way == "token_ids" else None
@@ -286,7 +283,7 @@ class ContinuedStream:
             call = replace(call, answer=answer)
         self._kept = KeptStream(owner.kept, 0)
         try:
-            reply = await owner.forwarder.send(call, self._fingerprint, self._past)
+            reply = await owner.forwarder.send(call, self._past)
         except RequestError as error:
             return error.code if error.code in REFUSALS else "engine_refused"  # type: ignore[return-value]
         self.reply, reply.trace.stream = reply, self.reply.trace.stream

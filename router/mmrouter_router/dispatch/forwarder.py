@@ -101,16 +101,16 @@ class Forwarder:
         self._delivery = delivery or BytesDelivery()
         self.quarantine: deque[bytes] = deque(maxlen=REMEMBERED)
 
-    async def send(self, call: ForwardCall, fingerprint: bytes, past: AttemptHistory | None = None) -> EngineReply:
+    async def send(self, call: ForwardCall, past: AttemptHistory | None = None) -> EngineReply:
         """Return the first answer that is not a retryable refusal.
 
         ``past``: the earlier attempts of a request whose stream broke. Raises :class:`RequestError`: 503 with
         ``Retry-After`` without a worker for the request, and 400 when :data:`DEATHS` engines ended under it.
         """
         past = past if past is not None else AttemptHistory()
-        if call.gateway is not None and fingerprint not in self.quarantine:
+        if call.gateway is not None and not await self._quarantined(call):
             return await self._by_gateway(call, call.gateway, past)
-        while past.deaths < DEATHS and fingerprint not in self.quarantine:
+        while past.deaths < DEATHS and not await self._quarantined(call):
             placed = await self._place_in_turn(call, past)
             past.tried.add(placed.answering)
             if placed.computes is not None:
@@ -122,10 +122,13 @@ class Forwarder:
                 self._count_degraded(placed.form)
                 return result
             self._metrics.retries.labels(result).inc()
-        if fingerprint not in self.quarantine:
-            self.quarantine.append(fingerprint)
+        if not await self._quarantined(call):
+            self.quarantine.append(await call.fingerprint())
         self._metrics.quarantined.inc()
         raise RequestError.quarantined()
+
+    async def _quarantined(self, call: ForwardCall) -> bool:
+        return bool(self.quarantine) and await call.fingerprint() in self.quarantine
 
     def without_route(self, path: str) -> set[str]:
         """Return the pods that do not serve a passed route. Raises :class:`RequestError` (404) if no engine does."""

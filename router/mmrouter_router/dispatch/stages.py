@@ -72,6 +72,7 @@ class StageResult:
 class ForwardCall:
     """A request on its way to engines. ``answer``: the part that the client has; the engine continues its token ids.
 
+    ``fingerprint``: computes the hash by which the quarantine recognises the request; only few requests need it.
     ``gateway``: sends it instead of the router. ``stored_as``: returns the id under which the engine of a pod (its uid)
     stores the answer, ``None`` where it stores none.
     """
@@ -80,6 +81,7 @@ class ForwardCall:
     prepared: Prepared
     outgoing: Outgoing
     headers: Mapping[str, str]
+    fingerprint: Callable[[], Awaitable[bytes]]
     policy: Policy | None = None
     tenant: str = ""
     answer: StreamedAnswer | None = None

@@ -8,7 +8,7 @@ import os
 import resource as limits
 import ssl
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from opentelemetry.sdk.resources import Resource
@@ -178,6 +178,13 @@ class Rig:
 
     def beat(self, worker: Worker, canary: str = "True", epoch: int = 1, **values) -> None:
         heartbeat(self.fleet, worker, canary, epoch, **values)
+
+
+def fingerprint(value: bytes = b"f") -> Callable[[], Awaitable[bytes]]:
+    async def compute() -> bytes:
+        return value
+
+    return compute
 
 
 def prepared(exactness: str = "exact", ids: array = IDS, fingerprint: int = 77) -> Prepared:

@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 import pytest
-from unit.router.rig import BLOCK, IDS, SEED, counts, outcomes, spans_of, until
+from unit.router.rig import BLOCK, IDS, SEED, counts, fingerprint, outcomes, spans_of, until
 from unit.router.streams.test_answer import DONE, Engine, received
 from unit.router.test_sglang_pair import DIES, HANGS, make  # noqa: F401  (a fixture)
 
@@ -71,11 +71,11 @@ class Streams:
         """Return what a client gets."""
         way, added = self.continuations.plan(path, fields)
         prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
-        call = ForwardCall("r-1", prepared, Outgoing(path, {**fields, **added}, way=way), {})
+        call = ForwardCall("r-1", prepared, Outgoing(path, {**fields, **added}, way=way), {}, fingerprint())
         async with asyncio.timeout(60):
-            reply = await self.rig.forwarder.send(call, b"f", self.past)
+            reply = await self.rig.forwarder.send(call, self.past)
             moved = lambda request_id, trace: self.moved.append(trace)  # noqa: E731
-            self.stream = stream = self.continuations.open(call, b"f", self.past, reply, moved)
+            self.stream = stream = self.continuations.open(call, self.past, reply, moved)
             out = Collected([stream.first])
             try:
                 if pours:

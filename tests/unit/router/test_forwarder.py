@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from unit.router.rig import BLOCK, no_free_descriptors, outcomes, refused, spans_of, until, value
+from unit.router.rig import BLOCK, fingerprint, no_free_descriptors, outcomes, refused, spans_of, until, value
 from unit.router.rig import http_answer as answer
 from unit.router.test_sglang_pair import DIES, OK, make  # noqa: F401  (a fixture)
 
@@ -85,8 +85,23 @@ async def test_request_is_quarantined_after_two_deaths(rig):
 async def test_quarantine_does_not_affect_other_requests(rig):
     await rig.serve(w1=DIES, w2=OK)
     for name in (b"one", b"two"):
-        (await rig.send(fingerprint=name)).close()
+        (await rig.send(named=fingerprint(name))).close()
     assert b"one" not in rig.forwarder.quarantine
+
+
+async def test_a_request_is_hashed_only_while_requests_are_in_quarantine(rig):
+    hashed = []
+
+    async def named() -> bytes:
+        hashed.append(1)
+        return b"other"
+
+    await rig.serve(w1=OK)
+    (await rig.send(named=named)).close()
+    assert hashed == []
+    rig.forwarder.quarantine.append(b"f")
+    (await rig.send(named=named)).close()
+    assert hashed == [1]
 
 
 async def test_no_worker_left_is_503_with_retry_after(rig):

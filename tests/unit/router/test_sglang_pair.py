@@ -5,7 +5,18 @@ from array import array
 
 import pytest
 import pytest_asyncio
-from unit.router.rig import LoopbackEngine, cancelled, outcomes, refused, resource, spans_of, synced, until, value
+from unit.router.rig import (
+    LoopbackEngine,
+    cancelled,
+    fingerprint,
+    outcomes,
+    refused,
+    resource,
+    spans_of,
+    synced,
+    until,
+    value,
+)
 from unit.router.rig import http_answer as answer
 
 from mmrouter_lib.block_keys import block_keys
@@ -21,6 +32,7 @@ from mmrouter_router.telemetry.metrics import Metrics
 
 BLOCK, SEED = 16, 1
 IDS = array("Q", range(80))
+NAMED = fingerprint()
 KEYS = block_keys(IDS, BLOCK, (), SEED)
 PAIR, ROLES = ("prefill", "decode"), {"p": "prefill", "d": "decode", "w": "worker"}
 SGLANG = {"type": "sglang", "image": "i", "blockSize": BLOCK, "kvConnector": {"transferBackend": "nixl"}}
@@ -107,11 +119,11 @@ class Rig:
         """Add engines by name, with what each says."""
         return [await self.engine(name, each) for name, each in says.items()]
 
-    async def send(self, fields=(), path: str = "/v1/chat/completions", fingerprint: bytes = b"f"):
+    async def send(self, fields=(), path: str = "/v1/chat/completions", named=NAMED):
         prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
-        call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields)), {})
+        call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields)), {}, named)
         async with asyncio.timeout(15):
-            return await self.forwarder.send(call, fingerprint)
+            return await self.forwarder.send(call)
 
     def close(self) -> None:
         self.upstream.close()
@@ -307,8 +319,8 @@ async def test_client_disconnecting_while_its_body_is_written_leaves_nothing_boo
         await asyncio.Event().wait()
 
     prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
-    call = ForwardCall("r-1", prepared, Outgoing("/v1/chat/completions", {}, run=slowly), {})
-    work = asyncio.create_task(rig.forwarder.send(call, b"f"))
+    call = ForwardCall("r-1", prepared, Outgoing("/v1/chat/completions", {}, run=slowly), {}, NAMED)
+    work = asyncio.create_task(rig.forwarder.send(call))
     await writing.wait()
     await cancelled(work)
     await rig.nothing_is_booked()

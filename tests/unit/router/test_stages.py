@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.rig import BLOCK, SEED, Rig, cancelled, synced
+from unit.router.rig import BLOCK, SEED, Rig, cancelled, fingerprint, synced
 
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines import adapter
@@ -86,7 +86,9 @@ class Staging(Rig):
             for n, span in enumerate(SPANS)
         )
         outgoing = Outgoing("/v1/chat/completions", {"model": "m", "messages": MESSAGES, **dict(fields)}, images)
-        staged = await self.stages.before(ForwardCall("r", wanted, outgoing, {}), shape, decision, **options)
+        staged = await self.stages.before(
+            ForwardCall("r", wanted, outgoing, {}, fingerprint()), shape, decision, **options
+        )
         return staged, json.loads(outgoing.body(staged.fields)), [(note.stage, note.outcome) for note in staged.reports]
 
 

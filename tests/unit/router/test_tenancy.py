@@ -130,8 +130,8 @@ async def test_a_request_quarantined_for_one_tenant_is_sent_for_another(tmp_path
     folder_of(tmp_path, 2)
     fingerprints: list[bytes] = []
 
-    async def send(forwarder, call, fingerprint, past):
-        fingerprints.append(fingerprint)
+    async def send(forwarder, call, past):
+        fingerprints.append(await call.fingerprint())
         raise RequestError.no_worker("none")
 
     with patch.object(Forwarder, "send", send):
