@@ -2,6 +2,7 @@
 per unique block (docs/performance.md, *index*). Run as a program, it is the process whose memory is measured.
 """
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -126,6 +127,7 @@ def print_memory() -> None:
     load = build(workers=MEMORY_WORKERS, blocks_per_worker=MEMORY_BLOCKS, queries=0)
     index, process = empty(native.form, MEMORY_WORKERS), psutil.Process()
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the index grows into what building the load has freed
     before = process.memory_info().rss
     fill(index, load)
     sys.stdout.write(f"{(process.memory_info().rss - before) / len(index)}\n")

@@ -27,6 +27,8 @@ PARTS = 300_000
 CONNECTIONS_PER_SECOND = 64
 PAUSE_SECONDS = 0.1
 """Between an answer and the next request, of the neighbour and of the short chats."""
+OPENING_SECONDS = 0.5
+"""Before the first short chat, so that it does not wait for the streams that are opened all at once."""
 WORDS = PROMPT.split()
 
 
@@ -68,6 +70,7 @@ class StallClients:
 
         async def timed(request: bytes, expected: bytes) -> list[float]:
             connection, times = await connect(host, port), list[float]()
+            await asyncio.sleep(min(OPENING_SECONDS, seconds / 2))
             while True:
                 answer, began = Answer(), time.perf_counter_ns()
                 await connection.exchange(request, answer)
