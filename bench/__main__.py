@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from bench import report
+from bench import plots, report
 from bench.peer_routers import MODE, MODES
 
 BENCHMARKS = {
@@ -33,6 +33,7 @@ BENCHMARKS = {
     "routing": "placing.request_path:run",
     "scale": "cluster.scale:run",
     "stall": "serving.stalls:run",
+    "tracing": "serving.tracing_cost:run",
 }
 """Name on the command line -> the module below ``bench`` and its function that returns the rows."""
 
@@ -47,8 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--write", action="store_true", help=f"write the figures of each benchmark into {report.PAGE.name} as it ends"
     )
+    parser.add_argument("--plots", action="store_true", help=f"only draw that page's figures into {plots.FILE.name}")
     parser.add_argument("--peers", choices=MODES, help=f"other routers (default: ${MODE}, else install)")
     options = parser.parse_args(argv)
+    if options.plots:
+        plots.FILE.write_text(plots.svg(report.PAGE.read_text()))
+        return 0
     names = options.names or list(BENCHMARKS)
     if unknown := sorted(set(names) - set(BENCHMARKS)):
         parser.error(f"no benchmark is named {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")

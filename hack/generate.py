@@ -12,6 +12,7 @@ Names, by default all of them:
 - ``rights``: the operator's ClusterRole in the chart, from the child kinds of ``mmrouter_operator.render``.
 - ``conformance``: docs/conformance.md, from the figures of docs/conformance.json that ``make conformance`` measures.
 - ``kv-events``: the table of docs/kv-events.md, from the figures in tests/kv_events.
+- ``plots``: docs/performance.svg, from the figures of docs/performance-figures.md.
 - ``tokenizer``, ``tokenizer-hybrid``: the tokenizers of examples/models, from a text.
 - ``golden``: the rendered objects that ``tests/unit/render`` compares with. Review their diff: a difference restarts
   engines on upgrade. ``--check`` leaves them to those tests.
@@ -26,6 +27,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from bench import plots
+from bench.report import PAGE
 from hack.build_once import ROOT
 from hack.cluster import go_programs
 from hack.generators import dashboard, kv_event_results, tables
@@ -60,6 +63,7 @@ GENERATED: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "rights": (CHART / "files" / "clusterrole.yaml", cluster_role),
     "conformance": (DOCS / "conformance.md", conformance_page),
     "kv-events": (DOCS / "kv-events.md", lambda: kv_event_results.page((DOCS / "kv-events.md").read_text())),
+    "plots": (plots.FILE, lambda: plots.svg(PAGE.read_text())),
     "tokenizer": (MODELS / "tiny-qwen2-vl" / "tokenizer.json", tokenizer_json),
     "tokenizer-hybrid": (MODELS / "tiny-qwen3.5" / "tokenizer.json", byte_tokenizer_json),
 }

@@ -189,7 +189,8 @@ def deployment(*, replicas: int, policy: str = "kv") -> MMRouterDeployment:
     return parse_deployment(resource(replicas=replicas, policy=policy))
 
 
-def resource(*, replicas: int, policy: str = "kv", mode: str = "frontend") -> dict[str, object]:
+def resource(*, replicas: int, policy: str = "kv", mode: str = "frontend", collector: str = "") -> dict[str, object]:
+    """``collector``: base URL for spans; empty for none."""
     return {
         "apiVersion": "mmrouter.io/v1alpha1",
         "kind": "MMRouterDeployment",
@@ -199,6 +200,7 @@ def resource(*, replicas: int, policy: str = "kv", mode: str = "frontend") -> di
             "engine": {"type": "vllm", "blockSize": BLOCK_SIZE},
             "frontend": {"mode": mode},
             "routing": {"policy": policy},
+            "observability": {"otlpEndpoint": collector},
             "pools": [{"name": "worker", "role": "worker", "replicas": replicas, "accelerator": {"kind": "cpu"}}],
         },
     }

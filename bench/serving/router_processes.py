@@ -80,9 +80,12 @@ class Ours(Server):
         under: Sequence[str] = (),
         peers: Sequence[str] = (),
         api_keys: Sequence[str] = (),
+        collector: str = "",
+        traced_share: str = "",
     ) -> None:
         """``mode``: ``frontend.mode``. ``under``: a command that runs the router, such as a tracer. ``workers``,
-        ``peers``: addresses of engines and of other routers. ``api_keys``: of one tenant each.
+        ``peers``: addresses of engines and of other routers. ``api_keys``: of one tenant each. ``collector``: URL to
+        which a share of the requests' spans goes.
         """
         self._config = Path(tempfile.mkdtemp(prefix="mmrouter-bench-"))
         members = [
@@ -93,7 +96,8 @@ class Ours(Server):
         (self._config / "workers.json").write_text(json.dumps({"workers": members, "frontends": frontends}))
         keys = {"identity.key": os.urandom(32), "engine.key": b"bench-engine-key"}
         keys["control.token"] = CONTROL_TOKEN.encode()
-        curve.write_config(self._config, resource(replicas=len(workers), policy=policy, mode=mode), keys)
+        wanted = resource(replicas=len(workers), policy=policy, mode=mode, collector=collector)
+        curve.write_config(self._config, wanted, keys)
         for key in api_keys:
             (self._config / "api-keys").mkdir(exist_ok=True)
             (self._config / "api-keys" / key).write_text(key)
@@ -103,6 +107,8 @@ class Ours(Server):
             "POD_NAME": "bench-frontend",
             "POD_UID": f"bench-frontend-{host}",
             "POD_IP": host,
+            "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+            "OTEL_TRACES_SAMPLER_ARG": traced_share,
         }
         self.host = host
         command = [*under, sys.executable, "-m", "mmrouter_router"]
@@ -183,10 +189,20 @@ class ServingRig(ExitStack):
         under: Sequence[str] = (),
         peers: Sequence[str] = (),
         api_keys: Sequence[str] = (),
+        traced_share: str = "",
     ) -> Ours:
-        """Return an mmrouter process in front of the engine; not waited for."""
+        """Return an mmrouter process in front of the engine; not waited for. The engine takes its spans, too."""
         return Ours(
-            host, self._hosts, self.curve, policy=policy, mode=mode, under=under, peers=peers, api_keys=api_keys
+            host,
+            self._hosts,
+            self.curve,
+            policy=policy,
+            mode=mode,
+            under=under,
+            peers=peers,
+            api_keys=api_keys,
+            collector=f"http://{self._hosts[0]}:{ENGINE_PORT}" if traced_share else "",
+            traced_share=traced_share,
         )
 
     def start(self, process: Server) -> Server:

@@ -129,6 +129,8 @@ def tracing(folder: Path, endpoint: str) -> Iterator[tuple[Deployment, Path]]:
     resource = example()
     spec = resource["spec"]
     spec["observability"] = {"otlpEndpoint": endpoint} if endpoint else {}
+    all_of_them = [{"name": "OTEL_TRACES_SAMPLER", "value": "parentbased_always_on"}]
+    spec["frontend"]["podTemplate"] = {"spec": {"containers": [{"name": "router", "env": all_of_them}]}}
     spec["frontend"]["replicas"], spec["pools"][0]["replicas"] = 1, 2
     with deployed(folder, resource, options=("--engines", "path", "--engine-env", str(folder))) as deployment:
         yield deployment, notes

@@ -9,7 +9,15 @@ import pytest
 
 from bench.peer_routers import DYNAMO_FRONTEND
 from bench.placing.workload import padded_png
-from bench.serving import load_generator, picker_overhead, proxy_overhead, resource_usage, stalls, whole_job
+from bench.serving import (
+    load_generator,
+    picker_overhead,
+    proxy_overhead,
+    resource_usage,
+    stalls,
+    tracing_cost,
+    whole_job,
+)
 from bench.serving.load_generator import LoadGenerator
 from bench.serving.neighbours import StallClients
 from bench.serving.plain_engine import TOKENS, EngineConnection
@@ -101,6 +109,13 @@ def test_overhead_ratios_are_to_the_better_of_the_peers():
     assert (added.value, added.met, added.peer) == (0.5, True, "a: 200 us; b: 500 us")
     token = rows["proxy, paced 10 ms, 64 connections: CPU per token, over the better Rust router"]
     assert (token.value, token.met) == (1.25, False)
+
+
+def test_the_cost_of_spans_is_a_ratio_to_none_and_only_the_operators_share_has_a_goal():
+    us = dict(zip(tracing_cost.SHARES, (400, 480, 1200), strict=True))
+    rows = by_name(tracing_cost.rows({name: CpuCost(each / 1e6, 1) for name, each in us.items()}))
+    share, everything = (rows[f"tracing {name}: CPU, over none"] for name in (tracing_cost.SHARE, tracing_cost.ALL))
+    assert (share.value, share.met, everything.value, everything.met) == (1.2, True, 3.0, None)
 
 
 def costs(**peers: TargetFigures) -> dict[str, TargetFigures]:
