@@ -1,19 +1,29 @@
-"""Programs that run an engine's own code in its environment, without a model."""
+"""Programs that run an engine's own code in its environment, without a model.
 
+The code of a pinned release gives the same answer to the same program and input, and takes minutes of CPU for all of
+them. So answers are kept in the cache, by a digest of all three; the long form asks anew.
+"""
+
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hack.build_once import last_line
+from long_form import IS_LONG
+
+from hack.build_once import cache_dir, digest, last_line
 
 _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
+UNUSED_SECONDS = 30 * 24 * 3600.0
+"""Answers that were not used for so long are removed."""
 
 
 class EngineError(Exception):
@@ -38,9 +48,15 @@ class Prompts:
 
 
 def answer_of(env: Path, command: Sequence[str | Path], asked: Any = None) -> Any:
-    """Run Python of an environment; return the last line of its output, which is JSON. ``asked``: its input, as JSON.
-    Raises :class:`EngineError`.
+    """Run Python of an environment, or take its answer from an earlier run: the last line of its output, which is JSON.
+
+    ``command``: a program, whose text is all that it reads of this project, and its arguments. ``asked``: its input, as
+    JSON. Raises :class:`EngineError`.
     """
+    kept = cache_dir() / "answers" / f"{digest(*_parts(env, command, asked))}.json"
+    if kept.is_file() and not IS_LONG:
+        kept.touch()
+        return json.loads(kept.read_text())
     done = subprocess.run(
         [env / "bin" / "python", *command],
         input=json.dumps(asked),
@@ -52,4 +68,47 @@ def answer_of(env: Path, command: Sequence[str | Path], asked: Any = None) -> An
     if done.returncode:
         print(done.stderr[-4000:], file=sys.stderr)
         raise EngineError(done.stderr)
-    return json.loads(done.stdout.strip().rpartition("\n")[2])
+    answer = done.stdout.strip().rpartition("\n")[2]
+    _keep(kept, answer)
+    return json.loads(answer)
+
+
+def _parts(env: Path, command: Sequence[str | Path], asked: Any) -> Iterator[str]:
+    """Yield what an answer depends on, with the contents of files and folders instead of their places."""
+    # The recipes of the environment and of what was added to it.
+    yield from (env.name, json.dumps(VARIABLES), *(file.read_text() for file in sorted(env.glob("mmrouter-*"))))
+    yield from (_contents(str(part)) for part in command)
+    yield _contents_of(asked)
+
+
+def _contents_of(value: Any) -> str:
+    match value:
+        case str():
+            return _contents(value)
+        case dict():
+            return digest("{", *(part for key, each in value.items() for part in (_contents(key), _contents_of(each))))
+        case list() | tuple():
+            return digest("[", *map(_contents_of, value))
+    return json.dumps(value)
+
+
+def _contents(text: str) -> str:
+    """Return a text, or where it is the path of a file or folder, its name and a digest of what is in it."""
+    if not text.startswith("/") or not (path := Path(text)).exists():
+        return text
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    found = hashlib.sha256()
+    for file in files:
+        content = file.read_bytes()
+        found.update(f"{file.relative_to(path)} {len(content)}\n".encode() + content)
+    return f"{path.name} {found.hexdigest()}"
+
+
+def _keep(file: Path, answer: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for old in file.parent.iterdir():
+        if time.time() - old.stat().st_mtime > UNUSED_SECONDS:
+            old.unlink(missing_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(answer)
+    part.replace(file)  # another session may read it
