@@ -23,6 +23,7 @@ from mmrouter_lib.prompt import (
     PlaceholderError,
     Prompter,
     PromptImage,
+    PromptTooLongError,
     TemplateError,
     render_arguments,
 )
@@ -94,7 +95,7 @@ class Model:
         parts = [PromptImage(identity=n.to_bytes(32, "big"), count=count) for n, (_, count) in enumerate(images)]
         try:
             expanded = expand(parts)
-        except (TemplateError, PlaceholderError, NotModelledError) as error:
+        except (TemplateError, PlaceholderError, NotModelledError, PromptTooLongError) as error:
             raise RequestError(str(error)) from error
         media = (
             Media(images[int.from_bytes(span.identity, "big")][0], span.offset, span.length) for span in expanded.spans

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mmrouter_lib.model_folder import find_json
-from mmrouter_lib.prompt.segment_cache import SegmentCache, cut_tokens
+from mmrouter_lib.prompt.segment_cache import PIECE, SegmentCache
+from mmrouter_lib.prompt.text_cuts import cut_tokens, word_ends
 from mmrouter_lib.prompt.tokenizer import load_tokenizer
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "models" / "tiny-qwen2-vl"
@@ -53,9 +54,10 @@ def texts(name: str) -> st.SearchStrategy[str]:
 def test_a_real_tokenizer_gives_the_same_ids_with_and_without_the_cache(name: str) -> None:
     whole = tokenizer(name)
     assert CUT_AT[name] in cut_tokens(whole)
+    assert word_ends(whole) is not None
     caches = [
-        SegmentCache(whole, shortest=shortest, max_bytes=most)
-        for shortest, most in ((1, 1 << 20), (1, 3000), (60, 1 << 20))
+        SegmentCache(whole, shortest=shortest, max_bytes=most, piece=piece)
+        for shortest, most, piece in ((1, 1 << 20, PIECE), (1, 3000, PIECE), (60, 1 << 20, 0))
     ]
 
     @settings(max_examples=EXAMPLES, deadline=None)

@@ -19,8 +19,7 @@ from mmrouter_router.request.prepared import CHAT
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 FACTOR = 12  # bytes of memory for each byte of a body, at the most
-FLOOR = 32 * MIB  # of a small body: stacks and arenas of threads
-TOKENIZED = 200  # bytes of memory for each byte of a text that is predicted, which has at most 4 MiB
+FLOOR = 64 * MIB  # of a small body: stacks and arenas of threads, and what is tokenized at a time
 KEPT = 16 * MIB  # what may stay of a body: its decision, its token ids in the caches
 
 PROGRAM = """
@@ -45,6 +44,10 @@ SHAPES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "text of 8 MiB": (CHAT, lambda: chat("hello " * (8 * MIB // 6))),
     "text that is predicted": (CHAT, lambda: chat("hello " * 660_000)),
     "text without spaces": (CHAT, lambda: chat("x" * 4_000_000)),
+    "digits that are predicted": (CHAT, lambda: chat("7 " * 1_000_000)),
+    "signs that NFC writes as three": (CHAT, lambda: chat("\U0001d160" * 32_000)),
+    "digits in long words": (CHAT, lambda: chat(f"{'7' * 65_000} " * 60)),
+    "digits in short turns": (CHAT, lambda: {"model": "t", "messages": chat("7 " * 500)["messages"] * 1000}),
     "a URI of 57 MB with percent escapes": (CHAT, lambda: escapes(57_000_000)),
     "percent escapes alone": (CHAT, lambda: escapes(3_000_000)),
     "300,000 parts": (CHAT, lambda: chat(PARTS * 300_000)),
@@ -56,9 +59,6 @@ SHAPES: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "a million token ids": ("/v1/completions", lambda: {"model": "t", "prompt": [100] * 1_000_000}),
     "an image of 48 MB": (CHAT, lambda: BODIES["image of segments"][1](48_000_000)),
 }
-
-
-PREDICTED = {"text that is predicted", "text without spaces"}
 
 
 class Serving:
@@ -115,5 +115,5 @@ def test_memory_is_bounded_by_the_bytes_of_a_body_and_given_back(serving: Servin
     before = serving.allocated()
     status, peak = serving.peak_of(path, raw)
     assert status in (200, 400), "no answer of an overloaded router"
-    assert peak <= (TOKENIZED if shape in PREDICTED else FACTOR) * len(raw) + FLOOR
+    assert peak <= FACTOR * len(raw) + FLOOR
     wait_for(lambda: serving.allocated() - before <= KEPT, 30, "the memory is given back")

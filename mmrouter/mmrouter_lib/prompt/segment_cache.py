@@ -1,30 +1,24 @@
 """Cache the token ids of text segments, so that only the new part of a conversation is tokenized.
 
-A text may be cut behind a token at which the tokenizer always splits first. Texts are cut only if the tokenizer's own
-parts guarantee that the ids of the pieces are the ids of the whole text:
-
-- Added tokens that are not normalized are matched in the raw text before any other step, leftmost and longest first. A
-  *cut token* never shares a character with another occurrence of an added token: none contains another, and none ends
-  as another begins. So every occurrence is matched, independent of its neighbours.
-- It strips no blanks (``lstrip``, ``rstrip``), has none at its ends that a neighbour could strip, and no added token
-  depends on its neighbours (``single_word``).
-- The text between is normalized, split and merged piece by piece. Parts that look further are not on the lists below:
-  ``Metaspace`` with a special first piece, a random model (``dropout``), anything unknown.
-- A post-processor only adds the same ids around the whole.
+Texts are cut where :mod:`mmrouter_lib.prompt.text_cuts` proves that the ids of the pieces are the ids of the whole
+text: into segments, which are cached, and these into pieces, so that the tokenizer's memory does not grow with the
+text. While it works it takes 300 bytes for a digit, at most 1,310 for a character and 330 for a byte in UTF-8.
 """
 
-import json
 import re
 import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import chain
 from threading import Lock
 from typing import Any
 
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
+
+from mmrouter_lib.prompt.text_cuts import cut_tokens, occurrences, settings_of, word_ends
 
 OWNER: ContextVar[str] = ContextVar("owner of the cached segments", default="")
 """The tenant of the text. Tenants share no segment, because the time of a hit would tell what another one sent."""
@@ -33,18 +27,19 @@ NEW_TEXT: ContextVar[int] = ContextVar("characters that may be tokenized", defau
 hundreds of times as long as a hit."""
 MAX_BYTES = 64 << 20
 MAX_TOKENS = 1_048_576
-"""Most tokens of a text whose ids are converted: a list of this many integers takes 16 ms, in which no other thread
-runs."""
+"""Most tokens of a text."""
+PIECE = 1 << 13
+"""Characters that the tokenizer gets at a time; more up to the next end of a word, at most :data:`MAX_WORD`."""
+MAX_WORD = 1 << 15
+MAX_WHOLE = 1 << 20
+"""Bytes of a text that a tokenizer without known ends of words gets as a whole, in one thread at a time."""
 SHORTEST = 256  # minimum characters of a segment but the last: fewer, longer segments are looked up faster
 
 _ENTRY_BYTES = 250  # overhead of a cached segment: two objects' headers and a dictionary entry
 
-_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Prepend", "Replace", "Lowercase"})
-_PRE_TOKENIZERS = frozenset({"ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit"})
-
 
 class PromptTooLongError(ValueError):
-    """A text has more than :data:`MAX_TOKENS` tokens."""
+    """A text has more than :data:`MAX_TOKENS` tokens, or a part that is too long and cannot be cut."""
 
 
 class NewTextError(Exception):
@@ -65,16 +60,19 @@ class SegmentCache:
         max_bytes: int = MAX_BYTES,
         shortest: int = SHORTEST,
         max_tokens: int = MAX_TOKENS,
+        piece: int = PIECE,
     ) -> None:
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+        self._tokenizer, self._max_tokens, self._piece = tokenizer, max_tokens, piece
         self._max_bytes = max_bytes
         self._shortest = shortest
         tokens = cut_tokens(tokenizer)
         self._cut = re.compile("|".join(map(re.escape, tokens))) if tokens else None
-        self._around = _ids_around(_settings(tokenizer.post_processor))
+        self._longest = max(map(len, tokens), default=0)
+        self._words = word_ends(tokenizer)
+        self._around = _ids_around(settings_of(tokenizer.post_processor))
         self._cached: OrderedDict[tuple[str, str], array[int]] = OrderedDict()  # by owner and segment
         self.size_bytes = 0
-        self._lock = Lock()
+        self._lock, self._alone = Lock(), Lock()
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -82,15 +80,14 @@ class SegmentCache:
     def __call__(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the ids (u32) of a text.
 
-        Raises ``TypeError`` for a text that is not Unicode, :class:`PromptTooLongError` for too many tokens,
-        :class:`NewTextError`.
+        Raises ``TypeError`` for a text that is not Unicode, :class:`PromptTooLongError`, :class:`NewTextError`.
         """
-        if self._cut is None or (add_special_tokens and self._around is None):
-            return self._tokenize([text], add_special_tokens)[0]
-        segments = list(self._segments(text, self._cut))
+        if add_special_tokens and self._around is None:
+            return self._tokenize([text], add_special_tokens=True)[0]
+        segments = list(self._segments(text))
         ids_of = self._look_up(segments)
         if missing := [segment for segment in dict.fromkeys(segments) if segment not in ids_of]:
-            fresh = dict(zip(missing, self._tokenize(missing, False), strict=True))
+            fresh = dict(zip(missing, self._tokenize(missing), strict=True))
             self._remember(fresh)
             ids_of |= fresh
         before, after = self._around if add_special_tokens and self._around is not None else ((), ())
@@ -100,16 +97,16 @@ class SegmentCache:
         ids.extend(after)
         return ids
 
-    def _segments(self, text: str, cut: "re.Pattern[str]") -> Iterator[str]:
+    def _segments(self, text: str) -> Iterator[str]:
         """Cut behind the first cut token that ends at least ``shortest`` characters on, and so forth.
 
         A cut depends only on the text before it, so two texts with the same beginning share its segments.
         """
         start = 0
-        for match in cut.finditer(text):
-            if match.end() - start >= self._shortest:
-                yield text[start : match.end()]
-                start = match.end()
+        for end in occurrences(self._cut, text, self._longest) if self._cut is not None else ():
+            if end - start >= self._shortest:
+                yield text[start:end]
+                start = end
         if start < len(text):
             yield text[start:]
 
@@ -137,68 +134,52 @@ class SegmentCache:
                 (_, oldest), ids = self._cached.popitem(last=False)
                 self.size_bytes -= _size(oldest, ids)
 
-    def _tokenize(self, texts: list[str], add_special_tokens: bool) -> "list[array[int]]":
+    def _tokenize(self, texts: list[str], *, add_special_tokens: bool = False) -> "list[array[int]]":
         if sum(map(len, texts)) > NEW_TEXT.get():
             raise NewTextError
-        # The batch call, even for one text: it computes no offsets and releases the interpreter's lock.
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        if sum(map(len, encodings)) > self._max_tokens:
-            raise PromptTooLongError(f"the text has more than {self._max_tokens} tokens")
-        return [array("I", encoding.ids) for encoding in encodings]
+        ids = [array("I") for _ in texts]
+        tokens = 0
+        for batch in _batches(self._pieces(texts, whole=add_special_tokens), self._piece):
+            for (number, _), found in zip(batch, self._encode(batch, add_special_tokens), strict=True):
+                ids[number].extend(found)
+                tokens += len(found)
+            if tokens > self._max_tokens:
+                raise PromptTooLongError(f"the text has more than {self._max_tokens} tokens")
+        return ids
+
+    def _encode(self, batch: list[tuple[int, str]], add_special_tokens: bool) -> list[list[int]]:
+        pieces = [piece for _, piece in batch]
+        with self._alone if sum(map(len, pieces)) > 2 * self._piece + MAX_WORD else nullcontext():
+            # The batch call, even for one text: it computes no offsets and releases the interpreter's lock.
+            encodings = self._tokenizer.encode_batch_fast(pieces, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def _pieces(self, texts: list[str], *, whole: bool) -> Iterator[tuple[int, str]]:
+        """Return the pieces of texts, each with the number of its text."""
+        words = None if whole else self._words
+        for number, text in enumerate(texts):
+            for piece in (text,) if words is None else words.pieces(text, self._piece, MAX_WORD):
+                if (_utf8_bytes(piece) > MAX_WHOLE) if words is None else (len(piece) > self._piece + MAX_WORD):
+                    raise PromptTooLongError(f"a part of the text has {len(piece)} characters and cannot be cut")
+                yield number, piece
 
 
-def cut_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the tokens behind which a text can be cut, none where the tokenizer gives no guarantee."""
-    added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
-    if (
-        tokenizer.encode_special_tokens  # then special tokens are plain text
-        or tokenizer.truncation is not None
-        or tokenizer.padding is not None
-        or not isinstance(tokenizer.model, models.BPE)
-        or tokenizer.model.dropout is not None
-        or not _is_local(_settings(tokenizer.normalizer), "normalizers", _NORMALIZERS)
-        or not _is_local(_settings(tokenizer.pre_tokenizer), "pretokenizers", _PRE_TOKENIZERS)
-        or any(token.single_word for token in added)
-    ):
-        return []
-    sharing = texts_that_can_share({token.content for token in added})
-    return [
-        token.content
-        for token in added
-        if not (token.normalized or token.lstrip or token.rstrip)
-        and token.content == token.content.strip()
-        and token.content not in sharing
-    ]
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def texts_that_can_share(texts: set[str]) -> set[str]:
-    """Return those of some texts of which an occurrence can share a character with another occurrence of any of them.
-
-    By sets of beginnings and ends, because a vocabulary may have thousands of such texts.
-    """
-    beginnings = {text[:length] for text in texts for length in range(1, len(text) + 1)}
-    ends = {text[-length:] for text in texts for length in range(1, len(text) + 1)}
-    sharing: set[str] = set()
-    for text in texts:
-        size = len(text)
-        inside = {text[at:end] for at in range(size) for end in range(at + 1, size + 1) if end - at < size} & texts
-        overlaps = any(text[:length] in ends or text[-length:] in beginnings for length in range(1, size))
-        if inside or overlaps:
-            sharing |= inside | {text}
-    return sharing
-
-
-def _is_local(settings: dict[str, Any], inner: str, local: frozenset[str]) -> bool:
-    """Whether a normalizer or pre-tokenizer handles each piece independently."""
-    match settings.get("type"):
-        case None:
-            return True
-        case "Sequence":
-            return all(_is_local(part, inner, local) for part in settings[inner])
-        case "Metaspace":
-            return settings.get("prepend_scheme") in ("always", "never")
-        case name:
-            return name in local
+def _batches(pieces: Iterable[tuple[int, str]], least: int) -> Iterator[list[tuple[int, str]]]:
+    """Return pieces in lists of ``least`` characters, or a few more in the last piece of a list."""
+    batch: list[tuple[int, str]] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[1])
+        if size >= least:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _ids_around(settings: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -225,14 +206,6 @@ def _ids_around(settings: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, .
             return tuple(chain.from_iterable(put[:at])), tuple(chain.from_iterable(put[at:]))
         case _:
             return None
-
-
-def _settings(part: Any) -> dict[str, Any]:
-    """Return the settings of a part of a tokenizer, as in tokenizer.json; empty for a missing part."""
-    if part is None:
-        return {}
-    settings: dict[str, Any] = json.loads(part.__getstate__())
-    return settings
 
 
 def _size(segment: str, ids: "array[int]") -> int:

@@ -25,7 +25,7 @@ from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_siz
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, PromptTooLongError, TemplateError
-from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, NEW_TEXT, OWNER, NewTextError
+from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD, NEW_TEXT, OWNER, NewTextError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.core.worker_threads import INLINE_BYTES, WorkerThreads
@@ -49,7 +49,8 @@ PROBE_CACHE = 4096
 INLINE_TEXT = 1024
 """Characters without cached ids up to which they are tokenized in the event loop, in about 1 ms."""
 MAX_TEXT = 4 * 1024**2
-"""Bytes of a body without its images up to which its prompt is predicted, if it has at most a million tokens."""
+"""Bytes of a body without its images up to which its prompt is predicted, unless its text is too long for
+:class:`mmrouter_lib.prompt.segment_cache.SegmentCache`."""
 MAX_ROTATED = 16_000_000
 """Pixels up to which it is tried whether a PNG or WebP rotates: 8 bytes of memory each. A JPEG is decoded smaller."""
 MAX_REASONS = 32  # videos that are named as reasons
@@ -107,7 +108,9 @@ def _invalid_image(error: Exception, param: str) -> RequestError:
 
 
 def _too_long(request: ChatRequest) -> RequestError:
-    message = f"This model takes at most {MAX_TEXT} bytes or {MAX_TOKENS} tokens of text."
+    message = (
+        f"This model takes at most {MAX_TEXT} bytes or {MAX_TOKENS} tokens of text, and words of {MAX_WORD} letters."
+    )
     return RequestError.invalid(message, param=request.prompt_field, code="request_too_large")
 
 

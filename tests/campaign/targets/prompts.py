@@ -1,4 +1,7 @@
-"""Hostile text in every place of a prompt: rendered and expanded, or refused as the client's error."""
+"""Hostile text in every place of a prompt: rendered and expanded, or refused as the client's error.
+
+The text is cut wherever the product may cut one, and has the token ids of the text as a whole.
+"""
 
 import copy
 import json
@@ -20,6 +23,7 @@ from mmrouter_router.intake import Limits, parse_chat
 
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 CACHED_BYTES = 1 << 20  # of segments: reached early, so that growth of the process is not the cache that fills
+LONG = 1 << 30  # characters
 TEXT = {"type": "text", "text": "t"}
 PICTURE = {"type": "image_url", "image_url": {"url": "data:,x"}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}]
@@ -55,13 +59,17 @@ class Prompts(Target):
     words = (
         *b"<|im_start|> <|im_end|> <|vision_start|> <|image_pad|> <|vision_end|> <|endoftext|> <|video_pad|>".split(),
         *b"{{ }} {% %} {# #} __class__ range(9999999) '*1000 \\u0000 \\ufffd \\ud83d\\ude00 \\u202e \\u0301".split(),
+        *(b"can't stop, ", b" 1.5\\n", b"a  b", b"\\u3002\\u4e2d\\uff0c", b"'S "),
         *(b'"content":', b'"role":"tool",', b'"tool_calls":', b'"tools":[],', b"null", b"[]", b"{}", b"\\u0130" * 50),
     )
 
     def __enter__(self) -> Self:
         prompter = load(TINY)
-        cache = SegmentCache(prompter.tokenizer, max_bytes=CACHED_BYTES)
-        self._prompter = replace(prompter, codec=replace(prompter.codec, segments=cache))
+        cut = SegmentCache(prompter.tokenizer, max_bytes=CACHED_BYTES, shortest=1, piece=0)
+        whole = SegmentCache(prompter.tokenizer, max_bytes=0, shortest=LONG, piece=LONG)
+        self._prompter, self._whole = (
+            replace(prompter, codec=replace(prompter.codec, segments=segments)) for segments in (cut, whole)
+        )
         return self
 
     def seeds(self) -> list[bytes]:
@@ -103,7 +111,8 @@ class Prompts(Target):
             if span.offset < end or span.offset + span.length > len(expanded.ids):
                 raise BrokenPropertyError("a span lies outside of the prompt, or within another")
             end = span.offset + span.length
-        again = self._prompter.prompt(request.body, images)
-        if (again.ids, again.spans) != (expanded.ids, expanded.spans):
-            raise BrokenPropertyError("a second tokenization differs")
+        for prompter, how in ((self._whole, "as a whole"), (self._prompter, "from cached segments")):
+            again = prompter.prompt(request.body, images)
+            if (again.ids, again.spans) != (expanded.ids, expanded.spans):
+                raise BrokenPropertyError(f"the tokens of the text {how} are others")
         return f"{len(images)} images, {len(request.messages)} messages, {bool(request.body.get('tools'))}"

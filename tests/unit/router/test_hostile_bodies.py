@@ -18,7 +18,7 @@ from unit.counted_lines import counted_lines
 from unit.router.rig import deployment
 from unit.router.test_app import HELLO, client_of, router
 
-from mmrouter_lib.prompt.segment_cache import MAX_TOKENS
+from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD
 from mmrouter_router.app import Router
 from mmrouter_router.core.worker_threads import INLINE_BYTES, THREADS
 from mmrouter_router.request.prepare import MAX_TEXT
@@ -144,7 +144,14 @@ async def test_a_body_that_is_small_in_bytes_is_small_in_work(
 
 async def test_a_prompt_beyond_the_bound_is_placed_by_affinity(r: Router) -> None:
     too_long = ("affinity", ("prompt_size:messages",))
-    texts = {"x" * 1000: ("exact", ()), "x" * MAX_TEXT: too_long, "7" * (MAX_TOKENS + 1): too_long}
+    exact: tuple[str, tuple[str, ...]] = ("exact", ())
+    texts = {
+        "x" * MAX_WORD: exact,
+        "x" * (2 * MAX_WORD): too_long,
+        "x " * MAX_WORD: exact,
+        "x " * (MAX_TEXT // 2): too_long,
+        ("7" * 1023 + " ") * (MAX_TOKENS // 1023 + 1): too_long,
+    }
     for text, expected in texts.items():
         prepared = await r.chat.prepare(CHAT, orjson.dumps(chat(text)), r.chat.tenants.authenticate([]))
         assert (prepared.exactness, prepared.reasons) == expected

@@ -227,6 +227,7 @@ BAD = [
      "base64"),
     (chat_body([{"type": "image_url", "image_url": None}]), 400, "BadRequestError", "image_url", "uuid"),
     (chat_body([image(png()), image(png()), image(png())]), 400, "BadRequestError", "image", "At most 2"),
+    (chat_body("x" * 100_000), 400, "BadRequestError", None, "cannot be cut"),  # the library's bound, not the engine's
 ]  # fmt: skip
 
 
