@@ -25,7 +25,9 @@ CHECK_SECONDS = 1.0  # interval at which the folder is checked for changes
 MAX_FILE_BYTES = 1024 * 1024
 _EXHAUSTED = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO))
 
-Signature = tuple[tuple[str, int, int, int], ...]  # name, inode, modification time and size of what shows a change
+Signature = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, change time and size of what shows a change. A file's change time is that of its rights too, and cannot
+be set, unlike its modification time."""
 MOUNTED: Final = "..data"  # a link in a mounted Secret, which is replaced when any entry changes
 _UNREAD: Signature = (("", 0, 0, 0),)  # of a folder that has never been read
 
@@ -145,7 +147,7 @@ def _signature(folder: Path) -> Signature | None:
         except OSError as error:
             _reraise_exhausted(error)
             continue  # it is being replaced; the next check sees the new one
-        files_seen.append((name, status.st_ino, status.st_mtime_ns, status.st_size))
+        files_seen.append((name, status.st_ino, status.st_ctime_ns, status.st_size))
     return tuple(files_seen)
 
 

@@ -80,6 +80,16 @@ def test_changes_are_seen_when_the_folder_is_read_again(folder):
     assert denied(tenants, b"Bearer blue-1")
 
 
+def test_a_key_of_equal_length_is_seen_whatever_time_its_file_claims(folder):
+    tenants = Tenants(folder, KEY)
+    before = (folder / "red").stat()
+    (folder / "red").write_text((folder / "red").read_text().replace("red-1", "red-9"))
+    os.utime(folder / "red", ns=(before.st_atime_ns, before.st_mtime_ns))
+    tenants.refresh()
+    assert ask(tenants, b"Bearer red-9").name == "red"
+    assert denied(tenants, b"Bearer red-1")
+
+
 def test_mounted_secret_is_followed_through_its_links(tmp_path):
     for version, key in (("..v1", "old"), ("..v2", "new")):
         (tmp_path / version).mkdir()
