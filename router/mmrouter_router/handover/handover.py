@@ -33,7 +33,8 @@ REFUSED, MISSED, TOGETHER = "refused", "missed", "together"
 class _Attempt:
     """One request on its way to one engine. Images by identity, each once.
 
-    ``engine``: its id, which changes with a restart. ``weighed``: a renderer is available, so both ways are measured.
+    ``engine``: its id, which changes with a restart. ``processed``: whether a renderer was chosen, ``None`` where there
+    was no choice.
     """
 
     engine: str
@@ -41,7 +42,12 @@ class _Attempt:
     images: Mapping[str, OutgoingImage]
     transfers: Mapping[str, ways.ImageTransfer]
     files: dict[str, PlainFile] = field(default_factory=dict)
-    weighed: bool = False
+    processed: bool | None = None
+    answered: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(transfer.tokens for transfer in self.transfers.values())
 
 
 class Handover:
@@ -56,6 +62,7 @@ class Handover:
         renderers: Callable[[], Sequence[Member]],
         folder: SharedFolder | None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """``renderers``: those that are available now. ``folder``: this pod's."""
         spec, engine_key = settings.deployment.spec, settings.engine_key
@@ -64,7 +71,9 @@ class Handover:
         first = {**ways.FIRST, **(folder.measured() if folder is not None else {})}
         gain = ways.AUTO_GAIN if spec.routing.transfer in (None, "auto") else 1.0
         always = settings.always_hand_over
-        self._costs = {pool.name: ways.WayCosts(first, always=always, gain=gain) for pool in spec.pools}
+        self._costs = {
+            pool.name: ways.WayCosts(first, always=always, gain=gain, wall_clock=wall_clock) for pool in spec.pools
+        }
         self._renders = any(pool.role == "renderer" for pool in spec.pools)
         self._fleet, self._metrics, self._renderers = fleet, metrics, renderers
         self._here, self._folder, self._clock = ways.Endpoint(settings.node, shares=folder is not None), folder, clock
@@ -93,7 +102,6 @@ class Handover:
             for name, image in images.items()
         }
         attempt = _Attempt(request.worker.id, self._costs[worker.pool], images, each)
-        began = self._clock()
         try:
             answer = await post(await self._prepare(attempt, request))
             status = answer.status
@@ -108,13 +116,20 @@ class Handover:
                     for way in failed:
                         self.backoff.failed(attempt.engine, way)
             elif status < 400:
-                self._succeeded(attempt, self._clock() - began)
+                attempt.answered = True
+                for way in {transfer.how for transfer in each.values()} - {"bytes"}:
+                    self.backoff.succeeded(attempt.engine, way)
             for transfer in each.values():
                 self._metrics.handovers.labels(transfer.how, "").inc()
                 self._metrics.handover_bytes.labels(transfer.how).inc(transfer.size)
                 self._metrics.handover_seconds.labels(transfer.how).observe(transfer.seconds)
             return answer
         finally:
+            if attempt.processed is not None:
+                comparison, tokens = attempt.costs.processing, attempt.tokens if attempt.answered else 0
+                comparison.end(attempt.engine, tokens, processed=attempt.processed)
+                for by, cost in zip(("engine", "renderer"), comparison.costs, strict=True):
+                    self._metrics.handover_cost.labels(worker.pool, by).set(cost or 0)
             for file in attempt.files.values():
                 file.release()
             transfers += [transfer.as_json() for transfer in each.values()]
@@ -127,7 +142,9 @@ class Handover:
         plan = ways.plan_handover(list(attempt.transfers.values()), eligibility, attempt.costs)
         for name, fallbacks in plan.fallbacks.items():
             attempt.transfers[name].fallbacks += fallbacks
-        attempt.weighed = not all(eligibility.processed.values())
+        if not all(eligibility.processed.values()) and attempt.tokens >= ways.FEW_TOKENS:
+            attempt.processed = bool(plan.processed)
+            attempt.costs.processing.begin(attempt.engine, processed=attempt.processed)
         if plan.processed and renderer is not None:
             await self._process(attempt, request, renderer, plan)
         await self._write(attempt, [name for name in plan.files if attempt.transfers[name].how == "bytes"])
@@ -182,16 +199,6 @@ class Handover:
                 continue
             transfer.seconds = self._clock() - began
             attempt.costs.observe("file", transfer.size, transfer.seconds)
-
-    def _succeeded(self, attempt: _Attempt, seconds: float) -> None:
-        """Measure an answer, ``seconds`` to its first byte."""
-        taken = {transfer.how for transfer in attempt.transfers.values()}
-        for way in taken - {"bytes"}:
-            self.backoff.succeeded(attempt.engine, way)
-        processed = taken.isdisjoint({"bytes", "file"})
-        if attempt.weighed and (processed or taken <= {"bytes", "file"}):
-            tokens = sum(transfer.tokens for transfer in attempt.transfers.values())
-            attempt.costs.observe_answer(tokens, seconds, processed=processed)
 
     def _count_fallbacks(self, fallbacks: Iterable[ways.Fallback]) -> None:
         for fallback in fallbacks:

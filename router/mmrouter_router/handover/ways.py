@@ -4,10 +4,10 @@ By file or in the body an image is the same to the engine, which processes it; t
 router's part of the time is measured with every image. The engine's part is a constant, measured by ``python -m bench
 media``, because the router cannot observe it.
 
-A processed image spares the engine its processing, which shows only in the time to the first byte. That time is
-measured with and without a renderer, as it is for a remote prefill.
+A processed image spares the engine its processing, which shows only in the answers: ``comparison``.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args
 from mmrouter_lib.engines.vllm.plugin_api import Status
 from mmrouter_lib.engines.vllm.plugin_api import Way as Processed
 from mmrouter_router.core.linear_cost import Line, Rate
-from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
+from mmrouter_router.handover.comparison import WayComparison
 
 Way = Literal["nixl", "shm", "inline", "file", "bytes"]
 """How an image reaches an engine.
@@ -36,7 +36,7 @@ FIRST: Final[Mapping[Raw, Line]] = {"file": Line(250e-6, 0.5e-9), "bytes": Line(
 ENGINE: Final[Mapping[Raw, Line]] = {"file": Line(200e-6, 1e-9), "bytes": Line(0.0, 8e-9)}
 """The engine's part: opening and reading a file; reading a body, its JSON and base64."""
 AUTO_GAIN: Final = 0.9
-"""With ``routing.transfer: auto`` a renderer processes images only while that takes at most this share of the time."""
+"""With ``routing.transfer: auto`` a renderer processes images only while that costs less than this share."""
 FEW_TOKENS: Final = 16  # below this number of visual tokens a renderer saves nothing
 NO_FOLDER, OTHER_NODE, FULL = "no_folder", "other_node", "full"
 NO_RENDERER, NO_PLUGIN, DISABLED, ABSENT, SETTINGS = "no_renderer", "no_plugin", "disabled", "absent", "settings"
@@ -105,16 +105,23 @@ class ImageTransfer:
 
 
 class WayCosts:
-    """Costs of the ways to the engines of one pool. Estimates are medians, robust to a quarter of outliers."""
+    """Costs of the ways to the engines of one pool. Those of bytes are medians, robust to a quarter of outliers."""
 
-    def __init__(self, first: Mapping[Raw, Line] = FIRST, *, always: bool = False, gain: float = 1.0) -> None:
+    def __init__(
+        self,
+        first: Mapping[Raw, Line] = FIRST,
+        *,
+        always: bool = False,
+        gain: float = 1.0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
         """``first``: the router's part before any image. ``always``: hand over regardless of cost.
 
-        ``gain``: share of the engine's time that processing by a renderer must stay below.
+        ``gain``: share of the engine's cost that processing by a renderer must stay below.
         """
         self._always = always
         self._raw = {way: Rate(line) for way, line in first.items()}
-        self._processing = OffloadPolicy(0 if always else FEW_TOKENS, gain)
+        self.processing = WayComparison(gain, wall_clock)
 
     def seconds(self, way: Raw, size: int) -> float:
         """Return the estimated seconds of an image of ``size`` encoded bytes by a way, without its processing."""
@@ -128,15 +135,15 @@ class WayCosts:
 
     def why_unprocessed(self, tokens: int) -> str:
         """Return why the engine processes images of so many visual tokens itself, empty where a renderer does."""
-        why = self._processing.reason_local(tokens)
-        return "small" if why == "short" else why
+        if self._always:
+            return ""
+        if tokens < FEW_TOKENS:
+            return "small"
+        return "" if self.processing.processes() else "slower"
 
     def observe(self, way: Raw, size: int, seconds: float) -> None:
         if seconds >= 0:
             self._raw[way].observe(size, seconds)
-
-    def observe_answer(self, tokens: int, seconds: float, *, processed: bool) -> None:
-        self._processing.observe(tokens, seconds, remote=processed)
 
 
 @dataclass(frozen=True, slots=True)

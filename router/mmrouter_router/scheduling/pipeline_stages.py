@@ -91,9 +91,8 @@ class OffloadPolicy:
     Seconds are from the decision to the answer's first byte; tokens are those that remain to be computed.
     """
 
-    def __init__(self, short_tokens: int = SHORT_TOKENS, gain: float = 1.0) -> None:
-        """``gain``: share of the local time that the remote one must stay below."""
-        self.short_tokens, self._gain = short_tokens, gain
+    def __init__(self, short_tokens: int = SHORT_TOKENS) -> None:
+        self.short_tokens = short_tokens
         first = Line(0.0, 1e-4)
         self.local, self.remote = Rate(first), Rate(first)
         self._compared = 0
@@ -110,7 +109,7 @@ class OffloadPolicy:
         if min(self.local.measured, self.remote.measured) < ENOUGH:
             # Alternate until both paths are measured, remote first: the pools exist for it.
             return "slower" if self.local.measured < self.remote.measured - 1 else ""
-        local = self._gain * self.local.line.seconds(remaining) < self.remote.line.seconds(remaining)
+        local = self.local.line.seconds(remaining) < self.remote.line.seconds(remaining)
         self._compared += 1
         if self._compared % EXPLORE == 0:
             local = not local

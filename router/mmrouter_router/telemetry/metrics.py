@@ -90,6 +90,12 @@ class Metrics(Collector):
         self.handover_seconds = histogram(
             "handover_seconds", _MILLISECONDS, "Time to put an image into its file or into the body", "how"
         )
+        self.handover_cost = gauge(
+            "handover_cost_seconds",
+            "Measured time of an engine per visual token, where it (by: engine) or a renderer (by: renderer) processes "
+            "images; 0 while it is unknown",
+            *("pool", "by"),
+        )
         self.retries = counter("retries", "Requests sent to another worker, by cause", "cause")
         self.stream_breaks = counter(
             "stream_breaks",

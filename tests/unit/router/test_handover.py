@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,13 +11,14 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.rig import cancelled, counts, resource, until
+from unit.router.rig import cancelled, counts, loopback, resource, until
 from unit.router.test_prepare import settings
 
 from mmrouter_lib import feed
 from mmrouter_lib.engines.vllm.plugin_api import Status
 from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.fleet.workers import Fleet, Member
+from mmrouter_router.handover.comparison import ENOUGH, PERIOD
 from mmrouter_router.handover.files import IN_THREAD, SharedFolder
 from mmrouter_router.handover.handover import Handover
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer
@@ -42,6 +42,7 @@ from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage
 from mmrouter_router.telemetry.metrics import Metrics
 
 LARGE = 8 * IN_THREAD
+TOKENS = 100
 OPEN = Status(1, "engine", enabled=True, settings="s", ways={"shm": "", "nixl": "", "inline": ""})
 GONE = b'{"error":{"message":"[Errno 2] No such file or directory: \'<path>\'"}}'
 
@@ -69,14 +70,8 @@ def test_estimates_tolerate_a_quarter_of_outliers(wild):
     assert costs.why_no_file(1_000)
 
 
-def test_renderer_is_used_while_it_is_faster_and_still_explored():
-    costs = WayCosts()
-    for _ in range(20):
-        processed = not costs.why_unprocessed(500)
-        costs.observe_answer(500, 0.2 if processed else 0.1, processed=processed)
-    said = Counter(costs.why_unprocessed(500) for _ in range(64))
-    assert said["slower"] == 60
-    assert costs.why_unprocessed(4) == "small"
+def test_few_tokens_are_processed_by_the_engine_and_all_by_a_renderer_where_costs_do_not_count():
+    assert WayCosts().why_unprocessed(4) == "small"
     always = WayCosts(always=True)
     assert (always.why_no_file(1), always.why_unprocessed(1)) == ("", "")
 
@@ -129,7 +124,7 @@ def test_processed_way_requires_both_plugins(mode, renderer, engine, whys):
 )
 def test_every_image_has_a_way_and_every_skipped_way_a_reason(sizes, file, processed):
     loads = [ImageTransfer(str(number), size, 100) for number, size in enumerate(sizes)]
-    found = plan_handover(loads, WayEligibility(file, processed), WayCosts())
+    found = plan_handover(loads, WayEligibility(file, processed), WayCosts(wall_clock=lambda: PERIOD))
     for load in loads:
         passed = {fall.how for fall in found.fallbacks[load.uuid]}
         assert all(fall.reason for fall in found.fallbacks[load.uuid])
@@ -165,20 +160,23 @@ def test_failing_way_backs_off_until_a_success():
     assert not resting.skips("gone", "file")
 
 
+SHARED = {"accelerator": {"kind": "cpu"}, "sharedMemory": {"scope": "node"}}
+WORKERS, RENDERERS = ({"name": role, "role": role, **SHARED} for role in ("worker", "renderer"))
+
+
 class Rig:
     """A router with its folder, one engine on its node, and an engine with scripted answers."""
 
-    def __init__(self, root: Path, *, limit: int = 64 << 20, clock=lambda: 0.0) -> None:
+    def __init__(self, root: Path, *, limit: int = 64 << 20, clock=lambda: 0.0, renderers=(), **clocks) -> None:
         self.root = root
         self.metrics = Metrics()
-        pool = {"name": "worker", "role": "worker", "accelerator": {"kind": "cpu"}, "sharedMemory": {"scope": "node"}}
         fleet = self.fleet = Fleet(self.metrics)
         self.worker = fleet.join(Member("u", "w-0", "127.0.0.1", "worker", "worker", "n"))
         self.folder = SharedFolder(root, "router", limit, limit)
         self.folder.measured = dict  # the folder's real speed is low on a busy machine
-        own = resource(routing={"transfer": "shm"}, pools=[pool])
+        own = resource(routing={"transfer": "shm"}, pools=[WORKERS, *([RENDERERS] if renderers else [])])
         here = replace(settings(), deployment=own, node="n")
-        self.handover = Handover(here, fleet, Upstream(), self.metrics, list, self.folder, clock)
+        self.handover = Handover(here, fleet, Upstream(), self.metrics, lambda: renderers, self.folder, clock, **clocks)
         self.answers: list[tuple[int, bytes] | Exception] = []
         self.got: list[list[bytes | None]] = []  # per request the images as the engine has them
         self.told: list[dict] = []
@@ -201,7 +199,7 @@ class Rig:
 
     def parcel(self, *sizes: int) -> AddressedRequest:
         media = [Media(bytes([n]) * size, "image/png", "data") for n, size in enumerate(sizes)]
-        images = tuple(OutgoingImage(0, n, f"m1-{n}", each) for n, each in enumerate(media))
+        images = tuple(OutgoingImage(0, n, f"m1-{n}", each, tokens=TOKENS) for n, each in enumerate(media))
         parts = [{"type": "image_url", "image_url": {"url": ""}, "uuid": image.uuid} for image in images]
         outgoing = Outgoing(CHAT, {"messages": [{"role": "user", "content": parts}]}, images)
         return AddressedRequest(self.worker, outgoing, outgoing.fields)
@@ -309,6 +307,41 @@ async def test_cancelled_request_and_lost_engine_leave_no_file(rig):
     await cancelled(task)
     assert rig.left() == []
     assert ("file", "") not in rig.counted()
+
+
+async def test_requests_that_end_without_an_answer_leave_the_comparison_of_both_ways(tmp_path):
+    """Nothing listens at the renderer's address, so that it costs time and no request."""
+    now = 0.0
+    renderer = Member("r", "r-0", loopback(), "renderer", "renderer", "n")
+    rig = Rig(tmp_path, clock=lambda: 100 * now, wall_clock=lambda: now, renderers=[renderer])
+    rig.handover.plugins.status = lambda _: OPEN
+
+    async def post(body: bytes) -> BufferedAnswer:
+        nonlocal now
+        now += 1
+        return await rig.post(body)
+
+    async def hangs(body: bytes) -> BufferedAnswer:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def costs() -> list[float]:
+        while now % PERIOD < PERIOD - 2:
+            await rig.handover.send(rig.parcel(10), post, rig.told)
+        labels = [{"pool": "worker", "by": by} for by in ("engine", "renderer")]
+        return [rig.metrics.registry.get_sample_value("mmrouter_handover_cost_seconds", each) for each in labels]
+
+    task = asyncio.create_task(rig.handover.send(rig.parcel(10), hangs, rig.told))
+    await asyncio.sleep(0)
+    await cancelled(task)
+    rig.answers = [UpstreamError("gone", sent=True), (400, b"no")]
+    with pytest.raises(UpstreamError):
+        await rig.handover.send(rig.parcel(10), post, rig.told)
+    await rig.handover.send(rig.parcel(10), post, rig.told)
+    engine = (ENOUGH + 2) / ENOUGH / TOKENS  # two requests failed after a second each
+    assert await costs() == [pytest.approx(engine), 0]
+    now = PERIOD
+    assert await costs() == [pytest.approx(engine), pytest.approx(1 / TOKENS)]
 
 
 async def test_cancellation_during_the_write_leaves_no_file(rig):

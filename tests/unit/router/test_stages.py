@@ -363,16 +363,3 @@ async def test_blocks_are_read_before_the_end_of_their_lease(rig):
     alone, body, notes = await rig.before(alone="expired")
     assert (alone.read_by, notes) == (None, [("prefill", "expired")])
     assert "kv_transfer_params" not in body
-
-
-@given(st.floats(0.1, 1.0), st.floats(0.01, 10), st.floats(0.01, 10))
-def test_a_demanded_gain_is_measured_before_the_other_path_is_taken(gain, local, remote):
-    policy = OffloadPolicy(1, gain)
-    for _ in range(ENOUGH):
-        policy.observe(1000, local, remote=False)
-        policy.observe(1000, remote, remote=True)
-    reasons = {policy.reason_local(1000) for _ in range(EXPLORE - 1)}
-    if remote < 0.99 * gain * local:
-        assert reasons == {""}
-    if remote > 1.01 * gain * local:
-        assert reasons == {"slower"}
