@@ -1,4 +1,4 @@
-"""Pickers that are killed under load, with a gateway that then refuses requests, and one that sends them on anyway."""
+"""Pickers and Envoy, killed under load; a gateway that refuses requests without a picker, and one that fails open."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from artefacts import Record
 from gateway.conftest import START_SECONDS
@@ -65,6 +66,35 @@ def test_killed_picker_loses_requests_only_until_it_is_back(deployment: Deployme
     # How many are lost depends on how soon a client asks again: Envoy takes two failed checks to leave a picker.
     record("requests lost when one of two pickers is killed under 8 clients (FailClose)", dict(load.statuses))
     assert load.statuses.keys() <= {0, 200, 500, 503}
+
+
+def test_killed_envoy_is_back_and_leaves_nothing_booked(deployment: Deployment, record: Record) -> None:
+    run, routers = psutil.Process(deployment.process.pid), range(len(deployment.controls))
+
+    def envoy() -> psutil.Process | None:
+        return next((each for each in run.children() if each.name() == "envoy"), None)
+
+    def asked() -> list[int]:
+        return [deployment.state(number)["gateway_requests"] for number in routers]
+
+    def under_way() -> int:
+        return sum(worker["in_flight"] for number in routers for worker in deployment.state(number)["workers"])
+
+    killed, load = envoy(), Load(deployment.url)
+    assert killed
+    with load.asking():
+        load.more(40)
+        killed.kill()
+        wait_for(lambda: envoy() not in (None, killed), 10, "Envoy runs again")
+        before = asked()
+        load.answered_without_a_loss(40)
+    refused = sum(fault.startswith("ConnectError") for fault in load.faults)
+    lost = {"broken": load.statuses[0] - refused, "answered 5xx": load.statuses[500] + load.statuses[503]}
+    record("requests lost when Envoy is killed under 8 clients", {**lost, "answered": load.statuses[200]})
+    assert load.statuses.keys() <= {0, 200, 500, 503}
+    assert all(now > then for now, then in zip(asked(), before, strict=True)), "the new Envoy asks both pickers"
+    wait_for(lambda: under_way() == 0, 60, "nothing of the killed Envoy is booked")
+    deployment.assert_gate_passes()
 
 
 def test_without_a_picker_no_engine_answers_an_unauthenticated_request(

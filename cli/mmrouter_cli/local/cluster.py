@@ -58,7 +58,6 @@ class LocalCluster:
         self._changed = asyncio.Event()
         self._roster = ""
         self._retry: asyncio.TimerHandle | None = None
-        self._gateway: Child | None = None
 
     @property
     def frontends(self) -> tuple[FrontendAddress, ...]:
@@ -133,6 +132,7 @@ class LocalCluster:
 
     async def open_gateway(self, *, tls: bool) -> None:
         """Start Envoy in front of the routers, whose pickers serve ``tls`` or not; its address becomes the endpoint.
+        It is started again when it ends, as pods are.
 
         Raises :class:`LocalError`.
         """
@@ -144,10 +144,24 @@ class LocalCluster:
             admin=self.run_dir / "envoy.sock",
             tls=tls,
         )
-        self._gateway = await start_envoy(config, self.run_dir, self._guard, self._log)
+        envoy = await start_envoy(config, self.run_dir, self._guard, self._log)
         self.endpoint = f"http://{self._block.service}:{GATEWAY_PORT}"
         self._log("gateway", f"Envoy at {self.endpoint}")
         self._describe()
+        task = asyncio.create_task(self._keep_envoy(envoy, config), name="gateway")
+        task.add_done_callback(log_failure(partial(self._log, "gateway")))
+        self._tasks.append(task)
+
+    async def _keep_envoy(self, envoy: Child, config: dict[str, Any]) -> None:
+        while True:
+            self._log("gateway", f"Envoy ended with status {await envoy.wait()} and is started again")
+            while True:
+                try:
+                    envoy = await start_envoy(config, self.run_dir, self._guard, self._log)
+                    break
+                except LocalError as error:
+                    self._log("gateway", str(error))
+                    await asyncio.sleep(RETRY_SECONDS)
 
     def _describe(self) -> None:
         """Write what other commands read about this run."""
@@ -163,9 +177,6 @@ class LocalCluster:
         write_atomically(self.run_dir / "run.json", json.dumps(run, indent=1))
 
     async def stop(self) -> None:
-        if self._gateway is not None:
-            self._gateway.terminate()
-            await self._gateway.wait()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
