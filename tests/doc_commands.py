@@ -12,6 +12,8 @@ CHART_PAGE = "install.md"
 TOUR = re.compile(r"^## On Kubernetes\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 """The README's section whose commands need real pods, and are run in their order by the tests that have some."""
 GATEWAY_PAGE = ROOT / "docs" / "gateway.md"
+FROM_EMPTY = re.compile(r"^## From an empty cluster\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
+"""The section whose commands need real pods and a gateway, and are run by the tests that have both."""
 MANY_MODELS = re.compile(r"^## Many models, one address\n.*?(?=^## )", re.MULTILINE | re.DOTALL)
 """The section whose commands need two deployments and a gateway, and are run by the test that has them."""
 NEEDS_A_CLUSTER = ("kubectl ", ".venv/bin/mmrouter operator")
@@ -20,19 +22,23 @@ LOOKS_AT_ONE = (".venv/bin/mmrouter status", ".venv/bin/mmrouter doctor")
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield (page, command) in their order, without those of the tour and of many models."""
-    elsewhere = {PAGES[0]: TOUR, GATEWAY_PAGE: MANY_MODELS}
+    """Yield (page, command) in their order, without those of sections that other tests run."""
     for page in PAGES:
         text = page.read_text()
-        for command in _commands(elsewhere[page].sub("", text) if page in elsewhere else text):
+        for section in {PAGES[0]: (TOUR,), GATEWAY_PAGE: (MANY_MODELS, FROM_EMPTY)}.get(page, ()):
+            text = section.sub("", text)
+        for command in _commands(text):
             yield page.name, command
 
 
 def many_models() -> list[str]:
     """Return the commands of the section about many models."""
-    found = MANY_MODELS.search(GATEWAY_PAGE.read_text())
-    assert found, "the page has no section about many models"
-    return list(_commands(found[0]))
+    return _commands_of(GATEWAY_PAGE, MANY_MODELS)
+
+
+def from_empty_cluster() -> list[str]:
+    """Return the commands that lead from an empty cluster to an answer through a gateway, and clean up."""
+    return _commands_of(GATEWAY_PAGE, FROM_EMPTY)
 
 
 def on_gateway_page(kind: str, **names: str) -> str:
@@ -46,8 +52,12 @@ def on_gateway_page(kind: str, **names: str) -> str:
 
 def tour() -> list[str]:
     """Return the commands of the README's tour of a cluster."""
-    found = TOUR.search(PAGES[0].read_text())
-    assert found, "the README has no tour of a cluster"
+    return _commands_of(PAGES[0], TOUR)
+
+
+def _commands_of(page: Path, section: re.Pattern[str]) -> list[str]:
+    found = section.search(page.read_text())
+    assert found, f"{page.name} has no {section.pattern.splitlines()[0]}"
     return list(_commands(found[0]))
 
 

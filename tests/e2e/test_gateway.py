@@ -1,8 +1,9 @@
 """Deployments behind a Gateway of the cluster: Istio's control plane and its proxy run in pods beside them."""
 
 import re
+import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from cluster.access import Access
 from cluster.istio import GATEWAY
 from cluster.operators import diagnosed
 from cluster.resources import get
-from doc_commands import on_gateway_page
+from doc_commands import from_empty_cluster, on_gateway_page
 from e2e.deploying import RESTRICTED, Deployed, process_here, run_pod
 from e2e.gateway_pods import (
     LISTENING_PORT,
@@ -30,15 +31,20 @@ from e2e.gateway_pods import (
 )
 from e2e.images import file, write_derived_image
 from e2e.node import Node
+from e2e.one_node_cluster import sourced
 from e2e.policies import enforced
 from e2e.staged_deployments import PRIVILEGED, Chain, chained, encoded
 from e2e.test_status_and_doctor import env
+from e2e.test_tour import run_in_order, start
 from scenarios import SCENARIOS, Chat, Scenario, assert_whole, title
 from waiting import wait_for
 
+from hack.cluster.go_programs import GATEWAY_DEFINITIONS
 from hack.images.base_image import write_image
 from mmrouter_cli.local.envoy import PICKER_PORT, find_envoy
 from mmrouter_cli.local.folders import LocalError
+
+__all__ = ["start"]
 
 pytestmark = pytest.mark.long_form
 SECONDS = 60
@@ -231,6 +237,40 @@ def test_an_image_is_encoded_once_and_answered_through_the_gateway_by_way_of_a_f
     after = spent()
     assert {role: after[role] - before[role] for role in after} == {"encoder": tokens, "worker": 0}
     assert frontends.asked() == asked + 3
+
+
+# -- the page's commands from an empty cluster ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def sourced_file(istio: Istio, tmp_path: Path) -> Iterator[Path]:
+    """What the shell of a command sources."""
+    file = tmp_path / "build" / "cluster.sh"
+    with sourced(file, istio.cluster.kubeconfig, [istio.cluster.bin, go_programs("helm")]):
+        yield file
+
+
+def test_ten_commands_lead_from_an_empty_cluster_to_an_answer_whose_routing_is_proved(
+    istio: Istio, start: Callable[[str], "subprocess.Popen[str]"], record: Record
+) -> None:
+    definitions, control_plane, *typed = from_empty_cluster()
+    # The fixture has these two: the same releases' definitions, and the control plane without its own proxy.
+    for module in GATEWAY_DEFINITIONS:
+        name, _, version = module.rpartition("/")[2].partition("@")
+        assert f"/{name}/releases/download/{version}/" in definitions
+    assert control_plane.startswith("istioctl install ")
+    *proved, _, _ = typed
+    assert len([definitions, control_plane, *proved]) == 10
+    gateway = proved.index("kubectl apply -f examples/gateway/istio.yaml") + 1
+    run_in_order(start, proved[:gateway], record)
+    try:
+        run_proxy(istio.cluster, "default", istio.pilot, istio.envoy)
+        *_, answer, explanation = run_in_order(start, proved[gateway:], record).values()
+        assert "HTTP/1.1 200 OK" in answer
+        assert re.search(r"^parity.*the engine holds all \d+ predicted blocks", explanation, re.MULTILINE), explanation
+    finally:
+        istio.cluster.kubectl("-n", "default", "delete", "pod,service", f"{GATEWAY}-istio")
+        run_in_order(start, typed[-2:], record)
 
 
 # -- the inference extension's own suite ---------------------------------------------------------------------------

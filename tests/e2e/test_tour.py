@@ -122,23 +122,32 @@ def start(sourced_file: Path, tmp_path: Path) -> Iterator[Callable[[str], "subpr
         process.communicate()
 
 
-def test_every_command_of_the_tour_succeeds_in_its_order(
-    start: Callable[[str], "subprocess.Popen[str]"], record: Record
-) -> None:
+def run_in_order(
+    start: Callable[[str], "subprocess.Popen[str]"], commands: list[str], record: Record
+) -> dict[str, str]:
+    """Run commands one after the other, those that end with ``&`` beside the others; return what each printed.
+
+    ``REQUEST_ID`` stands for the id of the last answer. Raises ``AssertionError`` with the output of one that fails.
+    """
     outputs: dict[str, str] = {}
     request_id = ""
-    for command in tour():
-        if command.startswith(ELSEWHERE):
-            continue
+    for command in commands:
         began = time.monotonic()
         process = start(command.replace("REQUEST_ID", request_id))
         if command.endswith("&"):
             continue
         outputs[command], _ = process.communicate(timeout=COMMAND_SECONDS)
         assert process.returncode == 0, f"{command}\n{outputs[command]}"
-        record(f"tour: {command.splitlines()[0][:70]}, s", round(time.monotonic() - began, 1))
+        record(f"{command.splitlines()[0][:70]}, s", round(time.monotonic() - began, 1))
         if found := re.search(TAKEN_AS_RUN, outputs[command]):
             request_id = found[1]
+    return outputs
+
+
+def test_every_command_of_the_tour_succeeds_in_its_order(
+    start: Callable[[str], "subprocess.Popen[str]"], record: Record
+) -> None:
+    outputs = run_in_order(start, [command for command in tour() if not command.startswith(ELSEWHERE)], record)
     (chat,) = (text for command, text in outputs.items() if command.startswith("curl"))
     assert "HTTP/1.1 200 OK" in chat
     (shown,) = (text for command, text in outputs.items() if command == "kubectl get mmrd")
