@@ -23,12 +23,15 @@ ENGINES = ("127.84.0.2", "127.84.0.3", "127.84.0.4")
 
 @dataclass
 class UnderTest:
-    """``own``: the router behind our picker, ``None`` for another one. ``model``: a name that it serves."""
+    """``own``: the router behind our picker, ``None`` for another one. ``model``: a name that it serves. ``ranks``: of
+    each engine behind our picker.
+    """
 
     driver: Driver
     endpoints: tuple[str, ...]
     model: str
     own: Router | None = None
+    ranks: int = 1
 
     def chat(self, text: str = "x", **fields: Any) -> bytes:
         """The body of a chat."""
@@ -68,15 +71,16 @@ async def epp() -> AsyncIterator[UnderTest]:
             while True:
                 await asyncio.sleep(0.2)
                 for worker in own.fleet:
-                    heartbeat(own.fleet, worker)
+                    heartbeat(own.fleet, worker, ranks=made.ranks)
 
         ip = loopback()
         choice = EngineChoice(own.client_app(), PARSERS.keys(), own.chat.answer, test_selection=True)
         picker = Picker(choice, own.shutdown, lambda: own.ready, host=ip)
-        tasks = [asyncio.create_task(picker.serve(30.0)), asyncio.create_task(beat())]
         driver = Driver(f"{ip}:{PICKER_PORT}")
+        made = UnderTest(driver, tuple(f"{engine}:8000" for engine in ENGINES), "t", own)
+        tasks = [asyncio.create_task(picker.serve(30.0)), asyncio.create_task(beat())]
         try:
-            yield UnderTest(driver, tuple(f"{engine}:8000" for engine in ENGINES), "t", own)
+            yield made
         finally:
             await driver.close()
             own.shutdown.stop("the test has ended")

@@ -9,8 +9,9 @@ import random
 import grpc
 from gateway.epp import driver
 from gateway.epp.driver import out_of_order
+from long_form import IS_LONG
 
-SEQUENCES = int(os.environ.get("MMROUTER_EPP_SEQUENCES", "100"))
+SEQUENCES = int(os.environ.get("MMROUTER_EPP_SEQUENCES", "10000" if IS_LONG else "100"))
 SEED = int(os.environ.get("MMROUTER_EPP_SEED", "22"))
 ENDS = {
     None,  # unknown: see Outcome

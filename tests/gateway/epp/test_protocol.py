@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import contextlib
 import json
+from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
@@ -12,6 +14,7 @@ from gateway.epp.driver import DESTINATION, LIMIT, Talk, out_of_order
 from unit.router.rig import loopback, until, value
 
 from mmrouter_router.http.server import Shutdown
+from mmrouter_router.intake import PARSERS
 from mmrouter_router.picker.engines import MAX_COLD_ANSWER, EngineChoice
 from mmrouter_router.picker.server import PICKER_PORT, Picker
 
@@ -137,6 +140,41 @@ async def test_unknown_health_service_is_not_found(epp):
 # -- what ours adds
 
 
+@contextlib.asynccontextmanager
+async def asking(choice: EngineChoice) -> AsyncIterator[driver.Driver]:
+    """A gateway's connection to a picker with another choice."""
+    shutdown, ip = Shutdown(), loopback()
+    serving = asyncio.create_task(Picker(choice, shutdown, lambda: True, host=ip).serve(30.0))
+    made = driver.Driver(f"{ip}:{PICKER_PORT}")
+    try:
+        yield made
+    finally:
+        await made.close()
+        shutdown.stop("the test has ended")
+        await serving
+
+
+async def test_selection_header_of_conformance_tests_is_ignored_without_the_flag(epp):
+    choice = EngineChoice(epp.router.client_app(), PARSERS.keys(), epp.router.chat.answer)
+    async with asking(choice) as other:
+        talk = other.talk()
+        await talk.send(driver.headers(test_epp_endpoint_selection="10.255.255.1:8000"), *driver.body(epp.chat()))
+        await talk.until_body_ends("request_body")
+        assert talk.outcome.destination in epp.endpoints
+        talk.cancel()
+        await epp.settled()
+
+
+async def test_rank_of_an_engine_with_several_is_named_in_the_headers(epp):
+    named, epp.ranks = set(), 2
+    await until(lambda: {worker.ranks for worker in epp.router.fleet} == {2})
+    for number in range(2 * len(epp.endpoints)):
+        # All are under way at once, so that each rank of each engine has one.
+        talk = await forwarded(epp, driver.headers(), *driver.body(epp.chat(f"request {number} " * 50)))
+        named.add((talk.outcome.destination, talk.outcome.set_headers()["x-data-parallel-rank"]))
+    assert named == {(endpoint, rank) for endpoint in epp.endpoints for rank in ("0", "1")}
+
+
 async def test_readiness_ends_with_draining_and_liveness_does_not(epp):
     epp.router.shutdown.drain("a test")
     assert [await epp.driver.health(name) for name in ("readiness", "liveness")] == [NOT_SERVING, SERVING]
@@ -231,16 +269,8 @@ async def test_an_answer_beyond_the_bound_of_cold_routes_is_a_500_and_not_gather
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             sent += len(piece)
 
-    shutdown, ip = Shutdown(), loopback()
-    picker = Picker(EngineChoice(large, (), epp.router.chat.answer), shutdown, lambda: True, host=ip)
-    serving = asyncio.create_task(picker.serve(30.0))
-    asking = driver.Driver(f"{ip}:{PICKER_PORT}")
-    try:
-        outcome = await asking.ask([driver.headers("/any", "GET", end=True)])
-    finally:
-        await asking.close()
-        shutdown.stop("the test has ended")
-        await serving
+    async with asking(EngineChoice(large, (), epp.router.chat.answer)) as other:
+        outcome = await other.ask([driver.headers("/any", "GET", end=True)])
     assert outcome.immediate.status.code == 500
     assert sent == MAX_COLD_ANSWER
 
