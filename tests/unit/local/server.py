@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import signal
 import socket
 import sys
 import time
@@ -34,6 +35,12 @@ match sys.argv[1:]:
     case ["fail", code, *words]:
         print(f"{os.getpid()}:", *words, flush=True)
         sys.exit(int(code))
+    case ["raise", how]:
+        print(f"[12:00] ERROR a.BadError: no adapter in {os.getpid()}")
+        print("See https://example.invalid/leaks", flush=True)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(1)
     case ["fail-once-more", path]:
         # Another last line at each start.
         with open(path, "a+") as file:

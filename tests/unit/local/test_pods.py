@@ -162,6 +162,18 @@ async def test_two_starts_that_fail_alike_are_enough(run: Any, kit: Any, log: An
         assert sum(line.endswith("no such flag") for line in log.of("web-0/web")) == 2
 
 
+@pytest.mark.parametrize("how", ["exit", "kill"])
+async def test_an_exception_is_the_reason_whatever_is_printed_after_it_and_however_the_process_ends(
+    run: Any, kit: Any, how: str
+) -> None:
+    """SGLang ends its own process by SIGKILL, and vLLM's libraries report leaks after the exception."""
+    web = kit.container("web", "raise", how, readinessProbe={"tcpSocket": {"port": 8812}})
+    async with run(kit.deployment("web", web), ready=False) as cluster:
+        message = r"^web-0/web has ended twice before it was up, its last output: a\.BadError: no adapter in \d+$"
+        with pytest.raises(VainError, match=message):
+            await cluster.wait_ready(60)
+
+
 async def test_starts_that_fail_in_different_ways_are_repeated(run: Any, kit: Any, tmp_path: Path) -> None:
     never = {"tcpSocket": {"port": 8812}}
     web = kit.container("web", "fail-once-more", str(tmp_path / "starts"), readinessProbe=never)

@@ -26,6 +26,9 @@ VAIN_STARTS = 5
 _NUMBER = re.compile(r"\d+")
 """Left out when two last lines are compared: process ids and times differ between starts that fail alike."""
 
+_ERROR = re.compile(r"\b[\w.]*[a-z](?:Error|Exception): .*")
+"""An exception's line; what an engine prints after it, such as leaks that its libraries report, says less."""
+
 STARTING_STEP = 0.1
 """Seconds between probes during a start, where the probe's own period is longer."""
 
@@ -86,6 +89,9 @@ class Container:
     fails_alike: bool = False
     """The last two of these failures had the same status and the same last line, so that the next would too."""
     last_line: str = ""
+    """Of its output; an exception's line if one came since its start."""
+    raised: bool = False
+    """An exception's line came since its start."""
     came_up: bool = False
     started: asyncio.Event = field(default_factory=asyncio.Event)
     ready: bool = False
@@ -166,8 +172,11 @@ class Container:
             self.changed()
 
     def _count(self, code: int) -> None:
-        """Count a start that failed by itself: not one that was up, nor an end by a signal, as after a failed probe."""
-        if code <= 0 or self.came_up:
+        """Count a start that failed by itself: not one that was up, nor an end by a signal, as after a failed probe.
+
+        SGLang kills itself after an exception.
+        """
+        if self.came_up or not (code > 0 or (code < 0 and self.raised)):
             return
         self.failed_starts += 1
         failure = (code, _NUMBER.sub("", self.last_line))
@@ -177,6 +186,7 @@ class Container:
 
     async def _run(self) -> int:
         """Start the process and wait for its end. A command that cannot be started ends with 127, as in a shell."""
+        self.raised = False
         try:
             self.child = await spawn(self.argv, env=self.env, folder=self.folder, guard=self.guard, line=self._on_line)
         except OSError as error:
@@ -196,8 +206,10 @@ class Container:
             self._set_ready(False, "not running")
 
     def _on_line(self, line: str) -> None:
-        if line.strip():
-            self.last_line = line.strip()
+        error = _ERROR.search(line)
+        self.raised |= error is not None
+        if error or (line.strip() and not self.raised):
+            self.last_line = error[0] if error else line.strip()
         self.log(line)
 
     async def _watch(self, child: Child) -> None:
