@@ -83,6 +83,7 @@ VLLM_FLAGS = (
     *owned(_PROCESSOR, "engine.processor", "--mm-processor-kwargs"),
     *owned(_PROCESSOR, None, "--media-io-kwargs --video-pruning-rate --video-pruning-method"),
     *owned(_PROMPTS, None, "--enable-tower-connector-lora --enable-prompt-embeds --enable-mm-embeds"),
+    *owned("clients name the adapter that answers", None, "--default-mm-loras"),
     *owned(_IMAGES, "routing.media.maxImages", "--limit-mm-per-prompt"),
     *owned("engines read only the files that routers share", "routing.transfer", "--allowed-local-media-path"),
     *owned(_ROLE, "pools[].role", "--mm-encoder-only"),
@@ -153,6 +154,7 @@ SGLANG_FLAGS = (
     *owned(_RANKS, "pools[].parallelism.tensor", "--tensor-parallel-size --tp-size --tp"),
     *owned(_RANKS, "pools[].parallelism.data", "--data-parallel-size --dp-size --dp"),
     *owned("it multiplies the block size", None, "--decode-context-parallel-size --dcp-size"),
+    *owned("an adapter that is loaded again has lost its blocks", None, "--max-loaded-loras"),
 )
 """``--mm-preprocess-cache-size-mb`` is not owned: users may raise it, or set it for a model whose name does not show
 that it is a Qwen-VL; the sidecar reads the resulting value from the engine."""

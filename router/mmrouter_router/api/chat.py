@@ -221,7 +221,11 @@ class Chat:
         if path in PASSED_ROUTES:
             return PARSERS[path](raw, self._limits, self._served_model, self._engine)
         arguments = raw, self._limits, self._loaded() | {self._served_model}, self._engine
-        return PARSERS[path](*arguments, **self._parsing.get(path, {}))
+        request = PARSERS[path](*arguments, **self._parsing.get(path, {}))
+        if request.model != self._served_model and request.endpoint not in self._adapter.adapter_endpoints:
+            message = f"Engines answer {path} without adapters; {CHAT} serves them."
+            raise RequestError.invalid(message, param="model", code="unsupported_value")
+        return request
 
     async def _admit(
         self, client: Client, request_id: str, received: float, held: BodyReservation, extra: Headers
@@ -336,7 +340,11 @@ class Chat:
         embedded = [image for image in prepared.images if path != CHAT or image.modality == "video"]
         rewrites += prepared.video_rewrites()
         rewritten = self._adapter.rewrite_chat(
-            prepared.request.body, rewrites, model=prepared.adapter or self._served_model, cache_salt=prepared.salt
+            prepared.request.body,
+            rewrites,
+            model=self._served_model,
+            cache_salt=prepared.salt,
+            adapter=prepared.adapter,
         )
         for name in {*rewritten.removed, *prepared.request.removed}:
             self._metrics.stripped.labels(name).inc()

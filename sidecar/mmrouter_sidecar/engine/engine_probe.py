@@ -124,7 +124,7 @@ class EngineProbe:
         described = {"version": info.version, "identity": info.facts, "device": info.device, "devices": info.devices}
         openapi, models = [await self._json(session, path) for path in (ROUTES_PATH, MODELS_PATH)]
         described |= {"routes": served_routes(openapi), "context_length": context_length(models)}
-        if self._settings.engine == "vllm":
+        if self._adapter.names_adapters(info.version):
             described["adapters"] = lora_adapters(models)
         return {**described, **block_size}
 

@@ -4,12 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from unit.router.rig import BLOCK, IDS, Rig, prepared
+from unit.router.rig import BLOCK, IDS, Rig, heartbeat, prepared, resource, sync
+from unit.router.test_app import client_of, member, router
 from unit.router.test_prepare import preparing, settings
 
 from mmrouter_lib.block_keys import block_keys, namespace_seed
+from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.adapter import lora_adapters
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.scheduling.candidate_groups import NoWorkerError
 
@@ -58,3 +62,38 @@ def test_a_request_for_an_adapter_goes_where_it_is_loaded():
     assert rig.fleet.adapters() == frozenset()
     with pytest.raises(NoWorkerError):
         rig.placer.place(SQL)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "expected"),
+    [
+        ("vllm", "sql", {"model": "sql"}),
+        ("sglang", "sql", {"model": "sql", "lora_path": "sql"}),
+        ("sglang", "team:sql", {"model": "t", "lora_path": "team:sql"}),  # else the engine would look for "sql"
+    ],
+)
+def test_an_engine_gets_the_name_where_it_reads_it_and_never_the_clients_path(engine, name, expected):
+    body = {"model": name, "messages": [], "lora_path": "another"}
+    sent = ADAPTERS[engine].rewrite_chat(body, (), model="t", cache_salt=None, adapter=name).body
+    assert {field: value for field, value in sent.items() if field in ("model", "lora_path")} == {
+        **({"lora_path": "another"} if engine == "vllm" else {}),  # no field of vLLM's: a client's is a 400 before
+        **expected,
+    }
+
+
+async def test_an_adapter_that_sglangs_responses_would_ignore_is_refused_there_and_served_by_chats():
+    own = resource(engine={"type": "sglang", "image": "x", "blockSize": BLOCK})
+    async with router(own=own) as made, client_of(made) as client:
+        made.apply_membership(Membership((member("a", "127.0.0.1"),)))
+        (worker,) = made.fleet
+        made.fleet.feed_connected(worker)
+        sync(made.fleet, worker)
+        heartbeat(made.fleet, worker, engine="sglang", adapters=("sql",))
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(each["id"], each["parent"]) for each in listed] == [("t", None), ("sql", "t")]
+        answer = await client.post("/v1/responses", json={"model": "sql", "input": "x"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+        for path, field in ((CHAT, {"messages": [{"role": "user", "content": "x"}]}), (COMPLETIONS, {"prompt": "x"})):
+            raw = json.dumps({"model": "sql", **field}).encode()
+            tenant = made.chat.tenant("")
+            assert (await made.chat.prepare(path, raw, tenant)).adapter == "sql"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from unit.sidecar.conftest import loopback, until
@@ -163,16 +164,16 @@ async def test_metrics_follow_the_engine_and_end_with_it(start: Any, http_engine
             assert (answer.status, await answer.text()) == (200, "")
 
 
-async def test_an_engine_that_fell_back_to_a_cpu_is_reported_by_its_sidecar(settings, caplog):
-    """An SGLang engine of a pool of GPUs that resolved its device to cpu."""
+async def sglang_beat(settings, release: str) -> feed.Heartbeat:
+    """Return what is said of an SGLang engine of a pool of GPUs that resolved its device to cpu."""
     answers = {
         "/health": {},
         "/ready": {},
         "/metrics": {},
-        "/server_info": {"version": "0.5.23", "device": "cpu", "tp_size": 1, "dp_size": 1},
+        "/server_info": {"version": release, "device": "cpu", "tp_size": 1, "dp_size": 1},
         "/model_info": {"model_type": "qwen2_vl"},
         "/openapi.json": {"paths": {"/tokenize": {}, "/flush_cache": {}, "/generate": {}}},
-        "/v1/models": {"data": [{"id": "m", "max_model_len": 8192}]},
+        "/v1/models": {"data": [{"id": "m", "max_model_len": 8192}, {"id": "sql", "parent": "m"}]},
     }
 
     async def answer(request: web.Request) -> web.Response:
@@ -195,6 +196,17 @@ async def test_an_engine_that_fell_back_to_a_cpu_is_reported_by_its_sidecar(sett
         await runner.cleanup()
         relay.close()
     (beat,) = [frame for frame in frames if isinstance(frame, feed.Heartbeat)][-1:]
+    return beat
+
+
+@pytest.mark.parametrize(("release", "adapters"), [("0.5.23", ("sql",)), ("0.5.22", ())])
+async def test_adapters_of_a_release_whose_events_do_not_name_them_are_not_reported(settings, release, adapters):
+    """Their blocks would count as the model's, and the model's as theirs."""
+    assert (await sglang_beat(settings, release)).adapters == adapters
+
+
+async def test_an_engine_that_fell_back_to_a_cpu_is_reported_by_its_sidecar(settings, caplog):
+    beat = await sglang_beat(settings, "0.5.23")
     assert (beat.device, beat.devices, beat.requested_device) == ("cpu", 1, "cuda")
     assert (beat.routes, beat.context_length) == (("/tokenize", "/generate"), 8192)
     assert "computes on cpu, and its pool asks for cuda" in caplog.text

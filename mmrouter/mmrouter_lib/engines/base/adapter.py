@@ -14,7 +14,7 @@ import msgspec
 
 from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation
 from mmrouter_lib.engines.base.events import Batch
-from mmrouter_lib.engines.base.request_fields import Endpoint, RequestFields
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint, RequestFields
 
 if TYPE_CHECKING:
     from mmrouter_lib.api import EngineType, Role
@@ -212,6 +212,12 @@ class EngineAdapter:
     removed_xargs: tuple[str, ...] = ()
     """Keys of ``vllm_xargs``. A report of reused blocks looks like new copies
     (docs/engine-facts/vllm.md#what-publishes-no-events)."""
+    adapter_fields: Callable[[str, str], Mapping[str, str]]
+    """Return the fields of a request for a LoRA adapter, from the deployment's served name and the adapter's."""
+    adapter_endpoints: frozenset[Endpoint] = frozenset({CHAT, COMPLETIONS, RESPONSES})
+    """Endpoints whose requests the engine answers with the adapter that they name."""
+    names_adapters: Callable[[str], bool] = lambda release: True
+    """Return whether a release's events name the adapter of a block; without the name it looks like the model's."""
     salted_routes: frozenset[str]
     """Passed routes whose request takes a tenant's salt."""
     request_id_header: str = "x-request-id"
@@ -239,16 +245,22 @@ class EngineAdapter:
     publishing_roles: frozenset["Role"]  # roles whose engines publish KV events for what they compute
 
     def rewrite_chat(
-        self, body: Mapping[str, Any], images: Sequence[ImageRewrite], *, model: str, cache_salt: str | None
+        self,
+        body: Mapping[str, Any],
+        images: Sequence[ImageRewrite],
+        *,
+        model: str,
+        cache_salt: str | None,
+        adapter: str = "",
     ) -> Rewritten:
         """Return the body that the engine gets; ``body`` stays as it is, and unchanged values are shared with it.
 
-        Images become ``data:`` URIs of the bytes that were hashed. Raises ``ValueError`` when an image names a part
-        that does not exist.
+        ``adapter``: the LoRA adapter that is to answer. Images become ``data:`` URIs of the bytes that were hashed.
+        Raises ``ValueError`` when an image names a part that does not exist.
         """
         new = dict(body)
         removed: Removed = dict.fromkeys(name for name in self.removed_fields if new.pop(name, None) is not None)
-        new["model"] = model
+        new |= self.adapter_fields(model, adapter) if adapter else {"model": model}
         if cache_salt is not None:
             new["cache_salt"] = cache_salt
         by_place = {(image.message, image.part): image for image in images}

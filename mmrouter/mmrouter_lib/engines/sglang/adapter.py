@@ -20,8 +20,9 @@ from mmrouter_lib.engines.base.adapter import (
 from mmrouter_lib.engines.base.continuation import AnswerTraits
 from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.base.passed_routes import GENERATE
+from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS
 from mmrouter_lib.engines.sglang.events import decode_batch
-from mmrouter_lib.engines.sglang.identity import compact_json
+from mmrouter_lib.engines.sglang.identity import compact_json, is_before
 from mmrouter_lib.engines.sglang.request_fields import REMOVED_FIELDS, REQUEST_FIELDS
 
 METRICS: Final = {
@@ -145,6 +146,16 @@ def answer_traits(args: Sequence[Sequence[str]], config: Mapping[str, Any]) -> A
     return AnswerTraits("all" if all(chosen_flags(each, flag) for each in args) else "none")
 
 
+def adapter_fields(model: str, adapter: str) -> Mapping[str, str]:
+    """The engine repeats ``model`` in its answer, and reads an adapter's name from it behind a colon."""
+    return {"model": model if ":" in adapter else adapter, "lora_path": adapter}
+
+
+def names_adapters(release: str) -> bool:
+    """0.5.22 names adapters in another format of its events only (docs/engine-facts/sglang.md#event-frames)."""
+    return not is_before((0, 5, 23), release)
+
+
 def stores_responses(args: Sequence[str], _env: Mapping[str, str], _ranks: int) -> bool:
     """Several tokenizer processes have a store each, and any of them may get a request."""
     chosen = chosen_flags(args, frozenset({"--enable-response-store", "--tokenizer-worker-num"}))
@@ -167,6 +178,9 @@ SGLANG: Final = EngineAdapter(
     prompt_error_field=prompt_error_field,
     request_fields=REQUEST_FIELDS,
     removed_fields=REMOVED_FIELDS,
+    adapter_fields=adapter_fields,
+    adapter_endpoints=frozenset({CHAT, COMPLETIONS}),  # /v1/responses takes an adapter's name and ignores it
+    names_adapters=names_adapters,
     salted_routes=frozenset({GENERATE}),
     request_id_header="x-override-rid",
     continues_with_generation_prompt=True,

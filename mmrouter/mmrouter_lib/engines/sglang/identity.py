@@ -22,21 +22,25 @@ _WIDE_TAG = b"sglang-mm-wide-pad-v1"
 _FEATURE_TAG = b"multimodal-feature-v1"
 _LOW_62 = (1 << 62) - 1
 _U64 = (1 << 64) - 1
-_WIDE_SINCE = (0, 5, 23)
 
 
 def legacy_sentinels(version: str) -> bool:
     """Whether an engine release writes one 30-bit sentinel per image instead of four of 62 bits.
 
-    The first release known to write four is 0.5.23. An unreadable version counts as a recent one.
+    The first release known to write four is 0.5.23.
     """
+    return is_before((0, 5, 23), version)
+
+
+def is_before(release: tuple[int, ...], version: str) -> bool:
+    """Whether a version is older than a release. An unreadable version counts as a recent one."""
     numbers = []
     for part in version.split(".")[:3]:
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
             break
         numbers.append(int(digits))
-    return bool(numbers) and tuple(numbers) < _WIDE_SINCE
+    return bool(numbers) and tuple(numbers) < release
 
 
 def sentinels(item_hash: int, *, legacy: bool) -> tuple[int, ...]:

@@ -163,6 +163,7 @@ VLLM: Final = EngineAdapter(
     request_fields=REQUEST_FIELDS,
     removed_fields=REMOVED_FIELDS,
     removed_xargs=REMOVED_XARGS,
+    adapter_fields=lambda model, adapter: {"model": adapter},
     salted_routes=frozenset(PASSED_ROUTES) - UNCACHED - {GENERATE, TRANSCRIBE},
     continues_with_generation_prompt=False,
     learns_image_identity=False,
