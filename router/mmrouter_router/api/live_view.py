@@ -300,7 +300,7 @@ class LiveView:
             if budget <= 0:
                 break
             number += 1
-            if trace.unpredicted is None and trace.keys:
+            if trace.unpredicted is None and trace.keys and not trace.other_keys:
                 found = self._caches.serve(trace.keys, len(trace.decision.choice.candidates))
                 trace.round_robin = found if number > self._counted_from else None
                 budget -= len(trace.keys)

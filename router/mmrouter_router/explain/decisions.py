@@ -3,8 +3,9 @@
 import time
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from itertools import chain, islice, repeat
 from typing import Any
 
 from mmrouter_lib.media_identity import to_wire
@@ -49,6 +50,7 @@ class DecisionTrace:
     prompt_tokens: int
     keys: "array[int]"
     images: list[dict[str, Any]]  # without their bytes
+    other_keys: "tuple[array[int], ...]" = ()  # of a completion's prompts behind the first one
     expected: ExpectedBlocks | None = None  # blocks that the engine should hold after it
     parity: Verdict | None = None  # of a sampled request
     rendering: RenderVerdict | None = None  # of a request that a renderer rendered as well
@@ -103,7 +105,7 @@ class DecisionTrace:
             ],
             "identity": {"provider": self.identity[0], "why": self.identity[1]},
             "images": self.images,
-            "keys": [f"{key:016x}" for key in self.keys[:KEYS_SHOWN]],
+            "keys": _shown(self.keys, self.other_keys),
             "attempts": self.attempts,
             "stream": self.stream,
             "form": self.form,
@@ -149,6 +151,11 @@ class DecisionLog:
         return [trace for _, trace in zip(range(count), reversed(self._traces.values()), strict=False)]
 
 
+def _shown(keys: "array[int]", others: "Iterable[array[int]]") -> list[str]:
+    """Return the keys of all prompts, up to a limit."""
+    return [f"{key:016x}" for key in islice(chain(keys, *others), KEYS_SHOWN)]
+
+
 def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> DecisionTrace:
     spans = repeat(None, len(prepared.images)) if prepared.unseen else prepared.spans
     images = [
@@ -163,7 +170,8 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Decisio
     target, scope = decision.target, decision.target.worker.scope
     keys = prepared.keys(*target.key_form)
     expected = expected_blocks(prepared, target)
-    trace = DecisionTrace(request_id, decision, len(prepared.ids), keys, images, expected=expected)
+    others = prepared.other_keys(*target.key_form)
+    trace = DecisionTrace(request_id, decision, prepared.tokens, keys, images, others, expected=expected)
     if prepared.unseen:
         source = prepared.request.source
         raw = bytes(source) if len(source) <= BODY_BYTES else b""
@@ -177,13 +185,13 @@ def trace_of(request_id: str, prepared: Prepared, decision: Decision) -> Decisio
 def predicted_afterwards(trace: DecisionTrace, prepared: Prepared) -> dict[str, Any]:
     """Return the JSON of an unpredicted decision with the prompt predicted now; past cache contents are unknown."""
     target = trace.decision.target
-    keys = prepared.keys(*target.key_form)
+    keys, *others = prepared.all_keys(*target.key_form)
     offsets: list[int | None] = [span.offset for span in prepared.spans] or [None] * len(trace.images)
     return {
         **trace.as_json(),
         "predicted": "afterwards",
-        "prompt_tokens": len(prepared.ids),
-        "blocks": len(keys),
-        "keys": [f"{key:016x}" for key in keys[:KEYS_SHOWN]],
+        "prompt_tokens": prepared.tokens,
+        "blocks": len(keys) + sum(map(len, others)),
+        "keys": _shown(keys, others),
         "images": [{**image, "offset": at} for image, at in zip(trace.images, offsets, strict=False)],
     }

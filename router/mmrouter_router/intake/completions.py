@@ -1,7 +1,8 @@
 """Parser for the body of ``POST /v1/completions``, whose prompt is predicted where there is one (docs/exactness.md)."""
 
 from array import array
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.base.request_fields import COMPLETIONS
@@ -9,15 +10,15 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.field_check import Reason, check_fields, inexact_fields
 from mmrouter_router.intake.json_body import Raw, Served
-from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits
+from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, Prompt
 
-Prompt: TypeAlias = "str | array[int]"  # a text, or token ids (u32)
+MAX_PROMPTS: Final = 64  # prompts of one request that are predicted
 
 
 def parse_completion(raw: Raw, limits: Limits, served: Served, engine: EngineType = "vllm") -> ChatRequest:
     """Parse and check the body of a completion for one engine type. Raises :class:`RequestError` only.
 
-    Several prompts are several requests inside the engine, so there is not one prompt to place them by.
+    Several prompts are several requests inside the engine. Each is looked up, so their number is limited.
     """
     body = json_body.parse_object(raw, limits.max_request_bytes)
     model = json_body.model_of(body, served)
@@ -25,7 +26,7 @@ def parse_completion(raw: Raw, limits: Limits, served: Served, engine: EngineTyp
     prompts = _prompts(body.get("prompt"))
     json_body.flag(body, "add_special_tokens", default=True)
     json_body.optional(body, "vllm_xargs", dict)
-    several = (Reason("prompt", "several_prompts"),) if len(prompts) > 1 else ()
+    several = (Reason("prompt", "several_prompts"),) if len(prompts) > MAX_PROMPTS else ()
     first = prompts[0]
     head = first[:HEAD_CHARACTERS] if isinstance(first, str) else str(first[:HEAD_CHARACTERS].tolist())
     return ChatRequest(
@@ -35,11 +36,16 @@ def parse_completion(raw: Raw, limits: Limits, served: Served, engine: EngineTyp
         stream=json_body.flag(body, "stream", nullable=True),
         max_tokens=json_body.max_tokens(body, "max_tokens"),
         body=body,
-        inexact=(*several, *inexact_fields(body, COMPLETIONS, engine)),
+        inexact=(*several, *(each for each in inexact_fields(body, COMPLETIONS, engine) if _applies(each, body))),
         source=raw,
         endpoint=COMPLETIONS,
-        prompt=first,
+        prompts=tuple(prompts),
     )
+
+
+def _applies(reason: Reason, body: Mapping[str, Any]) -> bool:
+    """Return whether a field has its effect: of a completion, an engine scores the echoed prompt only on request."""
+    return reason.field != "echo" or body.get("logprobs") is not None
 
 
 def _prompts(value: Any) -> list[Prompt]:

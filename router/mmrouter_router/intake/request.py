@@ -17,7 +17,7 @@ import secrets
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
 import pybase64
 
@@ -86,6 +86,7 @@ HEAD_CHARACTERS: Final = 2048  # characters of a prompt's JSON form that identif
 _PROMPT_FIELDS: Final[Mapping[str, str]] = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
 Modality = Literal["image", "video", "audio"]
+Prompt: TypeAlias = "str | array[int]"  # a text, or token ids (u32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class MediaPart(NamedTuple):
 class ChatRequest:
     """A checked request; treat it as immutable. ``inexact`` is empty where the prompt is modelled.
 
-    ``removed``: fields that clients may not set. ``prompt``: the first one of a completion, a text or token ids (u32).
+    ``removed``: fields that clients may not set. ``prompts``: those of a completion.
     ``response``: fields that the answer to a request of ``/v1/responses`` repeats, where it became this chat.
     ``stored``: whether the engine is to store its response. ``as_chat``: the chat whose prompt the engine makes of a
     forwarded request, ``None`` where that is not modelled; its images are ``media`` with a place.
@@ -155,7 +156,7 @@ class ChatRequest:
     source: Raw = b""  # the body as parsed: as received, or with placeholders for large images
     endpoint: str = CHAT
     form: tuple[str, tuple[bytes | memoryview, ...]] | None = None  # content type and body, in pieces, of a form
-    prompt: "str | array[int] | None" = None
+    prompts: tuple[Prompt, ...] = ()
     response: dict[str, Any] | None = None
     stored: bool = False
     as_chat: dict[str, Any] | None = None

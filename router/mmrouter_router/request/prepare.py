@@ -193,6 +193,7 @@ class Preparer:
             exactness = "affinity"
             reasons.append(f"prompt_size:{request.prompt_field}")
         ids, spans = array("I"), tuple[Span, ...]()
+        others: tuple[array[int], ...] = ()
         with child_span("prompt") as span:
             if unseen:
                 pass
@@ -206,7 +207,8 @@ class Preparer:
                     images = _counted(images, spans)
             elif exactness != "affinity":
                 try:
-                    ids, spans = await self._expand_off_loop(request, images, tenant)
+                    (ids, spans), *more = await self._expand_off_loop(request, images, tenant)
+                    others = tuple([each for each, _ in more])
                 except NotModelledError as error:
                     exactness = "affinity"
                     reasons.append(error.reason)
@@ -218,23 +220,24 @@ class Preparer:
             elif self.family is not None and self.family.fragile:
                 await self._refuse_harmful(request, images, tenant)
             if span:
-                span.set_attributes({"mmrouter.prompt_tokens": len(ids), "mmrouter.images": len(images)})
+                tokens = len(ids) + sum(map(len, others))
+                span.set_attributes({"mmrouter.prompt_tokens": tokens, "mmrouter.images": len(images)})
         fingerprint = await self._threads.run(tenant, request.work_size, self._fingerprint, request, images)
         lora = "" if request.model == self._served_model else request.model
         prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt, lora), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
         states = self.family is None or self.family.may_have_states
-        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen, lora)
+        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen, lora, others)
         await self._compute_keys(prepared, tenant)
         return prepared
 
     async def _compute_keys(self, prepared: Prepared, tenant: str) -> None:
         """Compute the keys of a long prompt in a thread."""
-        size = len(prepared.ids) * prepared.ids.itemsize
+        size = prepared.tokens * prepared.ids.itemsize
         for block_size, scope, lookahead in self._key_forms() if size > INLINE_BYTES else ():
             if scope is not None:
                 prepared.filled(scope)  # reads what the event loop changes
-            await self._threads.run(tenant, size, prepared.keys, block_size, scope, lookahead)
+            await self._threads.run(tenant, size, prepared.all_keys, block_size, scope, lookahead)
 
     async def _render(self, request: ChatRequest, images: Images, reasons: list[str], tenant: str) -> Rendered | None:
         """Return ids and spans from a renderer, ``None`` where it fails; adds the reason to ``reasons``.
@@ -272,34 +275,36 @@ class Preparer:
             if isinstance(error.__cause__, PlaceholderError):
                 raise
 
-    async def _expand_off_loop(self, request: ChatRequest, images: Images, tenant: str) -> Rendered:
+    async def _expand_off_loop(self, request: ChatRequest, images: Images, tenant: str) -> list[Rendered]:
         size = request.work_size
         # The times of a video's frames are tokenized, and its placeholders are many.
-        if size <= INLINE_BYTES and not any(image.modality == "video" for image in images):
+        slow = len(request.prompts) > 1 or any(image.modality == "video" for image in images)
+        if size <= INLINE_BYTES and not slow:
             try:  # a conversation whose earlier turns are cached has little new text
                 return self._expand(request, images, tenant, INLINE_TEXT)
             except NewTextError:
                 pass
         return await self._threads.run_in_thread(tenant, size, self._expand, request, images, tenant)
 
-    def _expand(self, request: ChatRequest, images: Images, tenant: str, new_text: int = sys.maxsize) -> Rendered:
+    def _expand(self, request: ChatRequest, images: Images, tenant: str, new_text: int = sys.maxsize) -> list[Rendered]:
+        """Return ids and spans of the prompt; of a completion, those of each."""
         assert self.prompter is not None
         before = OWNER.set(tenant), NEW_TEXT.set(new_text)
         try:
-            if request.prompt is not None:
-                add_special_tokens = bool(request.body.get("add_special_tokens", True))
-                expanded = self.prompter.completion(request.prompt, add_special_tokens=add_special_tokens)
+            if request.prompts:
+                add = bool(request.body.get("add_special_tokens", True))
+                expanded = [self.prompter.completion(prompt, add_special_tokens=add) for prompt in request.prompts]
             else:
                 # A forwarded request has no messages of its own: here they hold the beginning of its prompt.
                 body = request.body if request.endpoint == CHAT else request.as_chat or {"messages": request.messages}
-                expanded = self.prompter.prompt(body, [image.in_prompt() for image in images if image.modelled])
+                expanded = [self.prompter.prompt(body, [image.in_prompt() for image in images if image.modelled])]
         except (TemplateError, PlaceholderError) as error:
             message = f"{str(error)[0].upper()}{str(error)[1:]}."
             raise RequestError.invalid(message, param=request.prompt_field, code="invalid_value") from error
         finally:
             OWNER.reset(before[0])
             NEW_TEXT.reset(before[1])
-        return expanded.ids, expanded.spans
+        return [(each.ids, each.spans) for each in expanded]
 
     async def _resolve(self, request: ChatRequest, key: bytes, tenant: str) -> Images:
         if not request.images and not request.media:

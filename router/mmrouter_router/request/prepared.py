@@ -61,6 +61,7 @@ class ResolvedImage:
 class Prepared:
     """A request that is ready to be placed; ``ids`` and ``spans`` are empty where the prompt is not predicted.
 
+    ``others``: token ids of the prompts of a completion behind its first one, each a request inside the engine.
     ``images``: the images, then the videos, whose bytes are in the body already.
     """
 
@@ -78,9 +79,11 @@ class Prepared:
     may_have_states: bool = False  # of the model: ``Family.may_have_states``
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
     adapter: str = ""  # name of the LoRA adapter that answers, empty for the model itself
+    others: "tuple[array[int], ...]" = ()
     holder: str = ""  # uid of the only pod that can answer: its engine stores the response that the request continues
     pools: frozenset[str] = frozenset()  # the only pools that may answer, empty: all
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
+    _other_keys: dict[KeyForm, "tuple[array[int], ...]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)
 
     def keys(self, block_size: int, scope: Scope | None = None, lookahead: int = 0) -> "array[int]":
@@ -95,6 +98,27 @@ class Prepared:
                 keys = block_keys(self.filled(scope).ids, block_size, (), self.seed, lookahead)
             self._keys[block_size, scope, lookahead] = keys
         return keys
+
+    def other_keys(self, block_size: int, scope: Scope | None = None, lookahead: int = 0) -> "tuple[array[int], ...]":
+        """Return the keys of each prompt of ``others``, as :meth:`keys`; cached."""
+        if not self.others:
+            return ()
+        keys = self._other_keys.get((block_size, scope, lookahead))
+        if keys is None:
+            prompts = self.others if scope is None else [array("Q", ids) for ids in self.others]
+            keys = tuple(block_keys(ids, block_size, (), self.seed, lookahead) for ids in prompts)
+            self._other_keys[block_size, scope, lookahead] = keys
+        return keys
+
+    def all_keys(self, block_size: int, scope: Scope | None = None, lookahead: int = 0) -> "list[array[int]]":
+        """Return the keys of each prompt."""
+        form = block_size, scope, lookahead
+        return [self.keys(*form), *self.other_keys(*form)]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts."""
+        return len(self.ids) + sum(map(len, self.others))
 
     def filled(self, scope: Scope) -> FilledPrompt:
         """Return the prompt with the sentinels of a scope, as far as they were known at the first call."""

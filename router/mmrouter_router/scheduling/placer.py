@@ -37,7 +37,7 @@ class Decision:
     exactness: Exactness
     reasons: tuple[str, ...]
     at: float = field(default_factory=time.time)
-    keys: "array[int]" = field(default_factory=lambda: array("Q"))  # of the prompt, at the target's block size
+    fresh: "array[int]" = field(default_factory=lambda: array("Q"))  # keys of the blocks that the target computes
 
     def span_attributes(self) -> dict[str, Value]:
         """Return the attributes of a span. Reasons are cut to their causes, because the rest is the client's text."""
@@ -138,13 +138,8 @@ class Placer:
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
-        keys = [prepared.keys(*group.form) for group in groups]
-        table = CandidateTable.joined(
-            [
-                group.table(group_keys, len(prepared.ids), prepared.spans, self._visual)
-                for group, group_keys in zip(groups, keys, strict=True)
-            ]
-        )
+        tables = [self._tables(group, prepared) for group in groups]
+        table = CandidateTable.joined([CandidateTable.summed(each) for each in tables])
         if policy == "roundRobin" and len(groups) == 1:
             table.ring = groups[0].ring
         choice = choose(
@@ -168,15 +163,23 @@ class Placer:
             exactness, reasons = _of_groups(prepared, chosen.worker, exactness, reasons)
         if exactness != "affinity" and not choice.winner.scored:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
-        return Decision(chosen, choice, policy, exactness, reasons, keys=keys[number])
+        form, each = groups[number].form, tables[number]
+        fresh = prepared.keys(*form)[(each[0][row] if prepared.others else choice.winner).hit :]
+        for keys, one in zip(prepared.other_keys(*form), each[1:], strict=True):
+            fresh += keys[one[row].hit :]
+        return Decision(chosen, choice, policy, exactness, reasons, fresh=fresh)
+
+    def _tables(self, group: CandidateGroup, prepared: Prepared) -> list[CandidateTable]:
+        """Return the candidates of a group for each prompt of a request."""
+        first = group.table(prepared.keys(*group.form), len(prepared.ids), prepared.spans, self._visual)
+        others = zip(prepared.other_keys(*group.form), prepared.others, strict=True)
+        return [first, *(group.table(keys, len(ids), (), 0.0) for keys, ids in others)]
 
     def begin(self, decision: Decision) -> "Booking":
         target, winner = decision.target, decision.choice.winner
         usage = self._fleet.usage(target.worker, target.rank)
         changed = partial(self._changed, target.worker, target.rank)
-        return Booking(
-            usage, decision.keys[winner.hit :], winner.encode, float(winner.blocks), changed, self.answer_listeners
-        )
+        return Booking(usage, decision.fresh, winner.encode, float(winner.blocks), changed, self.answer_listeners)
 
     def able(self, worker: Worker) -> bool:
         """Whether a worker may get requests, if only as a last resort."""
@@ -248,7 +251,8 @@ def _of_groups(
     bounds = worker.layout.bounds
     if not worker.layout.whole and (prepared.spans or prepared.salt):
         # Without full attention, an image or a salt that ended before the kept blocks is in no event.
-        bounds += ("window",) if worker.layout.tails[-1].tokens < len(prepared.ids) else ()
+        longest = max(map(len, (prepared.ids, *prepared.others)))
+        bounds += ("window",) if worker.layout.tails[-1].tokens < longest else ()
     if worker.heartbeat is not None and worker.heartbeat.lower_media and not worker.lower_media:
         bounds += ("lower_tiers",)
     if bounds:

@@ -17,7 +17,7 @@ A request needs only the winner, while the candidates are as many as the fleet: 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from operator import add, attrgetter, mul, sub
@@ -49,6 +49,8 @@ FETCH: Final = {"host": 0.125, "disk": 0.5}
 """Tier -> cost of loading a block from it, in computed blocks (docs/architecture.md#lower-tiers)."""
 COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0, "tier": 0, "fetch": 0.0}
 """Columns that are empty when all are default."""
+OF_PROMPT: Final = ("overlap", "blocks", "waiting", "coming", "encode", "tier", "fetch")
+"""Columns that depend on the prompt."""
 FEW_CANDIDATES = 32  # up to this number, single candidates are faster to score than whole columns
 
 
@@ -111,6 +113,15 @@ class CandidateTable(Sequence[Candidate]):
         if len(tables) == 1:
             return tables[0]
         return cls(*[[value for table in tables for value in table._full(name)] for name in COLUMNS])
+
+    @classmethod
+    def summed(cls, tables: Sequence["CandidateTable"]) -> "CandidateTable":
+        """Return the candidates for all prompts of a request, from those for each: their blocks add up."""
+        first, *others = tables
+        for table in others:
+            sums = {name: list(map(add, first._full(name), table._full(name))) for name in OF_PROMPT}
+            first = replace(first, **sums)
+        return first
 
     def __len__(self) -> int:
         return len(self.id)

@@ -82,7 +82,7 @@ def test_both_forms_of_keys_stand_side_by_side():
     better = rig.worker("ahead", ahead[:5], groups=LOOKAHEAD, all_groups=True)
     decision = rig.placer.place(prepared(ids=prompt(tokens)))
     assert sorted(decision.choice.candidates.overlap) == [2, 5]
-    assert (decision.target.worker, decision.keys) == (better, ahead)
+    assert (decision.target.worker, decision.fresh) == (better, ahead[5:])
 
 
 def test_an_older_sidecar_that_tells_no_lookahead_promises_nothing_of_its_blocks():
