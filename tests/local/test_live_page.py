@@ -12,9 +12,11 @@ import httpx
 import pytest
 from local.browser import Browser, browser
 from local.rig import ROOT, Deployment
+from unit.cli.test_bench import drawn
 from unit.router.frontend import PORT, Frontend
 from unit.router.rig import BLOCK
 
+from mmrouter_cli.bench.html_report import page as bench_page
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_lib.feed import LoadReport
 from mmrouter_router.api.live_view import DECISION_ROWS
@@ -278,6 +280,22 @@ async def test_a_narrow_screen_never_scrolls_sideways(page: Browser, crowded: Fr
     await page.until("document.querySelector('#explanation-body table')")
     assert await page.value("document.documentElement.scrollWidth") == 400
     assert await page.value("document.querySelector('#explanation').getBoundingClientRect().width") <= 400
+
+
+async def test_the_page_of_a_benchmark_fits_a_narrow_screen_and_is_dark_where_the_system_is(
+    page: Browser, tmp_path: Path
+) -> None:
+    both = [drawn(1, policy="roundRobin"), drawn(2, policy="kv", salt="t")]
+    (tmp_path / "bench.html").write_text(bench_page(both))
+    await page.size(420, 800)
+    await page.call("Page.navigate", url=(tmp_path / "bench.html").as_uri())
+    await page.until("document.querySelectorAll('.tile').length === 5 && document.readyState === 'complete'")
+    assert await page.value("document.documentElement.scrollWidth") == 420
+    texts = set()
+    for scheme in ("light", "dark"):
+        await page.colours(scheme)
+        texts.add(await page.value("getComputedStyle(document.querySelector('svg text')).fill"))
+    assert len(texts) == 2
 
 
 async def test_the_keyboard_reaches_every_control(page: Browser, crowded: Frontend) -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ def test_two_policies_are_compared_and_every_request_is_accounted_for(settled: D
         assert result.routing is not None
         assert (result.routing.events, result.routing.decisions) == ("on", {"exact": 40})
         assert sum(result.routing.workers.values()) == 40
+        assert Counter(row.worker for row in result.rows) == result.routing.workers
+        assert {bool(row.images) for row in result.rows} == {False, True}
         assert result.hit_ratio is not None
         assert result.routing.overlap is not None
         # What was found before a request was sent is there when it is computed; more may have come meanwhile.

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 import leather
 from leather import theme
 
-from mmrouter_cli.bench.run_statistics import by_mode, lines, objections, quantiles, verdict
+from mmrouter_cli.bench.run_statistics import Line, by_mode, groups, lines, objections, quantiles, summary, verdict
 from mmrouter_cli.bench.terminal import POINTS, doubts, facts, figures, headings, title
 from mmrouter_cli.bench.types import Result
 
@@ -16,12 +17,25 @@ SLICES = 20
 """Intervals of a run, with one point each in the plot of hits."""
 COLOURS = ("#1f6feb", "#d1571d", "#3a7d44")
 
-theme.background_color = "#ffffff"
-theme.label_color = "#555555"
+theme.background_color = "none"  # the page's, light or dark, as the texts are
+theme.tick_color = "#8884"
+for _text in ("title", "legend", "axis_title", "label"):
+    setattr(theme, f"{_text}_color", "currentColor")
 for _font in ("title", "legend", "axis_title", "tick"):
     setattr(theme, f"{_font}_font_family", "sans-serif")
 
 Points = list[tuple[float, float]]
+HEADLINES = ("first token, p50", "first token, p95", "hit ratio", "requests per second", "failed")
+
+
+class Tile(NamedTuple):
+    """A headline figure. ``against``: the first run's, empty without one."""
+
+    name: str
+    value: str
+    unit: str
+    against: str
+    judgement: str
 
 
 def page(results: Sequence[Result]) -> str:
@@ -37,7 +51,9 @@ def page(results: Sequence[Result]) -> str:
         results=results,
         objections=refusals,
         comparison=comparison,
-        verdict=verdict(comparison) if comparison else "",
+        verdict=verdict(comparison) if comparison else summary(results[0]) if len(results) == 1 else "",
+        tiles=_tiles(results, comparison),
+        groups=groups,
         headings=headings(*results) if compared else [],
         plots=[plot for plot in _plots(results) if plot],
         title=title,
@@ -45,6 +61,27 @@ def page(results: Sequence[Result]) -> str:
         facts=facts,
         doubts=doubts,
     )
+
+
+def _tiles(results: Sequence[Result], comparison: Sequence[Line]) -> list[Tile]:
+    """Return the headline figures of one run, or of the second of two, with how it compares to the first."""
+    if not comparison:
+        comparison = lines(results[0], results[0]) if len(results) == 1 else []
+    tiles = []
+    for line in comparison:
+        if line.name not in HEADLINES or line.second is None:
+            continue
+        value = f"{line.second:,.0f}" if line.second >= 100 else f"{line.second:,.3g}"
+        before = "" if len(results) == 1 else _against(line)
+        tiles.append(Tile(line.name, value, line.unit, before, line.judgement))
+    return tiles
+
+
+def _against(line: Line) -> str:
+    _, first, _, ratio = line.texts()
+    if ratio == "-":
+        return f"{first} before"
+    return f"{first} before, {ratio}" + ("" if line.judgement else ", within the noise")
 
 
 def _plots(results: Sequence[Result]) -> list[str]:

@@ -14,7 +14,7 @@ from mmrouter_cli.bench.chat_stream import ask
 from mmrouter_cli.bench.endpoint_probe import Endpoint, Events, Target, encoder_work, event_state, examine
 from mmrouter_cli.bench.http_client import Client, clock
 from mmrouter_cli.bench.terminal import follow
-from mmrouter_cli.bench.types import Answer, BenchError, Conversation, EncoderWork, LoadSpec, Result, Routing
+from mmrouter_cli.bench.types import Answer, BenchError, Conversation, EncoderWork, LoadSpec, Picture, Result, Routing
 from mmrouter_cli.bench.workload import BodyWriter
 
 MOST_IN_FLIGHT = 1024
@@ -123,7 +123,10 @@ async def _send_all(
                 late = max(0.0, clock() - due)
             started = clock() - state.began
             state.sent += 1
-            state.answers.append(await ask(client, headers, body, started=started, late=late, gap=state.gaps.add))
+            answer = await ask(client, headers, body, started=started, late=late, gap=state.gaps.add)
+            parts = [part for each in conversation.turns[: number + 1] for part in each.parts]
+            answer.images = sum(isinstance(part, Picture) for part in parts)
+            state.answers.append(answer)
 
     async def take_turns(queue: Iterator[Conversation]) -> None:
         for conversation in queue:

@@ -1,9 +1,10 @@
 """Figures of a run from its answers: percentiles, failures, hit ratio, lateness; and two runs side by side. Pure."""
 
+import math
 import random
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,6 +19,11 @@ LATE_SECONDS = 0.1
 """Delay after its due time from which a request counts as late."""
 VALUES_NEEDED = {90: 10, 95: 20, 99: 100}
 """Percentile -> number of values from which at least one lies above it."""
+
+
+Interval = tuple[float, float]
+"""Within which a figure would lie 95 times of 100 if its run were repeated."""
+Noise = Callable[[Result], Interval | None]
 
 
 class Sample:
@@ -80,7 +86,7 @@ def failures(answers: Iterable[Answer]) -> dict[str, Failure]:
 
 def per_token(answers: Iterable[Answer]) -> list[float]:
     """Return each answer's seconds per token after its first one; answers of one token have none."""
-    return [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens > 1 and a.tokens_seen > 1]
+    return [seconds for answer in answers if (seconds := answer.per_token) is not None]
 
 
 def hit_ratio(answers: Sequence[Answer]) -> tuple[float | None, str]:
@@ -113,7 +119,10 @@ def lateness(answers: Iterable[Answer]) -> tuple[float, float]:
 def rows(answers: Sequence[Answer], most: int = MOST_ROWS) -> list[AnswerRow]:
     """Return the answers for plots; of too many, evenly chosen ones."""
     step = max(1, -(-len(answers) // most))
-    return [AnswerRow(a.started, a.first, a.total, a.prompt, a.cached) for a in answers[::step]]
+    return [
+        AnswerRow(a.started, a.first, a.total, a.prompt, a.cached, a.per_token, a.worker, a.images)
+        for a in answers[::step]
+    ]
 
 
 TOKEN_TOLERANCE = 0.05
@@ -123,7 +132,9 @@ FAILURE_TOLERANCE = 0.01
 LATE_TOLERANCE = 0.01
 """Largest share of requests that were sent late."""
 NOTICEABLE = 0.01
-"""Relative change from which a figure is marked as better or worse."""
+"""Relative change from which a figure is marked as better or worse, where its noise is not known."""
+DEVIATIONS = 1.96
+"""Standard deviations to both sides of a figure within which it lies 95 times of 100."""
 SPREADS = {
     "first_token": "first token",
     "between_tokens": "between tokens",
@@ -134,13 +145,14 @@ SPREADS = {
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One figure of two runs. ``better``: the sign of an improvement."""
+    """One figure of two runs. ``better``: the sign of an improvement. ``noise``: the interval of each, if known."""
 
     name: str
     unit: str
     better: int
     first: float | None
     second: float | None
+    noise: tuple[Interval | None, Interval | None] = (None, None)
 
     @property
     def change(self) -> float | None:
@@ -150,9 +162,15 @@ class Line:
     @property
     def judgement(self) -> Literal["", "better", "worse"]:
         _, first, second, _ = self.texts()
-        if self.change is None or abs(self.change - 1) < NOTICEABLE or first == second:
+        if self.change is None or abs(self.change - 1) < NOTICEABLE or first == second or self.is_noise:
             return ""
         return "better" if (self.change - 1) * self.better > 0 else "worse"
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether the intervals of both runs overlap."""
+        first, second = self.noise
+        return first is not None and second is not None and first[0] <= second[1] and second[0] <= first[1]
 
     def texts(self) -> tuple[str, str, str, str]:
         first, second = ("-" if value is None else f"{value:,.2f}" for value in (self.first, self.second))
@@ -162,10 +180,58 @@ class Line:
 def verdict(compared: Sequence[Line]) -> str:
     """Return the comparison of two runs in a sentence."""
     found = {kind: [line.name for line in compared if line.judgement == kind] for kind in ("better", "worse")}
-    parts = [f"{kind} in {len(names)} ({', '.join(names)})" for kind, names in found.items() if names]
+    parts = [f"{kind} in {len(names)} ({'; '.join(names)})" for kind, names in found.items() if names]
     if not parts:
-        return f"The two runs are equal in all {len(compared)} figures."
+        return f"The two runs do not differ by more than their noise in any of {len(compared)} figures."
     return f"Of {len(compared)} figures the second run is {' and '.join(parts)}."
+
+
+def summary(result: Result) -> str:
+    """Return a run in a sentence."""
+    said = f"{result.answered:,} of {result.answered + result.failed:,} requests were answered"
+    said += f" at {result.answered / result.seconds:.2f} per second"
+    if result.first_token is not None:
+        said += f"; half of them began within {1000 * result.first_token.p50:,.0f} ms"
+    if result.hit_ratio is not None:
+        said += f", and {result.hit_ratio:.1%} of the prompt tokens came from caches"
+    return f"{said}."
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The answers of a run that one worker gave, or that had, or had not, a picture. Times in seconds."""
+
+    name: str
+    requests: int
+    share: float  # of all answers
+    p50: float
+    p95: float | None
+    hit_ratio: float | None
+
+
+def groups(result: Result) -> dict[str, list[Group]]:
+    """Return a run's answers by worker and by image, as far as the result says which they were."""
+    by_worker, by_image = defaultdict[str, list[AnswerRow]](list), defaultdict[str, list[AnswerRow]](list)
+    for row in result.rows:
+        by_worker[row.worker].append(row)
+        if row.images is not None:
+            by_image["with a picture" if row.images else "without a picture"].append(row)
+    by_worker.pop("", None)
+    found = {"worker": by_worker, "image": by_image}
+    return {
+        kind: [_group(name, members, len(result.rows)) for name, members in sorted(rows.items())]
+        for kind, rows in found.items()
+        if rows
+    }
+
+
+def _group(name: str, rows: Sequence[AnswerRow], of: int) -> Group:
+    times = spread([row.first for row in rows])
+    assert times is not None
+    known = [row for row in rows if row.cached is not None]
+    tokens = sum(row.prompt or 0 for row in known)
+    cached = sum(row.cached or 0 for row in known) / tokens if tokens else None
+    return Group(name, len(rows), len(rows) / of, times.p50, times.p95, cached)
 
 
 def by_mode(results: Sequence[Result]) -> bool:
@@ -212,17 +278,76 @@ def _of_run(name: str, result: Result) -> Iterator[str]:
 
 def lines(first: Result, second: Result) -> list[Line]:
     both = (first, second)
+
+    def line(name: str, unit: str, better: int, value: Callable[[Result], float | None], noise: Noise) -> Line:
+        return Line(name, unit, better, value(first), value(second), (noise(first), noise(second)))
+
     return [
         *(
-            Line(f"{name}, {point}", "ms", -1, *(_milliseconds(getattr(result, spread), point) for result in both))
+            Line(
+                f"{name}, {point}",
+                "ms",
+                -1,
+                _milliseconds(getattr(first, spread), point),
+                _milliseconds(getattr(second, spread), point),
+                (_percentile_noise(first, spread, point), _percentile_noise(second, spread, point)),
+            )
             for spread, name in SPREADS.items()
             for point in ("p50", "p95", "p99")
         ),
-        Line("hit ratio", "%", 1, *(_percent(result.hit_ratio) for result in both)),
-        Line("requests per second", "/s", 1, *(result.answered / result.seconds for result in both)),
-        Line("answer tokens per second", "/s", 1, *(result.completion_tokens / result.seconds for result in both)),
-        Line("failed", "%", -1, *(_percent(result.failed / max(1, result.sent)) for result in both)),
+        line("hit ratio", "%", 1, lambda result: _percent(result.hit_ratio), _hit_noise),
+        _rate("requests per second", *((result, result.answered) for result in both)),
+        _rate("answer tokens per second", *((result, result.completion_tokens) for result in both)),
+        line("failed", "%", -1, lambda result: _percent(result.failed / max(1, result.sent)), _failure_noise),
     ]
+
+
+def _percentile_noise(result: Result, spread: str, point: str) -> Interval | None:
+    """Return the interval of a percentile in milliseconds: between the values whose ranks are a deviation away.
+
+    Answers count, and not times between tokens: those of one answer depend on each other.
+    """
+    columns = {"first_token": "first", "per_token": "per_token", "end_to_end": "total"}
+    values = [getattr(row, columns[spread]) for row in result.rows] if spread in columns else []
+    at = quantiles([value for value in values if value is not None]) if spread in columns else result.gaps
+    if not at or not result.answered:
+        return None
+    share = int(point[1:]) / 100
+    deviation = DEVIATIONS * math.sqrt(share * (1 - share) / result.answered)
+    low, high = max(0.0, share - deviation), min(1.0, share + deviation)
+    return 1000 * at[math.floor(100 * low)], 1000 * at[math.ceil(100 * high)]
+
+
+def _hit_noise(result: Result) -> Interval | None:
+    """Return the interval of a hit ratio, a ratio of two sums over answers, in percent."""
+    known = [row for row in result.rows if row.cached is not None]
+    total, ratio = sum(row.prompt or 0 for row in known), result.hit_ratio
+    if ratio is None or not total:
+        return None
+    deviation = (
+        DEVIATIONS * math.sqrt(sum(((row.cached or 0) - ratio * (row.prompt or 0)) ** 2 for row in known)) / total
+    )
+    return 100 * (ratio - deviation), 100 * (ratio + deviation)
+
+
+def _rate(name: str, *counted: tuple[Result, int]) -> Line:
+    """Return a line of throughputs, which vary as the mean duration of an answer does."""
+    values = [count / result.seconds for result, count in counted]
+    intervals: list[Interval | None] = []
+    for value, (result, _) in zip(values, counted, strict=True):
+        times = [row.total for row in result.rows]
+        if len(times) < 2:
+            intervals.append(None)
+            continue
+        deviation = DEVIATIONS * statistics.stdev(times) / statistics.fmean(times) / math.sqrt(result.answered)
+        intervals.append((value * (1 - deviation), value * (1 + deviation)))
+    return Line(name, "/s", 1, values[0], values[1], (intervals[0], intervals[1]))
+
+
+def _failure_noise(result: Result) -> Interval:
+    share = result.failed / max(1, result.sent)
+    deviation = DEVIATIONS * math.sqrt(share * (1 - share) / max(1, result.sent))
+    return 100 * (share - deviation), 100 * (share + deviation)
 
 
 def _milliseconds(spread: Spread | None, point: str) -> float | None:

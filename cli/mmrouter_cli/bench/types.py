@@ -83,7 +83,8 @@ class Answer(msgspec.Struct, gc=False):
 
     ``late``: after its due time, ``None`` without one. ``first``, ``last``, ``total``: until the first token, the last
     one, and the end. ``error``: the kind of failure, empty for a complete answer. ``cached``: prompt tokens from the
-    engine's cache. ``overlap``: tokens that an mmrouter found cached before sending. ``None``: not reported.
+    engine's cache. ``overlap``: tokens that an mmrouter found cached before sending. ``images``: in the prompt.
+    ``None``: not reported.
     """
 
     started: float
@@ -101,11 +102,18 @@ class Answer(msgspec.Struct, gc=False):
     exactness: str = ""
     overlap: int | None = None
     worker: str = ""
+    images: int = 0
 
     @property
     def tokens(self) -> int:
         """Tokens of the answer: as the endpoint counts them, else as many as events with text came."""
         return self.completion if self.completion is not None else self.tokens_seen
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first one, ``None`` of an answer of one token."""
+        several = self.tokens > 1 and self.tokens_seen > 1
+        return (self.last - self.first) / (self.tokens - 1) if several else None
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -146,11 +154,16 @@ class EncoderWork(msgspec.Struct, frozen=True):
 
 
 class AnswerRow(msgspec.Struct, frozen=True, array_like=True):
+    """An :class:`Answer` in a result. Earlier releases wrote the first five values."""
+
     started: float
     first: float
     total: float
     prompt: int | None
     cached: int | None
+    per_token: float | None = None
+    worker: str = ""
+    images: int | None = None
 
 
 class Result(msgspec.Struct, frozen=True):
