@@ -301,6 +301,31 @@ def completions_repeat_whole(chat: Chat) -> set[str]:
     return keys
 
 
+def several_prompts_and_an_echo_repeat_whole(chat: Chat, cached: Callable[[], float]) -> None:
+    """Each prompt of a list finds its own blocks; an echo reads the cache. ``cached``: tokens that engines found."""
+    prompts = [f"{chat.nonce} {name}. {FILLER}" for name in ("one", "another", "a third")]
+
+    def asked(prompt: str | list[str], **fields: Any) -> tuple[str, int, int, int, float]:
+        before = cached()
+        raw = chat.client.completions.with_raw_response.create(
+            model=chat.model, prompt=prompt, max_tokens=1, temperature=0, **fields
+        )
+        told = [int(raw.headers[f"x-mmrouter-{name}"]) for name in ("overlap-blocks", "prompt-blocks", "prompt-tokens")]
+        assert told[2] == raw.parse().usage.prompt_tokens
+        for each in [prompt] if isinstance(prompt, str) else prompt:
+            chat.settle({"prompt": each}, 1, "/v1/completions")
+        return raw.headers["x-mmrouter-exactness"], *told, cached() - before
+
+    exactness, overlap, blocks, _, found = asked(prompts)
+    assert (exactness, overlap, found) == ("exact", 0, 0)
+    alone = [asked(prompt) for prompt in prompts]
+    assert [each[:2] for each in alone] == [("exact", each[2]) for each in alone]
+    exactness, overlap, again, tokens, found = asked(prompts)
+    assert (exactness, overlap, again, tokens) == ("exact", blocks, blocks, sum(each[3] for each in alone))
+    assert found == sum(each[4] for each in alone) > 0
+    assert asked(prompts[0], echo=True) == alone[0]
+
+
 Scenario = Callable[[Chat, Pictures], None]
 SCENARIOS: tuple[Scenario, ...] = (
     text_only_repeats_whole,

@@ -27,9 +27,9 @@ from conformance.prediction import Report, image_places, repeats
 from conformance.report import Cell, Cells
 from conformance.scenarios import Hit, Scenario, scenarios, served_images, shared
 from conformance.workload import Case, case, image_part, picture, said, user
-from local.rig import Deployment
+from local.rig import Deployment, metric
 from long_form import parameters
-from scenarios import completions_repeat_whole, open_chat
+from scenarios import completions_repeat_whole, open_chat, several_prompts_and_an_echo_repeat_whole
 from waiting import wait_for
 
 MODELS = {"learned": "Qwen/Qwen2.5-VL-7B-Instruct", "artifact": "Qwen/Qwen3-VL-2B-Instruct"}
@@ -240,6 +240,12 @@ def test_the_engine_publishes_the_predicted_blocks_of_a_completion_and_no_others
     held = history(served)
     roots = {held[key] for key in keys}
     assert {key for key, root in held.items() if root in roots} == keys
+
+
+def test_each_of_several_prompts_finds_its_own_blocks_and_an_echo_reads_the_cache(served: Served) -> None:
+    (worker,) = served.deployment.state()["workers"]
+    with open_chat(served.deployment, max_retries=0) as chat:
+        several_prompts_and_an_echo_repeat_whole(chat, lambda: metric(worker["ip"], "sglang:cached_tokens_total", 8000))
 
 
 def test_responses_are_exact_with_images_tools_and_turns_and_their_repeats_are_whole_hits(served: Served) -> None:

@@ -19,7 +19,7 @@ from conformance.engines import REPOSITORY, deployed, histories, manifest, pool,
 from conformance.workload import Case, image_part, picture, user, workload
 from local.rig import Deployment, metric
 from long_form import IS_LONG
-from scenarios import completions_repeat_whole
+from scenarios import completions_repeat_whole, several_prompts_and_an_echo_repeat_whole
 from waiting import wait_for
 
 from mmrouter_cli.bench.endpoint_probe import Target, examine
@@ -117,6 +117,10 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
     record(f"routing {REPOSITORY}: requests, refused, mismatches", (requests, refused, len(mismatches)))
     assert not mismatches, mismatches[:3]
     assert blocks > 1000 // STEP
+
+
+def test_each_of_several_prompts_finds_its_own_blocks_and_an_echo_reads_the_cache(deployment, chat):
+    several_prompts_and_an_echo_repeat_whole(chat, lambda: counted(deployment)["hits"])
 
 
 def test_the_engine_publishes_the_predicted_blocks_of_a_completion_and_no_others(deployment, chat):
