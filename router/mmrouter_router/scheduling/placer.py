@@ -138,8 +138,8 @@ class Placer:
         policy = policy or self._policy
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
-        tables = [self._tables(group, prepared) for group in groups]
-        table = CandidateTable.joined([CandidateTable.summed(each) for each in tables])
+        looked_up = [self._look_up(group, prepared) for group in groups]
+        table = CandidateTable.joined([CandidateTable.summed([each for _, each in found]) for found in looked_up])
         if policy == "roundRobin" and len(groups) == 1:
             table.ring = groups[0].ring
         choice = choose(
@@ -163,17 +163,18 @@ class Placer:
             exactness, reasons = _of_groups(prepared, chosen.worker, exactness, reasons)
         if exactness != "affinity" and not choice.winner.scored:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
-        form, each = groups[number].form, tables[number]
-        fresh = prepared.keys(*form)[(each[0][row] if prepared.others else choice.winner).hit :]
-        for keys, one in zip(prepared.other_keys(*form), each[1:], strict=True):
+        (keys, first), *others = looked_up[number]
+        fresh = keys[(first[row] if others else choice.winner).hit :]
+        for keys, one in others:
             fresh += keys[one[row].hit :]
         return Decision(chosen, choice, policy, exactness, reasons, fresh=fresh)
 
-    def _tables(self, group: CandidateGroup, prepared: Prepared) -> list[CandidateTable]:
-        """Return the candidates of a group for each prompt of a request."""
-        first = group.table(prepared.keys(*group.form), len(prepared.ids), prepared.spans, self._visual)
+    def _look_up(self, group: CandidateGroup, prepared: Prepared) -> "list[tuple[array[int], CandidateTable]]":
+        """Return the keys and the candidates of a group for each prompt of a request."""
+        keys = prepared.keys(*group.form)
+        first = keys, group.table(keys, len(prepared.ids), prepared.spans, self._visual)
         others = zip(prepared.other_keys(*group.form), prepared.others, strict=True)
-        return [first, *(group.table(keys, len(ids), (), 0.0) for keys, ids in others)]
+        return [first, *((keys, group.table(keys, len(ids), (), 0.0)) for keys, ids in others)]
 
     def begin(self, decision: Decision) -> "Booking":
         target, winner = decision.target, decision.choice.winner

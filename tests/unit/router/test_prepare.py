@@ -80,7 +80,7 @@ class RecordedThreads(WorkerThreads):
         self.in_thread = []
 
     async def run(self, tenant, size, work, *arguments):
-        if work.__name__ == "keys":
+        if work.__name__ == "all_keys":
             self.keys_of.append(size)
         return await super().run(tenant, size, work, *arguments)
 
