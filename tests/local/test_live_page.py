@@ -224,13 +224,16 @@ async def test_the_page_shows_the_operators_conditions_and_steps_as_text(page: B
         assert "0 of 1\t0 of 1\t\N{EN DASH}" in replicas
         assert not await page.value("document.querySelector('#resource-absent').checkVisibility()")
 
-        settled = {**sent, "conditions": conditions[:1], "steps": []}
+        settled = {**sent, "conditions": [{**conditions[0], "message": ""}], "steps": []}
         assert (await operator.put(url, json=settled, headers=headers)).status_code == 204
         await page.until("document.querySelectorAll('#conditions tbody tr').length === 1")
     assert not await page.value("document.querySelector('#steps').checkVisibility()")
     assert await page.value("document.querySelectorAll('img, main script').length") == 0
+    message = "document.querySelector('#conditions td[data-name=Message]').checkVisibility()"
+    assert await page.value(message)
     await page.size(400, 800)
     assert await page.value("document.documentElement.scrollWidth") == 400
+    assert not await page.value(message)  # there a cell without text would be a label alone
     assert page.console == []
 
 

@@ -28,7 +28,7 @@ export function update(part) {
 }
 
 /** Return a row of empty cells, named for narrow screens. */
-const cells = (...names) => el("tr", {}, ...names.map((name) => el("td", { "data-name": name, class: name === "Message" ? "wide" : undefined })));
+const cells = (...names) => el("tr", {}, ...names.map((name) => el("td", { "data-name": name, class: ["Message", "Since"].includes(name) ? "wide" : undefined })));
 
 const fillIn = (row, texts) => texts.forEach((text, place) => set(row.children[place], text));
 
