@@ -4,9 +4,10 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
 
+from mmrouter_sim.core.grammar import NotSimulatedError, formed_text
 from mmrouter_sim.core.requests import Request
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
@@ -21,6 +23,8 @@ from mmrouter_sim.rank_runner import Aborted, Runner
 from mmrouter_sim.vllm.requests import Generation, Prompt, StreamOptions
 
 T = TypeVar("T")
+LIKELY = -0.125
+"""The logarithm of every token's probability."""
 
 
 @dataclass(slots=True)
@@ -49,6 +53,9 @@ class Job(ABC):
     request: Request
     id: str
     created: int = field(default_factory=lambda: int(time.time()))
+    others: "Sequence[Job]" = ()
+    """Further generations that are part of the same answer: ``n`` for each prompt."""
+    n: int = 1
 
     @property
     def chat(self) -> bool:
@@ -74,6 +81,45 @@ class Job(ABC):
             "completion_tokens_details": None,
         }
 
+    def total(self) -> dict[str, Any]:
+        """Return the usage of all generations; a prompt counts once."""
+        jobs = (self, *self.others)
+        if len(jobs) == 1:
+            return self.usage()
+        prompts = jobs[:: self.n]
+        prompt = sum(job.request.prompt_length for job in prompts)
+        answer = sum(job.request.answer_length for job in jobs)
+        counted = {"prompt_tokens": prompt, "total_tokens": prompt + answer, "completion_tokens": answer}
+        return {**self.usage(), **counted, "prompt_tokens_details": self.all_details(prompts)}
+
+    def all_details(self, prompts: "Sequence[Job]") -> dict[str, Any] | None:
+        """Return the details of several prompts: vLLM reports those of the last one."""
+        return prompts[-1].details()
+
+    def logprobs(self, pieces: Sequence[Piece], begins: int = 0) -> dict[str, Any] | None:
+        """Return the probabilities of tokens, as far as the request asks for them. All are the most likely ones.
+
+        ``begins``: the characters of the answer before them.
+        """
+        wanted, most = self.body.logprobs, self.body.top_logprobs
+        if wanted is None or wanted is False:
+            return None
+        tokens = [self.engine.model.tokenizer.decode([piece.token], skip_special_tokens=False) for piece in pieces]
+        if not self.chat:
+            ends = list(accumulate((len(piece.text) for piece in pieces), initial=begins))
+            return {
+                "text_offset": ends[:-1],
+                "token_logprobs": [LIKELY] * len(tokens),
+                "tokens": tokens,
+                "top_logprobs": [{token: LIKELY} for token in tokens] if wanted else None,
+            }
+        each = [{"token": token, "logprob": LIKELY, "bytes": list(token.encode())} for token in tokens]
+        return {"content": [{**one, "top_logprobs": [one] if most else []} for one in each]}
+
+    def echoed(self) -> str:
+        """Return the text of a completion's prompt where the answer repeats it."""
+        return self.engine.model.tokenizer.decode(self.prompt.ids.tolist()) if self.body.echo and not self.chat else ""
+
     def head(self, kind: str) -> dict[str, Any]:
         model = self.body.model or self.engine.settings.served_names[0]
         return {"id": self.id, "object": kind, "created": self.created, "model": model}
@@ -82,11 +128,11 @@ class Job(ABC):
         """Run and answer; a disconnect of the client aborts the request. Raises :class:`RequestError`."""
         if self.body.stream:
             return StreamingResponse(self._frames(), media_type="text/event-stream")
-        work = asyncio.create_task(self._collect())
+        work = asyncio.create_task(self._whole())
         gone = asyncio.create_task(_disconnected(http))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            return json_response(self.answer(await work)) if work.done() else Response(status_code=499)
+            return json_response(await work) if work.done() else Response(status_code=499)
         except Aborted as error:
             raise self.aborted from error
         finally:
@@ -94,19 +140,64 @@ class Job(ABC):
             gone.cancel()
             await asyncio.gather(work, gone, return_exceptions=True)
 
+    async def _whole(self) -> dict[str, Any]:
+        jobs = (self, *self.others)
+        answers = [
+            job.answer(pieces)
+            for job, pieces in zip(jobs, await asyncio.gather(*[job._collect() for job in jobs]), strict=True)
+        ]
+        if not self.others:
+            return answers[0]
+        choices = [choice for answer in answers for choice in answer["choices"]]
+        numbered = [{**choice, "index": number} for number, choice in enumerate(choices)]
+        return {**answers[0], "choices": numbered, "usage": self.total()}
+
+    async def _all_chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of all generations as they come."""
+        if not self.others:
+            async for chunk in self.chunks():
+                yield chunk
+            return
+        came: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
+
+        async def run(number: int, job: Job) -> None:
+            try:
+                async for chunk in job.chunks():
+                    choices = [{**choice, "index": number} for choice in chunk["choices"]]
+                    await came.put({**chunk, "id": self.id, "choices": choices})
+                await came.put(None)
+            except Exception as error:  # ends the stream
+                await came.put(error)
+
+        tasks = [asyncio.create_task(run(number, job)) for number, job in enumerate((self, *self.others))]
+        try:
+            running = len(tasks)
+            while running:
+                item = await came.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _collect(self) -> list[Piece]:
         return [piece async for piece in self.pieces()]
 
     async def _frames(self) -> AsyncIterator[bytes]:
         options = self.body.stream_options or StreamOptions()
         try:
-            async for chunk in self.chunks():
+            async for chunk in self._all_chunks():
                 if self.shows_usage or options.include_usage:
                     chunk["usage"] = None
                 yield _frame(chunk)
             if options.include_usage:
                 kind = "chat.completion.chunk" if self.chat else "text_completion"
-                yield _frame(self.head(kind) | {"choices": [], "usage": self.usage()})
+                yield _frame(self.head(kind) | {"choices": [], "usage": self.total()})
         except Aborted:
             yield _frame(self.aborted.body())
         except RequestError as error:  # the answer has begun, so its status stays 200
@@ -159,12 +250,23 @@ async def render(engine: SimulatedEngine, make: Callable[[], T]) -> T:
 
 
 def request_of(engine: SimulatedEngine, body: Generation, prompt: Prompt, name: str, **more: Any) -> Request:
-    """Return a request inside the engine. Clients may reuse a ``name``; ids inside the engine are unique."""
+    """Return a request inside the engine. Clients may reuse a ``name``; ids inside the engine are unique.
+
+    Raises :class:`RequestError` for a form of the answer that is not simulated.
+    """
+    try:
+        text = formed_text(body.response_format, body.structured_outputs, body.json_schema)
+    except (NotSimulatedError, ValueError) as error:
+        raise RequestError(f"{error} is not simulated.", param="response_format") from error
+    sample = engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos)
+    ends = not body.ignore_eos
+    if text is not None:
+        sample, ends = engine.answers.fixed(text), True
     return Request(
         id=f"{name}-{uuid.uuid4().hex[:8]}",
-        sample=engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos),
+        sample=sample,
         media=prompt.media,
         salt=body.cache_salt,
-        stop_ids=frozenset((*(body.stop_token_ids or ()), *(() if body.ignore_eos else engine.model.stop_ids))),
+        stop_ids=frozenset((*(body.stop_token_ids or ()), *(engine.model.stop_ids if ends else ()))),
         **more,
     )

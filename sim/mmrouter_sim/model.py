@@ -201,6 +201,7 @@ class AnswerGenerator:
         if mean_tokens < 1:
             raise ValueError("the mean length of an answer must be at least 1 token")
         self._stop = stop_ids[0] if stop_ids else None
+        self._tokenizer = tokenizer
         self._seed, self._mean = seed, mean_tokens
         self._words: list[int] = []  # after a space
         self._openers: list[int] = []  # that begin an answer
@@ -222,6 +223,15 @@ class AnswerGenerator:
         self._openers = self._openers[:_WORDS] or self._words
         if not self._words:
             raise ValueError("the tokenizer has no ordinary token to answer with")
+
+    def fixed(self, text: str) -> Sampler:
+        """Return a given answer, which ends where its text does."""
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+
+        def sample(position: int) -> int:
+            return tokens[position] if position < len(tokens) or self._stop is None else self._stop
+
+        return sample
 
     def sampler(self, ids: "array[int]", media: Iterable[Media], *, min_tokens: int = 0, ends: bool = True) -> Sampler:
         """Return the answer to a prompt. ``ends=False``: it has no end of its own (``ignore_eos``)."""

@@ -37,6 +37,8 @@ def build(engine: SimulatedEngine) -> Starlette:
         ("/v1/chat/completions", ["POST"], chat.chat),
         ("/v1/completions", ["POST"], chat.complete),
         ("/v1/responses", ["POST"], responses.create),
+        ("/v1/responses/{response_id}", ["GET"], responses.retrieve),
+        ("/v1/responses/{response_id}/cancel", ["POST"], responses.cancel),
     ]
     if engine.encoder is not None:
         # An encoder has few routes and no API key.

@@ -1,8 +1,9 @@
 """``/v1/chat/completions`` and ``/v1/completions`` in SGLang's shapes (captures of 0.5.23)."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -40,35 +41,43 @@ class SglangJob(Job):
         cached = self.cached if self.cached is not None else self.request.cached_tokens
         return {"cached_tokens": cached or 0} | ({} if visual is None else {"image_tokens": visual})
 
+    def all_details(self, prompts: Sequence[Job]) -> dict[str, Any] | None:
+        details = [job.details() for job in prompts]
+        return details[0] and {**details[0], "cached_tokens": sum(each["cached_tokens"] for each in details if each)}
+
     def usage(self) -> dict[str, Any]:
         return super().usage() | {"reasoning_tokens": 0}
 
     def answer(self, pieces: list[Piece]) -> dict[str, Any]:
         body, text = self.body, "".join(piece.text for piece in pieces)
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, **_ending(pieces[-1])}
+        choice: dict[str, Any] = {"index": 0, "logprobs": self.logprobs(pieces), **_ending(pieces[-1])}
         if isinstance(body, ChatRequest):
             kind = "chat.completion"
             choice["message"] = {"role": "assistant", "content": text, "reasoning_content": None}
             if body.return_prompt_token_ids:
                 choice["prompt_token_ids"] = self.prompt.ids.tolist()
         else:
-            kind, choice["text"] = "text_completion", text
+            kind, choice["text"] = "text_completion", self.echoed() + text
         metadata = {"weight_version": "default"}
         return self.head(kind) | {"choices": [choice], "usage": self.usage(), "metadata": metadata}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         if not self.chat:
             head = self.head("text_completion")
+            begins, before = 0, self.echoed()
             async for piece in self.pieces():
-                yield head | {"choices": [{"index": 0, "text": piece.text, "logprobs": None, **_ending(piece)}]}
+                choice = {"index": 0, "text": before + piece.text, "logprobs": self.logprobs([piece], begins)}
+                yield head | {"choices": [choice | _ending(piece)]}
+                begins, before = begins + len(piece.text), ""
             return
         head, last = self.head("chat.completion.chunk"), None
         async for piece in self.pieces():
             if last is None:
                 yield head | _delta({"role": "assistant", "content": ""})
             last = piece
-            if piece.text:
-                yield head | _delta({"role": None, "content": piece.text})
+            if piece.text or self.body.logprobs:
+                probabilities = {"logprobs": self.logprobs([piece])} if self.body.logprobs else {}
+                yield head | _delta({"role": None, "content": piece.text}, **probabilities)
         assert last is not None, "an answer has at least one token"
         yield head | _delta({"role": None, "content": None}, **_ending(last))
 
@@ -126,16 +135,28 @@ async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     encoded = await encoded_images(engine, body)
     prompt = await render(engine, lambda: requests.from_messages(engine, body, encoded))
-    return await job_of(engine, http, body, prompt, wanted).respond(http)
+    return await _respond(engine, http, body, [prompt], wanted)
 
 
 async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/completions``."""
     body = parse(await http.body(), CompletionRequest)
     check(body)
-    prompt = await render(engine, lambda: texts.from_text(engine, body.prompt, special=True))
+    make = [partial(texts.from_text, engine, text, special=True) for text in texts.texts_of(body.prompt)]
+    prompts = [await render(engine, each) for each in make]
     wanted = body.max_tokens if body.max_tokens is not None else 16
-    return await job_of(engine, http, body, prompt, wanted).respond(http)
+    return await _respond(engine, http, body, prompts, wanted)
+
+
+async def _respond(
+    engine: SimulatedEngine, http: HttpRequest, body: Generation, prompts: Sequence[Prompt], wanted: int | None
+) -> Response:
+    n = body.n or 1
+    if engine.settings.pairs is not None and n * len(prompts) > 1:
+        raise RequestError("Several answers of a pair are not simulated.", param="n")
+    jobs = [job_of(engine, http, body, prompt, wanted) for prompt in prompts for _ in range(n)]
+    jobs[0].others, jobs[0].n = jobs[1:], n
+    return await jobs[0].respond(http)
 
 
 async def encoded_images(engine: SimulatedEngine, body: ChatRequest) -> list[Embedding] | None:
@@ -180,7 +201,7 @@ def job_of(
     except ValueError as error:
         raise RequestError(str(error)) from error
     name = headers.get(RID_HEADER) or uuid.uuid4().hex
-    ids = prompt.padded if prompt.padded is not None else padded(prompt.ids, [])
+    ids = prompt.padded[:] if prompt.padded is not None else padded(prompt.ids, [])
     prefills = pairs is not None and pairs.mode == "prefill"
     request = request_of(
         engine, body, prompt, name, ids=ids, max_tokens=1 if prefills else min(wanted or room, room - length)

@@ -84,6 +84,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", "--tp-size", "--tp", dest="tp_size", type=int, default=1)
     add("--data-parallel-size", "--dp-size", "--dp", dest="ranks", type=int, default=1)
     add("--disable-radix-cache", action="store_true")
+    add("--enable-response-store", action="store_true")
     add("--kv-events-config", default="{}", metavar="JSON")
     add("--enable-cache-report", dest="token_details", action="store_true")
     add("--chat-template", metavar="FILE")
@@ -127,6 +128,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         image_limit=limits.get("image"),
         shutdown_seconds=DRAIN_SECONDS,
         engine="sglang",
+        stores_responses=args.enable_response_store and mode == "null",
         pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
         encoder_urls=tuple(args.urls) if args.language_only else (),
         arguments={

@@ -13,7 +13,7 @@ from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
 from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
 from mmrouter_sim.sglang.pairing import HOST_HEADER, PORT_HEADER, RANK_HEADER, ROOM_HEADER
-from mmrouter_sim.vllm.requests import Generation, Prompt
+from mmrouter_sim.vllm.requests import Generation, Prompt, Text
 
 
 class ChatRequest(Generation, kw_only=True):
@@ -47,13 +47,17 @@ class WithoutOverrides(Generation, kw_only=True):
 class CompletionRequest(WithoutOverrides, kw_only=True):
     """``/v1/completions``."""
 
-    prompt: str | list[int | str]
+    prompt: Text
 
 
 def check(body: Generation) -> None:
     """Refuse requests that are not simulated. Raises :class:`RequestError` (400)."""
-    for name, nothing in (("n", (None, 1)), ("logprobs", (None, False, 0)), ("echo", (None, False))):
-        if getattr(body, name) not in nothing:
+    if body.n is not None and body.n < 1:
+        raise RequestError(f"n must be at least 1, got {body.n}.", param="n")
+    if body.echo and body.logprobs is not None:
+        raise RequestError("echo with logprobs is not simulated.", param="echo")
+    for name in ("regex", "ebnf"):
+        if getattr(body, name):
             raise RequestError(f"{name} is not simulated.", param=name)
     if isinstance(body, ChatRequest):
         for name in ("input_ids", "mm_processor_kwargs", "chat_template"):

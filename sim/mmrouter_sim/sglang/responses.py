@@ -1,8 +1,12 @@
-"""``/v1/responses`` of SGLang 0.5.23 without a store: the chat that the engine makes of a request, answered."""
+"""``/v1/responses`` of SGLang 0.5.23: the chat that the engine makes of a request, answered.
 
+With ``--enable-response-store`` responses are stored, continued, retrieved and cancelled.
+"""
+
+import asyncio
 import dataclasses
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +25,7 @@ from mmrouter_sim.sglang import requests
 from mmrouter_sim.sglang.chat import SglangJob, encoded_images, job_of
 from mmrouter_sim.sglang.requests import ChatRequest, WithoutOverrides, check
 from mmrouter_sim.vllm.requests import parse
+from mmrouter_sim.vllm.responses import StoredResponse
 
 Object = dict[str, Any]
 HEADROOM = 2
@@ -45,29 +50,43 @@ class ResponsesRequest(WithoutOverrides, kw_only=True):
 
 @dataclass
 class ResponseJob(SglangJob):
+    """``history``: the items of the prompt, which are stored with the response."""
+
     asked: ResponsesRequest = dataclasses.field(kw_only=True)
+    history: list[Object] = dataclasses.field(kw_only=True)
 
     def answer(self, pieces: list[Piece]) -> Object:
         text = "".join(piece.text for piece in pieces)
         output = [_message(f"msg_{self.request.id}", text)] if text else []
         status = "incomplete" if pieces[-1].finished == "length" else "completed"
-        return self._response(status, output=output, usage=response_usage(self.usage(), cache_write_tokens=0))
+        usage = response_usage(self.usage(), cache_write_tokens=0)
+        response = self.response(status, output=output, usage=usage)
+        if self.asked.store and self.engine.settings.stores_responses:
+            kept = self.engine.responses.setdefault(self.id, StoredResponse(response, self.history))
+            if kept.response["status"] != "cancelled":
+                kept.response = response
+        return response
 
-    def _response(self, status: str, **fields: Any) -> Object:
+    async def in_background(self) -> None:
+        """Run a response that is stored as queued."""
+        self.answer(await self._collect())
+
+    def response(self, status: str, **fields: Any) -> Object:
         asked = self.asked
         empty = ("error", "incomplete_details", "reasoning", "temperature", "text", "top_p", "truncation", "user")
         head = {"id": self.id, "object": "response", "created_at": self.created, "status": status}
         repeated = {name: getattr(asked, name) for name in ("instructions", "max_output_tokens", "store")}
         tools: Object = {"tools": asked.tools or [], "tool_choice": asked.tool_choice, "parallel_tool_calls": True}
         model = asked.model or self.engine.settings.served_names[0]
-        more: Object = {"model": model, "output": [], "usage": None, "metadata": None, "previous_response_id": None}
+        more: Object = {"model": model, "output": [], "usage": None, "metadata": None}
+        more["previous_response_id"] = asked.previous_response_id
         return {**dict.fromkeys(empty), **head, **repeated, **tools, **more, **fields}
 
     async def _frames(self) -> AsyncIterator[bytes]:
         event = numbered_events()
 
         for kind in ("response.created", "response.in_progress"):
-            yield event(kind, response=self._response("in_progress"))
+            yield event(kind, response=self.response("in_progress"))
         pieces, name = list[Piece](), f"msg_{self.request.id}"
         at: Object = {"item_id": name, "output_index": 0, "content_index": 0}
         begun = False
@@ -83,7 +102,7 @@ class ResponseJob(SglangJob):
                     yield event("response.output_text.delta", **at, delta=piece.text, logprobs=[])
         except (Aborted, RequestError) as error:
             failed = {"code": "server_error", "message": str(error)}
-            yield event("response.failed", response=self._response("failed", error=failed))
+            yield event("response.failed", response=self.response("failed", error=failed))
             return
         response = self.answer(pieces)
         for item in response["output"]:
@@ -96,10 +115,61 @@ class ResponseJob(SglangJob):
 
 async def create(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/responses``, with errors in the form of this route."""
+    return await _in_form(_create(engine, http))
+
+
+async def retrieve(engine: SimulatedEngine, http: HttpRequest) -> Response:
+    """Answer ``GET /v1/responses/ID``."""
+
+    async def answer() -> Response:
+        return json_response(_stored(engine, http.path_params["response_id"]).response)
+
+    return await _in_form(answer())
+
+
+async def cancel(engine: SimulatedEngine, http: HttpRequest) -> Response:
+    """Answer ``POST /v1/responses/ID/cancel``; a response that has ended stays as it is."""
+
+    async def answer() -> Response:
+        kept = _stored(engine, http.path_params["response_id"])
+        if kept.response["status"] in ("queued", "in_progress"):
+            kept.response["status"] = "cancelled"
+            if kept.task is not None:
+                kept.task.cancel()
+                await asyncio.gather(kept.task, return_exceptions=True)
+        return json_response(kept.response)
+
+    return await _in_form(answer())
+
+
+async def _in_form(answer: Awaitable[Response]) -> Response:
     try:
-        return await _create(engine, http)
+        return await answer
     except RequestError as error:
         return json_response(error.body(), error.status)
+
+
+def _stored(engine: SimulatedEngine, name: str) -> StoredResponse:
+    if not engine.settings.stores_responses:
+        raise RequestError(_NO_STORE, kind="invalid_request_error", param="response_id")
+    if not name.startswith("resp_"):
+        why = f"Invalid 'response_id': '{name}'. Expected an ID that begins with 'resp'."
+        raise RequestError(why, kind="invalid_request_error", param="response_id")
+    if name not in engine.responses:
+        why = f"Response with id '{name}' not found."
+        raise RequestError(why, status=404, kind="invalid_request_error", param="response_id")
+    return engine.responses[name]
+
+
+def _history(engine: SimulatedEngine, asked: ResponsesRequest) -> list[Object]:
+    """Return the items of the prompt: what is stored, then the new input."""
+    items: list[Object] = []
+    if asked.previous_response_id:
+        kept = _stored(engine, asked.previous_response_id)
+        texts = [part["text"] for item in kept.response["output"] for part in item["content"]]
+        items += [*kept.messages, *({"role": "assistant", "content": text} for text in texts)]
+    new = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
+    return [*items, *new]
 
 
 async def _create(engine: SimulatedEngine, http: HttpRequest) -> Response:
@@ -107,12 +177,16 @@ async def _create(engine: SimulatedEngine, http: HttpRequest) -> Response:
     asked = parse(raw, ResponsesRequest)
     check(asked)
     for name in ("previous_response_id", "background"):
-        if getattr(asked, name):
+        if getattr(asked, name) and not engine.settings.stores_responses:
             raise RequestError(_NO_STORE, kind="invalid_request_error", param=name)
+    if asked.background and not asked.store:
+        raise RequestError("background=true requires store=true.", kind="invalid_request_error", param="store")
+    history = _history(engine, asked)
     prompter = engine.model.prompter
     later = isinstance(prompter, SglangPrompter) and shows_later_systems(prompter.source)
     try:
-        made = chat_of(msgspec.json.decode(raw), later_systems=later)
+        body = {**msgspec.json.decode(raw), "previous_response_id": None, "input": history}
+        made = chat_of(body, later_systems=later)
     except UnmodelledFieldError as error:
         raise RequestError(f"{error.field} is not simulated.", param=error.field) from error
     for message, number, part in made.images:
@@ -125,7 +199,12 @@ async def _create(engine: SimulatedEngine, http: HttpRequest) -> Response:
     wanted = asked.max_output_tokens
     begun = job_of(engine, http, asked, prompt, None if wanted is None else max(1, wanted - HEADROOM))
     shared = {each.name: getattr(begun, each.name) for each in dataclasses.fields(SglangJob)}
-    return await ResponseJob(**shared | {"id": asked.request_id, "asked": asked}).respond(http)
+    job = ResponseJob(**shared | {"id": asked.request_id, "asked": asked, "history": history})
+    if not asked.background or asked.stream:
+        return await job.respond(http)
+    kept = engine.responses[job.id] = StoredResponse(job.response("queued"), history)
+    kept.task = asyncio.create_task(job.in_background())
+    return json_response(kept.response)
 
 
 def _message(name: str, text: str) -> Object:

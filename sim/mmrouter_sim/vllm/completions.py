@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,13 +68,13 @@ class VllmJob(Job):
             kind = "chat.completion"
             empty = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
             message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": [], **empty}
-            choice = {"index": 0, "message": message, "logprobs": None, **ending}
+            choice = {"index": 0, "message": message, "logprobs": self.logprobs(pieces), **ending}
         else:
             kind = "text_completion"
             choice = {
                 "index": 0,
-                "text": text,
-                "logprobs": None,
+                "text": self.echoed() + text,
+                "logprobs": self.logprobs(pieces),
                 **ending,
                 **self._prompt_ids(),
                 "prompt_logprobs": None,
@@ -95,14 +95,18 @@ class VllmJob(Job):
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         head, first = self.head("chat.completion.chunk" if self.chat else "text_completion"), True
+        begins = 0
         async for piece in self.pieces():
             if first and self.chat:
                 # The engine sends the role in a chunk of its own, with the first token.
                 delta = {"role": "assistant", "content": ""}
                 start = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
                 yield head | {"choices": [start], **self._prompt_ids()}
-            choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": piece.finished}
-            choice |= {"delta": {"content": piece.text}} if self.chat else {"text": piece.text}
+            choice: dict[str, Any] = {"index": 0, "logprobs": self.logprobs([piece], begins)}
+            choice["finish_reason"] = piece.finished
+            text = self.echoed() + piece.text if first else piece.text
+            choice |= {"delta": {"content": piece.text}} if self.chat else {"text": text}
+            begins += len(piece.text)
             if piece.finished or not self.chat:
                 choice["stop_reason"] = piece.stop_reason
             if not self.chat:
@@ -126,14 +130,15 @@ async def chat(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/chat/completions``."""
     body = parse(await http.body(), ChatRequest)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return await _answer(engine, http, body, partial(requests.from_messages, engine, body), wanted, "chatcmpl")
+    return await _answer(engine, http, body, [partial(requests.from_messages, engine, body)], wanted, "chatcmpl")
 
 
 async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
     """Answer ``POST /v1/completions``."""
     body = parse(await http.body(), CompletionRequest)
     wanted = body.max_tokens if body.max_tokens is not None else COMPLETION_TOKENS
-    make = partial(requests.from_text, engine, body.prompt, special=body.add_special_tokens)
+    special, texts = body.add_special_tokens, requests.texts_of(body.prompt)
+    make = [partial(requests.from_text, engine, text, special=special) for text in texts]
     return await _answer(engine, http, body, make, wanted, "cmpl")
 
 
@@ -141,7 +146,7 @@ async def _answer(
     engine: SimulatedEngine,
     http: HttpRequest,
     body: Generation,
-    make: Callable[[], Prompt],
+    make: Sequence[Callable[[], Prompt]],
     wanted: int | None,
     prefix: str,
 ) -> Response:
@@ -150,11 +155,13 @@ async def _answer(
     check_generation(body, wanted)
     if engine.draining:
         raise SHUT_DOWN
-    prompt = await render(engine, make)
+    prompts = [await render(engine, each) for each in make]
     if engine.encoder is not None and prefix == "chatcmpl":
-        return await _encode(engine, engine.encoder, body, prompt)
-    received = await _received(engine, body, prompt)
-    return await job(engine, http, body, prompt, wanted, prefix, received).respond(http)
+        return await _encode(engine, engine.encoder, body, prompts[0])
+    received, n = await _received(engine, body, prompts[0]), body.n or 1
+    jobs = [job(engine, http, body, prompt, wanted, prefix, received) for prompt in prompts for _ in range(n)]
+    jobs[0].others, jobs[0].n = jobs[1:], n
+    return await jobs[0].respond(http)
 
 
 def check_model(engine: SimulatedEngine, model: str | None) -> None:
@@ -215,7 +222,7 @@ def job(
         body,
         prompt,
         name,
-        ids=prompt.ids,
+        ids=prompt.ids[:],  # each generation's own, which grows
         max_tokens=min(wanted or room, room - length),
         report_hits=(body.vllm_xargs or {}).get("kv_cache_report_mode") == "full",
         external=received,

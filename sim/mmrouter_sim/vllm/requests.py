@@ -42,12 +42,19 @@ class Generation(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     n: int | None = None
+    temperature: float | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
     prompt_logprobs: int | None = None
     logprobs: bool | int | None = None
+    top_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: str | None = None  # this and the next two: SGLang's
+    regex: str | None = None
+    ebnf: str | None = None
     echo: bool | None = None
     best_of: int | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -66,7 +73,7 @@ class ChatRequest(Generation, kw_only=True):
 
 
 class CompletionRequest(Generation, kw_only=True):
-    prompt: str | list[int | str]
+    prompt: str | list[int | str | list[int]]
     add_special_tokens: bool = True
 
 
@@ -74,11 +81,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 _NOT_SIMULATED: dict[str, tuple[Any, ...]] = {
     # field -> values that ask for nothing
-    "n": (None, 1),
     "best_of": (None, 1),
-    "logprobs": (None, False, 0),
     "prompt_logprobs": (None, 0),
-    "echo": (None, False),
     "suffix": (None, ""),
     "truncate_prompt_tokens": (None,),
 }
@@ -117,6 +121,12 @@ def check_generation(body: Generation, answer: int | None) -> None:
     for name, neutral in _NOT_SIMULATED.items():
         if getattr(body, name) not in neutral:
             raise parameter_error(f"{name} is not simulated.", name, getattr(body, name))
+    if body.n is not None and body.n < 1:
+        raise parameter_error(f"n must be at least 1, got {body.n}.", "n", body.n)
+    if (body.n or 1) > 1 and body.temperature == 0:
+        raise RequestError(f"n must be 1 when using greedy sampling, got {body.n}.")
+    if body.echo and (body.logprobs is not None or isinstance(body, ChatRequest)):
+        raise parameter_error("The echo of a chat, or with probabilities, is not simulated.", "echo", body.echo)
     if answer is not None and answer < 1:
         raise parameter_error(f"max_tokens must be at least 1, got {answer}.", "max_tokens", answer)
     if body.min_tokens < 0:
@@ -173,19 +183,26 @@ def features(prompt: Prompt) -> dict[str, Any] | None:
     }
 
 
-def from_text(engine: SimulatedEngine, prompt: str | list[int | str], *, special: bool) -> Prompt:
+Text = str | list[int | str | list[int]]
+"""A completion's ``prompt``: a text or token ids, or a list of either."""
+
+
+def texts_of(prompt: Text) -> list[Text]:
+    """Return each prompt of a completion."""
+    if isinstance(prompt, list) and any(isinstance(each, str | list) for each in prompt):
+        return [[*each] if isinstance(each, list) else str(each) for each in prompt]
+    return [prompt]
+
+
+def from_text(engine: SimulatedEngine, prompt: Text, *, special: bool) -> Prompt:
     """Return the prompt of a completion: one text, or token ids. Raises :class:`RequestError` (400)."""
     if isinstance(prompt, list):
-        if all(isinstance(token, int) for token in prompt):
-            tokens = [token for token in prompt if isinstance(token, int)]
-            size = engine.model.tokenizer.get_vocab_size()
-            for token in tokens:
-                if not 0 <= token < size:
-                    raise parameter_error(f"Token id {token} is out of vocabulary", "prompt")
-            return Prompt(array("I", tokens))
-        if len(prompt) != 1:
-            raise parameter_error("A list of prompts is not simulated.", "prompt")
-        prompt = str(prompt[0])
+        tokens = [token for token in prompt if isinstance(token, int)]
+        size = engine.model.tokenizer.get_vocab_size()
+        for token in tokens:
+            if not 0 <= token < size:
+                raise parameter_error(f"Token id {token} is out of vocabulary", "prompt")
+        return Prompt(array("I", tokens))
     return Prompt(*engine.model.expand(prompt, [], add_special_tokens=special))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answer_forms import ASKED, EXPECTED, told
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine, parsed
 from conformance.rendering import Renderer, renderer
@@ -349,6 +350,16 @@ def test_what_only_shapes_the_answer_reads_the_blocks_of_the_plain_request(
     cached(alone, router.body(plain))
     whole = (len(plain.ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
     assert cached(alone, router.body(router.prepare(EXACT[name]))) == whole
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_several_answers_probabilities_and_echoes_have_the_form_that_the_simulated_engine_gives(
+    name: str, alone: Engine
+) -> None:
+    path, body = ASKED[name]
+    answer = alone.client.post(path, json={"model": alone.model, "ignore_eos": True, **body})
+    assert answer.status_code == 200, answer.text
+    assert told(answer.json()) == EXPECTED[name]
 
 
 def test_a_tenants_salt_replaces_the_clients_and_parts_tenants(router: Router, alone: Engine) -> None:

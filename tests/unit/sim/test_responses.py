@@ -126,3 +126,28 @@ async def test_sglang_without_a_store_refuses_what_needs_one_in_the_form_of_the_
     status, error = await client.post(RESPONSES, body(LONG, **fields))
     assert (status, error["error"]["param"]) == (400, param)
     assert "object" not in error
+
+
+async def test_sglang_stores_continues_retrieves_and_cancels_where_its_flag_is_set(serve_sglang):
+    client = await serve_sglang("--enable-response-store")
+    _, first = await client.post(RESPONSES, body(LONG, request_id="resp_a", instructions="be brief"))
+    assert await client.get(f"{RESPONSES}/resp_a") == (200, first)
+    _, second = await client.post(RESPONSES, body("and?", previous_response_id="resp_a", request_id="resp_b"))
+    turns = [{"role": "user", "content": LONG}, {"role": "assistant", "content": said(first)}]
+    _, chat = await client.post(CHAT, {**chat_body(""), "messages": [*turns, {"role": "user", "content": "and?"}]})
+    assert second["previous_response_id"] == "resp_a"
+    assert second["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
+    _, third = await client.post(RESPONSES, body("why?", previous_response_id="resp_b"))
+    assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"] + 4
+    _, kept = await client.post(RESPONSES, body("x", store=False))
+    assert (await client.get(f"{RESPONSES}/{kept['id']}"))[0] == 404
+    status, error = await client.post(RESPONSES, body("x", previous_response_id="other"))
+    assert (status, error["error"]["param"]) == (400, "response_id")
+
+    found = await streamed(client, body(LONG, stream=True, request_id="resp_c"))
+    assert (await client.get(f"{RESPONSES}/resp_c"))[1] == found[-1]["response"]
+    assert (await client.post(f"{RESPONSES}/resp_c/cancel"))[1] == found[-1]["response"]  # it has ended
+    _, queued = await client.post(RESPONSES, body(LONG, background=True, request_id="resp_d", max_output_tokens=1000))
+    assert (queued["status"], queued["output"]) == ("queued", [])
+    for ask, path in ((client.post, "/resp_d/cancel"), (client.get, "/resp_d")):
+        assert (await ask(RESPONSES + path))[1]["status"] == "cancelled"

@@ -1,0 +1,79 @@
+"""Requests for several answers, probabilities and forms, and the form of a vLLM's answer to each.
+
+The simulated engine and a real one answer alike (``tests/unit/sim/test_answers.py``,
+``tests/conformance/vllm/test_fields.py``).
+"""
+
+from typing import Any
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "green"]}, "sides": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["color", "sides"],
+    "additionalProperties": False,
+}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+CHAT = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 3, "temperature": 0}
+COMPLETION = {"prompt": ["Say hello.", "Say more."], "max_tokens": 3, "temperature": 0}
+ASKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "several answers": ("/v1/chat/completions", {**CHAT, "n": 2, "temperature": 1}),
+    "probabilities": ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 1}),
+    "several prompts": ("/v1/completions", {**COMPLETION, "n": 2, "temperature": 1, "logprobs": 1}),
+    "echo": ("/v1/completions", {**COMPLETION, "echo": True}),
+}
+
+
+def told(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return what a client reads of an answer, without its words: equal for engines with other weights."""
+    choices = [
+        {
+            "index": choice["index"],
+            "finish": choice["finish_reason"],
+            "probabilities": _form(choice.get("logprobs")),
+            "echoes": choice.get("text", "").startswith("Say "),
+        }
+        for choice in answer["choices"]
+    ]
+    usage = answer["usage"]
+    return {"choices": choices, "tokens": [usage["completion_tokens"], usage["total_tokens"] - usage["prompt_tokens"]]}
+
+
+def _form(value: Any) -> Any:
+    """Return the names and types of a value. A token's bytes and its text are as long as they are."""
+    if isinstance(value, dict):
+        named = {name: _form(item) for name, item in value.items() if name != "bytes"}
+        return named if set(value) & {"content", "token", "tokens"} else "by token"
+    if isinstance(value, list):
+        return [_form(item) for item in value]
+    return type(value).__name__
+
+
+def _completion(index: int, *, probabilities: bool, echoes: bool) -> dict[str, Any]:
+    form = {
+        "text_offset": ["int"] * 3,
+        "token_logprobs": ["float"] * 3,
+        "tokens": ["str"] * 3,
+        "top_logprobs": ["by token"] * 3,
+    }
+    return {
+        "index": index,
+        "finish": "length",
+        "probabilities": form if probabilities else "NoneType",
+        "echoes": echoes,
+    }
+
+
+_ALONE = {"finish": "length", "probabilities": "NoneType", "echoes": False}
+_TOKEN = {"token": "str", "logprob": "float"}
+EXPECTED: dict[str, dict[str, Any]] = {
+    "several answers": {"choices": [{"index": 0, **_ALONE}, {"index": 1, **_ALONE}], "tokens": [6, 6]},
+    "probabilities": {
+        "choices": [{"index": 0, **_ALONE, "probabilities": {"content": [{**_TOKEN, "top_logprobs": [_TOKEN]}] * 3}}],
+        "tokens": [3, 3],
+    },
+    "several prompts": {
+        "choices": [_completion(index, probabilities=True, echoes=False) for index in range(4)],
+        "tokens": [12, 12],
+    },
+    "echo": {"choices": [_completion(index, probabilities=False, echoes=True) for index in range(2)], "tokens": [6, 6]},
+}
