@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from clients.matrix import ABOUT_IMAGE, CHATS, SHORT, STORY_TOKENS, TEXT, TEXTS, Matrix, answers
+from clients.matrix import ABOUT_IMAGE, CHATS, CLIENTS, SHORT, STORY_TOKENS, STRUCTURED, TEXT, TEXTS, Matrix, answers
 from conformance.engines import Pod, engines
 from local.rig import Deployment, deployed, example
 from long_form import parameters
@@ -16,6 +16,9 @@ from mmrouter_cli.sample_images import data_uri
 SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"a": "slow", "b": "free"}}
 TENANTS = {"named": [{"name": "a", "requestsPerMinute": 20}]}
 WITHOUT_RETRIES = {"huggingface-hub"}
+RETRYING = parameters([client for client in CLIENTS if client not in WITHOUT_RETRIES], "openai", "ai-sdk")
+OBJECT = {"color": "red"}
+"""The answer of a simulated engine to the schema of the clients."""
 ATTEMPTS = 5  # a client is not refused where it asks just when the limit admits one request
 
 
@@ -67,7 +70,8 @@ def post(deployment: Deployment, key: str, body: dict[str, object]) -> httpx.Res
 def test_every_client_reads_the_engines_answer(
     matrix: Matrix, deployment: Deployment, expected: dict[str, str], client: str
 ) -> None:
-    read = matrix.run(client, deployment.url, "free", TEXTS)
+    read = matrix.run(client, deployment.url, "free", (*TEXTS, STRUCTURED))
+    assert read.pop(STRUCTURED, OBJECT) == OBJECT
     texts = {scenario: answer[0] if isinstance(answer, list) else answer for scenario, answer in read.items()}
     assert texts.pop("models", True)
     counted = texts.pop("count", None)
@@ -86,23 +90,22 @@ def test_a_stream_that_the_client_leaves_ends_on_the_engine(
     assert engine.value("vllm:generation_tokens_total") - before < STORY_TOKENS
 
 
-@pytest.mark.parametrize("client", parameters([c for c in CHATS if c not in WITHOUT_RETRIES], "openai", "ai-sdk"))
+@pytest.mark.parametrize("client", RETRYING)
 def test_a_client_that_is_limited_retries_until_it_is_served(
     matrix: Matrix, deployment: Deployment, expected: dict[str, str], client: str
 ) -> None:
     answer: dict[str, object] = {}
     for _ in range(ATTEMPTS):
-        process = matrix.start(client, deployment.url, "slow", ["chat"])
+        process = matrix.start(client, deployment.url, "slow", [asked(client)])
         refused = refuse_until_the_client_is(deployment, process)
         answer = answers(process)
         if refused:
             break
     assert refused
-    text = answer["chat"]
-    assert (text[0] if isinstance(text, list) else text) == expected["chat"]
+    assert_served(client, answer, expected)
 
 
-@pytest.mark.parametrize("client", parameters([c for c in CHATS if c not in WITHOUT_RETRIES], "openai", "ai-sdk"))
+@pytest.mark.parametrize("client", RETRYING)
 def test_a_client_that_finds_no_engine_retries_until_it_is_served(
     matrix: Matrix, deployment: Deployment, engine: Pod, expected: dict[str, str], client: str
 ) -> None:
@@ -114,14 +117,23 @@ def test_a_client_that_finds_no_engine_retries_until_it_is_served(
             process.suspend()
         wait_for(lambda: httpx.get(f"{deployment.url}/ready").status_code == 503, 60, "the engine is lost")
         before = refusals()
-        started = matrix.start(client, deployment.url, "free", ["chat"])
+        started = matrix.start(client, deployment.url, "free", [asked(client)])
         wait_for(lambda: refusals() > before, 600, "the client is refused")
     finally:
         for process in engine.processes:
             process.resume()
-    text = answers(started)["chat"]
-    assert (text[0] if isinstance(text, list) else text) == expected["chat"]
+    assert_served(client, answers(started), expected)
     wait_for(deployment.settled, 60, "the engine is back")
+
+
+def asked(client: str) -> str:
+    """Return the scenario with one request: Instructor has structured answers only."""
+    return STRUCTURED if client == "instructor" else "chat"
+
+
+def assert_served(client: str, answer: dict[str, object], expected: dict[str, str]) -> None:
+    text = answer[asked(client)]
+    assert (text[0] if isinstance(text, list) else text) == (OBJECT if client == "instructor" else expected["chat"])
 
 
 def refuse_until_the_client_is(deployment: Deployment, process: "subprocess.Popen[str]") -> bool:
