@@ -42,7 +42,7 @@ def test_the_same_content_in_another_folder_has_a_kept_answer(env: Path, tmp_pat
     assert ask(env, runs, "b/picture", "red") == (["red", 1], 1)
 
 
-def test_another_content_input_or_recipe_is_asked_anew(env: Path, tmp_path: Path) -> None:
+def test_another_content_input_or_recipe_runs_the_program_again(env: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     ask(env, runs, "a/picture", "red")
     assert ask(env, runs, "a/picture", "blue") == (["blue", 1], 2)
@@ -51,7 +51,7 @@ def test_another_content_input_or_recipe_is_asked_anew(env: Path, tmp_path: Path
     assert ask(env, runs, "a/picture", "blue", number=2) == (["blue", 2], 4)
 
 
-def test_the_long_form_asks_anew(env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_long_form_runs_the_program_again(env: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_code, "IS_LONG", True)
     runs = tmp_path / "runs"
     assert [ask(env, runs, "a/picture", "red")[1] for _ in range(2)] == [1, 2]

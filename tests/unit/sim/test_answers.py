@@ -76,7 +76,7 @@ async def test_the_prompts_of_a_list_are_answered_and_cached_as_each_alone(clien
         ({"response_format": {"type": "text"}}, None),
     ],
 )
-async def test_an_answer_has_the_form_that_is_asked_for(client: Any, fields: dict[str, Any], expected: Any) -> None:
+async def test_an_answer_has_the_requested_form(client: Any, fields: dict[str, Any], expected: Any) -> None:
     status, answer = await client.post("/v1/chat/completions", chat_body("x", **fields, max_tokens=100))
     assert status == 200, answer
     (choice,) = answer["choices"]
