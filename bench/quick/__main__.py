@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from bench.quick import measurements
+from bench.quick.loop_and_index import compiled_index, longest_turn
 from bench.quick.scenarios import scenarios
 from bench.quick.verdicts import FILE, Figure, Verdict, judge, least, read, write
 from mmrouter_lib import native
@@ -51,6 +52,7 @@ def measure_all() -> list[Figure]:
             "kept": lambda: [measurements.kept(pieces[-1])],
             "instructions": lambda: measurements.instructions(pieces),
             "router": measurements.router,
+            "loop and index": loop_and_index,
         }
         for name, measure in parts.items():
             began = time.monotonic()
@@ -61,7 +63,11 @@ def measure_all() -> list[Figure]:
 
 def measure_times() -> list[Figure]:
     with scenarios() as pieces:
-        return [*measurements.times(pieces), *measurements.router()]
+        return [*measurements.times(pieces), *measurements.router(), *loop_and_index()]
+
+
+def loop_and_index() -> list[Figure]:
+    return [longest_turn(), compiled_index()]
 
 
 def attempts(committed: dict[str, float], first: Measure, again: Measure) -> list[Verdict]:

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from bench.quick import __main__ as command
-from bench.quick import measurements, scenarios, verdicts
+from bench.quick import loop_and_index, measurements, scenarios, verdicts
 from bench.quick.scenarios import Scenario
 from bench.quick.verdicts import BaselineError, Figure, judge, least, read, write
+from mmrouter_router.request import prepare
 
 COMMITTED = {"time: a": 4.0, "calls: b": 100.0}
 
@@ -90,7 +91,8 @@ def test_the_committed_figures_are_those_that_are_measured():
         names = {f"{kind}: {piece.name}" for piece in pieces for kind in ("calls", "memory")}
         over = {f"{kind}: {piece.name}, over {piece.against}" for piece in pieces for kind in ("time", "instructions")}
         kept = f"kept: {pieces[-1].name}"
-    assert set(committed) == {*names, *over, kept, *measurements.CALLS.values(), *measurements.TIMES.values()}
+    router = {*measurements.CALLS.values(), *measurements.TIMES.values()}
+    assert set(committed) == {*names, *over, kept, *router, loop_and_index.TURN, loop_and_index.INDEX}
 
 
 def work(size: int) -> Scenario:
@@ -135,3 +137,19 @@ def test_dumps_of_callgrind_and_logs_of_strace_are_read():
         "100   1700000000.500000 --- SIGTERM {si_signo=SIGTERM} ---",
     ]
     assert measurements.between(log, 1700000000.15, 1700000001.0) == 2
+
+
+def test_a_long_prompt_is_tokenized_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr(loop_and_index, "ROUNDS", 1)
+    beside = loop_and_index.longest_turn()
+    monkeypatch.setattr(prepare, "INLINE_TEXT", 10**9)
+    monkeypatch.setattr(prepare, "INLINE_BYTES", 10**9)
+    within = loop_and_index.longest_turn()
+    assert beside.value < 0.5 < within.value
+
+
+def test_the_compiled_index_has_a_reason_where_it_is_not_measured(monkeypatch):
+    monkeypatch.setattr(loop_and_index.native, "load", lambda environment: None)
+    monkeypatch.setattr(loop_and_index.native, "form", "python")
+    monkeypatch.setattr(loop_and_index.native, "why", "not installed")
+    assert loop_and_index.compiled_index() == Figure(loop_and_index.INDEX, None, "x", noisy=True, why="not installed")
