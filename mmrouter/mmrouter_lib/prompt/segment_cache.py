@@ -94,6 +94,8 @@ class SegmentCache:
         ids = array("I", before)
         for segment in segments:
             ids += ids_of[segment]
+            if len(ids) > self._max_tokens:
+                raise self._too_long()
         ids.extend(after)
         return ids
 
@@ -144,8 +146,11 @@ class SegmentCache:
                 ids[number].extend(found)
                 tokens += len(found)
             if tokens > self._max_tokens:
-                raise PromptTooLongError(f"the text has more than {self._max_tokens} tokens")
+                raise self._too_long()
         return ids
+
+    def _too_long(self) -> PromptTooLongError:
+        return PromptTooLongError(f"the text has more than {self._max_tokens} tokens")
 
     def _encode(self, batch: list[tuple[int, str]], add_special_tokens: bool) -> list[list[int]]:
         pieces = [piece for _, piece in batch]

@@ -304,6 +304,9 @@ class Preparer:
         finally:
             OWNER.reset(before[0])
             NEW_TEXT.reset(before[1])
+        tokens = sum(len(each.ids) for each in expanded)
+        if tokens > MAX_TOKENS:
+            raise PromptTooLongError(f"the prompt has {tokens} tokens")
         return [(each.ids, each.spans) for each in expanded]
 
     async def _resolve(self, request: ChatRequest, key: bytes, tenant: str) -> Images:

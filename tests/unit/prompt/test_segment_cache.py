@@ -289,6 +289,16 @@ def test_a_text_that_cannot_be_cut_is_too_long(tiny):
     assert tokenizer.seen == []
 
 
+@pytest.mark.parametrize("text", ["x <|im_end|>" * 30, "".join(f"{number}<|im_end|>" for number in range(50))])
+def test_tokens_of_equal_and_of_cached_segments_count(tiny, text):
+    cached = SegmentCache(tiny.tokenizer, shortest=1, max_tokens=80)
+    for part in (text[: len(text) // 2], text[len(text) // 2 :]):
+        cached(part, add_special_tokens=False)
+    for _ in range(2):
+        with pytest.raises(PromptTooLongError, match="more than 80 tokens"):
+            cached(text, add_special_tokens=False)
+
+
 def test_threads_take_turns_at_a_text_that_is_tokenized_as_a_whole():
     running = 0
     most = []

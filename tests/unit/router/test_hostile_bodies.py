@@ -64,6 +64,7 @@ BODIES: dict[str, tuple[str, Callable[[int], Body]]] = {
     "content parts": (CHAT, lambda size: chat([{"type": "text", "text": "x"}] * (size // 100))),
     "messages": (CHAT, lambda size: {**HELLO, "messages": HELLO["messages"] * (size // 100)}),
     "text": (CHAT, lambda size: chat("hello " * (size // 6))),
+    "equal turns in a text": (CHAT, lambda size: chat(("<|im_end|>" + "7" * 250) * (size // 260))),
     "tools": (CHAT, lambda size: chat("x", tools=[{"type": "function", "function": {"name": "f"}}] * (size // 100))),
     "unknown field": (CHAT, lambda size: chat("x", unknown=[[]] * (size // 10))),
     "image of segments": (CHAT, lambda size: chat(picture(segments(size)))),
@@ -155,6 +156,16 @@ async def test_a_prompt_beyond_the_bound_is_placed_by_affinity(r: Router) -> Non
     for text, expected in texts.items():
         prepared = await r.chat.prepare(CHAT, orjson.dumps(chat(text)), r.chat.tenants.authenticate([]))
         assert (prepared.exactness, prepared.reasons) == expected
+
+
+async def test_tokens_of_images_count_against_the_bound(r: Router) -> None:
+    out = io.BytesIO()
+    Image.new("1", (1200, 1200)).save(out, "PNG")
+    text: Body = {"type": "text", "text": ("7" * 1023 + " ") * (MAX_TOKENS >> 10)}
+    for content, expected in (([text], "exact"), ([text, *picture(out.getvalue(), "png")], "affinity")):
+        prepared = await r.chat.prepare(CHAT, orjson.dumps(chat(content)), r.chat.tenants.authenticate([]))
+        assert prepared.exactness == expected
+        assert len(prepared.ids) <= MAX_TOKENS
 
 
 async def test_an_image_that_stays_in_the_body_does_not_count_as_text(r: Router) -> None:
