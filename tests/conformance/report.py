@@ -269,7 +269,9 @@ nothing there (`tests/conformance/test_data_parallel.py`).
 **Not run, for want of a device.** vLLM's `ECCPUConnector` copies embeddings by streams of CUDA or XPU; its
 configuration passes vLLM's own parser and classes, and its scheduler's half runs
 (`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake, whose sender needs CUDA, has not
-been started. The hand-over's plugin runs on vLLM 0.32.0 only: 0.33.0 has no CPU build.
+been started. The hand-over's plugin is enabled on vLLM 0.32.0 only, because 0.33.0 has no CPU build and no engine of it
+has run. Without an engine, 0.33.0's own front end makes of handed over images of six families, bit by bit, what it
+makes of the images themselves (`tests/conformance/processors`).
 
 **Encoders on different devices.** Two vLLM encoders on CPUs, one of which is stopped for most of the time, stand for a
 slow and a fast device (`tests/conformance/vllm/test_encoder_devices.py`,

@@ -255,7 +255,7 @@ def vllm_phi3v(request: dict[str, Any], folder: str) -> list[dict[str, Any] | No
 
 def vllm_handover(request: dict[str, Any], plugin: str) -> dict[str, Any]:
     """Images of every family through a packed item and vLLM's own front end. The request holds ``models`` (folders) and
-    ``pictures`` (files). For each model all pictures become one prompt, twice: processed by vLLM 0.32 itself, and
+    ``pictures`` (files). For each model all pictures become one prompt, twice: processed by vLLM itself, and
     handed over by our plugin with nothing but names in it. The answer holds for each folder ``differences``, what is
     unequal of the two (ids, places, masks, tensors and how they are batched), ``again``, the same for a second prompt
     that finds them in vLLM's cache, ``changed``, whether a changed pixel is seen, ``fields`` (name, kind) and
