@@ -6,11 +6,11 @@
 Sets: ``kubernetes`` (API server, controllers, scheduler, kubectl; about 4 minutes on 2 cores, 0.35 GB), ``node``
 (kubelet, kube-proxy, CoreDNS; 2 minutes, 0.25 GB), ``policies`` (kube-router's controller of NetworkPolicies; a minute,
 40 MB), ``helm`` (80 seconds, 0.1 GB), ``workflow`` (actionlint, kind; 20 seconds, 20 MB), ``istio`` (pilot and the
-definitions of a gateway's resources; 5 minutes, 0.13 GB) and ``suite`` (the conformance suite of the inference
-extension; 3 minutes, 60 MB), each in a folder of the cache. Kubernetes has the version of
-``kube/go.mod``, the last that works with the containerd of Debian bookworm. Go, etcd and openssl are used where they
-are installed and never installed here; Debian bookworm's Go is too old. Requirements of the machine are checked before
-a long build. Exit status and cache: ``hack/build_once.py``.
+definitions of a gateway's resources; 5 minutes, 0.13 GB), ``definitions`` (the latter without a build), ``suite`` (the
+conformance suite of the inference extension; 3 minutes, 60 MB) and ``envoy-gateway`` (5 minutes, 0.2 GB), each in a
+folder of the cache. Kubernetes has the version of ``kube/go.mod``, the last that works with the containerd of Debian
+bookworm. Go, etcd and openssl are used where they are installed and never installed here; Debian bookworm's Go is too
+old. Requirements of the machine are checked before a long build. Exit status and cache: ``hack/build_once.py``.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -66,6 +66,7 @@ SUITE = "sigs.k8s.io/gateway-api-inference-extension/conformance"
 SUITE_VERSION = "v1.6.0"
 SUITE_BASE = "resources/base.yaml"
 ECHO = "sigs.k8s.io/gateway-api/conformance/echo-basic"
+ENVOY_GATEWAY = "github.com/envoyproxy/gateway/cmd/envoy-gateway@v1.9.1"
 ISTIO_DEFINITIONS = "manifests/charts/base/files/crd-all.gen.yaml"
 TRAFFIC_RULES = "destinationrules.networking.istio.io"
 
@@ -159,8 +160,8 @@ def build_helm(go: str, folder: Path) -> None:
     check_version([str(folder / "helm"), "version", "--template={{.Version}}"], f"v{HELM}")
 
 
-def build_workflow_tools(go: str, folder: Path) -> None:
-    for package in WORKFLOW_PACKAGES:
+def build_commands(packages: Sequence[str], go: str, folder: Path) -> None:
+    for package in packages:
         install(go, package, "-s -w", folder)
 
 
@@ -174,11 +175,15 @@ def build_istio(go: str, folder: Path) -> None:
     module, _, version = ISTIO.partition("@")
     install(go, f"{module}/pilot/cmd/pilot-discovery@{version}", "-s -w", folder)
     (crds := folder / "crds").mkdir()
-    for each, files in GATEWAY_DEFINITIONS.items():
-        for file in files:
-            shutil.copyfile(module_folder(go, each) / file, crds / Path(file).name)
+    copy_definitions(go, crds)
     documents = (module_folder(go, ISTIO) / ISTIO_DEFINITIONS).read_text().split("\n---\n")
     (crds / f"{TRAFFIC_RULES}.yaml").write_text(next(each for each in documents if f"name: {TRAFFIC_RULES}" in each))
+
+
+def copy_definitions(go: str, folder: Path) -> None:
+    for module, files in GATEWAY_DEFINITIONS.items():
+        for file in files:
+            shutil.copyfile(module_folder(go, module) / file, folder / Path(file).name)
 
 
 def build_suite(go: str, folder: Path) -> None:
@@ -307,6 +312,18 @@ def node_recipe() -> str:
     return kubernetes_recipe(*NODE_COMMANDS, COREDNS)
 
 
+def in_folder(
+    name: str,
+    what: str,
+    recipe: Callable[[], str],
+    build: Callable[[str, Path], None],
+    gigabytes: float,
+    require: Callable[[], object] = lambda: None,
+) -> ProgramSet:
+    """Return a set in a folder of the cache that has the recipe in its name."""
+    return ProgramSet(what, lambda: cache_dir() / name / recipe()[:8], recipe, build, gigabytes, require)
+
+
 SETS = {
     "kubernetes": ProgramSet(
         f"Kubernetes {kubernetes_version()} (once, up to 6 minutes)",
@@ -316,21 +333,13 @@ SETS = {
         gigabytes=4,
         require=require_control_plane,
     ),
-    "node": ProgramSet(
-        "kubelet, kube-proxy and CoreDNS (once, up to 4 minutes)",
-        lambda: cache_dir() / "node" / node_recipe()[:8],
-        node_recipe,
-        build_node,
-        gigabytes=5,
-        require=require_node,
+    "node": in_folder(
+        "node", "kubelet, kube-proxy and CoreDNS (once, up to 4 minutes)", node_recipe, build_node, 5, require_node
     ),
-    "policies": ProgramSet(
+    "policies": in_folder(
+        "policies",
         "kube-router's controller of NetworkPolicies (once, up to 2 minutes)",
-        lambda: cache_dir() / "policies" / policies_recipe()[:8],
-        policies_recipe,
-        build_policies,
-        gigabytes=2,
-        require=require_ipset,
+        *(policies_recipe, build_policies, 2, require_ipset),
     ),
     "helm": ProgramSet(
         f"helm {HELM} (once, up to 2 minutes)",
@@ -339,26 +348,27 @@ SETS = {
         build_helm,
         gigabytes=3,
     ),
-    "istio": ProgramSet(
-        "Istio's pilot (once, up to 10 minutes)",
-        lambda: cache_dir() / "istio" / istio_recipe()[:8],
-        istio_recipe,
-        build_istio,
-        gigabytes=5,
+    "istio": in_folder("istio", "Istio's pilot (once, up to 10 minutes)", istio_recipe, build_istio, 5),
+    "definitions": in_folder(
+        "definitions",
+        "the definitions of Gateway API and its inference extension (once, a minute)",
+        *(partial(digest, json.dumps(GATEWAY_DEFINITIONS)), copy_definitions, 1),
     ),
-    "suite": ProgramSet(
+    "suite": in_folder(
+        "suite",
         "the inference extension's conformance suite (once, up to 5 minutes)",
-        lambda: cache_dir() / "suite" / digest(SUITE, SUITE_VERSION, ECHO)[:8],
-        partial(digest, SUITE, SUITE_VERSION, ECHO),
-        build_suite,
-        gigabytes=3,
+        *(partial(digest, SUITE, SUITE_VERSION, ECHO), build_suite, 3),
     ),
-    "workflow": ProgramSet(
+    "envoy-gateway": in_folder(
+        "envoy-gateway",
+        "Envoy Gateway (once, up to 10 minutes)",
+        *(partial(digest, ENVOY_GATEWAY), partial(build_commands, [ENVOY_GATEWAY]), 5),
+        lambda: require_go(find_go(), ISTIO_GO, "Envoy Gateway"),
+    ),
+    "workflow": in_folder(
+        "workflow",
         "actionlint and kind (once, up to a minute)",
-        lambda: cache_dir() / "workflow" / digest(*WORKFLOW_PACKAGES)[:8],
-        partial(digest, *WORKFLOW_PACKAGES),
-        build_workflow_tools,
-        gigabytes=1,
+        *(partial(digest, *WORKFLOW_PACKAGES), partial(build_commands, WORKFLOW_PACKAGES), 1),
     ),
 }
 

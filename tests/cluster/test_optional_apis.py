@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from artefacts import go_programs
 from cluster.controlplane import ControlPlane
 from cluster.deployments import LABEL, MERGE, SECONDS, Deployed, named, pod_metrics, served
 from cluster.deployments import definition as definition_of
@@ -58,30 +59,23 @@ SCHEMAS = {
         advanced=fields(horizontalPodAutoscalerConfig=fields(behavior=fields(scaleDown=SCALE_DOWN))),
         triggers=many(fields(type=TEXT, metricType=TEXT, metadata=LABELS)),
     ),
-    ("inference.networking.k8s.io", "v1", "InferencePool"): fields(
-        selector=fields(matchLabels=LABELS),
-        targetPorts=many(fields(number=NUMBER)),
-        endpointPickerRef=fields(kind=TEXT, name=TEXT, port=fields(number=NUMBER), failureMode=TEXT),
-    ),
-    ("gateway.networking.k8s.io", "v1", "HTTPRoute"): fields(
-        parentRefs=many(fields(name=TEXT, namespace=TEXT, sectionName=TEXT)),
-        hostnames=many(TEXT),
-        rules=many(
-            fields(
-                matches=many(fields(headers=many(fields(type=TEXT, name=TEXT, value=TEXT)))),
-                backendRefs=many(fields(group=TEXT, kind=TEXT, name=TEXT, port=NUMBER)),
-                timeouts=fields(request=TEXT),
-            )
-        ),
-    ),
 }
-"""The fields that are used, with the types that Prometheus operator 0.85, KEDA 2.21, the inference extension 1.0 and
-Gateway API 1.0 give them. Server-side apply refuses every field that is not declared."""
+"""The fields that are used, with the types that Prometheus operator 0.85 and KEDA 2.21 give them. Server-side apply
+refuses every field that is not declared."""
+OF_GATEWAYS = ("inferencepools", "httproutes")
 
 
 @pytest.fixture
 def optional_apis(crd: ControlPlane) -> Iterator[ControlPlane]:
     with served(crd, *(definition_of(kind, group, version, spec) for (group, version, kind), spec in SCHEMAS.items())):
+        yield crd
+
+
+@pytest.fixture
+def gateway_apis(crd: ControlPlane) -> Iterator[ControlPlane]:
+    """With the definitions of Gateway API and its inference extension, of their Go modules."""
+    files = [file for name in OF_GATEWAYS for file in go_programs("definitions").glob(f"*_{name}.yaml")]
+    with served(crd, *(yaml.safe_load(file.read_text()) for file in files)):
         yield crd
 
 
@@ -133,10 +127,10 @@ def test_pod_monitors_and_scaled_objects_are_made_where_they_are_served(
 
 
 def test_the_pool_of_a_gateway_is_made_where_it_is_served_and_goes_with_the_mode(
-    optional_apis: ControlPlane, namespace: str
+    gateway_apis: ControlPlane, namespace: str
 ) -> None:
-    with operator(optional_apis):
-        deployed, picked = Deployed(optional_apis, namespace), named("vl")
+    with operator(gateway_apis):
+        deployed, picked = Deployed(gateway_apis, namespace), named("vl")
         picked["spec"]["frontend"] = {**picked["spec"].get("frontend", {}), "mode": "endpointPicker"}
         deployed.apply(picked)
         (pool,) = specs_of(deployed, "inferencepools", "vl").values()
@@ -145,32 +139,35 @@ def test_the_pool_of_a_gateway_is_made_where_it_is_served_and_goes_with_the_mode
         ports = {port["name"] for port in deployed.child("services", "vl")["spec"]["ports"]}
         assert ports == {"http", "picker"}
         deployed.apply(named("vl"))
-        pools = partial(optional_apis.read, deployed.path("inferencepools"))
+        pools = partial(gateway_apis.read, deployed.path("inferencepools"))
         wait_for(lambda: not pools()["items"], SECONDS, "the InferencePool is pruned")
 
 
 def test_the_route_of_a_gateway_follows_its_field_and_what_the_gateway_reports_is_a_condition(
-    optional_apis: ControlPlane, namespace: str
+    gateway_apis: ControlPlane, namespace: str
 ) -> None:
-    with operator(optional_apis):
-        deployed, routed = Deployed(optional_apis, namespace), named("vl")
+    with operator(gateway_apis):
+        deployed, routed = Deployed(gateway_apis, namespace), named("vl")
         gateway = {"parentRefs": [{"name": "public", "namespace": "infra"}], "modelHeader": "x-gateway-model-name"}
         routed["spec"]["frontend"] = {**routed["spec"].get("frontend", {}), "gateway": gateway}
         deployed.apply(routed)
         (route,) = specs_of(deployed, "httproutes", "vl").values()
-        assert route["parentRefs"] == gateway["parentRefs"]
-        (rule,) = route["rules"]
-        assert rule["backendRefs"] == [{"name": "vl", "port": 80}]
+        (parent,), (rule,) = route["parentRefs"], route["rules"]
+        assert (parent["kind"], parent["namespace"], parent["name"]) == ("Gateway", "infra", "public")
+        (backend,) = rule["backendRefs"]
+        assert (backend["kind"], backend["name"], backend["port"]) == ("Service", "vl", 80)
         assert rule["matches"][0]["headers"][0]["value"] == "vl"
         deployed.await_condition("vl", GATEWAY, "Unknown", "NotReported")
         for status, reason in (("False", "NotAccepted"), ("True", "Accepted")):
             accepted = {"type": "Accepted", "status": status, "reason": "Word", "message": "in a sentence"}
-            parents = [{"parentRef": gateway["parentRefs"][0], "conditions": [accepted]}]
+            accepted["lastTransitionTime"] = "2026-11-28T00:00:00Z"
+            controller = {"parentRef": gateway["parentRefs"][0], "controllerName": "example.com/gateway"}
+            parents = [{**controller, "conditions": [accepted]}]
             place = f"{deployed.path('httproutes', 'vl')}/status"
-            optional_apis.request("PATCH", place, {"status": {"parents": parents}}, MERGE).raise_for_status()
+            gateway_apis.request("PATCH", place, {"status": {"parents": parents}}, MERGE).raise_for_status()
             deployed.await_condition("vl", GATEWAY, status, reason)
         deployed.apply(named("vl"))
-        routes = partial(optional_apis.read, deployed.path("httproutes"))
+        routes = partial(gateway_apis.read, deployed.path("httproutes"))
         wait_for(lambda: not routes()["items"], SECONDS, "the HTTPRoute is pruned")
 
 
