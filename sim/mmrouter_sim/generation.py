@@ -43,6 +43,8 @@ class Job(ABC):
 
     aborted: ClassVar[RequestError]
     """How a request ends that the engine aborts at its shutdown."""
+    names_calls: ClassVar[bool] = False
+    """Whether an answer to a named function ends with ``tool_calls``."""
     shows_usage: ClassVar[bool]
     """Whether every chunk has a field for usage."""
 
@@ -115,6 +117,21 @@ class Job(ABC):
             }
         each = [{"token": token, "logprob": LIKELY, "bytes": list(token.encode())} for token in tokens]
         return {"content": [{**one, "top_logprobs": [one] if most else []} for one in each]}
+
+    def call(self, arguments: str, *, begins: bool = True) -> list[dict[str, Any]] | None:
+        """Return the call of the function that the request asks for, or a part of its arguments."""
+        called = self.body.called if self.chat else None
+        if called is None:
+            return None
+        if not begins:
+            return [{"index": 0, "function": {"arguments": arguments}}]
+        function = {"name": called["name"], "arguments": arguments}
+        return [{"id": f"call_{self.request.id[-8:]}", "type": "function", "index": 0, "function": function}]
+
+    def ended(self, finished: str | None) -> str | None:
+        """Return why an answer ended: after a call that is required, and of SGLang after any."""
+        calls = self.body.called is not None and (self.names_calls or self.body.tool_choice == "required")
+        return "tool_calls" if self.chat and calls and finished == "stop" else finished
 
     def echoed(self) -> str:
         """Return the text of a completion's prompt where the answer repeats it."""
@@ -255,7 +272,10 @@ def request_of(engine: SimulatedEngine, body: Generation, prompt: Prompt, name: 
     Raises :class:`RequestError` for a form of the answer that is not simulated.
     """
     try:
-        text = formed_text(body.response_format, body.structured_outputs, body.json_schema)
+        called, form = body.called, body.response_format
+        if called is not None:
+            form = {"type": "json_schema", "json_schema": {"schema": called.get("parameters") or {}}}
+        text = formed_text(form, body.structured_outputs, body.json_schema)
     except (NotSimulatedError, ValueError) as error:
         raise RequestError(f"{error} is not simulated.", param="response_format") from error
     sample = engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos)

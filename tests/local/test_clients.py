@@ -5,7 +5,19 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from clients.matrix import ABOUT_IMAGE, CHATS, CLIENTS, SHORT, STORY_TOKENS, STRUCTURED, TEXT, TEXTS, Matrix, answers
+from clients.matrix import (
+    ABOUT_IMAGE,
+    CHATS,
+    CLIENTS,
+    SHORT,
+    STORY_TOKENS,
+    STRUCTURED,
+    TEXT,
+    TEXTS,
+    TOOLS,
+    Matrix,
+    answers,
+)
 from conformance.engines import Pod, engines
 from local.rig import Deployment, deployed, example
 from long_form import parameters
@@ -70,8 +82,9 @@ def post(deployment: Deployment, key: str, body: dict[str, object]) -> httpx.Res
 def test_every_client_reads_the_engines_answer(
     matrix: Matrix, deployment: Deployment, expected: dict[str, str], client: str
 ) -> None:
-    read = matrix.run(client, deployment.url, "free", (*TEXTS, STRUCTURED))
+    read = matrix.run(client, deployment.url, "free", (*TEXTS, STRUCTURED, TOOLS))
     assert read.pop(STRUCTURED, OBJECT) == OBJECT
+    assert read.pop(TOOLS) in (["paint", OBJECT], OBJECT)  # with or without the tool's name
     texts = {scenario: answer[0] if isinstance(answer, list) else answer for scenario, answer in read.items()}
     assert texts.pop("models", True)
     counted = texts.pop("count", None)

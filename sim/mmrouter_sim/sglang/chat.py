@@ -31,6 +31,7 @@ class SglangJob(Job):
 
     aborted = RequestError("The request was aborted.", status=503, kind="ServiceUnavailableError")
     shows_usage = True
+    names_calls = True
     at: RoomAddress | None = None
     cached: int | None = None  # prompt tokens in the prefill engine's cache
 
@@ -51,9 +52,12 @@ class SglangJob(Job):
     def answer(self, pieces: list[Piece]) -> dict[str, Any]:
         body, text = self.body, "".join(piece.text for piece in pieces)
         choice: dict[str, Any] = {"index": 0, "logprobs": self.logprobs(pieces), **_ending(pieces[-1])}
+        choice["finish_reason"] = self.ended(choice["finish_reason"])
         if isinstance(body, ChatRequest):
             kind = "chat.completion"
-            choice["message"] = {"role": "assistant", "content": text, "reasoning_content": None}
+            calls = self.call(text)
+            said = text if calls is None else None
+            choice["message"] = {"role": "assistant", "content": said, "reasoning_content": None, "tool_calls": calls}
             if body.return_prompt_token_ids:
                 choice["prompt_token_ids"] = self.prompt.ids.tolist()
         else:
@@ -72,14 +76,19 @@ class SglangJob(Job):
             return
         head, last = self.head("chat.completion.chunk"), None
         async for piece in self.pieces():
+            calls = self.call(piece.text, begins=last is None)
             if last is None:
                 yield head | _delta({"role": "assistant", "content": ""})
             last = piece
             if piece.text or self.body.logprobs:
                 probabilities = {"logprobs": self.logprobs([piece])} if self.body.logprobs else {}
-                yield head | _delta({"role": None, "content": piece.text}, **probabilities)
+                said = {"content": piece.text} if calls is None else {"content": None, "tool_calls": calls}
+                yield head | _delta({"role": None, **said}, **probabilities)
         assert last is not None, "an answer has at least one token"
-        yield head | _delta({"role": None, "content": None}, **_ending(last))
+        ending = _ending(last)
+        yield head | _delta(
+            {"role": None, "content": None}, **ending | {"finish_reason": self.ended(ending["finish_reason"])}
+        )
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Run, or only this engine's half of it. Raises :class:`RequestError` where the other half fails."""

@@ -22,7 +22,6 @@ class ChatRequest(Generation, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     input_ids: list[int] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     return_prompt_token_ids: bool = False
 

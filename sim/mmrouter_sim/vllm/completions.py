@@ -60,14 +60,16 @@ class VllmJob(Job):
     def answer(self, pieces: list[Piece]) -> dict[str, Any]:
         text, last = "".join(piece.text for piece in pieces), pieces[-1]
         ending = {
-            "finish_reason": last.finished,
+            "finish_reason": self.ended(last.finished),
             "stop_reason": last.stop_reason,
             "token_ids": [piece.token for piece in pieces] if self.body.return_token_ids else None,
         }
         if self.chat:
             kind = "chat.completion"
             empty = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
-            message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": [], **empty}
+            calls = self.call(text)
+            said = text if calls is None else ""
+            message: dict[str, Any] = {"role": "assistant", "content": said, "tool_calls": calls or [], **empty}
             choice = {"index": 0, "message": message, "logprobs": self.logprobs(pieces), **ending}
         else:
             kind = "text_completion"
@@ -99,13 +101,15 @@ class VllmJob(Job):
         async for piece in self.pieces():
             if first and self.chat:
                 # The engine sends the role in a chunk of its own, with the first token.
-                delta = {"role": "assistant", "content": ""}
-                start = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+                opening = {"role": "assistant", "content": ""}
+                start = {"index": 0, "delta": opening, "logprobs": None, "finish_reason": None}
                 yield head | {"choices": [start], **self._prompt_ids()}
             choice: dict[str, Any] = {"index": 0, "logprobs": self.logprobs([piece], begins)}
-            choice["finish_reason"] = piece.finished
+            choice["finish_reason"] = self.ended(piece.finished)
             text = self.echoed() + piece.text if first else piece.text
-            choice |= {"delta": {"content": piece.text}} if self.chat else {"text": text}
+            calls = self.call(piece.text, begins=first)
+            delta = {"content": piece.text} if calls is None else {"tool_calls": calls}
+            choice |= {"delta": delta} if self.chat else {"text": text}
             begins += len(piece.text)
             if piece.finished or not self.chat:
                 choice["stop_reason"] = piece.stop_reason

@@ -43,6 +43,7 @@ class Generation(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
     n: int | None = None
     temperature: float | None = None
+    tool_choice: str | dict[str, Any] | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     vllm_xargs: dict[str, Any] | None = None
@@ -60,6 +61,17 @@ class Generation(msgspec.Struct, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
     suffix: str | None = None
+
+    @property
+    def called(self) -> dict[str, Any] | None:
+        """Return the function that the answer has to call: the named one, or the first where any is required."""
+        functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
+        if isinstance(self.tool_choice, dict):
+            name = (self.tool_choice.get("function") or {}).get("name")
+            functions = [function for function in functions if function.get("name") == name]
+        elif self.tool_choice != "required":
+            return None
+        return functions[0] if functions else None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -87,6 +87,32 @@ async def test_an_answer_has_the_requested_form(client: Any, fields: dict[str, A
         json.loads(choice["message"]["content"])
 
 
+@ENGINES
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "paint"}}, "auto", "none"])
+async def test_a_function_is_called_where_it_must_be(engine: str, client: Any, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": SCHEMA}}]
+    body = chat_body("x", tools=tools, tool_choice=choice, max_tokens=100)
+    status, answer = await client.post("/v1/chat/completions", body)
+    assert status == 200, answer
+    (whole,) = answer["choices"]
+    called = choice not in ("auto", "none")
+    ends = {"tool_calls"} if called and (engine == "sglang" or choice == "required") else {"stop", "length"}
+    assert whole["finish_reason"] in ends
+    assert bool(whole["message"]["tool_calls"]) == called
+    assert bool(whole["message"]["content"]) != called
+    text, names = "", list[str]()
+    for chunk in await client.stream("/v1/chat/completions", body):
+        for part in chunk["choices"][0]["delta"].get("tool_calls") or ():
+            text += part["function"]["arguments"]
+            names += [part["function"]["name"]] if "name" in part["function"] else []
+    if called:
+        (call,) = whole["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"color": "red", "sides": []}
+        assert (text, names) == (call["function"]["arguments"], [call["function"]["name"]])
+    else:
+        assert (text, names) == ("", [])
+
+
 SCHEMAS = st.recursive(
     st.sampled_from(
         [
