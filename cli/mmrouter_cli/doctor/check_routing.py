@@ -37,7 +37,9 @@ def frontend_check(facts: RoutingFacts) -> Iterator[Finding]:
     for name, workers in by_frontend.items():
         if workers != engines:
             lacks = ", ".join(sorted(engines - workers))
-            yield problem(f"{name} does not know {lacks}, which others do", f"See its log: kubectl logs {name}")
+            yield problem(
+                f"{name} does not know {lacks}, which others do", f"See its log: {facts.log_of(name, 'router')}"
+            )
     if not engines:
         yield problem("they know no engine", "See pods and nodes.")
     elif all(workers == engines for workers in by_frontend.values()):
@@ -53,7 +55,7 @@ def event_check(facts: RoutingFacts) -> Iterator[Finding]:
         for worker in second["workers"]:
             if worker["role"] not in _FOLLOWED or worker["draining"]:
                 continue
-            finding = _of_events(frontend, before.get(worker["uid"], worker), worker, facts.seconds)
+            finding = _of_events(frontend, before.get(worker["uid"], worker), worker, facts)
             if finding is not None:
                 if finding not in bad:
                     yield finding
@@ -87,26 +89,26 @@ def device_check(facts: RoutingFacts) -> Iterator[Finding]:
         yield ok(f"unknown, because the engine does not report it: {', '.join(unknown)}")
 
 
-def _of_events(frontend: str, before: Worker, worker: Worker, seconds: float) -> Finding | None:
+def _of_events(frontend: str, before: Worker, worker: Worker, facts: RoutingFacts) -> Finding | None:
     name = worker["name"]
     age = worker["heard_seconds_ago"]
-    logs = f"See the sidecar's log: kubectl logs {name} -c sidecar"
+    logs, engine = f"See the sidecar's log: {facts.log_of(name, 'sidecar')}", facts.log_of(name, "engine")
     if age is None or age > STALE_SECONDS:
         last = "has received no heartbeat" if age is None else f"received the last heartbeat {age:.0f} s ago"
         do = f"{logs}. Ports 7557 and 7558 must be open from frontends, and all pods must have the same keys."
         return problem(f"{frontend} {last}: {name}", do)
     if worker["engine_state"] == "starting":
-        return warning(f"{name}: its engine is starting", f"Wait, and see pods. Its log: kubectl logs {name} -c engine")
+        return warning(f"{name}: its engine is starting", f"Wait, and see pods. Its log: {engine}")
     if worker["engine_state"] != "up":
         state = worker["engine_state"] or "not known yet"
-        return problem(f"{name}: its engine is {state}", f"See its log: kubectl logs {name} -c engine")
+        return problem(f"{name}: its engine is {state}", f"See its log: {engine}")
     if not worker["synced"]:
         return warning(f"{frontend} waits for the snapshot of {name}", f"Wait a moment. {logs}")
     if worker["epoch"] != before["epoch"]:
         return warning(f"{name} has lost its history and began epoch {worker['epoch']}", logs)
     busy = before["in_flight"] > 0 and worker["in_flight"] > 0 and before["waiting"] == worker["waiting"] == 0
     if busy and worker["seq"] == before["seq"]:
-        seen = f"{name} computes requests, but its sequence number stays {worker['seq']} for {seconds:.0f} s"
+        seen = f"{name} computes requests, but its sequence number stays {worker['seq']} for {facts.seconds:.0f} s"
         return warning(seen, "Long answers fill few blocks: look again. " + CAUSES["no_events"])
     return None
 
@@ -122,13 +124,14 @@ def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
         for worker in state["workers"]:
             if worker["role"] not in _PROVED or worker["draining"]:
                 continue
-            finding = _of_canary(worker)
+            finding = _of_canary(worker, facts)
             if finding is None:
                 proved.add(worker["name"])
                 if worker["standing"] == "waiting":
                     seen = f"{worker['name']} is proved but used only as a last resort"
                     do = f"Why one is closed is in its conditions: kubectl describe pod {worker['name']}"
-                    yield warning(f"{seen}: its readiness gates are not open yet", f"The operator opens them. {do}")
+                    do = "mmrouter up opens them." if facts.is_local else f"The operator opens them. {do}"
+                    yield warning(f"{seen}: its readiness gates are not open yet", do)
             else:
                 others.setdefault(worker["name"], finding)
         for renderer in state.get("renderers") or []:
@@ -142,7 +145,7 @@ def exactness_check(facts: RoutingFacts) -> Iterator[Finding]:
     yield from _ratios([state for _, state in answers.values()])
 
 
-def _of_canary(worker: Worker) -> Finding | None:
+def _of_canary(worker: Worker, facts: RoutingFacts) -> Finding | None:
     name = worker["name"]
     if worker["canary"] == "True":
         return None
@@ -157,7 +160,7 @@ def _of_canary(worker: Worker) -> Finding | None:
     if worker["standing"] in ("degraded", "refused"):
         how = "used without overlap" if worker["standing"] == "degraded" else "not used"
         seen = f"{name} was not proved in time and is {how}: {message or 'no cause is known'}"
-        return problem(seen, f"See the sidecar's log: kubectl logs {name} -c sidecar")
+        return problem(seen, f"See the sidecar's log: {facts.log_of(name, 'sidecar')}")
     return warning(f"{name} is not proved yet: {message or 'its canary is under way'}", "Wait a moment.")
 
 

@@ -69,7 +69,8 @@ async def on_cluster(
 async def on_url(endpoint: ControlEndpoint) -> list[Diagnosis]:
     frontends = [Frontend(url.removeprefix("http://"), url) for url in endpoint.controls]
     facts = await probe_frontends(frontends, endpoint.token)
-    facts = facts._replace(pickers=await probe_pickers(list(_pickers_beside(frontends, facts))))
+    pickers = await probe_pickers(list(_pickers_beside(frontends, facts)))
+    facts = facts._replace(pickers=pickers, is_local=endpoint.is_local)
     return [_diagnosis(endpoint.url, {"gateway": check_gateway.picker_check(facts), **_of_frontends(facts)})]
 
 

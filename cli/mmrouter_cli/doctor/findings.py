@@ -165,6 +165,14 @@ class RoutingFacts(NamedTuple):
     """Advice for a frontend that cannot be queried."""
     pickers: tuple[tuple[str, PickerHealth | Unread], ...] = ()
     """The health of the frontends' endpoint pickers, by the frontends' names."""
+    is_local: bool = False
+    """Its pods are processes of a ``mmrouter up`` on this machine."""
+
+    def log_of(self, pod: str, container: str) -> str:
+        """Return where the output of a container is."""
+        if self.is_local:
+            return f"the lines of {pod}/{container} in the log of mmrouter up, which names the file first"
+        return f"kubectl logs {pod} -c {container}"
 
 
 def reason_advice(condition: str, reason: str) -> str:

@@ -33,11 +33,15 @@ class UnreachableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ControlEndpoint:
-    """A deployment's endpoint for clients, the control API of every frontend, and its token."""
+    """A deployment's endpoint for clients, the control API of every frontend, and its token.
+
+    ``is_local``: its pods are processes of a ``mmrouter up`` on this machine.
+    """
 
     url: str
     controls: tuple[str, ...]
     token: str
+    is_local: bool = False
 
     @property
     def authorization(self) -> dict[str, str]:
@@ -70,7 +74,7 @@ def find_control(url: str, control: str | None, token: str | None) -> ControlEnd
         urls = (run["endpoint"], *controls, *(frontend["url"] for frontend in frontends))
         if urlsplit(url).netloc in {urlsplit(each).netloc for each in urls}:
             with suppress(OSError):  # it is ending
-                return ControlEndpoint(url, controls, Path(run["control_token"]).read_text().strip())
+                return ControlEndpoint(url, controls, Path(run["control_token"]).read_text().strip(), is_local=True)
     own_token = Path(os.environ.get("MMROUTER_CONFIG", CONFIG_DIR), "secrets", "control.token")
     if (ip := os.environ.get("POD_IP", "")) and own_token.is_file():
         return ControlEndpoint(url, (_control_url(ip),), own_token.read_text().strip())

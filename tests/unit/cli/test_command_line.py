@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,9 +256,9 @@ def test_a_name_is_looked_up_on_the_cluster_although_a_deployment_runs_here(runs
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "127.0.0.1:8000/v1/", "http://127.0.0.1:8000"])
 def test_a_url_needs_no_scheme(runs: Path, url: str) -> None:
     add_run(runs, "one", LOCAL)
-    found = ControlEndpoint(LOCAL, ("http://127.0.0.1:8001",), "secret")
+    found = ControlEndpoint(LOCAL, ("http://127.0.0.1:8001",), "secret", is_local=True)
     assert find_control(url, None, None) == found
-    assert find_control(url, "127.0.0.1:8001", "secret") == found
+    assert find_control(url, "127.0.0.1:8001", "secret") == replace(found, is_local=False)
 
 
 def test_an_address_is_measured_and_a_file_is_read(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
