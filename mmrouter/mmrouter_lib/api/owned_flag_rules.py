@@ -17,7 +17,7 @@ def refuse_owned(path: str, args: Sequence[str], engine: EngineType) -> None:
     for number, arg in enumerate(args):
         for owned in ENGINE_TYPES[engine].owned_flags:
             if is_flag(arg, owned.name):
-                raise broken(f"{path}[{number}]", f"{arg:.80} sets {_sentence(owned)}")
+                raise broken(f"{path}[{number}]", f"{arg:.80} sets {_sentence(owned)}: {owned.why}")
 
 
 def is_flag(arg: str, name: str) -> bool:
