@@ -37,7 +37,7 @@ POLL_SECONDS = 0.0005
 MAX_PEERS = 64
 UNTIL_ENDED = math.inf
 """Lease of a read's buffer: no elapsed time proves that nothing writes to it any more."""
-FIRST_BACKOFF_SECONDS = 30.0
+FIRST_BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 3600.0
 MAX_FAILED_PEERS = 1024
 

@@ -27,6 +27,7 @@ from conformance.conftest import Shrunk
 from conformance.engine_process import API_KEY, BLOCK_SIZE, Engine, engine, tail
 from conformance.rendering import Renderer, renderer
 from conformance.workload import data_uri, picture
+from waiting import wait_for
 
 from handover.tests.support import without_bytes
 from mmrouter_handover.shm import ledger, reclaim
@@ -37,6 +38,8 @@ from mmrouter_lib.media_identity import to_wire
 MODEL = "Qwen/Qwen2-VL-2B-Instruct"
 SMALL, LARGE = (224, 224), (1008, 1008)
 SECONDS = 60.0
+PAUSES = 10.0
+"""Seconds of several pauses after a failed connection by NIXL."""
 WEIGHTS = ("--load-format", "auto")
 
 
@@ -205,7 +208,11 @@ def test_an_engine_computes_of_handed_over_images_what_it_computes_of_its_own_pr
     assert {uuid: offer.way for uuid, offer in made.offers.items()} == {uuid: way for uuid, _ in images}
     assert made.ids.tolist() == own[0]
     before = status(sides.engine.client)[1]
-    assert taken(sides, made.offers) == wire.Taken(frozenset(made.offers), {})
+    wait_for(
+        lambda: taken(sides, made.offers) == wire.Taken(frozenset(made.offers), {}),
+        PAUSES,
+        "all images are taken, also where the first connection by NIXL fails",
+    )
     release(sides, made)
     bare = without_bytes(body, made.offers.keys())
     assert b"base64" not in json.dumps(bare).encode()
