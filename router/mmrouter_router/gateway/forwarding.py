@@ -13,7 +13,7 @@ from typing import Final
 from multidict import MultiDict
 
 from mmrouter_router.api.answers import refuse
-from mmrouter_router.core.errors import RETRY, RequestError
+from mmrouter_router.core.errors import RETRY, RequestError, is_exhausted
 from mmrouter_router.core.request_ids import NAME_HEADER, answered_name
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.gateway.metrics import GatewayMetrics
@@ -83,12 +83,13 @@ class Forwarding:
             # connection, by which the client detects it.
             counted.code = "broken_off"
             log.warning("%s: the answer broke off: %s", counted.deployment, error)
-        except Exception:  # whatever a bug raises, the client gets an answer and the request is counted
-            counted.code = "500"
+        except Exception as error:  # a bug, or the end of memory: the client gets an answer, and it is counted
+            failed = RequestError.exhausted() if is_exhausted(error) else RequestError.internal()
+            counted.code = str(failed.status)
             if client.begun:
                 raise
             log.exception("%s: request failed", name[1].decode())
-            await refuse(client, RequestError.internal(), [name])
+            await refuse(client, failed, [name])
         finally:
             held.release()
             self._metrics.in_flight.dec()

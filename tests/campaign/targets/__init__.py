@@ -7,6 +7,7 @@ from campaign.targets.data_uris import DataUris
 from campaign.targets.engine_events import EngineEvents
 from campaign.targets.faults import Faults
 from campaign.targets.feed_frames import FeedFrames
+from campaign.targets.gateway_bodies import GatewayBodies
 from campaign.targets.gateway_faults import GatewayFaults
 from campaign.targets.http_streams import HttpStreams
 from campaign.targets.image_headers import ImageHeaders
@@ -21,7 +22,8 @@ from campaign.targets.stage_faults import StageFaults
 from campaign.targets.tenant_timing import TenantTiming
 from campaign.targets.urls import Urls
 
-_INPUTS = (HttpStreams, LoopTurns, ChatBodies, EngineEvents, FeedFrames, ImageHeaders, Urls, DataUris, Prompts)
+_REQUESTS = (HttpStreams, LoopTurns, ChatBodies, GatewayBodies, ImageHeaders, Urls, DataUris, Prompts)
+_INPUTS = (*_REQUESTS, EngineEvents, FeedFrames)
 _FAULTS = (Faults, StageFaults, ChangeFaults, GatewayFaults, OperatorFaults)
 _ALL = (*_INPUTS, Resources, AdmittedResources, IndexHistories, *_FAULTS, SoakMonth, Soak, TenantTiming)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _ALL}

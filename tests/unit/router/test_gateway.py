@@ -237,6 +237,20 @@ async def test_a_gateway_without_free_descriptors_does_not_blame_the_deployment(
         assert counts(it.metrics.repeated, "deployment") == {}
 
 
+@pytest.mark.parametrize(
+    ("failure", "status", "code"), [(ZeroDivisionError, 500, "internal_error"), (MemoryError, 503, "router_exhausted")]
+)
+async def test_a_failure_of_the_gateway_has_openais_shape_and_is_counted(monkeypatch, failure, status, code):
+    def fails(*args) -> None:
+        raise failure
+
+    monkeypatch.setattr(forwarding, "routed", fails)
+    async with running(deployment("a", loopback())) as it:
+        answer = await it.ask()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert counts(it.metrics.requests, "deployment", "code") == {("", str(status)): 1}
+
+
 async def test_an_answer_that_breaks_off_is_not_sent_again_and_ends_the_clients_connection():
     frontend = Streaming()
     await frontend.serve()
