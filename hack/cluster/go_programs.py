@@ -6,11 +6,12 @@
 Sets: ``kubernetes`` (API server, controllers, scheduler, kubectl; about 4 minutes on 2 cores, 0.35 GB), ``node``
 (kubelet, kube-proxy, CoreDNS; 2 minutes, 0.25 GB), ``policies`` (kube-router's controller of NetworkPolicies; a minute,
 40 MB), ``helm`` (80 seconds, 0.1 GB), ``workflow`` (actionlint, kind; 20 seconds, 20 MB), ``istio`` (pilot and the
-definitions of a gateway's resources; 5 minutes, 0.13 GB), ``definitions`` (the latter without a build), ``suite`` (the
-conformance suite of the inference extension; 3 minutes, 60 MB) and ``envoy-gateway`` (5 minutes, 0.2 GB), each in a
-folder of the cache. Kubernetes has the version of ``kube/go.mod``, the last that works with the containerd of Debian
-bookworm. Go, etcd and openssl are used where they are installed and never installed here; Debian bookworm's Go is too
-old. Requirements of the machine are checked before a long build. Exit status and cache: ``hack/build_once.py``.
+definitions of a gateway's resources; 5 minutes, 0.13 GB), ``definitions`` (the latter without a build), ``suite`` and
+``picker`` (the inference extension's conformance suite and its own endpoint picker; 3 minutes, 60 MB each) and
+``envoy-gateway`` (5 minutes, 0.2 GB), each in a folder of the cache. Kubernetes has the version of ``kube/go.mod``, the
+last that works with the containerd of Debian bookworm. Go, etcd and openssl are used where they are installed and never
+installed here; Debian bookworm's Go is too old. Requirements of the machine are checked before a long build. Exit
+status and cache: ``hack/build_once.py``.
 """
 
 import argparse
@@ -66,6 +67,8 @@ SUITE = "sigs.k8s.io/gateway-api-inference-extension/conformance"
 SUITE_VERSION = "v1.6.0"
 SUITE_BASE = "resources/base.yaml"
 ECHO = "sigs.k8s.io/gateway-api/conformance/echo-basic"
+PICKER = "sigs.k8s.io/gateway-api-inference-extension@v1.5.0"
+"""The last release with the extension's own endpoint picker."""
 ENVOY_GATEWAY = "github.com/envoyproxy/gateway/cmd/envoy-gateway@v1.9.1"
 ISTIO_DEFINITIONS = "manifests/charts/base/files/crd-all.gen.yaml"
 TRAFFIC_RULES = "destinationrules.networking.istio.io"
@@ -160,6 +163,20 @@ def build_helm(go: str, folder: Path) -> None:
     check_version([str(folder / "helm"), "version", "--template={{.Version}}"], f"v{HELM}")
 
 
+def build_picker(go: str, folder: Path) -> None:
+    module, _, version = PICKER.partition("@")
+    require = ("mod", "edit", f"-require={module}@{version}")
+    run_in_module(go, require, ("build", "-mod=mod", "-ldflags", "-s -w", "-o", f"{folder}/epp", f"{module}/cmd/epp"))
+
+
+def run_in_module(go: str, *commands: Sequence[str]) -> None:
+    """Run commands of Go in a new module, which is removed. Raises as :func:`run_go` does."""
+    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false"}
+    with tempfile.TemporaryDirectory(prefix="mmrouter-go-") as name:
+        for command in (("mod", "init", "made"), *commands):
+            run_go([go, *command], f"go {command[0]} in a new module", Path(name), env)
+
+
 def build_commands(packages: Sequence[str], go: str, folder: Path) -> None:
     for package in packages:
         install(go, package, "-s -w", folder)
@@ -189,16 +206,13 @@ def copy_definitions(go: str, folder: Path) -> None:
 def build_suite(go: str, folder: Path) -> None:
     """Build the inference extension's conformance suite and the server that its pods run; copy its resources."""
     require_go(go, ISTIO_GO, "the suite")
-    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false"}
     flags = ("-ldflags", "-s -w", "-o")
-    with tempfile.TemporaryDirectory(prefix="mmrouter-suite-") as name:
-        for command in (
-            ("mod", "init", "suite"),
-            ("get", *(f"{module}@{SUITE_VERSION}" for module in (SUITE, SUITE.rpartition("/")[0]))),
-            ("test", "-c", "-vet=off", *flags, f"{folder}/suite", SUITE),
-            ("build", *flags, f"{folder}/echo", ECHO),
-        ):
-            run_go([go, *command], f"go {command[0]} of the suite", Path(name), env)
+    run_in_module(
+        go,
+        ("get", *(f"{module}@{SUITE_VERSION}" for module in (SUITE, SUITE.rpartition("/")[0]))),
+        ("test", "-c", "-vet=off", *flags, f"{folder}/suite", SUITE),
+        ("build", *flags, f"{folder}/echo", ECHO),
+    )
     shutil.copyfile(module_folder(go, f"{SUITE}@{SUITE_VERSION}") / SUITE_BASE, folder / Path(SUITE_BASE).name)
 
 
@@ -328,46 +342,39 @@ SETS = {
     "kubernetes": ProgramSet(
         f"Kubernetes {kubernetes_version()} (once, up to 6 minutes)",
         kubernetes_folder,
-        partial(kubernetes_recipe, *CONTROL_PLANE),
-        build_control_plane,
-        gigabytes=4,
-        require=require_control_plane,
+        *(partial(kubernetes_recipe, *CONTROL_PLANE), build_control_plane, 4, require_control_plane),
     ),
     "node": in_folder(
         "node", "kubelet, kube-proxy and CoreDNS (once, up to 4 minutes)", node_recipe, build_node, 5, require_node
     ),
     "policies": in_folder(
-        "policies",
-        "kube-router's controller of NetworkPolicies (once, up to 2 minutes)",
+        *("policies", "kube-router's controller of NetworkPolicies (once, up to 2 minutes)"),
         *(policies_recipe, build_policies, 2, require_ipset),
     ),
     "helm": ProgramSet(
         f"helm {HELM} (once, up to 2 minutes)",
         lambda: cache_dir() / "helm" / HELM,
-        partial(digest, HELM, HELM_PACKAGE, HELM_FLAGS),
-        build_helm,
-        gigabytes=3,
+        *(partial(digest, HELM, HELM_PACKAGE, HELM_FLAGS), build_helm, 3),
     ),
     "istio": in_folder("istio", "Istio's pilot (once, up to 10 minutes)", istio_recipe, build_istio, 5),
     "definitions": in_folder(
-        "definitions",
-        "the definitions of Gateway API and its inference extension (once, a minute)",
+        *("definitions", "the definitions of Gateway API and its inference extension (once, a minute)"),
         *(partial(digest, json.dumps(GATEWAY_DEFINITIONS)), copy_definitions, 1),
     ),
     "suite": in_folder(
-        "suite",
-        "the inference extension's conformance suite (once, up to 5 minutes)",
+        *("suite", "the inference extension's conformance suite (once, up to 5 minutes)"),
         *(partial(digest, SUITE, SUITE_VERSION, ECHO), build_suite, 3),
     ),
+    "picker": in_folder(
+        *("picker", "the inference extension's endpoint picker (once, up to 5 minutes)"),
+        *(partial(digest, PICKER), build_picker, 3),
+    ),
     "envoy-gateway": in_folder(
-        "envoy-gateway",
-        "Envoy Gateway (once, up to 10 minutes)",
-        *(partial(digest, ENVOY_GATEWAY), partial(build_commands, [ENVOY_GATEWAY]), 5),
-        lambda: require_go(find_go(), ISTIO_GO, "Envoy Gateway"),
+        *("envoy-gateway", "Envoy Gateway (once, up to 10 minutes)", partial(digest, ENVOY_GATEWAY)),
+        *(partial(build_commands, [ENVOY_GATEWAY]), 5, lambda: require_go(find_go(), ISTIO_GO, "Envoy Gateway")),
     ),
     "workflow": in_folder(
-        "workflow",
-        "actionlint and kind (once, up to a minute)",
+        *("workflow", "actionlint and kind (once, up to a minute)"),
         *(partial(digest, *WORKFLOW_PACKAGES), partial(build_commands, WORKFLOW_PACKAGES), 1),
     ),
 }

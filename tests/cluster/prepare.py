@@ -17,7 +17,7 @@ from long_form import IS_LONG
 
 def prepare() -> None:
     """Build everything, up to the first thing that cannot be built here. Raises :class:`artefacts.NotMadeError`."""
-    for programs in ("kubernetes", "helm", "definitions", *(("istio", "envoy-gateway") if IS_LONG else ())):
+    for programs in ("kubernetes", "helm", "definitions", *(("istio", "picker", "envoy-gateway") if IS_LONG else ())):
         run_tool("cluster.go_programs", programs, live=True)
 
 

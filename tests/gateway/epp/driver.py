@@ -42,6 +42,11 @@ def headers(path: str = "/v1/chat/completions", method: str = "POST", *, end: bo
     return made
 
 
+def hinted(metadata: Metadata, *messages: Message) -> list[Message]:
+    """Give a request's messages the gateway's metadata: Envoy sends it with each of them."""
+    return [with_metadata(message, metadata) for message in messages]
+
+
 def with_metadata(message: Message, metadata: Metadata) -> Message:
     for namespace, values in metadata.items():
         entry = message.metadata_context.filter_metadata.add(key=namespace)

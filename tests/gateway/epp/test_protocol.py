@@ -62,14 +62,14 @@ async def test_body_of_any_size_comes_back_in_messages_within_the_limit(epp, siz
 async def test_subset_hint_is_obeyed(epp, as_list):
     for endpoint in epp.endpoints:
         hint = driver.subset(endpoint, as_list=as_list)
-        talk = await forwarded(epp, driver.with_metadata(driver.headers(), hint), *driver.body(epp.chat()))
+        talk = await forwarded(epp, *driver.hinted(hint, driver.headers(), *driver.body(epp.chat())))
         assert talk.outcome.destination == endpoint
         talk.cancel()
 
 
 @pytest.mark.parametrize("hint", [driver.subset(), driver.subset("10.255.255.1:8000"), driver.subset(as_list=False)])
 async def test_subset_without_an_engine_is_answered_503(epp, hint):
-    outcome = await epp.driver.ask([driver.with_metadata(driver.headers(), hint), *driver.body(epp.chat())])
+    outcome = await epp.driver.ask(driver.hinted(hint, driver.headers(), *driver.body(epp.chat())))
     assert outcome.immediate.status.code == 503
 
 
@@ -243,6 +243,7 @@ async def test_engine_error_is_answered_in_openai_shape_without_addresses(epp):
 
 
 async def test_other_engine_than_the_chosen_one_is_in_the_decision(epp):
+    _ = epp.router
     talk = await forwarded(epp)
     report = {"envoy.lb": {"x-gateway-destination-endpoint-served": "10.9.9.9:8000"}}
     await talk.send(driver.with_metadata(driver.answer_headers(), report))
@@ -284,6 +285,7 @@ async def test_a_stored_response_is_not_streamed_because_the_gateway_would_buffe
 
 @pytest.mark.parametrize("phase", ["headers", "body", "forwarded", "answered"])
 async def test_gateway_that_ends_the_stream_leaves_nothing_booked(epp, phase):
+    _ = epp.router
     talk = epp.driver.talk()
     await talk.send(driver.headers())
     await until(lambda: epp.router.metrics.in_flight == 1)
@@ -302,6 +304,7 @@ async def test_gateway_that_ends_the_stream_leaves_nothing_booked(epp, phase):
 
 
 async def test_picker_that_stops_answers_what_is_under_way(epp):
+    _ = epp.router
     talk = await forwarded(epp)
     epp.router.shutdown.stop("a test")
     await talk.send(driver.answer_headers(), *driver.body(b"whole", kind="response_body"))
