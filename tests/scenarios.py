@@ -303,7 +303,7 @@ def completions_repeat_whole(chat: Chat) -> set[str]:
 
 def several_prompts_and_an_echo_repeat_whole(chat: Chat, cached: Callable[[], float]) -> None:
     """Each prompt of a list finds its own blocks; an echo reads the cache. ``cached``: tokens that engines found."""
-    prompts = [f"{chat.nonce} {name}. {FILLER}" for name in ("one", "another", "a third")]
+    prompts = [f"{name} of {chat.nonce}. {FILLER}" for name in ("One", "Another", "The third")]
 
     def asked(prompt: str | list[str], **fields: Any) -> tuple[str, int, int, int, float]:
         before = cached()

@@ -5,9 +5,19 @@ And what one frontend has under way at an engine, the other counts.
 
 import httpx
 import pytest
-from local.rig import Deployment
-from scenarios import SCENARIOS, Chat, Folder, Scenario, completions_repeat_whole, title
+from local.rig import Deployment, metric
+from scenarios import (
+    SCENARIOS,
+    Chat,
+    Folder,
+    Scenario,
+    completions_repeat_whole,
+    several_prompts_and_an_echo_repeat_whole,
+    title,
+)
 from waiting import wait_for
+
+from mmrouter_lib.engines.base.launch import HTTP_PORT
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=title)
@@ -17,6 +27,15 @@ def test_scenario(scenario: Scenario, chat: Chat, web: Folder) -> None:
 
 def test_completions_repeat_whole(chat: Chat) -> None:
     completions_repeat_whole(chat)
+
+
+def test_each_of_several_prompts_finds_its_own_blocks_and_an_echo_reads_the_cache(
+    settled: Deployment, chat: Chat
+) -> None:
+    def hits() -> float:
+        return sum(metric(each["ip"], "vllm:prefix_cache_hits_total", HTTP_PORT) for each in settled.state()["workers"])
+
+    several_prompts_and_an_echo_repeat_whole(chat, hits)
 
 
 def test_streamed_answers_carry_usage_and_end_with_done(chat: Chat) -> None:
