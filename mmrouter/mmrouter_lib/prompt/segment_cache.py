@@ -94,9 +94,9 @@ class SegmentCache:
         ids = array("I", before)
         for segment in segments:
             ids += ids_of[segment]
-            if len(ids) > self._max_tokens:
-                raise self._too_long()
         ids.extend(after)
+        if len(ids) > self._max_tokens:
+            raise self._too_long()
         return ids
 
     def _segments(self, text: str) -> Iterator[str]:

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.intake.json_body import Raw
+from mmrouter_router.intake.json_body import Raw, find_bytes
 
 MAX_FIELDS: Final = 64
-_STEP: Final = 1 << 20  # bytes that one call searches
 MAX_HEAD: Final = 4096  # bytes of a field's headers, which become objects of many times their size
 _BOUNDARY: Final = re.compile(rb"--([A-Za-z0-9'()+_,./:=? -]{1,70})\r\n")
 _NAMED: Final = re.compile(rb'form-data; ?name="([A-Za-z0-9_\[\]]{1,64})"(; ?filename="([^"\r\n]{0,255})")?')
@@ -36,20 +35,12 @@ def read_form(raw: Raw) -> list[Field]:
     delimiter = b"\r\n--" + start[1]
     fields: list[Field] = []
     at = start.end() - 2  # at the end of a delimiter's line: a longer line is another one
-    while (end := _find(raw, delimiter, at)) >= 0 and len(fields) < MAX_FIELDS:
+    while (end := find_bytes(raw, delimiter, at)) >= 0 and len(fields) < MAX_FIELDS:
         fields.append(_field(raw, at, end))
         at = end + len(delimiter)
     if end >= 0 or len(raw) - at > MAX_HEAD or bytes(raw[at:]).strip() != b"--":
         raise _invalid(f"it is incomplete, or has more than {MAX_FIELDS} fields")
     return fields
-
-
-def _find(raw: Raw, text: bytes, at: int) -> int:
-    """Return where a text begins from ``at`` on, or -1. No other thread runs while one call of Python's searches."""
-    for begin in range(at, len(raw), _STEP):
-        if (found := raw.find(text, begin, begin + _STEP + len(text) - 1)) >= 0:
-            return found
-    return -1
 
 
 def write_form(fields: Sequence[Field]) -> tuple[str, tuple[bytes | memoryview, ...]]:

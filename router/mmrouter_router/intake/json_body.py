@@ -21,6 +21,9 @@ MAX_ITEMS = 1_048_576  # separators of a body, which bounds its numbers: a promp
 _CONTAINER_BYTES = 128
 """Bytes as which an object or array counts: checking and rendering a short message takes 40 us on a slow CPU."""
 
+SEARCHED = 1 << 20
+"""Bytes that one call of :func:`find_bytes` searches."""
+
 _SHORT = 64 * 1024  # bytes of a body up to which counting brackets is cheaper than walking its objects
 
 _PIECE = 64 * 1024  # bytes of a body that one call scans, because Python changes threads between calls only
@@ -92,6 +95,14 @@ def text_depth(text: str) -> int:
         if deepest > MAX_DEPTH:
             break
     return deepest
+
+
+def find_bytes(raw: Raw, text: bytes, at: int = 0) -> int:
+    """Return where a text begins from ``at`` on, or -1. No other thread runs while one call of Python's searches."""
+    for begin in range(at, len(raw), SEARCHED):
+        if (found := raw.find(text, begin, begin + SEARCHED + len(text) - 1)) >= 0:
+            return found
+    return -1
 
 
 def _bound_values(raw: Raw) -> None:

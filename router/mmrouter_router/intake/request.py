@@ -25,7 +25,7 @@ from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES
 from mmrouter_router.intake.field_check import Reason
-from mmrouter_router.intake.json_body import Raw, work_size
+from mmrouter_router.intake.json_body import Raw, find_bytes, work_size
 
 MIN_URI: Final = 16 * 1024  # characters of a URI from which extracting it pays
 _HEAD: Final = re.compile(rb'"data:[A-Za-z0-9.+/-]{0,100};base64,(?!")')
@@ -52,8 +52,8 @@ def extract_images(raw: Raw) -> Extracted | None:
     """Return the body without its large images, ``None`` where it has none."""
     view, pieces, images, done = memoryview(raw), list[bytes | memoryview](), dict[str, InlineImage](), 0
     skipped = 0
-    at = raw.find(_OPENS)
-    while at >= 0 and (end := raw.find(b'"', at + 1)) >= 0:
+    at = find_bytes(raw, _OPENS)
+    while at >= 0 and (end := find_bytes(raw, b'"', at + 1)) >= 0:
         if end - at > MIN_URI and (head := _HEAD.match(raw, at)) is not None and (at == 0 or raw[at - 1] != ord("\\")):
             if (image := decoded_image(view[head.end() : end])) is None:
                 return None
@@ -63,7 +63,7 @@ def extract_images(raw: Raw) -> Extracted | None:
             done = end
         elif (skipped := skipped + 1) > MAX_SKIPPED:
             return None
-        at = raw.find(_OPENS, end + 1)
+        at = find_bytes(raw, _OPENS, end + 1)
     return Extracted(b"".join((*pieces, view[done:])), images) if images else None
 
 

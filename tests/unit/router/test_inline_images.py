@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, chat, parse_chat, request
+from mmrouter_router.intake.json_body import SEARCHED
 from mmrouter_router.media import content
 from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import CHAT, NO_URL, Outgoing, OutgoingImage
@@ -61,6 +62,22 @@ def test_body_with_many_small_uris_is_not_searched_further():
     few = '"data:",' * request.MAX_SKIPPED
     assert request.extract_images(f"[{few}{large}]".encode()) is not None
     assert request.extract_images(f'[{few}"data:",{large}]'.encode()) is None
+
+
+@pytest.mark.parametrize("body", [b"x", b'"data:image/png;base64,' + b"A" * 32_000 + b'"'])
+def test_one_call_searches_a_bounded_part_of_a_body(body):
+    """Python changes threads between calls only."""
+
+    class Recorded(bytearray):
+        def find(self, text, start, end):
+            spans.append((start, end))
+            return super().find(text, start, end)
+
+    spans: list[tuple[int, int]] = []
+    extracted = request.extract_images(Recorded(b"[" + b"x" * 3 * SEARCHED + body + b"y" * 3 * SEARCHED + b"]"))
+    assert (extracted is not None) == (len(body) > 1)
+    assert len(spans) > 6
+    assert max(end - start for start, end in spans) < SEARCHED + 10
 
 
 WHOLE = "data:image/png;base64,AAAABBBBCCCC"
