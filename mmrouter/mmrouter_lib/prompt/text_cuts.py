@@ -136,6 +136,8 @@ def word_ends(tokenizer: Tokenizer) -> WordEnds | None:
     pairs = {pair for content in contents for pair in pairwise(content)}
     never = strips | {before for before, after in pairs if after == " "}
     if _finds_words(tokenizer):
+        if not all(map(str.isascii, never)):  # NFC composes them of several characters, of which the last one differs
+            return None
         punctuation = set(_PUNCTUATION) - {after for before, after in pairs if before.isalnum()}
         letter = f"[{_LETTERS}](?=[{_escaped(punctuation)}])"
         return WordEnds(re.compile(rf"[^\s{_escaped(never)}](?= )|{letter}"), dropped=0)

@@ -202,6 +202,7 @@ def test_no_cut_behind_a_word_changes_the_words_of_a_text(patterns):
         ),
         (simple("d,", pre_tokenizer=words_by(QWEN2)), ["ab", " cd,", " ef's", ".", " 1a", " 2"]),  # it holds that place
         (simple("b ", pre_tokenizer=words_by(QWEN2)), ["ab cd", ",", " ef's", ".", " 1a", " 2"]),
+        (simple(AddedToken("é ", normalized=True), pre_tokenizer=words_by(QWEN2), normalizer=NORMALIZERS["nfc"]), None),
         (simple(stripping(","), pre_tokenizer=words_by(QWEN2)), ["ab", " cd", ", ef's", ".", " 1a", " 2"]),
         (simple(stripping(",d"), pre_tokenizer=words_by(QWEN2)), None),
         (simple(pre_tokenizer=words_by(QWEN2), normalizer=normalizers.NFD()), None),
