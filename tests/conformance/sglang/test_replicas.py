@@ -108,7 +108,6 @@ def test_evicted_blocks_leave_the_indexes(served: Served, record: Record, figure
     figure("mismatches", 0)
 
 
-@pytest.mark.parametrize("served", ["artifact"], indirect=True)
 def test_a_killed_engine_is_replaced_and_its_blocks_are_forgotten(served: Served) -> None:
     """The last test of a round."""
     deployment = served.deployment
