@@ -17,11 +17,12 @@ import pytest
 from artefacts import go_programs
 from cluster.conftest import CRDS, ROOT
 from cluster.controlplane import ControlPlane, control_plane
+from cluster.deployments import MERGE
 from cluster.hollow_kubelet import hollow
 from cluster.istio import GATEWAY, Istio, istio, local_network
 from cluster.load import describe
 from cluster.operators import diagnosed, operator, views
-from cluster.resources import apply, condition, get, is_done, resource
+from cluster.resources import apply, condition, get, is_done, path, resource
 from cluster.runner import LocalRunner
 from doc_commands import on_gateway_page
 from e2e.endpoints import Reached
@@ -31,11 +32,13 @@ from waiting import wait_for
 from mmrouter_cli.local import loopback_network
 from mmrouter_cli.local.envoy import find_envoy
 from mmrouter_cli.local.folders import LocalError
+from mmrouter_operator.model.kinds import RESOURCE
 
 pytestmark = pytest.mark.long_form
 NAME = "demo"
 SECONDS = 60
 REFUSED = 10
+MODEL_HEADER = "x-gateway-model-name"
 TEXT = "The harbour lies still in the early light and the boats wait for the tide to turn. " * 8
 
 
@@ -70,9 +73,9 @@ class Behind:
     namespace: str
     reached: Reached
 
-    def ask(self, text: str) -> httpx.Response:
+    def ask(self, text: str, **headers: str) -> httpx.Response:
         body = {"model": NAME, "max_tokens": 2, "messages": [{"role": "user", "content": text}]}
-        headers = {"x-mmrouter-control": self.reached.token}
+        headers["x-mmrouter-control"] = self.reached.token
         url = f"{self.reached.url}/v1/chat/completions"
         return httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
 
@@ -146,6 +149,19 @@ def test_a_repeated_prompt_is_answered_by_the_engine_that_holds_its_blocks(demo:
 def test_verify_proves_exact_routing_at_the_gateways_address(demo: Behind) -> None:
     done = demo.reached.mmrouter("verify")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_with_a_model_header_the_route_takes_only_requests_for_the_deployment(demo: Behind) -> None:
+    def named(header: str | None) -> None:
+        body = {"spec": {"frontend": {"gateway": {"modelHeader": header}}}}
+        demo.plane.request("PATCH", path(RESOURCE, demo.namespace, NAME), body, MERGE).raise_for_status()
+
+    named(MODEL_HEADER)
+    wait_for(lambda: demo.ask(TEXT).status_code == 404, SECONDS, "a request without the header has no route")
+    assert demo.ask(TEXT, **{MODEL_HEADER: "another"}).status_code == 404
+    assert demo.ask(TEXT, **{MODEL_HEADER: NAME}).status_code == 200
+    named(None)
+    wait_for(lambda: demo.ask(TEXT).status_code == 200, SECONDS, "every request has the route again")
 
 
 def test_without_a_picker_requests_are_refused_and_served_again_when_one_is_back(demo: Behind) -> None:

@@ -43,7 +43,9 @@ class FrontendChoice:
         ip = random.choice([ip for ip in found if self.under_way[ip] == fewest])
         self.under_way[ip] += 1
         try:
-            await stream.write(protocol.destination(address(ip, self._port)))
+            chosen = protocol.destination(address(ip, self._port))
+            chosen.request_headers.response.clear_route_cache = True  # the route may depend on the endpoint
+            await stream.write(chosen)
             while (message := await stream.read()) is not None:
                 for answer in protocol.unchanged(order.check(message), message):
                     await stream.write(answer)

@@ -120,10 +120,12 @@ def forward(ip: str, port: int, path: str, arrived: Headers, headers: Mapping[st
 
 
 def destination(chosen: str, headers: Mapping[str, str] | None = None, removed: Iterable[str] = ()) -> Any:
-    """Return the answer to a request's headers that sends it to an endpoint, with these changes of its headers."""
+    """Return the answer to a request's headers that sends it to an endpoint, with these changes of its headers.
+
+    The gateway keeps the route of the request as the client sent it, whose headers may be removed here.
+    """
     response = ProcessingResponse()
     changed = response.request_headers.response
-    changed.clear_route_cache = True  # the route may depend on the endpoint, or on a path that was changed
     mutate(changed.header_mutation, {**(headers or {}), DESTINATION: chosen}.items(), removed)
     place = response.dynamic_metadata.fields[ENDPOINT_NAMESPACE].struct_value
     place.fields[DESTINATION].string_value = chosen

@@ -219,6 +219,14 @@ async def test_engine_gets_the_routers_key_and_none_of_the_clients_headers(epp):
     assert {"cookie", "x-mmrouter-control"} <= removed
 
 
+async def test_the_gateway_keeps_the_route_that_it_chose_by_headers_which_are_removed(epp):
+    _ = epp.router
+    outcome = (await forwarded(epp, driver.headers(x_gateway_model_name="t"), *driver.body(epp.chat()))).outcome
+    changed = outcome.messages[0].request_headers.response
+    assert "x-gateway-model-name" in changed.header_mutation.remove_headers
+    assert not changed.clear_route_cache
+
+
 async def test_image_gets_its_identity_in_the_body_that_goes_on(epp):
     _ = epp.router
     from mmrouter_cli.sample_images import data_uri, picture
