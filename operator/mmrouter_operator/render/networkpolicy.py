@@ -88,7 +88,8 @@ def _frontend_egress(dep: MMRouterDeployment, config: OperatorConfig) -> list[Ru
     rules = [
         _dns(),
         *_rules("to", [{"podSelector": engine_pods(dep)}], [ENGINE_PORT, FEED_PORT, FEED_REQUESTS_PORT]),
-        *_rules("to", [{"podSelector": frontend_pods(dep)}], [CONTROL_PORT]),
+        # In a frontend's pod, `mmrouter verify http://NAME` asks the Service, which is any of them.
+        *_rules("to", [{"podSelector": frontend_pods(dep)}], [HTTP_PORT, CONTROL_PORT]),
         # Without apiServerCidrs the ports are open to every destination. ``ipBlock: 0.0.0.0/0`` is not equivalent:
         # some network plugins match no node by an address range.
         _rule("to", ranges(config.api_server_cidrs) or None, API_SERVER_PORTS),

@@ -119,7 +119,7 @@ def test_a_port_for_the_live_page_opens_the_control_port_of_frontends() -> None:
         (INTERNET, frontend(), (8000,)),
         (STRANGER, engine(), (9090,)),
         (OPERATOR, frontend(), (8000, 8001, 9090)),
-        (frontend(), frontend(), (8001,)),
+        (frontend(), frontend(), (8000, 8001)),
         (frontend(), engine(), (8000, 7557, 7558)),
         (frontend(), engine("r", "renderer"), (8000, 7557, 7558)),
         (frontend(), Host(API_SERVER), (6443, 443)),
