@@ -12,7 +12,7 @@ import httpx
 import pytest
 from local.browser import Browser, browser
 from local.rig import ROOT, Deployment
-from unit.cli.test_bench import drawn
+from unit.cli.test_bench_page import drawn
 from unit.router.frontend import PORT, Frontend
 from unit.router.rig import BLOCK
 

@@ -346,35 +346,6 @@ def test_who_publishes_nothing_or_goes_is_not_listened_for(change: dict[str, Any
     assert d.levels(exactness_check(facts)) == ["ok"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"heard_seconds_ago": None},
-        {"engine_state": "starting"},
-        {"engine_state": "down"},
-        {"synced": False},
-        {"epoch": "e2"},
-        {"canary": "Unknown", "standing": "degraded"},
-        {"canary": "True", "standing": "waiting"},
-    ],
-    ids=lambda change: next(iter(change)),
-)
-def test_advice_on_local_processes_is_about_mmrouter_up_and_no_cluster(change: dict[str, Any]) -> None:
-    before, now = d.state(d.worker("bad")), d.state(d.worker("bad", **change))
-    facts = d.heard(now, d.state(d.worker("bad", **change)), before=before)
-    found = {
-        is_local: [
-            finding.do
-            for check in (frontend_check, event_check, device_check, exactness_check)
-            for finding in check(facts._replace(is_local=is_local))
-        ]
-        for is_local in (False, True)
-    }
-    assert any("kubectl" in do for do in found[False])
-    assert not [do for do in found[True] if "kubectl" in do or "operator" in do]
-    assert any("mmrouter up" in do for do in found[True])
-
-
 def test_silence_means_here_what_it_means_to_a_frontend() -> None:
     assert STALE_SECONDS == feeds.STALE_SECONDS
 
