@@ -46,13 +46,16 @@ class Served:
         assert answer.status_code == 200, answer.text
         assert answer.json()["model"] == (model if self.engine == "vllm" or ":" not in model else "demo")
         seen = Answer(one, answer.headers, answer.json()["usage"], self.deployment.decision(answer))
+        self.until_published(seen.keys, f"{model}, {one.name}: every predicted key")
+        return seen
+
+    def until_published(self, keys: list[str], what: str) -> None:
         (worker,) = self.deployment.state()["workers"]
 
         def published() -> bool:
-            return set(seen.keys) <= set(self.deployment.keys(worker["uid"])["keys"].get("0", ()))
+            return set(keys) <= set(self.deployment.keys(worker["uid"])["keys"].get("0", ()))
 
-        wait_for(published, AGREE_SECONDS, f"{model}, {one.name}: every predicted key is published")
-        return seen
+        wait_for(published, AGREE_SECONDS, f"{what} is published")
 
 
 @pytest.fixture(scope="module", params=parameters(REPOSITORIES, "sglang"))
@@ -130,6 +133,21 @@ def test_each_model_finds_its_own_blocks_exactly_and_never_anothers(served: Serv
         keys[model] = later.keys
     assert len(set().union(*keys.values())) == sum(map(len, keys.values()))
     record(f"adapters, {served.engine}: blocks of each model", {model: len(found) for model, found in keys.items()})
+
+
+def test_completions_of_each_model_find_their_own_blocks(served: Served) -> None:
+    prompt = f"Once more. {STORY}"
+    for model in MODELS:
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        first = served.post("/v1/completions", body)
+        assert (first.headers["x-mmrouter-exactness"], first.headers["x-mmrouter-overlap-blocks"]) == ("exact", "0")
+        keys = served.deployment.decision(first)["keys"]
+        served.until_published(keys, f"{model}: the completion's keys")
+        again = served.post("/v1/completions", body)
+        assert int(again.headers["x-mmrouter-overlap-blocks"]) == len(keys) > 1
+        usage = again.json()["usage"]
+        most = (usage["prompt_tokens"] - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert usage["prompt_tokens_details"]["cached_tokens"] == min(len(keys) * BLOCK_SIZE, most)
 
 
 def test_an_image_is_found_again_by_its_adapter_alone(served: Served) -> None:
