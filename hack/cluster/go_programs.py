@@ -349,7 +349,7 @@ SETS = {
     ),
     "policies": in_folder(
         "policies",
-        "kube-router's controller of NetworkPolicies (once, up to 2 minutes)",
+        "kube-router's controller (once, up to 2 minutes)",
         policies_recipe,
         build_policies,
         2,
@@ -363,24 +363,20 @@ SETS = {
     "istio": in_folder("istio", "Istio's pilot (once, up to 10 minutes)", istio_recipe, build_istio, 5),
     "definitions": in_folder(
         "definitions",
-        "the definitions of Gateway API and its inference extension (once, a minute)",
+        "the definitions of gateways (once, a minute)",
         partial(digest, json.dumps(GATEWAY_DEFINITIONS)),
         copy_definitions,
         1,
     ),
     "suite": in_folder(
         "suite",
-        "the inference extension's conformance suite (once, up to 5 minutes)",
+        "the extension's conformance suite (once, up to 5 minutes)",
         partial(digest, SUITE, SUITE_VERSION, ECHO),
         build_suite,
         3,
     ),
     "picker": in_folder(
-        "picker",
-        "the inference extension's endpoint picker (once, up to 5 minutes)",
-        partial(digest, PICKER),
-        build_picker,
-        3,
+        "picker", "the extension's endpoint picker (once, up to 5 minutes)", partial(digest, PICKER), build_picker, 3
     ),
     "envoy-gateway": in_folder(
         "envoy-gateway",
