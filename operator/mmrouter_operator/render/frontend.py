@@ -126,7 +126,7 @@ def _router(dep: MMRouterDeployment, config: OperatorConfig) -> dict[str, Any]:
     }
 
 
-TRACED_SHARE = "0.1"
+TRACED_SHARE = "0.05"
 """Share of the requests without a trace of their own whose spans are sent: a traced request takes the router about
 three times the CPU time."""
 

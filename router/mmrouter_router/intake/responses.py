@@ -144,7 +144,8 @@ class _Conversion:
         if instructions := json_body.optional(body, "instructions", str):
             self._messages.append({"role": "system", "content": instructions})
         continued = self._input(body.get("input"))
-        chat: Object = {"model": body["model"], "messages": self._messages}
+        # vLLM's own route tokenizes with the tokenizer's special tokens, a chat without them by default.
+        chat: Object = {"model": body["model"], "messages": self._messages, "add_special_tokens": True}
         chat |= {name: value for name, value in body.items() if name in _COPIED and value is not None}
         if continued:
             chat |= {"add_generation_prompt": False, "continue_final_message": True}

@@ -80,7 +80,7 @@ def test_the_example_reaches_the_router() -> None:
     dep = parse_deployment(yaml.safe_load(example))
     env = variables(container(pod_of(dep, "frontend"), "router"))
     assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == dep.spec.observability.otlp_endpoint
-    assert env["OTEL_TRACES_SAMPLER_ARG"] == "0.05"
+    assert env["OTEL_TRACES_SAMPLER_ARG"] == "0.5"
 
 
 def test_the_page_names_every_stage_of_a_request() -> None:
