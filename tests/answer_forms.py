@@ -77,3 +77,40 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "echo": {"choices": [_completion(index, probabilities=False, echoes=True) for index in range(2)], "tokens": [6, 6]},
 }
+
+
+MESSAGE = {
+    "system": "Be short.",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}],
+    "max_tokens": 3,
+    "temperature": 0,
+}
+"""A request to ``/v1/messages``."""
+EVENTS = [
+    *("message_start", "content_block_start"),
+    *["content_block_delta"] * 3,
+    *("content_block_stop", "message_delta", "message_stop"),
+]
+MESSAGE_FORM = {
+    "type": "message",
+    "role": "assistant",
+    "content": [["text", "type"]],
+    "stop": ["max_tokens", None],
+    "output": 3,
+}
+
+
+def message_told(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return what a client reads of a message, without its words."""
+    return {
+        "type": answer["type"],
+        "role": answer["role"],
+        "content": [sorted(block) for block in answer["content"]],
+        "stop": [answer["stop_reason"], answer.get("stop_sequence")],
+        "output": answer["usage"]["output_tokens"],
+    }
+
+
+def events_told(raw: str) -> list[str]:
+    """Return the kinds of a stream's events."""
+    return [line.removeprefix("event: ") for line in raw.splitlines() if line.startswith("event: ")]

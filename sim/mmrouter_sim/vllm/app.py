@@ -16,7 +16,7 @@ from mmrouter_sim import server
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, error_response, json_response
 from mmrouter_sim.generation import render
-from mmrouter_sim.vllm import completions, requests, responses, tokens_in
+from mmrouter_sim.vllm import completions, messages, requests, responses, tokens_in
 from mmrouter_sim.vllm.flags import VERSION
 from mmrouter_sim.vllm.plugin import Plugin
 from mmrouter_sim.vllm.requests import ChatRequest, CompletionRequest, check, parse
@@ -39,6 +39,8 @@ def build(engine: SimulatedEngine) -> Starlette:
         routes += [
             ("/v1/chat/completions", ["POST"], completions.chat),
             ("/v1/completions", ["POST"], completions.complete),
+            ("/v1/messages", ["POST"], messages.create),
+            ("/v1/messages/count_tokens", ["POST"], messages.count_tokens),
             ("/v1/responses", ["POST"], responses.create),
             ("/v1/responses/{response_id}", ["GET"], responses.retrieve),
             ("/v1/responses/{response_id}/cancel", ["POST"], responses.cancel),

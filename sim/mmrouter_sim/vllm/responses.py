@@ -130,7 +130,7 @@ async def create(engine: SimulatedEngine, http: HttpRequest) -> Response:
     _check_store(engine, asked)
     messages = _messages(engine, asked)
     fields = {name: getattr(asked, name) for name in Generation.__struct_fields__}
-    body = ChatRequest(**fields, messages=messages)
+    body = ChatRequest(**fields, messages=messages, add_special_tokens=True)
     if engine.draining:
         raise completions.SHUT_DOWN
     prompt = await render(engine, partial(requests.from_messages, engine, body))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answer_forms import ASKED, EXPECTED, told
+from answer_forms import ASKED, EVENTS, EXPECTED, MESSAGE, MESSAGE_FORM, events_told, message_told, told
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine, parsed
 from conformance.rendering import Renderer, renderer
@@ -360,6 +360,14 @@ def test_several_answers_probabilities_and_echoes_have_the_form_that_the_simulat
     answer = alone.client.post(path, json={"model": alone.model, "ignore_eos": True, **body})
     assert answer.status_code == 200, answer.text
     assert told(answer.json()) == EXPECTED[name]
+
+
+def test_messages_have_the_form_that_the_simulated_engine_gives(alone: Engine) -> None:
+    asked = {"model": alone.model, "ignore_eos": True, **MESSAGE}
+    answer = alone.client.post("/v1/messages", json=asked)
+    assert answer.status_code == 200, answer.text
+    assert message_told(answer.json()) == MESSAGE_FORM
+    assert events_told(alone.client.post("/v1/messages", json={**asked, "stream": True}).text) == EVENTS
 
 
 def test_a_tenants_salt_replaces_the_clients_and_parts_tenants(router: Router, alone: Engine) -> None:
