@@ -8,10 +8,10 @@ from cluster.controlplane import ControlPlane
 from cluster.deployments import SECONDS, Deployed, named, pod_metrics
 from cluster.hollow_kubelet import Hollow
 from cluster.operators import CLUSTER_ROLE, USER, operator
-from cluster.test_optional_apis import PROMETHEUS, optional_apis, scaled
+from cluster.test_optional_apis import PROMETHEUS, gateway_apis, optional_apis, scaled
 from waiting import wait_for
 
-__all__ = ["optional_apis"]
+__all__ = ["gateway_apis", "optional_apis"]
 
 Right = tuple[str, str, str]
 
@@ -60,9 +60,10 @@ def scale_and_return(deployed: Deployed, plural: str) -> None:
 
 
 def test_every_right_is_used_and_none_is_missing(
-    optional_apis: ControlPlane, kubelet: Hollow, namespace: str, tmp_path: Path
+    optional_apis: ControlPlane, gateway_apis: ControlPlane, kubelet: Hollow, namespace: str, tmp_path: Path
 ) -> None:
-    crd = optional_apis
+    assert optional_apis is gateway_apis
+    crd = gateway_apis
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"prometheusAddress": PROMETHEUS}))
     began = time.time()

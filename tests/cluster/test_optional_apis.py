@@ -71,11 +71,15 @@ def optional_apis(crd: ControlPlane) -> Iterator[ControlPlane]:
         yield crd
 
 
+def gateway_definitions() -> list[dict[str, Any]]:
+    """Return the definitions of Gateway API and its inference extension, of their Go modules."""
+    files = [file for name in OF_GATEWAYS for file in go_programs("definitions").glob(f"*_{name}.yaml")]
+    return [yaml.safe_load(file.read_text()) for file in files]
+
+
 @pytest.fixture
 def gateway_apis(crd: ControlPlane) -> Iterator[ControlPlane]:
-    """With the definitions of Gateway API and its inference extension, of their Go modules."""
-    files = [file for name in OF_GATEWAYS for file in go_programs("definitions").glob(f"*_{name}.yaml")]
-    with served(crd, *(yaml.safe_load(file.read_text()) for file in files)):
+    with served(crd, *gateway_definitions()):
         yield crd
 
 

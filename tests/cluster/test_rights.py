@@ -17,7 +17,7 @@ from cluster.controlplane import APPLY, ControlPlane, control_plane
 from cluster.deployments import MERGE, definition, served
 from cluster.operators import CLUSTER_ROLE, LEASE_ROLE
 from cluster.resources import RBAC, binding
-from cluster.test_optional_apis import SCHEMAS
+from cluster.test_optional_apis import SCHEMAS, gateway_definitions
 from waiting import wait_for
 
 from mmrouter_operator.cluster.operator_kinds import KINDS
@@ -36,6 +36,14 @@ ALLOWED = (200, 201, 404)
 """404: there is no such object, which an account without the right is not shown."""
 CONTENT: dict[str, dict[str, Any]] = {
     "Service": {"spec": {"ports": [{"port": 80}]}},
+    "HTTPRoute": {"spec": {"parentRefs": [{"name": "public"}]}},
+    "InferencePool": {
+        "spec": {
+            "selector": {"matchLabels": LABELS},
+            "targetPorts": [{"number": 8000}],
+            "endpointPickerRef": {"name": "thing", "port": {"number": 9002}},
+        }
+    },
     "PersistentVolumeClaim": {"spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1"}}}},
     "ControllerRevision": {"revision": 1, "data": {"template": {}}},
     "HorizontalPodAutoscaler": {
@@ -155,7 +163,7 @@ def accounts(enforcing: ControlPlane) -> Iterator[Accounts]:
         return user
 
     definitions = [definition(kind, group, version, spec) for (group, version, kind), spec in SCHEMAS.items()]
-    with served(enforcing, *definitions), enforcing.namespace() as namespace:
+    with served(enforcing, *definitions, *gateway_definitions()), enforcing.namespace() as namespace:
         body = {"metadata": {"name": "granted"}, "rules": []}
         enforcing.request("POST", f"/apis/{RBAC}/v1/namespaces/{namespace}/roles", body).raise_for_status()
         try:
