@@ -112,6 +112,10 @@ def daemon(data: Path, run: Path) -> Iterator[Docker]:
     finally:
         for process in reversed(processes):
             stop(process)
+        # A signal may come between the start of a command and the return of Popen, which then names no process.
+        for left in captured(["ip", "netns", "pids", name]).stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(left), signal.SIGKILL)
         subprocess.run(["ip", "netns", "delete", name], check=False)
 
 
