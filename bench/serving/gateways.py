@@ -1,4 +1,5 @@
-"""CPU of ways to send a request to the deployment of its model (docs/gateway.md, *many models, one address*).
+"""CPU and latency of ways to send a request to the deployment of its model (docs/gateway.md, *many models, one
+address*).
 
 ``mmrouter gateway`` against Envoy in two configurations: with the same decision by ext_proc, in a process of Python
 that gets each body; and without it, where Envoy itself reads the model and cannot keep conversations in a split. Every
@@ -11,7 +12,7 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +23,7 @@ import uvloop
 from bench.child_process import Child, Process
 from bench.feed.fake_sidecars import address
 from bench.placing.workload import padded_png
-from bench.report import Row, not_run, row
+from bench.report import Row, not_run, percentile, row
 from bench.serving.plain_engine import TOKENS
 from bench.serving.router_processes import CpuCost, Server
 from mmrouter_cli.local.envoy import find_envoy
@@ -67,24 +68,30 @@ def run() -> list[Row]:
         load = stack.enter_context(Child.module("bench.serving.load_generator"))
         image = "data:image/png;base64," + base64.b64encode(padded_png(IMAGE_BYTES)).decode()
         costs: defaultdict[tuple[str, str], CpuCost] = defaultdict(CpuCost)
+        answers: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
         for _ in range(ROUNDS):
             for name, (server, processes) in ways.items():
                 with costs[name, "short chat"].of(CONNECTIONS * PLAIN, *processes):
-                    load.call("plain", **server.address, connections=CONNECTIONS, count=PLAIN)
+                    chats = load.call("plain", **server.address, connections=CONNECTIONS, count=PLAIN)
                 with costs[name, f"stream of {TOKENS} tokens"].of(CONNECTIONS * STREAMS, *processes):
                     load.call("streams", **server.address, connections=CONNECTIONS, count=STREAMS, pause_ms=10)
                 with costs[name, "chat with an image of 1.4 MB"].of(CONNECTIONS * IMAGES, *processes):
-                    load.call("plain", **server.address, connections=CONNECTIONS, count=IMAGES, image=image)
-        return rows({key: cost.us for key, cost in costs.items()}, missing)
+                    images = load.call("plain", **server.address, connections=CONNECTIONS, count=IMAGES, image=image)
+                answers[name, "short chat"] += chats["us"]
+                answers[name, "chat with an image of 1.4 MB"] += images["us"]
+        made = rows("CPU per request", {key: cost.us for key, cost in costs.items()}, missing)
+        for share, label in ((0.5, "p50"), (0.99, "p99")):
+            made += rows(label, {key: percentile(us, share) for key, us in answers.items()}, missing)
+        return made
 
 
-def rows(us: dict[tuple[str, str], float], missing: str) -> list[Row]:
-    """Return the figures of each kind of request, and our share of each other way's."""
+def rows(what: str, us: Mapping[tuple[str, str], float], missing: str) -> list[Row]:
+    """Return a figure of each kind of request, and its ratio to each other way's. ``us``: by way and kind."""
     made = []
     for kind in dict.fromkeys(kind for _, kind in us):
-        made.append(row(f"gateway, {kind}: CPU per request", us[OURS, kind], "us"))
+        made.append(row(f"gateway, {kind}: {what}", us[OURS, kind], "us"))
         for other in (DECIDED, ENVOY):
-            name = f"gateway, {kind}: CPU over {other}"
+            name = f"gateway, {kind}: {what}, over {other}"
             if (theirs := us.get((other, kind))) is None:
                 made.append(not_run(name, "x", missing))
             else:

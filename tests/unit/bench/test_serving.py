@@ -10,6 +10,7 @@ import pytest
 from bench.peer_routers import DYNAMO_FRONTEND
 from bench.placing.workload import padded_png
 from bench.serving import (
+    gateways,
     load_generator,
     picker_overhead,
     proxy_overhead,
@@ -116,6 +117,15 @@ def test_the_cost_of_spans_is_a_ratio_to_none_and_only_the_operators_share_has_a
     rows = by_name(tracing_cost.rows({name: CpuCost(each / 1e6, 1) for name, each in us.items()}))
     share, everything = (rows[f"tracing {name}: CPU, over none"] for name in (tracing_cost.SHARE, tracing_cost.ALL))
     assert (share.value, share.met, everything.value, everything.met) == (1.2, True, 3.0, None)
+
+
+def test_the_figures_of_a_gateway_are_ratios_to_each_other_way():
+    us = {(gateways.OURS, "short chat"): 100.0, (gateways.DECIDED, "short chat"): 400.0}
+    rows = by_name(gateways.rows("p50", us, "no Envoy"))
+    assert rows["gateway, short chat: p50"].value == 100
+    assert rows[f"gateway, short chat: p50, over {gateways.DECIDED}"].value == 0.25
+    missing = rows[f"gateway, short chat: p50, over {gateways.ENVOY}"]
+    assert (missing.value, missing.peer) == (None, "not run: no Envoy")
 
 
 def costs(**peers: TargetFigures) -> dict[str, TargetFigures]:
