@@ -24,6 +24,8 @@ _ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
 VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
 UNUSED_SECONDS = 30 * 24 * 3600.0
 """Answers that were not used for so long are removed."""
+FORM = "2"
+"""Of a kept answer: the paths of its input are ``<path N>``, as another run has the same files elsewhere."""
 
 
 class EngineError(Exception):
@@ -53,10 +55,11 @@ def answer_of(env: Path, command: Sequence[str | Path], asked: Any = None) -> An
     ``command``: a program, whose text is all that it reads of this project, and its arguments. ``asked``: its input, as
     JSON. Raises :class:`EngineError`.
     """
+    paths = {f"<path {number}>": path for number, path in enumerate(_paths([*map(str, command), asked]))}
     kept = cache_dir() / "answers" / f"{digest(*_parts(env, command, asked))}.json"
     if kept.is_file() and not IS_LONG:
         kept.touch()
-        return json.loads(kept.read_text())
+        return json.loads(_replaced(kept.read_text(), paths))
     done = subprocess.run(
         [env / "bin" / "python", *command],
         input=json.dumps(asked),
@@ -69,14 +72,15 @@ def answer_of(env: Path, command: Sequence[str | Path], asked: Any = None) -> An
         print(done.stderr[-4000:], file=sys.stderr)
         raise EngineError(done.stderr)
     answer = done.stdout.strip().rpartition("\n")[2]
-    _keep(kept, answer)
+    longest_first = sorted(paths.items(), key=lambda item: -len(item[1]))
+    _keep(kept, _replaced(answer, {path: name for name, path in longest_first}))
     return json.loads(answer)
 
 
 def _parts(env: Path, command: Sequence[str | Path], asked: Any) -> Iterator[str]:
     """Yield what an answer depends on, with the contents of files and folders instead of their places."""
     # The recipes of the environment and of what was added to it.
-    yield from (env.name, json.dumps(VARIABLES), *(file.read_text() for file in sorted(env.glob("mmrouter-*"))))
+    yield from (FORM, env.name, json.dumps(VARIABLES), *(file.read_text() for file in sorted(env.glob("mmrouter-*"))))
     yield from (_contents(str(part)) for part in command)
     yield _contents_of(asked)
 
@@ -92,10 +96,35 @@ def _contents_of(value: Any) -> str:
     return json.dumps(value)
 
 
+def _paths(value: Any) -> Iterator[str]:
+    """Yield the paths of files and folders in a value, in its order."""
+    match value:
+        case str():
+            if _is_path(value):
+                yield value
+        case dict():
+            for key, each in value.items():
+                yield from (*_paths(key), *_paths(each))
+        case list() | tuple():
+            for each in value:
+                yield from _paths(each)
+
+
+def _is_path(text: str) -> bool:
+    return text.startswith("/") and Path(text).exists()
+
+
+def _replaced(text: str, replacements: dict[str, str]) -> str:
+    for old, new in replacements.items():
+        text = text.replace(old, new)
+    return text
+
+
 def _contents(text: str) -> str:
     """Return a text, or where it is the path of a file or folder, its name and a digest of what is in it."""
-    if not text.startswith("/") or not (path := Path(text)).exists():
+    if not _is_path(text):
         return text
+    path = Path(text)
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
     found = hashlib.sha256()
     for file in files:

@@ -42,6 +42,21 @@ def test_the_same_content_in_another_folder_has_a_kept_answer(env: Path, tmp_pat
     assert ask(env, runs, "b/picture", "red") == (["red", 1], 1)
 
 
+def test_a_kept_answer_names_the_files_of_the_run_that_takes_it(env: Path, tmp_path: Path) -> None:
+    """One path may be the beginning of another."""
+    for folder in ("a", "b"):
+        (files := [tmp_path / folder / name for name in ("picture", "picture.png")])[0].parent.mkdir()
+        for file in files:
+            file.write_text(file.name)
+        answer = answer_of(
+            env,
+            ["-c", "import json, sys; print(json.dumps({p: [p] for p in json.load(sys.stdin)}))"],
+            [str(file) for file in files],
+        )
+        assert answer == {str(file): [str(file)] for file in files}
+    assert len(list((tmp_path / "cache").rglob("*.json"))) == 1
+
+
 def test_another_content_input_or_recipe_runs_the_program_again(env: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     ask(env, runs, "a/picture", "red")
