@@ -189,8 +189,7 @@ LEVELS = {
             Step("without a served model", tests=REAL, without=(VLLM, f"{REAL}/sglang", PROCESSORS, *CELLS, DEMO)),
             Step("vLLM, field by field", tests=FIELDS),
             *((Step("every setup with every family", tests=CELLS, when="after"),) if CELLS else ()),
-            # Alone: its verdict is that of `mmrouter up --demo`, which has a limit for late events.
-            Step("demo with real engines", tests=DEMO, when="after"),
+            Step("demo with real engines", tests=DEMO),
         ),
         limit_s=HANG_SECONDS,
         lanes=3,

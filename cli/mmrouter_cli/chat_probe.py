@@ -7,8 +7,6 @@ import httpx
 
 from mmrouter_cli.status.control_api import ControlEndpoint
 
-SETTLE_SECONDS = 5.0
-"""Longest wait for events, which take milliseconds; missing ones show in the repeats."""
 SETTLE_STEP_SECONDS = 0.02
 
 
@@ -51,9 +49,9 @@ class ChatProbe:
                 return decision
         raise ProbeError(f"no frontend knows decision {request_id}")
 
-    def settle(self, body: dict[str, Any], blocks: int) -> None:
-        """Wait until every frontend finds as many blocks of a chat in the cache of an engine."""
-        deadline = time.monotonic() + SETTLE_SECONDS
+    def settle(self, body: dict[str, Any], blocks: int, limit_s: float) -> None:
+        """Wait until every frontend finds as many blocks of a chat in the cache of an engine, at most ``limit_s``."""
+        deadline = time.monotonic() + limit_s
         for control in self.endpoint.controls:
             while time.monotonic() < deadline:
                 dry = self._client.post(f"{control}/control/explain", headers=self._control_headers, json=body)

@@ -23,6 +23,8 @@ from mmrouter_cli.status.control_api import ControlEndpoint
 OWN = ssl.create_default_context()
 """Accepts any certificate: the endpoint is a process of the same run."""
 OWN.check_hostname, OWN.verify_mode = False, ssl.CERT_NONE
+SETTLE_SECONDS = 60.0
+"""Longest wait for events, which take milliseconds, or seconds while a small machine computes other things."""
 WIDE = 120
 """Columns from which the table has room for the reasons."""
 STORY = (
@@ -155,7 +157,7 @@ def _run(endpoint: ControlEndpoint, model: str, *, policy: str | None = None) ->
             body = {"model": model, "messages": step.messages, "max_tokens": 8, "temperature": 0}
             row, reachable = _send(probe, body, step)
             rows.append(row)
-            probe.settle(body, reachable)
+            probe.settle(body, reachable, SETTLE_SECONDS)
     return rows
 
 

@@ -25,6 +25,8 @@ from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_cli.status.control_api import ControlEndpoint
 
 ROUNDS = 3
+SETTLE_SECONDS = 5.0
+"""Longest wait for events, which take milliseconds; missing ones show in the repeats."""
 NOT_PROBED = "not_probed"
 """Cause of a pod that routers cannot prove by themselves; the requests of this check pass through it."""
 
@@ -118,7 +120,7 @@ class Verifier:
         checks = [self._exact(f"{name}: exact", first)]
         if not checks[0].passed:
             return checks
-        self._probe.settle(self._body(nonce, [first_image]), first.promised or 0)
+        self._probe.settle(self._body(nonce, [first_image]), first.promised or 0, SETTLE_SECONDS)
         repeats = [self._send(nonce, [first_image]) for _ in range(2)]
         checks.append(check_repeats(f"{name}: repeats are whole hits", first, repeats, strict=self._strict))
         checks.append(check_cached_tokens(f"{name}: cached_tokens agree", repeats))
@@ -126,7 +128,7 @@ class Verifier:
         # The second one is new: where a template puts images before the text, no prompt has begun with it.
         both = [first_image, second_image]
         pair = self._send(nonce + " pair", both)
-        self._probe.settle(self._body(nonce + " pair", both), pair.promised or 0)
+        self._probe.settle(self._body(nonce + " pair", both), pair.promised or 0, SETTLE_SECONDS)
         checks.append(self._misses(f"{name}: swapped {what}s part", nonce + " pair", both[::-1], pair))
         again = [self._send(nonce + " pair", both)]
         checks.append(check_repeats(f"{name}: the same order is a whole hit", pair, again, strict=self._strict))

@@ -222,7 +222,7 @@ def test_a_family_whose_adjacent_images_are_not_rendered_passes():
     ],
 )
 def test_a_broken_deployment_fails_at_the_check_that_is_about_it(monkeypatch, broken, failing):
-    monkeypatch.setattr("mmrouter_cli.chat_probe.SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr("mmrouter_cli.verify.SETTLE_SECONDS", 0.0)
     checks = gate(Deployment(**broken)).run(rounds=1)
     assert next(check.name for check in checks if not check.passed) == failing
 
