@@ -64,6 +64,7 @@ TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 SLOW_UNIT = (
     *("tests/campaign", f"{UNIT}/campaign", f"{UNIT}/cli/test_bench_run.py"),
     *(f"{UNIT}/sim/test_capture.py", f"{UNIT}/prompt/test_captures.py"),
+    f"{UNIT}/prompt/test_segment_cache.py",
     *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "way_comparison", "worker_threads"),
 )
 """Unit tests that take seconds each, and are not needed in the inner loop."""
