@@ -20,29 +20,16 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hack.build_once import (
-    ROOT,
-    CannotMakeError,
-    FailedError,
-    build_once,
-    cache_dir,
-    captured,
-    digest,
-    failed,
-    last_line,
-    status_of,
-)
+from hack.build_once import CannotMakeError, FailedError, build_once, cache_dir, captured, digest, last_line, status_of
+from hack.cluster.go_tool import find_go, go_env, install, module_folder, require_go, run_go, run_in_module
 
 MODULE = Path(__file__).with_name("kube")
 POLICIES_MODULE = Path(__file__).with_name("netpol")
-GO_SETTINGS = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -trimpath -buildvcs=false", "GOWORK": "off"}
-GO_FOLDERS = ("/usr/local/go/bin", "/usr/lib/go/bin")  # where installers put it that set no PATH
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 NODE_COMMANDS = ("kubelet", "kube-proxy")
 COREDNS = "1.15.0"
@@ -111,10 +98,10 @@ def make(programs: ProgramSet, folder: Path) -> None:
     build_once(
         folder,
         programs.recipe(),
-        lambda folder: programs.build(find_go(), folder),
+        lambda folder: programs.build(kubernetes_go(), folder),
         what=programs.what,
         free_gb=programs.gigabytes,
-        require=find_go,
+        require=kubernetes_go,
     )
 
 
@@ -169,14 +156,6 @@ def build_picker(go: str, folder: Path) -> None:
     run_in_module(go, require, ("build", "-mod=mod", "-ldflags", "-s -w", "-o", f"{folder}/epp", f"{module}/cmd/epp"))
 
 
-def run_in_module(go: str, *commands: Sequence[str]) -> None:
-    """Run commands of Go in a new module, which is removed. Raises as :func:`run_go` does."""
-    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false"}
-    with tempfile.TemporaryDirectory(prefix="mmrouter-go-") as name:
-        for command in (("mod", "init", "made"), *commands):
-            run_go([go, *command], f"go {command[0]} in a new module", Path(name), env)
-
-
 def build_commands(packages: Sequence[str], go: str, folder: Path) -> None:
     for package in packages:
         install(go, package, "-s -w", folder)
@@ -216,67 +195,16 @@ def build_suite(go: str, folder: Path) -> None:
     shutil.copyfile(module_folder(go, f"{SUITE}@{SUITE_VERSION}") / SUITE_BASE, folder / Path(SUITE_BASE).name)
 
 
-def module_folder(go: str, module: str) -> Path:
-    """Return where the files of ``module@version`` are. Raises as :func:`run_go` does."""
-    env = {**go_env(), "GOFLAGS": ""}
-    return Path(json.loads(run_go([go, "mod", "download", "-json", module], f"download of {module}", ROOT, env))["Dir"])
-
-
 def build_kubernetes(go: str, command: str, folder: Path) -> None:
     options = ["-ldflags", linker_flags(), "-o", f"{folder}/"]
     run_go([go, "build", *options, f"k8s.io/kubernetes/cmd/{command}"], f"go build of {command}", MODULE, go_env())
 
 
-def install(go: str, package: str, flags: str, folder: Path) -> None:
-    """Build the command ``package@version`` into a folder, with the linker's flags. Raises as :func:`run_go` does."""
-    env = {**go_env(), "GOFLAGS": "-trimpath -buildvcs=false", "GOBIN": str(folder)}
-    run_go([go, "install", "-ldflags", flags, package], f"go install of {package}", folder, env)
-
-
-def run_go(command: list[str], what: str, folder: Path, env: dict[str, str]) -> str:
-    """Run Go in a folder and return what it printed. Raises :class:`FailedError`, and :class:`CannotMakeError` where Go
-    reaches no modules.
-    """
-    done = captured(command, cwd=folder, env=env)
-    if done.returncode != 0:
-        error = failed(what, done)
-        if why := unreached(command[0]):
-            raise CannotMakeError(f"{why}: {error}")
-        raise error
-    return done.stdout
-
-
-def unreached(go: str) -> str:
-    """Return why Go reaches no modules, empty where it reaches them. Tries to; called after a failure only."""
-    with tempfile.TemporaryDirectory(prefix="mmrouter-go-") as folder:
-        command = [go, "list", "-m", "golang.org/x/mod@latest"]
-        done = captured(command, cwd=Path(folder), env={**go_env(), "GOFLAGS": ""})
-    return "" if done.returncode == 0 else f"Go reaches no modules ({last_line(done.stderr)})"
-
-
-def find_go() -> str:
+def kubernetes_go() -> str:
     """Return a Go that is new enough for Kubernetes. Raises :class:`CannotMakeError`."""
-    go = shutil.which("go", path=os.pathsep.join([os.environ.get("PATH", ""), *GO_FOLDERS]))
-    version = kubernetes_version()
-    if go is None:
-        raise CannotMakeError(f"there is no Go here to build Kubernetes {version} with, and none in {cache_dir()}")
     wanted = re.search(r"^go (\d+)\.(\d+)", (MODULE / "go.mod").read_text(), re.MULTILINE)
     assert wanted, "kube/go.mod names no version of Go"
-    require_go(go, wanted[0], f"Kubernetes {version}")
-    return go
-
-
-def require_go(go: str, wanted: str, what: str) -> None:
-    """Raise :class:`CannotMakeError` unless Go has at least the version ``go 1.25`` that a program needs."""
-    # An older Go would download a newer one by itself; tests install no compilers on a machine.
-    output = captured([go, "env", "GOVERSION"], env=go_env()).stdout.strip()
-    numbers = re.match(r"go(\d+)\.(\d+)", output)
-    if not numbers or tuple(map(int, numbers.groups())) < tuple(map(int, wanted.split()[1].split("."))):
-        raise CannotMakeError(f"{go} is {output or 'broken'}, {what} needs {wanted}")
-
-
-def go_env() -> dict[str, str]:
-    return {**os.environ, **GO_SETTINGS, "GOTOOLCHAIN": "local"}
+    return find_go(wanted[0], f"Kubernetes {kubernetes_version()}")
 
 
 def check_version(command: list[str], wanted: str) -> None:
@@ -384,7 +312,7 @@ SETS = {
         partial(digest, ENVOY_GATEWAY),
         partial(build_commands, [ENVOY_GATEWAY]),
         5,
-        lambda: require_go(find_go(), ISTIO_GO, "Envoy Gateway"),
+        lambda: require_go(kubernetes_go(), ISTIO_GO, "Envoy Gateway"),
     ),
     "workflow": in_folder(
         "workflow",

@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from hack.build_once import ROOT, CannotMakeError, build_once, cache_dir, digest, note, status_of
-from hack.cluster.go_programs import SETS, find_go, kubernetes_recipe, make
+from hack.cluster.go_programs import SETS, kubernetes_go, kubernetes_recipe, make
 from hack.images import base_image
 from hack.kind import node_image
 from hack.kind.docker_daemon import Docker, daemon, require
@@ -34,7 +34,7 @@ def built() -> tuple[str, list[Path]]:
     require()
     if shutil.which("mmdebstrap") is None:
         raise CannotMakeError("there is no mmdebstrap here (Debian: mmdebstrap)")
-    go, folders = find_go(), []
+    go, folders = kubernetes_go(), []
     for name in ("kubernetes", "node", "helm"):
         make(SETS[name], SETS[name].folder())
         folders.append(SETS[name].folder())

@@ -4,14 +4,14 @@ kind's own image comes from a registry, and is built with others that do. This o
 bridge instead of kindnet, and Debian's etcd as a service instead of a pod, which kubeadm takes for an external one.
 """
 
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 from hack.build_once import captured, digest, failed, note
-from hack.cluster.go_programs import MODULE, go_env, install, kubernetes_version, linker_flags, run_go
+from hack.cluster.go_programs import MODULE, kubernetes_version, linker_flags
+from hack.cluster.go_tool import go_env, install, module_folder, run_go
 from hack.images import base_image
 from hack.kind.docker_daemon import Docker
 
@@ -73,10 +73,7 @@ def build(docker: Docker, go: str, programs: list[Path]) -> str:
 
 def kind_files(go: str, folder: Path) -> None:
     """Copy the files of kind's base image, as executable as they are there; the module cache has no modes."""
-    done = captured([go, "mod", "download", "-json", KIND], env={**go_env(), "GOFLAGS": ""})
-    if done.returncode != 0:
-        raise failed("go mod download of kind", done)
-    shutil.copytree(Path(json.loads(done.stdout)["Dir"], "images/base/files"), folder, copy_function=shutil.copyfile)
+    shutil.copytree(module_folder(go, KIND) / "images/base/files", folder, copy_function=shutil.copyfile)
     for path in folder.rglob("*"):
         path.chmod(0o755 if path.is_dir() or path.parent.name == "bin" else 0o644)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hack.build_once import ROOT, CannotMakeError, FailedError
-from hack.cluster import go_programs
-from hack.cluster.go_programs import NODE_PACKAGES, missing_for_node
+from hack.cluster import go_tool
+from hack.cluster.go_programs import NODE_PACKAGES, kubernetes_go, missing_for_node
 from hack.engines import vllm_env
 from hack.engines.shrink_model import shrink, shrink_config
 from mmrouter_handover.plugin import PROVED_RELEASES
@@ -84,7 +84,7 @@ def test_a_model_folder_lies_in_the_cache_and_needs_npm(tmp_path: Path) -> None:
 def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only folder that commands are searched in."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(go_programs, "GO_FOLDERS", ())
+    monkeypatch.setattr(go_tool, "GO_FOLDERS", ())
     return tmp_path / "bin"
 
 
@@ -100,9 +100,9 @@ def test_a_missing_or_old_go_is_not_used_and_a_newer_one_is(bin: Path, prints: s
     if prints is not None:
         command(bin, "go", f"echo {prints}")
     with pytest.raises(CannotMakeError, match=reason):
-        go_programs.find_go()
+        kubernetes_go()
     command(bin, "go", "echo go1.30")
-    assert go_programs.find_go() == str(bin / "go")
+    assert kubernetes_go() == str(bin / "go")
 
 
 def requirements(level: str) -> set[str]:
