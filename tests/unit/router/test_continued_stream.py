@@ -6,8 +6,8 @@ import json
 
 import pytest
 from unit.router.rig import BLOCK, IDS, SEED, counts, fingerprint, outcomes, spans_of, until
+from unit.router.scripted_engines import DIES, HANGS
 from unit.router.streams.test_answer import DONE, Engine, received
-from unit.router.test_sglang_pair import DIES, HANGS, make  # noqa: F401  (a fixture)
 
 from mmrouter_lib.engines.base.continuation import AnswerTraits
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION
@@ -93,8 +93,8 @@ class Streams:
 
 
 @pytest.fixture
-async def rig(make):  # noqa: F811
-    return make(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
+async def rig(make_rig):
+    return make_rig(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
 
 
 def assert_ends_with(out: bytes, refusal: str, before: bytes) -> None:

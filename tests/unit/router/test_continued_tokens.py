@@ -6,7 +6,6 @@ import pytest
 from unit.router.rig import BLOCK, LoopbackEngine, http_answer, synced
 from unit.router.streams.test_answer import DONE, Engine, event, received
 from unit.router.test_continued_stream import COMPLETIONS, SAMPLED, TOKENS, Streams, assert_ends_with, breaks, ends
-from unit.router.test_sglang_pair import make  # noqa: F401  (a fixture)
 
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION
 from mmrouter_router.fleet.workers import Member
@@ -14,8 +13,8 @@ from mmrouter_router.request.prepared import CHAT
 
 
 @pytest.fixture
-async def rig(make):  # noqa: F811
-    return make(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
+async def rig(make_rig):
+    return make_rig(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
 
 
 class TokensIn(LoopbackEngine):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from unit.router.rig import BLOCK, fingerprint, no_free_descriptors, outcomes, refused, spans_of, until, value
 from unit.router.rig import http_answer as answer
-from unit.router.test_sglang_pair import DIES, OK, make  # noqa: F401  (a fixture)
+from unit.router.scripted_engines import DIES, OK
 
 BUSY = answer(503, b"busy")
 DRAINING = answer(500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}')
@@ -14,9 +14,9 @@ HEADERS_ONLY = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture
-async def rig(make):  # noqa: F811
+async def rig(make_rig):
     """A deployment with one pool of vLLM."""
-    return make(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
+    return make_rig(roles=("worker",), engine={"type": "vllm", "blockSize": BLOCK})
 
 
 @pytest.mark.parametrize(

@@ -1,160 +1,24 @@
 """Requests served by a prefill and a decode engine of SGLang, against engines on loopback addresses."""
 
 import asyncio
-from array import array
 
 import pytest
-import pytest_asyncio
-from unit.router.rig import (
-    LoopbackEngine,
-    cancelled,
-    fingerprint,
-    outcomes,
-    refused,
-    resource,
-    spans_of,
-    synced,
-    until,
-    value,
-)
+from unit.router.rig import cancelled, outcomes, refused, spans_of, until, value
 from unit.router.rig import http_answer as answer
+from unit.router.scripted_engines import DIES, HANGS, IDS, KEYS, MEETS, NAMED, OK, ROOM, SEED, SOON, STREAMED, WRONG
 
-from mmrouter_lib.block_keys import block_keys
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_router.dispatch.engine_client import EngineClient
-from mmrouter_router.dispatch.forwarder import Forwarder
-from mmrouter_router.dispatch.stages import ForwardCall, Stages
-from mmrouter_router.fleet.workers import Fleet, Member
-from mmrouter_router.http.upstream import Upstream
+from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.request.prepared import Outgoing, Prepared
-from mmrouter_router.scheduling.placer import Placer
-from mmrouter_router.telemetry.metrics import Metrics
-
-BLOCK, SEED = 16, 1
-IDS = array("Q", range(80))
-NAMED = fingerprint()
-KEYS = block_keys(IDS, BLOCK, (), SEED)
-PAIR, ROLES = ("prefill", "decode"), {"p": "prefill", "d": "decode", "w": "worker"}
-SGLANG = {"type": "sglang", "image": "i", "blockSize": BLOCK, "kvConnector": {"transferBackend": "nixl"}}
-ROOM = "x-override-bootstrap-room"
-
-OK = answer(200, b"ok")
-WRONG = answer(400, b'{"object":"error","message":"The prompt is empty.","code":400}')
-STREAMED = answer(200, b'data: {"error": {"message": "KVTransferError", "code": 500}}\n\n')
-HANGS, DIES, MEETS = b"hangs", b"dies", b"meets"
-SOON = 0.4  # timeout of a hanging engine; a healthy one answers within it on a busy machine, too
 
 
-class Engine(LoopbackEngine):
-    """Answers as ``says`` tells; ``left``: requests that were aborted before the answer.
-
-    ``DIES``: it ends after what follows.
-    ``MEETS``: it answers once the other engine of the bootstrap room does its part. ``rooms``: those in which one does.
-    """
-
-    def __init__(self, says: bytes, rooms: set[str]) -> None:
-        super().__init__()
-        self.says, self.rooms = says, rooms
-        self.left = 0
-        self.asked = self.requests
-
-    async def aborted(self) -> None:
-        await until(lambda: self.left)
-
-    async def respond(self, reader, writer, headers) -> bool:
-        if self.says.startswith(DIES):
-            writer.write(self.says.removeprefix(DIES))
-            await writer.drain()
-            writer.transport.abort()
-            return False
-        if self.says in (HANGS, MEETS) and await self._left(reader, headers[ROOM]):
-            self.left += 1
-            writer.close()
-            return False
-        if self.says.startswith(b"HTTP/1.1 200") and self.says != STREAMED:
-            self.rooms.add(headers.get(ROOM, ""))
-        writer.write(OK if self.says == MEETS else self.says)
-        return True
-
-    async def _left(self, reader, room: str) -> bool:
-        """Wait for the partner or the end of the request; return whether it was the latter."""
-        reading = asyncio.ensure_future(reader.read(1))
-        while not reading.done() and (self.says == HANGS or room not in self.rooms):
-            await asyncio.wait((reading,), timeout=0.005)
-        if not reading.done():
-            await cancelled(reading)
-            return False
-        return True
-
-
-class Rig:
-    """A deployment with pools of SGLang; round robin sends to engines in the order of their names."""
-
-    def __init__(
-        self, policy: str = "roundRobin", prefill_seconds: float = 60, roles=PAIR, engine=SGLANG, **spec
-    ) -> None:
-        self.metrics, self.engines = Metrics(), {}
-        self.rooms: set[str] = set()
-        self.fleet = Fleet(self.metrics)
-        self.upstream = Upstream(connect_seconds=10)
-        pools = [{"name": role, "role": role, "replicas": 2, "accelerator": {"kind": "cpu"}} for role in roles]
-        self.type = engine["type"]
-        spec |= {"engine": engine, "routing": {"policy": policy}, "pools": pools}
-        self.placer = Placer(resource(**spec), self.fleet)
-        self.stages = Stages(self.type, roles, self.fleet, self.placer, self.metrics, None)
-        exchange, options = EngineClient(self.upstream, self.type, "secret"), {"prefill_seconds": prefill_seconds}
-        self.forwarder = Forwarder(self.placer, exchange, self.metrics, self.stages, **options)
-
-    async def engine(self, name: str, says: bytes | None = OK, *, keys=(), ranks=1, proved=None, **member) -> Engine:
-        """``p1`` prefills and is ``proved``, ``d1`` decodes and is not; one that says ``None`` is not there."""
-        engine = self.engines[name] = Engine(says or b"", self.rooms)
-        if says is not None:
-            await engine.serve()
-        role = ROLES[name[0]]
-        canary = "True" if (role != "decode" if proved is None else proved) else ""
-        synced(self.fleet, Member(name, name, engine.ip, role, role, **member), keys, canary, ranks, engine=self.type)
-        return engine
-
-    async def serve(self, **says: bytes | None) -> list[Engine]:
-        """Add engines by name, with what each says."""
-        return [await self.engine(name, each) for name, each in says.items()]
-
-    async def send(self, fields=(), path: str = "/v1/chat/completions", named=NAMED):
-        prepared = Prepared(None, None, (), IDS, (), "exact", (), SEED, 1)
-        call = ForwardCall("r-1", prepared, Outgoing(path, dict(fields)), {}, named)
-        async with asyncio.timeout(15):
-            return await self.forwarder.send(call)
-
-    def close(self) -> None:
-        self.upstream.close()
-        for engine in self.engines.values():
-            engine.close()
-
-    async def nothing_is_booked(self) -> None:
-        usages = [usage for worker in self.fleet for usage in worker.usage.values()]
-        await until(lambda: not any(usage.requests or usage.prefill or usage.active for usage in usages))
-
-
-@pytest_asyncio.fixture
-async def make():
-    rigs = []
-
-    def build(**options) -> Rig:
-        rigs.append(Rig(**options))
-        return rigs[-1]
-
-    yield build
-    for rig in rigs:
-        rig.close()
+@pytest.fixture
+async def rig(make_rig):
+    return make_rig()
 
 
 def stages(reply):
     return [(note["stage"], note["outcome"], *note["workers"]) for note in reply.trace.stages]
-
-
-@pytest.fixture
-async def rig(make):
-    return make()
 
 
 async def test_both_engines_get_the_chat_and_the_decoder_answers(rig):
@@ -173,8 +37,8 @@ async def test_both_engines_get_the_chat_and_the_decoder_answers(rig):
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
-async def test_a_request_whose_endpoint_reads_no_headers_says_in_its_body_where_the_engines_meet(make, path):
-    rig = make()
+async def test_a_request_whose_endpoint_reads_no_headers_says_in_its_body_where_the_engines_meet(make_rig, path):
+    rig = make_rig()
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", ranks=2)
     (await rig.send({"prompt": "x"}, path)).close()
     ((at, one, body), (also_at, other, also)) = (*prefill.asked, *decode.asked)
@@ -187,8 +51,8 @@ async def test_a_request_whose_endpoint_reads_no_headers_says_in_its_body_where_
     assert (0 <= room < 1 << 63, room % 2) == (True, prefills)
 
 
-async def test_reply_has_the_prefill_decision_and_stage_times(make):
-    rig = make(policy="kv")
+async def test_reply_has_the_prefill_decision_and_stage_times(make_rig):
+    rig = make_rig(policy="kv")
     await rig.engine("p1")
     await rig.engine("p2", keys=KEYS[:4])
     await rig.engine("d1")
@@ -211,8 +75,8 @@ async def test_each_request_has_its_own_bootstrap_room_and_equal_engines_take_tu
     assert sorted(rooms[:40]) == sorted(rooms[40:])
 
 
-async def test_ranks_are_sent_to_both_engines(make):
-    rig = make(policy="kv")
+async def test_ranks_are_sent_to_both_engines(make_rig):
+    rig = make_rig(policy="kv")
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", ranks=2)
     # The first rank of both is busy.
     for worker in rig.fleet:
@@ -229,8 +93,8 @@ PREFILL_FAILURES = [*((says, "prefill") for says in (answer(500), answer(429), S
 
 
 @pytest.mark.parametrize(("says", "cause"), [*FAILURES, *PREFILL_FAILURES])
-async def test_failed_prefill_aborts_the_decoder_and_retries(make, says, cause):
-    rig = make(prefill_seconds=SOON if says == HANGS else 60)
+async def test_failed_prefill_aborts_the_decoder_and_retries(make_rig, says, cause):
+    rig = make_rig(prefill_seconds=SOON if says == HANGS else 60)
     failed, _, decode = await rig.serve(p1=says, p2=OK, d1=MEETS)
     reply = await rig.send()
     assert (reply.answer.status, reply.first) == (200, b"ok")
@@ -242,8 +106,8 @@ async def test_failed_prefill_aborts_the_decoder_and_retries(make, says, cause):
     await rig.nothing_is_booked()
 
 
-async def test_decoder_hung_in_two_pairs_is_excluded(make):
-    rig = make(prefill_seconds=SOON)
+async def test_decoder_hung_in_two_pairs_is_excluded(make_rig):
+    rig = make_rig(prefill_seconds=SOON)
     *prefills, d1, d2 = await rig.serve(**dict.fromkeys(("p1", "p2", "p3", "d1", "d2"), HANGS))
     assert (await refused(rig.send())).status == 503
     assert [len(engine.asked) for engine in prefills] == [1, 1, 1]
@@ -251,8 +115,8 @@ async def test_decoder_hung_in_two_pairs_is_excluded(make):
     await rig.nothing_is_booked()
 
 
-async def test_started_answer_is_never_timed_out(make):
-    rig = make(prefill_seconds=SOON)
+async def test_started_answer_is_never_timed_out(make_rig):
+    rig = make_rig(prefill_seconds=SOON)
     prefill, other, _ = await rig.serve(p1=HANGS, p2=OK, d1=OK)
     reply = await rig.send()
     assert (reply.answer.status, reply.first) == (200, b"ok")
@@ -393,8 +257,8 @@ async def test_each_half_has_a_span_with_its_error(rig):
         assert [(s.attributes["mmrouter.worker"], s.attributes.get("error.type")) for s in found] == told
 
 
-async def test_unverified_decoder_is_unused_under_refuse(make):
-    rig = make(verification={"onFailure": "Refuse", "timeoutSeconds": 1})
+async def test_unverified_decoder_is_unused_under_refuse(make_rig):
+    rig = make_rig(verification={"onFailure": "Refuse", "timeoutSeconds": 1})
     await rig.engine("p1")
     silent, proved = await rig.engine("d1"), await rig.engine("d2", proved=True)
     assert rig.placer.eligibility(rig.fleet.workers["d1"]) == "pending"

@@ -3,22 +3,27 @@
 import pytest
 from unit.router.rig import http_answer as answer
 from unit.router.rig import until
+from unit.router.scripted_engines import DIES, HANGS, IDS, MEETS, ROOM, SOON, Rig
 from unit.router.test_prepare import settings
-from unit.router.test_sglang_pair import DIES, HANGS, IDS, MEETS, ROOM, SOON, Rig, make, rig  # noqa: F401  (fixtures)
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_router.fleet.workers import Target
 from mmrouter_router.verify.probe_requests import ProbeRequest, ProbeRequestError, ProbeRequests
 
 
-async def prove(rig: Rig, name: str, rank: int = 0, seconds: float = 60) -> bytes:  # noqa: F811
+@pytest.fixture
+async def rig(make_rig):
+    return make_rig()
+
+
+async def prove(rig: Rig, name: str, rank: int = 0, seconds: float = 60) -> bytes:
     """Ask a question of the router's own."""
     own = ProbeRequests(settings(engine="sglang"), None, rig.upstream, rig.placer.partner, seconds)
     question = ProbeRequest(b'{"model": "m"}', IDS, Span(0, 1, b""))
     return await own.send(Target(rig.fleet.workers[name], rank, 16), question)
 
 
-async def test_prefill_engine_is_probed_with_a_decoder_of_its_layout(rig):  # noqa: F811
+async def test_prefill_engine_is_probed_with_a_decoder_of_its_layout(rig):
     other = await rig.engine("d0", compatibility="b")
     prefill, decode = await rig.engine("p1", compatibility="a", ranks=2), await rig.engine("d1", compatibility="a")
     await prove(rig, "p1", rank=1)
@@ -29,7 +34,7 @@ async def test_prefill_engine_is_probed_with_a_decoder_of_its_layout(rig):  # no
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(answer(500), HANGS), (HANGS, answer(500)), (DIES, HANGS)])
-async def test_failed_probe_aborts_the_other_half(rig, prefill, decode):  # noqa: F811
+async def test_failed_probe_aborts_the_other_half(rig, prefill, decode):
     engines = [await rig.engine("p1", prefill), await rig.engine("d1", decode)]
     with pytest.raises(ProbeRequestError):
         await prove(rig, "p1")
@@ -38,14 +43,14 @@ async def test_failed_probe_aborts_the_other_half(rig, prefill, decode):  # noqa
             await engine.aborted()
 
 
-async def test_probe_needs_a_partner(rig):  # noqa: F811
+async def test_probe_needs_a_partner(rig):
     prefill = await rig.engine("p1")
     with pytest.raises(ProbeRequestError, match="decode"):
         await prove(rig, "p1")
     assert prefill.asked == []
 
 
-async def test_decode_engine_is_probed_by_its_half(rig):  # noqa: F811
+async def test_decode_engine_is_probed_by_its_half(rig):
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", answer(200, b'{"usage": {}}'), ranks=2)
     await rig.engine("p2", compatibility="other")
     said = await prove(rig, "d1", rank=1)
@@ -55,14 +60,14 @@ async def test_decode_engine_is_probed_by_its_half(rig):  # noqa: F811
     assert one["x-override-routed-dp-rank"] == two["x-override-disagg-prefill-dp-rank"] == str(int(one[ROOM]) % 2)
 
 
-async def test_probe_of_a_hung_engine_times_out(rig):  # noqa: F811
+async def test_probe_of_a_hung_engine_times_out(rig):
     engines = [await rig.engine("p1", MEETS), await rig.engine("d1", HANGS)]
     with pytest.raises(ProbeRequestError, match=r"p1 and d1 gave no answer within 0\.4 s"):
         await prove(rig, "d1", seconds=SOON)
     await until(lambda: all(engine.left for engine in engines))
 
 
-async def test_verified_partner_is_preferred_for_probes(rig):  # noqa: F811
+async def test_verified_partner_is_preferred_for_probes(rig):
     for name in ("p1", "p2", "p3"):
         await rig.engine(name, proved=name == "p3")
     await rig.engine("d1")
