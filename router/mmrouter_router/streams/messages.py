@@ -7,9 +7,7 @@ import orjson
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import without_prefix
-from mmrouter_router.streams.answer import data_of, split
-
-Object = dict[str, Any]
+from mmrouter_router.streams.chat_events import ChatEventConverter, Object, reasoning_of
 
 _ERRORS: Final[Mapping[int, str]] = {
     400: "invalid_request_error",
@@ -40,7 +38,7 @@ def message_of(answer: Object) -> Object:
     choice = answer["choices"][0]
     said = choice["message"]
     content: list[Object] = []
-    if thought := _thought(said):
+    if thought := reasoning_of(said):
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
     if text := said.get("content"):
         content.append({"type": "text", "text": text})
@@ -56,51 +54,27 @@ def message_of(answer: Object) -> Object:
     }
 
 
-class MessageStream:
+class MessageStream(ChatEventConverter):
     """Converts the events of a chat's stream. ``prompt_tokens``: for the first event, before the engine's usage."""
 
     def __init__(self, prompt_tokens: int = 0) -> None:
+        super().__init__()
         self._prompt_tokens = prompt_tokens
         self._block = -1  # number of the last block
         self._open = ""  # type of the open block
-        self._begun = self._over = False
         self._call: Any = None  # index of the tool call of the open block
         self._arguments: list[str] = []  # of the last tool call
         self._tool_used = False
         self._late_text: list[str] = []  # text that came during a tool call
-        self._finish: str | None = None
         self._stopped_by: Any = None
-        self._usage: Object | None = None
 
-    def feed(self, events: bytes) -> bytes:
-        """Return the message events for whole events of a chat."""
-        return b"".join(made for event in split(events) for made in self._event(event))
+    def _begin(self, chunk: Object) -> Iterator[bytes]:
+        head = _head(chunk["id"], chunk["model"], {"input_tokens": self._prompt_tokens, "output_tokens": 0})
+        yield _line("message_start", message={**head, "content": [], "stop_reason": None, "stop_sequence": None})
 
-    def _event(self, event: bytes) -> Iterator[bytes]:
-        data = data_of(event)
-        if self._over or not data:
-            return
-        if data == b"[DONE]":
-            yield from self._end()
-            return
-        chunk = orjson.loads(data)
-        if chunk.get("error") is not None:
-            self._over = True
-            yield _line("error", error=_error(RequestError.from_engine(500, data)))
-            return
-        if not self._begun:
-            self._begun = True
-            usage = {"input_tokens": self._prompt_tokens, "output_tokens": 0}
-            head = _head(chunk["id"], chunk["model"], usage)
-            yield _line("message_start", message={**head, "content": [], "stop_reason": None, "stop_sequence": None})
-        self._usage = chunk.get("usage") or self._usage
-        for choice in chunk.get("choices", ())[:1]:
-            self._finish = choice.get("finish_reason") or self._finish
-            self._stopped_by = _stopped_by(choice) or self._stopped_by
-            yield from self._delta(choice.get("delta") or {})
-
-    def _delta(self, delta: Object) -> Iterator[bytes]:
-        if thought := _thought(delta):
+    def _choice(self, choice: Object, delta: Object) -> Iterator[bytes]:
+        self._stopped_by = _stopped_by(choice) or self._stopped_by
+        if thought := reasoning_of(delta):
             yield from self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""})
             yield self._piece({"type": "thinking_delta", "thinking": thought})
         if text := delta.get("content"):
@@ -144,12 +118,14 @@ class MessageStream:
             yield from self._stop()
 
     def _end(self) -> Iterator[bytes]:
-        self._over = True
         yield from self._stop()
         complete = self._tool_used and _is_json("".join(self._arguments))
         stop = _stop_reason(self._finish or "stop", self._stopped_by, tool=self._tool_used, complete=complete)
         yield _line("message_delta", delta=stop, usage=_usage(self._usage))
         yield _line("message_stop")
+
+    def _failure(self, error: RequestError) -> bytes:
+        return _line("error", error=_error(error))
 
 
 def _line(kind: str, **fields: Any) -> bytes:
@@ -164,10 +140,6 @@ def _head(answer_id: str, model: str, usage: Object) -> Object:
         "model": model,
         "usage": usage,
     }
-
-
-def _thought(said: Object) -> str:
-    return said.get("reasoning") or said.get("reasoning_content") or ""
 
 
 def _stopped_by(choice: Object) -> Any:

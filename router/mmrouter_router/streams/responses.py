@@ -10,9 +10,7 @@ import orjson
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import without_prefix
-from mmrouter_router.streams.answer import data_of, split
-
-Object = dict[str, Any]
+from mmrouter_router.streams.chat_events import ChatEventConverter, Object, reasoning_of
 
 _PREFIXES: Final = {"reasoning": "rs", "message": "msg", "function_call": "fc"}
 """Type of an output item -> prefix of its id."""
@@ -47,7 +45,7 @@ def response_of(answer: Object, request: Object) -> Object:
     """Return a whole chat answer as a response. Raises ``KeyError``, ``TypeError``, ``IndexError`` for other forms."""
     name, choice = without_prefix(answer["id"]), answer["choices"][0]
     said, output = choice["message"], list[Object]()
-    if thought := _thought(said):
+    if thought := reasoning_of(said):
         output.append(_item("reasoning", name, len(output), thought))
     if text := said.get("content"):
         output.append(_item("message", name, len(output), text, _logprobs(choice)))
@@ -59,10 +57,11 @@ def response_of(answer: Object, request: Object) -> Object:
     return _complete(head, output, choice.get("finish_reason"), answer.get("usage"))
 
 
-class ResponseStream:
+class ResponseStream(ChatEventConverter):
     """Converts the events of a chat's stream."""
 
     def __init__(self, request: Object) -> None:
+        super().__init__()
         self._request = request
         self._head: Object = {}  # of the response, empty before the first event
         self._sequence = 0
@@ -73,41 +72,16 @@ class ResponseStream:
         self._call: tuple[str, str] | None = None  # id and name of the open tool call
         self._index: Any = None  # of the last tool call
         self._late_text: list[str] = []  # text that came during a tool call
-        self._finish: str | None = None
-        self._usage: Object | None = None
-        self._over = False
 
-    def feed(self, events: bytes) -> bytes:
-        """Return the response's events for whole events of a chat."""
-        return b"".join(made for event in split(events) for made in self._event(event))
+    def _begin(self, chunk: Object) -> Iterator[bytes]:
+        self._head = _head(chunk, self._request)
+        begun = {**self._head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield self._line("response.created", response=begun)
+        yield self._line("response.in_progress", response=begun)
 
-    def _event(self, event: bytes) -> Iterator[bytes]:
-        data = data_of(event)
-        if self._over or not data:
-            return
-        if data == b"[DONE]":
-            self._over = True
-            yield from self._close()
-            yield self._line("response.completed", response=self._completed())
-            return
-        chunk = orjson.loads(data)
-        if chunk.get("error") is not None:
-            self._over = True
-            error = RequestError.from_engine(500, data)
-            yield self._line("error", code=error.code, message=error.message, param=error.param)
-            return
-        if not self._head:
-            self._head = _head(chunk, self._request)
-            begun = {**self._head, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-            yield self._line("response.created", response=begun)
-            yield self._line("response.in_progress", response=begun)
-        self._usage = chunk.get("usage") or self._usage
-        for choice in chunk.get("choices", ())[:1]:
-            self._finish = choice.get("finish_reason") or self._finish
-            yield from self._delta(choice.get("delta") or {}, _logprobs(choice))
-
-    def _delta(self, delta: Object, logprobs: list[Object]) -> Iterator[bytes]:
-        if thought := _thought(delta):
+    def _choice(self, choice: Object, delta: Object) -> Iterator[bytes]:
+        logprobs = _logprobs(choice)
+        if thought := reasoning_of(delta):
             yield from self._start("reasoning")
             yield self._piece("reasoning_text.delta", thought)
         if text := delta.get("content"):
@@ -165,8 +139,13 @@ class ResponseStream:
             yield from self._message(text, [])
             yield from self._close()
 
-    def _completed(self) -> Object:
-        return _complete(self._head, self._output, self._finish, self._usage)
+    def _end(self) -> Iterator[bytes]:
+        yield from self._close()
+        whole = _complete(self._head, self._output, self._finish, self._usage)
+        yield self._line("response.completed", response=whole)
+
+    def _failure(self, error: RequestError) -> bytes:
+        return self._line("error", code=error.code, message=error.message, param=error.param)
 
     def _item(self, status: str) -> Object:
         name, number = without_prefix(self._head["id"]), len(self._output)
@@ -232,10 +211,6 @@ def _item_id(kind: str, name: str, number: int) -> str:
 def _part(kind: str, text: str, logprobs: list[Object] | None) -> Object:
     part: Object = {"type": _TEXTS[kind], "text": text}
     return {**part, "annotations": [], "logprobs": logprobs} if kind == "message" else part
-
-
-def _thought(said: Object) -> str:
-    return said.get("reasoning") or said.get("reasoning_content") or ""
 
 
 def _logprobs(choice: Object) -> list[Object]:
