@@ -53,6 +53,14 @@ def whole_number(file: str, values: dict[str, Any], key: str, default: int | Non
     return value
 
 
+def vision_config(file: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the vision tower in ``config.json``. Raises :class:`ModelFolderError` without them."""
+    vision = config.get("vision_config")
+    if not isinstance(vision, dict):
+        raise ModelFolderError(f"{file}: vision_config is missing")
+    return vision
+
+
 def image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     """Return the image processor's settings: processor_config.json comes before a file of their own."""
     nested = (find_json(folder, "processor_config.json") or {}).get("image_processor")

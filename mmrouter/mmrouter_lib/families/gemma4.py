@@ -20,7 +20,7 @@ from mmrouter_lib.families.base.family import (
     register,
 )
 from mmrouter_lib.families.base.layout import check_size
-from mmrouter_lib.model_folder import ModelFolderError, image_processor, whole_number
+from mmrouter_lib.model_folder import ModelFolderError, image_processor, vision_config, whole_number
 
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
@@ -61,9 +61,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     """Return the family of a folder. Raises :class:`ModelFolderError` where its files contradict each other."""
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=MODEL_TYPE)
     file, (processor_file, values) = str(folder / "config.json"), image_processor(folder)
-    vision = config.get("vision_config")
-    if not isinstance(vision, dict):
-        raise ModelFolderError(f"{file}: vision_config is missing")
+    vision = vision_config(file, config)
     if values.get("do_resize") is False:
         raise ModelFolderError(f"{processor_file}: do_resize false is not modelled")
     geometry = []

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from mmrouter_lib.families.base.family import Family, ProcessorLimits, refuse_options, register
 from mmrouter_lib.families.base.layout import check_size
 from mmrouter_lib.families.qwen_vl import smart_resize
-from mmrouter_lib.model_folder import ModelFolderError, image_processor, whole_number
+from mmrouter_lib.model_folder import ModelFolderError, image_processor, vision_config, whole_number
 
 _FRAMES = 2
 _SMALLEST, _LARGEST = 112 * 112, 28 * 28 * 15_000  # pixels of both frames, the processor classes' own defaults
@@ -56,9 +56,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     processor_file, values = image_processor(folder)
     if values.get("do_resize") is False:
         raise ModelFolderError(f"{processor_file}: do_resize false is not modelled")
-    vision = config.get("vision_config")
-    if not isinstance(vision, dict):
-        raise ModelFolderError(f"{file}: vision_config is missing")
+    vision = vision_config(file, config)
     sides = []
     for key, of_network, default in (
         ("patch_size", "patch_size", 14),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mmrouter_lib.families.base.family import Family, ProcessorLimits, PromptImage, refuse_options, register
 from mmrouter_lib.families.base.layout import check_size, size_of, special_id
-from mmrouter_lib.model_folder import ModelFolderError, added_token_id, image_processor, whole_number
+from mmrouter_lib.model_folder import ModelFolderError, added_token_id, image_processor, vision_config, whole_number
 
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
@@ -88,9 +88,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     """Return the family of a folder. Raises :class:`ModelFolderError` where its files contradict each other."""
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=MODEL_TYPE)
     file, (processor_file, values) = str(folder / "config.json"), image_processor(folder)
-    vision = config.get("vision_config")
-    if not isinstance(vision, dict):
-        raise ModelFolderError(f"{file}: vision_config is missing")
+    vision = vision_config(file, config)
     side, patch = (whole_number(file, vision, *pair) for pair in (("image_size", 448), ("patch_size", 14)))
     size = values.get("size") or {"height": 336, "width": 336}
     if size != {"height": side, "width": side} or side % patch:

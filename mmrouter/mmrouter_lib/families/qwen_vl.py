@@ -24,7 +24,7 @@ from mmrouter_lib.families.base.family import (
     refuse_options,
     register,
 )
-from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, whole_number
+from mmrouter_lib.model_folder import ModelFolderError, find_json, image_processor, vision_config, whole_number
 from mmrouter_lib.video_header import VideoHeader
 
 if TYPE_CHECKING:
@@ -154,9 +154,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     file, processor = image_processor(folder)
     patch = whole_number(file, processor, "patch_size", DEFAULT_PATCH)
     merge = whole_number(file, processor, "merge_size", DEFAULT_MERGE)
-    vision = config.get("vision_config")
-    if not isinstance(vision, dict):
-        raise ModelFolderError(f"{folder / 'config.json'}: vision_config is missing")
+    vision = vision_config(str(folder / "config.json"), config)
     network = (vision.get("patch_size", patch), vision.get("spatial_merge_size", merge))
     if network != (patch, merge):
         raise ModelFolderError(

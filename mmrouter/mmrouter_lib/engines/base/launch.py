@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mmrouter_lib.api import EngineType, MMRouterDeployment, Pool
 from typing import Final
 
-from mmrouter_lib.pod_paths import ENGINE_TLS_DIR
+from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, ENGINE_TLS_DIR
 
 HTTP_PORT = 8000
 EVENTS_PORT = 5557
@@ -103,6 +103,16 @@ def tls_flags(dep: "MMRouterDeployment") -> list[str]:
         return []
     pair = [*flag("--ssl-certfile", f"{ENGINE_TLS_DIR}/tls.crt"), *flag("--ssl-keyfile", f"{ENGINE_TLS_DIR}/tls.key")]
     return [*pair, "--enable-ssl-refresh"]
+
+
+def model_flags(dep: "MMRouterDeployment") -> list[str]:
+    """Return the flags of the model's revision, its code and its chat template, which all engine types have alike."""
+    model, template = dep.spec.model, dep.spec.engine.chat_template
+    return [
+        *(flag("--revision", model.revision) if model.volume is None else []),
+        *(["--trust-remote-code"] if model.trust_remote_code else []),
+        *(flag("--chat-template", CHAT_TEMPLATE_PATH) if template is not None else []),
+    ]
 
 
 def uses_plugin(dep: "MMRouterDeployment") -> bool:

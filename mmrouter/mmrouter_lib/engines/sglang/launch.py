@@ -16,10 +16,11 @@ from mmrouter_lib.engines.base.launch import (
     LaunchError,
     events_config,
     flag,
+    model_flags,
     tls_flags,
 )
 from mmrouter_lib.engines.sglang.stage_requests import TRANSFER, urls
-from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR
+from mmrouter_lib.pod_paths import MODEL_DIR
 
 API_KEY_ENV = "SGLANG_API_KEY"  # variable that the --api-key argument expands; the engine itself reads none
 
@@ -64,12 +65,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     ]
     if (device := DEVICES[pool.accelerator.kind].sglang_device) is not None:
         args += flag("--device", device)
-    if model.volume is None:
-        args += flag("--revision", model.revision)
-    if model.trust_remote_code:
-        args.append("--trust-remote-code")
-    if engine.chat_template is not None:
-        args += flag("--chat-template", CHAT_TEMPLATE_PATH)
+    args += model_flags(dep)
     processor = {"min_pixels": engine.processor.min_pixels, "max_pixels": engine.processor.max_pixels}
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-process-config", {"image": set_options})

@@ -23,12 +23,13 @@ from mmrouter_lib.engines.base.launch import (
     LaunchError,
     events_config,
     flag,
+    model_flags,
     plugin_command,
     tls_flags,
     uses_plugin,
 )
 from mmrouter_lib.engines.vllm.embedding_transfer import ec_connector, embedding_cache_bytes, embedding_transfer
-from mmrouter_lib.pod_paths import CHAT_TEMPLATE_PATH, MODEL_DIR, SHARED_DIR
+from mmrouter_lib.pod_paths import MODEL_DIR, SHARED_DIR
 
 
 def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
@@ -58,12 +59,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     args += flag("--limit-mm-per-prompt", {"image": spec.routing.media.max_images, **others})
     if not renders:
         args += flag("--shutdown-timeout", pool.updates.drain_seconds)
-    if model.volume is None:
-        args += flag("--revision", model.revision)
-    if model.trust_remote_code:
-        args.append("--trust-remote-code")
-    if engine.chat_template is not None:
-        args += flag("--chat-template", CHAT_TEMPLATE_PATH)
+    args += model_flags(dep)
     if set_options := engine.processor.model_dump(exclude_none=True):
         args += flag("--mm-processor-kwargs", set_options)
     if spec.transfer != "none" and pool.shared_memory.scope == "node":
