@@ -8,7 +8,6 @@ processes.
 
 import random
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -21,7 +20,6 @@ from campaign.faults.delay import Delay, measured
 from campaign.faults.injection import OF_THE_CLOCK, PROCESSES, Victim, injected, without_clocks
 from campaign.faults.isolation import SHM
 from campaign.faults.observation import LAG, Frontend, Observer, Recorder
-from campaign.target import BrokenPropertyError
 from campaign.targets.faults import DEADLY, MUTE, OBSERVE_SECONDS, SECONDS, TRUTH_SECONDS, WATCH_SECONDS, FaultTarget
 from cluster.load import describe, is_ready
 from cluster.resources import MARK, apply, is_done, resource
@@ -69,12 +67,9 @@ class ChangeFaults(FaultTarget):
     def left_out(cls) -> str:
         return without_clocks()
 
-    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
-        """Draw every fault once at every moment, in any order, before any of them again."""
-        if not self._order:
-            known = [line for line in DRAWS if not (line.split()[1] in OF_THE_CLOCK and clock.missing())]
-            self._order = [f"{line} {source.randrange(1000)}".encode() for line in source.sample(known, len(known))]
-        return self._order.pop()
+    def lines(self, source: random.Random) -> list[str]:
+        known = [line for line in DRAWS if not (line.split()[1] in OF_THE_CLOCK and clock.missing())]
+        return source.sample(known, len(known))
 
     def check(self, data: bytes) -> str:
         command, fault, changed, moment, number = data.decode().split()
@@ -84,9 +79,7 @@ class ChangeFaults(FaultTarget):
         if not began:
             self._start()
         broken = self._fault(command, fault, change, part, moment, int(number), random.Random(data))
-        self.totals["faults"] += 1
-        if broken:
-            raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        self.count(data, broken)
         self._began = True
         return f"{command} {fault} {changed} {moment}"
 

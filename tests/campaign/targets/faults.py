@@ -10,7 +10,6 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +18,7 @@ import httpx
 from campaign.faults import clock
 from campaign.faults.clients import Clients
 from campaign.faults.delay import Delay, measured
+from campaign.faults.drawn_faults import DrawnFaults
 from campaign.faults.injection import (
     OF_A_PROCESS,
     OF_THE_CLOCK,
@@ -30,7 +30,6 @@ from campaign.faults.injection import (
 )
 from campaign.faults.isolation import SHM, isolate, leave
 from campaign.faults.observation import LAG, Observer, Recorder
-from campaign.target import BrokenPropertyError, Target
 from local.rig import deployed, example
 from waiting import repeating
 
@@ -51,16 +50,11 @@ DRAWS = [
 ]
 
 
-class FaultTarget(Target):
+class FaultTarget(DrawnFaults):
     """A target that injects faults into local deployments, isolated from the rest of the machine."""
-
-    short = 0
-    in_process = False
-    limit_s = 1200.0  # above the sum of all waits
 
     def __init__(self) -> None:
         super().__init__()
-        self._order: list[bytes] = []
         self._stack, self._running = ExitStack(), ExitStack()
 
     @classmethod
@@ -154,30 +148,26 @@ class Faults(FaultTarget):
         self._start()
         return self
 
-    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
-        """Draw every fault once, in any order, before any of them again."""
-        if not self._order:
-            self._order = [
-                f"{command} {fault} {load} {source.randrange(1000)}".encode()
-                for command, fault in DRAWS
-                if not (fault in OF_THE_CLOCK and clock.missing())
-                for load in ("idle", "load")
-            ]
-            source.shuffle(self._order)
-        return self._order.pop()
+    def lines(self, source: random.Random) -> list[str]:
+        lines = [
+            f"{command} {fault} {load}"
+            for command, fault in DRAWS
+            if not (fault in OF_THE_CLOCK and clock.missing())
+            for load in ("idle", "load")
+        ]
+        return source.sample(lines, len(lines))
 
     def check(self, data: bytes) -> str:
         command, fault, load, number = data.decode().split()
         dice = random.Random(data)
         broken = self._fault(command, fault, load == "load", int(number), dice)
-        self.totals["faults"] += 1
         if broken:
             try:
                 self._running.close()
                 self._start()
             except Exception as error:  # the next input gets a deployment of another process
                 raise SystemExit(f"{data.decode()}: {broken[:5]}; no new deployment: {error}") from error
-            raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        self.count(data, broken)
         return f"{command} {fault} {load}"
 
     def _start(self) -> None:

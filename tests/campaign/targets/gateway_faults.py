@@ -6,7 +6,6 @@ deployments stand behind a Service; two pickers serve one Envoy, where this mach
 
 import random
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 
 import httpx
@@ -15,7 +14,6 @@ from campaign.faults.clients import Clients
 from campaign.faults.injection import Victim, injected
 from campaign.faults.observation import Observer
 from campaign.faults.restarted import Restarted
-from campaign.target import BrokenPropertyError
 from campaign.targets.faults import SECONDS, SETTLE_SECONDS, WATCH_SECONDS, FaultTarget
 from gateway.gateways import ALIASES, SMALL, Gateway, gateway_process
 from local.load import ready
@@ -57,13 +55,10 @@ class GatewayFaults(FaultTarget):
         reason = _without_envoy()
         return f"without pickers: {reason}" if reason else ""
 
-    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
-        """Draw every fault once before any of them again, those of a kind one after the other."""
-        if not self._order:
-            kinds = ["gateway"] if _without_envoy() else source.sample(["gateway", "picker"], 2)
-            drawn = [f"{kind} {fault}" for kind in kinds for fault in source.sample(FAULTS, len(FAULTS))]
-            self._order = [f"{line} {source.randrange(1000)}".encode() for line in drawn]
-        return self._order.pop()
+    def lines(self, source: random.Random) -> list[str]:
+        """Return the lines of a kind one after the other, so that one start serves them."""
+        kinds = ["gateway"] if _without_envoy() else source.sample(["gateway", "picker"], 2)
+        return [f"{kind} {fault}" for kind in kinds for fault in source.sample(FAULTS, len(FAULTS))]
 
     def check(self, data: bytes) -> str:
         kind, fault, number = data.decode().split()
@@ -71,9 +66,7 @@ class GatewayFaults(FaultTarget):
         if kind != known:
             self._start(kind)
         broken = self._fault(kind, fault, int(number), random.Random(data))
-        self.totals["faults"] += 1
-        if broken:
-            raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        self.count(data, broken)
         self._kind = kind
         return f"{kind} {fault}"
 

@@ -9,7 +9,6 @@ are too new for a clock that is an hour late.
 import random
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -19,9 +18,9 @@ from artefacts import run_tool
 from campaign.faults import clock
 from campaign.faults.cluster_pods import ROOT, missing_programs
 from campaign.faults.delay import measured
+from campaign.faults.drawn_faults import DrawnFaults
 from campaign.faults.injection import OF_THE_CLOCK, Victim, injected, without_clocks
 from campaign.faults.restarted import Restarted
-from campaign.target import BrokenPropertyError, Target
 from cluster.changes import CHANGES, Change, runs, settled
 from cluster.controlplane import ControlPlane, control_plane
 from cluster.deployments import LABEL, pod_metrics
@@ -42,17 +41,13 @@ SETTLE_SECONDS = 120.0  # of the rest, as in the tests of the level cluster
 WATCH_SECONDS = 0.2
 
 
-class OperatorFaults(Target):
+class OperatorFaults(DrawnFaults):
     """One control plane and, beside the namespace of each input, one per change in which nothing is disturbed."""
 
     name = "operator_faults"
-    short = 0
-    in_process = False
-    limit_s = 1200.0  # above the sum of all waits
 
     def __init__(self) -> None:
         super().__init__()
-        self._order: list[bytes] = []
         self._undisturbed: dict[str, str] = {}
         self._stack = ExitStack()
 
@@ -85,22 +80,17 @@ class OperatorFaults(Target):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
-        """Draw every fault once in every change, in any order, before any of them again."""
-        if not self._order:
-            known = [fault for fault in FAULTS if not (fault in OF_THE_CLOCK and clock.missing())]
-            lines = [f"{fault} {change} {source.randrange(1000)}" for fault in known for change in ALL]
-            self._order = [line.encode() for line in source.sample(lines, len(lines))]
-        return self._order.pop()
+    def lines(self, source: random.Random) -> list[str]:
+        known = [fault for fault in FAULTS if not (fault in OF_THE_CLOCK and clock.missing())]
+        lines = [f"{fault} {change}" for fault in known for change in ALL]
+        return source.sample(lines, len(lines))
 
     def check(self, data: bytes) -> str:
         fault, name, _ = data.decode().split()
         wanted = self._undisturbed.get(name) or self._undisturbed.setdefault(name, self._change_without_fault(name))
         with self._plane.namespace() as namespace:
             broken = self._fault(fault, ALL[name], namespace, wanted, random.Random(data))
-        self.totals["faults"] += 1
-        if broken:
-            raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        self.count(data, broken)
         return f"{fault} {name}"
 
     def _change_without_fault(self, name: str) -> str:

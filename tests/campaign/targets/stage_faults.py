@@ -6,13 +6,11 @@ workers promise under faults is the target ``faults``; here every engine that a 
 
 import random
 import time
-from collections.abc import Sequence
 
 import httpx
 from campaign.faults.clients import Clients
 from campaign.faults.injection import Victim, injected
 from campaign.faults.isolation import SHM
-from campaign.target import BrokenPropertyError
 from campaign.targets.faults import SECONDS, WATCH_SECONDS, FaultTarget
 from local.rig import example
 
@@ -36,24 +34,19 @@ class StageFaults(FaultTarget):
         super().__init__()
         self._example = ""
 
-    def draw(self, source: random.Random, kept: Sequence[bytes]) -> bytes:
-        """Draw every fault once before any of them again, those of an example one after the other."""
-        if not self._order:
-            examples = source.sample(list(STAGES), len(STAGES))
-            drawn = source.sample(DRAWS, len(DRAWS))
-            drawn.sort(key=lambda line: examples.index(line.split()[0]))
-            self._order = [f"{line} {source.randrange(1000)}".encode() for line in drawn]
-        return self._order.pop()
+    def lines(self, source: random.Random) -> list[str]:
+        """Return the lines of an example one after the other, so that one start serves them."""
+        examples = source.sample(list(STAGES), len(STAGES))
+        drawn = source.sample(DRAWS, len(DRAWS))
+        return sorted(drawn, key=lambda line: examples.index(line.split()[0]))
 
     def check(self, data: bytes) -> str:
         file, pool, fault, number = data.decode().split()
         broken = [] if file == self._example else self._replace(file)
         broken += self._fault(pool, fault, int(number), random.Random(data))
-        self.totals["faults"] += 1
         if broken or not self._order:  # else a later input ends the deployment
             broken += self._end()
-        if broken:
-            raise BrokenPropertyError(f"{data.decode()}: " + "; ".join(broken[:5]))
+        self.count(data, broken)
         return f"{file} {pool} {fault}"
 
     def _replace(self, file: str) -> list[str]:
