@@ -206,6 +206,13 @@ def open_chat(deployment: Deployment, kind: type[Chat] = Chat, **options: Any) -
         yield kind("demo", stack.enter_context(deployment.client(**options)), controls)
 
 
+@pytest.fixture
+def chat(settled: Deployment) -> Iterator[Chat]:
+    """A chat with the deployment that the fixture ``settled`` returns."""
+    with open_chat(settled) as chat:
+        yield chat
+
+
 def assert_whole(first: Seen, again: Seen) -> None:
     """Raise ``AssertionError`` unless ``again`` found all of itself where ``first`` went."""
     assert again.reusable <= again.overlap <= again.blocks == first.blocks

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 from local.rig import ROOT, Deployment, running
-from scenarios import Chat, open_chat, web
+from scenarios import chat, web
 from waiting import wait_for
 
 from mmrouter_cli.local.envoy import find_envoy
 from mmrouter_cli.local.folders import LocalError
 
-__all__ = ["web"]
+__all__ = ["chat", "web"]
 
 START_SECONDS = 180
 
@@ -34,9 +34,3 @@ def gateway(envoy: str) -> Iterator[Deployment]:
 def settled(gateway: Deployment) -> Deployment:
     wait_for(gateway.settled, 120, "every worker is verified on every frontend")
     return gateway
-
-
-@pytest.fixture
-def chat(settled: Deployment) -> Iterator[Chat]:
-    with open_chat(settled) as chat:
-        yield chat

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from local.rig import ROOT, Deployment, running
-from scenarios import Chat, open_chat, web
+from scenarios import chat, web
 from waiting import wait_for
 
-__all__ = ["web"]
+__all__ = ["chat", "web"]
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +23,6 @@ def demo() -> Iterator[Deployment]:
 def settled(demo: Deployment) -> Deployment:
     wait_for(demo.settled, 60, "every worker is verified on every frontend")
     return demo
-
-
-@pytest.fixture
-def chat(settled: Deployment) -> Iterator[Chat]:
-    with open_chat(settled) as chat:
-        yield chat
 
 
 @pytest.fixture

@@ -96,6 +96,18 @@ class Streaming(LoopbackEngine):
             writer.write(b"%x\r\n%s\r\n" % (len(data), data))
 
 
+@asynccontextmanager
+async def streaming():
+    """Begin a stream through a gateway; yield the gateway, the frontend and the answer."""
+    frontend = Streaming()
+    await frontend.serve()
+    async with running(deployment("a", frontend.ip)) as it:
+        body = {"model": "a", "messages": MESSAGES, "stream": True}
+        async with it.client.stream("POST", it.url + CHAT, json=body) as answer:
+            yield it, frontend, answer
+    frontend.close()
+
+
 class Breaking(LoopbackEngine):
     """A frontend that closes the connection of the first ``faults`` requests without an answer."""
 
@@ -167,32 +179,23 @@ async def test_the_model_list_of_the_official_client_is_the_union():
 
 
 async def test_an_answer_is_passed_on_as_it_arrives_and_ends_as_the_frontends_does():
-    frontend = Streaming()
-    await frontend.serve()
-    async with running(deployment("a", frontend.ip)) as it:
-        body = {"model": "a", "messages": MESSAGES, "stream": True}
-        async with it.client.stream("POST", it.url + CHAT, json=body) as answer:
-            pieces = answer.aiter_raw()
-            for number in range(3):
-                frontend.pieces.put_nowait(b"data: %d\n\n" % number)
-                assert await anext(pieces) == b"data: %d\n\n" % number
-            assert it.gateway.forwarding.budget.used == 0  # the request's body is not held while its answer streams
-            frontend.pieces.put_nowait(None)
-            assert [piece async for piece in pieces] == []
-    frontend.close()
+    async with streaming() as (it, frontend, answer):
+        pieces = answer.aiter_raw()
+        for number in range(3):
+            frontend.pieces.put_nowait(b"data: %d\n\n" % number)
+            assert await anext(pieces) == b"data: %d\n\n" % number
+        assert it.gateway.forwarding.budget.used == 0  # the request's body is not held while its answer streams
+        frontend.pieces.put_nowait(None)
+        assert [piece async for piece in pieces] == []
 
 
 async def test_a_client_that_leaves_ends_its_request_at_the_frontend():
-    frontend = Streaming()
-    await frontend.serve()
-    async with running(deployment("a", frontend.ip)) as it:
-        body = {"model": "a", "messages": MESSAGES, "stream": True}
-        async with it.client.stream("POST", it.url + CHAT, json=body) as answer:
-            frontend.pieces.put_nowait(b"data: 1\n\n")
-            await anext(answer.aiter_raw())
+    async with streaming() as (it, frontend, answer):
+        frontend.pieces.put_nowait(b"data: 1\n\n")
+        await anext(answer.aiter_raw())
+        await answer.aclose()
         await until(lambda: frontend.left)
         await until(lambda: counts(it.metrics.requests, "deployment", "code") == {("a", "499"): 1})
-    frontend.close()
 
 
 async def test_large_bodies_pass_whole_and_those_above_the_limit_are_refused():
@@ -252,20 +255,15 @@ async def test_a_failure_of_the_gateway_has_openais_shape_and_is_counted(monkeyp
 
 
 async def test_an_answer_that_breaks_off_is_not_sent_again_and_ends_the_clients_connection():
-    frontend = Streaming()
-    await frontend.serve()
-    async with running(deployment("a", frontend.ip)) as it:
-        body = {"model": "a", "messages": MESSAGES, "stream": True}
-        async with it.client.stream("POST", it.url + CHAT, json=body) as answer:
-            frontend.pieces.put_nowait(b"data: 1\n\n")
-            pieces = answer.aiter_raw()
+    async with streaming() as (it, frontend, answer):
+        frontend.pieces.put_nowait(b"data: 1\n\n")
+        pieces = answer.aiter_raw()
+        await anext(pieces)
+        frontend.pieces.put_nowait(b"")
+        with pytest.raises(httpx.RemoteProtocolError):
             await anext(pieces)
-            frontend.pieces.put_nowait(b"")
-            with pytest.raises(httpx.RemoteProtocolError):
-                await anext(pieces)
         assert len(frontend.requests) == 1
         await until(lambda: ("a", "broken_off") in counts(it.metrics.requests, "deployment", "code"))
-    frontend.close()
 
 
 async def test_paths_that_no_frontend_serves_are_refused_without_one():
