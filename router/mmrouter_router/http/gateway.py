@@ -11,7 +11,7 @@ from mmrouter_router.http.engine_connection import Body, Sink
 
 
 class GatewayAnswer(Protocol):
-    """An engine's answer as the gateway passes it on; the same interface as :class:`.upstream.Answer`."""
+    """An engine's answer as the gateway passes it on: what the router uses of an :class:`.upstream.Answer`."""
 
     @property
     def status(self) -> int: ...
@@ -27,8 +27,6 @@ class GatewayAnswer(Protocol):
     async def piece(self) -> bytes: ...
 
     async def pour(self, sink: Sink) -> None: ...
-
-    async def read(self, limit: int) -> bytes: ...
 
     def close(self) -> None: ...
 

@@ -202,11 +202,5 @@ class EngineAnswer:
         while piece := await self.piece():
             sink.write(piece)
 
-    async def read(self, limit: int) -> bytes:
-        data = bytearray()
-        while len(data) < limit and (piece := await self.piece()):
-            data += piece
-        return bytes(data[:limit])
-
     def close(self) -> None:
         """Release nothing: the end of the stream ends the exchange."""
