@@ -1,5 +1,6 @@
 """Wait for a condition, with a bound that only ends a hang. Act in threads beside what waits."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +37,13 @@ def wait_for(
             more = f"\n{known()}" if known is not None else ""
             raise TimeoutError(f"not within {PATIENCE * seconds:g} s: {what}{more}")
         time.sleep(every or min(LONGEST, max(0.02, SHARE * (time.monotonic() - began))))
+
+
+async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    """Wait in an event loop until a condition holds. Raises ``TimeoutError``; the bound only ends a hang."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import pytest
 from cluster.controlplane import API_PORT, ControlPlane
 from cluster.deployments import MERGE
 from cluster.resources import make_account
-from waiting import wait_for
+from waiting import until, wait_for
 
 from mmrouter_router.core.settings import ApiServer
 from mmrouter_router.fleet.membership import Membership, watch_pods
@@ -90,11 +90,6 @@ class Watch:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def until(self, condition, seconds: float = 20.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await asyncio.sleep(0.01)
-
 
 @pytest.fixture
 def world(cluster: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[World]:
@@ -108,27 +103,27 @@ async def test_pods_come_change_and_go(world: World) -> None:
     uid = await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     await to_thread(world.pod, "other", deployment="other", podIP="10.0.0.9", phase="Running")
     async with Watch(world).running() as watch:
-        await watch.until(lambda: watch.names() == ["w0"])
+        await until(lambda: watch.names() == ["w0"])
         member = watch.now.members[0]
         facts = (member.uid, member.ip, member.pool, member.node, member.ready)
         assert facts == (uid, "10.0.0.1", "worker", NODE, False)
 
         started = {"name": "sidecar", "started": True, "ready": True, "image": "", "imageID": "", "restartCount": 0}
         await to_thread(world.status, "w0", initContainerStatuses=[started])
-        await watch.until(lambda: watch.now.members[0].ready)
+        await until(lambda: watch.now.members[0].ready)
 
         await to_thread(world.pod, "w1")
         await to_thread(world.status, "w1", podIP="10.0.0.2", phase="Running")
-        await watch.until(lambda: watch.names() == ["w0", "w1"])
+        await until(lambda: watch.names() == ["w0", "w1"])
 
         await to_thread(world.delete, "w0", 30)
-        await watch.until(lambda: watch.now.members[0].draining)
+        await until(lambda: watch.now.members[0].draining)
         assert watch.names() == ["w0", "w1"]
         await to_thread(world.delete, "w0", 0)
-        await watch.until(lambda: watch.names() == ["w1"])
+        await until(lambda: watch.names() == ["w1"])
 
         await to_thread(world.status, "w1", phase="Failed")
-        await watch.until(lambda: watch.names() == [])
+        await until(lambda: watch.names() == [])
         assert watch.metrics.registry.get_sample_value("mmrouter_discovery_synced") == 1
 
 
@@ -136,37 +131,37 @@ async def test_peers_are_the_other_frontends_and_the_own_pods_end_is_reported(wo
     own = await to_thread(world.pod, OWN, "frontend", podIP="10.0.1.1", phase="Running")
     await to_thread(world.pod, "demo-frontend-1", "frontend", podIP="10.0.1.2", phase="Running")
     async with Watch(world, own).running() as watch:
-        await watch.until(lambda: watch.told)
+        await until(lambda: watch.told)
         assert [peer.name for peer in watch.now.peers] == ["demo-frontend-1"]
         assert not watch.now.leaving
         await to_thread(world.delete, OWN, 30)
-        await watch.until(lambda: watch.now.leaving)
+        await until(lambda: watch.now.leaving)
 
 
 async def test_no_pod_is_dropped_while_the_api_server_restarts_and_changes_follow(world: World) -> None:
     await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     async with Watch(world).running() as watch:
-        await watch.until(lambda: watch.names() == ["w0"])
+        await until(lambda: watch.names() == ["w0"])
         await to_thread(world.cluster.stop, "apiserver")
-        await watch.until(lambda: watch.errors("unreachable") >= 2)
+        await until(lambda: watch.errors("unreachable") >= 2)
         assert watch.metrics.registry.get_sample_value("mmrouter_discovery_synced") == 0
         await to_thread(world.cluster.start, "apiserver")
         await to_thread(world.pod, "w1", podIP="10.0.0.2", phase="Running")
-        await watch.until(lambda: watch.names() == ["w0", "w1"], 40)
+        await until(lambda: watch.names() == ["w0", "w1"])
         assert all("w0" in [member.name for member in roster.members] for roster in watch.told)
 
 
 async def test_a_version_that_the_server_has_forgotten_begins_with_a_new_list(world: World) -> None:
     await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     async with Watch(world).running() as watch:
-        await watch.until(lambda: watch.names() == ["w0"])
+        await until(lambda: watch.names() == ["w0"])
         # The server's memory begins with its start, and something was written after the last event of this watch.
         other = f"/api/v1/namespaces/{world.namespace}/configmaps"
         (await to_thread(world.cluster.request, "POST", other, {"metadata": {"name": "c"}})).raise_for_status()
         await to_thread(world.cluster.restart_apiserver)
-        await watch.until(lambda: watch.errors("expired"), 40)
+        await until(lambda: watch.errors("expired"))
         await to_thread(world.delete, "w0", 0)
-        await watch.until(lambda: watch.names() == [])
+        await until(lambda: watch.names() == [])
 
 
 async def test_a_token_is_read_again_and_a_wrong_one_drops_no_pod(world: World) -> None:
@@ -174,17 +169,17 @@ async def test_a_token_is_read_again_and_a_wrong_one_drops_no_pod(world: World) 
     good = (world.server.folder / "token").read_text()
     world.token("not.a.token")
     async with Watch(world).running() as watch:
-        await watch.until(lambda: watch.errors("unauthorized") >= 2)
+        await until(lambda: watch.errors("unauthorized") >= 2)
         assert watch.told == []
         world.token(good)
-        await watch.until(lambda: watch.names() == ["w0"], 30)
+        await until(lambda: watch.names() == ["w0"])
 
 
 async def test_without_the_role_nothing_is_known_and_the_reason_is_counted(world: World) -> None:
     rbac = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{world.namespace}/rolebindings/{ACCOUNT}"
     await to_thread(world.cluster.request, "DELETE", rbac)
     async with Watch(world).running() as watch:
-        await watch.until(lambda: watch.errors("forbidden") >= 2)
+        await until(lambda: watch.errors("forbidden") >= 2)
         assert watch.told == []
 
 
@@ -192,7 +187,7 @@ async def test_an_idle_deployment_costs_one_list_and_one_watch(world: World) -> 
     began = time.time()
     await to_thread(world.pod, "w0", podIP="10.0.0.1", phase="Running")
     async with Watch(world).running() as watch:
-        await watch.until(lambda: watch.names() == ["w0"])
+        await until(lambda: watch.names() == ["w0"])
         await asyncio.sleep(2)
         assert len(watch.told) == 1
     user = f"system:serviceaccount:{world.namespace}:{ACCOUNT}"

@@ -10,7 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 from aiohttp import web
-from unit.router.rig import loopback, until
+from unit.router.rig import loopback
+from waiting import until
 
 from mmrouter_cli.local.envoy import envoy_config
 from mmrouter_router.http.certificate import self_signed

@@ -11,7 +11,8 @@ import pytest
 from gateway.epp import driver
 from gateway.epp.driver import LIMIT, Driver, Talk, out_of_order
 from gateway.epp.test_mutations import ENDS, SEED, SEQUENCES, drawn
-from unit.router.rig import loopback, until
+from unit.router.rig import loopback
+from waiting import until
 
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.picker.frontends import FrontendChoice

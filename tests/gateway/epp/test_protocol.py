@@ -11,7 +11,8 @@ import grpc.aio
 import pytest
 from gateway.epp import driver
 from gateway.epp.driver import DESTINATION, LIMIT, Talk, out_of_order
-from unit.router.rig import loopback, until, value
+from unit.router.rig import loopback, value
+from waiting import until
 
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.intake import PARSERS

@@ -5,11 +5,12 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from mmrouter_cli.local.folders import network_namespace, run_root
 from mmrouter_cli.local.gateway import discover
@@ -33,12 +34,6 @@ def no_free_descriptor() -> Iterator[None]:
         for descriptor in taken:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_deployments_stay_while_no_descriptor_is_free_and_go_with_their_files(

@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from unit.router.frontend import PORT, Frontend
+from waiting import until
 
 from mmrouter_operator.cluster.frontend_stream_reader import FrontendStreams
 from mmrouter_operator.model.snapshot import FrontendReport, SharedReport, WorkerReport
@@ -24,15 +25,10 @@ class Operator:
         self.streams = FrontendStreams(self.changes.append, last_backoff=0.3, **options)
         self.aclose = self.streams.close
 
-    async def until(self, condition, seconds: float = 10.0) -> None:
-        async with asyncio.timeout(seconds):
-            while not condition():
-                await asyncio.sleep(0.005)
-
     async def follow(self, ip: str, token: str = "t") -> None:
         """Follow one frontend, and wait for its report."""
         self.streams.follow(KEY, {"f1": ip}, token)
-        await self.until(self.report)
+        await until(self.report)
 
     def report(self, uid: str = "f1") -> FrontendReport | None:
         return self.streams.reports(KEY)[uid]
@@ -86,7 +82,7 @@ async def test_a_routers_report_arrives_whole_and_typed():
         router.counts.update(decisions=1, exact_decisions=1, prompt_blocks=7, hit_blocks=3)
         op.streams.follow(KEY, {"f1": router.ip}, "t")
         assert op.streams.reports(KEY) == {"f1": None}
-        await op.until(op.report)
+        await until(op.report)
         report = op.report()
         assert (report.router, report.ready) == ("r", True)
         assert report.workers["uid-a"] == WorkerReport("uid-a", "worker", "worker", True, "True")
@@ -106,7 +102,7 @@ async def test_a_change_is_reported_once_and_a_heartbeat_never():
             await asyncio.sleep(0.02)
         assert op.changes == [KEY]
         router.beat(worker, canary="True")
-        await op.until(lambda: len(op.changes) == 2)
+        await until(lambda: len(op.changes) == 2)
         assert op.report().workers["uid-a"].verified == "True"
 
 
@@ -134,9 +130,9 @@ async def test_a_frontend_that_restarts_keeps_its_report_and_equal_news_are_no_c
             await op.follow(router.ip)
         assert op.report() is not None
         async with frontend(ip=router.ip) as successor:
-            await op.until(lambda: successor.connections)
+            await until(lambda: successor.connections)
             successor.worker("a")
-            await op.until(lambda: op.report().workers)
+            await until(lambda: op.report().workers)
         assert len(op.changes) == 2
 
 
@@ -144,7 +140,7 @@ async def test_a_frontend_that_stays_away_has_no_report_after_a_while():
     async with operator(hold_seconds=0.3) as op:
         async with frontend() as router:
             await op.follow(router.ip)
-        await op.until(lambda: op.report() is None)
+        await until(lambda: op.report() is None)
         assert op.changes == [KEY, KEY]
 
 
@@ -153,7 +149,7 @@ async def test_what_is_forgotten_is_disconnected_and_heard_no_more():
         await op.follow(router.ip)
         op.streams.forget(KEY)
         assert op.streams.reports(KEY) == {}
-        await op.until(lambda: router.connections == 0)
+        await until(lambda: router.connections == 0)
         router.worker("a")
         await asyncio.sleep(0.5)
         assert op.changes == [KEY]
@@ -163,18 +159,18 @@ async def test_every_frontend_has_its_own_report_and_one_that_left_the_list_is_d
     async with frontend() as one, frontend() as two, operator() as op:
         one.worker("a")
         op.streams.follow(KEY, {"f1": one.ip, "f2": two.ip}, "t")
-        await op.until(lambda: all(op.streams.reports(KEY).values()))
+        await until(lambda: all(op.streams.reports(KEY).values()))
         assert [len(op.report(uid).workers) for uid in ("f1", "f2")] == [1, 0]
         op.streams.follow(KEY, {"f2": two.ip}, "t")
         assert set(op.streams.reports(KEY)) == {"f2"}
-        await op.until(lambda: one.connections == 0)
+        await until(lambda: one.connections == 0)
         assert two.connections == 1
 
 
 async def test_a_connection_that_says_nothing_is_made_anew():
     async with speaking(head() + EVENT, pause=30) as (ip, seen), operator(silent_seconds=0.2) as op:
         op.streams.follow(KEY, {"f1": ip}, "t")
-        await op.until(lambda: len(seen) >= 3)
+        await until(lambda: len(seen) >= 3)
         assert op.changes == [KEY]
 
 
@@ -193,7 +189,7 @@ async def test_a_connection_that_says_nothing_is_made_anew():
 async def test_what_is_no_report_is_no_report_and_the_attempts_go_on(sent):
     async with speaking(sent) as (ip, seen), operator() as op:
         op.streams.follow(KEY, {"f1": ip}, "t")
-        await op.until(lambda: len(seen) >= 3)
+        await until(lambda: len(seen) >= 3)
         assert (op.report(), op.changes) == (None, [])
 
 
@@ -205,12 +201,12 @@ async def test_a_listener_that_fails_leaves_no_frontend_deaf(caplog):
         if len(changes) == 1:
             raise RuntimeError("a fault of ours")
 
-    async with frontend() as router, operator() as op:
+    async with frontend() as router:
         streams = FrontendStreams(listener, last_backoff=0.3)
         streams.follow(KEY, {"f1": router.ip}, "t")
-        await op.until(lambda: changes)
+        await until(lambda: changes)
         router.worker("a")
-        await op.until(lambda: (report := streams.reports(KEY)["f1"]) and report.workers and len(changes) >= 2)
+        await until(lambda: (report := streams.reports(KEY)["f1"]) and report.workers and len(changes) >= 2)
         await streams.close()
     assert "a fault of ours" in caplog.text
 
@@ -222,7 +218,7 @@ async def test_the_token_does_not_follow_a_redirect():
         operator() as op,
     ):
         op.streams.follow(KEY, {"f1": ip}, "secret")
-        await op.until(lambda: len(seen) >= 2)
+        await until(lambda: len(seen) >= 2)
         assert "Bearer secret" in seen[0]
         assert asked == []
 
@@ -238,12 +234,12 @@ async def test_every_frontend_has_the_newest_status_also_one_that_comes_later_or
             op.streams.publish(KEY, {"phase": "unfollowed"})
             await op.follow(one.ip)
             op.streams.publish(KEY, {"phase": "Starting"})
-            await op.until(lambda: phase(one) == "Starting")
+            await until(lambda: phase(one) == "Starting")
             op.streams.publish(KEY, {"phase": "Ready"})
             op.streams.follow(KEY, {"f1": one.ip, "f2": two.ip}, "t")
-            await op.until(lambda: phase(one) == phase(two) == "Ready")
+            await until(lambda: phase(one) == phase(two) == "Ready")
         async with frontend(ip=two.ip) as again:
-            await op.until(lambda: phase(again) == "Ready")
+            await until(lambda: phase(again) == "Ready")
 
 
 async def test_an_equal_status_is_not_sent_again():
@@ -253,7 +249,7 @@ async def test_an_equal_status_is_not_sent_again():
             op.streams.publish(KEY, {"phase": name})
             for _ in range(10):
                 await asyncio.sleep(0)  # turns of the loop, in which a request would begin
-            await op.until(lambda requests=requests: len(seen) >= requests)
+            await until(lambda requests=requests: len(seen) >= requests)
         lengths = [len(f'{{"phase":"{name}"}}') for name in ("Ready", "Degraded")]
         assert [int(request.lower().split("content-length: ")[1].split()[0]) for request in seen[1:]] == lengths
 

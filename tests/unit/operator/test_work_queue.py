@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from waiting import until
 
 from mmrouter_operator.cluster.work_queue import (
     FIRST_BACKOFF,
@@ -155,12 +156,6 @@ async def started(workers: Workers, *keys: Key) -> AsyncIterator[None]:
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-async def until(condition, seconds: float = 15.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_no_more_keys_run_at_a_time_than_allowed_and_none_twice() -> None:

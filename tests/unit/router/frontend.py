@@ -4,7 +4,8 @@ import asyncio
 from array import array
 from collections import Counter
 
-from unit.router.rig import IDS, Rig, loopback, prepared, synced, until
+from unit.router.rig import IDS, Rig, loopback, prepared, synced
+from waiting import until
 
 from mmrouter_router.api import control_port
 from mmrouter_router.api.live_view import LiveView

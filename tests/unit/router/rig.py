@@ -15,6 +15,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from unit.router.certificates import HOST
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_lib.api import parse_deployment
@@ -43,12 +44,6 @@ def loopback() -> str:
     """A loopback address that no other server of this process has."""
     number = next(_hosts)
     return f"127.{100 + number // 250}.{os.getpid() % 250}.{number % 250 + 1}"
-
-
-async def until(condition, seconds: float = 15.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 async def refused(asked, kind=RequestError):

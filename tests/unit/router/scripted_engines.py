@@ -3,8 +3,9 @@
 import asyncio
 from array import array
 
-from unit.router.rig import LoopbackEngine, cancelled, fingerprint, resource, synced, until
+from unit.router.rig import LoopbackEngine, cancelled, fingerprint, resource, synced
 from unit.router.rig import http_answer as answer
+from waiting import until
 
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_router.dispatch.engine_client import EngineClient

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.rig import PORT, at_rest, unlimited, until
+from unit.router.rig import PORT, at_rest, unlimited
 from unit.router.test_hostile_clients import END, FRAMED, LIMIT, LINES, POST, Front, answer_to, connected, request
+from waiting import until
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation

@@ -5,9 +5,10 @@ import dataclasses
 import json
 
 import pytest
-from unit.router.rig import BLOCK, IDS, SEED, counts, fingerprint, outcomes, spans_of, until
+from unit.router.rig import BLOCK, IDS, SEED, counts, fingerprint, outcomes, spans_of
 from unit.router.scripted_engines import DIES, HANGS
 from unit.router.streams.test_answer import DONE, Engine, received
+from waiting import until
 
 from mmrouter_lib.engines.base.continuation import AnswerTraits
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION

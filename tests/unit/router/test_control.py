@@ -6,7 +6,8 @@ import json
 import httpx
 import pytest
 from unit.router.frontend import PORT, Frontend, Reports
-from unit.router.rig import Engine, counts, prepared, running, until
+from unit.router.rig import Engine, counts, prepared, running
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_router.api.control_port import state_of

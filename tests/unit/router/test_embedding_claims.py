@@ -5,8 +5,9 @@ from collections import Counter
 from itertools import count
 
 import pytest
-from unit.router.rig import cancelled, running, until
+from unit.router.rig import cancelled, running
 from unit.router.test_encoders import Pool, shown
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_router.encoding import embedding_claims

@@ -4,7 +4,8 @@ import asyncio
 import json
 
 import pytest
-from unit.router.rig import cancelled, heartbeat, refused, running, until
+from unit.router.rig import cancelled, heartbeat, refused, running
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_router.encoding.encoder_pods import ANNOUNCE_AGAIN_SECONDS, EncoderAnnouncer, heard_encoders

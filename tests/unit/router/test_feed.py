@@ -17,7 +17,8 @@ import zmq
 import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.router.rig import loopback, running, until
+from unit.router.rig import loopback, running
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import pack_keys, unpack_keys

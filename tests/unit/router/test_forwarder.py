@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
-from unit.router.rig import BLOCK, fingerprint, no_free_descriptors, outcomes, refused, spans_of, until, value
+from unit.router.rig import BLOCK, fingerprint, no_free_descriptors, outcomes, refused, spans_of, value
 from unit.router.rig import http_answer as answer
 from unit.router.scripted_engines import DIES, OK
+from waiting import until
 
 BUSY = answer(503, b"busy")
 DRAINING = answer(500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}')

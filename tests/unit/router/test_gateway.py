@@ -18,8 +18,8 @@ from unit.router.rig import (
     http_answer,
     loopback,
     no_free_descriptors,
-    until,
 )
+from waiting import until
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_lib.tls_context import server_context

@@ -10,7 +10,8 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from unit.router.rig import LoopbackServer, unlimited, until
+from unit.router.rig import LoopbackServer, unlimited
+from waiting import until
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, AsgiClient, ClientGoneError

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.frontend import PORT, Frontend
-from unit.router.rig import BLOCK, IDS, KEYS, counts, until
+from unit.router.rig import BLOCK, IDS, KEYS, counts
+from waiting import until
 
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_router.api.live_page import FOLDER, PATH

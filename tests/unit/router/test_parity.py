@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from unit.router.rig import Rig, counts, running, until, value
+from unit.router.rig import Rig, counts, running, value
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import Span, block_keys

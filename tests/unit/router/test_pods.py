@@ -12,7 +12,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from cluster.access import make_keys
-from unit.router.rig import running, until
+from unit.router.rig import running
+from waiting import until
 
 from mmrouter_kube import list_watch
 from mmrouter_router.core.settings import ApiServer

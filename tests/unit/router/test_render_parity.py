@@ -14,8 +14,9 @@ import pytest
 import uvicorn
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from unit.router.rig import cancelled, loopback, until, value
+from unit.router.rig import cancelled, loopback, value
 from unit.router.test_prepare import MODEL, image, prepare, text  # noqa: F401  (a fixture)
+from waiting import until
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.base.adapter import ImageRewrite

@@ -4,7 +4,8 @@ import asyncio
 import json
 
 import pytest
-from unit.router.rig import LoopbackEngine, cancelled, http_answer, refused, until
+from unit.router.rig import LoopbackEngine, cancelled, http_answer, refused
+from waiting import until
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.media_identity import to_wire

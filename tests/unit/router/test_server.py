@@ -14,8 +14,9 @@ from typing import Final
 import httpx
 import pytest
 import uvloop
-from unit.router.rig import PORT, Engine, LoopbackServer, loopback, no_free_descriptors, unlimited, until
+from unit.router.rig import PORT, Engine, LoopbackServer, loopback, no_free_descriptors, unlimited
 from uvicorn.config import STARTUP_FAILURE
+from waiting import until
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.http import server as http_server

@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
-from unit.router.rig import cancelled, outcomes, refused, spans_of, until, value
+from unit.router.rig import cancelled, outcomes, refused, spans_of, value
 from unit.router.rig import http_answer as answer
 from unit.router.scripted_engines import DIES, HANGS, IDS, KEYS, MEETS, NAMED, OK, ROOM, SEED, SOON, STREAMED, WRONG
+from waiting import until
 
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.dispatch.stages import ForwardCall

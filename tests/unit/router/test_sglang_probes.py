@@ -2,9 +2,9 @@
 
 import pytest
 from unit.router.rig import http_answer as answer
-from unit.router.rig import until
 from unit.router.scripted_engines import DIES, HANGS, IDS, MEETS, ROOM, SOON, Rig
 from unit.router.test_prepare import settings
+from waiting import until
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_router.fleet.workers import Target

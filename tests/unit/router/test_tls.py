@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from unit.router import test_connection as plain
 from unit.router.certificates import certificate, trusting, write_secret
-from unit.router.rig import PORT, LoopbackServer, until
+from unit.router.rig import PORT, LoopbackServer
 from unit.router.test_hostile_clients import answer_to
 from unit.router.test_server import Holding, cold, in_uvloop
+from waiting import until
 
 from mmrouter_lib.tls_context import CertificateError
 from mmrouter_router.http import server as http_server

@@ -9,7 +9,8 @@ import struct
 import pytest
 import pytest_asyncio
 import uvloop
-from unit.router.rig import http_answer, refused, until
+from unit.router.rig import http_answer, refused
+from waiting import until
 
 from mmrouter_router.http.engine_connection import HEAD_LIMIT, HIGH_WATER, UpstreamError
 from mmrouter_router.http.upstream import Upstream

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.router.rig import cancelled, until
+from unit.router.rig import cancelled
+from waiting import until
 
 from mmrouter_router.dispatch.waiting_line import WaitingLine
 from mmrouter_router.scheduling.placer import QueueFullError

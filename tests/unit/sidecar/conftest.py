@@ -71,13 +71,6 @@ def batch(*events: Any, rank: int = 0, ts: float = 1.0) -> bytes:
     return msgspec.msgpack.encode([ts, list(events), rank])
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds; the limit ends a hang, no more."""
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 class FakeEngine:
     """A publisher with vLLM's sockets: PUB that connects, ROUTER that replays, numbers from 0."""
 

@@ -9,7 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from unit.sidecar.conftest import loopback, until
+from unit.sidecar.conftest import loopback
+from waiting import until
 
 from mmrouter_lib.engines.sglang.stage_requests import Encoder, image_key, ranked
 from mmrouter_sidecar.engine import encoder_proxy as module

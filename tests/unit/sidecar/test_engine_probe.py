@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
-from unit.sidecar.conftest import loopback, until
+from unit.sidecar.conftest import loopback
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_lib.engines.base.adapter import RankLoad, TokenCounts

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import zmq
 import zmq.asyncio
-from unit.sidecar.conftest import batch, stored, until
+from unit.sidecar.conftest import batch, stored
+from waiting import until
 
 from mmrouter_lib import feed_keys
 from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, KeyWatch

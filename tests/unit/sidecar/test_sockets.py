@@ -12,7 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 from unit.conftest import shared_folder
-from unit.sidecar.conftest import batch, feed_socket, follow, removed, stored, until
+from unit.sidecar.conftest import batch, feed_socket, follow, removed, stored
+from waiting import until
 
 from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys, chain

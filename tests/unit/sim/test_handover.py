@@ -9,6 +9,7 @@ import json
 import pytest
 from unit.sim.conftest import LONG, cached_tokens, image, png, samples, text
 from unit.sim.test_events import ask, events
+from waiting import until
 
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_sim.media import RecentImages
@@ -74,12 +75,6 @@ async def prefilled(client, *content):
 
 def held(client):
     return sum(len(runner.scheduler.held) for runner in client.engine.runners)
-
-
-async def until(condition):
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def test_a_prefill_returns_the_owner_of_its_blocks_and_holds_them(nixl):

@@ -6,7 +6,8 @@ from functools import partial
 
 import pytest
 from unit.sim.conftest import CHAT, LONG, cached_tokens, chat_body, image, png, text
-from unit.sim.test_handover import held, listening, until
+from unit.sim.test_handover import held, listening
+from waiting import until
 
 
 @pytest.fixture

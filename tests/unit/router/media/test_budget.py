@@ -6,8 +6,9 @@ import io
 import pytest
 from PIL import Image
 from unit.router.media.conftest import Origin
-from unit.router.rig import WORKERS, Engine, resource, until
+from unit.router.rig import WORKERS, Engine, resource
 from unit.router.test_app import client_of, heard, member, router
+from waiting import until
 
 from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.request.prepared import CHAT
