@@ -17,7 +17,7 @@ import uvloop
 from campaign.mutation import mutated
 from campaign.target import BrokenPropertyError, Target
 from unit.router.rig import PORT, Engine, LoopbackServer, http_answer
-from unit.router.test_app import heard, member, router
+from unit.router.router_rig import heard, member, router
 from waiting import until
 
 from mmrouter_router.fleet.membership import Membership

@@ -22,7 +22,7 @@ import orjson
 import uvloop
 from campaign.target import BrokenPropertyError, Target
 from unit.router.rig import HTTP_PORT, PORT, LoopbackServer, loopback
-from unit.router.test_app import heard, member, router
+from unit.router.router_rig import heard, member, router
 from unit.router.test_hostile_bodies import BODIES
 
 from mmrouter_router.__main__ import shorten_collections

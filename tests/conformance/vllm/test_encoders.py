@@ -30,7 +30,7 @@ from mmrouter_lib.engines.vllm.stage_requests import RENDER_PATH
 from mmrouter_lib.media_identity import to_wire
 
 pytestmark = [pytest.mark.proves("vllm", "encoder, worker", "qwen2_vl"), pytest.mark.long_form]
-GENERATE_PATH, DERENDER_PATH = "/inference/v1/generate", "/v1/chat/completions/derender"
+GENERATE_PATH = "/inference/v1/generate"
 EMBEDDING = "encoder_cache.safetensors"
 FORGETS = {"VLLM_SERVER_DEV_MODE": "1"}
 """Enables the routes that clear an engine's caches, which otherwise happens only when they are full."""

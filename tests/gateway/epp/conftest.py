@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gateway.epp.driver import Driver
 from unit.router.rig import cancelled, deployment, heartbeat, loopback
-from unit.router.test_app import heard, member, router
+from unit.router.router_rig import heard, member, router
 from waiting import until
 
 from mmrouter_router.app import Router

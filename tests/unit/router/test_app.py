@@ -1,91 +1,19 @@
 """Readiness of a router, its reaction to membership changes, and its cold routes; feeds are driven by the tests."""
 
-import asyncio
 import json
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
-from unittest.mock import patch
 
 import httpx
 import pytest
-import zmq
-from unit.router.rig import (
-    BLOCK,
-    IDS,
-    KEYS,
-    LoopbackServer,
-    Rig,
-    counts,
-    deployment,
-    heartbeat,
-    prepared,
-    resource,
-    sync,
-)
-from unit.router.test_prepare import settings
+from unit.router.rig import BLOCK, IDS, KEYS, LoopbackServer, Rig, counts, prepared, resource
+from unit.router.router_rig import HELLO, OWN_IP, client_of, heard, member, router, value
 
 from mmrouter_router import app
-from mmrouter_router.app import Router
-from mmrouter_router.core.settings import CurveKeys
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
-from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.membership import Membership, Peer
-from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.body_budget import BodyReservation
 from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.scheduling.placer import Booking, Placer, QueueFullError
-
-OWN_IP = "127.84.0.1"
-
-
-@asynccontextmanager
-async def router(config: Path = Path("/nowhere"), own=None):
-    """A router without its ports, of this deployment."""
-    public, secret = zmq.curve_keypair()
-    keys = (CurveKeys(public, secret, public),)
-    made = Router(replace(settings(), deployment=own or deployment(), pod_ip=OWN_IP, config_dir=config, curve=keys))
-    # A feed of its own would connect again at any time and ask for a snapshot that no sidecar sends.
-    with patch.object(FeedClient, "run", lambda feed: asyncio.Event().wait()):
-        async with made.lifespan():
-            yield made
-            made.apply_membership(Membership(()))
-
-
-@pytest.fixture
-async def r():
-    async with router() as made:
-        yield made
-
-
-HELLO = {"model": "t", "messages": [{"role": "user", "content": "x"}]}
-
-
-def client_of(router: Router, headers=None, **options) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(router.client_app(), **options)
-    return httpx.AsyncClient(transport=transport, base_url="http://router", headers=headers)
-
-
-@pytest.fixture
-async def client(r):
-    async with client_of(r) as client:
-        yield client
-
-
-def value(router: Router, metric: str, **labels: str) -> float | None:
-    return router.metrics.registry.get_sample_value(f"mmrouter_{metric}", labels)
-
-
-def member(name: str = "w0", ip: str = "127.84.0.2", role: str = "worker", **more) -> Member:
-    return Member(f"uid-{name}", name, ip, "worker", role, **more)
-
-
-def heard(router: Router, uid: str) -> None:
-    """The sidecar of a pod sends its snapshot and a heartbeat."""
-    worker = router.fleet.workers[uid]
-    router.fleet.feed_connected(worker)
-    sync(router.fleet, worker, KEYS)
-    heartbeat(router.fleet, worker)
 
 
 async def test_ready_once_all_known_sidecars_sent_their_snapshot(r):

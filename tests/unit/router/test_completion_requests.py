@@ -5,9 +5,9 @@ from array import array
 from dataclasses import replace
 
 import pytest
+from unit.router.preparing import preparing, settings
 from unit.router.rig import BLOCK, Rig, prepared
 from unit.router.test_intake import MISSING, TYPE, UNKNOWN, fault, read
-from unit.router.test_prepare import preparing, settings
 
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_router.intake import Limits, parse_completion

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.router.preparing import settings
 from unit.router.rig import cancelled, counts, loopback, resource
-from unit.router.test_prepare import settings
 from waiting import until
 
 from mmrouter_lib import feed

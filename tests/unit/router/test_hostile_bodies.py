@@ -7,7 +7,7 @@ import random
 import struct
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -15,8 +15,7 @@ import orjson
 import pytest
 from PIL import Image
 from unit.counted_lines import counted_lines
-from unit.router.rig import deployment
-from unit.router.test_app import HELLO, client_of, router
+from unit.router.router_rig import HELLO
 
 from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD
 from mmrouter_router.app import Router
@@ -83,18 +82,6 @@ BODIES: dict[str, tuple[str, Callable[[int], Body]]] = {
 }
 SIZE = 400_000
 LINES = 70_000  # of Python that the loop runs for a body up to INLINE_BYTES: 5 ms
-
-
-@pytest.fixture
-async def r() -> AsyncIterator[Router]:
-    async with router(own=deployment()) as made:
-        yield made
-
-
-@pytest.fixture
-async def client(r: Router) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(r) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES.values(), ids=list(BODIES))

@@ -17,6 +17,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.client_channel import CLIENT_TIMEOUTS, AsgiClient, ClientGoneError
 from mmrouter_router.http.connection import HEAD_LIMIT, ClientConnection
 
+pytestmark = pytest.mark.usefixtures("same_request_id")
 LIMIT = 80_000
 EXAMPLES = 25
 END = b"POST /other HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -181,12 +182,6 @@ class Pair:
     def run(self, name: str) -> None:
         for front in self._fronts:
             self._runner.run(getattr(front, name)())
-
-
-@pytest.fixture(autouse=True)
-def same_request_id(monkeypatch):
-    """Refusals of the connection itself have a random request id."""
-    monkeypatch.setattr("mmrouter_router.http.connection.answered_name", lambda headers: b"made")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import random
 
 import orjson
 import pytest
+from campaign.mutation import places
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -81,14 +82,6 @@ ITEMS = {
 }
 ODD = [None, True, False, 0, -1, 2**70, 1.5, "", "x", "text", "image_url", "\ud800", [], {}, [[]], [{}], {"url": "x"}]
 NAMES = ["type", "role", "content", "image_url", "url", "uuid", "image_embeds", "file_url", "tool_calls", "new"]
-
-
-def places(value):
-    """Every (container, key) of a JSON value."""
-    for key in list(value) if isinstance(value, dict) else range(len(value)):
-        yield value, key
-        if isinstance(value[key], dict | list):
-            yield from places(value[key])
 
 
 def mutated(body, seed):

@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from unit.router.test_app import value
-from unit.router.test_prepare import text
+from unit.router.preparing import text
+from unit.router.router_rig import value
 from unit.router.test_skipped_predictions import ID, body, deployed, routed
 
 from mmrouter_router.core.log_limit import LogLimit

@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 
 import pytest
+from unit.router.preparing import preparing, settings
 from unit.router.rig import BLOCK, IDS, Rig, heartbeat, prepared, resource, sync
-from unit.router.test_app import client_of, member, router
-from unit.router.test_prepare import preparing, settings
+from unit.router.router_rig import client_of, member, router
 
 from mmrouter_lib.block_keys import block_keys, namespace_seed
 from mmrouter_lib.engines import ADAPTERS

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from PIL import Image
 from unit.router.rig import KEYS, LoopbackEngine, LoopbackServer, heartbeat, http_answer, sync, value
-from unit.router.test_app import client_of, member, router
+from unit.router.router_rig import client_of, member, router
 from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, UNKNOWN, VALUE, fault, read
 
 from mmrouter_router.core.errors import RequestError

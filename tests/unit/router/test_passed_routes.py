@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.conftest import examples
-from unit.router.rig import KEYS, Engine, LoopbackEngine, heartbeat, http_answer, sync
-from unit.router.test_app import client_of, counts, member, router
+from unit.router.rig import KEYS, Engine, LoopbackEngine, counts, heartbeat, http_answer, sync
+from unit.router.router_rig import client_of, member, router
 from unit.router.test_intake import MISSING, PART_TYPE, TYPE, UNKNOWN, fault, read
 
 from mmrouter_lib.engines import ADAPTERS
@@ -44,12 +44,6 @@ async def serving(router, *routes):
     finally:
         for engine in engines:
             engine.close()
-
-
-@pytest.fixture
-async def r():
-    async with router() as made:
-        yield made
 
 
 @pytest.mark.parametrize("path", [path for path in EVERY if path != TRANSCRIBE])

@@ -4,61 +4,17 @@ import io
 import json
 import shutil
 from array import array
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from PIL import Image
 from unit.conftest import shared_folder
-from unit.router.rig import Rig, refused, resource
+from unit.router.preparing import MODEL, SIZE, chat, image, preparing, settings, text
+from unit.router.rig import Rig, refused
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.block_keys import block_keys
-from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.core.worker_threads import WorkerThreads
-from mmrouter_router.intake import Limits, parse_chat, parse_forwarded
-from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.prepare import Preparer
-from mmrouter_router.telemetry.metrics import Metrics
-
-MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "tiny-qwen2-vl"
-SIZE = 16
-
-
-def settings(model_dir: Path = MODEL, processor=None, engine="vllm", **media) -> Settings:
-    engine = {"type": engine, "blockSize": SIZE, "processor": processor or {}}
-    deployment = resource(engine=engine, routing={"media": media})
-    keys = (CurveKeys(b"", b"", b""),)
-    return Settings(deployment, "r", "127.0.0.1", Path(), model_dir, bytes(32), "k", "t", keys)
-
-
-@asynccontextmanager
-async def preparing(own: Settings, **options):
-    media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
-    yield Preparer(own, media, **options)
-    await media.close()
-
-
-def chat(*parts, **fields):
-    """A parsed request of content parts and further fields."""
-    body = {"model": "t", "messages": [{"role": "user", "content": list(parts)}], **fields}
-    return parse_chat(json.dumps(body).encode(), Limits(), "t")
-
-
-@pytest.fixture
-async def prepare():
-    """Prepare a request of content parts and further fields."""
-    async with preparing(settings()) as preparer:
-        yield lambda *parts, salt=None, **fields: preparer.prepare(chat(*parts, **fields), salt)
-
-
-def text(words):
-    return {"type": "text", "text": words}
-
-
-def image(seed, side=112):
-    return {"type": "image_url", "image_url": {"url": data_uri(picture(seed, side, side))}}
-
+from mmrouter_router.intake import Limits, parse_forwarded
 
 LONG = "The lamps along the quay are lit one after the other while the evening ferry is made fast. " * 4
 

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from unit.router.preparing import MODEL, image, text
 from unit.router.rig import cancelled, loopback, value
-from unit.router.test_prepare import MODEL, image, prepare, text  # noqa: F401  (a fixture)
 from waiting import until
 
 from mmrouter_lib.block_keys import Span
@@ -237,14 +237,14 @@ def sent(prepared) -> bytes:
     return orjson.dumps(VLLM.rewrite_chat(prepared.request.body, images, model="t", cache_salt="tenant").body)
 
 
-async def test_prediction_of_a_known_family_matches_the_renderer(rig, prepare):  # noqa: F811
+async def test_prediction_of_a_known_family_matches_the_renderer(rig, prepare):
     await rig.with_renderer()
     found = await rig.asked(await prepare(text("look "), image("a"), text(" and "), image("b", 56), stream=True))
     assert (found.result, found.cause) == ("True", ""), found
     assert rig.counted("True") == 1
 
 
-async def test_partial_prompt_is_compared_up_to_its_image(rig, prepare):  # noqa: F811
+async def test_partial_prompt_is_compared_up_to_its_image(rig, prepare):
     await rig.with_renderer()
     whole = await prepare(text("look "), image("a"), text(" and "), image("b", 56))
     images = (whole.images[0], replace(whole.images[1], unresolved="image_format:x"))
@@ -252,7 +252,7 @@ async def test_partial_prompt_is_compared_up_to_its_image(rig, prepare):  # noqa
     assert (found.result, found.tokens) == ("True", whole.spans[1].offset)
 
 
-async def test_wrong_prediction_is_counted_with_its_cause(rig, prepare):  # noqa: F811
+async def test_wrong_prediction_is_counted_with_its_cause(rig, prepare):
     await rig.with_renderer()
     good = await prepare(text("look "), image("a"), text(" please"))
     found = await rig.asked(replace(good, ids=good.ids[:-1] + array("I", [1])))
@@ -260,7 +260,7 @@ async def test_wrong_prediction_is_counted_with_its_cause(rig, prepare):  # noqa
     assert (rig.counted("False", "template"), rig.counted("True")) == (1, 0)
 
 
-async def test_failing_renderer_gives_unknown(rig, prepare):  # noqa: F811
+async def test_failing_renderer_gives_unknown(rig, prepare):
     prompt = await prepare(text("look"))
     assert (await rig.asked(prompt)).cause == "renderer_unavailable"
     await rig.with_renderer()
@@ -270,7 +270,7 @@ async def test_failing_renderer_gives_unknown(rig, prepare):  # noqa: F811
     assert (rig.counted("Unknown", "renderer_unavailable"), rig.counted("Unknown", "renderer_refused")) == (1, 1)
 
 
-async def test_render_samples_and_bytes_are_bounded(rig, prepare, monkeypatch):  # noqa: F811
+async def test_render_samples_and_bytes_are_bounded(rig, prepare, monkeypatch):
     prompt = await prepare(text("look"), image("a"))
     body = sent(prompt)
     size = len(body) + 4 * len(prompt.ids)
@@ -294,7 +294,7 @@ async def test_render_samples_and_bytes_are_bounded(rig, prepare, monkeypatch): 
     assert value(rig.metrics.parity_dropped) == 5
 
 
-async def test_unsampled_request_holds_no_bytes(rig, prepare):  # noqa: F811
+async def test_unsampled_request_holds_no_bytes(rig, prepare):
     prompt = await prepare(text("look"))
     sampler = rig.sampler()
     sampler.offer(kept("unsampled"), prompt, lambda: b"{}")

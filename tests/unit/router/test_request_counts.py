@@ -1,6 +1,6 @@
 """What is counted of requests: by worker, by hit, and in bounded numbers of series."""
 
-from unit.router.test_app import value
+from unit.router.router_rig import value
 from unit.router.test_skipped_predictions import PARTS, body, routed
 
 from mmrouter_router.api.request_counts import RequestCounts

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from unit.router.preparing import settings
 from unit.router.rig import value
-from unit.router.test_app import client_of, router
+from unit.router.router_rig import client_of, router
 from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, UNKNOWN, VALUE, fault, read
 from unit.router.test_messages import ANSWER, STREAM, Chats, call, chunk, events, serving, tiny_png
-from unit.router.test_prepare import settings
 
 from mmrouter_lib.engines import storing_pools
 from mmrouter_router.core.errors import RequestError

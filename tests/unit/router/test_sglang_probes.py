@@ -1,9 +1,9 @@
 """The router's own questions to a prefill and a decode engine of SGLang, and which partner receives each with it."""
 
 import pytest
+from unit.router.preparing import settings
 from unit.router.rig import http_answer as answer
 from unit.router.scripted_engines import DIES, HANGS, IDS, MEETS, ROOM, SOON, Rig
-from unit.router.test_prepare import settings
 from waiting import until
 
 from mmrouter_lib.block_keys import Span

@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from unit.router.preparing import preparing, settings
 from unit.router.test_intake import fault, read
 from unit.router.test_messages import tiny_png
-from unit.router.test_prepare import preparing, settings
 from unit.router.test_responses import CALL, RESPONSES, request, result, said, text, thought, user
 
 from mmrouter_lib.engines.sglang.response_chats import shows_later_systems

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.router.preparing import image, text
 from unit.router.rig import IDS, KEYS, Engine, Rig, prepared, resource
-from unit.router.test_app import client_of, heard, member, router, value
-from unit.router.test_prepare import image, text
+from unit.router.router_rig import client_of, heard, member, router, value
 
 from mmrouter_router.explain.decisions import BODY_BYTES, DecisionLog, DecisionTrace
 from mmrouter_router.fleet.membership import Membership

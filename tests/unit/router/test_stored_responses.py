@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from unit.router.rig import KEYS, WORKERS, LoopbackEngine, deployment, heartbeat, resource, sync, value
-from unit.router.test_app import client_of, member, router
+from unit.router.router_rig import client_of, member, router
 
 from mmrouter_router.core.response_ids import ResponseIds
 from mmrouter_router.fleet.membership import Membership

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 from unit.router.rig import LoopbackEngine, LoopbackServer
-from unit.router.test_app import HELLO, heard, member, router
+from unit.router.router_rig import HELLO, heard, member, router
 from unit.router.test_continued_stream import chunk
 from unit.router.test_upstream import ask, engine, upstream  # noqa: F401  (fixtures)
 from waiting import until

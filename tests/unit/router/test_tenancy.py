@@ -12,9 +12,9 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.router.preparing import settings
 from unit.router.rig import BLOCK, Clock, Engine, LoopbackEngine, LoopbackServer, Rig, prepared, resource, running
-from unit.router.test_app import HELLO, client_of, heard, member, router
-from unit.router.test_prepare import settings
+from unit.router.router_rig import HELLO, client_of, heard, member, router
 from waiting import until
 
 from mmrouter_cli.sample_images import data_uri, picture

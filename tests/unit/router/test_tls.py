@@ -66,15 +66,10 @@ REFUSED = [
 ]
 
 
-@pytest.fixture
-def same_request_id(monkeypatch):
-    """Refusals of the connection itself have a random request id."""
-    monkeypatch.setattr("mmrouter_router.http.connection.answered_name", lambda headers: b"made")
-
-
+@pytest.mark.usefixtures("same_request_id")
 @pytest.mark.parametrize("sent", REFUSED)
 @in_uvloop
-async def test_refusals_over_tls_are_those_of_plain_connections(same_request_id, sent, folder):
+async def test_refusals_over_tls_are_those_of_plain_connections(sent, folder):
     answers = []
     for tls in ((), (ServerCertificate(folder), trusting(certificate(0)[0]))):
         async with plain.running_front(*tls) as front:

@@ -1,17 +1,15 @@
 """Videos of a chat: predicted from their headers, named for the engine, or a reason against exactness."""
 
 import base64
-import json
 from array import array
 
 import pytest
+from unit.router.preparing import SIZE, chat, image, preparing, settings, text
 from unit.router.rig import refused
-from unit.router.test_prepare import SIZE, image, preparing, settings, text
 from video_files import mp4, webm
 
 from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_router.intake import Limits, parse_chat
 
 URL = "messages[0].content[{}].video_url.url"
 PAD, IMAGE_PAD, START, END = 1030, 1029, 1027, 1028  # of the tiny model
@@ -20,17 +18,6 @@ PAD, IMAGE_PAD, START, END = 1030, 1029, 1027, 1028  # of the tiny model
 def video(data=None, **fields):
     url = f"data:video/mp4;base64,{base64.b64encode(mp4() if data is None else data).decode()}"
     return {"type": "video_url", "video_url": {"url": url}, **fields}
-
-
-def chat(*parts, engine="vllm", **fields):
-    body = {"model": "t", "messages": [{"role": "user", "content": list(parts)}], **fields}
-    return parse_chat(json.dumps(body).encode(), Limits(), "t", engine)
-
-
-@pytest.fixture
-async def prepare():
-    async with preparing(settings()) as preparer:
-        yield lambda *parts, salt=None, **fields: preparer.prepare(chat(*parts, **fields), salt)
 
 
 async def test_a_video_is_predicted_whole(prepare):

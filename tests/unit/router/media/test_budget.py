@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from unit.router.media.conftest import Origin
 from unit.router.rig import WORKERS, Engine, resource
-from unit.router.test_app import client_of, heard, member, router
+from unit.router.router_rig import client_of, heard, member, router
 from waiting import until
 
 from mmrouter_router.fleet.membership import Membership

@@ -6,8 +6,8 @@ import threading
 from array import array
 
 import pytest
-from unit.router.test_prepare import SIZE as BLOCK
-from unit.router.test_prepare import chat, image, preparing, settings, text
+from unit.router.preparing import SIZE as BLOCK
+from unit.router.preparing import chat, image, preparing, settings, text
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.block_keys import Span, block_keys
