@@ -63,7 +63,7 @@ class Gemma3(Family):
         """
         ids = codec.encode(text, add_special_tokens=add_special_tokens)
         if not images:
-            return Expanded(ids=ids, spans=(), unplaced=None)
+            return Expanded(ids=ids, spans=())
         one, two, three, four = (codec.token_id(newlines) for newlines in _NEWLINES)
         if one is None or two is None or three is None or four is None:
             raise NotModelledError("the tokenizer has no token for up to four newlines")
@@ -84,11 +84,7 @@ class Gemma3(Family):
                 raise NotModelledError("newlines of images are joined with each other or with what follows")
             spans.append(span)
             done = span.end
-        try:
-            unplaced = out.index(self.placeholder_id, done)
-        except ValueError:
-            unplaced = None
-        return Expanded(ids=out, spans=tuple(spans), unplaced=unplaced)
+        return Expanded(ids=out, spans=tuple(spans))
 
 
 def _replaced(ids: "array[int]", sought: list[int], by: list[int], most: int = -1) -> "array[int]":

@@ -83,10 +83,9 @@ class Phi3V(Family):
         """
         ids = codec.encode(text, add_special_tokens=add_special_tokens)
         if not images:
-            return Expanded(ids=ids, spans=(), unplaced=None)
+            return Expanded(ids=ids, spans=())
         out: array[int] = array(ids.typecode)
         spans: list[Span] = []
-        unplaced: int | None = None
         for piece, tag in self._pieces(codec, ids):
             out += codec.encode(piece, add_special_tokens=True)
             number = _number(tag)
@@ -98,11 +97,10 @@ class Phi3V(Family):
                 spans.append(Span(offset=len(out), length=image.count, identity=image.identity))
                 out += placeholder_run(ids.typecode, self.placeholder_id, number - 1, image)
             elif tag:
-                unplaced = len(out) if unplaced is None else unplaced
                 out += codec.encode(tag, add_special_tokens=False)
         if len(spans) < len(images):
             raise PlaceholderError(f"the prompt has a place for {len(spans)} images, the request has {len(images)}")
-        return Expanded(ids=out, spans=tuple(spans), unplaced=unplaced)
+        return Expanded(ids=out, spans=tuple(spans))
 
     @staticmethod
     def _pieces(codec: "TokenizerCodec", ids: "array[int]") -> Iterator[tuple[str, str]]:

@@ -132,7 +132,7 @@ class Prompter:
         """
         if isinstance(prompt, str):
             return self.expand(prompt, (), add_special_tokens)
-        return Expanded(ids=prompt, spans=(), unplaced=None)
+        return Expanded(ids=prompt, spans=())
 
     def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
         """Return the token ids of a prompt text with every image expanded, and the images' spans.

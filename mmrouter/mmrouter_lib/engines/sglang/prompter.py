@@ -88,7 +88,7 @@ class SglangPrompter(Prompter):
         if images and isinstance(self.family, QwenVL) and _qwen_places(text + tail) > len(images):
             raise NotModelledError("a text has another place for an image, at which the engine fails")
         if not self.family.places_images:
-            return Expanded(ids=self._ids(text, tail), spans=(), unplaced=None)
+            return Expanded(ids=self._ids(text, tail), spans=())
         if self.codec.encode("", add_special_tokens=True):
             return self.expand(self.codec.decode(self._ids(text, tail)), images, add_special_tokens=True)
         if images or not tail:

@@ -54,14 +54,12 @@ class PromptImage:
 class Expanded:
     """An expanded prompt: ``ids`` (u32) and one span per image or video that the engine takes, in the order given.
 
-    That is the order in the prompt, too, where all are images. ``unplaced`` is the offset of the first placeholder
-    without an image, ``None`` when there is none: one that a user typed, or, when only the resolved images of a request
-    were given, that of the first unresolved one.
+    That is the order in the prompt, too, where all are images. Placeholders beyond the images stay plain tokens: those
+    that a user typed, and those of unresolved images.
     """
 
     ids: "array[int]"
     spans: tuple[Span, ...]
-    unplaced: int | None
 
 
 class ProcessorLimits(Protocol):
@@ -228,8 +226,6 @@ def expand_ids(
             raise PlaceholderError(f"the prompt has a place for {number} {what}, the request has {len(images)}")
         places.append((at, number))
         behind[wanted] = at + 1
-    left = _find(ids, placeholder, behind.get(placeholder, 0))
-    unplaced = left
     out: array[int] = array(ids.typecode)
     spans: dict[int, Span] = {}
     done = 0
@@ -239,10 +235,8 @@ def expand_ids(
         spans[number] = Span(offset=len(out), length=len(run), identity=images[number].identity)
         out += array(ids.typecode, run)
         done = at + 1
-        if left is not None and unplaced is not None and at < left:
-            unplaced += len(run) - 1
     out += ids[done:]
-    return Expanded(ids=out, spans=tuple(spans[number] for number in range(len(images))), unplaced=unplaced)
+    return Expanded(ids=out, spans=tuple(spans[number] for number in range(len(images))))
 
 
 def placeholder_run(typecode: str, placeholder: int, number: int, image: PromptImage) -> "array[int]":
