@@ -107,18 +107,18 @@ class LiveView:
         self._caches = RoundRobinCaches()
         self._compared = 0  # decisions that were sent to the caches of round robin, of ``decisions.added``
         self._counted_from: int | None = None  # the decisions before only fill these caches
-        self._pages = 0
+        self.pages = 0  # whose streams are open
         self._tally: tuple[int, dict[str, list[int]]] = (-1, {})
         self._rollout: dict[str, Any] = {"received": None}
 
     @property
     def full(self) -> bool:
-        return self._pages >= MAX_PAGES
+        return self.pages >= MAX_PAGES
 
     async def events(self, stopping: asyncio.Event, seconds: float = TICK_SECONDS) -> AsyncIterator[bytes]:
         """Yield the parts that changed as server-sent events, until ``stopping`` is set."""
         cursor = Cursor()
-        self._pages += 1
+        self.pages += 1
         try:
             while not stopping.is_set():
                 for part in self.parts(cursor):
@@ -129,7 +129,7 @@ class LiveView:
                     async with asyncio.timeout(seconds):
                         await stopping.wait()
         finally:
-            self._pages -= 1
+            self.pages -= 1
 
     def parts(self, cursor: Cursor) -> Iterator[bytes]:
         """Yield one tick's parts; empty where the page has it already."""

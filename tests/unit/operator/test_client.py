@@ -54,8 +54,7 @@ async def served() -> AsyncIterator[Served]:
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    assert site._server is not None
-    one.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[attr-defined]
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     yield one
     await runner.cleanup()
 

@@ -314,13 +314,13 @@ async def test_body_beyond_the_budget_is_a_counted_429_with_retry_after(r, clien
     assert r.chat.body_budget.used == 0
 
 
-async def test_full_queues_are_a_counted_429_with_retry_after(r, client):
-    r.apply_membership(Membership((member("a"),)))
-    heard(r, "uid-a")
-    r.placer._max_queued = 1
-    booking = r.placer.begin(r.placer.place(prepared()))
-    answer = await client.post(CHAT, json=HELLO)
+async def test_full_queues_are_a_counted_429_with_retry_after():
+    async with router(own=resource(routing={"maxQueuedRequests": 1})) as r, client_of(r) as client:
+        r.apply_membership(Membership((member("a"),)))
+        heard(r, "uid-a")
+        booking = r.placer.begin(r.placer.place(prepared()))
+        answer = await client.post(CHAT, json=HELLO)
+        booking.end()
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["code"] == "queue_full"
     assert value(r, "overload_refusals_total", reason="queue_full") == 1
-    booking.end()

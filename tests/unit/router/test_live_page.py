@@ -115,7 +115,7 @@ async def test_the_stream_requires_the_token_in_a_header_and_not_in_the_address(
     assert (await client.get("/control/live?token=right")).status_code == 401
     assert (await client.get("/control/live", headers={"authorization": "Bearer wrong"})).status_code == 401
     assert counts(frontend.refusals, "reason") == {"missing": 2, "wrong": 1}
-    assert frontend.live._pages == 0
+    assert frontend.live.pages == 0
 
 
 async def test_the_stream_sends_what_is_there_and_then_what_changes(frontend, client):
@@ -190,15 +190,15 @@ async def test_a_router_serves_a_bounded_number_of_pages_and_a_closed_one_makes_
 async def test_a_stream_ends_with_the_router_and_with_its_client(frontend, client):
     async with client.stream("GET", "/control/live", headers={"authorization": "Bearer right"}) as answer:
         await anext(answer.aiter_lines())
-        assert frontend.live._pages == 1
-    await until(lambda: frontend.live._pages == 0)
+        assert frontend.live.pages == 1
+    await until(lambda: frontend.live.pages == 0)
     stream = frontend.live.events(frontend.stopping, seconds=600)
 
     async def whole() -> list[bytes]:
         return [part async for part in stream]
 
     reading = asyncio.create_task(whole())
-    await until(lambda: frontend.live._pages == 1)
+    await until(lambda: frontend.live.pages == 1)
     frontend.stopping.set()
     assert await asyncio.wait_for(reading, 30)
 

@@ -41,12 +41,13 @@ def test_an_adapter_is_named_like_a_model_and_no_other_name_is_served():
 
 
 async def test_keys_of_an_adapters_prompt_are_its_own():
-    async with preparing(settings()) as preparer:
+    configured = settings()
+    async with preparing(configured) as preparer:
         own, adapted = [await preparer.prepare(parsed(name), "salt") for name in ("t", "sql")]
-        model, key = preparer._deployment.spec.model, preparer._identity_key
     assert (own.adapter, adapted.adapter) == ("", "sql")
     assert own.ids == adapted.ids
-    seed = namespace_seed(key, model=model.id, revision=model.revision, lora="sql", salt="salt")
+    model = configured.deployment.spec.model
+    seed = namespace_seed(configured.identity_key, model=model.id, revision=model.revision, lora="sql", salt="salt")
     assert adapted.keys(BLOCK) == block_keys(adapted.ids, BLOCK, (), seed)
     assert not set(own.keys(BLOCK)) & set(adapted.keys(BLOCK))
 

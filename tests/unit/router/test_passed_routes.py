@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.conftest import examples
-from unit.router.rig import KEYS, Engine, LoopbackEngine, counts, heartbeat, http_answer, sync
+from unit.router.rig import BLOCK, KEYS, Engine, LoopbackEngine, counts, heartbeat, http_answer, resource, sync
 from unit.router.router_rig import client_of, member, router
 from unit.router.test_intake import MISSING, PART_TYPE, TYPE, UNKNOWN, fault, read
 
@@ -86,16 +86,15 @@ async def test_generate_names_the_rank_that_its_load_is_counted_at(r, ranks):
     assert body == {"text": "x"} | ({"routed_dp_rank": 1} if ranks == 2 else {})
 
 
-async def test_media_are_resolved_and_identities_removed(r):
+async def test_media_are_resolved_and_identities_removed():
     part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}, "uuid": "of another tenant"}
     bodies = {
         "/tokenize": {"messages": [{"role": "user", "content": [part]}]},
         "/generate": {"text": "x", "image_data": [PNG, [f"data:,{'x' * 9}"]], "rid": "of another tenant"},
         EMBED: {"model": "t", "input": [{"text": "x", "image": PNG}], "cache_salt": "of another tenant"},
     }
-    async with serving(r, EVERY) as (engine,), client_of(r) as client:
-        r.chat._adapter = ADAPTERS["sglang"]
-        r.chat._engine = "sglang"
+    own = resource(engine={"type": "sglang", "image": "i", "blockSize": BLOCK})
+    async with router(own=own) as r, serving(r, EVERY) as (engine,), client_of(r) as client:
         for path, body in bodies.items():
             assert (await client.post(path, json=body)).status_code == 200, path
         seen = {path: body for path, body, _ in engine.seen}
