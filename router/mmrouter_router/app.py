@@ -35,7 +35,7 @@ from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.intake import PARSERS
 from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
-from mmrouter_router.scheduling.candidate_groups import Eligibility, NoWorkerError
+from mmrouter_router.scheduling.candidates import Eligibility, NoWorkerError
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.probe_requests import ProbeRequestError

@@ -17,9 +17,9 @@ from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
 from mmrouter_router.dispatch.waiting_line import WaitingLine
-from mmrouter_router.encoding.embedding_claims import EmbeddingClaims
 from mmrouter_router.encoding.encoder_pods import EncoderAnnouncer, EncoderPods, EncoderProbes, heard_encoders
 from mmrouter_router.encoding.encoder_weights import EncoderWeights
+from mmrouter_router.encoding.encoding_claims import EncodingClaims
 from mmrouter_router.encoding.image_sender import ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedClient
@@ -218,7 +218,7 @@ def _build_encoding(
         return None, EncoderAnnouncer(settings.router_id, base.fleet, base.feed_of, seconds), None
     weights = EncoderWeights(settings.resource_file, settings.deployment, base.fleet.changed)
     pods = EncoderPods(settings, base.fleet, probes, base.upstream, delivery, weights)
-    claims = EmbeddingClaims(settings.router_id, lambda: heard_encoders(base.fleet), base.feed_of, has_peers)
+    claims = EncodingClaims(settings.router_id, lambda: heard_encoders(base.fleet), base.feed_of, has_peers)
     encoding = ImageSender(EncoderScheduler(spec.routing.encoder_scheduling), pods.post, claims=claims)
     base.fleet.change_listeners.append(lambda: encoding.update(pods.encoders()))
     return encoding, None, weights

@@ -14,7 +14,7 @@ from mmrouter_sim.core.requests import Media
 from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.errors import RequestError
 from mmrouter_sim.media import RecentImages
-from mmrouter_sim.vllm.connectors import EcTransfer, write_embedding
+from mmrouter_sim.vllm.transfers import EcTransfer, write_embedding
 
 DEFAULT_CAPACITY = 65_536
 """Visual tokens that are kept unless the connector's flags set another number."""

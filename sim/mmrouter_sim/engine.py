@@ -19,8 +19,8 @@ from mmrouter_sim.model import AnswerGenerator, Model
 from mmrouter_sim.rank_runner import Publisher, Runner
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.sglang.pairing import PairRooms
-from mmrouter_sim.vllm.connectors import ConnectorTransfers, EcTransfer, serve_readers
 from mmrouter_sim.vllm.plugin import Plugin
+from mmrouter_sim.vllm.transfers import ConnectorTransfers, EcTransfer, serve_readers
 
 if TYPE_CHECKING:
     from mmrouter_sim.vllm.responses import StoredResponse

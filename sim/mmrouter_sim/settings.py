@@ -16,7 +16,7 @@ import msgspec
 from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.rank_runner import EventsConfig
 from mmrouter_sim.sglang.pairing import PairSide
-from mmrouter_sim.vllm.connectors import ConnectorConfig
+from mmrouter_sim.vllm.transfers import ConnectorConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.intake.api_key_auth import DEFAULT
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.verify.sampling import ParitySampler
 

@@ -25,7 +25,7 @@ from mmrouter_router.http.engine_connection import Body, UpstreamError
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.http.upstream import Answer
 from mmrouter_router.request.prepared import CHAT, Prepared
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.pipeline_stages import PipelineForm
 from mmrouter_router.scheduling.placer import ANSWERING, Booking, Decision, Placer, QueueFullError, RouteNotServedError
 from mmrouter_router.telemetry.metrics import Metrics

@@ -24,7 +24,7 @@ from mmrouter_router.fleet.workers import Target
 from mmrouter_router.http.engine_connection import Body, Sink, UpstreamError
 from mmrouter_router.http.upstream import Answer
 from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.placer import Booking, Decision, Placer
 from mmrouter_router.scheduling.scoring import Policy
 from mmrouter_router.telemetry.tracing import child_span

@@ -20,7 +20,7 @@ from mmrouter_router.handover.request_delivery import AddressedRequest, Buffered
 from mmrouter_router.http.engine_connection import Body, UpstreamError
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, Placer
 from mmrouter_router.scheduling.scoring import Policy

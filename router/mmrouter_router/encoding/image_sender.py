@@ -14,8 +14,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from mmrouter_lib.engines.vllm.stage_requests import StageError, embedding_bytes, read_encoded
-from mmrouter_router.encoding.embedding_claims import EmbeddingClaims, Held
 from mmrouter_router.encoding.encoder_queue import Encoder, Image, ImagePlacement, Mode, Outcome
+from mmrouter_router.encoding.encoding_claims import EncodingClaims, Held
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.request.prepared import OutgoingImage
@@ -74,7 +74,7 @@ class ImageSender:
         scheduler: EncoderScheduler,
         post: Post,
         clock: Callable[[], float] = time.monotonic,
-        claims: EmbeddingClaims | None = None,
+        claims: EncodingClaims | None = None,
     ) -> None:
         """``claims``: the claims shared with other frontends; ``None``: claim nothing."""
         self.scheduler, self._claims = scheduler, claims

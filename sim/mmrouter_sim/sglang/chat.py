@@ -18,8 +18,8 @@ from mmrouter_sim.sglang.pages import padded
 from mmrouter_sim.sglang.pairing import RANK_HEADER, RoomAddress, place
 from mmrouter_sim.sglang.requests import ChatRequest, CompletionRequest, WithoutOverrides, check
 from mmrouter_sim.vllm import requests as texts
-from mmrouter_sim.vllm.connectors import TransferError
 from mmrouter_sim.vllm.requests import Generation, Prompt, parse
+from mmrouter_sim.vllm.transfers import TransferError
 
 RANK_HEADERS = (RANK_HEADER, "x-data-parallel-rank")
 RID_HEADER = "x-override-rid"

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from mmrouter_sim.core.step_cost import Cost
-from mmrouter_sim.vllm.connectors import Ready, TransferError, fetch, line
+from mmrouter_sim.vllm.transfers import Ready, TransferError, fetch, line
 
 HOST_HEADER, PORT_HEADER, ROOM_HEADER = (f"x-override-bootstrap-{name}" for name in ("host", "port", "room"))
 RANK_HEADER = "x-override-routed-dp-rank"

@@ -17,7 +17,6 @@ from mmrouter_sim.errors import RequestError, json_response, parameter_error
 from mmrouter_sim.generation import Job, Piece, render, request_of
 from mmrouter_sim.settings import Settings
 from mmrouter_sim.vllm import requests
-from mmrouter_sim.vllm.connectors import EMBEDDING_BYTES, TransferError
 from mmrouter_sim.vllm.requests import (
     ChatRequest,
     CompletionRequest,
@@ -27,6 +26,7 @@ from mmrouter_sim.vllm.requests import (
     check_generation,
     parse,
 )
+from mmrouter_sim.vllm.transfers import EMBEDDING_BYTES, TransferError
 
 RANK_HEADER = "x-data-parallel-rank"
 REQUEST_HEADER = "x-request-id"

@@ -23,7 +23,7 @@ from mmrouter_sim.settings import (
     common_settings,
     parse_with,
 )
-from mmrouter_sim.vllm.connectors import connector_config
+from mmrouter_sim.vllm.transfers import connector_config
 
 VERSION = "0.32.0"
 """The release whose behaviour is simulated."""

@@ -14,7 +14,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import block_keys
 from mmrouter_router.fleet.rank_load import LoadColumns, PeerUsage, RankUsage
 from mmrouter_router.fleet.workers import Worker
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.scheduling.scoring import WEIGHTS
 

@@ -14,7 +14,7 @@ from mmrouter_router.api.control_port import state_of
 from mmrouter_router.api.operator_report import KEEPALIVE, events
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 
 PATHS = ("/control/state", "/control/stream", "/control/decisions", "/control/workers/x/keys")
 

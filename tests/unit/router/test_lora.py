@@ -15,7 +15,7 @@ from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.intake import Limits, parse_chat
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 
 NAMES = frozenset({"t", "sql"})
 SQL = replace(prepared(), adapter="sql")

@@ -14,7 +14,7 @@ from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_router.fleet.workers import RECENT, Member
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidate_columns import column_getter
-from mmrouter_router.scheduling.candidate_groups import NoWorkerError
+from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.scheduling.scoring import WEIGHTS
 

@@ -22,7 +22,7 @@ from mmrouter_sim.core.requests import Media, Request
 from mmrouter_sim.core.scheduler import Scheduler
 from mmrouter_sim.core.step_cost import Cost
 
-log = logging.getLogger("mmrouter_sim.vllm.connectors")
+log = logging.getLogger("mmrouter_sim.vllm.transfers")
 
 CONNECT_SECONDS = 5.0
 EMBEDDING_BYTES = 3072

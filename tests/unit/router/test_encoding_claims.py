@@ -10,9 +10,9 @@ from unit.router.test_encoders import Pool, shown
 from waiting import until
 
 from mmrouter_lib import feed
-from mmrouter_router.encoding import embedding_claims
-from mmrouter_router.encoding.embedding_claims import EmbeddingClaims
+from mmrouter_router.encoding import encoding_claims
 from mmrouter_router.encoding.encoder_queue import Encoder
+from mmrouter_router.encoding.encoding_claims import EncodingClaims
 from mmrouter_router.encoding.image_sender import EncodeError, ImageSender
 from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedRequestError
@@ -59,7 +59,7 @@ async def sidecars():
 
 
 def frontend(name, pool, sidecars):
-    claims = EmbeddingClaims(name, lambda: list(sidecars), sidecars.get, lambda: True)
+    claims = EncodingClaims(name, lambda: list(sidecars), sidecars.get, lambda: True)
     made = ImageSender(EncoderScheduler("perImage"), pool.post, claims=claims)
     made.update([Encoder(encoder, "cpu") for encoder in ENCODERS])
     return made
@@ -115,7 +115,7 @@ async def test_requests_for_one_image_send_their_claims_one_after_the_other(pool
 
 
 async def test_a_claim_whose_answer_comes_after_the_encoding_is_not_renewed(pool, sidecars, monkeypatch):
-    monkeypatch.setattr(embedding_claims, "RENEW_SECONDS", 0.001)
+    monkeypatch.setattr(encoding_claims, "RENEW_SECONDS", 0.001)
     sidecars = {"a": sidecars["a"]}
     one, late = frontend("one", pool, sidecars), asyncio.Event()
     sidecars["a"].late = [asyncio.Event(), late]
@@ -136,7 +136,7 @@ async def test_a_claim_whose_answer_comes_after_the_encoding_is_not_renewed(pool
 
 
 async def test_the_claim_of_a_frontend_that_ended_runs_out(pool, sidecars, monkeypatch):
-    monkeypatch.setattr(embedding_claims, "RENEW_SECONDS", 0.02)
+    monkeypatch.setattr(encoding_claims, "RENEW_SECONDS", 0.02)
     now = 0.0
     for sidecar in sidecars.values():
         sidecar.clock = lambda: now
@@ -148,11 +148,11 @@ async def test_the_claim_of_a_frontend_that_ended_runs_out(pool, sidecars, monke
         await until(lambda: pool.sent)
         second = asyncio.create_task(two.encode("r", [shown("x")]))
         for _ in range(3):
-            now += 0.9 * embedding_claims.LEASE_SECONDS
+            now += 0.9 * encoding_claims.LEASE_SECONDS
             before = claims("one"), claims("two")
             await until(lambda before=before: claims("one") > before[0] + 1 and claims("two") > before[1] + 1)
         assert len(pool.sent) == 1, "the claim is renewed while its frontend lives"
-    now += 1.1 * embedding_claims.LEASE_SECONDS
+    now += 1.1 * encoding_claims.LEASE_SECONDS
     del pool.gates["x"]
     async with asyncio.timeout(30):
         assert (await second).placed[0].how == "queued"

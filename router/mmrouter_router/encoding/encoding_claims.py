@@ -31,7 +31,7 @@ class Held(NamedTuple):
     answer: dict[str, Any]
 
 
-class EmbeddingClaims:
+class EncodingClaims:
     """Claims images at the sidecars of the encoders, and reports embeddings to them."""
 
     def __init__(
