@@ -116,7 +116,7 @@ def up(
         _refuse(file, error)
     if result is None:
         raise typer.Exit(FAILED if demo else 0)
-    # Last, below what was shown of the start.
+    # Printed last, below the progress of the start.
     if as_json:
         typer.echo(json.dumps(result.as_json()))
     else:
@@ -282,7 +282,7 @@ def explain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Show why a request went where it went: every candidate's score, term by term, and who holds which block."""
+    """Show why a request went to its engine: the score of every candidate by its terms, and where its blocks are."""
     from mmrouter_cli import explain as explained
 
     if url is not None and request_id is None and dry_run is None:

@@ -1,4 +1,4 @@
-"""Whether the objects that resources refer to exist. They are not watched, so answers are cached for a while."""
+"""Looks up whether the objects that resources refer to exist. They are not watched, so answers are cached."""
 
 import asyncio
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class ExistenceCache:
         try:
             self._answers[ref] = (await self._cluster.exists(ref), now)
         except Refused:
-            # Without the right to look, leave it to the pods to report what they lack.
+            # The operator may not read the object. Count it as existing: pods report what they lack.
             self._answers[ref] = (True, now)
 
 

@@ -1,7 +1,7 @@
 """Everything known about one deployment at one moment, as typed views of a few fields per object. Pure.
 
-Views are what the watch caches keep: a few fields per object, never bodies. What goes wrong while children are written
-is a :class:`Problem` for the status, not an exception.
+The watch caches keep these views instead of whole objects. A child that cannot be written becomes a :class:`Problem`
+for the status, not an exception.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ChildView:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentView(ChildView):
-    """A Deployment's counts. ``progressing_reason``: of its own condition Progressing."""
+    """A Deployment's counts. ``progressing_reason``: the reason of the Deployment's condition Progressing."""
 
     replicas: int = 0
     observed_generation: int = 0
@@ -49,16 +49,16 @@ class DeploymentView(ChildView):
     pool: str = ""
     role: str = ""
     template_hash: str = ""
-    """Annotation ``mmrouter.io/rendering-hash`` of its pod template: which template it is, to the letter."""
+    """Annotation ``mmrouter.io/rendering-hash`` of its pod template, which identifies the template exactly."""
     compatibility: str = ""
-    """Label ``mmrouter.io/compatibility`` of its pods: which revision of a set it is (``pool_set_rollout.py``)."""
+    """Label ``mmrouter.io/compatibility`` of its pods: the revision of its pool set (``pool_set_rollout.py``)."""
     set_target: int | None = None
     """Annotation ``mmrouter.io/set-target``: replicas that an autoscaled pool had when its set began to switch."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayReport:
-    """What one gateway says of an InferencePool or an HTTPRoute of ours."""
+    """The conditions that one gateway reports on an InferencePool or an HTTPRoute of the deployment."""
 
     gateway: str
     """``namespace/name``, with ``/section`` behind it where the route names one listener."""
@@ -72,7 +72,7 @@ class GatewayChildView(ChildView):
     """An InferencePool or an HTTPRoute."""
 
     reports: tuple[GatewayReport, ...] = ()
-    """Of gateways, on its present generation."""
+    """The gateways' reports on the object's current generation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +100,12 @@ class PodView:
     gates: Mapping[str, bool] = field(default_factory=dict)
     """Readiness gates of the spec -> whether the condition is True now."""
     gate_times: Mapping[str, str] = field(default_factory=dict)
-    """Readiness gates that have a condition -> when it became what it is, as the API writes it."""
+    """Readiness gates that have a condition -> the time of its last transition, as the API writes it."""
     unschedulable: str = ""
-    """The scheduler's message, while it finds no node."""
+    """The scheduler's message while no node fits the pod."""
     waiting: tuple[str, str, str] | None = None
     """(container, reason, message) of the first container that waits for a bad reason: ImagePullBackOff,
-    CreateContainerConfigError, CrashLoopBackOff... The last one stands from crash to crash, until it is ready."""
+    CreateContainerConfigError, CrashLoopBackOff... CrashLoopBackOff stays until the container is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,9 @@ class WorkerReport:
     cause: str = ""
     message: str = ""
     shared: SharedReport | None = None
-    """Of a pod that shares its node's memory, once its sidecar has looked at it."""
+    """Set for a pod that shares its node's memory, after the first pass of its sidecar's janitor."""
     device: DeviceReport | None = None
-    """Of an engine that reports its device."""
+    """Set for an engine that reports its device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,21 +187,21 @@ class Snapshot:
     revisions: tuple[RevisionView, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
     config: OperatorConfig = field(default_factory=OperatorConfig)
-    """The site's settings, as rendered with."""
+    """The site's settings, with which the children are rendered."""
     listening_since: float = 0.0
-    """Since when this process reads the frontends' streams, seconds since the epoch; 0 for long ago."""
+    """When this process began to read the frontends' streams, seconds since the epoch; 0: long ago."""
 
 
 CHILD_NAME_TAKEN = "ChildNameTaken"
-"""An object of that name has another owner; it is left alone."""
+"""An object of that name has another owner; the operator does not change it."""
 CHILD_REFUSED = "ChildRefused"
 """The API server refuses the child: a quota, an admission policy, an overlay that makes it invalid."""
 CHILD_CONTESTED = "ChildContested"
-"""Another writer keeps changing a field of ours; it is repaired with growing pauses."""
+"""Another writer keeps changing a field that the operator sets; the operator repairs it with growing pauses."""
 SECRET_MALFORMED = "SecretMalformed"  # noqa: S105 - a reason's name
-"""The deployment's Secret lacks an entry or holds a wrong one; it is not written over."""
+"""The deployment's Secret lacks an entry or holds an invalid one; the operator does not overwrite it."""
 SECRET_RECREATED = "SecretRecreated"  # noqa: S105
-"""The deployment's Secret was lost and is made anew: all pods restart."""
+"""The deployment's Secret was deleted and is created again: all pods restart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""KEDA's ScaledObjects, in clusters with KEDA and without metrics of pods, if the operator knows a Prometheus."""
+"""KEDA's ScaledObjects, for clusters with KEDA and without pod metrics, if the operator has a Prometheus address."""
 
 from typing import Any, Final
 

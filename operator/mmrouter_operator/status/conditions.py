@@ -120,7 +120,7 @@ _QUIET: Final = frozenset({"RollingOut", "Paused", "SpecInvalid", "SecretUnusabl
 
 
 def transitions(previous: Mapping[str, Any] | None, status: Mapping[str, Any]) -> list[Transition]:
-    """Return the Events between two statuses; none between equal ones, whatever their messages say.
+    """Return the Events between two statuses; none between two that differ in messages only.
 
     Of a new resource, only Ready and abnormal conditions are recorded.
     """

@@ -1,7 +1,7 @@
-"""When a tenant whose requests are under way may try again, from how long its requests took.
+"""Estimates when a tenant at its limit may try again, from the durations of its requests.
 
 By Little's law (J. D. C. Little, 1961) ``running`` requests of mean duration ``d`` end at a rate of ``running / d``.
-Only the tenant's own requests count, so it learns nothing about the others.
+Only the tenant's own requests count, so that the time reveals nothing about other tenants.
 """
 
 import math

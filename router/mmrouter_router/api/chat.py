@@ -158,7 +158,7 @@ class Chat:
                 broken = RequestError.broken_off()
                 code = str(broken.status)
                 await refuse(client, broken, extra)
-        except Exception as error:  # a bug, counted as such, or the end of memory
+        except Exception as error:  # a bug, or memory or descriptors are exhausted
             failed = RequestError.exhausted() if is_exhausted(error) else RequestError.internal()
             code = str(failed.status)
             if client.begun:
@@ -266,7 +266,7 @@ class Chat:
             await respond_json(client, 200, extra, counted(prepared))
             return "200"
         fetched = sum(4 * len(image.media.data) // 3 for image in prepared.images if image.media.source != "data")
-        if fetched:  # it is held as text of the engine's body, as that of a data: URI is
+        if fetched:  # the engine's body holds it as base64, as a data: URI does
             held.grow(held.size + fetched)
             held.complete()
         in_turn = partial(self._threads.run, tenant.name, prepared.request.work_size)
@@ -321,7 +321,7 @@ class Chat:
         """Raise 404 unless an engine serves a passed route for this tenant."""
         self._forwarder.without_route(path)
         if tenant.salt is not None and path not in UNCACHED | self._adapter.salted_routes:
-            # Without a salt the engine's cache would tell one tenant what another one sent.
+            # Without a salt a tenant could find out from cache hits what another tenant sent.
             raise RequestError(404, f"{path} is not served with API keys.", code="route_not_served")
 
     def _outgoing(self, prepared: Prepared, tenant: str, repeatable: bool = True) -> Outgoing:

@@ -23,8 +23,8 @@ log = logging.getLogger("mmrouter.feeds")
 PUB_PORT, ROUTER_PORT = 7557, 7558
 TRIAL_SECONDS = 2.0  # how long the sidecar may be silent before another combination of keys is tried, if there is one
 HEARTBEAT_MS = 2_000
-"""A connection that is silent for three of them is replaced: its other end may have closed it while the node was cut
-off, and would never say so."""
+"""A connection that is silent for three of them is replaced: the sidecar may have closed it while the node was cut
+off, which this end cannot see."""
 CONNECT_MS = 2_000  # after which a connection is tried anew, because the kernel repeats a lost SYN ever more rarely
 RETRY_SECONDS = 1.0  # pause where no socket can be opened
 DRAIN = 64  # frames of one worker that are taken before other tasks run
@@ -169,7 +169,7 @@ class FeedClient:
                     self._received(sub.recv(zmq.NOBLOCK), tasks)
                 loop.call_soon(receive)  # there may be more, but pending requests run first
             except zmq.Again:
-                pass  # the descriptor signals the next message
+                pass  # the event loop calls again at the next message
             except Exception as error:  # end the task instead of only this callback
                 broken.set_exception(error)
 

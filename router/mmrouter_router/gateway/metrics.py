@@ -1,4 +1,4 @@
-"""The gateway's Prometheus metrics: one line declares one metric. docs/observability.md is made from these lines."""
+"""The gateway's Prometheus metrics: one line per metric, from which `make generate` writes docs/observability.md."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 

@@ -20,7 +20,7 @@ MAX_COLD_ANSWER: Final = 64 << 20
 
 
 class EngineChoice:
-    """Handles a stream: the whole of a request, from the client's headers to the end of the engine's answer."""
+    """Handles one stream of a gateway: a request from the client's headers to the end of the engine's answer."""
 
     def __init__(
         self,

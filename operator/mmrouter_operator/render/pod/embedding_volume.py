@@ -1,4 +1,4 @@
-"""The volume of embeddings, in the pods that hand them over by files of a volume: named in the resource, or a claim."""
+"""The volume for embeddings, in pods that exchange them as files: named in the resource, or claimed by the operator."""
 
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ def is_used(dep: MMRouterDeployment, pool: Pool) -> bool:
 
 
 def is_claimed(dep: MMRouterDeployment) -> bool:
-    """Whether the operator makes the volume."""
+    """Whether the operator claims the volume."""
     return dep.spec.engine.embedding_volume is None and any(is_used(dep, pool) for pool in dep.spec.pools)
 
 
@@ -40,7 +40,7 @@ def mount() -> dict[str, Any]:
 
 
 def cleaner_env(dep: MMRouterDeployment) -> list[dict[str, Any]]:
-    """Return the variables of a sidecar that removes unused files. A limit of 0: only the file system bounds them."""
+    """Return the variables of a sidecar that removes unused files. With limit 0 only the file system bounds them."""
     return [
         parts.value_env("MMROUTER_EMBEDDINGS_DIR", EMBEDDINGS_DIR),
         parts.value_env("MMROUTER_EMBEDDINGS_LIMIT_BYTES", str(quantity_bytes(CLAIMED) if is_claimed(dep) else 0)),
