@@ -185,7 +185,7 @@ def build_dispatch(
     delivery: Delivery = handover or BytesDelivery()
     encoding, encoder_list, weights = _build_encoding(base, verification.probes, delivery, has_peers)
     exchange = EngineClient(base.upstream, spec.engine.type, settings.engine_key)
-    offload = OffloadPolicy(spec.routing.min_prefill_tokens)
+    offload = OffloadPolicy(spec.routing.min_prefill_tokens, always=settings.always_hand_over)
     shared = spec.engine.type, base.roles, base.fleet, placer, base.metrics, exchange.ask
     leases = BlockLeases(lease_seconds(spec.engine.kv_connector))
     stages = Stages(*shared, encoding=encoding, offload=offload, delivery=delivery, leases=leases)

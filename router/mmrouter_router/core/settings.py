@@ -75,7 +75,7 @@ class Settings:
     node: str = ""  # name of the pod's node
     shared_dir: Path | None = None  # folder shared by the pods of the node
     shared_limit_bytes: int = 0  # bytes that this process may use there
-    always_hand_over: bool = False  # use every possible hand-over regardless of its cost, for tests
+    always_hand_over: bool = False  # use every hand-over and prefill engine regardless of its cost, for tests
     test_selection: bool = False  # a gateway's conformance tests may choose endpoints by a header
     log_level: str = "INFO"  # of the router's own log
     bind_all: bool = False  # listen on all addresses of the pod; a port-forward uses its loopback

@@ -214,6 +214,23 @@ class Forwarder:
             except BaseException:  # cancelled by a client that disconnects, too
                 booking.end()
                 raise
+        try:
+            return await self._by_answering(call, past, placed, booking, result)
+        finally:
+            if result is not None:
+                self._stages.ended(result)
+
+    async def _by_answering(
+        self,
+        call: ForwardCall,
+        past: AttemptHistory,
+        placed: PlacedAttempt,
+        booking: Booking,
+        result: StageResult | None,
+    ) -> EngineReply | str:
+        """Send a request to the engine that answers it, after the stages of ``result``."""
+        decision, outgoing = placed.decision, call.outgoing
+        if result is not None:
             past.stages += [report.as_json() for report in result.reports]
             past.transfers += result.transfers
             past.deaths += result.lost

@@ -24,6 +24,7 @@ from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
 from mmrouter_router.scheduling.placer import Decision, Placer
 from mmrouter_router.scheduling.scoring import Policy
+from mmrouter_router.scheduling.way_comparison import Waiting
 from mmrouter_router.streams.answer import StreamedAnswer
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span, failure_of
@@ -54,15 +55,16 @@ class StageReport:
 class StageResult:
     """Result of the stages. ``fields``: the request's, with other engines' parameters.
 
-    ``prefilled``: the prefill engine, where it computed the prompt. Times are seconds of a monotonic clock.
+    ``prefilled``: the prefill engine, where it computed the prompt. ``waiting``: until :meth:`Stages.ended`, where the
+    cost decided whether it does. Times are seconds of a monotonic clock.
     """
 
     fields: Mapping[str, Any]
     reports: list[StageReport]
     prefilled: Decision | None = None
     read_by: float | None = None  # when the answering engine must have the request to find the prefilled blocks
-    began: float = 0.0  # before the first stage
-    sent: float = 0.0  # and after the last one
+    waiting: Waiting | None = None
+    sent: float = 0.0  # after the last stage
     remaining: int = 0  # prompt tokens that the answering engine did not hold
     lost: bool = False  # an engine ended under a stage
     transfers: list[dict[str, Any]] = field(default_factory=list)  # of images to the engines of the stages
@@ -157,7 +159,7 @@ class Stages:
         ``alone``: why that engine computes the prompt itself; empty unless it could not fetch it.
         """
         prepared, fields, computes = call.prepared, call.outgoing.fields, decision
-        result = StageResult(fields, [], began=time.monotonic(), remaining=_remaining(prepared, decision))
+        result = StageResult(fields, [], remaining=_remaining(prepared, decision))
         if form.prefills and decision.target.worker.member.role == "decode":
             why = alone or stage_requests.why_whole(fields) or self.offload.reason_local(result.remaining)
             if not why:
@@ -169,19 +171,29 @@ class Stages:
                     why = "no_partner"
             if why:
                 self._report(result, StageReport("prefill", why, detail={"remaining_tokens": result.remaining}))
-        if form.encodes and computes.target.worker.member.role != "decode":
-            result.fields = await self._encode(call, result, computes)
-        if computes is not decision:
-            result.fields = await self._prefill(call, result, computes)
+            if why in ("", "slower"):
+                result.waiting = self.offload.comparison.begin(decision.target.worker.id, elsewhere=not why)
+        try:
+            if form.encodes and computes.target.worker.member.role != "decode":
+                result.fields = await self._encode(call, result, computes)
+            if computes is not decision:
+                result.fields = await self._prefill(call, result, computes)
+        except BaseException:
+            self.ended(result)
+            raise
         result.sent = time.monotonic()
         return result
 
     def answered(self, result: StageResult, worker: str) -> StageReport:
-        """Measure the time to the first byte of the answer; returns the last stage's report."""
-        now = time.monotonic()
-        if any(report.stage == "prefill" for report in result.reports):
-            self.offload.observe(result.remaining, now - result.began, remote=result.prefilled is not None)
-        return StageReport("answer", "first_byte", (worker,), now - result.sent)
+        """Measure the first byte of the answer; returns the last stage's report."""
+        self.ended(result, result.remaining)
+        return StageReport("answer", "first_byte", (worker,), time.monotonic() - result.sent)
+
+    def ended(self, result: StageResult, tokens: int = 0) -> None:
+        """End a request's wait for its first byte, once. ``tokens``: 0 where it failed."""
+        if result.waiting is not None:
+            self.offload.comparison.end(result.waiting, tokens)
+            result.waiting = None
 
     async def _encode(self, call: ForwardCall, result: StageResult, computes: Decision) -> Mapping[str, Any]:
         """Encode the images that the computing engine's blocks do not hold; returns the fields to continue with."""

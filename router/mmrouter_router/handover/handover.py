@@ -20,6 +20,7 @@ from mmrouter_router.handover.request_delivery import AddressedRequest, Post, T
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import OutgoingImage, Place
+from mmrouter_router.scheduling.way_comparison import Waiting
 from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.handover")
@@ -33,8 +34,7 @@ REFUSED, MISSED, TOGETHER = "refused", "missed", "together"
 class _Attempt:
     """One request on its way to one engine. Images by identity, each once.
 
-    ``engine``: its id, which changes with a restart. ``processed``: whether a renderer was chosen, ``None`` where there
-    was no choice.
+    ``engine``: its id, which changes with a restart. ``waiting``: ``None`` where there was no choice of a renderer.
     """
 
     engine: str
@@ -42,7 +42,7 @@ class _Attempt:
     images: Mapping[str, OutgoingImage]
     transfers: Mapping[str, ways.ImageTransfer]
     files: dict[str, PlainFile] = field(default_factory=dict)
-    processed: bool | None = None
+    waiting: Waiting | None = None
     answered: bool = False
 
     @property
@@ -125,9 +125,9 @@ class Handover:
                 self._metrics.handover_seconds.labels(transfer.how).observe(transfer.seconds)
             return answer
         finally:
-            if attempt.processed is not None:
-                comparison, tokens = attempt.costs.processing, attempt.tokens if attempt.answered else 0
-                comparison.end(attempt.engine, tokens, processed=attempt.processed)
+            if attempt.waiting is not None:
+                comparison = attempt.costs.processing
+                comparison.end(attempt.waiting, attempt.tokens if attempt.answered else 0)
                 for by, cost in zip(("engine", "renderer"), comparison.costs, strict=True):
                     self._metrics.handover_cost.labels(worker.pool, by).set(cost or 0)
             for file in attempt.files.values():
@@ -143,8 +143,7 @@ class Handover:
         for name, fallbacks in plan.fallbacks.items():
             attempt.transfers[name].fallbacks += fallbacks
         if not all(eligibility.processed.values()) and attempt.tokens >= ways.FEW_TOKENS:
-            attempt.processed = bool(plan.processed)
-            attempt.costs.processing.begin(attempt.engine, processed=attempt.processed)
+            attempt.waiting = attempt.costs.processing.begin(attempt.engine, elsewhere=bool(plan.processed))
         if plan.processed and renderer is not None:
             await self._process(attempt, request, renderer, plan)
         await self._write(attempt, [name for name in plan.files if attempt.transfers[name].how == "bytes"])

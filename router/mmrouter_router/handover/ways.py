@@ -4,7 +4,7 @@ By file or in the body an image is the same to the engine, which processes it; t
 router's part of the time is measured with every image. The engine's part is a constant, measured by ``python -m bench
 media``, because the router cannot observe it.
 
-A processed image spares the engine its processing, which shows only in the answers: ``comparison``.
+A processed image spares the engine its processing, which shows only in the answers: ``way_comparison``.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, get_args
 from mmrouter_lib.engines.vllm.plugin_api import Status
 from mmrouter_lib.engines.vllm.plugin_api import Way as Processed
 from mmrouter_router.core.linear_cost import Line, Rate
-from mmrouter_router.handover.comparison import WayComparison
+from mmrouter_router.scheduling.way_comparison import WayComparison
 
 Way = Literal["nixl", "shm", "inline", "file", "bytes"]
 """How an image reaches an engine.
@@ -139,7 +139,7 @@ class WayCosts:
             return ""
         if tokens < FEW_TOKENS:
             return "small"
-        return "" if self.processing.processes() else "slower"
+        return "" if self.processing.elsewhere(tokens) else "slower"
 
     def observe(self, way: Raw, size: int, seconds: float) -> None:
         if seconds >= 0:

@@ -3,20 +3,19 @@
 A form that needs a pool without an available pod degrades to the next simpler form that still answers.
 """
 
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_router.core.linear_cost import Line, Rate
+from mmrouter_router.scheduling.way_comparison import WayComparison
 
 SHORT_TOKENS: Final = 512
 """With fewer tokens left to compute, one step of any accelerator, a prompt is computed where it is decoded.
 
-A transfer costs a round trip to two engines. Above the bound the measured times decide."""
-EXPLORE: Final = 16  # explore: 1 in 16 requests takes the costlier path so that both stay measured
-ENOUGH: Final = 8  # measurements of each path before they are compared
+A transfer costs a round trip to two engines. Above the bound the measured costs decide."""
 
 Missing = Literal["no_encoder", "no_prefill", "no_decode", "no_pair"]
 
@@ -86,36 +85,26 @@ def canary_applies(role: str) -> bool:
 
 
 class OffloadPolicy:
-    """Decides whether to compute elsewhere, by a bound in tokens and the measured time of both paths.
+    """Decides whether a prompt is computed by the engine that answers or by a prefill engine.
 
-    Seconds are from the decision to the answer's first byte; tokens are those that remain to be computed.
+    ``tokens`` are those of the prompt that the answering engine does not hold. Requests that it computes for another
+    reason than the cost are not compared.
     """
 
-    def __init__(self, short_tokens: int = SHORT_TOKENS) -> None:
-        self.short_tokens = short_tokens
-        first = Line(0.0, 1e-4)
-        self.local, self.remote = Rate(first), Rate(first)
-        self._compared = 0
+    def __init__(
+        self, short_tokens: int = SHORT_TOKENS, *, always: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``short_tokens``: 0 sends every prompt to a prefill engine. ``always``: sends every one that is not short.
 
-    def reason_local(self, remaining: int) -> str:
-        """Return why to compute locally: ``short``, ``slower``, or empty for remotely.
-
-        ``remaining``: tokens of the prompt that the answering engine does not hold. A bound of 0 disables comparisons.
+        ``clock``: the wall clock.
         """
-        if self.short_tokens == 0:
-            return ""
-        if remaining < self.short_tokens:
-            return "short"
-        if min(self.local.measured, self.remote.measured) < ENOUGH:
-            # Alternate until both paths are measured, remote first: the pools exist for it.
-            return "slower" if self.local.measured < self.remote.measured - 1 else ""
-        local = self.local.line.seconds(remaining) < self.remote.line.seconds(remaining)
-        self._compared += 1
-        if self._compared % EXPLORE == 0:
-            local = not local
-        return "slower" if local else ""
+        self._short_tokens, self._always = short_tokens, always or short_tokens == 0
+        self.comparison = WayComparison(1.0, clock)
 
-    def observe(self, remaining: int, seconds: float, *, remote: bool) -> None:
-        """Record a time to first byte. Short prompts are ignored: they predict nothing about long ones."""
-        if remaining >= self.short_tokens and seconds >= 0:
-            (self.remote if remote else self.local).observe(remaining, seconds)
+    def reason_local(self, tokens: int) -> str:
+        """Return why the answering engine computes the prompt: ``short``, ``slower``, or empty for a prefill engine."""
+        if tokens < self._short_tokens:
+            return "short"
+        if self._always or self.comparison.costs == (None, None):  # before any measurement: the pools exist for it
+            return ""
+        return "" if self.comparison.elsewhere(tokens) else "slower"

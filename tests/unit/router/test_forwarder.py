@@ -1,12 +1,19 @@
 """Retries before the first byte, against engines on loopback addresses."""
 
 import asyncio
+import json
 
 import pytest
-from unit.router.rig import BLOCK, fingerprint, no_free_descriptors, outcomes, refused, spans_of, value
+from unit.router.rig import BLOCK, cancelled, fingerprint, no_free_descriptors, outcomes, refused, spans_of, value
 from unit.router.rig import http_answer as answer
-from unit.router.scripted_engines import DIES, OK
+from unit.router.scripted_engines import DIES, IDS, OK, PAIR, WRONG
 from waiting import until
+
+from mmrouter_router.dispatch.engine_client import EngineClient
+from mmrouter_router.dispatch.forwarder import Forwarder
+from mmrouter_router.dispatch.stages import Stages
+from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
+from mmrouter_router.scheduling.way_comparison import Waiting, WayComparison
 
 BUSY = answer(503, b"busy")
 DRAINING = answer(500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}')
@@ -120,3 +127,44 @@ async def test_cancelled_request_releases_its_booking(rig):
     with pytest.raises(asyncio.CancelledError):
         await task
     await rig.nothing_is_booked()
+
+
+class Watched(WayComparison):
+    """Keeps the requests that wait, and the tokens of those that ended."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, lambda: 0.0)
+        self.waiting: list[Waiting] = []
+        self.ended: list[int] = []
+
+    def begin(self, engine: str, *, elsewhere: bool) -> Waiting:
+        self.waiting.append(super().begin(engine, elsewhere=elsewhere))
+        return self.waiting[-1]
+
+    def end(self, request: Waiting, tokens: int) -> None:
+        super().end(request, tokens)
+        self.waiting.remove(request)
+        self.ended.append(tokens)
+
+
+@pytest.mark.parametrize(("says", "tokens"), [(OK, len(IDS)), (BUSY, 0), (DIES, 0), (BROKEN, 0), (WRONG, 0), (b"", 0)])
+async def test_a_prompt_of_a_prefill_engine_counts_once_and_as_work_only_when_it_was_answered(make_rig, says, tokens):
+    """The engine that says nothing is left by the client."""
+
+    async def prefill(target, request_id, path, body, headers):
+        return 200, json.dumps({"kv_transfer_params": {"do_remote_prefill": True}}).encode()
+
+    rig = make_rig(roles=PAIR, engine={"type": "vllm", "blockSize": BLOCK})
+    rig.stages = Stages("vllm", PAIR, rig.fleet, rig.placer, rig.metrics, prefill, offload=OffloadPolicy(len(IDS)))
+    rig.forwarder = Forwarder(rig.placer, EngineClient(rig.upstream, "vllm", "secret"), rig.metrics, rig.stages)
+    watched = rig.stages.offload.comparison = Watched()
+    await rig.serve(p1=OK)
+    decode = await rig.engine("d1", says, proved=True)
+    task = asyncio.create_task(rig.send())
+    if not says:
+        await until(lambda: decode.asked)
+        assert len(watched.waiting) == 1
+        await cancelled(task)
+    else:
+        (await task).close()
+    assert (watched.waiting, watched.ended) == ([], [tokens])

@@ -19,7 +19,6 @@ from mmrouter_lib import feed
 from mmrouter_lib.engines.vllm.plugin_api import Status
 from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.fleet.workers import Fleet, Member
-from mmrouter_router.handover.comparison import ENOUGH, PERIOD
 from mmrouter_router.handover.files import IN_THREAD, SharedFolder
 from mmrouter_router.handover.handover import Handover
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer
@@ -40,6 +39,7 @@ from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage
+from mmrouter_router.scheduling.way_comparison import ENOUGH, PERIOD
 from mmrouter_router.telemetry.metrics import Metrics
 
 LARGE = 8 * IN_THREAD

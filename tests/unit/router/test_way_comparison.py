@@ -1,7 +1,9 @@
-"""Whether renderers process images, on simulated queues: the rule takes the way that serves more under the same load.
+"""Whether work is done elsewhere, on simulated queues: the rules take the way that serves more under the same load.
 
 A processed image goes through a renderer, the engine's front end, which only reads it, and the model; any other image
-through the front end, which processes it, and the model. Every station takes requests in order. Times scatter by 20 %.
+through the front end, which processes it, and the model. A prompt goes through a prefill engine, a transfer and one
+step of the decode engine, or is computed by the decode engine. Every station takes requests in order. Times scatter by
+20 % and grow with the tokens.
 """
 
 import heapq
@@ -13,41 +15,56 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mmrouter_router.handover.comparison import CYCLE, PERIOD, WayComparison
 from mmrouter_router.handover.ways import AUTO_GAIN
+from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
+from mmrouter_router.scheduling.way_comparison import CYCLE, PERIOD, WayComparison
 
-TOKENS = 500
+TOKENS = 2000
 RULE = partial(WayComparison, AUTO_GAIN)
 
 
 class Fixed:
     """Takes one way whatever it costs."""
 
-    def __init__(self, processed: bool, _: Callable[[], float]) -> None:
-        self.processes = lambda: processed
+    def __init__(self, elsewhere: bool, _: Callable[[], float]) -> None:
+        self.elsewhere = lambda tokens: elsewhere
 
-    def begin(self, engine: str, *, processed: bool) -> None: ...
+    def begin(self, engine: str, *, elsewhere: bool) -> None: ...
 
-    def end(self, engine: str, tokens: int, *, processed: bool) -> None: ...
+    def end(self, request: None, tokens: int) -> None: ...
 
 
-ENGINE, RENDERER = partial(Fixed, False), partial(Fixed, True)
+class Offload:
+    """The rule for prompts."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._policy = OffloadPolicy(clock=clock)
+        self.begin, self.end = self._policy.comparison.begin, self._policy.comparison.end
+
+    def elsewhere(self, tokens: int) -> bool:
+        return not self._policy.reason_local(tokens)
+
+
+ENGINE, ELSEWHERE = partial(Fixed, False), partial(Fixed, True)
 
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds of each station for a request. ``clients`` send their next request after an answer; with ``rate``,
-    requests per second at a time, they arrive regardless of answers. ``begins``: the wall clock.
+    """Seconds of each station for a request of :data:`TOKENS`; ``read`` and ``move``, a transfer without a queue, are
+    equal for all. ``clients`` send their next request after an answer; with ``rate``, requests per second at a time,
+    they arrive regardless of answers. ``begins``: the wall clock.
     """
 
     front: float = 1.0
     render: float = 1.1
+    move: float = 0.0
     read: float = 0.05
     model: float = 0.1
     renderers: int = 2
+    sizes: tuple[int, ...] = (TOKENS,)
     clients: int = 8
     rate: Callable[[float], float] | None = None
     frontends: int = 1
@@ -57,15 +74,17 @@ class Load:
 
 @dataclass(frozen=True)
 class Served:
-    """Answers of the second half: their number per second, mean seconds, and the share that renderers processed."""
+    """Answers of the second half: their number per second, mean seconds, and the share of work done elsewhere, of all
+    and by size."""
 
     rate: float
     seconds: float
-    processed: float
+    elsewhere: float
+    by_size: dict[int, float]
 
 
 def serve(kind: Callable[[Callable[[], float]], Any], load: Load) -> Served:
-    draw, now, events, answers = random.Random(5), load.begins, [], []
+    draw, sizes, now, events, answers = random.Random(5), random.Random(7), load.begins, [], []
     rules = [kind(lambda: now) for _ in range(load.frontends)]
     free = {"front": [now], "model": [now], "render": [now] * load.renderers}
 
@@ -79,13 +98,14 @@ def serve(kind: Callable[[Callable[[], float]], Any], load: Load) -> Served:
         heapq.heappush(events, (when, len(events), draw.random(), what))
 
     def arrive() -> None:
-        rule, scale, began = draw.choice(rules), draw.uniform(0.8, 1.2), now
-        processed = rule.processes()
-        rule.begin("engine", processed=processed)
+        rule, scale, tokens, began = draw.choice(rules), draw.uniform(0.8, 1.2), sizes.choice(load.sizes), now
+        scale *= tokens / TOKENS
+        elsewhere = rule.elsewhere(tokens)
+        request = rule.begin("engine", elsewhere=elsewhere)
 
         def answer() -> None:
-            rule.end("engine", TOKENS, processed=processed)
-            answers.append((now, now - began, processed))
+            rule.end(request, tokens)
+            answers.append((now, now - began, elsewhere, tokens))
             if load.rate is None:
                 arrive()
 
@@ -93,9 +113,9 @@ def serve(kind: Callable[[Callable[[], float]], Any], load: Load) -> Served:
             at(station("model", load.model * scale), answer)
 
         def accept() -> None:
-            at(station("front", (load.read if processed else load.front) * scale), compute)
+            at(station("front", load.read if elsewhere else load.front * scale), compute)
 
-        at(station("render", load.render * scale) if processed else now, accept)
+        at(station("render", load.render * scale) + load.move if elsewhere else now, accept)
         if load.rate is not None:
             at(now + draw.expovariate(load.rate(now - load.begins)), arrive)
 
@@ -105,12 +125,14 @@ def serve(kind: Callable[[Callable[[], float]], Any], load: Load) -> Served:
         now, *_, what = heapq.heappop(events)
         what()
     late = [row for row in answers if row[0] > load.begins + load.seconds / 2]
-    return Served(len(late) / load.seconds * 2, mean(row[1] for row in late), mean(row[2] for row in late))
+    by_size = {size: [row[2] for row in late if row[3] == size] for size in load.sizes}
+    ways = mean(row[2] for row in late), {size: mean(taken) for size, taken in by_size.items()}
+    return Served(len(late) / load.seconds * 2, mean(row[1] for row in late), *ways)
 
 
 @pytest.mark.parametrize("begins", [0.0, 100.0, 7.5 * PERIOD])  # in the periods of the engine, the renderer, and none
 @pytest.mark.parametrize(
-    ("load", "processed"),
+    ("load", "elsewhere"),
     [
         (Load(clients=4), True),  # the engine's one front end is the bottleneck
         (Load(clients=32, front=0.05, render=0.055, read=0.002, model=0.01), True),
@@ -125,10 +147,10 @@ def serve(kind: Callable[[Callable[[], float]], Any], load: Load) -> Served:
     ],
 )
 def test_nearly_all_requests_take_the_way_that_serves_more_under_their_load(
-    load: Load, processed: bool, begins: float
+    load: Load, elsewhere: bool, begins: float
 ) -> None:
-    share = serve(RULE, replace(load, begins=begins)).processed
-    assert share > 0.85 if processed else share < 0.15
+    share = serve(RULE, replace(load, begins=begins)).elsewhere
+    assert share > 0.85 if elsewhere else share < 0.15
 
 
 @given(
@@ -139,28 +161,65 @@ def test_closed_loops_are_served_nearly_as_fast_as_by_the_better_way_alone(
     front: float, render: float, model: float, renderers: int, clients: int
 ) -> None:
     load = Load(front=front, render=render, model=model, renderers=renderers, clients=clients)
-    engine, renderer = serve(ENGINE, load).rate, serve(RENDERER, load).rate
+    engine, renderer = serve(ENGINE, load).rate, serve(ELSEWHERE, load).rate
     assert serve(RULE, load).rate > 0.8 * max(engine, AUTO_GAIN * renderer)
+
+
+@given(
+    st.floats(0.2, 2),
+    st.floats(0.2, 2),
+    st.sampled_from([0.01, 0.1, 0.5]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([(TOKENS,), (600, 1000, 4000)]),
+)
+@example(front=1.7, render=1.0, move=0.1, prefills=8, clients=8, sizes=(600, 1000, 4000))
+@example(front=0.5, render=2.0, move=0.01, prefills=8, clients=8, sizes=(600, 1000, 4000))
+@settings(max_examples=30, deadline=None)
+def test_prompts_are_served_nearly_as_fast_as_by_the_better_pool_alone(
+    front: float, render: float, move: float, prefills: int, clients: int, sizes: tuple[int, ...]
+) -> None:
+    load = Load(front, render, move, 0.02, 0.0, prefills, sizes, clients=clients)
+    assert serve(Offload, load).rate > 0.8 * max(serve(ENGINE, load).rate, serve(ELSEWHERE, load).rate)
+
+
+@pytest.mark.parametrize("clients", [1, 2])
+def test_a_fixed_cost_elsewhere_pays_off_for_long_requests(clients: int) -> None:
+    """Alone, 1,000 tokens take 0.5 s here and 0.65 s elsewhere, 4,000 tokens 2 and 0.8 s."""
+    load = Load(1.0, 0.1, 0.6, 0.0, 0.0, sizes=(600, 1000, 4000), clients=clients)
+    for rule in (RULE, Offload):
+        served = serve(rule, load)
+        assert served.by_size[4000] > 0.85
+        assert served.seconds < 1.05 * min(serve(fixed, load).seconds for fixed in (ENGINE, ELSEWHERE))
+        assert clients > 1 or served.by_size[600] < 0.15
+
+
+def test_prompts_go_to_prefill_engines_before_any_measurement() -> None:
+    now = 0.0
+    rule = Offload(lambda: now)
+    for now in range(8):  # noqa: B007
+        assert rule.elsewhere(TOKENS)
+        rule.end(rule.begin("engine", elsewhere=True), TOKENS)
 
 
 def test_engines_that_become_overloaded_are_relieved() -> None:
     """Requests wait longer than a period before the other way is tried, so that none of its answers shows its cost."""
     load = Load(rate=lambda since: 0.2 if since < 1.25 * CYCLE * PERIOD else 1.5, seconds=8 * CYCLE * PERIOD)
     assert serve(ENGINE, load).seconds > 5 * PERIOD
-    assert serve(RULE, load).seconds < 2 * serve(RENDERER, load).seconds
+    assert serve(RULE, load).seconds < 2 * serve(ELSEWHERE, load).seconds
 
 
 def test_a_way_that_fails_costs_its_time() -> None:
     now, taken = 0.0, []
     rule = RULE(lambda: now)
     while now < CYCLE * PERIOD:
-        processed = rule.processes()
-        taken.append((now, processed))
-        rule.begin("engine", processed=processed)
-        now += 0.7 if processed else 1.0
-        rule.end("engine", 0 if processed and len(taken) % 2 else TOKENS, processed=processed)
-    assert any(processed for _, processed in taken)
-    assert not any(processed for when, processed in taken if when > 2 * PERIOD)
+        elsewhere = rule.elsewhere(TOKENS)
+        taken.append((now, elsewhere))
+        request = rule.begin("engine", elsewhere=elsewhere)
+        now += 0.7 if elsewhere else 1.0
+        rule.end(request, 0 if elsewhere and len(taken) % 2 else TOKENS)
+    assert any(elsewhere for _, elsewhere in taken)
+    assert not any(elsewhere for when, elsewhere in taken if when > 2 * PERIOD)
 
 
 def test_a_measured_minute_counts_each_engine_alone() -> None:
@@ -168,11 +227,23 @@ def test_a_measured_minute_counts_each_engine_alone() -> None:
     now = 0.0
     rule = RULE(lambda: now)
     while now < CYCLE * PERIOD - 10:
-        processed = rule.processes()
-        engines = ("one", "other") if not processed else ("one",)
-        for engine in engines:
-            rule.begin(engine, processed=processed)
-        now += 1.0 if not processed else 0.8
-        for engine in engines:
-            rule.end(engine, TOKENS, processed=processed)
-    assert rule.processes()
+        elsewhere = rule.elsewhere(TOKENS)
+        engines = ("one", "other") if not elsewhere else ("one",)
+        requests = [rule.begin(engine, elsewhere=elsewhere) for engine in engines]
+        now += 1.0 if not elsewhere else 0.8
+        for request in requests:
+            rule.end(request, TOKENS)
+    assert rule.elsewhere(TOKENS)
+
+
+@pytest.mark.parametrize("seconds", [0.8, 1.2])
+def test_engines_that_answer_in_batches_are_compared(seconds: float) -> None:
+    now = 0.0
+    rule = WayComparison(1.0, lambda: now)
+    while now < CYCLE * PERIOD - 10:
+        elsewhere, sizes = rule.elsewhere(TOKENS), (4000, 600, 600)
+        requests = [rule.begin("engine", elsewhere=elsewhere) for _ in sizes]
+        now += seconds if elsewhere else 1.0
+        for request, tokens in zip(requests, sizes, strict=True):
+            rule.end(request, tokens)
+    assert {rule.elsewhere(tokens) for tokens in (600, TOKENS, 4000)} == {seconds < 1}
