@@ -72,6 +72,7 @@ class SimulatedEngine(ABC):
         self.renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
         self.draining = False
         self.started = int(time.time())
+        self.adapters = {adapter.name: adapter for adapter in settings.adapters}
 
     def _scheduler(self, rank: int) -> Scheduler:
         settings = self.settings

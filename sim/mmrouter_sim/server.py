@@ -259,17 +259,19 @@ async def cache(engine: SimulatedEngine, _request: Request) -> Response:
 
 
 def models(engine: SimulatedEngine, owner: str, names: Sequence[str], root: str) -> Response:
-    """Return the body of ``/v1/models``."""
+    """Return the body of ``/v1/models``: the model, then its LoRA adapters."""
+    served = [(name, root, None, engine.context) for name in names]
+    loaded = [(adapter.name, adapter.path, names[0], None) for adapter in engine.settings.adapters]
     rows = [
         {
             "id": name,
             "object": "model",
             "created": engine.started,
             "owned_by": owner,
-            "root": root,
-            "parent": None,
-            "max_model_len": engine.context,
+            "root": where,
+            "parent": parent,
+            "max_model_len": context,
         }
-        for name in names
+        for name, where, parent, context in (*served, *loaded)
     ]
     return json_response({"object": "list", "data": rows})

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
+from mmrouter_sim.core.requests import Adapter
 from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.rank_runner import EventsConfig
 from mmrouter_sim.sglang.pairing import PairSide
@@ -60,6 +61,7 @@ class Settings:
     enable_ssl_refresh: bool = False
     encodes_only: bool = False  # an encoder of SGLang
     encoder_urls: tuple[str, ...] = ()  # encoders of an SGLang engine
+    adapters: tuple[Adapter, ...] = ()
     arguments: dict[str, Any] = field(default_factory=dict)  # as SGLang's /server_info returns them
 
 
@@ -93,6 +95,26 @@ def add_tls_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ssl-keyfile")
     parser.add_argument("--ssl-certfile")
     parser.add_argument("--enable-ssl-refresh", action="store_true")
+
+
+def adapters(flag: str, given: Sequence[str], served: Sequence[str], name: str, path: str) -> tuple[Adapter, ...]:
+    """Return the LoRA adapters of a flag's values: ``NAME=PATH``, or a JSON object with the keys ``name`` and ``path``.
+
+    The simulator reads no weights, so that no file has to exist. Raises ``ValueError``.
+    """
+    pairs: dict[str, str] = {}
+    for text in given:
+        if text.startswith("{"):
+            fields = msgspec.json.decode(text, type=dict[str, Any])
+            found, where = fields.get(name), fields.get(path)
+        else:
+            found, _, where = text.partition("=")
+        if not (isinstance(found, str) and found and isinstance(where, str) and where):
+            raise ValueError(f"{flag} {text}: NAME=PATH is expected, or JSON with {name!r} and {path!r}")
+        if found in pairs or found in served:
+            raise ValueError(f"{flag}: the adapter {found!r} conflicts with another or with the model")
+        pairs[found] = where
+    return tuple(Adapter(*pair, number) for number, pair in enumerate(pairs.items(), 1))
 
 
 def add_no_effect(parser: argparse.ArgumentParser, flags: str, switches: str, action: Any) -> None:

@@ -168,7 +168,7 @@ class CacheContents:
         if known is None:
             end = start + self._size
             media = tuple((m.identifier, m.offset - start) for m in request.media if m.offset < end and m.end > start)
-            lora = request.lora[0] if request.lora else None
+            lora = request.lora.name if request.lora else None
             known = Block(digest, parent, request.ids[start:end], media, request.salt, lora)
             self._known[digest] = known
         return known

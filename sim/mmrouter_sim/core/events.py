@@ -136,8 +136,8 @@ class VllmDialect(Dialect):
     def stored(self, request: Request, first: int, last: int) -> BlockStored:
         return BlockStored(
             **self._fields(request, first, last),
-            lora_id=1 if request.lora else None,
-            lora_name=request.lora[0] if request.lora else None,
+            lora_id=request.lora.number if request.lora else None,
+            lora_name=request.lora.name if request.lora else None,
             extra_keys=[published_keys(self._keys(request, number)) for number in range(first, last)],
             group_idx=0,
             kv_cache_spec_kind=FULL_ATTENTION,

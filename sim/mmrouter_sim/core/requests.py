@@ -14,7 +14,7 @@ import pickle
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import cbor2
 
@@ -41,6 +41,14 @@ class Media:
         return self.offset + self.length
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that an engine has loaded. ``number``: its id in this process, from 1."""
+
+    name: str
+    path: str
+    number: int = 1
+
+
 def sha256_cbor(value: object) -> bytes:
     """Return the SHA-256 of the canonical CBOR of a value."""
     return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
@@ -61,12 +69,12 @@ def first_parent(hash_: Hash, seed: str | None = None) -> bytes:
 
 
 def extra_keys(
-    start: int, end: int, media: Sequence[Media], *, salt: str | None = None, lora: tuple[str, str] | None = None
+    start: int, end: int, media: Sequence[Media], *, salt: str | None = None, lora: Adapter | None = None
 ) -> tuple[ExtraKey, ...]:
     """Return the tagged extra keys of the block of tokens [start, end): LoRA, media in prompt order, salt."""
     keys: list[ExtraKey] = []
     if lora is not None:
-        keys.append(("lora", *lora))
+        keys.append(("lora", lora.name, lora.path))
     keys += [("mm", m.identifier, m.offset - start) for m in media if m.offset < end and m.end > start]
     if salt and start == 0:
         keys.append(("cache_salt", salt))
@@ -103,7 +111,7 @@ class Request:
     max_tokens: int
     media: tuple[Media, ...] = ()  # in prompt order
     salt: str | None = None
-    lora: tuple[str, str] | None = None  # name, path
+    lora: Adapter | None = None
     stop_ids: frozenset[int] = frozenset()
     report_hits: bool = False  # kv_cache_report_mode=full: announce reused blocks again
     external: int = 0  # prompt tokens whose keys and values came from another engine

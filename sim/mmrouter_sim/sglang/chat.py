@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from mmrouter_sim.core.requests import Adapter
 from mmrouter_sim.encoders import Embedding
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
@@ -158,12 +159,17 @@ async def complete(engine: SimulatedEngine, http: HttpRequest) -> Response:
 
 
 async def _respond(
-    engine: SimulatedEngine, http: HttpRequest, body: Generation, prompts: Sequence[Prompt], wanted: int | None
+    engine: SimulatedEngine,
+    http: HttpRequest,
+    body: ChatRequest | CompletionRequest,
+    prompts: Sequence[Prompt],
+    wanted: int | None,
 ) -> Response:
     n = body.n or 1
     if engine.settings.pairs is not None and n * len(prompts) > 1:
         raise RequestError("Several answers of a pair are not simulated.", param="n")
-    jobs = [job_of(engine, http, body, prompt, wanted) for prompt in prompts for _ in range(n)]
+    lora = requests.adapter_of(engine, body)
+    jobs = [job_of(engine, http, body, prompt, wanted, lora) for prompt in prompts for _ in range(n)]
     jobs[0].others, jobs[0].n = jobs[1:], n
     return await jobs[0].respond(http)
 
@@ -181,7 +187,12 @@ async def encoded_images(engine: SimulatedEngine, body: ChatRequest) -> list[Emb
 
 
 def job_of(
-    engine: SimulatedEngine, http: HttpRequest, body: Generation, prompt: Prompt, wanted: int | None
+    engine: SimulatedEngine,
+    http: HttpRequest,
+    body: Generation,
+    prompt: Prompt,
+    wanted: int | None,
+    lora: Adapter | None = None,
 ) -> SglangJob:
     length, room = len(prompt.ids), engine.context
     if length == 0:
@@ -212,8 +223,7 @@ def job_of(
     name = headers.get(RID_HEADER) or uuid.uuid4().hex
     ids = prompt.padded[:] if prompt.padded is not None else padded(prompt.ids, [])
     prefills = pairs is not None and pairs.mode == "prefill"
-    request = request_of(
-        engine, body, prompt, name, ids=ids, max_tokens=1 if prefills else min(wanted or room, room - length)
-    )
+    most = 1 if prefills else min(wanted or room, room - length)
+    request = request_of(engine, body, prompt, name, ids=ids, max_tokens=most, lora=lora)
     # The engine serves any model name and repeats it.
     return SglangJob(engine, runner, body, prompt, request, name, at=at)

@@ -14,6 +14,7 @@ from mmrouter_sim.rank_runner import EventsConfig
 from mmrouter_sim.settings import (
     Parser,
     Settings,
+    adapters,
     add_no_effect,
     add_sim_flags,
     add_tls_flags,
@@ -30,7 +31,8 @@ _NO_EFFECT = """
     --model-type --device --dtype --load-format --quantization --kv-cache-dtype --mem-fraction-static
     --attention-backend --sampling-backend --grammar-backend --mm-attention-backend --schedule-policy --random-seed
     --log-level --tool-call-parser --reasoning-parser --download-dir --watchdog-timeout --decode-log-interval
-    --disaggregation-ib-device --load-balance-method
+    --disaggregation-ib-device --load-balance-method --max-lora-rank --max-loras-per-batch --lora-backend
+    --lora-eviction-policy
 """
 _NO_EFFECT_SWITCHES = """
     --trust-remote-code --enable-metrics --disable-cuda-graph --disable-overlap-schedule --skip-server-warmup
@@ -88,6 +90,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--kv-events-config", default="{}", metavar="JSON")
     add("--enable-cache-report", dest="token_details", action="store_true")
     add("--chat-template", metavar="FILE")
+    add("--enable-lora", action=argparse.BooleanOptionalAction)
+    add("--lora-paths", nargs="*", default=[], metavar="[NAME=]PATH")
+    add("--lora-target-modules", nargs="*", help="no effect here")
     add("--mm-process-config", default="{}", metavar="JSON")
     add("--mm-preprocess-cache-size-mb", dest="preprocess_cache_mb", type=int, default=0)
     add("--limit-mm-data-per-request", default="{}", metavar="JSON")
@@ -115,12 +120,14 @@ def _settings(args: argparse.Namespace) -> Settings:
     events = msgspec.json.decode(args.kv_events_config, type=_Events)
     process = msgspec.json.decode(args.mm_process_config, type=dict[str, dict[str, Any]])
     limits = msgspec.json.decode(args.limit_mm_data_per_request, type=dict[str, int])
+    given = () if args.enable_lora is False else args.lora_paths
+    loaded = [text if "=" in text or text.startswith("{") else f"{text}={text}" for text in given]
     blocks = args.max_total_tokens // args.block_size + 1 if args.max_total_tokens else args.sim_blocks
-    mode = args.disaggregation_mode
+    mode, name = args.disaggregation_mode, args.served_model_name or model
     return Settings(
         **common_settings(args, events),
         model=model,
-        served_names=(args.served_model_name or model,),
+        served_names=(name,),
         api_keys=(args.api_key,) if args.api_key else (),
         blocks=blocks,
         prefix_caching=mode != "decode" and not args.disable_radix_cache,
@@ -130,10 +137,11 @@ def _settings(args: argparse.Namespace) -> Settings:
         engine="sglang",
         stores_responses=args.enable_response_store and mode == "null",
         pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
+        adapters=adapters("--lora-paths", loaded, [name], "lora_name", "lora_path"),
         encoder_urls=tuple(args.urls) if args.language_only else (),
         arguments={
             "model_path": model,
-            "served_model_name": args.served_model_name or model,
+            "served_model_name": name,
             "revision": args.revision,
             "device": args.device,
             "dtype": args.dtype or "auto",

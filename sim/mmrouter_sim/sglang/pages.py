@@ -10,6 +10,7 @@ so that engine and router cannot agree merely by calling the same function.
 import hashlib
 import json
 import struct
+import uuid
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,12 +18,13 @@ from typing import Any
 import msgspec
 
 from mmrouter_sim.core.events import BlockRemoved, Dialect, Event
-from mmrouter_sim.core.requests import Request
+from mmrouter_sim.core.requests import Adapter, Request
 
 VERSION = "0.5.23"
 """The release whose behaviour is simulated."""
 TRANSFORMERS = "5.19.0"
 """The release of transformers that it pins."""
+DIGEST_BYTES = 32
 PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
 WRAPPERS = {
     "qwen2_vl": "transformers.models.qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
@@ -42,6 +44,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     lora_id: int | None
     medium: str
     cache_salt: str | None = None
+    lora_name: str | None = None
 
 
 class SglangDialect(Dialect):
@@ -51,10 +54,13 @@ class SglangDialect(Dialect):
         super().__init__(page_size, published=published, single=True)
 
     def digest(self, request: Request, number: int, ids: "array[int]") -> bytes:
-        return page(request.digests[-1] if request.digests else root(request.salt), ids)
+        prior = request.digests[-1][:DIGEST_BYTES] if request.digests else root(request.salt)
+        return page(prior, ids) + (namespace(adapter_id(request.lora)) if request.lora else b"")
 
     def stored(self, request: Request, first: int, last: int) -> BlockStored:
-        return BlockStored(**self._fields(request, first, last), lora_id=None, cache_salt=request.salt)
+        lora = request.lora.name if request.lora else None
+        fields = self._fields(request, first, last)
+        return BlockStored(**fields, lora_id=None, cache_salt=request.salt, lora_name=lora)
 
     def joined(self, events: list[Event]) -> list[Event]:
         """Merge consecutive stores that continue each other, and consecutive removals."""
@@ -84,8 +90,22 @@ def page(prior: bytes, ids: "array[int]") -> bytes:
     return hashlib.sha256(prior + words).digest()
 
 
+def adapter_id(adapter: Adapter) -> str:
+    """Return the id of an adapter that is loaded by a flag."""
+    return uuid.uuid5(uuid.NAMESPACE_URL, f"{adapter.name}\0{adapter.path}").hex
+
+
+def namespace(lora_id: str) -> bytes:
+    """Return what is behind the digests of an adapter's pages, so that they are its own."""
+    framed = b"\x01" + len(lora_id).to_bytes(8, "little") + lora_id.encode() + b"\x00"
+    return hashlib.sha256(b"sglang-kv-event-namespace-v1" + framed).digest()
+
+
 def published(digest: bytes) -> int:
-    return struct.unpack(">q", digest[:8])[0]  # type: ignore[no-any-return]
+    """Return the hash in events: 8 bytes of a page's digest, mixed with the adapter's if it has one."""
+    short, behind = digest[:8], digest[DIGEST_BYTES:]
+    mixed = hashlib.sha256(behind + short).digest()[:8] if behind else short
+    return struct.unpack(">q", mixed)[0]  # type: ignore[no-any-return]
 
 
 def sentinels(item: int) -> tuple[int, int, int, int]:

@@ -9,6 +9,7 @@ import msgspec
 from PIL import Image
 
 from mmrouter_sim import media
+from mmrouter_sim.core.requests import Adapter
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError
 from mmrouter_sim.sglang.pages import by_bytes, by_pixels, padded
@@ -23,6 +24,7 @@ class ChatRequest(Generation, kw_only=True):
     max_completion_tokens: int | None = None
     input_ids: list[int] | None = None
     reasoning: dict[str, Any] | None = None
+    lora_path: str | None = None
     return_prompt_token_ids: bool = False
 
 
@@ -47,6 +49,7 @@ class CompletionRequest(WithoutOverrides, kw_only=True):
     """``/v1/completions``."""
 
     prompt: Text
+    lora_path: str | None = None
 
 
 def check(body: Generation) -> None:
@@ -64,6 +67,25 @@ def check(body: Generation) -> None:
                 raise RequestError(f"{name} is not simulated.", param=name)
     if any(not text for text in body.stops):
         raise RequestError("stop cannot contain an empty string.", param="stop")
+
+
+def adapter_of(engine: SimulatedEngine, body: ChatRequest | CompletionRequest) -> Adapter | None:
+    """Return the adapter that a request names, in ``model`` behind a colon, else in ``lora_path``.
+
+    Raises :class:`RequestError` (400) for one that is not loaded.
+    """
+    served, model = engine.settings.served_names[0], body.model or ""
+    _, _, behind = model.removeprefix(served).partition(":")
+    name = behind.strip() or body.lora_path
+    if not name:
+        return None
+    if not engine.adapters:
+        raise RequestError(f"LoRA adapter '{name}' was requested, but LoRA is not enabled.")
+    if name not in engine.adapters:
+        raise RequestError(
+            f"The following requested LoRA adapters are not loaded: {name}\nLoaded adapters: {[*engine.adapters]}."
+        )
+    return engine.adapters[name]
 
 
 ONE_VALUE = frozenset({"llava", "llava_next"})

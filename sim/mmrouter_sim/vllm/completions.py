@@ -170,7 +170,7 @@ async def _answer(
 
 def check_model(engine: SimulatedEngine, model: str | None) -> None:
     """Refuse a model that is not served. Raises :class:`RequestError` (404)."""
-    if model is not None and model not in engine.settings.served_names:
+    if model is not None and model not in (*engine.settings.served_names, *engine.adapters):
         raise RequestError(f"The model `{model}` does not exist.", status=404, param="model")
 
 
@@ -230,6 +230,7 @@ def job(
         max_tokens=min(wanted or room, room - length),
         report_hits=(body.vllm_xargs or {}).get("kv_cache_report_mode") == "full",
         external=received,
+        lora=engine.adapters.get(body.model or ""),
         hold=engine.settings.handover.kv is not None and bool((body.kv_transfer_params or {}).get("do_remote_decode")),
     )
     return VllmJob(engine, runner, body, prompt, request, name, received=received)

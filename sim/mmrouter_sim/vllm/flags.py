@@ -17,6 +17,7 @@ from mmrouter_sim.rank_runner import EventsConfig
 from mmrouter_sim.settings import (
     Parser,
     Settings,
+    adapters,
     add_no_effect,
     add_sim_flags,
     add_tls_flags,
@@ -32,13 +33,14 @@ _NO_EFFECT = """
     --load-format --dtype --gpu-memory-utilization --kv-cache-dtype --quantization --tensor-parallel-size
     --pipeline-parallel-size --max-num-queued-reqs --mm-processor-cache-type --mm-encoder-tp-mode --generation-config
     --revision --tokenizer-mode --compilation-config --uvicorn-log-level --seed --swap-space --cpu-offload-gb
-    --attention-backend --distributed-executor-backend --scheduling-policy
+    --attention-backend --distributed-executor-backend --scheduling-policy --max-lora-rank --max-loras --max-cpu-loras
+    --lora-dtype
 """
 _NO_EFFECT_SWITCHES = """
     --enforce-eager --trust-remote-code --disable-log-requests --enable-log-requests --disable-log-stats
     --disable-uvicorn-access-log --enable-chunked-prefill --async-scheduling --enable-auto-tool-choice
     --skip-mm-profiling --disable-sliding-window --enable-server-load-tracking --disable-hybrid-kv-cache-manager
-    --mm-encoder-only
+    --mm-encoder-only --fully-sharded-loras
 """
 
 
@@ -82,6 +84,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prompt-tokens-details", dest="token_details", action=switch, default=False)
     add("--enable-scale-out", dest="scale_out", action=switch, default=False)
     add("--chat-template", metavar="FILE|TEMPLATE")
+    add("--enable-lora", action=switch, default=False)
+    add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH")
     add("--mm-processor-kwargs", default="{}", metavar="JSON")
     add("--limit-mm-per-prompt", default="{}", metavar="JSON")
     add("--mm-processor-cache-gb", type=float, default=4.0)
@@ -106,12 +110,16 @@ def _settings(args: argparse.Namespace) -> Settings:
     model = args.model_tag or args.model_flag
     if not model:
         raise ValueError("which model? vllm serve MODEL")
+    if args.lora_modules and not args.enable_lora:
+        raise ValueError("--lora-modules needs --enable-lora: LoRA is not enabled")
+    names = tuple(args.served_model_name) or (model,)
     limits = msgspec.json.decode(args.limit_mm_per_prompt, type=dict[str, int | dict[str, int]])
     images = limits.get("image")
     return Settings(
         **common_settings(args, msgspec.json.decode(args.kv_events_config, type=EventsConfig)),
         model=model,
-        served_names=tuple(args.served_model_name) or (model,),
+        served_names=names,
+        adapters=adapters("--lora-modules", args.lora_modules, names, "name", "path"),
         api_keys=tuple(key for key in args.api_key or [os.environ.get("VLLM_API_KEY", "")] if key),
         blocks=args.num_gpu_blocks_override or args.sim_blocks,
         cache_bytes=_cache_bytes(args),

@@ -151,8 +151,8 @@ async def generate(engine: SimulatedEngine, http: HttpRequest) -> Response:
         runner = engine.pick(http.headers.get(RANK_HEADER))
     except ValueError as error:
         raise RequestError(str(error)) from error
-    name = f"generate-tokens-{uuid4().hex}"
-    request = request_of(engine, body, prompt, name, ids=prompt.ids, max_tokens=sampling.max_tokens)
+    name, lora = f"generate-tokens-{uuid4().hex}", engine.adapters.get(wanted.model or "")
+    request = request_of(engine, body, prompt, name, ids=prompt.ids, max_tokens=sampling.max_tokens, lora=lora)
     request.sample = _rest(engine, prompt.ids) or request.sample
     return await TokensJob(engine, runner, body, prompt, request, name).respond(http)
 

@@ -13,7 +13,7 @@ import pytest
 
 from mmrouter_sim import model
 from mmrouter_sim.core.events import AllBlocksCleared, BlockRemoved, BlockStored, VllmDialect, encode_events
-from mmrouter_sim.core.requests import Media, Request, published_int
+from mmrouter_sim.core.requests import Adapter, Media, Request, published_int
 from mmrouter_sim.core.scheduler import Limits, Scheduler
 from mmrouter_sim.core.step_cost import Cost
 from mmrouter_sim.engine import simulated
@@ -54,7 +54,7 @@ def recorded(captures: Path, name: str, pad: int, lora_path: str = "") -> Iterat
                 max_tokens=len(answer),
                 media=tuple(media_of(ids + answer, stored, pad, image_names(body), names)),
                 salt=body.get("cache_salt"),
-                lora=(lora, lora_path) if lora else None,
+                lora=Adapter(lora, lora_path) if lora else None,
                 report_hits=body.get("vllm_xargs", {}).get("kv_cache_report_mode") == "full",
             )
         elif step["label"] != "reset_prefix_cache":
