@@ -70,6 +70,16 @@ def test_all_captures_are_decoded_completely() -> None:
             assert decode_batch(bytes.fromhex(line["frames_hex"][2])).rank == line["dp_rank"]
 
 
+def test_a_salt_in_the_metadata_of_an_event_in_array_form_is_the_events_salt() -> None:
+    """So 0.5.19 writes it; events without a salt end before it."""
+    plain = ["BlockStored", [-5, 7], None, [1, 2, 3, 4], 2, None, "GPU"]
+    with_salt, without = decode_batch(encode([*plain, {"cache_salt": "tenant"}], plain)).events
+    assert isinstance(with_salt, Stored)
+    assert isinstance(without, Stored)
+    assert (with_salt.salt, without.salt) == ("tenant", None)
+    assert with_salt.ids == without.ids
+
+
 @pytest.mark.parametrize("payload", payloads())
 def test_the_older_positional_form_decodes_equally(payload: bytes) -> None:
     ts, wire, rank = msgspec.msgpack.decode(payload)

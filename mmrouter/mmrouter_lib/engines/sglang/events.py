@@ -45,6 +45,12 @@ Ids = TypeVar("Ids", list[Any], bytes)
 """Token ids as received, or packed into 8 bytes each (:mod:`mmrouter_lib.engines.base.events`)."""
 
 
+class _Metadata(msgspec.Struct, gc=False):
+    """What 0.5.19, whose events are arrays, writes in the place of the salt."""
+
+    cache_salt: str | None = None
+
+
 class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored", gc=False):
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -52,7 +58,7 @@ class _Stored(msgspec.Struct, Generic[Ids], tag_field="type", tag="BlockStored",
     block_size: int
     lora_id: Any = None
     medium: str | None = None
-    cache_salt: str | None = None
+    cache_salt: str | _Metadata | None = None
     session_id: Any = None
     lora_name: str | None = None
 
@@ -95,7 +101,7 @@ def _stored(event: _Stored[Any]) -> Event:
         ids = array(_TYPECODE, tokens)
     except (OverflowError, TypeError) as error:
         raise EventError(f"token id: {error}") from error
-    parent = event.parent_block_hash
+    parent, salt = event.parent_block_hash, event.cache_salt
     return Stored(
         hashes=_hashes(event.block_hashes),
         parent=None if parent is None else parent & _U64,
@@ -104,7 +110,7 @@ def _stored(event: _Stored[Any]) -> Event:
         extras={},
         spans=(),
         lora=lora_of(event.lora_name, event.lora_id),
-        salt=event.cache_salt,
+        salt=salt.cache_salt if isinstance(salt, _Metadata) else salt,
         group=0,
         medium=event.medium or DEVICE,
     )
