@@ -57,8 +57,8 @@ class CacheLayout(NamedTuple):
     widest window. ``whole``: groups that must hold every block before a hit's end. ``tails``: widest first. ``bounds``:
     why an engine may hit more than its groups promise, empty where the promise is exact. ``comparable``: all groups
     have one block size; otherwise nothing is promised. ``recomputed``: groups of which a hit needs one block more than
-    it has, because the engine computes that one anew for its drafter. ``lookahead``: tokens after a block that its key
-    covers too.
+    it has, because the engine computes that one anew for its drafter. ``sees_last``: that one may be the block of the
+    prompt's last token. ``lookahead``: tokens after a block that its key covers too.
     """
 
     primary: int
@@ -68,6 +68,7 @@ class CacheLayout(NamedTuple):
     bounds: tuple[str, ...] = ()
     comparable: bool = True
     recomputed: frozenset[int] = frozenset()
+    sees_last: bool = False
     lookahead: int = 0
 
     @property
@@ -75,12 +76,21 @@ class CacheLayout(NamedTuple):
         """Whether a hit is the leading blocks of one group."""
         return not (self.tails or self.recomputed or len(self.whole) > 1)
 
+    def recomputed_blocks(self, tokens: int, block_size: int) -> int:
+        """Return the held blocks that a repeat of a prompt cannot hit, beside the one of its last token."""
+        if not self.recomputed or block_size < 1:
+            return 0
+        looked_at = tokens if self.sees_last else tokens - 1
+        return max(0, max(0, tokens - 1) // block_size - max(0, looked_at // block_size - 1))
 
-def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True, drafter: str = "") -> CacheLayout:
+
+def cache_layout(
+    groups: Sequence[CacheGroup], *, complete: bool = True, drafter: str = "", sees_last: bool = True
+) -> CacheLayout:
     """Return the layout of an engine with these groups; without any, that of group 0 with full attention.
 
     ``complete``: every group of the engine and all blocks that it announces are in the feed, which older sidecars do
-    not ensure. ``drafter``: what it does to hits (:mod:`mmrouter_lib.engines.vllm.drafters`).
+    not ensure. ``drafter``, ``sees_last``: what it does to hits (:mod:`mmrouter_lib.engines.vllm.drafters`).
     """
     full: list[int] = []
     others: list[int] = []
@@ -119,5 +129,7 @@ def cache_layout(groups: Sequence[CacheGroup], *, complete: bool = True, drafter
     members = frozenset(group.group for group in groups) or frozenset(whole)
     states = {group.group for group in groups if group.kind == MAMBA}
     recomputed = members - states if drafter else frozenset()
+    # Of one group, an engine leaves the block of a prompt's last token out before it looks, as without a drafter.
+    sees_last = sees_last and bool(recomputed) and len(members) > 1
     why = tuple(dict.fromkeys(bounds))
-    return CacheLayout(primary, members, whole, ordered, why, comparable, recomputed, lookahead)
+    return CacheLayout(primary, members, whole, ordered, why, comparable, recomputed, sees_last, lookahead)

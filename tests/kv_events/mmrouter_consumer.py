@@ -29,7 +29,7 @@ class Followed:
     engine has a drafter that reads hidden states.
     """
 
-    def __init__(self, folder: Path, engine: str, *, drafts: bool) -> None:
+    def __init__(self, folder: Path, engine: str, release: str, *, drafts: bool) -> None:
         pod, keys = ("uid", "127.0.0.1", "127.0.0.1"), CurveKeys(b"", b"", ())
         drafter = "drops" if drafts else ""
         self.settings = Settings(
@@ -37,6 +37,7 @@ class Followed:
         )
         self._frames: list[feed.Published] = []
         self.relay = EventRelay(self.settings, Metrics(), self._frames.append)
+        self.relay.update_facts(version=release)
         self.fleet = Fleet(RouterMetrics())
         self.worker = self.fleet.join(Member("uid", "w", "127.0.0.1", "worker", "worker"))
         self._answer(self.fleet.feed_connected(self.worker))
@@ -99,7 +100,7 @@ class Consumer:
 
     def take(self, line: dict[str, Any]) -> int | None:
         if "kv_events" in line:
-            self._followed = Followed(self._folder, line["engine"], drafts=bool(line["drafter"]))
+            self._followed = Followed(self._folder, line["engine"], line["release"], drafts=bool(line["drafter"]))
         assert self._followed is not None, "the first line names the engine"
         if "events" in line:
             self._followed.apply([bytes.fromhex(line["events"])])

@@ -26,7 +26,7 @@ def debug_headers(reply: EngineReply) -> Headers:
     """Return the headers that disclose what other tenants asked, by the overlap (docs/architecture.md)."""
     decision = reply.decision
     winner, tokens = decision.choice.winner, reply.trace.prompt_tokens
-    recomputed = decision.target.worker.recomputed_blocks(tokens, decision.target.block_size)
+    recomputed = decision.target.worker.layout.recomputed_blocks(tokens, decision.target.block_size)
     return [
         (b"x-mmrouter-worker", decision.target.worker.member.name.encode()),
         (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),

@@ -52,4 +52,4 @@ def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
         return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
 
     tails = [(window_blocks(tail.tokens, block_size), bits_of(tail.groups)) for tail in layout.tails]
-    return HitRule(bits_of(layout.whole), tuple(tails), bits_of(layout.recomputed))
+    return HitRule(bits_of(layout.whole), tuple(tails), bits_of(layout.recomputed), layout.sees_last)

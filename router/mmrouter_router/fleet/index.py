@@ -24,23 +24,14 @@ class HitRule(NamedTuple):
     """What a hit needs of a cache's groups (``mmrouter_lib.cache_layout``), as bits of their slots.
 
     ``whole``: groups that hold every block of the hit. ``tails``: (blocks, groups that hold as many at its end).
-    ``recomputed``: groups that hold one block more than the hit, which the engine computes anew.
+    ``recomputed``: groups that hold one block more than the hit, which the engine computes anew. ``sees_last``: that
+    one may end with the prompt's last token.
     """
 
     whole: int
     tails: tuple[tuple[int, int], ...]
     recomputed: int = 0
-
-    @property
-    def sees_last(self) -> bool:
-        """Whether a block that ends with the prompt's last token may be the one that is computed anew.
-
-        An engine with one group leaves that block out before it looks, as for any prompt.
-        """
-        groups = self.whole
-        for _, members in self.tails:
-            groups |= members
-        return bool(self.recomputed) and groups.bit_count() > 1
+    sees_last: bool = False
 
     def of_length(self, blocks: int) -> "HitRule":
         """Return the rule for prompts of ``blocks``, of which a tail of that length is the whole."""
@@ -52,7 +43,7 @@ class HitRule(NamedTuple):
                 tails.append((need, groups))
             else:
                 whole |= groups
-        return HitRule(whole, tuple(tails), self.recomputed)
+        return HitRule(whole, tuple(tails), self.recomputed, self.sees_last)
 
 
 class Index:
@@ -165,7 +156,7 @@ def window_blocks(window: int, block_size: int) -> int:
 
 def _longest_hit(holders: Sequence[int], rule: HitRule) -> int:
     """Shorten the hit to what each group allows, until all agree: every group allows 0 blocks."""
-    whole, tails, recomputed = rule
+    whole, tails, recomputed, _ = rule
     hit, agreed = len(holders), -1
     if whole:
         hit = next((number for number, have in enumerate(holders) if have & whole != whole), hit)

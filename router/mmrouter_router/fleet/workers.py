@@ -14,6 +14,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
 from mmrouter_lib.cache_layout import DEVICE, LOWER_TIERS, CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
+from mmrouter_lib.engines.vllm.drafters import sees_last
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
 from mmrouter_router.fleet.holder_table import Slot
@@ -104,13 +105,6 @@ class Worker:
         if beat is None or beat.canary is None or beat.canary.epoch != self.sync.epoch:
             return "Unknown"
         return beat.canary.result
-
-    def recomputed_blocks(self, tokens: int, block_size: int) -> int:
-        """Return the held blocks that a repeat of a prompt cannot hit, beside the one of its last token."""
-        if not self.layout.recomputed or block_size < 1:
-            return 0
-        looked_at = tokens if len(self.layout.groups) > 1 else tokens - 1
-        return max(0, max(0, tokens - 1) // block_size - max(0, looked_at // block_size - 1))
 
     def is_admitted(self, now: float, timeout: float) -> bool:
         """Whether the gates are open, or were closed for ``timeout`` seconds, as by an operator that is away."""
@@ -292,7 +286,8 @@ class Fleet:
 
     def _regroup(self, worker: Worker, beat: Heartbeat) -> list[SyncRequest]:
         """Resync when other cache groups or tiers are to be indexed: the index holds the keys of the previous ones."""
-        layout = cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter)
+        last = sees_last(beat.engine_version)
+        layout = cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter, sees_last=last)
         known = layout.leading and layout.comparable  # what other layouts load from lower tiers is not
         media = tuple([medium for medium in LOWER_TIERS if known and medium in beat.lower_media])
         before = worker.layout.primary, worker.layout.groups, worker.lower_media

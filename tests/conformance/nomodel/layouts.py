@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import IO, Any, TypeVar
 
 from artefacts import ROOT
+from conformance.engine_process import env_version
 from conformance.nomodel import frames
 from conformance.nomodel.prompts import Drawn
 from conformance.own_code import EngineError
@@ -52,8 +53,9 @@ PAGES = {"pages of 1": (1, 6_000), "pages of 16": (16, 500), "pages of 64": (64,
 class EngineProcess:
     """A process in an engine's environment, in which one cache after another is driven."""
 
-    def __init__(self, log: IO[str], *command: str | Path) -> None:
-        self._log = log
+    def __init__(self, log: IO[str], env: Path, *program: str | Path) -> None:
+        self._log, self.release = log, env_version(env)
+        command = (env / "bin" / "python", *program)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
 
     def run(self, prompt: Drawn, name: Callable[[bytes], str] = to_wire) -> Any:
@@ -102,15 +104,13 @@ def drafter(name: str) -> str:
 
 @contextmanager
 def running(env: Path) -> Iterator[VllmProcess]:
-    command = (env / "bin" / "python", HERE / "vllm_steps.py", MODEL)
-    with TemporaryFile("w+") as log, _ending(VllmProcess(log, *command)) as started:
+    with TemporaryFile("w+") as log, _ending(VllmProcess(log, env, HERE / "vllm_steps.py", MODEL)) as started:
         yield started
 
 
 @contextmanager
 def running_sglang(env: Path) -> Iterator[SglangProcess]:
-    command = (env / "bin" / "python", HERE / "sglang_steps.py")
-    with TemporaryFile("w+") as log, _ending(SglangProcess(log, *command)) as started:
+    with TemporaryFile("w+") as log, _ending(SglangProcess(log, env, HERE / "sglang_steps.py")) as started:
         yield started
 
 

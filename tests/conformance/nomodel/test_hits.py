@@ -42,7 +42,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
     """Drive an engine and a router by drawn requests; return the tokens after a block that its hash covers."""
     drafts = bool(drafter(name))
     groups, lookahead = engine.plan(name)
-    followed = Followed(folder, "vllm", drafts=drafts)
+    followed = Followed(folder, "vllm", engine.release, drafts=drafts)
     prompts = Prompts(random.Random(name), block_size=LAYOUTS[name][1])
     seen: Counter[str] = Counter()
     above: list[str] = []

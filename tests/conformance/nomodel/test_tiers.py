@@ -45,7 +45,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record) -> Non
     """Drive an engine with a CPU tier, of which both caches are so small that they evict, and a router."""
     layout, described = TIERED[name]
     engine.plan(layout, BLOCKS, {"blocks": TIER_BLOCKS, "described": described})
-    followed = Followed(folder, "vllm", drafts=False)
+    followed = Followed(folder, "vllm", engine.release, drafts=False)
     size = LAYOUTS[layout][1]
     prompts = Prompts(random.Random(name), size)
     seen: Counter[str] = Counter()

@@ -31,7 +31,7 @@ def test_of_one_group_the_last_block_of_a_hit_is_not_promised(beyond, hit):
 def test_without_a_drafter_every_held_block_is_promised():
     rig, tokens = Rig(), 4 * BLOCK + 1
     worker = rig.worker("a", block_keys(prompt(tokens), BLOCK, (), SEED))
-    assert (overlap(rig, tokens), worker.recomputed_blocks(tokens, BLOCK)) == (4, 0)
+    assert (overlap(rig, tokens), worker.layout.recomputed_blocks(tokens, BLOCK)) == (4, 0)
 
 
 @pytest.mark.parametrize(("beyond", "recomputed"), [(0, 0), (1, 1)])
@@ -43,7 +43,20 @@ def test_beside_states_the_block_of_the_last_token_may_be_the_one_that_is_comput
     rig.delta(worker, keys)
     rig.delta(worker, [keys[2]], group=1)
     assert overlap(rig, tokens) == 3
-    assert worker.recomputed_blocks(tokens, BLOCK) == recomputed
+    assert worker.layout.recomputed_blocks(tokens, BLOCK) == recomputed
+
+
+def test_before_vllm_0_32_beside_states_the_block_before_the_last_token_is_computed_anew():
+    """0.30 and 0.31 look no further than the last token, so of exactly n blocks they hit n - 2."""
+    rig, tokens = Rig(), 4 * BLOCK
+    keys = block_keys(prompt(tokens), BLOCK, (), SEED)
+    worker = rig.worker("a", drafter="drops", groups=GROUPS, all_groups=True, engine_version="0.31.0")
+    rig.sync(worker, keys)
+    rig.delta(worker, keys)
+    rig.delta(worker, [keys[1], keys[2]], group=1)
+    assert (overlap(rig, tokens), worker.layout.recomputed_blocks(tokens, BLOCK)) == (2, 1)
+    rig.beat(worker, drafter="drops", groups=GROUPS, all_groups=True, engine_version="0.32.0")
+    assert (overlap(rig, tokens), worker.layout.recomputed_blocks(tokens, BLOCK)) == (3, 0)
 
 
 def test_an_unknown_drafter_makes_a_decision_bounded():
@@ -64,7 +77,7 @@ def test_with_lookahead_hashes_a_drafter_costs_no_block(drafter, beyond, hit):
     worker = rig.worker("a", keys, drafter=drafter, groups=LOOKAHEAD, all_groups=True)
     decision = rig.placer.place(prepared(ids=prompt(tokens)))
     assert (decision.choice.winner.overlap, decision.exactness) == (hit, "exact")
-    assert worker.recomputed_blocks(tokens, BLOCK) == 0
+    assert worker.layout.recomputed_blocks(tokens, BLOCK) == 0
 
 
 def test_a_prompt_that_continues_otherwise_does_not_hit_the_block_before():

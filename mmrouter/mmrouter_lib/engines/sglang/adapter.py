@@ -20,9 +20,10 @@ from mmrouter_lib.engines.base.adapter import (
 from mmrouter_lib.engines.base.continuation import AnswerTraits
 from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.base.passed_routes import GENERATE
+from mmrouter_lib.engines.base.releases import is_before
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS
 from mmrouter_lib.engines.sglang.events import decode_batch
-from mmrouter_lib.engines.sglang.identity import compact_json, is_before
+from mmrouter_lib.engines.sglang.identity import compact_json
 from mmrouter_lib.engines.sglang.request_fields import REMOVED_FIELDS, REQUEST_FIELDS
 
 METRICS: Final = {

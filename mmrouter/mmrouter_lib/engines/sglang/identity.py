@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
+from mmrouter_lib.engines.base.releases import is_before
+
 SENTINEL_BASE: Final = 1_000_000  # lowest sentinel; vocabularies end below
 WIDE_SENTINELS: Final = 4  # number of sentinels of one image, cycled over each of its runs
 
@@ -30,17 +32,6 @@ def legacy_sentinels(version: str) -> bool:
     The first release known to write four is 0.5.23.
     """
     return is_before((0, 5, 23), version)
-
-
-def is_before(release: tuple[int, ...], version: str) -> bool:
-    """Whether a version is older than a release. An unreadable version counts as a recent one."""
-    numbers = []
-    for part in version.split(".")[:3]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return bool(numbers) and tuple(numbers) < release
 
 
 def sentinels(item_hash: int, *, legacy: bool) -> tuple[int, ...]:

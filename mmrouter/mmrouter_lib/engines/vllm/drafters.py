@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mmrouter_lib.engines.base.launch import chosen_flags
+from mmrouter_lib.engines.base.releases import is_before
 
 Drafter = Literal["", "drops", "unknown"]
 """``drops``: the last block of a hit is computed anew; ``unknown``: the arguments do not tell whether it is."""
@@ -28,6 +29,11 @@ def drafter(args: Sequence[str]) -> Drafter:
         return "unknown"
     reads = method in _READERS or method.endswith("mtp")
     return "drops" if reads and config.get("disable_eagle_block_drop") is not True else ""
+
+
+def sees_last(release: str) -> bool:
+    """Whether the block of a prompt's last token may be the dropped one, where an engine has several cache groups."""
+    return not is_before((0, 32), release)
 
 
 def _config(args: Sequence[str]) -> dict[str, Any]:
