@@ -30,24 +30,37 @@ from hack.engines.vllm_env import VLLM
 PROVED = {"vllm": VLLM, "sglang": SGLANG}
 WHEELS = {"vllm": newer_vllm_env.WHEEL, "sglang": older_sglang_env.WHEEL}
 TOOLS = {"vllm": "hack.engines.newer_vllm_env", "sglang": "hack.engines.older_sglang_env"}
+DECIDE_PROMPTS = ("transformers==", "tokenizers==")
 FIGURES = ROOT / "docs" / "conformance.json"
 
 
-def wheel(engine: str, release: str) -> str:
-    """Return the line of a requirements file for a release, with the hash that is pinned here or else that of the
-    package index. Raises :class:`CannotMakeError`.
+def wheels(engine: str, release: str) -> str:
+    """Return the lines of a requirements file for a release, with the hashes that are pinned here or else those of the
+    package index: the engine, and packages that decide its prompts, where it needs one version of them. Raises
+    :class:`CannotMakeError`.
     """
     if WHEELS[engine].startswith(f"{engine}=={release} "):
         return WHEELS[engine]
+    (found,) = resolved(f"{engine}=={release}")
+    needed = [one.split(";")[0].replace(" ", "") for one in found["metadata"].get("requires_dist", [])]
+    exact = [one for one in needed if one.startswith(DECIDE_PROMPTS)]
+    lines = "\n".join(map(requirement, (found, *(resolved(*exact) if exact else ()))))
+    note(f"not pinned in {TOOLS[engine]}:\n{lines}")
+    return lines
+
+
+def resolved(*wanted: str) -> list[dict[str, Any]]:
+    """Return what pip would install for these requirements alone. Raises :class:`CannotMakeError`."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--dry-run"]
-    options = ("--ignore-installed", "--no-deps", "--only-binary=:all:", "--report=-", f"{engine}=={release}")
-    done = captured([*command, *options])
+    done = captured([*command, "--ignore-installed", "--no-deps", "--only-binary=:all:", "--report=-", *wanted])
     if done.returncode:
-        raise CannotMakeError(f"pip finds no wheel of {engine} {release}: {done.stderr.strip().splitlines()[-1]}")
-    (found,) = json.loads(done.stdout)["install"]
-    line = f"{engine}=={release} --hash=sha256:{found['download_info']['archive_info']['hashes']['sha256']}"
-    note(f"not pinned in {TOOLS[engine]}: {line}")
-    return line
+        raise CannotMakeError(f"pip finds no wheel of {', '.join(wanted)}: {done.stderr.strip().splitlines()[-1]}")
+    return list(json.loads(done.stdout)["install"])
+
+
+def requirement(found: Mapping[str, Any]) -> str:
+    name, version = found["metadata"]["name"], found["metadata"]["version"]
+    return f"{name}=={version} --hash=sha256:{found['download_info']['archive_info']['hashes']['sha256']}"
 
 
 def environment(engine: str, release: str) -> dict[str, str]:
@@ -56,7 +69,7 @@ def environment(engine: str, release: str) -> dict[str, str]:
     """
     if release == PROVED[engine]:
         return {}
-    variables = {f"MMROUTER_{engine.upper()}_WHEEL": wheel(engine, release)}
+    variables = {f"MMROUTER_{engine.upper()}_WHEEL": wheels(engine, release)}
     done = captured([sys.executable, "-m", TOOLS[engine]], cwd=ROOT, env=os.environ | variables)
     note(done.stderr.strip())
     if done.returncode:

@@ -5,7 +5,7 @@
 
 It holds the one wheel and takes everything else from SGLang's environment (``sglang_env.py``): PyTorch, transformers,
 the stubs of compiled kernels, the adaptations to a CPU. It therefore needs seconds and no further gigabytes.
-``MMROUTER_SGLANG_WHEEL`` takes another release: its line of a requirements file, with the hash (``adopt.py``). Exit
+``MMROUTER_SGLANG_WHEEL`` takes another release: lines of a requirements file, with hashes (``adopt.py``). Exit
 status: ``hack/build_once.py``.
 """
 

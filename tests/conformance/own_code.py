@@ -20,7 +20,8 @@ from long_form import IS_LONG
 
 from hack.build_once import cache_dir, digest, last_line
 
-_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.MULTILINE)
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*(?:\n  [^\s\[][^\n\[]*)?", re.MULTILINE)
+"""With the beginning of the next line where that is further in: pydantic's first one only counts the errors."""
 VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
 UNUSED_SECONDS = 30 * 24 * 3600.0
 """Answers that were not used for so long are removed."""
@@ -33,7 +34,7 @@ class EngineError(Exception):
 
     def __init__(self, written: str) -> None:
         errors = _ERROR.findall(written)
-        super().__init__(errors[-1][:300] if errors else last_line(written))
+        super().__init__(" ".join(errors[-1].split())[:300] if errors else last_line(written))
 
 
 @dataclass(frozen=True)

@@ -217,6 +217,11 @@ RELEASES_HEAD = (
     "  unknown name is a 400.",
     "- *not run*: the release has no such code, or this machine cannot run it, in the words of the tool or the engine.",
     "- A dash: the run of the release left the check out (`--only`).",
+    "",
+    "A release's environment has the packages of the proved one, and transformers in another version where the release",
+    "requires one version, as SGLang does. vLLM 0.30 sets no upper bound and cannot import its modules of Pixtral and",
+    "LLaVA with transformers 5.19 (`PixtralRotaryEmbedding`). *Hits* of SGLang before 0.5.23 are those of requests",
+    "without adapters, because its events do not name them and routers serve none there.",
 )
 TAIL = """
 ## Notes

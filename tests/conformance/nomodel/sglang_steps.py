@@ -6,6 +6,7 @@ A request finds, allocates, inserts and frees as SGLang's scheduler lets it, one
 function of their place. Messages are those of ``vllm_steps.py``, in fewer words: ``block_size`` and ``blocks`` replace
 the engine; all others are requests. An image's placeholder tokens are overwritten by the engine's function of its
 identity, and the answer has the prompt with them (``ids``), which is all that the engine's cache holds of an image.
+Releases before 0.5.23 get no adapters, whose blocks their events do not tell from the model's.
 """
 
 import os
@@ -31,7 +32,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 
-NAMES_REQUESTS = hasattr(events, "KvEventLoraNames")  # since 0.5.23; before, the engine names adapters as it loads them
+NAMES_REQUESTS = hasattr(events, "KvEventLoraNames")  # since 0.5.23
 MAX_LENGTH, CHUNK = 4_096, 1_024  # tokens of a prompt, and of one step
 
 
@@ -45,6 +46,27 @@ def sentinels(identity: bytes) -> tuple[int, ...]:
     if NAMES_REQUESTS:
         return tuple(schedule_batch._compute_pad_values(identity))
     return (schedule_batch._compute_pad_value(int.from_bytes(identity, "big")),)
+
+
+class OlderTree(UnifiedRadixCache):
+    """The tree before 0.5.22, called as later ones are."""
+
+    def lock(self, node: Any) -> Any:
+        return self.inc_lock_ref(node).to_dec_params()
+
+    def unlock(self, receipt: Any) -> None:
+        """Nothing is left to do: the last ``checkpoint`` has given the lock back."""
+
+    def checkpoint(self, request: Any, up_to: int) -> None:
+        """Keep what was computed; of a finished request, leave the caller the pages from ``cache_protected_len`` on."""
+        if not request.finished():
+            self.cache_unfinished_req(request, chunked=up_to < len(request.origin_input_ids))
+        elif hasattr(self, "insert_req"):  # 0.5.21
+            self.insert_req(request, up_to=up_to)
+            self.unpin(request)
+        else:
+            self.cache_finished_req(request, kv_len_to_handle=up_to)
+            request.kv.cache_protected_len = -(-up_to // self.page_size) * self.page_size  # it has freed the rest
 
 
 class Engine:
@@ -64,10 +86,8 @@ class Engine:
             enable_kv_cache_events=True,
             tree_components=(ComponentType.FULL,),
         )
-        if not NAMES_REQUESTS:
-            params.kv_event_lora_names = events.LoRANameTable()
-        self._names: Any = params.kv_event_lora_names
-        self._tree = UnifiedRadixCache(params)
+        self._params = params
+        self._tree = (UnifiedRadixCache if hasattr(UnifiedRadixCache, "checkpoint") else OlderTree)(params)
         self._encode = msgspec.msgpack.Encoder().encode
 
     def run(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -80,11 +100,16 @@ class Engine:
         adapter = adapter_id(asked["lora"]) if asked["lora"] else None
         request = SimpleNamespace(
             origin_input_ids=ids,
+            output_ids=output,
             full_untruncated_fill_ids=ids + output,
+            get_fill_ids=lambda: (ids + output)[:computed],
             extra_key=adapter,
             lora_id=adapter,
             cache_salt=asked["salt"],
-            kv=SimpleNamespace(req_pool_idx=1, cache_protected_len=0, cache_inserted_len=0),
+            kv=SimpleNamespace(req_pool_idx=1, cache_protected_len=0, cache_inserted_len=0, swa_evicted_seqlen=0),
+            swa_uuid_for_lock=None,
+            skip_lock_node_ids={},
+            swa_prefix_lock_released=False,
             kv_rotation_base=None,
             priority=0,
             session=None,
@@ -93,20 +118,23 @@ class Engine:
             finished=lambda: finished,
         )
         if NAMES_REQUESTS:
-            self._names.register(request, asked["lora"])
-        elif adapter is not None:
-            self._names.register(lora_id=adapter, lora_name=asked["lora"])
+            self._params.kv_event_lora_names.register(request, asked["lora"])
+        else:
+            assert adapter is None, "events of this release do not name adapters"
         finished, steps = False, 0
         key = RadixKey(
             request.full_untruncated_fill_ids, request.extra_key, limit=len(ids) - 1, cache_salt=request.cache_salt
         )
         match = self._tree.match_prefix(MatchPrefixParams(key=key))
-        cached = match.device_prefix_len
         request.last_node = match.last_device_node
-        request.lock = self._tree.lock(request.last_node)
-        request.kv.cache_protected_len = cached
+        request.lock = request.lock_receipt = self._tree.lock(request.last_node)
+        if isinstance(self._tree, OlderTree):
+            places = match.device_indices
+        else:
+            places = self._tree.path_device_indices(request.last_node)[: match.device_prefix_len]
+        cached = request.kv.cache_protected_len = len(places)
         row = self._rows.req_to_token[1]
-        row[:cached] = self._tree.path_device_indices(request.last_node)[:cached]
+        row[:cached] = places
         computed = held = cached
         wanted = len(ids) + len(output) - 1  # the last token is computed by no step
         while computed < wanted and not finished:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +14,50 @@ from conformance.releases import Row, changed, comparison, result, tables
 from hack.build_once import CannotMakeError, FailedError
 from hack.engines import adopt
 
+COUNTED = "cError: 1 error for M Value error, no class."
 FIELDS = Row("request fields", "", "passed", {"/v1/completions": ["n", "prompt", "stop"]})
 
 
+Index = Callable[..., str]
+
+
 @pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A package index that has one wheel of vLLM."""
-    wheel = tmp_path / "vllm-9.9.9-py3-none-any.whl"
-    about = "vllm-9.9.9.dist-info"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: vllm\nVersion: 9.9.9\n")
-        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{about}/RECORD", "")
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """An empty package index, and how to add a wheel to it: returns the wheel's line of a requirements file."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    return wheel
+
+    def add(name: str, version: str, *needs: str) -> str:
+        wheel, about = tmp_path / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+        needed = "".join(f"Requires-Dist: {one}\n" for one in needs)
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
+            archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{about}/RECORD", "")
+        return f"{name}=={version} --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}"
+
+    return add
 
 
 def test_a_pinned_release_needs_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    assert adopt.wheel("vllm", "0.33.0") == adopt.WHEELS["vllm"]
+    assert adopt.wheels("vllm", "0.33.0") == adopt.WHEELS["vllm"]
 
 
-def test_another_release_has_the_hash_that_the_index_gives(index: Path) -> None:
-    digest = hashlib.sha256(index.read_bytes()).hexdigest()
-    assert adopt.wheel("vllm", "9.9.9") == f"vllm==9.9.9 --hash=sha256:{digest}"
+def test_another_release_has_the_hash_that_the_index_gives(index: Index) -> None:
+    line = index("vllm", "9.9.9", "transformers>=5", "openai==1.0")
+    assert adopt.wheels("vllm", "9.9.9") == line
 
 
-def test_a_release_that_the_index_does_not_have_cannot_be_made(index: Path) -> None:
-    with pytest.raises(CannotMakeError, match=r"no wheel of vllm 9\.9\.8"):
-        adopt.wheel("vllm", "9.9.8")
+def test_a_release_that_needs_one_version_of_transformers_comes_with_it(index: Index) -> None:
+    lines = [index("sglang", "9.9.9", "transformers==5.0.1", "openai==1.0"), index("transformers", "5.0.1")]
+    assert adopt.wheels("sglang", "9.9.9").splitlines() == lines
+
+
+def test_a_release_that_the_index_does_not_have_cannot_be_made(index: Index) -> None:
+    index("vllm", "9.9.9")
+    with pytest.raises(CannotMakeError, match=r"no wheel of vllm==9\.9\.8"):
+        adopt.wheels("vllm", "9.9.8")
 
 
 def test_a_changed_list_names_what_came_and_went() -> None:
@@ -92,6 +107,7 @@ def test_the_page_has_a_column_per_release_in_their_order_and_says_how_exact_eac
     ("error", "expected"),
     [
         (EngineError("Traceback\n  at\nab.cError: no module\nleaked 2\n"), "not run: ab.cError: no module"),
+        (EngineError("cError: 1 error for M\n  Value error, no class. [type=a, '/b']\n    For"), "not run: " + COUNTED),
         (EngineError("killed\n"), "not run: killed"),
         (AssertionError("[1]\n== [2]"), "differs: [1] == [2]"),
     ],
@@ -112,8 +128,8 @@ def test_why_an_environment_is_not_made_is_written_where_no_earlier_run_has_figu
             adopt.adopt("vllm", release, write=True)
     written = json.loads(adopt.FIGURES.read_text())["releases"]["vllm"]
     assert written["9.9.7"] == column(equal=1)
-    assert written["9.9.8"]["not_run"].startswith("pip finds no wheel of vllm 9.9.8: ")
-    assert "| not run: pip finds no wheel of vllm 9.9.8: " in (tmp_path / "conformance.md").read_text()
+    assert written["9.9.8"]["not_run"].startswith("pip finds no wheel of vllm==9.9.8: ")
+    assert "| not run: pip finds no wheel of vllm==9.9.8: " in (tmp_path / "conformance.md").read_text()
 
 
 @pytest.mark.parametrize("passed", [[], [True, False]])
