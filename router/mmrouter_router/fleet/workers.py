@@ -14,7 +14,6 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
 from mmrouter_lib.cache_layout import DEVICE, LOWER_TIERS, CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
-from mmrouter_lib.engines.vllm.drafters import sees_last
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
 from mmrouter_router.fleet.holder_table import Slot
@@ -286,7 +285,8 @@ class Fleet:
 
     def _regroup(self, worker: Worker, beat: Heartbeat) -> list[SyncRequest]:
         """Resync when other cache groups or tiers are to be indexed: the index holds the keys of the previous ones."""
-        last = sees_last(beat.engine_version)
+        engine = ADAPTERS.get(beat.engine)
+        last = engine is None or engine.drafter_sees_last(beat.engine_version)
         layout = cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter, sees_last=last)
         known = layout.leading and layout.comparable  # what other layouts load from lower tiers is not
         media = tuple([medium for medium in LOWER_TIERS if known and medium in beat.lower_media])

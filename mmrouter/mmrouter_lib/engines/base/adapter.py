@@ -218,6 +218,9 @@ class EngineAdapter:
     """Endpoints whose requests the engine answers with the adapter that they name."""
     names_adapters: Callable[[str], bool] = lambda release: True
     """Return whether a release's events name the adapter of a block; without the name it looks like the model's."""
+    drafter_sees_last: Callable[[str], bool] = lambda release: True
+    """Return whether, in a release, the block that is computed anew for a drafter may be that of a prompt's last token,
+    where the engine has several cache groups."""
     salted_routes: frozenset[str]
     """Passed routes whose request takes a tenant's salt."""
     request_id_header: str = "x-request-id"
