@@ -332,8 +332,8 @@ def _read(file: Path) -> tuple[MMRouterDeployment, list[dict[str, Any]]]:
         leave(f"{file} holds {len(deployments)} deployments; one MMRouterDeployment is expected")
     kind = deployments[0].get("kind") if isinstance(deployments[0], dict) else None
     if kind != KIND:
-        found = f"its kind is {str(kind)[:80]!r}" if kind is not None else "it has no field kind"
-        leave(f"{file} is no {KIND}: {found}")
+        actual = f"its kind is {str(kind)[:80]!r}" if kind is not None else "it has no field kind"
+        leave(f"{file} is no {KIND}: {actual}")
     try:
         return parse_deployment(deployments[0]), companions
     except SpecError as error:

@@ -116,14 +116,14 @@ def ui(
     if control is not None:
         leave("--control goes with a URL")
     try:
-        found = asyncio.run(
+        forwarded = asyncio.run(
             _forward_pages(live_pages.of_cluster(target, namespace, kubeconfig, token), as_json=as_json)
         )
     except ClusterError as error:
         leave(str(error))
     except KeyboardInterrupt:
         raise typer.Exit from None
-    raise typer.Exit(0 if found else FAILED)
+    raise typer.Exit(0 if forwarded else FAILED)
 
 
 async def _forward_pages(opened: "AbstractAsyncContextManager[list[Page]]", *, as_json: bool) -> bool:

@@ -76,17 +76,17 @@ def workload(nonce: str, served: str) -> list[Step]:
         return {"type": "image_url", "image_url": {"url": url}}
 
     words = (desk(1), {"role": "user", "content": STORY})
-    one = (desk(2), ask(text(STORY), image(data_uri(a)), text("What is shown?")))
+    single = (desk(2), ask(text(STORY), image(data_uri(a)), text("What is shown?")))
     by_http = (desk(2), ask(text(STORY), image(f"{served}/A.png"), text("What is shown?")))
     pair = (desk(3), ask(image(data_uri(a)), image(data_uri(b)), text(STORY)))
     swapped = (desk(3), ask(image(data_uri(b)), image(data_uri(a)), text(STORY)))
     answer = {"role": "assistant", "content": "Sixteen squares."}
-    turn = (*one, answer, ask(text("Which one is the brightest of them?")))
+    turn = (*single, answer, ask(text("Which one is the brightest of them?")))
     return [
         Step("text", words),
         Step("text again", words, repeats="text"),
-        Step("image, data:", one),
-        Step("image, data: again", one, repeats="image, data:"),
+        Step("image, data:", single),
+        Step("image, data: again", single, repeats="image, data:"),
         Step("same image, http:", by_http, repeats="image, data:"),
         Step("two images A B", pair),
         Step("two images B A", swapped),

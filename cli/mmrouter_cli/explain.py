@@ -24,11 +24,11 @@ def newest(client: httpx.Client, controls: Sequence[str]) -> tuple[str, str] | N
 
     Raises ``httpx.HTTPError`` where a frontend does not answer.
     """
-    found: list[tuple[float, str, str]] = []
+    newest_each: list[tuple[float, str, str]] = []
     for control in controls:
         answer = client.get(f"{control}/control/decisions", params={"count": 1}).raise_for_status()
-        found += [(trace["at"], control, trace["request_id"]) for trace in answer.json()]
-    return max(found)[1:] if found else None
+        newest_each += [(trace["at"], control, trace["request_id"]) for trace in answer.json()]
+    return max(newest_each)[1:] if newest_each else None
 
 
 def show(console: Console, trace: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ async def from_cluster(dep: MMRouterDeployment, kubeconfig: Path | None, config:
 
 async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMRouterDeployment | None]:
     name, namespace = dep.metadata.name, dep.metadata.namespace
-    found = await cluster.get(Ref(dep.api_version, RESOURCE, namespace, name))
+    live = await cluster.get(Ref(dep.api_version, RESOURCE, namespace, name))
     secret = await cluster.get(Ref("v1", "Secret", namespace, secret_name(dep)))
     try:
         secrets = new_secret_data() if secret is None else read_secret(secret)
@@ -144,7 +144,7 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
             listed = await cluster.list(kind.kind, namespace, f"{selector},{CHILD_SELECTOR}")
         objects += [{**item, "apiVersion": kind.api, "kind": kind.kind} for item in listed]
     pods = await cluster.items(KINDS["Pod"].path(namespace), labelSelector=selector)
-    uid = found["metadata"]["uid"] if found is not None else ""
+    uid = live["metadata"]["uid"] if live is not None else ""
     revisions = [o for o in objects if o["kind"] == "ControllerRevision" and child_view(o).owner == uid]
     snapshot = replace(
         _empty(dep, secrets),
@@ -154,7 +154,7 @@ async def _observe(cluster: Any, dep: MMRouterDeployment) -> tuple[Snapshot, MMR
         revisions=tuple(map(revision_view, revisions)),
         capabilities=capabilities,
     )
-    return snapshot, None if found is None else parse_deployment({k: v for k, v in found.items() if k != "status"})
+    return snapshot, None if live is None else parse_deployment({k: v for k, v in live.items() if k != "status"})
 
 
 def _report(
@@ -180,10 +180,10 @@ def _report(
 
 def _choices(dep: MMRouterDeployment) -> tuple[str, ...]:
     embeddings = LAUNCHERS[dep.spec.engine.type].embeddings(dep)
-    found = [shared_memory.transfer_line(dep)]
+    choices = [shared_memory.transfer_line(dep)]
     if embeddings is not None:
-        found.append(f"embeddings between {', '.join(embeddings.pools)}: {embeddings.connector}, {embeddings.why}")
-    return (*found, *_gateway_lines(dep))
+        choices.append(f"embeddings between {', '.join(embeddings.pools)}: {embeddings.connector}, {embeddings.why}")
+    return (*choices, *_gateway_lines(dep))
 
 
 def _gateway_lines(dep: MMRouterDeployment) -> Iterator[str]:

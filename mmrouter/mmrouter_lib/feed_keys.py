@@ -63,12 +63,12 @@ class KeyWatch:
         try:
             if (self._folder / "identity.key").read_bytes() != self._identity_key:
                 raise FeedKeyError("the Secret was created anew: its keys are for new pods")
-            found = read_keys(self._folder, *self._names)
+            keys = read_keys(self._folder, *self._names)
         except (OSError, FeedKeyError) as error:
             if str(error) != self._problem:
                 self._problem = str(error)
                 log.warning("the feed keeps its present keys: %s", error)
             return None
         self._problem = ""
-        before, self._seen = self._seen, found
-        return found if found != before else None
+        before, self._seen = self._seen, keys
+        return keys if keys != before else None

@@ -235,9 +235,9 @@ class Router:
         settings = self.settings
         watch = KeyWatch(settings.config_dir / "secrets", settings.identity_key, *CURVE_FILES)
         while True:
-            if (found := watch.changed()) is not None:
+            if (files := watch.changed()) is not None:
                 try:
-                    self._curve = curve_keys(found)
+                    self._curve = curve_keys(files)
                 except SettingsError as error:
                     log.error("the feed keeps its present keys: %s", error)
                 for feed, _ in self._feeds.values():
@@ -335,7 +335,7 @@ class Router:
             peers=lambda: self.peers,
             stopping=self.shutdown.stopping,
             refusals=self.metrics.control_refusals,
-            feed_keys=lambda: sorted({fingerprint(key) for one in self._curve for key in (one.public, one.server)}),
+            feed_keys=lambda: sorted({fingerprint(key) for keys in self._curve for key in (keys.public, keys.server)}),
             live=self._live_view(),
             gateway_requests=None if picker is None else lambda: picker.requests,
         )
@@ -378,8 +378,8 @@ class Router:
 
     def _versions(self) -> dict[str, str]:
         """Return the engines' release, of several the one that most engines run, and mmrouter's."""
-        found = Counter(worker.heartbeat.engine_version for worker in self.fleet if worker.heartbeat is not None)
-        version = found.most_common(1)[0][0] if found else ""
+        releases = Counter(worker.heartbeat.engine_version for worker in self.fleet if worker.heartbeat is not None)
+        version = releases.most_common(1)[0][0] if releases else ""
         return {"version": version, "engine": self.settings.deployment.spec.engine.type, "mmrouter": __version__}
 
     def _serves(self) -> bool:

@@ -175,9 +175,9 @@ class Sidecar:
         settings = self._settings
         files = KeyWatch(settings.secrets_dir, settings.identity_key, SIDECAR_SECRET, ROUTER_PUBLIC)
         while True:
-            if (found := files.changed()) is not None:
+            if (changed := files.changed()) is not None:
                 try:
-                    keys = curve_keys(found)
+                    keys = curve_keys(changed)
                 except SettingsError as error:
                     log.error("the feed keeps its present keys: %s", error)
                 else:

@@ -48,8 +48,8 @@ class EngineLoad:
         if self._tokens is not None:
             looked_up = "Prompt tokens that the engine looked up in its cache."
             yield CounterMetricFamily(f"{PREFIX}_prompt_tokens", looked_up, self._tokens.prompt)
-            found = "Prompt tokens that the engine found in its cache, as it counts them."
-            yield CounterMetricFamily(f"{PREFIX}_cached_tokens", found, self._tokens.cached)
+            cached = "Prompt tokens that the engine found in its cache, as it counts them."
+            yield CounterMetricFamily(f"{PREFIX}_cached_tokens", cached, self._tokens.cached)
             yield CounterMetricFamily(f"{PREFIX}_generated_tokens", "Tokens generated.", self._tokens.generated)
         ranks = self._ranks.values()
         if not ranks:

@@ -116,7 +116,7 @@ class Job(ABC):
                 "top_logprobs": [{token: LIKELY} for token in tokens] if wanted else None,
             }
         each = [{"token": token, "logprob": LIKELY, "bytes": list(token.encode())} for token in tokens]
-        return {"content": [{**one, "top_logprobs": [one] if most else []} for one in each]}
+        return {"content": [{**entry, "top_logprobs": [entry] if most else []} for entry in each]}
 
     def call(self, arguments: str, *, begins: bool = True) -> list[dict[str, Any]] | None:
         """Return the call of the function that the request asks for, or a part of its arguments."""

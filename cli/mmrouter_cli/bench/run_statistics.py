@@ -179,8 +179,8 @@ class Line:
 
 def verdict(compared: Sequence[Line]) -> str:
     """Return the comparison of two runs in a sentence."""
-    found = {kind: [line.name for line in compared if line.judgement == kind] for kind in ("better", "worse")}
-    parts = [f"{kind} in {len(names)} ({'; '.join(names)})" for kind, names in found.items() if names]
+    judged = {kind: [line.name for line in compared if line.judgement == kind] for kind in ("better", "worse")}
+    parts = [f"{kind} in {len(names)} ({'; '.join(names)})" for kind, names in judged.items() if names]
     if not parts:
         return f"The two runs do not differ by more than their noise in any of {len(compared)} figures."
     return f"Of {len(compared)} figures the second run is {' and '.join(parts)}."
@@ -188,13 +188,13 @@ def verdict(compared: Sequence[Line]) -> str:
 
 def summary(result: Result) -> str:
     """Return a run in a sentence."""
-    said = f"{result.answered:,} of {result.answered + result.failed:,} requests were answered"
-    said += f" at {result.answered / result.seconds:.2f} per second"
+    sentence = f"{result.answered:,} of {result.answered + result.failed:,} requests were answered"
+    sentence += f" at {result.answered / result.seconds:.2f} per second"
     if result.first_token is not None:
-        said += f"; half of them began within {1000 * result.first_token.p50:,.0f} ms"
+        sentence += f"; half of them began within {1000 * result.first_token.p50:,.0f} ms"
     if result.hit_ratio is not None:
-        said += f", and {result.hit_ratio:.1%} of the prompt tokens came from caches"
-    return f"{said}."
+        sentence += f", and {result.hit_ratio:.1%} of the prompt tokens came from caches"
+    return f"{sentence}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +217,10 @@ def groups(result: Result) -> dict[str, list[Group]]:
         if row.images is not None:
             by_image["with a picture" if row.images else "without a picture"].append(row)
     by_worker.pop("", None)
-    found = {"worker": by_worker, "image": by_image}
+    groups = {"worker": by_worker, "image": by_image}
     return {
         kind: [_group(name, members, len(result.rows)) for name, members in sorted(rows.items())]
-        for kind, rows in found.items()
+        for kind, rows in groups.items()
         if rows
     }
 

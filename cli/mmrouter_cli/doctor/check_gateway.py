@@ -30,22 +30,22 @@ _MANAGED_BY, _, _OPERATOR = CHILD_SELECTOR.partition("=")
 
 def gateway_check(facts: DeploymentFacts, dep: MMRouterDeployment, frontends: RoutingFacts | None) -> Iterator[Finding]:
     """Check that gateways accept the deployment's objects, reach its pickers, and let its requests through."""
-    found = facts.gateway
-    if found is None:
+    gateway = facts.gateway
+    if gateway is None:
         return
-    yield from _reports(found, dep)
+    yield from _reports(gateway, dep)
     if dep.spec.frontend.has_picker:
         if frontends is not None:
             yield from picker_check(frontends, tls=dep.spec.frontend.picker_tls != "none")
-        yield from _reached(found, dep, frontends)
-    yield from _limits(found, dep)
+        yield from _reached(gateway, dep, frontends)
+    yield from _limits(gateway, dep)
 
 
-def _reports(found: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
-    if isinstance(found.objects, Unread):
-        yield unread("the InferencePool and the HTTPRoute", found.objects)
-    elif found.objects is not None:
-        views = {(obj["kind"], obj["metadata"]["name"]): child_view(obj) for obj in found.objects}
+def _reports(gateway: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
+    if isinstance(gateway.objects, Unread):
+        yield unread("the InferencePool and the HTTPRoute", gateway.objects)
+    elif gateway.objects is not None:
+        views = {(obj["kind"], obj["metadata"]["name"]): child_view(obj) for obj in gateway.objects}
         reports = gateway_reports(dep, views)
         yield from (problem(sentence, reason_advice(c.GATEWAY, "NotAccepted")) for sentence in reports.refused)
         yield from (problem(sentence, reason_advice(c.GATEWAY, "NotReported")) for sentence in reports.missing)
@@ -75,9 +75,9 @@ def picker_check(facts: RoutingFacts, tls: bool | None = None) -> Iterator[Findi
             yield ok(f"the picker of {name} serves gateways by {spoken[health.tls]}")
 
 
-def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFacts | None) -> Iterator[Finding]:
+def _reached(gateway: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFacts | None) -> Iterator[Finding]:
     """Check that gateways ask the pickers; where none has, that the network policies let them."""
-    states = [one.second for one in (frontends.frontends if frontends is not None else ())]
+    states = [frontend.second for frontend in (frontends.frontends if frontends is not None else ())]
     counts = [state.get("gateway_requests") for state in states if not isinstance(state, Unread)]
     asked = [count for count in counts if count is not None]
     if total := sum(asked):
@@ -85,7 +85,7 @@ def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFac
         return
     # The operator's own policy opens the ports of a picker of frontends.
     if dep.spec.frontend.mode == "endpointPicker":
-        closed = list(_closed(found, dep))
+        closed = list(_closed(gateway, dep))
         yield from closed
         if any(finding.level == "problem" for finding in closed):
             return
@@ -98,16 +98,16 @@ def _reached(found: GatewayFacts, dep: MMRouterDeployment, frontends: RoutingFac
         )
 
 
-def _closed(found: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
+def _closed(gateway: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
     """Check that a network policy opens the ports that a gateway needs."""
-    if isinstance(found.policies, Unread):
-        yield unread("network policies", found.policies)
+    if isinstance(gateway.policies, Unread):
+        yield unread("network policies", gateway.policies)
     elif dep.spec.network_policy.enabled:
         targets = {"frontends": (FRONTEND_ROLE, PICKER_PORT), "workers": ("worker", ENGINE_PORT)}
         closed = [
             f"{port} of the {name}"
             for name, (role, port) in targets.items()
-            if not _opened(found.policies, {DEPLOYMENT_LABEL: dep.metadata.name, ROLE_LABEL: role}, port)
+            if not _opened(gateway.policies, {DEPLOYMENT_LABEL: dep.metadata.name, ROLE_LABEL: role}, port)
         ]
         if closed:
             yield problem(
@@ -143,7 +143,8 @@ def _selects(selector: Object, labels: Mapping[str, str]) -> bool:
 def _has_port(rule: Object, port: int) -> bool:
     ports = rule.get("ports") or []
     return not ports or any(
-        isinstance(first := one.get("port", port), str) or first <= port <= one.get("endPort", first) for one in ports
+        isinstance(first := entry.get("port", port), str) or first <= port <= entry.get("endPort", first)
+        for entry in ports
     )
 
 
@@ -169,9 +170,9 @@ LIMIT_KINDS: Final = (
 """Of Envoy Gateway and NGINX Gateway Fabric, which answer a larger body 413."""
 
 
-def _limits(found: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
+def _limits(gateway: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:
     wanted = dep.spec.routing.media.max_request_bytes
-    for kind, policies in found.limits.items():
+    for kind, policies in gateway.limits.items():
         if isinstance(policies, Unread):
             yield unread(kind.plural, policies)
             continue

@@ -68,14 +68,14 @@ def event_check(facts: RoutingFacts) -> Iterator[Finding]:
 
 def device_check(facts: RoutingFacts) -> Iterator[Finding]:
     """Check that engines compute on the devices that their pools ask for, as far as they report them."""
-    found: dict[str, tuple[str, str]] = {}
+    devices: dict[str, tuple[str, str]] = {}
     for _, state in _answered(facts).values():
         for worker in state["workers"]:
             device = worker.get("device", "unknown")
-            if device != "unknown" or worker["name"] not in found:
-                found[worker["name"]] = device, worker.get("requested_device", "")
+            if device != "unknown" or worker["name"] not in devices:
+                devices[worker["name"]] = device, worker.get("requested_device", "")
     as_requested, unknown = [], []
-    for name, (device, requested) in sorted(found.items()):
+    for name, (device, requested) in sorted(devices.items()):
         if device == "unknown":
             unknown.append(name)
         elif requested in ("", device):

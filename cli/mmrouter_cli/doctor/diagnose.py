@@ -184,11 +184,11 @@ async def read_routing(
     forward = f"kubectl port-forward -n {namespace} deployment/{facts.name}-frontend 8001"
     advice = f"In another terminal: {forward}. Then add --control http://127.0.0.1:8001"
     async with open_frontends(pods, kubeconfig) as frontends:
-        found = (await probe_frontends(frontends, secret))._replace(advice=advice)
+        probed = (await probe_frontends(frontends, secret))._replace(advice=advice)
     if isinstance(facts.dep, SpecError) or not facts.dep.spec.frontend.has_picker:
-        return found
+        return probed
     async with open_frontends(pods, kubeconfig, PICKER_PORT) as frontends:
-        return found._replace(pickers=await probe_pickers(frontends))
+        return probed._replace(pickers=await probe_pickers(frontends))
 
 
 async def probe_frontends(frontends: Sequence[Frontend], token: str) -> RoutingFacts:
@@ -215,8 +215,8 @@ async def probe_pickers(frontends: Sequence[Frontend]) -> tuple[tuple[str, Picke
         place = urlsplit(url)
         return await picker_health(str(place.hostname), place.port or PICKER_PORT)
 
-    found = await asyncio.gather(*(health(frontend.url) for frontend in frontends))
-    return tuple(zip((frontend.name for frontend in frontends), found, strict=True))
+    healths = await asyncio.gather(*(health(frontend.url) for frontend in frontends))
+    return tuple(zip((frontend.name for frontend in frontends), healths, strict=True))
 
 
 def _pickers_beside(frontends: Sequence[Frontend], facts: RoutingFacts) -> Iterator[Frontend]:
@@ -272,15 +272,15 @@ async def _gateway(reader: Reader, dep: MMRouterDeployment, cluster: ClusterFact
     served = Capabilities(frozenset() if isinstance(cluster.apis, Unread) else cluster.apis)
     objects: Sequence[Object] | Unread | None = None
     if all(served.serves(api) for api in apis):
-        found = await asyncio.gather(
+        answers = await asyncio.gather(
             *(
                 attempt(_or_none(reader, KINDS[kind].path(namespace, dep.metadata.name)))
                 for kind in ("InferencePool", "HTTPRoute")
                 if KINDS[kind].api in apis
             )
         )
-        failed = next((one for one in found if isinstance(one, Unread)), None)
-        objects = failed or [one for one in found if isinstance(one, dict)]
+        failed = next((answer for answer in answers if isinstance(answer, Unread)), None)
+        objects = failed or [answer for answer in answers if isinstance(answer, dict)]
     # Policies are where their target is: the route, or a Gateway of another namespace.
     homes = {namespace, *(ref.namespace or namespace for ref in (gateway.parent_refs if gateway is not None else ()))}
     kinds = [kind for kind in LIMIT_KINDS if served.serves(kind.api)]

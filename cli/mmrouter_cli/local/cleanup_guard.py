@@ -77,13 +77,13 @@ def shared_memory(pids: Iterable[int], before: Container[tuple[str, int]]) -> se
 
     A pod's shared memory ends with the pod; here it is the machine's, and a killed process leaves it behind.
     """
-    found = set()
+    new = set()
     for path in {path for pid in pids for path in _mapped(pid)}:
         with contextlib.suppress(OSError):
             status = os.stat(path)
             if status.st_uid == os.getuid() and (path, status.st_ino) not in before:
-                found.add(path)
-    return found
+                new.add(path)
+    return new
 
 
 def remove_unused(paths: Iterable[str]) -> None:

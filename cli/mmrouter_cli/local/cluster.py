@@ -202,12 +202,12 @@ class LocalCluster:
             self._log(service.name, f"Service port {port.port} at {url}")
 
     def _backends(self, service: ServicePlan, port: ServicePort) -> list[tuple[str, int]]:
-        found = []
+        backends = []
         for pod in self.pods:
             number = pod.plan.port(port.target)
             if pod.ready and number is not None and service.selector.items() <= pod.labels.items():
-                found.append((pod.ip, number))
-        return found[:1] if service.one_backend else found
+                backends.append((pod.ip, number))
+        return backends[:1] if service.one_backend else backends
 
     def _config_folders(self) -> Iterable[Path]:
         for pod in filter(is_frontend, self.pods):

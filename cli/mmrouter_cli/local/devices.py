@@ -28,12 +28,12 @@ SPLIT_SHARE: Final = 0.9
 class DeviceRequest:
     """The devices that each engine of a pool needs. ``variable`` restricts an engine to its devices.
 
-    ``found``: ids of the machine's devices of this kind.
+    ``devices``: ids of the machine's devices of this kind.
     """
 
     kind: str
     variable: str
-    found: tuple[str, ...]
+    devices: tuple[str, ...]
     count: int
     launcher: EngineLauncher
 
@@ -46,17 +46,17 @@ def device_requests(deployment: MMRouterDeployment, find: Callable[[str], Sequen
     requests = {}
     for pool in deployment.spec.pools:
         kind = pool.accelerator.kind
-        variable, found = ACCELERATORS[kind].visible_variable, tuple(find(kind))
-        if not variable or not found or pool.role == "renderer":
+        variable, devices = ACCELERATORS[kind].visible_variable, tuple(find(kind))
+        if not variable or not devices or pool.role == "renderer":
             continue
         # A claim's number of devices is not in the resource: the ranks need one each.
         count = pool.accelerator.devices or pool.parallelism.tensor * pool.parallelism.data
-        if count > len(found):
+        if count > len(devices):
             raise LocalError(
                 f"pool {pool.name}: each engine needs {count} devices of kind {kind}, and this machine has "
-                f"{', '.join(found)}; {variable} names the ones to use"
+                f"{', '.join(devices)}; {variable} names the ones to use"
             )
-        requests[pool.name] = DeviceRequest(kind, variable, found, count, LAUNCHERS[deployment.spec.engine.type])
+        requests[pool.name] = DeviceRequest(kind, variable, devices, count, LAUNCHERS[deployment.spec.engine.type])
     return requests
 
 
@@ -83,9 +83,9 @@ def assign(pods: Iterable[PodPlan], requests: Mapping[str, DeviceRequest]) -> li
         engine = next((each for each in pod.containers if each.name == ENGINE), None)
         if request is None or engine is None or any(item["name"] == request.variable for item in engine.env):
             continue
-        names = {id: f"{request.kind} {id}" for id in request.found}
-        free = sorted(request.found, key=lambda id, names=names: taken[names[id]])  # type: ignore[misc] # a stable sort
-        held[pod.name] = tuple(names[id] for id in sorted(free[: request.count], key=request.found.index))
+        names = {id: f"{request.kind} {id}" for id in request.devices}
+        free = sorted(request.devices, key=lambda id, names=names: taken[names[id]])  # type: ignore[misc] # a stable sort
+        held[pod.name] = tuple(names[id] for id in sorted(free[: request.count], key=request.devices.index))
         taken.update(held[pod.name])
     earlier, assigned = Counter[str](), []
     for pod in pods:

@@ -31,8 +31,8 @@ def find_envoy() -> str:
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         if (program := Path(folder) / "_bin" / "envoy").is_file():
             return str(program)
-    if (found := shutil.which("envoy")) is not None:
-        return found
+    if (on_path := shutil.which("envoy")) is not None:
+        return on_path
     raise LocalError("there is no Envoy: install the extra `gateway` (mmrouter-k8s[gateway]), or put envoy on PATH")
 
 

@@ -52,14 +52,14 @@ async def discover(update: Update, metrics: GatewayMetrics) -> None:
     last: tuple[Deployment, ...] | None = None
     while True:
         try:
-            found = tuple(sorted([await described(run) for run in local_runs() if run["endpoint"]]))
+            deployments = tuple(sorted([await described(run) for run in local_runs() if run["endpoint"]]))
         except OSError:  # such as without a free descriptor
             metrics.discovery_errors.labels("unreadable").inc()
             metrics.discovery_synced.set(0)
         else:
-            if found != last:
-                last = found
-                update(found)
+            if deployments != last:
+                last = deployments
+                update(deployments)
             metrics.discovery_synced.set(1)
         await asyncio.sleep(SECONDS)
 
@@ -92,6 +92,6 @@ async def _states(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     except OSError:  # it is ending
         return []
     async with client(token) as asking:
-        frontends = [Frontend(one["name"], one["control"]) for one in run["frontends"]]
+        frontends = [Frontend(frontend["name"], frontend["control"]) for frontend in run["frontends"]]
         states = await asyncio.gather(*(fetch(asking, frontend) for frontend in frontends))
     return [state for state in states if not isinstance(state, Unread)]

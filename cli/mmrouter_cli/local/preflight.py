@@ -33,15 +33,15 @@ class Preflight:
 
     def check(self) -> None:
         """Raise :class:`LocalError` with every problem, one a line."""
-        found: list[str] = []
+        problems: list[str] = []
         checks: tuple[Callable[[], Iterator[str]], ...] = (self._model, self._commands, self._devices, self._ports)
         for each in checks:
             try:
-                found += each()
+                problems += each()
             except LocalError as error:
-                found.append(str(error))
-        if found:
-            raise LocalError("\n".join(found))
+                problems.append(str(error))
+        if problems:
+            raise LocalError("\n".join(problems))
 
     def warning(self) -> str:
         """Return a sentence where the weights of all engines clearly exceed the free memory, otherwise nothing."""

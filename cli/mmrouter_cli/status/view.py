@@ -184,9 +184,9 @@ def _worker(rows: Sequence[Mapping[str, Any]]) -> WorkerRow:
 
 def _pools(workers: Sequence[WorkerRow], roles: Mapping[str, str]) -> tuple[PoolRow, ...]:
     rows = []
-    for name, found in groupby(workers, key=lambda worker: worker.pool):
-        mine = list(found)
-        counts = (len(mine), sum(one.routable for one in mine), sum(one.exact == "True" for one in mine))
+    for name, members in groupby(workers, key=lambda worker: worker.pool):
+        mine = list(members)
+        counts = (len(mine), sum(row.routable for row in mine), sum(row.exact == "True" for row in mine))
         rows.append(PoolRow(name, roles.get(name, "renderer"), None, *counts))
     return tuple(rows)
 

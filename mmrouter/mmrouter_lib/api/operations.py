@@ -245,8 +245,8 @@ class Frontend(Resource):
     def _named_are_divisible(self) -> bool | Broken:
         """a named tenant's limits are divided by frontend.replicas, so each must be at least as large"""
         named = self.tenants.named if self.tenants is not None else []
-        found = next((number for number, limits in enumerate(named) if not self._divides(limits)), None)
-        return found is None or Broken(f"tenants.named[{found}]")
+        undivided = next((number for number, limits in enumerate(named) if not self._divides(limits)), None)
+        return undivided is None or Broken(f"tenants.named[{undivided}]")
 
     @property
     def has_picker(self) -> bool:

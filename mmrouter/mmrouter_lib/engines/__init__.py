@@ -36,13 +36,13 @@ def storing_pools(deployment: "MMRouterDeployment") -> frozenset[str]:
 
     A flag in ``args`` decides it, or a variable that only a pod template can set.
     """
-    spec, found = deployment.spec, set[str]()
+    spec, pools = deployment.spec, set[str]()
     stores = adapter(spec.engine.type).stores_responses
     for pool in spec.pools:
         answers, env = pool.role not in ("encoder", "renderer"), _engine_variables(pool.pod_template)
         if answers and stores([*spec.engine.args, *pool.args], env, pool.parallelism.data):
-            found.add(pool.name)
-    return frozenset(found)
+            pools.add(pool.name)
+    return frozenset(pools)
 
 
 def _engine_variables(template: Mapping[str, Any]) -> dict[str, str]:

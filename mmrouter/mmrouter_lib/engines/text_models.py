@@ -71,8 +71,8 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
         raise UnpredictedError(f"cache_groups:{model_type}")
     described = _tokenizer_config(folder)
     for pattern in _MISTRAL_FILES:
-        if found := sorted(file.name for file in folder.glob(pattern)):
-            raise UnpredictedError(f"tokenizer:{found[0]}")
+        if files := sorted(file.name for file in folder.glob(pattern)):
+            raise UnpredictedError(f"tokenizer:{files[0]}")
     if not (folder / "tokenizer.json").is_file():
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")
     if "AutoTokenizer" in str(described.get("auto_map")):

@@ -229,13 +229,13 @@ def _pixel_limits(file: str, processor: dict[str, Any], limits: ProcessorLimits 
     if not isinstance(size, dict) or set(size) - {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
         raise ModelFolderError(f"{file}: size must hold shortest_edge and longest_edge, not {size!r}")
     edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-    found = []
+    bounds = []
     for key, edge in edges.items():
         if (limit := getattr(limits, key, None)) is not None:
-            found.append(whole_number("spec.engine.processor", {key: limit}, key))
+            bounds.append(whole_number("spec.engine.processor", {key: limit}, key))
         else:
-            found.append(whole_number(file, processor if processor.get(key) is not None else {key: edge}, key))
-    low, high = found
+            bounds.append(whole_number(file, processor if processor.get(key) is not None else {key: edge}, key))
+    low, high = bounds
     if low > high:
         raise ModelFolderError(f"{file}: the least number of pixels, {low}, is above the greatest, {high}")
     return low, high

@@ -142,9 +142,9 @@ class SegmentCache:
         ids = [array("I") for _ in texts]
         tokens = 0
         for batch in _batches(self._pieces(texts, whole=add_special_tokens), self._piece):
-            for (number, _), found in zip(batch, self._encode(batch, add_special_tokens), strict=True):
-                ids[number].extend(found)
-                tokens += len(found)
+            for (number, _), piece_ids in zip(batch, self._encode(batch, add_special_tokens), strict=True):
+                ids[number].extend(piece_ids)
+                tokens += len(piece_ids)
             if tokens > self._max_tokens:
                 raise self._too_long()
         return ids

@@ -112,23 +112,23 @@ class _Reader:
 
     def _children(self, element: Element) -> dict[int, list[Element]]:
         """Return id -> elements within one."""
-        found: dict[int, list[Element]] = defaultdict(list)
+        children: dict[int, list[Element]] = defaultdict(list)
         for kind, content in self._elements(element):
-            found[kind].append(content)
-        return found
+            children[kind].append(content)
+        return children
 
     def _number(self, elements: dict[int, list[Element]], kind: int, default: int = 0) -> int:
-        found = elements.get(kind, ())
-        if len(found) > 1 or any(end - begin > 8 for begin, end in found):
+        places = elements.get(kind, ())
+        if len(places) > 1 or any(end - begin > 8 for begin, end in places):
             raise VideoHeaderError(f"an element {kind:#x} appears twice or is too long")
-        return int.from_bytes(self._data[slice(*found[0])]) if found else default
+        return int.from_bytes(self._data[slice(*places[0])]) if places else default
 
     def _seconds(self, info: dict[int, list[Element]], scale: int) -> float:
         """Return the duration, rounded to microseconds as FFmpeg does."""
-        found = info.get(_DURATION, ())
-        if len(found) != 1:
+        places = info.get(_DURATION, ())
+        if len(places) != 1:
             raise VideoHeaderError("the segment has no duration", "video_timing")
-        ((begin, end),) = found
+        ((begin, end),) = places
         (units,) = struct.unpack(">f" if end - begin == 4 else ">d", self._data[begin:end])
         microseconds = units * scale * 1000 / 1_000_000
         if not 0 < microseconds < 1 << 53:

@@ -89,7 +89,7 @@ class _Reader:
 
     def _boxes(self, within: Box, *, whole: bool = False) -> dict[bytes, list[Box]]:
         """Return kind -> boxes within a box. ``whole``: each must be there to its end."""
-        found: dict[bytes, list[Box]] = defaultdict(list)
+        boxes: dict[bytes, list[Box]] = defaultdict(list)
         at, end = within
         while at + 8 <= end:
             if self._boxes_left == 0:
@@ -104,9 +104,9 @@ class _Reader:
                 size = end - at
             if size < content - at or (whole and at + size > end):
                 raise VideoHeaderError("the file is cut off or damaged")
-            found[kind].append((content, min(at + size, end)))
+            boxes[kind].append((content, min(at + size, end)))
             at += size
-        return found
+        return boxes
 
     def _turns(self, at: int) -> int:
         """Return the quarter turns of the matrix at a place."""
@@ -216,7 +216,7 @@ class _Reader:
 
 def _only(boxes: dict[bytes, list[Box]], kind: bytes) -> Box:
     """Return the only box of a kind."""
-    found = boxes.get(kind, ())
-    if len(found) != 1:
-        raise VideoHeaderError(f"the header has {len(found)} boxes {kind.decode('latin-1')!r} where one is needed")
-    return found[0]
+    places = boxes.get(kind, ())
+    if len(places) != 1:
+        raise VideoHeaderError(f"the header has {len(places)} boxes {kind.decode('latin-1')!r} where one is needed")
+    return places[0]

@@ -131,9 +131,9 @@ def _gateway_reports(obj: Mapping[str, Any]) -> tuple[GatewayReport, ...]:
         if accepted.get("observedGeneration", metadata.get("generation", 0)) < metadata.get("generation", 0):
             continue
         refused = [
-            f"{type_} is False, {found['reason']}: {found.get('message', '')}"
+            f"{type_} is False, {condition['reason']}: {condition.get('message', '')}"
             for type_ in ("Accepted", "ResolvedRefs")
-            if (found := conditions.get(type_, {})).get("status") == "False"
+            if (condition := conditions.get(type_, {})).get("status") == "False"
         ]
         names = (ref.get("namespace") or metadata.get("namespace", ""), ref["name"], ref.get("sectionName", ""))
         reports.append(GatewayReport("/".join(filter(None, names)), _is_true(accepted), "; ".join(refused)))

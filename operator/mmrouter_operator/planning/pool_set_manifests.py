@@ -156,13 +156,13 @@ def _keeps_template(
 def _live(manifests: Sequence[Mapping[str, Any]], snapshot: Snapshot) -> dict[tuple[str, str], DeploymentView]:
     """Return the set's live Deployments by pool and generation, those of pools that are gone from the spec included."""
     owner = manifests[0]["metadata"]["labels"][DEPLOYMENT_LABEL]
-    found = {}
+    live = {}
     for view in snapshot.children.values():
         if not isinstance(view, DeploymentView) or not view.compatibility or not is_owned(snapshot, view):
             continue
         if view.name == generation_name(f"{owner}-{view.pool}", view.compatibility):
-            found[view.pool, view.compatibility] = view
-    return found
+            live[view.pool, view.compatibility] = view
+    return live
 
 
 def _numbers(

@@ -162,11 +162,11 @@ def _rule(side: str, peers: list[dict[str, Any]] | None, ports: Ports) -> Rule:
 def _ports(ports: Ports) -> list[dict[str, Any]]:
     if ports is None:
         return [{"protocol": "TCP"}]
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for port in ports:
         first, last = port if isinstance(port, tuple) else (port, port)
-        found.append({"protocol": "TCP", "port": first, **({"endPort": last} if last != first else {})})
-    return found
+        entries.append({"protocol": "TCP", "port": first, **({"endPort": last} if last != first else {})})
+    return entries
 
 
 def _policy(
@@ -229,10 +229,10 @@ def collector(endpoint: str) -> tuple[list[dict[str, Any]] | None, int]:
 
     A policy knows no host names: for one, the port is open to everywhere.
     """
-    found = host_and_port(endpoint)
-    if found is None:
+    place = host_and_port(endpoint)
+    if place is None:
         raise SpecError([("spec.observability.otlpEndpoint", f"{endpoint!r:.80} is no URL with a host and a port")])
-    host, port = found
+    host, port = place
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -226,18 +226,18 @@ class Reconciler:
     async def _secrets(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | None:
         """Return the deployment's keys, created if there are none. ``None``, with a problem, if they are unusable."""
         name = secret_name(dep)
-        found = self._cache.secret(key, name)
-        if found is None and not dep.spec.paused:
-            found = await self._create_secret(key, dep, written)
+        secret = self._cache.secret(key, name)
+        if secret is None and not dep.spec.paused:
+            secret = await self._create_secret(key, dep, written)
         seen = self._cache.children(key).get(("Secret", name))
         if seen is not None and seen.owner not in ("", dep.metadata.uid):
             message = f"Secret {name} is not this resource's"
             written.problems.append(Problem(CHILD_NAME_TAKEN, "Secret", name, message))
-        elif isinstance(found, str):
-            message = f"Secret {name}: {found}; delete it to get a new one"
+        elif isinstance(secret, str):
+            message = f"Secret {name}: {secret}; delete it to get a new one"
             written.problems.append(Problem(SECRET_MALFORMED, "Secret", name, message))
         else:
-            return found
+            return secret
         return None
 
     async def _create_secret(self, key: Key, dep: MMRouterDeployment, written: WriteResult) -> SecretData | str | None:

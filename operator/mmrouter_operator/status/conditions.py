@@ -125,8 +125,8 @@ def transitions(previous: Mapping[str, Any] | None, status: Mapping[str, Any]) -
     Of a new resource, only Ready and abnormal conditions are recorded.
     """
     before = {item["type"]: item for item in (previous or {}).get("conditions") or []}
-    found = [_transition(item, before.get(item["type"])) for item in status.get("conditions") or []]
-    return [item for item in found if item is not None]
+    events = [_transition(item, before.get(item["type"])) for item in status.get("conditions") or []]
+    return [item for item in events if item is not None]
 
 
 def _transition(item: Mapping[str, Any], last: Mapping[str, Any] | None) -> Transition | None:

@@ -61,8 +61,8 @@ def gateway_reports(dep: MMRouterDeployment, children: Mapping[tuple[str, str], 
     for kind, gateways in expected.items():
         view = children.get((kind, name))
         reports = view.reports if isinstance(view, GatewayChildView) else ()
-        denying = {one.gateway: one.refused for one in reports if one.refused}
-        taking = {one.gateway for one in reports if one.accepted} - denying.keys()
+        denying = {report.gateway: report.refused for report in reports if report.refused}
+        taking = {report.gateway for report in reports if report.accepted} - denying.keys()
         refused += [f"Gateway {each} refuses {kind} {name}: {why}" for each, why in denying.items()]
         accepted += [f"Gateway {each} accepts {kind} {name}" for each in sorted(taking)]
         missing += [

@@ -109,16 +109,16 @@ def shared_memory(dep: MMRouterDeployment, snapshot: Snapshot, before: Before) -
 
 def devices(snapshot: Snapshot) -> Condition | None:
     """Return whether an engine computes on another kind of device; ``None`` where no engine reports its own."""
-    found = [
+    reported = [
         (pod.name, report.device)
         for pod in snapshot.pods
         if not pod.deleting
         for report in counted_reports(pod, snapshot)
         if report.device is not None
     ]
-    if not found:
+    if not reported:
         return None
-    others = {name: device for name, device in found if device.requested not in ("", device.actual)}
+    others = {name: device for name, device in reported if device.requested not in ("", device.actual)}
     if not others:
         return condition(c.DEVICE, "AsRequested", "every engine that reports its device computes on the requested kind")
     named = (f"pod {name} on {device.actual} instead of {device.requested}" for name, device in sorted(others.items()))

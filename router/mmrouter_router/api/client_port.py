@@ -102,10 +102,10 @@ def _public_app(
     async def one_model(request: Request) -> Response:
         tenants.authenticate(request.scope["headers"])
         name: str = request.path_params["name"]
-        found = next((model for model in about.models() if model["id"] == name), None)
-        if found is None:
+        served = next((model for model in about.models() if model["id"] == name), None)
+        if served is None:
             raise RequestError.unknown_model(name)
-        return JSONResponse(found)
+        return JSONResponse(served)
 
     async def version(request: Request) -> Response:
         tenants.authenticate(request.scope["headers"])

@@ -41,10 +41,10 @@ def page_routes() -> list[Route]:
     files[""] = files.pop("index.html")
 
     async def file(request: Request) -> Response:
-        found = files.get(request.path_params.get("name", ""))
-        if found is None:
+        content = files.get(request.path_params.get("name", ""))
+        if content is None:
             return Response("the page has no such file\n", 404, HEADERS, "text/plain")
-        return Response(found[0], 200, HEADERS, found[1])
+        return Response(content[0], 200, HEADERS, content[1])
 
     async def with_slash(request: Request) -> Response:
         return RedirectResponse(PATH, headers=HEADERS)

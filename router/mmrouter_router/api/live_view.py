@@ -157,12 +157,14 @@ class LiveView:
             for sample in metric.samples
             if sample.name.endswith("_total")
         ]
-        compared = blocks = hits = found = 0
+        compared = blocks = hits = round_robin = 0
         for trace in self._kept():
             if trace.round_robin is not None:
                 winner = trace.decision.choice.winner
                 compared += 1
-                blocks, hits, found = blocks + winner.blocks, hits + winner.overlap, found + trace.round_robin
+                blocks += winner.blocks
+                hits += winner.overlap
+                round_robin += trace.round_robin
         return {
             **self._about,
             "at": round(time.time()),
@@ -176,7 +178,7 @@ class LiveView:
             "counts": {name: self._reporter.counts[name] for name in COUNTS},
             "exactness": exactness,
             "kept": len(self._log),
-            "round_robin": {"decisions": compared, "blocks": blocks, "hits": hits, "found": found},
+            "round_robin": {"decisions": compared, "blocks": blocks, "hits": hits, "found": round_robin},
         }
 
     def take_status(self, raw: bytes) -> None:
@@ -247,7 +249,7 @@ class LiveView:
         for fingerprint, (trace, turns) in conversations.items():
             keys = trace.keys[:: -(-len(trace.keys) // MAP_BLOCKS)]
             holders = [self.fleet.index.holders(key) for key in keys]
-            found = [sum(bool(have & mask) for have in holders) for mask in masks]
+            held = [sum(bool(have & mask) for have in holders) for mask in masks]
             rows.append(
                 {
                     "conversation": f"{fingerprint:016x}",
@@ -255,7 +257,7 @@ class LiveView:
                     "requests": turns,
                     "blocks": len(trace.keys),
                     "images": len(trace.images),
-                    "held": [round(count / len(keys), 3) for count in found],
+                    "held": [round(count / len(keys), 3) for count in held],
                     "anywhere": round(sum(have != 0 for have in holders) / len(keys), 3),
                 }
             )
@@ -301,8 +303,8 @@ class LiveView:
                 break
             number += 1
             if trace.unpredicted is None and trace.keys and not trace.other_keys:
-                found = self._caches.serve(trace.keys, len(trace.decision.choice.candidates))
-                trace.round_robin = found if number > self._counted_from else None
+                blocks = self._caches.serve(trace.keys, len(trace.decision.choice.candidates))
+                trace.round_robin = blocks if number > self._counted_from else None
                 budget -= len(trace.keys)
         self._compared = number
 

@@ -41,10 +41,10 @@ class ResponseRoutes:
         self._query = query
 
     def routes(self) -> list[Route]:
-        one = f"{RESPONSES}/{{response_id}}"
-        retrieve = Route(one, self._retrieve, methods=["GET"])
+        path = f"{RESPONSES}/{{response_id}}"
+        retrieve = Route(path, self._retrieve, methods=["GET"])
         retrieve.methods = {"GET"}  # without HEAD, which engines refuse
-        return [retrieve, Route(f"{one}/cancel", self._cancel, methods=["POST"])]
+        return [retrieve, Route(f"{path}/cancel", self._cancel, methods=["POST"])]
 
     async def _retrieve(self, request: Request) -> Response:
         query = _checked(request.query_params, self._query)

@@ -149,9 +149,9 @@ class Forwarder:
         try:
             if self._waiting is None or past.tried:
                 return self._place(call, past)
-            one, path = call.prepared, call.outgoing.path
+            prepared, path = call.prepared, call.outgoing.path
             outside = frozenset(self._outside(call.gateway)) if call.gateway is not None else None
-            engines = one.adapter, one.holder, one.pools, path if path in PASSED_ROUTES else "", outside
+            engines = prepared.adapter, prepared.holder, prepared.pools, path if path in PASSED_ROUTES else "", outside
             return await self._waiting.place(call.tenant, lambda: self._place(call, past), engines)
         except QueueFullError as error:
             raise RequestError.queue_full(str(error)) from error

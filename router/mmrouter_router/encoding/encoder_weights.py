@@ -37,11 +37,11 @@ class EncoderWeights:
             if raw == self._seen:
                 return
             self._seen = raw
-            found = _weights(load_deployment(self._file))
+            read = _weights(load_deployment(self._file))
         except (OSError, SpecError) as error:
             log.warning("encoders keep their weights: %s", error)
             return
-        new = self._weights | {pool: weight for pool, weight in found.items() if pool in self._weights}
+        new = self._weights | {pool: weight for pool, weight in read.items() if pool in self._weights}
         if new != self._weights:
             self._weights = new
             log.info("weights of encoders: %s", ", ".join(f"{pool} {weight}" for pool, weight in new.items()))

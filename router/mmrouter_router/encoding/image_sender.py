@@ -195,7 +195,8 @@ class ImageSender:
         params = {each.sent.uuid: answer[0] for each, answer in zip(images, answers, strict=True)}
         # A held or joined image was transferred for another request.
         fresh = [answer[1] for answer, placed in zip(answers, outcome.placed, strict=True) if placed.how == "queued"]
-        return EncodedImages(params, outcome.placed, self._clock() - began, [entry for one in fresh for entry in one])
+        transfers = [transfer for each in fresh for transfer in each]
+        return EncodedImages(params, outcome.placed, self._clock() - began, transfers)
 
     async def run(self) -> None:
         renewing = asyncio.create_task(self._claims.run()) if self._claims is not None else None

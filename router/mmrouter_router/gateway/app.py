@@ -149,7 +149,7 @@ class Gateway:
 
     def use_deployments(self, deployments: tuple[Deployment, ...]) -> None:
         self._deployments = deployments
-        self._upstream.encrypted = frozenset(one.host for one in deployments if one.tls)
+        self._upstream.encrypted = frozenset(deployment.host for deployment in deployments if deployment.tls)
         self.metrics.deployments.set(len(deployments))
         self._update()
 

@@ -29,7 +29,7 @@ def parse_deployment(resource: Mapping[str, Any]) -> Deployment | None:
         return None
     name, namespace, model = metadata["name"], metadata["namespace"], spec.get("model") or {}
     frontend = spec.get("frontend") or {}
-    conditions = {one.get("type"): one.get("status") for one in status.get("conditions") or ()}
+    conditions = {condition.get("type"): condition.get("status") for condition in status.get("conditions") or ()}
     return Deployment(
         name=name,
         model=model.get("servedName") or name,

@@ -56,7 +56,7 @@ def _routed_form(raw: Raw, routes: Routes, max_bytes: int) -> Routed:
     choice = choices[0] if len(choices) == 1 else of_conversation(model, choices, blake3(raw).digest())
     if choice.model == model:
         return Routed(choice, _unchanged(raw))
-    renamed = [one._replace(value=choice.model.encode()) if one.name == "model" else one for one in fields]
+    renamed = [field._replace(value=choice.model.encode()) if field.name == "model" else field for field in fields]
     content_type, body = write_form(renamed)
     return Routed(choice, body, content_type)
 

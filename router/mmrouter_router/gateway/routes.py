@@ -54,25 +54,27 @@ class Routes:
 
     def __init__(self, deployments: Iterable[Deployment], aliases: Mapping[str, Sequence[Target]]) -> None:
         """``aliases``: name -> its targets; one without a deployment here is left out."""
-        known = sorted(deployments, key=lambda one: (one.created, one.name))
-        by_name = {one.name: one for one in known}
+        known = sorted(deployments, key=lambda deployment: (deployment.created, deployment.name))
+        by_name = {deployment.name: deployment for deployment in known}
         self.deployments = tuple(known)
         self.problems: list[str] = []
         """Served names of two deployments, and aliases without a deployment: sentences for the log."""
         self._choices: dict[str, tuple[Choice, ...]] = {}
-        for one in known:
-            if one.model not in self._choices:
-                self._choices[one.model] = (Choice(one, one.model),)
-            elif one.model not in aliases:
-                holder = self._choices[one.model][0].deployment.name
+        for deployment in known:
+            if deployment.model not in self._choices:
+                self._choices[deployment.model] = (Choice(deployment, deployment.model),)
+            elif deployment.model not in aliases:
+                holder = self._choices[deployment.model][0].deployment.name
                 self.problems.append(
-                    f"{one.name} serves the model {one.model!r} as {holder} does, which gets its requests; an alias "
-                    "of that name can split them"
+                    f"{deployment.name} serves the model {deployment.model!r} as {holder} does, which gets its "
+                    "requests; an alias of that name can split them"
                 )
         for name, targets in aliases.items():
             there = [(target, by_name[target.deployment]) for target in targets if target.deployment in by_name]
             self._choices[name] = tuple(
-                Choice(one, target.model or one.model, target.weight) for target, one in there if target.weight
+                Choice(deployment, target.model or deployment.model, target.weight)
+                for target, deployment in there
+                if target.weight
             )
             absent = sorted({target.deployment for target in targets} - by_name.keys())
             if absent:
@@ -115,11 +117,11 @@ def of_conversation(model: str, choices: Sequence[Choice], conversation: bytes) 
 
 def _entry(name: str, choices: Sequence[Choice]) -> dict[str, Any]:
     deployments = [choice.deployment for choice in choices]
-    exact: set[Exact] = {one.exact for one in deployments}
+    exact: set[Exact] = {deployment.exact for deployment in deployments}
     return {
         "id": name,
         "object": "model",
-        "created": min(one.created for one in deployments),
+        "created": min(deployment.created for deployment in deployments),
         "owned_by": "mmrouter",
         "root": deployments[0].root or deployments[0].model,
         "exact": exact.pop() if len(exact) == 1 else "False" if "False" in exact else "Unknown",

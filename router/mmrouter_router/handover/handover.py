@@ -170,7 +170,8 @@ class Handover:
         began = self._clock()
         outgoing, transfers, costs = request.outgoing, attempt.transfers, attempt.costs
         if not ways.why_no_file(self._here, self._endpoint(renderer, renderer.uid)):
-            await self._write(attempt, [name for name, one in transfers.items() if not costs.why_no_file(one.size)])
+            small = [name for name, transfer in transfers.items() if not costs.why_no_file(transfer.size)]
+            await self._write(attempt, small)
         urls = {i.place: file_url(attempt.files[i.uuid].path) for i in outgoing.images if i.uuid in attempt.files}
         chat = outgoing.with_images(outgoing.fields, urls)
         engine, names = request.worker.member.ip, list(attempt.images)

@@ -44,7 +44,9 @@ def self_signed(name: str) -> KeyAndChain:
         # The name is one argument, in whatever letters.
         made = subprocess.run(command, check=True, capture_output=True, timeout=OPENSSL_SECONDS).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error).encode()
-        raise CertificateError(f"none could be made for frontend.pickerTls: {said.decode(errors='replace')}") from error
+        output = getattr(error, "stderr", None) or str(error).encode()
+        raise CertificateError(
+            f"none could be made for frontend.pickerTls: {output.decode(errors='replace')}"
+        ) from error
     key, begin, chain = made.partition(b"-----BEGIN CERTIFICATE-----")
     return key, begin + chain

@@ -154,7 +154,8 @@ class Server(uvicorn.Server):
         connections = self.server_state.connections
         if len(connections) + opening < self._max_connections:
             return True
-        idle = list(islice((one for one in connections if isinstance(one, ClientConnection) and one.idle), IDLE_BATCH))
+        clients = (connection for connection in connections if isinstance(connection, ClientConnection))
+        idle = list(islice((client for client in clients if client.idle), IDLE_BATCH))
         for connection in idle:
             connection.transport.abort()
             self._count("idle")

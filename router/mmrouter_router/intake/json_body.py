@@ -100,8 +100,8 @@ def text_depth(text: str) -> int:
 def find_bytes(raw: Raw, text: bytes, at: int = 0) -> int:
     """Return where a text begins from ``at`` on, or -1. No other thread runs while one call of Python's searches."""
     for begin in range(at, len(raw), SEARCHED):
-        if (found := raw.find(text, begin, begin + SEARCHED + len(text) - 1)) >= 0:
-            return found
+        if (place := raw.find(text, begin, begin + SEARCHED + len(text) - 1)) >= 0:
+            return place
     return -1
 
 

@@ -122,10 +122,10 @@ class Fetcher:
             return [target.literal]
         try:
             if self._lookup is not None:
-                found = await self._lookup(target.host, target.port)
+                addresses = await self._lookup(target.host, target.port)
             else:
-                found = await self._system_lookup(target.host, target.port, tenant)
-            return [ipaddress.ip_address(text) for text in found]
+                addresses = await self._system_lookup(target.host, target.port, tenant)
+            return [ipaddress.ip_address(text) for text in addresses]
         except TimeoutError:
             raise
         except (OSError, UnicodeError) as error:

@@ -32,15 +32,15 @@ class FrontendChoice:
         order = protocol.Order()
         order.check(first)
         allowed = protocol.allowed(first, test_selection=self._test_selection)
-        found = [ip for ip in self._ready() if protocol.allows(allowed, ip, self._port)]
-        if not found:
+        usable = [ip for ip in self._ready() if protocol.allows(allowed, ip, self._port)]
+        if not usable:
             error = RequestError.no_frontend()
             headers = [(b"content-type", b"application/json"), (b"retry-after", error.headers["Retry-After"].encode())]
             await stream.write(protocol.immediate(error.status, headers, error.to_body()))
             return
-        fewest = min(self.under_way[ip] for ip in found)
+        fewest = min(self.under_way[ip] for ip in usable)
         # Among equals at random, so that requests which never meet are spread too.
-        ip = random.choice([ip for ip in found if self.under_way[ip] == fewest])
+        ip = random.choice([ip for ip in usable if self.under_way[ip] == fewest])
         self.under_way[ip] += 1
         try:
             chosen = protocol.destination(address(ip, self._port))

@@ -72,12 +72,12 @@ def allowed(message: Any, *, test_selection: bool) -> frozenset[str] | None:
     """Return the endpoints that a request's first message allows, ``None`` for all: those of the gateway's hint, and
     with ``test_selection`` those of the header of conformance tests.
     """
-    found = subset(message)
+    offered = subset(message)
     wanted = dict(client_headers(message.request_headers)).get(TEST_SELECTION) if test_selection else None
     if wanted is None:
-        return found
+        return offered
     chosen = endpoints_of(wanted.decode("latin-1"))
-    return chosen if found is None else found & chosen
+    return chosen if offered is None else offered & chosen
 
 
 def allows(allowed: frozenset[str] | None, ip: str, port: int) -> bool:

@@ -154,8 +154,8 @@ class CandidateGroup:
         tier, fetch = [0] * len(overlap), [0.0] * len(overlap)
         for mask, slots, cost in self.tiers:
             starts = list(map(add, overlap, tier))
-            found = {start: self.fleet.index.leading(usable[start:], mask) for start in set(starts)}
-            more = [found[start][slot] for start, slot in zip(starts, slots, strict=True)]
+            leading = {start: self.fleet.index.leading(usable[start:], mask) for start in set(starts)}
+            more = [leading[start][slot] for start, slot in zip(starts, slots, strict=True)]
             tier, fetch = list(map(add, tier, more)), [cost * n + before for n, before in zip(more, fetch, strict=True)]
         return (tier, fetch) if any(tier) else ((), ())
 

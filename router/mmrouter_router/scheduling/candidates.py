@@ -105,30 +105,30 @@ class CandidateGroups:
         workers = self._fleet.workers
         if len(self._standings) > len(workers):
             self._standings = {uid: known for uid, known in self._standings.items() if uid in workers}
-        found, excluded = dict[str, Standing](), 0
+        standings, excluded = dict[str, Standing](), 0
         for uid, worker in workers.items():
             if not _belongs(worker, roles, compatibility):
                 continue
             if uid in exclude:
                 excluded += 1
                 continue
-            found[uid] = self._standing(uid, worker)
-        usable = [standing for standing in found.values() if standing.usable]
+            standings[uid] = self._standing(uid, worker)
+        usable = [standing for standing in standings.values() if standing.usable]
         # The last resort: an engine whose sidecar is away still answers, without overlap.
-        chosen = usable or [standing for standing in found.values() if standing.able]
+        chosen = usable or [standing for standing in standings.values() if standing.able]
         groups = dict[KeyForm, CandidateGroup]()
         for form in dict.fromkeys(standing.form for standing in chosen):
             rows = list(chain.from_iterable([standing.rows for standing in chosen if standing.form == form]))
             if rows:
                 groups[form] = CandidateGroup.of(self._fleet, form, rows)
         if not groups:
-            counted = Counter(standing.eligibility for standing in found.values())
+            counted = Counter(standing.eligibility for standing in standings.values())
             # Clients read it, so it names no pod; `mmrouter status` does.
             states = [f"{count} {state}" for state, count in counted.items()]
             states += [f"{excluded} failed or not allowed for this request"] if excluded else []
             raise NoWorkerError(", ".join(states) or "none is known")
-        until = min([standing.until for standing in found.values()])
-        return Roster(self._fleet.version, found, groups, not usable, until)
+        until = min([standing.until for standing in standings.values()])
+        return Roster(self._fleet.version, standings, groups, not usable, until)
 
     def _standing(self, uid: str, worker: Worker) -> Standing:
         known = self._standings.get(uid)

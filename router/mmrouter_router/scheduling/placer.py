@@ -139,7 +139,7 @@ class Placer:
         if prepared.exactness == "affinity" and policy == "kv":
             policy = "consistentHash"
         looked_up = [self._look_up(group, prepared) for group in groups]
-        table = CandidateTable.joined([CandidateTable.summed([each for _, each in found]) for found in looked_up])
+        table = CandidateTable.joined([CandidateTable.summed([each for _, each in tables]) for tables in looked_up])
         if policy == "roundRobin" and len(groups) == 1:
             table.ring = groups[0].ring
         choice = choose(
@@ -165,8 +165,8 @@ class Placer:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
         (keys, first), *others = looked_up[number]
         fresh = keys[(first[row] if others else choice.winner).hit :]
-        for keys, one in others:
-            fresh += keys[one[row].hit :]
+        for keys, candidates in others:
+            fresh += keys[candidates[row].hit :]
         return Decision(chosen, choice, policy, exactness, reasons, fresh=fresh)
 
     def _look_up(self, group: CandidateGroup, prepared: Prepared) -> "list[tuple[array[int], CandidateTable]]":
@@ -195,10 +195,10 @@ class Placer:
 
     def outside(self, allows: Callable[[str, int], bool]) -> set[str]:
         """Return the pods whose address a gateway does not allow. Raises :class:`NoWorkerError` for all."""
-        found = {worker.member.uid for worker in self._fleet if not allows(worker.member.ip, HTTP_PORT)}
-        if found and len(found) == len(self._fleet.workers):
+        outside = {worker.member.uid for worker in self._fleet if not allows(worker.member.ip, HTTP_PORT)}
+        if outside and len(outside) == len(self._fleet.workers):
             raise NoWorkerError("the gateway allows none of the engines")
-        return found
+        return outside
 
     def partner(self, worker: Worker) -> Target | None:
         """Return an engine that can answer in a pair with this prefill or decode engine, or ``None``.

@@ -36,13 +36,13 @@ def _error(error: RequestError) -> Object:
 def message_of(answer: Object) -> Object:
     """Return a whole chat answer as a message. Raises ``KeyError``, ``TypeError`` or ``IndexError`` for other forms."""
     choice = answer["choices"][0]
-    said = choice["message"]
+    message = choice["message"]
     content: list[Object] = []
-    if thought := reasoning_of(said):
+    if thought := reasoning_of(message):
         content.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if text := said.get("content"):
+    if text := message.get("content"):
         content.append({"type": "text", "text": text})
-    calls = said.get("tool_calls") or []
+    calls = message.get("tool_calls") or []
     for call in calls:
         function = call["function"]
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": _arguments(function)})

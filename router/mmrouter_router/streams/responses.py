@@ -44,12 +44,12 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
 def response_of(answer: Object, request: Object) -> Object:
     """Return a whole chat answer as a response. Raises ``KeyError``, ``TypeError``, ``IndexError`` for other forms."""
     name, choice = without_prefix(answer["id"]), answer["choices"][0]
-    said, output = choice["message"], list[Object]()
-    if thought := reasoning_of(said):
+    message, output = choice["message"], list[Object]()
+    if thought := reasoning_of(message):
         output.append(_item("reasoning", name, len(output), thought))
-    if text := said.get("content"):
+    if text := message.get("content"):
         output.append(_item("message", name, len(output), text, _logprobs(choice)))
-    for call in said.get("tool_calls") or ():
+    for call in message.get("tool_calls") or ():
         function = call["function"]
         arguments = function.get("arguments") or ""
         output.append(_item("function_call", name, len(output), arguments, call=(call["id"], function["name"])))

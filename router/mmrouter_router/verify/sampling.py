@@ -69,8 +69,8 @@ class ParitySampler:
                 continue
             self._metrics.parity.labels(verdict.result, verdict.cause).inc()
             if verdict.result == "False" and verdict.difference is not None:
-                found = verdict.cause, verdict.difference.message
-                log.warning("%s: blocks differ from the prediction: %s: %s", trace.request_id, *found)
+                difference = verdict.cause, verdict.difference.message
+                log.warning("%s: blocks differ from the prediction: %s: %s", trace.request_id, *difference)
 
     async def check(self, trace: DecisionTrace, *, seconds: float) -> Verdict | None:
         """Check one request without counting it; ``None`` where nothing was predicted."""

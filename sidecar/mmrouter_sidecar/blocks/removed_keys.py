@@ -36,9 +36,9 @@ class RemovedKeys:
 
     def locate(self, hashes: Sequence[int], held: Iterable[Mapping[int, Key]]) -> LocatedBlocks:
         """Locate hashes among blocks that are held or were removed lately: the same hash has the same key."""
-        found: dict[int, Key] = {}
+        keys: dict[int, Key] = {}
         for blocks in (self._keys, *held):
-            found |= {number: blocks[number] for number in hashes if number in blocks}
-        located = [number for number in hashes if number in found]
-        rest = tuple([number for number in hashes if number not in found])
-        return LocatedBlocks(tuple(located), array("Q", [found[number] for number in located]), rest)
+            keys |= {number: blocks[number] for number in hashes if number in blocks}
+        located = [number for number in hashes if number in keys]
+        rest = tuple([number for number in hashes if number not in keys])
+        return LocatedBlocks(tuple(located), array("Q", [keys[number] for number in located]), rest)

@@ -57,10 +57,10 @@ def _instance(schema: Any, root: Mapping[str, Any], depth: int) -> Any:
     if not isinstance(schema, Mapping):
         return {}
     if isinstance(reference := schema.get("$ref"), str):
-        found: Any = root
+        target: Any = root
         for name in filter(None, reference.removeprefix("#").split("/")):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return _instance(found, root, depth + 1)
+            target = target.get(name) if isinstance(target, Mapping) else None
+        return _instance(target, root, depth + 1)
     for name in ("const", "default"):
         if name in schema:
             return schema[name]

@@ -17,8 +17,8 @@ SECONDS = 30.0
 
 def cached(model: str, revision: str | None) -> Path | None:
     """Return the folder of a model's snapshot in the cache."""
-    found = hub_folder(_cache(), model, revision or "main")
-    return found[0] if found is not None else None
+    snapshot = hub_folder(_cache(), model, revision or "main")
+    return snapshot[0] if snapshot is not None else None
 
 
 def download(model: str, revision: str | None) -> Path | None:

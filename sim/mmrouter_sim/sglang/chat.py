@@ -57,8 +57,13 @@ class SglangJob(Job):
         if isinstance(body, ChatRequest):
             kind = "chat.completion"
             calls = self.call(text)
-            said = text if calls is None else None
-            choice["message"] = {"role": "assistant", "content": said, "reasoning_content": None, "tool_calls": calls}
+            content = text if calls is None else None
+            choice["message"] = {
+                "role": "assistant",
+                "content": content,
+                "reasoning_content": None,
+                "tool_calls": calls,
+            }
             if body.return_prompt_token_ids:
                 choice["prompt_token_ids"] = self.prompt.ids.tolist()
         else:
@@ -83,8 +88,8 @@ class SglangJob(Job):
             last = piece
             if piece.text or self.body.logprobs:
                 probabilities = {"logprobs": self.logprobs([piece])} if self.body.logprobs else {}
-                said = {"content": piece.text} if calls is None else {"content": None, "tool_calls": calls}
-                yield head | _delta({"role": None, **said}, **probabilities)
+                content = {"content": piece.text} if calls is None else {"content": None, "tool_calls": calls}
+                yield head | _delta({"role": None, **content}, **probabilities)
         assert last is not None, "an answer has at least one token"
         ending = _ending(last)
         yield head | _delta(

@@ -68,8 +68,8 @@ class VllmJob(Job):
             kind = "chat.completion"
             empty = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
             calls = self.call(text)
-            said = text if calls is None else ""
-            message: dict[str, Any] = {"role": "assistant", "content": said, "tool_calls": calls or [], **empty}
+            content = text if calls is None else ""
+            message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": calls or [], **empty}
             choice = {"index": 0, "message": message, "logprobs": self.logprobs(pieces), **ending}
         else:
             kind = "text_completion"

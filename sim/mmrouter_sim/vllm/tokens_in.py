@@ -133,10 +133,10 @@ async def generate(engine: SimulatedEngine, http: HttpRequest) -> Response:
         raise RequestError("Only streams of text are simulated.")
     if engine.draining:
         raise SHUT_DOWN
-    sampling, found = wanted.sampling_params, wanted.features or {}
+    sampling, features = wanted.sampling_params, wanted.features or {}
     if len(wanted.token_ids) + sampling.max_tokens > engine.context:
         raise RequestError(f"The prompt and max_tokens are longer than the context of {engine.context} tokens.")
-    names, places = found.get("mm_hashes", {}), found.get("mm_placeholders", {})
+    names, places = features.get("mm_hashes", {}), features.get("mm_placeholders", {})
     media = zip(names.get("image", ()), places.get("image", ()), strict=True)
     prompt = Prompt(array("I", wanted.token_ids), tuple(Media(name, at["offset"], at["length"]) for name, at in media))
     body = Generation(

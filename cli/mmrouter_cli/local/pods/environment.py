@@ -126,12 +126,12 @@ class Commands:
         search = env.get("PATH", os.defpath)
         if command in ENGINE_COMMANDS and self.engine_folder is not None:
             search = str(self.engine_folder)
-        found = shutil.which(command, path=search)
-        if found is None:
+        program = shutil.which(command, path=search)
+        if program is None:
             hint = self.hint if command in ENGINE_COMMANDS else ""
             where = "on PATH" if hint else f"in {search}"
             raise LocalError(f"there is no command {command} {where}{hint}")
-        return [found]
+        return [program]
 
 
 def engine_commands(engines: Engines, engine_env: Path | None, folder: Path) -> Commands:

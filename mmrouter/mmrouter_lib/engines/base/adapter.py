@@ -117,14 +117,14 @@ def token_parser(names: Mapping[str, str]) -> Callable[[str], TokenCounts | None
 
     def parse(metrics_text: str) -> TokenCounts | None:
         sums = dict.fromkeys(quantities, 0.0)
-        found = [
+        samples = [
             (name, value)
             for name, _, text in sample.findall(metrics_text)
             if (value := finite_number(text)) is not None
         ]
-        for name, value in found:
+        for name, value in samples:
             sums[name] += value
-        return TokenCounts(*sums.values()) if found else None
+        return TokenCounts(*sums.values()) if samples else None
 
     return parse
 

@@ -140,11 +140,11 @@ def as_chunk(data: Mapping[str, Any], path: str, fields: Mapping[str, Any], sent
     return chunk
 
 
-def _logprobs(found: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> dict[str, Any] | None:
+def _logprobs(logprobs: Mapping[str, Any] | None, fields: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a chat's log probabilities; for none of other tokens, the endpoint lists the chosen one all the same."""
-    if found is None or fields.get("top_logprobs"):
-        return None if found is None else dict(found)
-    return {"content": [{**entry, "top_logprobs": []} for entry in found["content"]]}
+    if logprobs is None or fields.get("top_logprobs"):
+        return None if logprobs is None else dict(logprobs)
+    return {"content": [{**entry, "top_logprobs": []} for entry in logprobs["content"]]}
 
 
 CONTINUATION: Final = TokenContinuation(

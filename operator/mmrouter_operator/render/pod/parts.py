@@ -253,14 +253,14 @@ def affinity(dep: MMRouterDeployment, pool: Pool) -> dict[str, Any]:
 
     A claim (DRA) selects its node by the devices themselves, without node labels.
     """
-    found: dict[str, Any] = {}
+    affinity: dict[str, Any] = {}
     labels = ACCELERATORS[pool.accelerator.kind].node_labels
     if labels and not pool.accelerator.claims:
         terms = [{"matchExpressions": [_expression(label)]} for label in labels]
-        found["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
+        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}
     if pool.shared_memory.scope == "node":
-        found |= near_engines(dep)
-    return found
+        affinity |= near_engines(dep)
+    return affinity
 
 
 def near_engines(dep: MMRouterDeployment) -> dict[str, Any]:

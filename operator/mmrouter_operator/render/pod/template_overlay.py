@@ -106,11 +106,11 @@ def _restore(
 ) -> None:
     """Put our elements of a list back where they were changed or taken away; others stay as they are."""
     wanted = {item[key]: item for item in ours.get(name, []) if owned(item)}
-    found = theirs.get(name) or []
-    present = {item.get(key): item for item in found}
+    elements = theirs.get(name) or []
+    present = {item.get(key): item for item in elements}
     if lost := [value for value, item in wanted.items() if present.get(value) != item]:
         report += [f"{place}.{name}[{value}]" for value in lost]
-        theirs[name] = [*wanted.values(), *(item for item in found if item.get(key) not in wanted)]
+        theirs[name] = [*wanted.values(), *(item for item in elements if item.get(key) not in wanted)]
 
 
 def _is_owned_variable(item: Item) -> bool:
@@ -166,8 +166,8 @@ def _faults(model: type[BaseModel], value: Mapping[str, Any]) -> list[Fault]:
             if detail["type"] != "missing":
                 kinds.append(_KINDS.get(detail["type"]) or detail["msg"].removeprefix("Input should be "))
         return [
-            (place, f"is {' or '.join(kinds)}, not {described(found)}" if kinds else "is required")
-            for place, (kinds, found) in faults.items()
+            (place, f"is {' or '.join(kinds)}, not {described(value)}" if kinds else "is required")
+            for place, (kinds, value) in faults.items()
         ]
     return []
 
