@@ -2,22 +2,28 @@
 
 import importlib.metadata
 import importlib.util
+import io
+import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import uvloop.loop
+from artefacts import run_tool_or_skip
 from packaging.requirements import Requirement
 from unit.hack.test_programs import command
 
 from docker.strip import stripped
 from hack.images import build_images as images
 from hack.images.base_image import write_image
+from hack.supply_chain.bill_of_materials import locked_names, read_lock
+from hack.supply_chain.image_content import read_image
 
 ROOT = Path(__file__).resolve().parents[3]
 LOCK = ROOT / "requirements.lock"
@@ -127,6 +133,23 @@ def test_each_builder_gets_stage_name_time_and_secrets(tmp_path: Path, program: 
     else:
         assert {"--timestamp=1700000000", "--layers", f"--root={tmp_path / 'layers' / 'root'}"} <= set(argv)
     assert ("--isolation=chroot" in argv) == (program == "buildah")
+
+
+@pytest.mark.long_form
+def test_podman_builds_an_image_with_all_locked_packages_and_an_unprivileged_user(tmp_path: Path) -> None:
+    """The level e2e builds with the first builder that works, and so not with podman beside a Docker daemon."""
+    base = os.environ.get("MMROUTER_BASE_IMAGE") or str(Path(run_tool_or_skip("images.base_image"), "base.tar"))
+    with tempfile.TemporaryDirectory(prefix="podman-") as storage:  # podman takes folders of at most 50 characters
+        options = (f"--storage={storage}", f"--export={tmp_path}", "sim")
+        run_tool_or_skip("images.build_images", *options, MMROUTER_BUILDER="podman", MMROUTER_BASE_IMAGE=base)
+    archive = tmp_path / "sim.tar"
+    assert images.name_in(archive) == f"docker.io/mmrouter/sim:{images.version()}"
+    assert set(locked_names("sim", read_lock())) <= set(read_image(archive).python)
+    with tarfile.open(archive) as content:
+        manifest = json.load(content.extractfile("manifest.json") or io.BytesIO())
+        config = json.load(content.extractfile(manifest[0]["Config"]) or io.BytesIO())["config"]
+    assert config["User"] == "65532:65532"
+    assert config["Labels"]["org.opencontainers.image.revision"] == images.git("rev-parse", "HEAD")
 
 
 def test_the_base_is_pinned_by_digest() -> None:
