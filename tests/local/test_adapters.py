@@ -42,7 +42,7 @@ def test_the_model_list_has_every_adapter_below_the_model(deployment: Deployment
 def test_an_adapter_answers_where_it_is_loaded_from_blocks_that_no_other_model_has(chat: Chat) -> None:
     workers: dict[str, str] = {}
     keys: dict[str, tuple[str, ...]] = {}
-    # The pool's only engine with adapters has the blocks of the first one when the second is asked the same.
+    # One engine has both adapters, and so the blocks of the first one when the second receives the same request.
     for model in (*ADAPTERS, "demo"):
         own = replace(chat, model=model)
         first, again = own.send(chat.image("a"), "what?"), own.send(chat.image("a"), "what?")
