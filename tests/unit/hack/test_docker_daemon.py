@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,17 +35,24 @@ def left(name: str, network: int) -> list[str]:
     return found
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder for sockets, whose paths have at most 104 characters: pytest's own grow with its runs."""
+    with tempfile.TemporaryDirectory(prefix="docker-") as made:
+        yield Path(made)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_nothing_of_a_daemon_outlives_an_ended_run(tmp_path: Path, number: signal.Signals) -> None:
+def test_nothing_of_a_daemon_outlives_an_ended_run(folder: Path, number: signal.Signals) -> None:
     try:
         require()
     except CannotMakeError as error:
         pytest.skip(f"not run: {error}")
-    (tmp_path / "run").mkdir()
-    command = [sys.executable, "-c", RUN, str(tmp_path / "data"), str(tmp_path / "run")]
+    (folder / "run").mkdir()
+    command = [sys.executable, "-c", RUN, str(folder / "data"), str(folder / "run")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        assert run.stdout.readline() == "up\n", (tmp_path / "run" / "log").read_text()
+        assert run.stdout.readline() == "up\n", (folder / "run" / "log").read_text()
         name = f"mmrouter-docker-{run.pid}"
         namespace = Path("/run/netns", name)
         network = namespace.stat().st_ino
