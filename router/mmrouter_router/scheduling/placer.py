@@ -11,6 +11,7 @@ from functools import partial
 from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
+from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
@@ -160,7 +161,7 @@ class Placer:
         chosen = groups[number].targets[row]
         exactness, reasons = prepared.exactness_for(chosen.worker.scope)
         if exactness != "affinity":
-            exactness, reasons = _of_groups(prepared, chosen.worker, exactness, reasons)
+            exactness, reasons = _of_engine(prepared, chosen.worker, exactness, reasons)
         if exactness != "affinity" and not choice.winner.scored:
             exactness, reasons = "affinity", (*reasons, "unverified:worker")
         (keys, first), *others = looked_up[number]
@@ -242,11 +243,20 @@ class Placer:
         )
 
 
-def _of_groups(
+def _of_engine(
     prepared: Prepared, worker: Worker, exactness: Exactness, reasons: tuple[str, ...]
 ) -> tuple[Exactness, tuple[str, ...]]:
-    """Return an exactness and its reasons, weakened by what is not known of the worker's cache groups."""
-    if prepared.may_have_states and worker.heartbeat is not None and not worker.heartbeat.all_groups:
+    """Return an exactness and its reasons, weakened by the engine's release and what is not known of its caches."""
+    beat = worker.heartbeat
+    engine = ADAPTERS.get(beat.engine) if beat is not None else None
+    if (
+        beat
+        and engine
+        and prepared.request
+        and (why := engine.other_prompt(beat.engine_version, prepared.request.body))
+    ):
+        return "affinity", (*reasons, f"release:{why}")
+    if prepared.may_have_states and beat is not None and not beat.all_groups:
         # An older sidecar, which leaves mamba groups out: the overlap may be too high.
         return "affinity", (*reasons, "old_feed:cache_groups")
     bounds = worker.layout.bounds
@@ -254,7 +264,7 @@ def _of_groups(
         # Without full attention, an image or a salt that ended before the kept blocks is in no event.
         longest = max(map(len, (prepared.ids, *prepared.others)))
         bounds += ("window",) if worker.layout.tails[-1].tokens < longest else ()
-    if worker.heartbeat is not None and worker.heartbeat.lower_media and not worker.lower_media:
+    if beat is not None and beat.lower_media and not worker.lower_media:
         bounds += ("lower_tiers",)
     if bounds:
         return "bounded", (*reasons, *(f"cache_groups:{why}" for why in bounds))

@@ -2,6 +2,7 @@
 
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -392,3 +393,12 @@ def test_a_getter_takes_the_entries_of_its_rows(rows, in_order):
     for values in (column, list(column)):
         assert list(column_getter(rows)(values)) == [values[row] for row in rows]
     assert column == array("q", range(100, 161))
+
+
+@pytest.mark.parametrize(("release", "exactness"), [("0.5.22", "affinity"), ("0.5.23", "exact")])
+def test_tools_are_exact_only_on_releases_of_sglang_that_show_them_as_predicted(rig, release, exactness):
+    rig.worker("a", engine="sglang", engine_version=release)
+    for body, expected in (({"tools": [{}]}, exactness), ({"tools": []}, "exact"), ({}, "exact")):
+        decision = rig.placer.place(replace(prepared(), request=SimpleNamespace(body=body)))
+        assert decision.exactness == expected
+        assert decision.reasons == (("release:tools",) if expected == "affinity" else ())

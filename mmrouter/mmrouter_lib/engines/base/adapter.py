@@ -221,6 +221,8 @@ class EngineAdapter:
     drafter_sees_last: Callable[[str], bool] = lambda release: True
     """Return whether, in a release, the block that is computed anew for a drafter may be that of a prompt's last token,
     where the engine has several cache groups."""
+    other_prompt: Callable[[str, Mapping[str, Any]], str] = lambda release, body: ""
+    """Return the field of a request's body of which a release makes another prompt than is predicted, or empty."""
     salted_routes: frozenset[str]
     """Passed routes whose request takes a tenant's salt."""
     request_id_header: str = "x-request-id"

@@ -157,6 +157,11 @@ def names_adapters(release: str) -> bool:
     return not is_before((0, 5, 23), release)
 
 
+def other_prompt(release: str, body: Mapping[str, Any]) -> str:
+    """Releases before 0.5.23 show the fields of tools in their own order, with those that the client left out."""
+    return "tools" if body.get("tools") and is_before((0, 5, 23), release) else ""
+
+
 def stores_responses(args: Sequence[str], _env: Mapping[str, str], _ranks: int) -> bool:
     """Several tokenizer processes have a store each, and any of them may get a request."""
     chosen = chosen_flags(args, frozenset({"--enable-response-store", "--tokenizer-worker-num"}))
@@ -182,6 +187,7 @@ SGLANG: Final = EngineAdapter(
     adapter_fields=adapter_fields,
     adapter_endpoints=frozenset({CHAT, COMPLETIONS}),  # /v1/responses takes an adapter's name and ignores it
     names_adapters=names_adapters,
+    other_prompt=other_prompt,
     salted_routes=frozenset({GENERATE}),
     request_id_header="x-override-rid",
     continues_with_generation_prompt=True,
