@@ -215,6 +215,7 @@ RELEASES_HEAD = (
     "- *bounded*: for the requests *below*, the library promised fewer tokens than the engine had, and never more.",
     "- *differs*: the check failed, with what differs. A router's decisions may be wrong there; a request with an",
     "  unknown name is a 400.",
+    "- *by affinity*: requests that a router predicts on other releases, but not on this one.",
     "- *not run*: the release has no such code, or this machine cannot run it, in the words of the tool or the engine.",
     "- A dash: the run of the release left the check out (`--only`).",
     "",
