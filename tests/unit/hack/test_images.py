@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +22,7 @@ from packaging.requirements import Requirement
 from unit.hack.test_programs import command
 
 from docker.strip import stripped
+from hack.build_once import unreached
 from hack.images import build_images as images
 from hack.images.base_image import write_image
 from hack.supply_chain.bill_of_materials import locked_names, read_lock
@@ -28,6 +31,7 @@ from hack.supply_chain.image_content import read_image
 ROOT = Path(__file__).resolve().parents[3]
 LOCK = ROOT / "requirements.lock"
 EXTRAS = (("cli", "operator", "router", "sidecar"), ("sim",))
+AARCH64 = 183  # in the header of an ELF file
 SECRET = "https://someone:pass%40word@index.example/simple"
 
 
@@ -80,6 +84,35 @@ def test_every_package_of_an_image_is_pinned_as_in_the_lock_with_its_hashes(
     for lines in part(requirements, *extras).values():
         assert re.match(r"[a-z0-9.-]+==\S+ \\\n    --hash=sha256:[0-9a-f]{64}", lines)
         assert lines in lock
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_every_package_of_an_image_has_a_wheel_for_arm64(
+    requirements: ModuleType, extras: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A machine of that architecture builds the release's image, from wheels alone."""
+    locked = part(requirements, *extras)
+    (tmp_path / "requirements.txt").write_text("\n".join(locked.values()))
+    accepted = [f"--platform=manylinux_2_{minor}_aarch64" for minor in (17, 26, 27, 28)]
+    python = ["--implementation=cp", "--python-version=3.11", "--abi=cp311", "--abi=abi3", "--abi=none"]
+    chosen = ["--no-deps", "--only-binary=:all:", "--require-hashes", *python, *accepted]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={tmp_path}"]
+    done = subprocess.run([*pip, *chosen, f"--requirement={tmp_path / 'requirements.txt'}"], check=False)
+    if done.returncode != 0 and (why := unreached(sys.executable)):
+        pytest.skip(f"not run: {why}")
+    assert done.returncode == 0
+    wheels = list(tmp_path.glob("*.whl"))
+    assert len(wheels) == len(locked)
+    heads = [head for wheel in wheels for head in modules(wheel)]
+    assert {int.from_bytes(head[18:20], "little") for head in heads} == {AARCH64}
+
+
+def modules(wheel: Path) -> Iterator[bytes]:
+    """Yield the first bytes of each ELF file in a wheel."""
+    with zipfile.ZipFile(wheel) as content:
+        heads = (content.open(name).read(20) for name in content.namelist())
+        yield from (head for head in heads if head.startswith(b"\x7fELF"))
 
 
 def test_an_unknown_extra_is_refused(requirements: ModuleType) -> None:
