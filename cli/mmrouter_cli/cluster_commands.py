@@ -12,10 +12,10 @@ import yaml
 from mmrouter_cli.options import (
     FAILED,
     Control,
-    DeploymentName,
     Json,
     Kubeconfig,
     Namespace,
+    Target,
     Token,
     control_or_leave,
     leave,
@@ -35,9 +35,9 @@ _CRD_HEADER = "# Made from the models in mmrouter/mmrouter_lib/api by `mmrouter 
 
 
 def status(
-    name: DeploymentName = None,
+    target: Target = None,
     namespace: Namespace = None,
-    url: Annotated[str | None, typer.Option(help="Query the frontends behind this endpoint instead.")] = None,
+    url: Annotated[str | None, typer.Option(help="The endpoint, as an option.")] = None,
     control: Control = None,
     token: Token = None,
     kubeconfig: Kubeconfig = None,
@@ -47,10 +47,11 @@ def status(
     """Show pools, workers, exactness, hit ratio and conditions; exit status 1 where no frontend answers."""
     from mmrouter_cli.status import view as shown
 
+    name, url = _name_or_url(target, url)
     url = url or _local_unless(name, namespace, kubeconfig, control)
     if url is None:
         if control is not None:
-            leave("--control goes with --url")
+            leave("--control goes with a URL")
         views = shown.from_cluster(name, namespace, kubeconfig, watch=watch)
     else:
         _not_with_url(name, namespace, kubeconfig)
@@ -159,9 +160,9 @@ def _local_unless(*of_cluster: object) -> str | None:
 
 
 def doctor(
-    name: DeploymentName = None,
+    target: Target = None,
     namespace: Namespace = None,
-    url: Annotated[str | None, typer.Option(help="Check only the frontends behind this endpoint.")] = None,
+    url: Annotated[str | None, typer.Option(help="The endpoint, as an option.")] = None,
     control: Control = None,
     token: Token = None,
     kubeconfig: Kubeconfig = None,
@@ -170,12 +171,13 @@ def doctor(
     """Check a deployment and give advice; exit status 1 where there is a problem."""
     from mmrouter_cli.doctor import diagnose, findings
 
+    name, url = _name_or_url(target, url)
     url = url or _local_unless(name, namespace, kubeconfig, control)
     if url is None:
         from mmrouter_cli.cluster.reader import ClusterError
 
         if control is not None and name is None:
-            leave("--control belongs to one deployment: name it, or give --url")
+            leave("--control belongs to one deployment: give its name or its URL")
         try:
             diagnoses = asyncio.run(diagnose.on_cluster(name, namespace, kubeconfig, control, token))
         except (diagnose.AbsentError, ClusterError) as error:
@@ -209,9 +211,14 @@ def rotate_keys(
         raise typer.Exit(FAILED) from error
 
 
+def _name_or_url(target: str | None, url: str | None) -> tuple[str | None, str | None]:
+    """Return the name and the URL that a command was given; only the latter has a colon."""
+    return (None, target) if url is None and target is not None and ":" in target else (target, url)
+
+
 def _not_with_url(name: str | None, namespace: str | None, kubeconfig: Path | None) -> None:
     if name is not None or namespace is not None or kubeconfig is not None:
-        leave("--url excludes a name, --namespace and --kubeconfig")
+        leave("a URL excludes a name, --namespace and --kubeconfig")
 
 
 def init(

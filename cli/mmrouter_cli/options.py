@@ -18,8 +18,13 @@ PIPED_WIDTH = 140  # columns
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
 Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
-DeploymentName = Annotated[
-    str | None, typer.Argument(help="A deployment of the cluster. Default: all of a namespace.", metavar="[NAME]")
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        help="A deployment of the cluster, or an endpoint, like 127.1.0.1:8000. "
+        "Default: the only local deployment, or else all of a namespace.",
+        metavar="[NAME|URL]",
+    ),
 ]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Default: that of kubectl's context.")]
 Kubeconfig = Annotated[Path | None, typer.Option(help="How to reach the cluster. Default: as kubectl does.")]

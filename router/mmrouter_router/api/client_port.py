@@ -1,6 +1,6 @@
 """The app of the port for clients (8000). The routes of requests for engines bypass the framework."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -55,8 +55,8 @@ def client_app(
 
     The hot routes bypass the framework, whose overhead exceeds that of a routing decision.
     """
-    fallback = _public_app(handler.tenants, ready, about, responses)
     hot = frozenset(hot)
+    fallback = _public_app(handler.tenants, ready, about, hot, responses)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if shutdown.draining:
@@ -85,12 +85,16 @@ def _without_slash(path: str) -> str:
 
 
 def _public_app(
-    tenants: Tenants, ready: Callable[[], bool], about: About, responses: Sequence[Route] = ()
+    tenants: Tenants, ready: Callable[[], bool], about: About, hot: Collection[str], responses: Sequence[Route]
 ) -> Starlette:
     async def no_route(request: Request, error: Exception) -> Response:
         method, path = request.method, request.url.path
         if getattr(error, "status_code", 404) != 405:
-            return await error_response(request, RequestError.not_found(method, path))
+            # A client's base URL often lacks /v1, or has it twice.
+            near = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+            return await error_response(
+                request, RequestError.not_found(method, path, near if near in hot or near == MODELS else "")
+            )
         allowed = getattr(error, "headers", None) or {}
         methods = sorted(allowed.get("Allow", ", ".join(READ)).split(", "))
         return await error_response(request, RequestError.method_not_allowed(method, path, methods))

@@ -131,8 +131,10 @@ class RequestError(Exception):
         return cls(503, message, type="server_error", param=param, code="router_exhausted", headers=RETRY)
 
     @classmethod
-    def not_found(cls, method: str, path: str) -> Self:
-        return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.", code="unknown_url")
+    def not_found(cls, method: str, path: str, meant: str = "") -> Self:
+        """404: no such path. ``meant``: the path that the client probably meant."""
+        hint = f" Did you mean {meant}?" if meant else ""
+        return cls(404, f"Unknown request URL: {method} {path[:SHOWN_CHARACTERS]}.{hint}", code="unknown_url")
 
     @classmethod
     def not_served(cls, path: str) -> Self:

@@ -189,10 +189,13 @@ async def test_a_token_goes_to_a_pods_address_only_where_that_address_is_the_pod
     ("arguments", "says"),
     [
         ((), "no cluster is configured"),
-        (("vl", "--url", "http://x"), "--url excludes"),
-        (("--url", "http://x", "-n", "home"), "--url excludes"),
+        (("vl", "--url", "http://x"), "a URL excludes"),
+        (("--url", "http://x", "-n", "home"), "a URL excludes"),
+        (("192.0.2.1:1", "-n", "home"), "a URL excludes"),
         (("--url", "http://192.0.2.1:1"), "name its control API with --control and --token"),
-        (("--control", "http://x"), "--url"),
+        (("http://192.0.2.1:1/v1",), "name its control API with --control and --token"),
+        (("192.0.2.1:1",), "name its control API with --control and --token"),
+        (("--control", "http://x"), "URL"),
         (("vl", "--kubeconfig", "/nowhere/config"), "there is no file /nowhere/config"),
     ],
 )

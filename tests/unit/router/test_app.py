@@ -93,6 +93,22 @@ async def test_requests_to_cold_routes_are_counted_without_client_paths_as_label
     assert counted == {("/v1/models", "200"): 1, ("/v1/models", "405"): 1, ("other", "404"): 3}
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", " Did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", " Did you mean /v1/chat/completions?"),
+        ("/models", " Did you mean /v1/models?"),
+        ("/images/generations", ""),
+        ("/v1/images/generations", ""),
+    ],
+)
+async def test_a_path_without_its_version_or_with_two_names_the_right_one(client, path, meant):
+    answer = await client.post(path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url")
+    assert answer.json()["error"]["message"] == f"Unknown request URL: POST {path}.{meant}"
+
+
 async def test_every_refused_method_names_the_allowed_ones(client):
     read = "GET, HEAD"
     for path, method, allowed in (("/v1/models", "POST", read), (CHAT, "GET", "POST"), ("/health", "PUT", read)):

@@ -269,6 +269,8 @@ class Container:
                     return None if 200 <= answer.status < 400 else f"{probe.http_path} answers {answer.status}"
         except TimeoutError:
             return f"no answer within {probe.timeout:g} s"
+        except (ConnectionRefusedError, aiohttp.ClientConnectorError):
+            return f"no connection to {host}:{port}"
         except (OSError, aiohttp.ClientError) as error:
             return str(error) or type(error).__name__
 
