@@ -1,10 +1,15 @@
 """Client libraries read through mmrouter what the engine answers, and retry as a refusal says."""
 
+import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import httpx
 import pytest
+from artefacts import run_tool_or_skip
+from clients.load_programs import REQUESTS, Guidellm, LoadProgram, VllmBench
 from clients.matrix import (
     ABOUT_IMAGE,
     CHATS,
@@ -19,18 +24,20 @@ from clients.matrix import (
     answers,
 )
 from conformance.engines import Pod, engines
-from local.rig import Deployment, deployed, example
+from local.rig import ROOT, Deployment, deployed, example
 from long_form import parameters
 from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri
 
-SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": {"a": "slow", "b": "free"}}
-TENANTS = {"named": [{"name": "a", "requestsPerMinute": 20}]}
+KEYS = {"a": "slow", "b": "free", "c": "once"}
+SECRET = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}, "stringData": KEYS}
+TENANTS = {"named": [{"name": "a", "requestsPerMinute": 20}, {"name": "c", "requestsPerMinute": 1}]}
 WITHOUT_RETRIES = {"huggingface-hub"}
 RETRYING = parameters([client for client in CLIENTS if client not in WITHOUT_RETRIES], "openai", "ai-sdk")
 OBJECT = {"color": "red"}
 """The answer of a simulated engine to the schema of the clients."""
+LOAD_TOKENS = 4000  # of an answer of a program for load: 80 s on the engine
 ATTEMPTS = 5  # a client is not refused where it asks just when the limit admits one request
 
 
@@ -41,7 +48,7 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """One engine, and one frontend that admits 20 requests of a tenant per minute."""
+    """One engine, and one frontend that admits 20 and one requests per minute of two tenants."""
     resource = example()
     resource["spec"]["frontend"].update(replicas=1, apiKeys={"secret": {"name": "keys"}}, tenants=TENANTS)
     resource["spec"]["pools"][0].update(replicas=1, args=["--sim-decode-ms=20"])
@@ -122,21 +129,78 @@ def test_a_client_that_is_limited_retries_until_it_is_served(
 def test_a_client_that_finds_no_engine_retries_until_it_is_served(
     matrix: Matrix, deployment: Deployment, engine: Pod, expected: dict[str, str], client: str
 ) -> None:
-    def refusals() -> float:
-        return deployment.metric("mmrouter_requests_total", code="503")
+    with lost(deployment, engine):
+        before = refusals(deployment, "503")
+        started = matrix.start(client, deployment.url, "free", [asked(client)])
+        wait_for(lambda: refusals(deployment, "503") > before, 600, "the client is refused")
+    assert_served(client, answers(started), expected)
+    wait_for(deployment.settled, 60, "the engine is back")
 
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("client", sorted(WITHOUT_RETRIES))
+def test_a_client_without_retries_shows_the_first_refusal(
+    matrix: Matrix, deployment: Deployment, engine: Pod, client: str
+) -> None:
+    before = refusals(deployment, "503")
+    with lost(deployment, engine):
+        assert "503" in matrix.run(client, deployment.url, "free", ["chat"], may_fail=["chat"])["chat"]
+    assert refusals(deployment, "503") - before == 1
+    wait_for(deployment.settled, 60, "the engine is back")
+
+
+@pytest.fixture(params=[VllmBench, Guidellm])
+def program(request: pytest.FixtureRequest, tmp_path: Path) -> LoadProgram:
+    kind: type[LoadProgram] = request.param
+    return kind(Path(run_tool_or_skip("engines.vllm_env")), ROOT / "examples" / "models" / "tiny-qwen2-vl", tmp_path)
+
+
+@pytest.mark.long_form
+def test_an_interrupted_program_for_load_leaves_no_request(
+    deployment: Deployment, engine: Pod, program: LoadProgram
+) -> None:
+    before = engine.value("vllm:generation_tokens_total")
+    process = program.start(deployment.url, "free", LOAD_TOKENS)
+    try:
+        wait_for(lambda: engine.value("vllm:num_requests_running") > 0 or process.poll() is not None, 600, "a request")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(600) != 0
+    finally:
+        process.kill()
+    wait_for(lambda: engine.value("vllm:num_requests_running") == 0, 60, "the engine has no request")
+    wait_for(lambda: deployment.workers("worker")[0]["in_flight"] == 0, 60, "the router has no request")
+    assert engine.value("vllm:generation_tokens_total") - before < LOAD_TOKENS
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("status", ["429", "503"])
+def test_a_program_for_load_counts_each_refusal_as_a_failure_and_does_not_retry(
+    deployment: Deployment, engine: Pod, program: LoadProgram, status: str
+) -> None:
+    before = refusals(deployment, status)
+    with lost(deployment, engine) if status == "503" else nullcontext():
+        program.run(deployment.url, "once" if status == "429" else "free")
+    answered, failed = program.counted()
+    assert (answered + failed, failed) == (REQUESTS, refusals(deployment, status) - before)
+    assert failed > 0
+    wait_for(deployment.settled, 60, "the engine is there")
+
+
+@contextmanager
+def lost(deployment: Deployment, engine: Pod) -> Iterator[None]:
+    """Suspend the only engine, so that requests are refused with a 503."""
     try:
         for process in engine.processes:
             process.suspend()
         wait_for(lambda: httpx.get(f"{deployment.url}/ready").status_code == 503, 60, "the engine is lost")
-        before = refusals()
-        started = matrix.start(client, deployment.url, "free", [asked(client)])
-        wait_for(lambda: refusals() > before, 600, "the client is refused")
+        yield
     finally:
         for process in engine.processes:
             process.resume()
-    assert_served(client, answers(started), expected)
-    wait_for(deployment.settled, 60, "the engine is back")
+
+
+def refusals(deployment: Deployment, status: str) -> float:
+    return deployment.metric("mmrouter_requests_total", code=status)
 
 
 def asked(client: str) -> str:
@@ -152,13 +216,10 @@ def assert_served(client: str, answer: dict[str, object], expected: dict[str, st
 def refuse_until_the_client_is(deployment: Deployment, process: "subprocess.Popen[str]") -> bool:
     """Use up the tenant's limit until a client is refused, too; return whether it was before it ended."""
 
-    def refusals() -> float:
-        return deployment.metric("mmrouter_requests_total", code="429")
-
     body: dict[str, object] = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
-    before, own = refusals(), 0
+    before, own = refusals(deployment, "429"), 0
     while process.poll() is None:
         own += post(deployment, "slow", body).status_code == 429
-        if refusals() - before > own:
+        if refusals(deployment, "429") - before > own:
             return True
     return False
