@@ -130,13 +130,13 @@ PLOTS = (
 
 def read(page: str) -> dict[str, Figure]:
     """Return the rows of the page that have a number, by name."""
-    found: dict[str, Figure] = {}
+    figures: dict[str, Figure] = {}
     for row in ROW.finditer(page):
         number = re.match(r"[\d.,]+", row["value"])
         if number:
             peers = {peer["name"].strip(): float(peer["value"].replace(",", "")) for peer in PEER.finditer(row["peer"])}
-            found[row["name"].strip()] = Figure(float(number[0].replace(",", "")), peers)
-    return found
+            figures[row["name"].strip()] = Figure(float(number[0].replace(",", "")), peers)
+    return figures
 
 
 def svg(page: str) -> str:

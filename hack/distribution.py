@@ -92,12 +92,12 @@ def chart_files(source: Path) -> dict[str, bytes]:
     ``MMROUTER_REGISTRY``: where the release pushes its images, which the chart names then.
     """
     folder = source / CHART
-    found = {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     if registry := os.environ.get("MMROUTER_REGISTRY"):
         for path in (Path("Chart.yaml"), Path("values.yaml")):
-            found[path] = found[path].replace(IMAGE, registry.encode() + b"/" + IMAGE)
-    first = sorted(found, key=lambda path: (path.name != "Chart.yaml", path))
-    return {f"{folder.name}/{path}": found[path] for path in first if path.name not in LEFT_OUT}
+            files[path] = files[path].replace(IMAGE, registry.encode() + b"/" + IMAGE)
+    first = sorted(files, key=lambda path: (path.name != "Chart.yaml", path))
+    return {f"{folder.name}/{path}": files[path] for path in first if path.name not in LEFT_OUT}
 
 
 def build_chart(source: Path, out: Path, epoch: int) -> None:

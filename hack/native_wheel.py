@@ -69,10 +69,12 @@ def find_rust() -> dict[str, str]:
     env = {**quiet_env(), "CARGO_TARGET_DIR": str(cache_dir() / "native" / "target")}
     # No panic and no symbol names a folder of this machine.
     env["RUSTFLAGS"] = f"--remap-path-prefix={home}=/cargo --remap-path-prefix={ROOT}=/mmrouter"
-    said = version_of(env)
-    found = re.search(r"rustc (\d+)\.(\d+)", said)
-    if found is None or (int(found[1]), int(found[2])) < RUST:
-        raise CannotMakeError(f"{NAME} is built with Rust {RUST[0]}.{RUST[1]} or newer, not with {last_line(said)!r}")
+    version = version_of(env)
+    match = re.search(r"rustc (\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < RUST:
+        raise CannotMakeError(
+            f"{NAME} is built with Rust {RUST[0]}.{RUST[1]} or newer, not with {last_line(version)!r}"
+        )
     return env
 
 
@@ -138,10 +140,10 @@ def build(env: dict[str, str], maturin: Path, folder: Path) -> None:
 
 def wheel_in(folder: Path) -> Path:
     """Return the wheel in a folder. Raises :class:`FailedError`."""
-    found = sorted(folder.glob("*.whl"))
-    if len(found) != 1:
-        raise FailedError(f"the build left {len(found)} wheels in {folder}")
-    return found[0]
+    wheels = sorted(folder.glob("*.whl"))
+    if len(wheels) != 1:
+        raise FailedError(f"the build left {len(wheels)} wheels in {folder}")
+    return wheels[0]
 
 
 def install(folder: Path) -> None:

@@ -132,8 +132,8 @@ def check(files: Iterable[Path], rules: Iterable[str] = RULES) -> list[Finding]:
     findings = []
     for file in files:
         text = file.read_text()
-        found = sorted((offset, rule, message) for rule in rules for offset, message in RULES[rule](file, text))
-        findings += [Finding(file, text.count("\n", 0, offset) + 1, rule, text_) for offset, rule, text_ in found]
+        located = sorted((offset, rule, message) for rule in rules for offset, message in RULES[rule](file, text))
+        findings += [Finding(file, text.count("\n", 0, offset) + 1, rule, text_) for offset, rule, text_ in located]
     return findings
 
 

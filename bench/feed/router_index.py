@@ -124,11 +124,11 @@ def started(workers: int, curve: Curve, held: list["array[int]"]) -> Started:
     with FakeSidecars(workers, curve, packed):
         began = time.perf_counter()
         with Ours(FRONTEND, [address(number) for number in range(workers)], curve, policy="kv") as router:
-            found: dict[str, int] = {}
-            while found != wanted:
+            indexed: dict[str, int] = {}
+            while indexed != wanted:
                 if time.perf_counter() - began > LIMIT_SECONDS:
-                    raise TimeoutError(f"the router holds {found} after {LIMIT_SECONDS:g} s")
+                    raise TimeoutError(f"the router holds {indexed} after {LIMIT_SECONDS:g} s")
                 time.sleep(POLL_SECONDS * max(1, workers / WORKERS))  # the answer grows with the workers
                 with suppress(httpx.HTTPError):
-                    found = router.held_blocks() if router.ready() else {}
+                    indexed = router.held_blocks() if router.ready() else {}
             return Started(time.perf_counter() - began, router.resident())

@@ -54,9 +54,9 @@ def measure(workers: int, blocks: int) -> list[Row]:
         for form in present():
             index = empty(form, workers)
             store[form].append(_timed(lambda index=index: fill(index, load)))  # type: ignore[misc]
-            found: list[list[int]] = []
-            match[form].append(_timed(lambda index=index, found=found: look(index, prompts, everyone, found)))  # type: ignore[misc]
-            answers.append((len(index), [index.held(slot) for slot in range(workers)], found))
+            overlaps: list[list[int]] = []
+            match[form].append(_timed(lambda index=index, overlaps=overlaps: look(index, prompts, everyone, overlaps)))  # type: ignore[misc]
+            answers.append((len(index), [index.held(slot) for slot in range(workers)], overlaps))
         if answers.count(answers[0]) != len(answers):
             raise AnswersDifferError(f"the forms of the index differ with {workers} workers")
     per_block = {form: min(times) / load.blocks for form, times in store.items()}
@@ -86,9 +86,9 @@ def fill(index: Index, load: BlockWorkload) -> None:
         index.store(event.worker, event.keys)
 
 
-def look(index: Index, prompts: Sequence["array[int]"], wanted: int, found: list[list[int]]) -> None:
+def look(index: Index, prompts: Sequence["array[int]"], wanted: int, overlaps: list[list[int]]) -> None:
     for keys in prompts:
-        found.append(index.leading(keys, wanted))
+        overlaps.append(index.leading(keys, wanted))
 
 
 def _timed(work: Callable[[], None]) -> float:

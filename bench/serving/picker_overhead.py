@@ -99,42 +99,42 @@ def measure(load: Child, targets: Mapping[str, Target]) -> dict[Load, dict[str, 
     shapes: dict[str, dict[str, Any]] = {"2 kB": {"repeats": REPEATS}, "1.4 MB": {"image": image}}
     figures = {(size, many): {name: Figures() for name in targets} for size in shapes for many in CONNECTIONS}
     for _ in range(ROUNDS):
-        for (size, many), found in figures.items():
+        for (size, many), by_target in figures.items():
             count = COUNTS[size][CONNECTIONS.index(many)]
             for name, target in targets.items():
                 before = {part: process.cpu() for part, process in target.processes.items()}
                 answer = load.call("plain", **target.server.address, connections=many, count=count, **shapes[size])
-                found[name].us += answer["us"]
+                by_target[name].us += answer["us"]
                 for part, process in target.processes.items():
-                    cost = found[name].cpu[part]
+                    cost = by_target[name].cpu[part]
                     cost.cpu, cost.count = cost.cpu + process.cpu() - before[part], cost.count + many * count
     return figures
 
 
 def rows(figures: Mapping[Load, Mapping[str, Figures]]) -> list[Row]:
     result: list[Row] = []
-    for (size, many), found in figures.items():
+    for (size, many), by_target in figures.items():
         load = f"picker, {size}, {many} connection{'s' if many > 1 else ''}"
         for mode in (ENGINES, FRONTENDS):
-            result += _latencies(f"{load}, {mode}", found, mode)
-            result += _cpu(f"{load}, {mode}", found, mode)
+            result += _latencies(f"{load}, {mode}", by_target, mode)
+            result += _cpu(f"{load}, {mode}", by_target, mode)
     return result
 
 
-def _latencies(name: str, found: Mapping[str, Figures], mode: str) -> list[Row]:
+def _latencies(name: str, by_target: Mapping[str, Figures], mode: str) -> list[Row]:
     result = []
     for share, title in LATENCIES:
-        floor = percentile(found[DIRECT].us, share)
-        added, base = (percentile(found[each].us, share) - floor for each in (mode, FRONTEND_MODE))
+        floor = percentile(by_target[DIRECT].us, share)
+        added, base = (percentile(by_target[each].us, share) - floor for each in (mode, FRONTEND_MODE))
         result.append(row(f"{name}: added {title}", added, "us"))
         result.append(_over(f"{name}: added {title}, over the frontend", added, base))
     return result
 
 
-def _cpu(name: str, found: Mapping[str, Figures], mode: str) -> Sequence[Row]:
-    parts = [row(f"{name}: CPU per request, {part}", cost.us, "us") for part, cost in found[mode].cpu.items()]
+def _cpu(name: str, by_target: Mapping[str, Figures], mode: str) -> Sequence[Row]:
+    parts = [row(f"{name}: CPU per request, {part}", cost.us, "us") for part, cost in by_target[mode].cpu.items()]
     ratio = f"{name}: CPU per request of both, over the frontend"
-    return [*parts, _over(ratio, found[mode].cpu_us, found[FRONTEND_MODE].cpu_us)]
+    return [*parts, _over(ratio, by_target[mode].cpu_us, by_target[FRONTEND_MODE].cpu_us)]
 
 
 def _over(name: str, value: float, base: float) -> Row:

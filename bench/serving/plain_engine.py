@@ -68,8 +68,8 @@ class EngineConnection(asyncio.Protocol):
             return
         whole = b"".join(self._pieces)
         self._pieces = [whole]
-        head, found, rest = whole.partition(b"\r\n\r\n")
-        if not found:
+        head, blank_line, rest = whole.partition(b"\r\n\r\n")
+        if not blank_line:
             return
         if _CHUNKED.search(head):  # how some routers forward a large body
             self._chunked = not rest.endswith(_LAST_CHUNK)

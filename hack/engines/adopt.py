@@ -41,10 +41,10 @@ def wheels(engine: str, release: str) -> str:
     """
     if WHEELS[engine].startswith(f"{engine}=={release} "):
         return WHEELS[engine]
-    (found,) = resolved(f"{engine}=={release}")
-    needed = [one.split(";")[0].replace(" ", "") for one in found["metadata"].get("requires_dist", [])]
-    exact = [one for one in needed if one.startswith(DECIDE_PROMPTS)]
-    lines = "\n".join(map(requirement, (found, *(resolved(*exact) if exact else ()))))
+    (wheel,) = resolved(f"{engine}=={release}")
+    needed = [line.split(";")[0].replace(" ", "") for line in wheel["metadata"].get("requires_dist", [])]
+    exact = [line for line in needed if line.startswith(DECIDE_PROMPTS)]
+    lines = "\n".join(map(requirement, (wheel, *(resolved(*exact) if exact else ()))))
     note(f"not pinned in {TOOLS[engine]}:\n{lines}")
     return lines
 
@@ -58,9 +58,9 @@ def resolved(*wanted: str) -> list[dict[str, Any]]:
     return list(json.loads(done.stdout)["install"])
 
 
-def requirement(found: Mapping[str, Any]) -> str:
-    name, version = found["metadata"]["name"], found["metadata"]["version"]
-    return f"{name}=={version} --hash=sha256:{found['download_info']['archive_info']['hashes']['sha256']}"
+def requirement(wheel: Mapping[str, Any]) -> str:
+    name, version = wheel["metadata"]["name"], wheel["metadata"]["version"]
+    return f"{name}=={version} --hash=sha256:{wheel['download_info']['archive_info']['hashes']['sha256']}"
 
 
 def environment(engine: str, release: str) -> dict[str, str]:
@@ -97,7 +97,7 @@ def rows_of(engine: str, variables: Mapping[str, str], only: str) -> list[dict[s
             only,
         ]
         tests = (ROOT / "tests" / "conformance").rglob("test_*.py")
-        marked = sorted(one for one in tests if "mark.adopts(" in one.read_text())
+        marked = sorted(test for test in tests if "mark.adopts(" in test.read_text())
         run_process([*command, *marked], cwd=ROOT, env=inherited | own, stdout=sys.stderr)
         return list(json.loads(file.read_text())) if file.is_file() else []
 
@@ -112,9 +112,9 @@ def adopt(engine: str, release: str, *, write: bool, only: str = "") -> None:
         releases_known: dict[str, Any] = json.loads(FIGURES.read_text())["releases"].get(engine, {})
         return releases_known
 
-    def add(**found: Any) -> None:
+    def add(**measured: Any) -> None:
         figures = json.loads(FIGURES.read_text())
-        figures["releases"].setdefault(engine, {})[release] = {"date": report.today(), **found}
+        figures["releases"].setdefault(engine, {})[release] = {"date": report.today(), **measured}
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
         FIGURES.with_suffix(".md").write_text(report.table(figures))
 
@@ -124,8 +124,8 @@ def adopt(engine: str, release: str, *, write: bool, only: str = "") -> None:
         if write and not known().get(release, {}).get("rows"):
             add(rows=[], not_run=str(error))
         raise
-    found = rows_of(engine, variables, only)
-    rows, proved = releases.read({"rows": found}), PROVED[engine]
+    measured = rows_of(engine, variables, only)
+    rows, proved = releases.read({"rows": measured}), PROVED[engine]
     before = releases.read(known().get(proved, {"rows": []}))
     print("\n".join(releases.comparison(before, rows, proved, release)))
     if write and rows:

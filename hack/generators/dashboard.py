@@ -143,5 +143,5 @@ def metric(query: str) -> str:
 
 def expression(query: str) -> str:
     """Return a query in PromQL, with the selectors and intervals that every panel has."""
-    chosen = SERIES.sub(lambda found: f"{found[1]}{{{','.join(filter(None, (CHOSEN, found[2])))}}}", query)
+    chosen = SERIES.sub(lambda series: f"{series[1]}{{{','.join(filter(None, (CHOSEN, series[2])))}}}", query)
     return RATE.sub(r"rate(\1[$__rate_interval])", chosen)

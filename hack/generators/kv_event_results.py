@@ -11,19 +11,19 @@ FIGURES = ROOT / "tests" / "kv_events" / "figures"
 
 def page(text: str, folder: Path = FIGURES) -> str:
     """Return the page with the table. A file of figures is named after its consumer."""
-    found = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    ours = found.pop("mmrouter")
+    results_of = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
+    ours = results_of.pop("mmrouter")
     answers = {
-        name: {one["recording"]: f"{one['equal']} / {one['below']} / {one['above']}" for one in results}
-        for name, results in {"mmrouter": ours, **found}.items()
+        name: {result["recording"]: f"{result['equal']} / {result['below']} / {result['above']}" for result in results}
+        for name, results in {"mmrouter": ours, **results_of}.items()
     }
     rows = [
         (
-            one["engine"],
-            one["layout"],
-            str(one["requests"]),
-            *(answered.get(one["recording"], "-") for answered in answers.values()),
+            result["engine"],
+            result["layout"],
+            str(result["requests"]),
+            *(answered.get(result["recording"], "-") for answered in answers.values()),
         )
-        for one in ours
+        for result in ours
     ]
     return replaced(text, "kv-events", table(("engine", "layout", "requests", *answers), rows))

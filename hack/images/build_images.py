@@ -133,9 +133,9 @@ def builder(storage: Path | None) -> Builder:
         if program is None:
             reasons.append(f"there is no {name}")
             continue
-        found = BUILDERS[name](program, storage)
-        if not (reason := found.why_not()):
-            return found
+        builder = BUILDERS[name](program, storage)
+        if not (reason := builder.why_not()):
+            return builder
         reasons.append(reason)
     raise CannotMakeError("; ".join(reasons))
 
@@ -158,15 +158,15 @@ def name_in(archive: Path) -> str:
 def secrets() -> Iterator[Secrets]:
     """Write how this machine reaches its index to files that only this user reads, for as long as the block runs."""
     with tempfile.TemporaryDirectory(prefix="mmrouter-build-") as folder:
-        options, found = pip_options(), {"pip": Path(folder, "pip")}
+        options, files = pip_options(), {"pip": Path(folder, "pip")}
         certificates = options.pop("cert", "")
         if certificates and Path(certificates).is_file():
-            found["ca"] = Path(shutil.copyfile(certificates, Path(folder, "ca")))
+            files["ca"] = Path(shutil.copyfile(certificates, Path(folder, "ca")))
             options["cert"] = f"{SECRETS}/ca"
         # pip reads its file as a configuration that interpolates: a percent sign is written twice.
         lines = [f"{name} = {value.replace('%', '%%')}" for name, value in options.items()]
-        found["pip"].write_text("\n".join(["[global]", *lines]) + "\n")
-        yield found
+        files["pip"].write_text("\n".join(["[global]", *lines]) + "\n")
+        yield files
 
 
 def pip_options() -> dict[str, str]:
@@ -175,13 +175,13 @@ def pip_options() -> dict[str, str]:
     if done.returncode != 0:
         note(f"pip tells nothing of its settings, the build has none: {last_line(done.stderr)}")
         return {}
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     lines = [line.partition("=") for line in done.stdout.splitlines()]
     for level in ("global", "install", ":env:"):
         for name, _, value in lines:
             if name.rpartition(".")[0] == level and (option := name.rpartition(".")[2]) in (*PIP_OPTIONS, "cert"):
-                found[option] = value.strip("'")
-    return found
+                options[option] = value.strip("'")
+    return options
 
 
 def git(*arguments: str) -> str:

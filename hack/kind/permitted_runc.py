@@ -22,8 +22,8 @@ MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CH
 
 
 def permitted() -> set[str]:
-    found = re.search(r"^CapPrm:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    bits = int(found[1], 16) if found else 0
+    match = re.search(r"^CapPrm:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    bits = int(match[1], 16) if match else 0
     return {f"CAP_{name}" for number, name in enumerate(CAPABILITIES.split()) if bits >> number & 1}
 
 

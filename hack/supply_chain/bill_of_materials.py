@@ -86,11 +86,11 @@ def python_component(name: str, lines: str) -> Component:
 
 def crate_components() -> list[Component]:
     """Return the crates of the compiled form, which the wheel ``mmrouter-native`` is built from."""
-    found = []
+    components = []
     for crate in tomllib.loads((ROOT / "native" / "Cargo.lock").read_text())["package"]:
         if "checksum" in crate:  # the project's own has none
             purl = f"pkg:cargo/{crate['name']}@{crate['version']}"
-            found.append(
+            components.append(
                 {
                     "type": "library",
                     "bom-ref": purl,
@@ -102,7 +102,7 @@ def crate_components() -> list[Component]:
                     "hashes": [{"alg": "SHA-256", "content": crate["checksum"]}],
                 }
             )
-    return found
+    return components
 
 
 def base_components(archive: Path | None, locked: Collection[str]) -> list[Component]:

@@ -38,18 +38,18 @@ def read_image(archive: Path) -> Content:
 
     Raises ``OSError``, ``tarfile.TarError``, ``KeyError``.
     """
-    found = Content()
+    content = Content()
     for path, text in _files(archive):
         if PYTHON.fullmatch(path):
             metadata = email.message_from_string(text)
-            found.python[re.sub(r"[-_.]+", "-", metadata["Name"]).lower()] = metadata["Version"]
+            content.python[re.sub(r"[-_.]+", "-", metadata["Name"]).lower()] = metadata["Version"]
         elif path == RELEASE:
             values = dict(re.findall(r'^(\w+)="?([^"\n]*)', text, re.MULTILINE))
-            found.release = f"{values.get('ID', '')}-{values.get('VERSION_ID', '')}"
+            content.release = f"{values.get('ID', '')}-{values.get('VERSION_ID', '')}"
         else:
             installed = (dict(_stanza(block)) for block in text.split("\n\n") if "\nStatus: install ok" in block)
-            found.debian |= {each["Package"]: _package(each) for each in installed}
-    return found
+            content.debian |= {each["Package"]: _package(each) for each in installed}
+    return content
 
 
 def _files(archive: Path) -> Iterator[tuple[str, str]]:

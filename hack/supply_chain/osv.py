@@ -28,17 +28,17 @@ class Query(NamedTuple):
 
 def queries(components: Iterable[dict[str, Any]]) -> list[Query]:
     """Return one query for each crate and for each source package of Debian among components of bills."""
-    found = set()
+    wanted = set()
     for component in components:
         purl = urlsplit(component["purl"])
         if purl.path.startswith("cargo/"):
-            found.add(Query(CRATES, component["name"], component["version"]))
+            wanted.add(Query(CRATES, component["name"], component["version"]))
         elif purl.path.startswith("deb/"):
             qualifiers = dict(parse_qsl(purl.query))
             source, _, version = qualifiers["upstream"].partition("@")
             # The database refuses an ecosystem that it does not have, such as a release that an image does not name.
-            found.add(Query(qualifiers.get("distro", "").replace("debian-", "Debian:"), source, version))
-    return sorted(found)
+            wanted.add(Query(qualifiers.get("distro", "").replace("debian-", "Debian:"), source, version))
+    return sorted(wanted)
 
 
 def compare(url: str, asked: list[Query]) -> None:
