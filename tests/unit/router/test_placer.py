@@ -14,7 +14,6 @@ from mmrouter_lib.block_keys import Span, block_keys, pack_keys
 from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_router.fleet.workers import RECENT, Member
 from mmrouter_router.request.prepared import Prepared
-from mmrouter_router.scheduling.candidate_columns import column_getter
 from mmrouter_router.scheduling.candidates import NoWorkerError
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.scheduling.scoring import WEIGHTS
@@ -384,15 +383,6 @@ def test_candidates_are_found_anew_after_more_changes_than_a_fleet_remembers(rig
         rig.beat(others[number % 2], draining=number < RECENT // 2)
     assert rig.fleet.changed_since(rig.fleet.version - RECENT - 1) is None
     assert candidates(rig.placer) == candidates(Placer(deployment(), rig.fleet))
-
-
-@given(st.lists(st.integers(-1, 60), min_size=1, unique=True), st.booleans())
-def test_a_getter_takes_the_entries_of_its_rows(rows, in_order):
-    column = array("q", range(100, 161))
-    rows = sorted(rows) if in_order else rows
-    for values in (column, list(column)):
-        assert list(column_getter(rows)(values)) == [values[row] for row in rows]
-    assert column == array("q", range(100, 161))
 
 
 @pytest.mark.parametrize(("release", "exactness"), [("0.5.22", "affinity"), ("0.5.23", "exact")])

@@ -1,12 +1,14 @@
 """The choice is a pure function: explained, deterministic, and right on the field's example."""
 
 import dataclasses
+from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from mmrouter_router.scheduling.candidate_columns import column_getter
 from mmrouter_router.scheduling.scoring import WEIGHTS, Candidate, CandidateTable, Weights, choose
 
 
@@ -171,3 +173,12 @@ def test_ties_go_to_the_emptier_cache_then_the_hash():
 def test_no_candidate_raises_value_error():
     with pytest.raises(ValueError, match="no candidate"):
         pick([])
+
+
+@given(st.lists(st.integers(-1, 60), min_size=1, unique=True), st.booleans())
+def test_a_getter_takes_the_entries_of_its_rows(rows, in_order):
+    column = array("q", range(100, 161))
+    rows = sorted(rows) if in_order else rows
+    for values in (column, list(column)):
+        assert list(column_getter(rows)(values)) == [values[row] for row in rows]
+    assert column == array("q", range(100, 161))
