@@ -1,16 +1,18 @@
-"""Build the virtual environment of a newer vLLM, whose code runs without a model or a device. Prints its path.
+"""Build the virtual environment of a newer vLLM, of which there is no CPU build. Prints its path.
 
     python -m hack.engines.newer_vllm_env            # builds it, or finds it ready; prints the path
     python -m hack.engines.newer_vllm_env --where    # prints the path only
 
 It holds the Python code of the one wheel, a CUDA build, and takes everything else from vLLM's environment
-(``vllm_env.py``). Scheduler, cache manager and events need no compiled part, so those are removed.
+(``vllm_env.py``). Scheduler, cache manager and events need no compiled part, so those are removed. An engine needs
+them; with ``MMROUTER_TESTED_KERNELS`` in its environment it loads those of the tested release (``tested_kernels.py``).
 ``MMROUTER_VLLM_WHEEL`` takes another release: its line of a requirements file, with the hash (``adopt.py``). Exit
 status: ``hack/build_once.py``.
 """
 
 import inspect
 import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,10 @@ WHEEL = os.environ.get("MMROUTER_VLLM_WHEEL") or (
 )
 """0.33.0 is the first release whose hashes cover the next tokens beside a drafter."""
 NEWER = WHEEL.split()[0].removeprefix("vllm==")
+MISSING = ("orjson==3.13.0",)
+"""What an engine of the release imports and the tested one does not."""
+KERNELS = Path(__file__).with_name("tested_kernels.py")
+ENABLED = "import os; 'MMROUTER_TESTED_KERNELS' in os.environ and __import__('tested_kernels').install()\n"
 SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
@@ -54,6 +60,21 @@ def build(env: Path) -> None:
         raise FailedError(f"the environment holds vLLM {version!r}, not {NEWER}")
 
 
+def additions() -> str:
+    """Return a digest of everything that is added to an environment that is ready."""
+    return digest(*MISSING, ENABLED, KERNELS.read_text(), inspect.getsource(add))
+
+
+def add(env: Path) -> None:
+    """Add what an engine needs and the code alone does not."""
+    python = str(env / "bin" / "python")
+    site = Path(run([python, "-c", SITE], "python"))
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    run([*pip, *MISSING], "pip install of what the release needs")
+    shutil.copyfile(KERNELS, site / KERNELS.name)
+    (site / "tested_kernels.pth").write_text(ENABLED)
+
+
 if __name__ == "__main__":
-    maker = partial(make, recipe=recipe(), build=build)
+    maker = partial(make, recipe=recipe(), build=build, more=(additions(), add))
     sys.exit(main("the environment of a newer vLLM", env_dir(), maker))

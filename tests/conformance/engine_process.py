@@ -203,6 +203,10 @@ VLLM_ENVIRONMENT = {
     **KEPT,
     **EAGER,
 }
+TESTED_KERNELS = {"MMROUTER_TESTED_KERNELS": "1"}
+"""Load the tested release's compiled part in the environment of a newer vLLM, which has none
+(``hack/engines/newer_vllm_env.py``).
+"""
 SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **EAGER}
 
 

@@ -274,10 +274,17 @@ nothing there (`tests/conformance/test_data_parallel.py`).
 
 **Not run, for want of a device.** vLLM's `ECCPUConnector` copies embeddings by streams of CUDA or XPU; its
 configuration passes vLLM's own parser and classes, and its scheduler's half runs
-(`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake, whose sender needs CUDA, has not
-been started. The hand-over's plugin is enabled on vLLM 0.32.0 only, because 0.33.0 has no CPU build and no engine of it
-has run. Without an engine, 0.33.0's own front end makes of handed over images of six families, bit by bit, what it
-makes of the images themselves (`tests/conformance/processors`).
+(`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake has not been run: the usual build of
+Mooncake does not load (`ImportError: libcudart.so.12: cannot open shared object file: No such file or directory`).
+
+**vLLM 0.33.0.** Its wheels are CUDA builds. In an environment with its Python code alone an engine ends at its start:
+first with `ModuleNotFoundError: No module named 'orjson'`, and beside that package with
+`AttributeError: '_OpNamespace' '_C' object has no attribute 'init_cpu_memory_env'`, because there is no compiled part.
+The row is an engine of 0.33.0's Python code with the compiled part of 0.32.0's CPU build, which computes the network
+(`hack/engines/newer_vllm_env.py`): its prompts, events, hashes and hits are those predicted, and processed images are
+handed from a renderer to an engine of it, by every way, bit by bit (`test_prediction.py`, `test_handover.py`). Without
+an engine, 0.33.0's own front end makes of handed over images of six families what it makes of the images themselves
+(`tests/conformance/processors`).
 
 **Encoders on different devices.** Two vLLM encoders on CPUs, one of which is stopped for most of the time, stand for a
 slow and a fast device (`tests/conformance/vllm/test_encoder_devices.py`,

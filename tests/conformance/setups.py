@@ -56,6 +56,8 @@ PROCESSED = {
 VIDEOS = {family: FAMILIES[family] for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")} | WITHOUT_SETUP
 """Families whose videos are compared with what vLLM's own loader and processor make of them."""
 SHOWN = FAMILIES | RENDERED | PROCESSED | VIDEOS
+NEWER = "vLLM 0.33.0"
+"""The setup of an engine of a newer release with the tested one's compiled part, as there is no CPU build of it."""
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")
@@ -136,6 +138,7 @@ CELLS = [
     *(("vllm", "renderer, worker", family) for family in RENDERED),
     *(("vllm", "front end", family) for family in PROCESSED),
     *(("vllm", "videos", family) for family in VIDEOS),
+    ("vllm", NEWER, "qwen2_vl"),
 ]
 
 

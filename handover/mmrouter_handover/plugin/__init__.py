@@ -12,5 +12,5 @@ image. ``python -m mmrouter_handover.plugin.start`` wraps an engine's command, a
 WIRE_VERSION = 1
 """Version of the routes and of a packed item; both sides must have the same."""
 
-PROVED_RELEASES = ("0.32.0",)
+PROVED_RELEASES = ("0.32.0", "0.33.0")
 """vLLM releases whose answers were compared bit by bit (tests/conformance); any other one disables the plugin."""

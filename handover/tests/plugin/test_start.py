@@ -153,7 +153,7 @@ async def send(plugin: Handover, method: str, path: str) -> httpx.Response:
 @pytest.mark.parametrize(
     ("version", "renderer", "message"),
     [
-        ("0.33.0", None, "vLLM 0.33.0 is not known"),
+        ("0.34.0", None, "vLLM 0.34.0 is not known"),
         ("0.32.1", None, "vLLM 0.32.1 is not known"),
         (f"{PROVED_RELEASES[0]}+cpu", None, "this vLLM's renderer has no _mm_executor"),
     ],

@@ -326,7 +326,7 @@ def test_case_34_phi3_prompts_of_drawn_text_are_those_of_vllms_own_class(ask: As
 def test_handed_over_images_of_every_family_are_what_the_engine_would_have_made_of_them(
     release: str, request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path: Path, record: Record
 ) -> None:
-    """Also of a newer release, which the plugin does not support before an engine of it has run."""
+    """Of every release that the plugin supports."""
     env: Path = request.getfixturevalue(release)
     install(tmp_path / "plugin")
     files = []

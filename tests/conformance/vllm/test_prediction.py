@@ -8,17 +8,18 @@ the remote code of its folder (``hack/engines/phi3v``).
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.conftest import Shrunk
-from conformance.engine_process import BLOCK_SIZE, Engine, context_length
+from conformance.conftest import Figure, Shrunk
+from conformance.engine_process import BLOCK_SIZE, TESTED_KERNELS, Engine, context_length, engine, env_version
 from conformance.event_listener import ReplayListener
 from conformance.prediction import Exchange, Predictor, compare, image_places
 from conformance.report import Cells
-from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
-from conformance.setups import REPOSITORIES
+from conformance.scenarios import Run, faults, fetched, figures, recorded, scenarios, served_images
+from conformance.setups import NEWER, REPOSITORIES
 from conformance.vllm.conftest import Served
 from conformance.workload import Case, case, user, workload
 
@@ -158,3 +159,26 @@ def test_a_broken_prediction_is_noticed(run: Run, changes: dict[str, Any], where
 def test_a_lost_event_is_noticed(run: Run) -> None:
     at = next(n for n, batch in enumerate(run.batches) if any(isinstance(event, Stored) for event in batch.events))
     assert compare(run.exchanges, [*run.batches[:at], *run.batches[at + 1 :]], run.predictor).mismatches
+
+
+@pytest.mark.long_form
+@pytest.mark.proves("vllm", NEWER, "qwen2_vl")
+def test_a_newer_release_publishes_the_predicted_blocks_and_hits_what_it_must(
+    newer_vllm_env: Path, shrunk: Shrunk, tmp_path: Path, figure: Figure
+) -> None:
+    assert f"vLLM {env_version(newer_vllm_env)}" == NEWER
+    folder = shrunk(REPOSITORIES["qwen2_vl"])
+    with engine(newer_vllm_env, folder, tmp_path / "engine.log", variables=TESTED_KERNELS) as served:
+        predictor = replace(Predictor.load(folder, BLOCK_SIZE), model=served.model)
+        with served_images() as origin:
+            ten = fetched(scenarios(origin))
+        cases = [*(one for scenario in ten for one in scenario.cases), *workload(), *whole_blocks(predictor), LAST]
+        exchanges = [found for one in cases for found in ask(served, predictor, one, {}, MOST_TOKENS)]
+        done = recorded("vllm", served, predictor, exchanges, ten)
+    report, cached = done.compared(), {exchange.case.name: exchange.cached_tokens for exchange in exchanges}
+    figure("blocks compared", report.blocks)
+    figure("mismatches", len(report.mismatches))
+    assert report.mismatches == []
+    assert report.matched == report.blocks > 500
+    assert [faults(one, predictor, cached) for one in ten] == [[]] * 10
+    assert done.compared(swapped=True).mismatches

@@ -12,7 +12,7 @@ import pytest
 from hack.build_once import ROOT, CannotMakeError, FailedError
 from hack.cluster import go_tool
 from hack.cluster.go_programs import NODE_PACKAGES, kubernetes_go, missing_for_node
-from hack.engines import vllm_env
+from hack.engines import newer_vllm_env, vllm_env
 from hack.engines.shrink_model import shrink, shrink_config
 from mmrouter_handover.plugin import PROVED_RELEASES
 
@@ -228,5 +228,5 @@ def test_an_unknown_family_is_refused_by_name() -> None:
         shrink_config({"model_type": "llama"})
 
 
-def test_the_plugin_declares_just_the_release_that_its_proof_runs_with():
-    assert (vllm_env.VLLM,) == PROVED_RELEASES
+def test_the_plugin_declares_just_the_releases_that_its_proof_runs_with():
+    assert (vllm_env.VLLM, newer_vllm_env.NEWER) == PROVED_RELEASES
