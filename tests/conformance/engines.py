@@ -153,11 +153,18 @@ def manifest(
 
 
 def sglang_manifest(
-    model_dir: Path, repository: str, pools: Iterable[tuple[str, int]], *args: str, **more: Any
+    model_dir: Path,
+    repository: str,
+    pools: Iterable[tuple[str, int]],
+    *args: str,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **more: Any,
 ) -> dict[str, Any]:
-    """Return the same for SGLang. ``pools``: role and replicas; ``args``: further flags; ``more``: ``spec.engine``."""
+    """Return the same for SGLang. ``pools``: role and replicas; ``args``: further flags; ``variables``: of the engines'
+    environment; ``more``: ``spec.engine``.
+    """
     engine = {"type": "sglang", "image": SGLANG_IMAGE, "args": [*sglang_args(context_length(model_dir)), *args], **more}
-    made = [pool(role, SGLANG_ENVIRONMENT, replicas=replicas) for role, replicas in pools]
+    made = [pool(role, {**SGLANG_ENVIRONMENT, **variables}, replicas=replicas) for role, replicas in pools]
     return manifest(model_dir, engine, made, repository=repository)
 
 

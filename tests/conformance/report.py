@@ -274,8 +274,12 @@ nothing there (`tests/conformance/test_data_parallel.py`).
 
 **Not run, for want of a device.** vLLM's `ECCPUConnector` copies embeddings by streams of CUDA or XPU; its
 configuration passes vLLM's own parser and classes, and its scheduler's half runs
-(`tests/conformance/vllm/test_connector_config.py`). SGLang's transfer by Mooncake has not been run: the usual build of
-Mooncake does not load (`ImportError: libcudart.so.12: cannot open shared object file: No such file or directory`).
+(`tests/conformance/vllm/test_connector_config.py`).
+
+**Mooncake.** The usual build does not load without CUDA (`ImportError: libcudart.so.12: cannot open shared object file:
+No such file or directory`). The row is the build without CUDA, over TCP. SGLang's sender for Mooncake copies page
+indices by CUDA's events, and with `RuntimeError: pin_memory=True requires a CUDA or other accelerator backend` its
+engine ends; here it takes them as the sender for NIXL does (`hack/engines/mooncake_package.py`).
 
 **vLLM 0.33.0.** Its wheels are CUDA builds. In an environment with its Python code alone an engine ends at its start:
 first with `ModuleNotFoundError: No module named 'orjson'`, and beside that package with

@@ -58,6 +58,8 @@ VIDEOS = {family: FAMILIES[family] for family in ("qwen2_vl", "qwen2_5_vl", "qwe
 SHOWN = FAMILIES | RENDERED | PROCESSED | VIDEOS
 NEWER = "vLLM 0.33.0"
 """The setup of an engine of a newer release with the tested one's compiled part, as there is no CPU build of it."""
+BY_MOONCAKE = "prefill, decode by Mooncake"
+"""The setup of an SGLang pair that hands blocks over by Mooncake instead of NIXL."""
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 HANDED_OVER = ("hand-over shm", "hand-over nixl")
 STAGED = ("encoder, worker", "prefill, decode", "encoder, prefill, decode")
@@ -139,6 +141,7 @@ CELLS = [
     *(("vllm", "front end", family) for family in PROCESSED),
     *(("vllm", "videos", family) for family in VIDEOS),
     ("vllm", NEWER, "qwen2_vl"),
+    ("sglang", BY_MOONCAKE, "qwen2_5_vl"),
 ]
 
 

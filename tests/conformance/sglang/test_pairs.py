@@ -1,8 +1,9 @@
-"""A real prefill and a real decode engine of SGLang, which hand KV blocks over by NIXL, and their wire alone.
+"""A real prefill and a real decode engine of SGLang, which hand KV blocks over, and their wire alone.
 
-The engines' environment has NIXL take a CPU's memory for a device's (``hack/engines/sglang_env.py``). The wire is
-compared without an engine: the headers by which two engines meet, the rooms that name a rank, and the requests in which
-an engine has its images encoded. What an engine makes of them is computed by its own interpreter.
+The engines' environment has NIXL take a CPU's memory for a device's (``hack/engines/sglang_env.py``). Mooncake has a
+build without CUDA (``hack/engines/mooncake_package.py``). The wire is compared without an engine: the headers by which
+two engines meet, the rooms that name a rank, and the requests in which an engine has its images encoded. What an engine
+makes of them is computed by its own interpreter.
 """
 
 import json
@@ -14,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from artefacts import run_tool_or_skip
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, histories, sglang_manifest
+from conformance.setups import BY_MOONCAKE
 from local.rig import MEDIA, Deployment
+from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Scenario, completions_repeat_whole, title
 from waiting import wait_for
 
@@ -34,19 +38,26 @@ from mmrouter_lib.engines.sglang.stage_requests import (
 )
 from mmrouter_sim.encoders import EncodeRequest, split_shares
 
-PROVES = pytest.mark.proves("sglang", "prefill, decode", "qwen2_5_vl")
+PROVES = pytest.mark.proves("sglang", "{deployment}", "qwen2_5_vl")
+MOONCAKE = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
 REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 PROVE_SECONDS = 300.0
 HOST_COPIES = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 """Otherwise a decode engine registers a pool of host memory with CUDA when it starts."""
 
 
-@pytest.fixture(scope="module")
-def deployment(sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+@pytest.fixture(scope="module", params=parameters(["prefill, decode", BY_MOONCAKE], "prefill, decode"))
+def deployment(
+    request: pytest.FixtureRequest, sglang_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    connector, variables = {"transferBackend": "nixl"}, {}
+    if request.param == BY_MOONCAKE:
+        connector = {"transferBackend": "mooncake"}
+        variables = MOONCAKE | {"PYTHONPATH": run_tool_or_skip("engines.mooncake_package")}
     require_memory()
-    connector = {"transferBackend": "nixl"}
     pools = [("prefill", 1), ("decode", 1)]
-    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, *HOST_COPIES, kvConnector=connector)
+    options: dict[str, Any] = {"kvConnector": connector, "variables": variables}
+    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, *HOST_COPIES, **options)
     made["spec"]["routing"] = {"media": MEDIA}
     with deployed(sglang_env, tmp_path_factory.mktemp("pairs"), made) as deployment:
         wait_for(lambda: proved(deployment), PROVE_SECONDS, "both engines are verified by their half of an answer")
