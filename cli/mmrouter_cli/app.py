@@ -19,12 +19,14 @@ from mmrouter_cli.options import (
     USAGE,
     CaCert,
     Control,
+    Endpoint,
     Insecure,
     Json,
     Token,
     control_or_leave,
+    is_endpoint,
     leave,
-    local_url,
+    only_endpoint,
     output,
     table,
     trust,
@@ -228,7 +230,7 @@ def plan(
 
 @app.command()
 def verify(
-    url: Annotated[str, typer.Argument(help="The endpoint, like http://127.1.0.1:8000.")],
+    url: Endpoint = None,
     control: Control = None,
     token: Token = None,
     api_key: Annotated[str | None, typer.Option(help="A client's API key.", envvar="OPENAI_API_KEY")] = None,
@@ -243,6 +245,7 @@ def verify(
     """Prove that routing is exact, end to end; exit status 1 if it is not."""
     from mmrouter_cli import verify as verification
 
+    url = url or only_endpoint()
     with httpx.Client(timeout=60, verify=trust(cacert, insecure)) as client:
         verifier = verification.Verifier(
             control_or_leave(url, control, token), api_key=api_key, client=client, strict=strict
@@ -264,11 +267,9 @@ def verify(
 
 @app.command()
 def explain(
-    url: Annotated[
-        str | None, typer.Argument(help="The endpoint, like 127.1.0.1:8000. Default: the only local deployment.")
-    ] = None,
+    url: Endpoint = None,
     request_id: Annotated[
-        str | None, typer.Argument(help="A request id or id of an answer, or `last` for the newest request.")
+        str | None, typer.Argument(help="A request id or id of an answer. Default: `last`, the newest request.")
     ] = None,
     dry_run: Annotated[
         Path | None, typer.Option(help="A request as JSON: explain where it would go, without sending it.")
@@ -285,13 +286,15 @@ def explain(
     """Show why a request went to its engine: the score of every candidate by its terms, and where its blocks are."""
     from mmrouter_cli import explain as explained
 
-    if url is not None and request_id is None and dry_run is None:
+    if url is not None and request_id is None and dry_run is None and not is_endpoint(url):
         url, request_id = None, url
-    if (request_id is None) == (dry_run is None):
+    if request_id is not None and dry_run is not None:
         leave("give either a request id or --dry-run FILE")
+    if dry_run is None:
+        request_id = request_id or "last"
     if parity and dry_run is not None:
         leave("--parity needs a request that was sent: give its id")
-    url = url or local_url() or leave("no `mmrouter up` runs here: give the URL of an endpoint")
+    url = url or only_endpoint()
     endpoint = control_or_leave(url, control, token)
     with httpx.Client(timeout=30, headers=endpoint.authorization) as client:
         base = endpoint.controls[0]

@@ -1,5 +1,6 @@
 """Options and tables of several commands, and how a command ends with an error."""
 
+import re
 import ssl
 from collections.abc import Collection
 from pathlib import Path
@@ -18,12 +19,14 @@ PIPED_WIDTH = 140  # columns
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
 Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
+Endpoint = Annotated[
+    str | None, typer.Argument(help="The endpoint, like 127.1.0.1:8000. Default: the only local deployment.")
+]
 Target = Annotated[
     str | None,
     typer.Argument(
         help="A deployment of the cluster, or an endpoint, like 127.1.0.1:8000. "
-        "Default: the only local deployment, or else all of a namespace.",
-        metavar="[NAME|URL]",
+        "Default: the only local deployment, or else all of a namespace."
     ),
 ]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="Default: that of kubectl's context.")]
@@ -52,6 +55,16 @@ def local_url() -> str | None:
         return only_run()
     except UnreachableError as error:
         leave(str(error))
+
+
+def only_endpoint() -> str:
+    """Return the URL of the only local deployment; ends the command where there is none or several."""
+    return local_url() or leave("no `mmrouter up` runs here: give the URL of an endpoint")
+
+
+def is_endpoint(text: str) -> bool:
+    """Return whether a text is a URL, or an address with a port, rather than the id of a request."""
+    return "://" in text or re.fullmatch(r"[\w.-]+:\d+(/v1)?/?", text) is not None
 
 
 def control_or_leave(url: str, control: str | None, token: str | None) -> ControlEndpoint:

@@ -69,8 +69,8 @@ def test_explain_takes_the_ids_that_a_client_sees(demo):
     answer = ask(demo, headers={"x-request-id": "of/the-client"})
     assert answer.headers["x-request-id"] == "of/the-client"
     routed = answer.headers["x-mmrouter-request-id"]
-    for name in (answer.json()["id"], "of/the-client", "last"):
-        done = demo.mmrouter("explain", demo.url, name, "--json")
+    for name in ([answer.json()["id"]], ["of/the-client"], ["last"], []):
+        done = demo.mmrouter("explain", demo.url, *name, "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["request_id"] == routed
 
@@ -108,7 +108,8 @@ def test_a_dry_run_explains_without_sending(demo, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [("explain",), ("explain", "x"), ("up", "missing.yaml"), ("verify", "http://x:1")]
+    "arguments",
+    [("explain", "x", "--dry-run", "y"), ("explain", "x"), ("up", "missing.yaml"), ("verify", "http://x:1")],
 )
 def test_wrong_use_is_a_sentence_and_status_2(demo, arguments):
     done = demo.mmrouter(*arguments)

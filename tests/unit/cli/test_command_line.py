@@ -25,6 +25,7 @@ from mmrouter_cli.__main__ import WITHOUT_OPTIONS, main
 from mmrouter_cli.app import app
 from mmrouter_cli.cluster.reader import ClusterError, namespace_of, reading
 from mmrouter_cli.local.folders import network_namespace
+from mmrouter_cli.options import is_endpoint
 from mmrouter_cli.status.control_api import ControlEndpoint, UnreachableError, find_control
 from mmrouter_lib import __version__
 from mmrouter_lib.api.crd import definition
@@ -234,7 +235,10 @@ LOCAL = "http://127.0.0.1:8000"
 """Nothing listens on its control port 8001."""
 
 
-@pytest.mark.parametrize(("command", "status"), [(("status",), 1), (("doctor",), 0), (("explain", "last"), 2)])
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [(("status",), 1), (("doctor",), 0), (("explain", "last"), 2), (("explain",), 2), (("verify",), 1)],
+)
 def test_without_a_url_the_only_local_deployment_is_taken(runs: Path, command: tuple[str, ...], status: int) -> None:
     elsewhere = CliRunner().invoke(app, command)
     assert elsewhere.exit_code == 2, "none runs here, and there is no cluster"
@@ -251,6 +255,14 @@ def test_a_name_is_looked_up_on_the_cluster_although_a_deployment_runs_here(runs
     for command in ("status", "doctor"):
         result = CliRunner().invoke(app, [command, "vl"])
         assert (result.exit_code, "no cluster is configured" in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("http://x", True), ("127.1.0.1:8000", True), ("host:80/v1", True), ("last", False), ("chatcmpl-a", False)],
+)
+def test_an_endpoint_is_no_request_id(text: str, expected: bool) -> None:
+    assert is_endpoint(text) is expected
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "127.0.0.1:8000/v1/", "http://127.0.0.1:8000"])
