@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 MAX_BYTES = 64 * 1024  # of a mutated input
+MSGPACK_WORDS = (b"\xdd\xff\xff\xff\xff", b"\xcf" + b"\xff" * 8, b"\xa3GPU", b"\xc0", b"\x00", b"\x7f")
+"""Words for inputs in msgpack: the longest array, the largest number, a name, nil, and small numbers."""
 _EDGES = (b"", b"\0", b"\xff", b"\x7f\xff", b"\x80\0\0\0", b"\xff" * 4, b"\xff" * 8, b"-1", b"0", b"9" * 20, b"1e999")
 
 

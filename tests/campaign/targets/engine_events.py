@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
-from campaign.mutation import changed, mutated
+from campaign.mutation import MSGPACK_WORDS, changed, mutated
 from campaign.target import BrokenPropertyError, Target
 from unit.sidecar.conftest import CLEARED, batch, keys_of, removed, stored
 from unit.sidecar.test_cache_groups import FULL_GROUP, MAMBA_GROUP, window
@@ -117,24 +117,10 @@ class EngineEvents(Target):
     name = "engine_events"
     short = 100
     words = (
-        *(
-            b"\x91" * 40,
-            b"\xdf\xff\xff\xff\xff",
-            b"\xdd\xff\xff\xff\xff",
-            b"\xcf" + b"\xff" * 8,
-            b"\xd3\x80" + bytes(7),
-        ),
-        *(
-            b"\xcb\x7f\xf8" + bytes(6),
-            b"\xc4\x08" + bytes(8),
-            b"\xc7\x00\x05",
-            b"\xc0",
-            b"\xc1",
-            b"\x00",
-            b"\x7f",
-            b"\xe0",
-        ),
-        *(b"\xa3GPU", b"\xa3CPU", b"\xb0AllBlocksCleared", b"\xacBlockRemoved", b"\xabBlockStored", APART),
+        *MSGPACK_WORDS,
+        *(b"\x91" * 40, b"\xdf\xff\xff\xff\xff", b"\xd3\x80" + bytes(7), b"\xcb\x7f\xf8" + bytes(6)),
+        *(b"\xc4\x08" + bytes(8), b"\xc7\x00\x05", b"\xc1", b"\xe0"),
+        *(b"\xa3CPU", b"\xb0AllBlocksCleared", b"\xacBlockRemoved", b"\xabBlockStored", APART),
     )
 
     def __enter__(self) -> Self:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import msgspec
-from campaign.mutation import mutated
+from campaign.mutation import MSGPACK_WORDS, mutated
 from campaign.target import BrokenPropertyError, Target
 
 from mmrouter_lib import feed
@@ -34,32 +34,10 @@ class FeedFrames(Target):
     name = "feed_frames"
     short = 800
     words = (
-        *(
-            b"\x91" * 200,
-            b"\xdd\xff\xff\xff\xff",
-            b"\xc6\xff\xff\xff\xff",
-            b"\xcf" + b"\xff" * 8,
-            b"\xd3" + b"\xff" * 8,
-        ),
-        *(
-            b"\xa5delta",
-            b"\xa9heartbeat",
-            b"\xadsnapshot_part",
-            b"\xabreplay_part",
-            b"\xa3GPU",
-            b"\xce\xff\xff\xff\xff",
-        ),
-        *(
-            b"\x01",
-            b"\x00",
-            b"\x02",
-            b"\xc0",
-            b"\xff",
-            b"\x7f",
-            b"\xcb\x7f\xf0" + bytes(6),
-            APART + PUBLISHED,
-            APART + REPLY,
-        ),
+        *MSGPACK_WORDS,
+        *(b"\x91" * 200, b"\xc6\xff\xff\xff\xff", b"\xd3" + b"\xff" * 8, b"\xce\xff\xff\xff\xff"),
+        *(b"\xa5delta", b"\xa9heartbeat", b"\xadsnapshot_part", b"\xabreplay_part"),
+        *(b"\x01", b"\x02", b"\xff", b"\xcb\x7f\xf0" + bytes(6), APART + PUBLISHED, APART + REPLY),
     )
 
     def __enter__(self) -> Self:
