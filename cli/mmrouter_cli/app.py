@@ -40,7 +40,7 @@ EXAMPLES = next(
     for folder in (Path(__file__).with_name("examples"), Path(__file__).parents[2] / "examples")
     if (folder / "demo.yaml").is_file()
 )
-"""In an installed distribution, a part of this package; else the checkout's."""
+"""Part of this package in an installed distribution, else of the checkout."""
 DEMOS = {"vllm": "demo.yaml", "sglang": "demo-sglang.yaml"}
 
 app = typer.Typer(

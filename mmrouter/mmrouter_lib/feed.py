@@ -243,7 +243,7 @@ class SnapshotPart(_Numbered, frozen=True, tag="snapshot_part"):
     last: bool
 
     def __post_init__(self) -> None:
-        """As that of :class:`Delta`."""
+        """Check the keys as :class:`Delta` does."""
         if len(self.keys) & 7:
             raise ValueError("a key is cut off")
 

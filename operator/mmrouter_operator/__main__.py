@@ -111,7 +111,7 @@ def configure_logs(level: str, *, plain: bool = False) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Of every watch that reconnects and every handler that ran, in words of its own.
+    # kopf logs every watch that reconnects and every handler that ran.
     logging.getLogger("kopf").setLevel(logging.WARNING)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 

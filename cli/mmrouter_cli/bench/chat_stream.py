@@ -93,7 +93,7 @@ class StreamReader(Receiver):
         if self._status != 200:
             self.error = AnswerError(f"status {self._status}", error_message(self._buffer))
         elif self.complete:
-            return  # whatever came after the last event
+            return  # bytes after the last event do not count
         elif error is not None:
             self.error = error
         elif not self._finished:

@@ -68,7 +68,7 @@ def capacity_check(cluster: ClusterFacts, facts: DeploymentFacts, dep: MMRouterD
 def pods_wanted(dep: MMRouterDeployment, facts: DeploymentFacts) -> list[PodDemand]:
     """Return what the deployment's pods request, the frontend's last. Raises ``SpecError``."""
     pods = () if isinstance(facts.pods, Unread) else facts.pods
-    # A pool with an autoscaler wants as many as that wants.
+    # The autoscaler decides how many pods its pool has.
     autoscaled = {pool.name for pool in dep.spec.pools if pool.autoscaling is not None}
     counts = (facts.resource.get("status") or {}).get("pools") or []
     scaled = {each["name"]: each["desired"] for each in counts if each["name"] in autoscaled and "desired" in each}

@@ -127,7 +127,7 @@ def _opened(policies: Sequence[Object], labels: Mapping[str, str], port: int) ->
 
 
 def _selects(selector: Object, labels: Mapping[str, str]) -> bool:
-    """Whether a selector may match pods that have at least these labels: others of theirs are not known here."""
+    """Whether a selector may match pods that have at least these labels; they may have others."""
     wanted = selector.get("matchLabels") or {}
     if any(key in labels and labels[key] != value for key, value in wanted.items()):
         return False
@@ -167,7 +167,7 @@ LIMIT_KINDS: Final = (
     LimitKind("gateway.envoyproxy.io/v1alpha1", "backendtrafficpolicies", ("requestBuffer", "limit"), quantity_bytes),
     LimitKind("gateway.nginx.org/v1alpha1", "clientsettingspolicies", ("body", "maxSize"), _nginx_size),
 )
-"""Of Envoy Gateway and NGINX Gateway Fabric, which answer a larger body 413."""
+"""Policies of Envoy Gateway and NGINX Gateway Fabric, which answer a larger body 413."""
 
 
 def _limits(gateway: GatewayFacts, dep: MMRouterDeployment) -> Iterator[Finding]:

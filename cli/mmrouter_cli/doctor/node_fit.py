@@ -139,7 +139,7 @@ def _value(quantity: Any) -> Decimal:
     try:
         return quantity_value(str(quantity))
     except ValueError:
-        return Decimal(0)  # of a size that no pod of ours asks for
+        return Decimal(0)  # in a form of quantity that no pod of the deployment requests
 
 
 def _term(term: Spec, node: Node) -> bool:

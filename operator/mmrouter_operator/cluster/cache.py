@@ -18,7 +18,7 @@ from mmrouter_operator.model.views import child_view, pod_view, revision_view
 
 _VOLATILE = ("resourceVersion", "generation", "managedFields", "uid", "creationTimestamp", "selfLink")
 _CONTROLLERS = "deployment.kubernetes.io/"
-"""Annotations that the Deployment controller changes after every write of ours."""
+"""Annotations that the Deployment controller changes after every write of the operator."""
 _REMEMBERED_DELETIONS = 4096
 
 

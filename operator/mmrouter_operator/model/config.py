@@ -41,7 +41,7 @@ class OperatorConfig(BaseModel):
     """The cluster's pod and service ranges, kept out of the frontend's egress to public hosts."""
     api_server_cidrs: tuple[Cidr, ...] = ()
     """Addresses of the API server behind its Service, the only ones that a frontend's NetworkPolicy then opens 443 and
-    6443 to; empty opens these ports to everywhere, because nothing inside a namespace tells the addresses."""
+    6443 to; empty opens these ports to everywhere, because no object in a namespace shows the addresses."""
 
 
 class ConfigError(ValueError):

@@ -16,10 +16,10 @@ from mmrouter_operator.model.snapshot import (
 
 CRASH_LOOP = "CrashLoopBackOff"
 RESTARTS = 2
-"""Restarts from which a container that is not ready counts as one that ends again and again, also while it runs and
-in the minute for which the kubelet shows its end before it tells of the back-off."""
+"""Restarts from which a container that is not ready counts as crashing repeatedly, also while it runs and in the minute
+in which the kubelet reports its end before it reports the back-off."""
 LONGEST_WORDS = 200
-"""Characters of what a container said last."""
+"""Characters kept of a container's last message."""
 
 BAD_WAITING: Final = {
     **dict.fromkeys(("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull"), "ImagePullFailed"),
@@ -100,7 +100,7 @@ def pod_view(obj: Mapping[str, Any]) -> PodView:
 
 
 def revision_view(obj: Mapping[str, Any]) -> RevisionView:
-    """Return the view of a ControllerRevision of ours."""
+    """Return the view of a ControllerRevision that the operator wrote."""
     identity = _identity({"kind": "ControllerRevision", **obj})
     return RevisionView(
         identity["name"], obj.get("revision", 0), obj.get("data") or {}, identity["uid"], identity["owner"]

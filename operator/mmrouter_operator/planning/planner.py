@@ -55,7 +55,7 @@ _NOT_PRUNED = ("Secret", "ControllerRevision")
 
 
 class Prune(NamedTuple):
-    """A child of ours that is no longer wanted."""
+    """A child that the operator created and that the spec no longer needs."""
 
     kind: str
     name: str

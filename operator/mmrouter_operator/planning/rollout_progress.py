@@ -46,7 +46,7 @@ class Rollout:
     """The progress of a pool or the frontend. A set pool's counts are sums over its two revisions."""
 
     name: str
-    """Of the Deployment that is wanted."""
+    """Name of the Deployment that the spec describes."""
     pool: str
     """Empty for the frontend."""
     role: str

@@ -238,7 +238,7 @@ def _with_holders(trace: dict[str, Any], fleet: Fleet) -> dict[str, Any]:
 
 
 async def _ask_peers(peers: tuple[Peer, ...], request_id: str, token: str, *, parity: bool) -> Any | None:
-    # Only routers with peers need it, and only for decisions of theirs; in a thread, as requests wait for the loop.
+    # Imported here, because only a request for a peer's decision needs it, and in a thread, to keep the loop free.
     aiohttp = await asyncio.to_thread(import_module, "aiohttp")
     headers, timeout = {"authorization": f"Bearer {token}"}, aiohttp.ClientTimeout(total=PEER_SECONDS)
     query = "ask=false&parity=true" if parity else "ask=false"

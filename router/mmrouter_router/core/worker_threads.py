@@ -20,7 +20,7 @@ for them but tokenizing, whose bound is in :mod:`mmrouter_router.request.prepare
 :func:`mmrouter_router.intake.json_body.work_size` counts as more bytes."""
 LARGE_BYTES: Final = 1024 * 1024  # bytes of input above which work runs in the threads for large work
 THREADS: Final = 2
-"""For either size. Python runs one at a time; what they gain is that tokenizing, hashing and decoding run beside it."""
+"""Threads for either size. One at a time runs Python; tokenizing, hashing and decoding run beside it."""
 SWITCH_SECONDS: Final = 0.0005
 """How long a thread may run Python while the event loop waits to run. It waits so long whenever it wakes beside such a
 thread, and with Python's 5 ms that is half of the time between two tokens of an engine."""

@@ -191,7 +191,7 @@ class Fleet:
             worker.version = self.version
 
     def changed(self, worker: Worker | None = None) -> None:
-        """Tell the listeners of a change, of one worker or of none that placement knows."""
+        """Notify the listeners of a change. ``worker``: the one that changed, if placement depends on the change."""
         self.touch(worker)
         for listener in tuple(self.change_listeners):
             listener()

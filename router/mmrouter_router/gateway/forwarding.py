@@ -51,7 +51,7 @@ class Forwarding:
         max_held_bytes: int,
         trusts: bool,
     ) -> None:
-        """``routes``: returns the present table. ``trusts``: there is a CA for deployments that serve TLS."""
+        """``routes``: returns the current table. ``trusts``: there is a CA for deployments that serve TLS."""
         self.tenants, self.budget = tenants, BodyBudget(max_held_bytes)
         self._routes, self._upstream, self._metrics, self._threads = routes, upstream, metrics, threads
         self._max_bytes, self._trusts = max_request_bytes, trusts

@@ -41,7 +41,7 @@ def self_signed(name: str) -> KeyAndChain:
     # Nothing of the machine's own configuration is needed, and it may be missing.
     command = ("openssl", "req", "-config", "/dev/null", *kind, "-subj", f"/CN={name}", "-keyout", "/dev/stdout")
     try:
-        # The name is one argument, in whatever letters.
+        # The name is one argument, so no character of it needs quoting.
         made = subprocess.run(command, check=True, capture_output=True, timeout=OPENSSL_SECONDS).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error).encode()

@@ -119,7 +119,7 @@ def freshness(headers: Headers, now: datetime | None = None) -> float | None:
 
 
 def modification(headers: Headers) -> str | None:
-    """Return ``Last-Modified`` where it tells one content from the next, else ``None``.
+    """Return ``Last-Modified`` where it distinguishes one content from the next, else ``None``.
 
     It has a resolution of a second: content that was answered within that second may have changed later in it (RFC 9110
     section 8.8.2.2). The next fetch would then be answered by 304, and the router would predict the old content.

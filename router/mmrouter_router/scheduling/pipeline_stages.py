@@ -13,7 +13,7 @@ from mmrouter_lib.engines import adapter
 from mmrouter_router.scheduling.way_comparison import WayComparison
 
 SHORT_TOKENS: Final = 512
-"""With fewer tokens left to compute, one step of any accelerator, a prompt is computed where it is decoded.
+"""A prompt with fewer tokens left to compute, which is one step of any accelerator, is computed where it is decoded.
 
 A transfer costs a round trip to two engines. Above the bound the measured costs decide."""
 

@@ -26,7 +26,7 @@ from mmrouter_router.sentinels.table import Scope, SentinelTable, Values
 
 Event = Literal["calibrated", "proven", "learned", "ambiguous", "demoted"]
 
-BLIND_SECONDS = 60.0  # how long after a request that was not aligned sightings may still be of it
+BLIND_SECONDS = 60.0  # after a request that was not aligned, in which sightings may still stem from it
 MAX_RANKS = 4_096
 MAX_SCOPES = 32  # scopes that are kept, so that a rolled back engine release finds its sentinels again
 MAX_DIGESTS = 4_096

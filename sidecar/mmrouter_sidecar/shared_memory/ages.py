@@ -1,4 +1,4 @@
-"""For how long files have been unused, by a clock that is never set. Pure.
+"""Measures how long files have been unused, by a clock that is never set. Pure.
 
 Times of files are on the wall clock. After a step of that clock, a file of a request in flight would look forgotten, or
 a forgotten one in use. So only the first scan compares the two; from then on, another time of a file shows that it was

@@ -89,7 +89,7 @@ class Container:
     fails_alike: bool = False
     """The last two of these failures had the same status and the same last line, so that the next would too."""
     last_line: str = ""
-    """Of its output; an exception's line if one came since its start."""
+    """Last line of its output, or the line of an exception since its start."""
     raised: bool = False
     """An exception's line came since its start."""
     came_up: bool = False

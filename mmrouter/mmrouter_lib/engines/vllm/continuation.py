@@ -45,7 +45,7 @@ _OBSTACLES: Final[Mapping[str, Obstacle]] = {
     "stop": "stop",
     "bad_words": "bad_words",
 }
-"""Of the fields above; that of any other field is ``field``."""
+"""Field of the table above -> obstacle; any other field there has the obstacle ``field``."""
 _ALLOWED: Final = frozenset(
     (
         *("model", "messages", "prompt", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),

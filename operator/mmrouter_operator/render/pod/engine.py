@@ -156,7 +156,7 @@ def sidecar(dep: MMRouterDeployment, pool: Pool, config: OperatorConfig) -> dict
 
 
 PLUGIN_CONTAINER: Final = "handover-plugin"
-"""Of the init container."""
+"""Name of the init container."""
 MOST_BYTES: Final = 1 << 30
 """What a renderer keeps of processed images until engines have taken them: seconds of a busy renderer's work."""
 _PLUGIN_VOLUME: Final = "plugin"
