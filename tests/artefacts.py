@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from hack.build_once import CANNOT, LAST_LINES
+from mmrouter_cli.local.envoy import find_envoy
+from mmrouter_cli.local.folders import LocalError
 
 ROOT = Path(__file__).resolve().parents[1]
 Record = Callable[[str, Any], None]
@@ -54,6 +56,14 @@ def run_tool_or_skip(tool: str, *arguments: str, **env: str) -> str:
 def go_programs(name: str) -> Path:
     """Return the folder of a set of Go programs (``hack/cluster/go_programs.py``); skips the test without it."""
     return Path(run_tool_or_skip("cluster.go_programs", name))
+
+
+def envoy_program() -> str:
+    """Return Envoy's program; skips the test without it."""
+    try:
+        return find_envoy()
+    except LocalError as error:
+        pytest.skip(f"not run: {error}")
 
 
 def status_of(prepare: Callable[[], None]) -> int:

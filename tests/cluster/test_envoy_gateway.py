@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from artefacts import go_programs
+from artefacts import envoy_program, go_programs
 from cluster.envoy_gateway import envoy_gateway
 from cluster.istio import free_port
 from local.rig import Deployment, deployed, example
 from scenarios import SCENARIOS, Folder, Scenario, open_chat, title, web
 from waiting import wait_for
 
-from mmrouter_cli.local.envoy import DESTINATION, find_envoy
-from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.envoy import DESTINATION
 
 __all__ = ["web"]
 
@@ -25,11 +24,7 @@ SECONDS = 120
 @pytest.fixture(scope="module")
 def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """The demo, with the Gateway's address in the place of its own."""
-    try:
-        envoy = find_envoy()
-    except LocalError as error:
-        pytest.skip(f"not run: {error}")
-    program = go_programs("envoy-gateway") / "envoy-gateway"
+    envoy, program = envoy_program(), go_programs("envoy-gateway") / "envoy-gateway"
     resource = example()
     resource["spec"]["frontend"]["mode"] = "endpointPicker"
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from artefacts import go_programs
+from artefacts import envoy_program, go_programs
 from cluster.conftest import CRDS, ROOT
 from cluster.controlplane import ControlPlane, control_plane
 from cluster.deployments import MERGE
@@ -30,8 +30,6 @@ from local.rig import pod_processes
 from waiting import wait_for
 
 from mmrouter_cli.local import loopback_network
-from mmrouter_cli.local.envoy import find_envoy
-from mmrouter_cli.local.folders import LocalError
 from mmrouter_operator.model.kinds import RESOURCE
 
 pytestmark = pytest.mark.long_form
@@ -44,10 +42,7 @@ TEXT = "The harbour lies still in the early light and the boats wait for the tid
 
 @pytest.fixture(scope="module")
 def envoy() -> str:
-    try:
-        return find_envoy()
-    except LocalError as error:
-        pytest.skip(f"not run: {error}")
+    return envoy_program()
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artefacts import Record, go_programs
+from artefacts import Record, envoy_program, go_programs
 from cluster.access import Access
 from cluster.istio import GATEWAY
 from cluster.operators import diagnosed
@@ -41,8 +41,7 @@ from waiting import wait_for
 
 from hack.cluster.go_programs import GATEWAY_DEFINITIONS
 from hack.images.base_image import write_image
-from mmrouter_cli.local.envoy import PICKER_PORT, find_envoy
-from mmrouter_cli.local.folders import LocalError
+from mmrouter_cli.local.envoy import PICKER_PORT
 
 __all__ = ["start"]
 
@@ -96,11 +95,7 @@ class Behind:
 def istio(operated: Access) -> Iterator[Istio]:
     if not isinstance(operated, Node):
         pytest.skip("not run: pods of another cluster cannot mount the gateway's programs from this machine")
-    try:
-        envoy = Path(find_envoy())
-    except LocalError as error:
-        pytest.skip(f"not run: {error}")
-    programs = go_programs("istio")
+    envoy, programs = Path(envoy_program()), go_programs("istio")
     with definitions(operated, programs / "crds"), pilot(operated, programs / "pilot-discovery") as address:
         yield Istio(operated, address, envoy)
 

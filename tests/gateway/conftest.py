@@ -3,12 +3,10 @@
 from collections.abc import Iterator
 
 import pytest
+from artefacts import envoy_program
 from local.rig import ROOT, Deployment, running
 from scenarios import chat, web
 from waiting import wait_for
-
-from mmrouter_cli.local.envoy import find_envoy
-from mmrouter_cli.local.folders import LocalError
 
 __all__ = ["chat", "web"]
 
@@ -18,10 +16,7 @@ START_SECONDS = 180
 @pytest.fixture(scope="session")
 def envoy() -> str:
     """Envoy's program."""
-    try:
-        return find_envoy()
-    except LocalError as error:
-        pytest.skip(f"not run: {error}")
+    return envoy_program()
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,7 @@ class Preflight:
             )
             return
         wanted = {"config.json": CONFIGS, "tokenizer, such as tokenizer.json": TOKENIZERS}
-        missing = [name for name, patterns in wanted.items() if not any(_has(folder, each) for each in patterns)]
+        missing = [name for name, patterns in wanted.items() if not any(any(folder.glob(each)) for each in patterns)]
         if missing:
             names = " and no ".join(missing)
             yield f"spec.model.volume: {folder} has no {names}: name the folder with the model's files"
@@ -117,10 +117,6 @@ class Preflight:
         ports = {port for pod in self.plan.pods for port in pod.ports}
         with contextlib.closing(take_block(ports, len(self.plan.pods))):
             pass
-
-
-def _has(folder: Path, pattern: str) -> bool:
-    return any(folder.glob(pattern))
 
 
 def _size(folder: Path) -> int:
