@@ -317,11 +317,13 @@ def several_prompts_and_an_echo_repeat_whole(chat: Chat, cached: Callable[[], fl
         raw = chat.client.completions.with_raw_response.create(
             model=chat.model, prompt=prompt, max_tokens=1, temperature=0, **fields
         )
-        told = [int(raw.headers[f"x-mmrouter-{name}"]) for name in ("overlap-blocks", "prompt-blocks", "prompt-tokens")]
-        assert told[2] == raw.parse().usage.prompt_tokens
+        counts = [
+            int(raw.headers[f"x-mmrouter-{name}"]) for name in ("overlap-blocks", "prompt-blocks", "prompt-tokens")
+        ]
+        assert counts[2] == raw.parse().usage.prompt_tokens
         for each in [prompt] if isinstance(prompt, str) else prompt:
             chat.settle({"prompt": each}, 1, "/v1/completions")
-        return raw.headers["x-mmrouter-exactness"], *told, cached() - before
+        return raw.headers["x-mmrouter-exactness"], *counts, cached() - before
 
     exactness, overlap, blocks, _, found = asked(prompts)
     assert (exactness, overlap, found) == ("exact", 0, 0)

@@ -76,9 +76,9 @@ class Choice:
 
     def add(self, part: Mapping[str, Any]) -> None:
         """Add a choice of a chunk or of a whole answer."""
-        said = part.get("delta") or part.get("message") or part
-        self.text += said.get("text") or said.get("content") or ""
-        for call in said.get("tool_calls") or ():
+        message = part.get("delta") or part.get("message") or part
+        self.text += message.get("text") or message.get("content") or ""
+        for call in message.get("tool_calls") or ():
             self.calls += (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
         self.finish += [part["finish_reason"]] if part["finish_reason"] else []
         logprobs = part.get("logprobs") or {}

@@ -79,6 +79,6 @@ LOG_LINES = 40
 
 def describe(plane: ControlPlane, namespace: str) -> str:
     """Return what `mmrouter doctor` and `mmrouter status` say of ``demo``, and the end of the operator's log."""
-    said = [mmrouter(plane, command, "demo", "-n", namespace) for command in ("doctor", "status")]
+    outputs = [mmrouter(plane, command, "demo", "-n", namespace) for command in ("doctor", "status")]
     log = plane.log_file("operator").read_text().splitlines()[-LOG_LINES:]
-    return "\n".join([*(done.stdout + done.stderr for done in said), *log])
+    return "\n".join([*(done.stdout + done.stderr for done in outputs), *log])

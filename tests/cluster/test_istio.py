@@ -123,10 +123,10 @@ def test_pool_and_route_are_accepted_and_status_and_doctor_say_so(demo: Behind) 
         demo.plane, NAME, "-n", demo.namespace, env={**os.environ, "KUBERNETES_SERVICE_HOST": demo.plane.address}
     )
     assert report.problems == []
-    said = report.seen("gateway", "ok")
-    assert f"{gateway} accepts InferencePool {NAME}" in said
-    assert sum("serves gateways by TLS" in each for each in said) == 2, said
-    assert any(each.startswith("gateways have asked the pickers") for each in said), said
+    summary = report.seen("gateway", "ok")
+    assert f"{gateway} accepts InferencePool {NAME}" in summary
+    assert sum("serves gateways by TLS" in each for each in summary) == 2, summary
+    assert any(each.startswith("gateways have asked the pickers") for each in summary), summary
 
 
 def test_a_repeated_prompt_is_answered_by_the_engine_that_holds_its_blocks(demo: Behind) -> None:

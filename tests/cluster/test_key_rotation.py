@@ -84,5 +84,5 @@ def test_keys_rotate_under_load_without_a_restart_or_a_failed_request(real: Cont
 
 def test_a_deployment_without_a_secret_is_named(real: ControlPlane, proved: str) -> None:
     done = mmrouter(real, "rotate-keys", "missing", "-n", proved)
-    said = f"mmrouter: there is no Secret missing-secrets in namespace {proved}\n"
-    assert (done.returncode, done.stderr) == (1, said)
+    refusal = f"mmrouter: there is no Secret missing-secrets in namespace {proved}\n"
+    assert (done.returncode, done.stderr) == (1, refusal)

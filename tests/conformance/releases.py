@@ -85,8 +85,8 @@ def result(report: pytest.TestReport, error: BaseException | None) -> str:
         return f"not run: {report.longrepr[2].removeprefix('Skipped: ').removeprefix('not run: ')}"
     if isinstance(error, EngineError):
         return f"not run: {error}"
-    said, _, _ = str(error).partition("\n  \n")  # what follows is pytest's list of differences
-    return f"differs: {' '.join(said.split())[:200]}"
+    message, _, _ = str(error).partition("\n  \n")  # what follows is pytest's list of differences
+    return f"differs: {' '.join(message.split())[:200]}"
 
 
 def changed(before: Row | None, now: Row) -> str:

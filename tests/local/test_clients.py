@@ -72,9 +72,9 @@ def expected(matrix: Matrix, deployment: Deployment, engine: Pod) -> dict[str, s
     chat = engine.ask({**common, "messages": [{"role": "user", "content": TEXT}]})
     completion = engine.ask({**common, "prompt": TEXT}, "/v1/completions")
     about_image = post(deployment, "free", {**common, "messages": pictured})
-    said = chat.json()["choices"][0]["message"]["content"]
+    text = chat.json()["choices"][0]["message"]["content"]
     return {
-        **dict.fromkeys(("chat", "stream", "responses"), said),
+        **dict.fromkeys(("chat", "stream", "responses"), text),
         "completion": completion.json()["choices"][0]["text"],
         "image": about_image.json()["choices"][0]["message"]["content"],
     }

@@ -292,8 +292,8 @@ def test_both_sides_report_equal_settings_and_the_engine_keeps_the_plugins_of_it
     assert len(here.settings) == 64
     for side in (here, there):
         assert all(side.offers(way) for way in wire.WAYS), side
-    told = json.loads(sides.engine.client.get(wire.STATUS_PATH).content)
-    assert told["engine"].partition("+")[0] in told["releases"]
+    plugin = json.loads(sides.engine.client.get(wire.STATUS_PATH).content)
+    assert plugin["engine"].partition("+")[0] in plugin["releases"]
     # The plugins of the stock environment are loaded as they are without ours.
     variable = psutil.Process(sides.engine.process.pid).environ()["VLLM_PLUGINS"].split(",")
     assert variable[-1] == "mmrouter"

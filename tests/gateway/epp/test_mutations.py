@@ -72,9 +72,9 @@ async def test_no_sequence_breaks_the_order_or_the_next_request(epp):
         rnd = random.Random(f"{SEED}.{number}")
         messages = drawn(rnd, epp.chat("x" * rnd.randrange(300)), epp.endpoints)
         outcome = await epp.driver.ask(messages)
-        said = f"sequence {number} of seed {SEED}: {[message.WhichOneof('kind') for message in messages]}"
-        assert out_of_order(outcome) == "", said
-        assert outcome.code in ENDS, f"{said}: {outcome.code}"
+        title = f"sequence {number} of seed {SEED}: {[message.WhichOneof('kind') for message in messages]}"
+        assert out_of_order(outcome) == "", title
+        assert outcome.code in ENDS, f"{title}: {outcome.code}"
     await epp.settled()
     talk = epp.driver.talk()
     await talk.send(driver.headers(), *driver.body(epp.chat()))

@@ -348,10 +348,10 @@ def test_two_runs_are_compared_in_a_sentence() -> None:
     slower = Spread(200, 0.4, 0.4, 0.6, 0.6, 0.6, 0.8)
     rows = [AnswerRow(n / 10, 2 * (0.1 + n / 1000), 0.5, 500, 250) for n in range(200)]
     first, second = result(), result(first_token=slower, rows=rows, salt="t")
-    said = run_statistics.verdict(run_statistics.lines(first, second))
-    assert "the second run is worse in " in said
-    assert "first token, p50" in said
-    assert said in Parsed(page([first, second])).text
+    sentence = run_statistics.verdict(run_statistics.lines(first, second))
+    assert "the second run is worse in " in sentence
+    assert "first token, p50" in sentence
+    assert sentence in Parsed(page([first, second])).text
     assert "do not differ by more than their noise" in run_statistics.verdict(run_statistics.lines(first, first))
     assert "half of them began within 100 ms" in Parsed(page([first])).text
 

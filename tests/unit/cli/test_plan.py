@@ -63,8 +63,8 @@ def test_the_choice_of_a_connector_is_explained(tmp_path: Path) -> None:
     spec = {**whole(), "engine": {"type": "vllm", "image": "vllm:1"}, "pools": pools}
     path = write(tmp_path, "a.yaml", spec)
     _, choice = report(path)["choices"]
-    for said in ("slow, work", "ECExampleConnector", "as the pools are cpu and nvidia", "ReadWriteMany"):
-        assert said in choice
+    for words in ("slow, work", "ECExampleConnector", "as the pools are cpu and nvidia", "ReadWriteMany"):
+        assert words in choice
     assert choice in run(path).splitlines()
     spec["engine"]["ecConnector"] = {"ec_connector": "Mine"}
     assert "Mine, set in engine.ecConnector" in report(write(tmp_path, "b.yaml", spec))["choices"][1]
@@ -77,8 +77,8 @@ def test_objects_for_gateways_and_what_gateways_need_are_shown(tmp_path: Path) -
     *_, pool, route, needs = report(path)["choices"]
     assert pool.startswith("InferencePool")
     assert route.startswith("HTTPRoute")
-    for said in ("64Mi", "port 9002 of the frontends by TLS", "port 8000 of the workers", "NetworkPolicy"):
-        assert said in needs
+    for words in ("64Mi", "port 9002 of the frontends by TLS", "port 8000 of the workers", "NetworkPolicy"):
+        assert words in needs
     assert {pool, route, needs} <= set(run(path).splitlines())
     spec["frontend"] = {"mode": "frontendPicker", "pickerTls": "none"}
     *_, pool, needs = report(write(tmp_path, "c.yaml", spec))["choices"]

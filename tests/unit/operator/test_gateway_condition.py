@@ -71,6 +71,6 @@ def test_what_gateways_report_is_a_condition(
     ],
 )
 def test_an_accepted_deployment_says_what_its_picker_chooses(mode: str, words: str) -> None:
-    said = message(behind(mode, [YES], [YES]), "GatewayAccepted")
-    assert words in said
-    assert ("picker" in said) is bool(words)
+    text = message(behind(mode, [YES], [YES]), "GatewayAccepted")
+    assert words in text
+    assert ("picker" in text) is bool(words)

@@ -256,7 +256,7 @@ def test_a_volume_of_the_namespace_takes_the_place_of_the_hostpath_in_every_pod_
 
 
 @pytest.mark.parametrize(
-    ("routing", "memory", "said"),
+    ("routing", "memory", "sentence"),
     [
         (
             {"transfer": "auto"},
@@ -283,9 +283,9 @@ def test_a_volume_of_the_namespace_takes_the_place_of_the_hostpath_in_every_pod_
     ],
 )
 def test_a_plan_says_how_images_travel_through_what_and_why(
-    over: MMRouterDeployment, routing: dict[str, Any], memory: list[dict[str, str]], said: str
+    over: MMRouterDeployment, routing: dict[str, Any], memory: list[dict[str, str]], sentence: str
 ) -> None:
     pools = [
         pool(*each, "cpu", sharedMemory=m) for each, m in zip((("a", "worker"), ("b", "renderer")), memory, strict=True)
     ]
-    assert said in transfer_line(change(over, routing=routing, pools=pools))
+    assert sentence in transfer_line(change(over, routing=routing, pools=pools))

@@ -205,7 +205,7 @@ def test_load_columns_match_rank_usages(steps):
         elif worker.member.uid in rig.fleet.workers:
             happen(rig, what, worker, value)
         with suppress(NoWorkerError):
-            assert all(seen == said for seen, said in columns(rig))
+            assert all(seen == expected for seen, expected in columns(rig))
     # No two ranks share a row, and an unused row is empty for the next rank.
     rows = [usage.row for worker in rig.fleet for usage in worker.usage.values()]
     assert len(set(rows)) == len(rows)

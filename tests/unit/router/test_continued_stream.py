@@ -102,8 +102,8 @@ def assert_ends_with(out: bytes, refusal: str, before: bytes) -> None:
     """The client has the whole events before the break, an error event that names the cause, and the last event."""
     *events, error, done = out.split(b"\n\n")[:-1]
     assert (b"\n\n".join([*events, b""]), done + b"\n\n") == (before, DONE)
-    told = json.loads(error.removeprefix(b"data: "))["error"]
-    assert (told["type"], told["code"], told["param"]) == ("server_error", f"stream_{refusal}", None)
+    failure = json.loads(error.removeprefix(b"data: "))["error"]
+    assert (failure["type"], failure["code"], failure["param"]) == ("server_error", f"stream_{refusal}", None)
 
 
 @pytest.mark.parametrize("pours", [True, False])

@@ -222,14 +222,14 @@ def test_shared_directory_is_reported_only_when_it_crosses_its_mark(rig):
     assert "shared" not in rig.reporter.report()["workers"]["uid-a"]
     assert state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]["shared"] is None
     changes: list[int] = []
-    told = []
+    received = []
     rig.fleet.change_listeners.append(lambda: changes.append(1))
     for taken in (1, 2, 900, 901, 3):
         rig.beat(worker, shared=feed.SharedDirectory(taken, 1000, 5000, 9000, taken >= 900))
         row = rig.reporter.report()["workers"]["uid-a"]["shared"]
         assert row == {"above": taken >= 900, "limit": 1000}
-        told.append(len(changes))
-    assert told == [1, 1, 2, 2, 3]
+        received.append(len(changes))
+    assert received == [1, 1, 2, 2, 3]
     shared = state_of(rig.reporter.report(), rig.fleet, rig.placer)["workers"][0]["shared"]
     assert shared == {"taken": 3, "limit": 1000, "available": 5000, "capacity": 9000, "above": False}
 

@@ -36,7 +36,7 @@ class Pool:
         self.traced = {}  # image -> headers that it was sent with
         self.size = {}  # what encoders say of an embedding
 
-    async def post(self, encoder, image, headers, told):
+    async def post(self, encoder, image, headers, transfers):
         name = image.uuid
         assert image.media.data == name.encode()
         self.sent.append((encoder, name))

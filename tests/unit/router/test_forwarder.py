@@ -67,11 +67,11 @@ async def test_each_attempt_has_a_span_with_its_error(rig, says, cause):
         (await rig.send()).close()
 
     spans = await spans_of(send)
-    told = [span for span in spans if span.name == "engine"]
-    assert [span.attributes["mmrouter.worker"] for span in told] == ["w1", "w2"]
-    assert [span.attributes.get("error.type") for span in told] == [cause, None]
-    assert [span.attributes["mmrouter.attempt"] for span in told] == [1, 2]
-    assert [event.name for event in told[1].events] == ["first byte"]
+    engine_spans = [span for span in spans if span.name == "engine"]
+    assert [span.attributes["mmrouter.worker"] for span in engine_spans] == ["w1", "w2"]
+    assert [span.attributes.get("error.type") for span in engine_spans] == [cause, None]
+    assert [span.attributes["mmrouter.attempt"] for span in engine_spans] == [1, 2]
+    assert [event.name for event in engine_spans[1].events] == ["first byte"]
     assert sum(span.name == "schedule" for span in spans) == 2
 
 

@@ -191,8 +191,8 @@ def test_the_clients_own_cache_key_names_the_conversation() -> None:
 
 def test_a_response_of_text_and_those_that_continue_it_are_one_conversation() -> None:
     first = {"input": "Tell of the sea.", "instructions": "Be brief."}
-    said = [{"type": "message", "role": "user", "content": "Tell of the sea."}, {"role": "assistant", "content": "It."}]
-    assert conversation(first) == conversation({"input": said, "instructions": "Be brief."})
+    turn = [{"type": "message", "role": "user", "content": "Tell of the sea."}, {"role": "assistant", "content": "It."}]
+    assert conversation(first) == conversation({"input": turn, "instructions": "Be brief."})
     assert conversation(first) != conversation({**first, "instructions": "Be long."})
 
 

@@ -244,10 +244,10 @@ async def test_refused_file_falls_back_to_bytes_and_the_way_backs_off(rig):
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [(400, b"context length"), (503, GONE), (500, b"cannot schedule new futures"), (404, GONE)]
+    ("status", "body"), [(400, b"context length"), (503, GONE), (500, b"cannot schedule new futures"), (404, GONE)]
 )
-async def test_unrelated_error_is_returned_without_retry(rig, status, said):
-    rig.answers = [(status, said)]
+async def test_unrelated_error_is_returned_without_retry(rig, status, body):
+    rig.answers = [(status, body)]
     answer = await rig.send(LARGE)
     assert (answer.status, len(rig.got), rig.left()) == (status, 1, [])
 

@@ -19,12 +19,12 @@ async def test_each_decision_is_one_line_at_level_debug(caplog, level, lines):
     caplog.set_level(level, "mmrouter")
     async with routed(policy="kv") as (r, client):
         ids = [(await client.post(CHAT, content=body(*WORDS))).headers[ID] for _ in range(2)]
-        told = [record.getMessage() for record in caplog.records if record.name == "mmrouter.decision"]
-        assert [line.split()[0] for line in told] == ids[:lines]
+        messages = [record.getMessage() for record in caplog.records if record.name == "mmrouter.decision"]
+        assert [line.split()[0] for line in messages] == ids[:lines]
         trace = r.decisions.get(ids[0])
         blocks = trace.decision.choice.winner.blocks
-        assert all(f"{trace.decision.exactness}" in line for line in told)
-        assert all(line.endswith(f" of {blocks} blocks held") and line.count("blocks held") == 1 for line in told)
+        assert all(f"{trace.decision.exactness}" in line for line in messages)
+        assert all(line.endswith(f" of {blocks} blocks held") and line.count("blocks held") == 1 for line in messages)
         assert value(r, "hit_ratio_count") == 2
 
 
@@ -39,7 +39,7 @@ async def test_an_unpredicted_request_has_no_hit_ratio_and_says_so(caplog):
 
 
 @pytest.mark.parametrize(
-    ("policy", "roles", "unknown", "said"),
+    ("policy", "roles", "unknown", "words"),
     [
         ("kv", ("worker",), "", " and completions, are exact: family qwen2_vl is modelled for vllm;"),
         ("kv", ("worker",), "new", "no prompt of new is predicted for vllm (tokenizer:missing), and there is no"),
@@ -47,10 +47,10 @@ async def test_an_unpredicted_request_has_no_hit_ratio_and_says_so(caplog):
         ("roundRobin", ("worker",), "", "; policy roundRobin ignores prompts, so only samples are predicted;"),
     ],
 )
-def test_the_line_at_the_start_says_what_is_exact_and_why_not(policy, roles, unknown, said):
+def test_the_line_at_the_start_says_what_is_exact_and_why_not(policy, roles, unknown, words):
     spec = deployed(policy, roles=roles).spec
     reason = "tokenizer:missing" if unknown else ""
-    assert said in prediction_line(spec, family="qwen2_vl", unknown=unknown, learns_images=False, unpredicted=reason)
+    assert words in prediction_line(spec, family="qwen2_vl", unknown=unknown, learns_images=False, unpredicted=reason)
 
 
 def test_the_line_at_the_start_says_that_media_are_not_predicted():

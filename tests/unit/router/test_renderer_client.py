@@ -166,8 +166,8 @@ async def test_cancelled_caller_leaves_the_rendering_and_the_last_one_cancels_it
 
 async def test_failure_goes_to_all_callers_and_is_not_cached(rig, server):
     server.raw = b"{}"
-    said = await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(3)), return_exceptions=True)
-    assert [error.cause for error in said] == ["unusable"] * 3
+    results = await asyncio.gather(*(rig.renderer.render(chat(A)) for _ in range(3)), return_exceptions=True)
+    assert [error.cause for error in results] == ["unusable"] * 3
     assert (server.asked, rig.counted("unusable")) == (1, 3)
     server.raw = None
     assert (await rig.renderer.render(chat(A)))[1] == (Span(1, 4, A),)

@@ -253,9 +253,9 @@ async def test_each_half_has_a_span_with_its_error(rig):
 
     spans = await spans_of(send)
     expected = {"prefill": [("p1", "answered_500"), ("p2", None)], "engine": [("d1", "prefill"), ("d1", None)]}
-    for name, told in expected.items():
+    for name, outcomes_of in expected.items():
         found = [span for span in spans if span.name == name]
-        assert [(s.attributes["mmrouter.worker"], s.attributes.get("error.type")) for s in found] == told
+        assert [(s.attributes["mmrouter.worker"], s.attributes.get("error.type")) for s in found] == outcomes_of
 
 
 async def test_unverified_decoder_is_unused_under_refuse(make_rig):

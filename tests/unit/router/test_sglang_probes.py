@@ -53,9 +53,9 @@ async def test_probe_needs_a_partner(rig):
 async def test_decode_engine_is_probed_by_its_half(rig):
     prefill, decode = await rig.engine("p1", ranks=2), await rig.engine("d1", answer(200, b'{"usage": {}}'), ranks=2)
     await rig.engine("p2", compatibility="other")
-    said = await prove(rig, "d1", rank=1)
+    answered = await prove(rig, "d1", rank=1)
     ((_, one, body), (_, two, same)) = (*prefill.asked, *decode.asked)
-    assert (said, body, rig.engines["p2"].asked) == (b'{"usage": {}}', same, [])
+    assert (answered, body, rig.engines["p2"].asked) == (b'{"usage": {}}', same, [])
     assert (one[ROOM], two["x-override-routed-dp-rank"]) == (two[ROOM], "1")
     assert one["x-override-routed-dp-rank"] == two["x-override-disagg-prefill-dp-rank"] == str(int(one[ROOM]) % 2)
 

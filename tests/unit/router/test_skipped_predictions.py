@@ -64,13 +64,13 @@ async def test_skipped_prediction_can_be_made_afterwards():
     async with routed() as (r, client):
         answer = await client.post(CHAT, content=body(*PARTS))
         trace = r.decisions.get(answer.headers[ID])
-        told = await r.chat.describe(trace)
+        described = await r.chat.describe(trace)
         before = await r.chat.prepare(CHAT, body(*PARTS), DEFAULT)
-        assert told["predicted"] == "afterwards"
-        assert told["prompt_tokens"] == len(before.ids) > 0
-        assert told["keys"] == [f"{key:016x}" for key in before.keys(16)]
-        assert [image["offset"] for image in told["images"]] == [span.offset for span in before.spans]
-        assert told["overlap"] == 0
+        assert described["predicted"] == "afterwards"
+        assert described["prompt_tokens"] == len(before.ids) > 0
+        assert described["keys"] == [f"{key:016x}" for key in before.keys(16)]
+        assert [image["offset"] for image in described["images"]] == [span.offset for span in before.spans]
+        assert described["overlap"] == 0
         assert not any(image.media.data for image in trace.unpredicted.images)
 
 

@@ -66,7 +66,7 @@ class Staging(Rig):
         status, answer = self.prefill_answer
         return status, json.dumps(answer).encode()
 
-    async def encode(self, encoder, image, headers, told):
+    async def encode(self, encoder, image, headers, transfers):
         self.encoded.append(image.uuid)
         params = {image.uuid: {"item_indices": [0], "by": encoder}}
         return self.encode_status, json.dumps({"ec_transfer_params": params}).encode()
@@ -176,7 +176,7 @@ async def test_images_with_missing_blocks_are_encoded(blocks, encoded):
     _, body, notes = await rig.before()
     assert rig.encoded == encoded
     assert notes == [("encode", "done" if encoded else "held")]
-    places = {name: said["item_indices"] for name, said in body.get("ec_transfer_params", {}).items()}
+    places = {name: params["item_indices"] for name, params in body.get("ec_transfer_params", {}).items()}
     assert places == {name: [number] for number, name in enumerate(("m1-a", "m1-b")) if name in encoded}
 
 

@@ -114,11 +114,11 @@ def test_a_refused_client_reads_when_one_of_its_own_requests_ends():
             permits = [running.enter_context(limits.admission.admit("red")) for _ in range(4)]
             for _ in range(4):
                 running.enter_context(limits.admission.admit("green"))
-            told = [limits.ask(tenant).headers["Retry-After"] for tenant in ("red", "green")]
+            seconds = [limits.ask(tenant).headers["Retry-After"] for tenant in ("red", "green")]
             limits.clock.now += 40
             for permit in permits:
                 permit.answered(limits.clock.now)
-    assert told == ["10", "1"]
+    assert seconds == ["10", "1"]
     with limits.admission.admit("red") as permit:
         assert permit.retry_seconds == 30, "it has no other request under way, and the bound is 30 s"
 

@@ -88,8 +88,8 @@ def test_trace_is_propagated_from_client_to_engine(tracer, collected):
     headers = part.propagate({"traceparent": SAMPLED, "tracestate": "vendor=1"})
     part.end()
     span.end()
-    told = collected.ended(tracer)
-    server, engine = told["POST /v1/chat/completions"], told["engine"]
+    spans = collected.ended(tracer)
+    server, engine = spans["POST /v1/chat/completions"], spans["engine"]
     assert f"{server.context.trace_id:032x}" == TRACE
     assert f"{server.parent.span_id:016x}" == PARENT
     assert engine.parent.span_id == server.context.span_id
@@ -142,8 +142,8 @@ async def test_child_spans_belong_to_the_request_of_their_task(tracer, collected
             pass
 
     first, second = await asyncio.gather(serve("a"), serve("b"))
-    told = collected.ended(tracer)
-    assert [told[n].parent.span_id for n in ("a", "a inner", "b", "b inner")] == [first, first, second, second]
+    spans = collected.ended(tracer)
+    assert [spans[n].parent.span_id for n in ("a", "a inner", "b", "b inner")] == [first, first, second, second]
     assert child_span("after") is NO_SPAN
 
 
@@ -154,26 +154,26 @@ def test_failed_span_has_the_kind_of_error_but_not_its_message(tracer, collected
     with pytest.raises(ValueError, match="secret"), span.child("prompt"):
         raise ValueError("secret")
     span.end()
-    told = collected.ended(tracer)
-    assert told["fetch image"].attributes == {"error.type": "media_timeout"}
-    assert told["prompt"].attributes == {"error.type": "ValueError"}
-    assert told["prompt"].status.status_code is StatusCode.ERROR
-    assert not told["prompt"].events
-    assert "secret" not in "".join(one.to_json() for one in told.values())
+    spans = collected.ended(tracer)
+    assert spans["fetch image"].attributes == {"error.type": "media_timeout"}
+    assert spans["prompt"].attributes == {"error.type": "ValueError"}
+    assert spans["prompt"].status.status_code is StatusCode.ERROR
+    assert not spans["prompt"].events
+    assert "secret" not in "".join(one.to_json() for one in spans.values())
 
 
 def test_decision_attributes_hold_no_client_text():
     winner = SimpleNamespace(name="w-0", pool="worker", overlap=3, tier=0, blocks=5)
     choice = SimpleNamespace(winner=winner, candidates=(winner, winner), reason="cost 2")
     reasons = ("processor_options:messages[0].secret", "unknown:x", "unknown:y")
-    told = Decision(None, choice, "kv", "partial", reasons).span_attributes()
-    assert told["mmrouter.causes"] == ["processor_options", "unknown"]
-    assert (told["mmrouter.overlap_blocks"], told["mmrouter.prompt_blocks"], told["mmrouter.candidates"]) == (3, 5, 2)
-    assert "secret" not in repr(told)
+    values = Decision(None, choice, "kv", "partial", reasons).span_attributes()
+    assert values["mmrouter.causes"] == ["processor_options", "unknown"]
+    assert [values[f"mmrouter.{name}"] for name in ("overlap_blocks", "prompt_blocks", "candidates")] == [3, 5, 2]
+    assert "secret" not in repr(values)
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "failure"),
+    ("code", "attributes", "failure"),
     [
         ("200", {"http.response.status_code": 200}, ""),
         ("429", {"http.response.status_code": 429}, ""),
@@ -182,8 +182,8 @@ def test_decision_attributes_hold_no_client_text():
         ("broken_off", {}, "broken_off"),
     ],
 )
-def test_only_server_faults_fail_a_request_span(code, told, failure):
-    assert outcome(code) == (told, failure)
+def test_only_server_faults_fail_a_request_span(code, attributes, failure):
+    assert outcome(code) == (attributes, failure)
 
 
 def test_error_without_code_is_named_by_its_class():

@@ -46,8 +46,8 @@ def test_a_wrong_configuration_exits_with_status_2_and_a_message(environment: di
     process = run(environment | ({"POD_UID": ""} if wrong == "variable" else {}))
     _, log = process.communicate(timeout=600)
     assert process.returncode == 2
-    said = {"variable": "POD_UID is not set", "resource": "", "CA": f"{file.parent}/engine-ca: No such file"}
-    assert f"configuration: {said[wrong]}" in log.splitlines()[-1]
+    reasons = {"variable": "POD_UID is not set", "resource": "", "CA": f"{file.parent}/engine-ca: No such file"}
+    assert f"configuration: {reasons[wrong]}" in log.splitlines()[-1]
 
 
 def test_the_serving_process_imports_no_models_and_no_terminal_library() -> None:

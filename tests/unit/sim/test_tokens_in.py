@@ -21,8 +21,8 @@ async def test_tokens_behind_a_rendered_prompt_continue_its_answer(serve, sent):
     *steps, last = await client.stream(GENERATE, rendered | {"output_mode": "text"})
     assert [token for step in steps for token in step["choices"][0]["token_ids"]] == answer[sent:]
     assert steps[-1]["choices"][0]["finish_reason"] == "length"
-    _, told = await client.post("/detokenize", {"tokens": answer[sent:]})
-    assert "".join(step["choices"][0]["text"] for step in steps) == told["prompt"]
+    _, detokenized = await client.post("/detokenize", {"tokens": answer[sent:]})
+    assert "".join(step["choices"][0]["text"] for step in steps) == detokenized["prompt"]
     prompt = whole["usage"]["prompt_tokens"]
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (prompt + sent, 30 - sent)
 

@@ -38,7 +38,7 @@ UNEXPLAINED = (2000001, 2000002, 2000003, 2000004)  # of no known fingerprint
 
 
 def facts(fingerprint: Fingerprint = QWEN3, **more) -> dict[str, str]:
-    said = {
+    facts = {
         "architectures": list(fingerprint.architectures or ()),
         "revision": fingerprint.revision,
         "mm_process_config": fingerprint.mm_process_config,
@@ -47,7 +47,7 @@ def facts(fingerprint: Fingerprint = QWEN3, **more) -> dict[str, str]:
         "disable_fast_image_processor": False,
         **more,
     }
-    return {"model_type": fingerprint.model_type} | {name: json.dumps(value) for name, value in said.items()}
+    return {"model_type": fingerprint.model_type} | {name: json.dumps(value) for name, value in facts.items()}
 
 
 def made_of(data: bytes, fingerprint: Fingerprint = QWEN3, *, legacy: bool = False) -> tuple[int, ...]:
@@ -55,11 +55,11 @@ def made_of(data: bytes, fingerprint: Fingerprint = QWEN3, *, legacy: bool = Fal
 
 
 class Rig:
-    def __init__(self, said: dict[str, str], version: str = "0.5.23") -> None:
+    def __init__(self, facts: dict[str, str], version: str = "0.5.23") -> None:
         self.now = 1000.0
         self.events: list[str] = []
         self.known = SentinelStore(count=self.events.append, clock=lambda: self.now, probe_images=[(CANARY, CANARY)])
-        self.known.describe(SCOPE, version, said)
+        self.known.describe(SCOPE, version, facts)
 
     def values(self, data: bytes) -> tuple[int, ...] | None:
         return self.known.values(SCOPE, data, data)  # these tests' images are their own identity
