@@ -90,13 +90,9 @@ class Guidellm(LoadProgram):
     def command(self, url: str, key: str, tokens: int) -> tuple[list[str], dict[str, str]]:
         backend = ("--backend", f"kind=openai_http,target={url},model=demo,api_key={key}")
         load = ("--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={REQUESTS}")
-        text, image = f"synthetic_text,prompt_tokens=64,output_tokens={tokens}", "synthetic_image,width=224,height=224"
-        data = (
-            "--data",
-            f"kind={image if self.image else text}",
-            "--tokenizer",
-            f"kind=hf_auto,model={self.tokenizer}",
-        )
+        kind = "synthetic_image,width=224,height=224" if self.image else "synthetic_text,prompt_tokens=64"
+        tokenizer = ("--tokenizer", f"kind=hf_auto,model={self.tokenizer}")
+        data = ("--data", f"kind={kind},output_tokens={tokens}", *tokenizer)
         kept = ("--output", f"kind=json,path={self.folder / 'result.json'}", "--disable-progress")
         command = [str(self.environment / "bin" / "python"), "-m", "guidellm", "run", *backend, *load, *data, *kept]
         variables = {"PYTHONPATH": run_tool_or_skip("clients.guidellm_env"), "HOME": str(self.folder)}
