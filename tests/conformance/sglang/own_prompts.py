@@ -39,7 +39,7 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
     manager = SimpleNamespace(
         tokenizer=get_tokenizer(folder) if processor is None else processor.tokenizer,
         processor=processor,
-        server_args=None,
+        server_args=Unset(),
         served_model_name="served",
         model_path=folder,
         model_config=SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), **model),

@@ -13,6 +13,7 @@ import asyncio
 import json
 import sys
 import traceback
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,11 @@ async def prompts(
 
     registry._run_in_subprocess = lambda look: look()  # each process would import all of vLLM again
     config = ModelConfig(
-        model=folder, dtype="float32", max_model_len=context, limit_mm_per_prompt={"image": 32, "video": 32}
+        model=folder,
+        trust_remote_code=any(Path(folder).glob("*.py")),
+        dtype="float32",
+        max_model_len=context,
+        limit_mm_per_prompt={"image": 32, "video": 32},
     )
     server = OnlineRenderer(
         config,

@@ -385,10 +385,11 @@ def test_candidates_are_found_anew_after_more_changes_than_a_fleet_remembers(rig
     assert candidates(rig.placer) == candidates(Placer(deployment(), rig.fleet))
 
 
-@pytest.mark.parametrize(("release", "exactness"), [("0.5.22", "affinity"), ("0.5.23", "exact")])
-def test_tools_are_exact_only_on_releases_of_sglang_that_show_them_as_predicted(rig, release, exactness):
+@pytest.mark.parametrize(("release", "others"), [("0.5.21", {"tools", "input"}), ("0.5.22", {"tools"}), ("0.5.23", {})])
+def test_what_a_release_of_sglang_shows_otherwise_is_placed_by_affinity_there(rig, release, others):
     rig.worker("a", engine="sglang", engine_version=release)
-    for body, expected in (({"tools": [{}]}, exactness), ({"tools": []}, "exact"), ({}, "exact")):
+    bodies = {"tools": {"tools": [{}]}, "input": {"input": [{"role": "developer"}]}}
+    for name, body in {**bodies, "": {"tools": [], "input": [{"role": "user"}]}}.items():
         decision = rig.placer.place(replace(prepared(), request=SimpleNamespace(body=body)))
-        assert decision.exactness == expected
-        assert decision.reasons == (("release:tools",) if expected == "affinity" else ())
+        expected = ("affinity", (f"release:{name}",)) if name in others else ("exact", ())
+        assert (decision.exactness, decision.reasons) == expected

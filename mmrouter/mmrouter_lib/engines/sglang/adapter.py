@@ -158,8 +158,16 @@ def names_adapters(release: str) -> bool:
 
 
 def other_prompt(release: str, body: Mapping[str, Any]) -> str:
-    """Releases before 0.5.23 show the fields of tools in their own order, with those that the client left out."""
-    return "tools" if body.get("tools") and is_before((0, 5, 23), release) else ""
+    """Releases before 0.5.23 show the fields of tools in their own order, with those that the client left out. Those
+    before 0.5.22 join all system messages of ``/v1/responses``, whatever the template shows.
+    """
+    if body.get("tools") and is_before((0, 5, 23), release):
+        return "tools"
+    items = body.get("input")
+    if not isinstance(items, list) or not is_before((0, 5, 22), release):
+        return ""
+    systems = (isinstance(item, dict) and item.get("role") in ("system", "developer") for item in items)
+    return "input" if any(systems) else ""
 
 
 def stores_responses(args: Sequence[str], _env: Mapping[str, str], _ranks: int) -> bool:
