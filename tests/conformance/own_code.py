@@ -20,7 +20,7 @@ from long_form import IS_LONG
 
 from hack.build_once import cache_dir, digest, last_line
 
-_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*(?:\n  [^\s\[][^\n\[]*)?", re.MULTILINE)
+_ERROR = re.compile(r"^[\w.]*(?:Error|Exception)\b.*(?:\n  \S.*?(?= \[type=|$))?", re.MULTILINE)
 """With the beginning of the next line where that is further in: pydantic's first one only counts the errors."""
 VARIABLES = {"HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu"}
 UNUSED_SECONDS = 30 * 24 * 3600.0
