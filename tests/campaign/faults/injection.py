@@ -5,23 +5,25 @@ import resource
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 from campaign.faults import clock
 from campaign.faults.clock import STEP_SECONDS, home_of, set_clock
+from campaign.faults.packet_delay import QUEUE, PacketDelay
 
 PROCESSES = ("router", "sidecar", "vllm")
 """Commands of the processes of ``mmrouter up``, as they are in their command lines."""
 OF_A_PROCESS = ("kill", "stop", "descriptors", "memory", "file_size", "disk_full")
 OF_THE_CLOCK = ("clock_back", "clock_forward", "kill_clock_back", "kill_clock_forward")
 """Steps of the victim's wall clock by an hour. With ``kill``, the victim is killed then and starts on that clock."""
-OF_THE_NETWORK = ("feed_cut", "engine_cut", "loss", "slow")
+OF_THE_NETWORK = ("feed_cut", "engine_cut", "loss", "slow", "delay")
 SPARE_BYTES = 4 << 20  # of address space above what a process has, under ``memory``
 LOSS = 0.05  # share of packets
 RATE = "6mbit"  # of the whole loopback interface, under ``slow``
+DELAY_SECONDS = 0.05  # of every packet, under ``delay``; an answer takes two of them at least
 FEED_PORTS, ENGINE_PORT = "7557:7558", "8000"
 
 
@@ -88,6 +90,8 @@ def _begin(fault: str, victim: Victim, disk: Path) -> Undo:
             queue = ("dev", "lo", "root")
             _tool("tc", "qdisc", "add", *queue, "tbf", "rate", RATE, "burst", "64kb", "latency", "200ms")
             return lambda: _tool("tc", "qdisc", "del", *queue)
+        case "delay":
+            return _delay()
     raise ValueError(f"unknown fault {fault!r}")
 
 
@@ -139,12 +143,24 @@ def _ports(address: str, ports: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _drop(*rules: tuple[str, ...]) -> Undo:
+    return _with_rules(*((*rule, "-j", "DROP") for rule in rules))
+
+
+def _delay() -> Undo:
+    delay = ExitStack()
+    delay.enter_context(PacketDelay(DELAY_SECONDS))
+    delay.callback(_with_rules(("-p", "tcp", "-j", "NFQUEUE", "--queue-num", str(QUEUE))))
+    return delay.close
+
+
+def _with_rules(*rules: tuple[str, ...]) -> Undo:
+    """Add rules for packets that arrive."""
     for rule in rules:
-        _tool("iptables", "-w", "-A", "INPUT", *rule, "-j", "DROP")
+        _tool("iptables", "-w", "-A", "INPUT", *rule)
 
     def undo() -> None:
         for rule in rules:
-            _tool("iptables", "-w", "-D", "INPUT", *rule, "-j", "DROP")
+            _tool("iptables", "-w", "-D", "INPUT", *rule)
 
     return undo
 
