@@ -41,7 +41,7 @@ class Learner(Rig):
             ids.extend([PLACEHOLDER] * TOKENS + list(range(TEXT)))
             media = Media(name, "image/png", "data")
             images.append(ResolvedImage(0, number, f"image {number}", media, name, 1, 1, TOKENS))
-        request = SimpleNamespace(media=())
+        request = SimpleNamespace(media=(), body={})
         return Prepared(request, None, tuple(images), ids, tuple(spans), "exact", (), SEED, 7, self.known)
 
     def send(self, prepared: Prepared):
