@@ -42,8 +42,8 @@ RUNNING: set["subprocess.Popen[bytes]"] = set()
 CANCELLED = threading.Event()
 POLL_SECONDS = 0.05
 MOST_LANES = 4
-"""Steps at the same time, for two CPUs. Five take both CPUs whole and no less time: engines and control planes that wait
-poll, and so cost more the longer they run beside others."""
+"""Steps at the same time, for two CPUs. Five take both CPUs whole and no less time: engines and control planes poll
+while they wait, and so cost more the longer they run beside others."""
 
 
 class Queue:
