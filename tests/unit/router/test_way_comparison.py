@@ -197,9 +197,11 @@ def test_a_fixed_cost_elsewhere_pays_off_for_long_requests(clients: int) -> None
 def test_prompts_go_to_prefill_engines_before_any_measurement() -> None:
     now = 0.0
     rule = Offload(lambda: now)
-    for now in range(8):  # noqa: B007
+    while now < 8:
         assert rule.elsewhere(TOKENS)
-        rule.end(rule.begin("engine", elsewhere=True), TOKENS)
+        request = rule.begin("engine", elsewhere=True)
+        now += 1
+        rule.end(request, TOKENS)
 
 
 def test_engines_that_become_overloaded_are_relieved() -> None:
