@@ -147,10 +147,10 @@ def _drop(*rules: tuple[str, ...]) -> Undo:
 
 
 def _delay() -> Undo:
-    delay = ExitStack()
-    delay.enter_context(PacketDelay(DELAY_SECONDS))
-    delay.callback(_with_rules(("-p", "tcp", "-j", "NFQUEUE", "--queue-num", str(QUEUE))))
-    return delay.close
+    with ExitStack() as delay:  # closed where the rule is refused
+        delay.enter_context(PacketDelay(DELAY_SECONDS))
+        delay.callback(_with_rules(("-p", "tcp", "-j", "NFQUEUE", "--queue-num", str(QUEUE))))
+        return delay.pop_all().close
 
 
 def _with_rules(*rules: tuple[str, ...]) -> Undo:
