@@ -28,9 +28,14 @@ def prepare() -> None:
             run("cluster.go_programs", "kubernetes")
         run("cluster.go_programs", "helm")
         return
-    gateway = ("istio", "suite") if IS_LONG else ()
-    for programs in ("node", "kubernetes", "helm", "policies", *gateway):  # the first names what the machine lacks
+    for programs in ("node", "kubernetes", "helm", "policies"):  # the first names what the machine lacks
         run("cluster.go_programs", programs)
+    build_shared_images()
+    for programs in ("istio", "suite") if IS_LONG else ("istio",):
+        run("cluster.go_programs", programs)
+
+
+def build_shared_images() -> None:
     if (images := shared_images()) is None:  # the builder keeps the layers, the tests make archives of them
         with tempfile.TemporaryDirectory(prefix="mmrouter-images-") as folder:
             build_images(Path(folder), run)

@@ -45,7 +45,6 @@ from mmrouter_cli.local.envoy import PICKER_PORT
 
 __all__ = ["start"]
 
-pytestmark = pytest.mark.long_form
 SECONDS = 60
 REFUSED = 3
 POOLS = {"encode": "encoder", "worker": "worker"}
@@ -177,6 +176,7 @@ def restarted(deployed: Deployed, before: dict[tuple[str, str], tuple[str, int]]
     return ready and all(now[key][0] != before[key][0] for key in routers)
 
 
+@pytest.mark.long_form
 def test_killed_pickers_are_back_with_an_exact_index(engines: Behind, chat: Chat) -> None:
     image = chat.image("kept")
     first = chat.send(image, "what?")
@@ -185,6 +185,7 @@ def test_killed_pickers_are_back_with_an_exact_index(engines: Behind, chat: Chat
     assert_whole(first, chat.send(image, "what?"))
 
 
+@pytest.mark.long_form
 def test_only_the_network_policy_of_the_page_lets_the_gateway_in(engines: Behind) -> None:
     deployed = engines.chain.deployed
     assert isinstance(deployed.cluster, Node)
@@ -210,6 +211,7 @@ def frontends(istio: Istio) -> Iterator[Behind]:
         yield made
 
 
+@pytest.mark.long_form
 def test_conditions_say_that_the_picker_chooses_frontends_and_that_every_stage_is_there(frontends: Behind) -> None:
     message = frontends.accepted()
     assert f"accepts InferencePool {frontends.chain.name}" in message
@@ -218,6 +220,7 @@ def test_conditions_say_that_the_picker_chooses_frontends_and_that_every_stage_i
     assert frontends.chain.conditions(*expected) == expected
 
 
+@pytest.mark.long_form
 def test_an_image_is_encoded_once_and_answered_through_the_gateway_by_way_of_a_frontend(frontends: Behind) -> None:
     chain = frontends.chain
 
@@ -328,6 +331,7 @@ def suite(istio: Istio, images: list[Path], tmp_path_factory: pytest.TempPathFac
     return programs / "suite"
 
 
+@pytest.mark.long_form
 def test_the_extensions_suite_passes_with_the_routers_picker_of_frontends(
     istio: Istio, suite: Path, record: Record
 ) -> None:
