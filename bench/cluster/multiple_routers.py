@@ -91,10 +91,10 @@ def outcome(case: Case, routers: int, traces: Path, seconds: float) -> Outcome:
     return Outcome.of(load, simulate(load, case.engines, case.machine, policy, watch=policy.watch))
 
 
-def rows(folder: Path = policy_comparison.TRACES) -> list[Row]:
+def rows() -> list[Row]:
     """Simulate all cases; a row says so where Mooncake's traces are missing."""
-    results, missing = policy_comparison.simulate_all(outcome, ROUTERS, SIZES, SECONDS, folder)
-    reason = f"no traces at {folder}"
+    results, missing = policy_comparison.simulate_all(outcome, ROUTERS, SIZES, SECONDS, policy_comparison.TRACES)
+    reason = f"no traces at {policy_comparison.TRACES}"
     return [*summary(results), *([not_run("routers, mooncake", "x", reason, goal=GOAL)] if missing else [])]
 
 

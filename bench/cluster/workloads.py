@@ -44,7 +44,6 @@ class ClusterRequest:
     keys: "array[int]"
     names: tuple[bytes, ...]
     text_keys: "array[int]"  # without its images
-    text_tokens: int
     session: int  # equal for requests of one conversation
     spans: tuple[Span, ...] = ()
     media: tuple[Media, ...] = ()
@@ -82,7 +81,7 @@ def mooncake(folder: Path, name: str, engines: int, share: float, window: float,
                 keys = array("Q", [each if each in common else shift + each for each in ids[: length // TRACE_BLOCK]])
                 session = shift + next((each for each in ids if each not in common), ids[0])
                 names = tuple(key.to_bytes(8, "little") for key in keys)
-                requests.append(ClusterRequest(at, length, line.output_length, keys, names, keys, length, session))
+                requests.append(ClusterRequest(at, length, line.output_length, keys, names, keys, session))
     requests.sort(key=lambda request: request.at)
     return _stretched(f"mooncake {name}", TRACE_BLOCK, requests, engines, share, machine, 0.25)
 
@@ -156,7 +155,7 @@ def _session(
         packed = pack_keys(keys)
         names = tuple(packed[place : place + 8] for place in range(0, len(packed), 8))
         media = tuple(Media(span.identity.hex(), span.offset, span.length) for span in spans)
-        yield ClusterRequest(at, len(ids), output, keys, names, text_keys, len(text), session, tuple(spans), media)
+        yield ClusterRequest(at, len(ids), output, keys, names, text_keys, session, tuple(spans), media)
         answer = tokens(rnd, output)
         ids, text = ids + answer, text + answer
         at += rnd.expovariate(1 / THINKING)
@@ -170,7 +169,6 @@ class _Shared:
         self._size, self._machine = block_size, machine
         self._room = engines * machine.kv_tokens // block_size
         self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._images: set[str] = set()
 
     def hit(self, request: ClusterRequest) -> int:
         blocks, hits = self._blocks, 0

@@ -53,12 +53,12 @@ def measure(asked: Sequence[Arrival], fleet: Sequence[Device]) -> Case:
         for how, weights in splits(len(fleet))
     )
     return {
-        "auto": figures(scheduled(asked, fleet, "auto").seconds),
-        "known": figures(scheduled(asked, fleet, "auto", known=True).seconds),
+        "auto": figures(scheduled(asked, fleet, "auto")),
+        "known": figures(scheduled(asked, fleet, "auto", known=True)),
         "pooled": figures(pooled(asked, fleet), "pooled"),
         "undivided": figures(undivided(asked, fleet), "pooled, undivided images"),
         "best": min(tried, key=attrgetter("p95")),
-        "round robin": figures(scheduled(asked, fleet, "perImage").seconds, "round robin"),
+        "round robin": figures(scheduled(asked, fleet, "perImage"), "round robin"),
     }
 
 
@@ -121,14 +121,6 @@ class LostError(RuntimeError):
     """A request was lost or never ended, so the run has no figures."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerRun:
-    """Result of the scheduler: seconds to all embeddings by request, and images encoded."""
-
-    seconds: list[float]
-    encodes: int
-
-
 def scheduled(
     arrivals: Sequence[Arrival],
     fleet: Sequence[Device],
@@ -136,9 +128,9 @@ def scheduled(
     *,
     weights: Sequence[int] = (),
     known: bool = False,
-) -> SchedulerRun:
-    """Run the router's scheduler. Unless ``known``, it starts without the rates and all encoders look alike. Raises
-    :class:`LostError` if a request does not end.
+) -> list[float]:
+    """Return the seconds until each request has all embeddings from the router's scheduler. Unless ``known``, it starts
+    without the rates and all encoders look alike. Raises :class:`LostError` if a request does not end.
     """
     names = [f"e{number}" for number in range(len(fleet))]
     devices = dict(zip(names, fleet, strict=True))
@@ -154,15 +146,12 @@ def scheduled(
     heapq.heapify(events)
     aborted: set[int] = set()
     seconds = [math.nan] * len(arrivals)
-    encodes = 0
 
     def do(outcome: Outcome, now: float) -> None:
-        nonlocal encodes
         if outcome.failed or outcome.full:
             raise LostError(f"at {now:.3f} s: {outcome.failed or outcome.full}")
         aborted.update(outcome.aborts)
         for start in outcome.starts:
-            encodes += 1
             heapq.heappush(events, (now + devices[start.encoder].seconds(luck[start.image.key]), 1, start.run))
         for request in outcome.ready:
             seconds[int(request)] = now - arrivals[int(request)].at
@@ -179,7 +168,7 @@ def scheduled(
             do(machine.finished(number, now), now)
     if any(math.isnan(value) for value in seconds):
         raise LostError(f"{sum(map(math.isnan, seconds))} requests never ended")
-    return SchedulerRun(seconds, encodes)
+    return seconds
 
 
 @dataclass(frozen=True, slots=True)

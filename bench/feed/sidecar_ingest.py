@@ -187,7 +187,7 @@ class Wires(AbstractContextManager["Wires"]):
     def connect(self) -> None:
         """Connect both ends; return once the sidecar has requested its first replay and the router receives frames."""
         self._sub.connect(f"tcp://{HOST}:{PORTS.pub}")
-        self._frame(SILENCE_SECONDS)
+        self._frame()
         self._pub.connect(f"tcp://{HOST}:{PORTS.events}")
         if not self._replay.poll(int(SILENCE_SECONDS * 1000)):
             raise TimeoutError("the sidecar requested no replay")
@@ -209,7 +209,7 @@ class Wires(AbstractContextManager["Wires"]):
         """Return, per n, when the first ``ends[n]`` stored blocks had arrived, in the order of their events."""
         arrived, times = 0, list[float]()
         while len(times) < len(ends):
-            frame = self._frame(SILENCE_SECONDS)
+            frame = self._frame()
             if isinstance(frame, feed.Delta):
                 arrived += len(frame.stored) // 8
                 now = time.monotonic()
@@ -221,14 +221,14 @@ class Wires(AbstractContextManager["Wires"]):
         """Apply deltas until one stores ``key``; return the number of keys held then."""
         held: set[int] = set()
         while key not in held:
-            frame = self._frame(SILENCE_SECONDS)
+            frame = self._frame()
             if isinstance(frame, feed.Delta):
                 held.difference_update(unpack_keys(frame.removed))
                 held.update(unpack_keys(frame.stored))
         return len(held)
 
-    def _frame(self, seconds: float) -> feed.Published:
-        if not self._sub.poll(int(seconds * 1000)):
+    def _frame(self) -> feed.Published:
+        if not self._sub.poll(int(SILENCE_SECONDS * 1000)):
             raise TimeoutError("the feed is silent")
         return feed.decode_published(self._sub.recv())
 

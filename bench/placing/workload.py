@@ -185,8 +185,8 @@ MOST_REPLICAS = 1000
 REQUEST = parse_chat(b'{"model": "bench", "messages": [{"role": "user", "content": "in the ids"}]}', Limits(), "bench")
 
 
-def deployment(*, replicas: int, policy: str = "kv") -> MMRouterDeployment:
-    return parse_deployment(resource(replicas=replicas, policy=policy))
+def deployment(*, replicas: int) -> MMRouterDeployment:
+    return parse_deployment(resource(replicas=replicas))
 
 
 def resource(*, replicas: int, policy: str = "kv", mode: str = "frontend", collector: str = "") -> dict[str, object]:

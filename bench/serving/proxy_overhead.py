@@ -62,7 +62,7 @@ def measure(load: Child, targets: Mapping[str, Server]) -> dict[str, TargetFigur
             figures[name].us += load.call("plain", **target.address, count=PLAIN)["us"]
         for name, target in targets.items():
             if name != DIRECT:
-                stream(figures[name].cpu["paced"], load, target, PACED)
+                stream(figures[name].cpu["paced"], load, target)
     return figures
 
 
@@ -75,8 +75,8 @@ def measure_large(load: Child, targets: Mapping[str, Server]) -> dict[str, Targe
                 answer = load.call("plain", **target.address, connections=CONNECTIONS, count=PLAIN_AT_ONCE)
                 figures[name].us += answer["us"]
         for name in (OURS, KV):
-            stream(figures[name].cpu["short"], load, targets[name], PACED)
-            stream(figures[name].cpu["long"], load, targets[name], PACED, repeats=REPEATS)
+            stream(figures[name].cpu["short"], load, targets[name])
+            stream(figures[name].cpu["long"], load, targets[name], repeats=REPEATS)
             shape = {"connections": CONNECTIONS, "count": NEW, "first": number * CONNECTIONS * NEW}
             with figures[name].cpu["new"].of(CONNECTIONS * NEW, targets[name]):
                 load.call("new", **targets[name].address, kind="1k", **shape)
@@ -87,10 +87,10 @@ def measure_large(load: Child, targets: Mapping[str, Server]) -> dict[str, Targe
     return figures
 
 
-def stream(cost: CpuCost, load: Child, target: Server, count: int, repeats: int = 1) -> None:
-    """Add the cost of ``count`` streams on each of :data:`CONNECTIONS` connections."""
-    shape = {"connections": CONNECTIONS, "count": count, "pause_ms": PAUSE_MS, "repeats": repeats}
-    with cost.of(CONNECTIONS * count * TOKENS, target):
+def stream(cost: CpuCost, load: Child, target: Server, repeats: int = 1) -> None:
+    """Add the cost of :data:`PACED` streams on each of :data:`CONNECTIONS` connections."""
+    shape = {"connections": CONNECTIONS, "count": PACED, "pause_ms": PAUSE_MS, "repeats": repeats}
+    with cost.of(CONNECTIONS * PACED * TOKENS, target):
         load.call("streams", **target.address, **shape)  # raises where tokens are missing
 
 

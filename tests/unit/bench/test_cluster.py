@@ -233,7 +233,7 @@ def test_the_feed_costs_few_of_the_oracles_hits_and_no_policy_beats_both():
 def cluster_request(number, blocks, at=0.0, output=4):
     keys = array("Q", blocks)
     names = tuple(key.to_bytes(8, "little") for key in keys)
-    return ClusterRequest(at, len(blocks) * SIZE, output, keys, names, keys, len(blocks) * SIZE, number)
+    return ClusterRequest(at, len(blocks) * SIZE, output, keys, names, keys, number)
 
 
 def test_dynamos_cost_of_the_fields_example():
