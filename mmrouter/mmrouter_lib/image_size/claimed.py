@@ -21,9 +21,9 @@ def claimed_size(data: bytes, *, max_pixels: int) -> ImageSize | None:
     """
     head = data[:_HEADER_BYTES]
     if head[4:8] == b"ftyp" and head[8:12] in _AVIF_BRANDS:
-        name, sizes = "AVIF", _box_sizes(head, b"ispe", ">II", skip=4)  # four bytes of version and flags come first
+        name, sizes = "AVIF", _box_sizes(head, b"ispe", skip=4)  # four bytes of version and flags come first
     elif head.startswith(_JP2_SIGNATURE):
-        name, sizes = "JPEG 2000", [(width, height) for height, width in _box_sizes(head, b"ihdr", ">II")]
+        name, sizes = "JPEG 2000", [(width, height) for height, width in _box_sizes(head, b"ihdr")]
     elif head.startswith(_J2K_SIGNATURE):
         name, sizes = "JPEG 2000", []
         if len(head) >= 24:  # the image area on the reference grid: its end less its offset, per axis
@@ -39,7 +39,7 @@ def claimed_size(data: bytes, *, max_pixels: int) -> ImageSize | None:
     return ImageSize(width, height, name)
 
 
-def _box_sizes(head: bytes, box: bytes, layout: str, skip: int = 0) -> list[tuple[int, int]]:
+def _box_sizes(head: bytes, box: bytes, skip: int = 0) -> list[tuple[int, int]]:
     """Return the sizes in every box of a kind. A chance match in other bytes only makes the claim larger."""
     sizes: list[tuple[int, int]] = []
     at = head.find(box)
@@ -47,8 +47,8 @@ def _box_sizes(head: bytes, box: bytes, layout: str, skip: int = 0) -> list[tupl
         if len(sizes) == MAX_STEPS:
             raise ImageHeaderError(f"the header gives more than {MAX_STEPS} sizes")
         start = at + len(box) + skip
-        if start + struct.calcsize(layout) <= len(head):
-            first, second = struct.unpack_from(layout, head, start)
+        if start + 8 <= len(head):
+            first, second = struct.unpack_from(">II", head, start)
             sizes.append((first, second))
         at = head.find(box, at + 1)
     return sizes

@@ -2,8 +2,7 @@
 
 Hashes are signed 64-bit numbers. Image identity is in the token ids, as sentinels of up to 62 bits, so ids are 64 bits
 wide in every event. Adjacent pages come in one event; the medium distinguishes copies of a block in several tiers. An
-event that cannot be indexed becomes :class:`~mmrouter_lib.engines.base.events.Ignored` with a reason from
-:data:`IGNORED_REASONS`.
+event that cannot be indexed becomes :class:`~mmrouter_lib.engines.base.events.Ignored`.
 """
 
 from array import array
@@ -25,16 +24,6 @@ from mmrouter_lib.engines.base.events import (
     checked_block_size,
     count_ids,
     lora_of,
-)
-
-IGNORED_REASONS = frozenset(
-    {
-        "bigram_tokens",  # speculative EAGLE trees are keyed by pairs of tokens
-        "empty_store",
-        "ragged_store",
-        "empty_remove",
-        "unknown_event",
-    }
 )
 
 _TYPECODE, _ID_BYTES = "Q", 8
@@ -95,7 +84,7 @@ def _stored(event: _Stored[Any]) -> Event:
         return Ignored("empty_store")
     if blocks * size != count_ids(tokens, _ID_BYTES):
         return Ignored("ragged_store")
-    if not isinstance(tokens[0], int):  # packed ids are always numbers
+    if not isinstance(tokens[0], int):  # speculative EAGLE trees are keyed by pairs; packed ids are always numbers
         return Ignored("bigram_tokens")
     try:
         ids = array(_TYPECODE, tokens)

@@ -1,7 +1,7 @@
 """Decode vLLM's KV events (docs/engine-facts/vllm.md#event-frames).
 
 Hashes are 64-bit numbers or whole digests. An event that cannot be indexed becomes
-:class:`~mmrouter_lib.engines.base.events.Ignored` with a reason from :data:`IGNORED_REASONS`.
+:class:`~mmrouter_lib.engines.base.events.Ignored`; one of the reasons is a block that another node holds.
 """
 
 from array import array
@@ -29,15 +29,6 @@ from mmrouter_lib.engines.base.events import (
     lora_of,
 )
 from mmrouter_lib.media_identity import foreign_identity, from_wire
-
-IGNORED_REASONS = frozenset(
-    {
-        "empty_store",  # neither blocks nor tokens
-        "empty_remove",
-        "remote",  # a block that another node holds
-        "unknown_event",
-    }
-)
 
 _TYPECODE, _ID_BYTES = "I", 4
 _U64 = 0xFFFF_FFFF_FFFF_FFFF

@@ -21,7 +21,6 @@ RENDER_PATH: Final = "/v1/mmrouter/render"
 ITEMS_PATH: Final = "/v1/mmrouter/items"
 RELEASE_PATH: Final = "/v1/mmrouter/release"
 WIRE_VERSION: Final = 1
-MAX_SECONDS: Final = 600.0
 
 Way = Literal["shm", "nixl", "inline"]
 """Transfer of a processed image: a slot on the node's shared tmpfs, a NIXL read, or base64 in the requests."""
