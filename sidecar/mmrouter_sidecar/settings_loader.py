@@ -22,19 +22,25 @@ from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
 from mmrouter_lib.tls_context import engine_server_name
 from mmrouter_sidecar import log_to_stderr
-from mmrouter_sidecar.settings import DIRECTORY_BYTES, CurveKeys, Settings, SettingsError, curve_keys, to_json
+from mmrouter_sidecar.settings import DIRECTORY_BYTES, Settings, SettingsError, curve_keys, to_json
 
 CONFIGURATION_ERROR = 2  # exit status
 
 
 def load(env: Mapping[str, str] = os.environ) -> Settings:
     """Read files and environment. Raises :class:`SettingsError` or ``mmrouter_lib.api.SpecError``."""
+    try:
+        return _load(env)
+    except OSError as error:
+        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
+    except FeedKeyError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _load(env: Mapping[str, str]) -> Settings:
     config = Path(env.get("MMROUTER_CONFIG", CONFIG_DIR))
     secrets = config / "secrets"
-    try:
-        dep = load_deployment(config / "deployment.json")
-    except OSError as error:
-        raise SettingsError(f"cannot read {config / 'deployment.json'}: {error.strerror}") from error
+    dep = load_deployment(config / "deployment.json")
     spec, name = dep.spec, _required(env, "MMROUTER_POOL")
     try:
         pool = dep.pool(name)
@@ -44,7 +50,7 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         launch = LAUNCHERS[spec.engine.type].launch(dep, pool)
     except LaunchError as error:
         raise SettingsError(f"pool {pool.name} is not an engine of this release: {error}") from error
-    identity_key = _read(secrets / "identity.key")
+    identity_key = (secrets / "identity.key").read_bytes()
     if len(identity_key) != KEY_BYTES:
         raise SettingsError(f"{secrets / 'identity.key'} holds {len(identity_key)} bytes, not {KEY_BYTES}")
     pod_ip = env.get("POD_IP", "127.0.0.1")
@@ -57,9 +63,9 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         revision=spec.model.revision,
         ranks=pool.parallelism.data,
         identity_key=identity_key,
-        curve=_curve(secrets),
+        curve=curve_keys(read_keys(secrets, SIDECAR_SECRET, ROUTER_PUBLIC)),
         secrets_dir=secrets,
-        engine_key=_read(secrets / "engine.key").decode().strip() if (secrets / "engine.key").exists() else "",
+        engine_key=(secrets / "engine.key").read_text().strip() if (secrets / "engine.key").exists() else "",
         engine_ca_dir=config / "engine-ca" if spec.engine.tls is not None else None,
         engine_name=engine_server_name(dep.metadata.name, dep.metadata.namespace),
         buffer_events=spec.sidecar.buffer_events,
@@ -93,22 +99,6 @@ def _number(env: Mapping[str, str], name: str) -> int:
     if not value.isdecimal():
         raise SettingsError(f"{name} is {value!r}, not a number of bytes")
     return int(value)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _curve(secrets: Path) -> CurveKeys:
-    try:
-        return curve_keys(read_keys(secrets, SIDECAR_SECRET, ROUTER_PUBLIC))
-    except OSError as error:
-        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
-    except FeedKeyError as error:
-        raise SettingsError(str(error)) from error
 
 
 def main() -> int:

@@ -10,12 +10,29 @@ from typing import Final
 
 from mmrouter_lib.api import TenantLimits, Tenants
 from mmrouter_router.admission.rate_limit import decide
-from mmrouter_router.admission.retry_time import mean_after, retry_seconds
 from mmrouter_router.core.errors import RequestError
 
 WEIGHTS: Final = {"high": 16, "standard": 4, "low": 1}  # turns of a tenant by its priority
 SWEEP_ABOVE: Final = 1024  # tenants; above this, and above twice the number in use, idle ones are dropped
+SHORTEST_RETRY, LONGEST_RETRY = 1, 30  # seconds
+NEWEST_SHARE: Final = 1 / 8  # of the newest request in the mean
 Headers = list[tuple[bytes, bytes]]
+
+
+def mean_after(mean: float | None, seconds: float) -> float:
+    """Return the exponential mean of durations after one more; ``None``: there was none."""
+    return seconds if mean is None else mean + NEWEST_SHARE * (seconds - mean)
+
+
+def retry_seconds(mean: float | None, running: int) -> int:
+    """Return the expected whole seconds until one of a tenant's running requests ends, at least 1 and at most 30.
+
+    By Little's law (J. D. C. Little, 1961) ``running`` requests of mean duration ``d`` end at a rate of
+    ``running / d``. Only the tenant's own requests count, so that the time reveals nothing about other tenants.
+    """
+    if mean is None:
+        return SHORTEST_RETRY
+    return min(LONGEST_RETRY, max(SHORTEST_RETRY, math.ceil(mean / max(1, running))))
 
 
 class _Usage:

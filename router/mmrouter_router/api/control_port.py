@@ -22,7 +22,6 @@ from mmrouter_router.api.client_port import error_response
 from mmrouter_router.api.live_page import page_routes
 from mmrouter_router.api.live_view import MAX_PAGES, MAX_STATUS, LiveView
 from mmrouter_router.api.operator_report import Reporter, encoder_standing, events
-from mmrouter_router.core.addresses import address
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.request_ids import without_prefix
 from mmrouter_router.core.settings import CONTROL_PORT
@@ -35,6 +34,7 @@ from mmrouter_router.explain.parity_check import verdict_json
 from mmrouter_router.fleet.holder_table import Slot, bits
 from mmrouter_router.fleet.membership import Peer
 from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.http.engine_connection import address
 from mmrouter_router.intake.api_key_auth import DEFAULT
 from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.scheduling.candidates import NoWorkerError

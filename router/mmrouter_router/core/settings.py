@@ -113,6 +113,15 @@ class SettingsError(ValueError):
 
 def load(env: Mapping[str, str] = os.environ) -> Settings:
     """Read files and environment. Raises :class:`SettingsError` or ``mmrouter_lib.api.SpecError``."""
+    try:
+        return _load(env)
+    except OSError as error:
+        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
+    except FeedKeyError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _load(env: Mapping[str, str]) -> Settings:
     config = Path(env.get("MMROUTER_CONFIG", "/etc/mmrouter"))
     secrets = config / "secrets"
     uid = env.get("POD_UID") or env.get("POD_NAME", "")
@@ -129,10 +138,10 @@ def load(env: Mapping[str, str] = os.environ) -> Settings:
         pod_ip=env.get("POD_IP", "127.0.0.1"),
         config_dir=config,
         model_dir=Path(env.get("MMROUTER_MODEL_DIR", "/var/lib/mmrouter/model")),
-        identity_key=_read(secrets / "identity.key"),
+        identity_key=(secrets / "identity.key").read_bytes(),
         engine_key=_text(secrets / "engine.key"),
         control_token=_text(secrets / "control.token"),
-        curve=_curve(secrets),
+        curve=curve_keys(read_keys(secrets, *CURVE_FILES)),
         pod_uid=uid,
         discovery=cast(Discovery, discovery),
         drain_seconds=_seconds(env, "MMROUTER_DRAIN_SECONDS", DRAIN_SECONDS),
@@ -179,24 +188,8 @@ def _bytes(env: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _curve(secrets: Path) -> tuple[CurveKeys, ...]:
-    try:
-        return curve_keys(read_keys(secrets, *CURVE_FILES))
-    except OSError as error:
-        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
-    except FeedKeyError as error:
-        raise SettingsError(str(error)) from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
-
-
 def _text(path: Path) -> str:
-    text = _read(path).decode().strip()
+    text = path.read_text().strip()
     if not text:
         raise SettingsError(f"{path} is empty")
     return text

@@ -8,7 +8,6 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation, Way
@@ -20,7 +19,6 @@ from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.http.engine_connection import Sink, UpstreamError
 from mmrouter_router.http.upstream import Answer
-from mmrouter_router.request.prepared import Outgoing
 from mmrouter_router.streams import soundness
 from mmrouter_router.streams.answer import (
     DONE,
@@ -287,8 +285,9 @@ class ContinuedStream:
         except RequestError as error:
             return error.code if error.code in REFUSALS else "engine_refused"  # type: ignore[return-value]
         self.reply, reply.trace.stream = reply, self.reply.trace.stream
-        if self._by_tokens is not None and call.answer is not None:
-            self._convert = partial(_as_chunk, self._by_tokens, call.outgoing, len(answer.ids))
+        if (way := self._by_tokens) is not None and call.answer is not None:
+            outgoing, sent = call.outgoing, len(answer.ids)
+            self._convert = lambda data: way.as_chunk(data, outgoing.path, outgoing.fields, sent)
         if not reply.is_stream:
             return "engine_refused"
         self._on_moved(self._call.request_id, reply.trace)
@@ -299,10 +298,6 @@ class ContinuedStream:
         if self._cause is not None:
             self._owner.metrics.stream_breaks.labels(self._cause, outcome).inc()
             self._cause = None
-
-
-def _as_chunk(way: TokenContinuation, outgoing: Outgoing, sent: int, data: Chunk) -> Chunk:
-    return way.as_chunk(data, outgoing.path, outgoing.fields, sent)
 
 
 class _Collected:

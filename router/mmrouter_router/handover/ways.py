@@ -10,7 +10,7 @@ A processed image spares the engine its processing, which shows only in the answ
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 from mmrouter_lib.engines.vllm.plugin_api import Status
 from mmrouter_lib.engines.vllm.plugin_api import Way as Processed
@@ -23,7 +23,6 @@ Way = Literal["nixl", "shm", "inline", "file", "bytes"]
 ``nixl``, ``shm`` and ``inline``: processed by a renderer; read over the network, from a slot on the node's shared
 tmpfs, or in the requests. ``file``: unprocessed, as a file there. ``bytes``: unprocessed, in the body.
 """
-WAYS: Final[tuple[Way, ...]] = get_args(Way)
 LADDERS: Final[Mapping[str, tuple[Processed, ...]]] = {
     "none": (),
     "shm": ("shm", "inline"),

@@ -20,6 +20,11 @@ PIECE = 1 << 20  # bytes of a request that one turn of the loop copies
 Body = bytes | tuple[bytes | memoryview, ...]  # of a request: one buffer, or several that are too large to be joined
 
 
+def address(ip: str, port: int) -> str:
+    """Return an address as URLs and headers have it: an IPv6 one stands in brackets."""
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
 class Sink(Protocol):
     """The consumer of a body, with back pressure."""
 

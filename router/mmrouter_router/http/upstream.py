@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import partial
 
 from mmrouter_lib.tls_context import EngineTrust, refusal
-from mmrouter_router.core.addresses import address
-from mmrouter_router.http.engine_connection import Address, Body, EngineConnection, UpstreamError
+from mmrouter_router.http.engine_connection import Address, Body, EngineConnection, UpstreamError, address
 
 log = logging.getLogger("mmrouter.tls")
 

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-from mmrouter_router.core.addresses import address
 from mmrouter_router.core.errors import RequestError
+from mmrouter_router.http.engine_connection import address
 from mmrouter_router.picker import protocol
 from mmrouter_router.picker.exchange import Stream
 

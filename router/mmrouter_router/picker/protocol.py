@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from mmrouter_router.core.addresses import address
+from mmrouter_router.http.engine_connection import address
 from mmrouter_router.picker.wire import APPEND, FULL_DUPLEX_STREAMED, OVERWRITE, ProcessingResponse
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -8,8 +8,8 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from mmrouter_router.core.addresses import address
 from mmrouter_router.http.certificate import KeyAndChain
+from mmrouter_router.http.engine_connection import address
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.picker.exchange import Stream
 from mmrouter_router.picker.protocol import BrokenOffError, ProtocolError

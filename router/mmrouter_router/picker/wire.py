@@ -14,7 +14,7 @@ EXT_PROC_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 FULL_DUPLEX_STREAMED: Final = 4  # of ProcessingMode.BodySendMode
 APPEND, OVERWRITE = 0, 2  # of HeaderValueOption.HeaderAppendAction; both add a header that is not there
-SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3  # of HealthCheckResponse.ServingStatus
+SERVING, NOT_SERVING = 1, 2  # of HealthCheckResponse.ServingStatus
 
 _PACKAGE: Final = "mmrouter.ext_proc"
 _STRUCT: Final = "google.protobuf.Struct"

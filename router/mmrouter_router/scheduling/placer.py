@@ -20,7 +20,7 @@ from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidate_columns import CandidateGroup, CandidateRow
 from mmrouter_router.scheduling.candidates import CandidateGroups, Eligibility, NoWorkerError, Standing
 from mmrouter_router.scheduling.pipeline_stages import canary_applies
-from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, Weights, choose
+from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, choose
 from mmrouter_router.telemetry.tracing import Value
 
 ANSWERING: Final = frozenset({"worker", "prefill", "decode"})  # each of them serves a route without stages
@@ -72,20 +72,18 @@ class Placer:
         self,
         deployment: MMRouterDeployment,
         fleet: Fleet,
-        weights: Weights = WEIGHTS,
         *,
         changed: Callable[[Worker, int], None] = lambda worker, rank: None,
     ) -> None:
         """``changed`` is called for every rank on which a request of this router begins, is answered or ends."""
-        self._fleet, self._weights, self._changed = fleet, weights, changed
+        self._fleet, self._changed = fleet, changed
         self.answer_listeners: list[Callable[[], None]] = []  # called when a request no longer waits for a first byte
         encoders = any(pool.role == "encoder" for pool in deployment.spec.pools)
-        self._visual = 0.0 if encoders else weights.visual  # with encoders, engines encode nothing
+        self._visual = 0.0 if encoders else WEIGHTS.visual  # with encoders, engines encode nothing
         self._policy: Policy = deployment.spec.routing.policy
         self._overlap_weight = float(deployment.spec.routing.overlap_weight)
         self._verification = deployment.spec.verification
         self._max_queued = deployment.spec.routing.max_queued_requests
-        self._engine = deployment.spec.engine.type
         self._block_sizes = {pool.name: block_size_of(deployment, pool) for pool in deployment.spec.pools}
         self._turns: Counter[frozenset[str]] = Counter()  # by roles: the choices of one request count separately
         self._groups = CandidateGroups(fleet, self._standing)
@@ -149,7 +147,6 @@ class Placer:
             overlap_weight=self._overlap_weight,
             fingerprint=prepared.fingerprint,
             turn=self._turns[kind],
-            weights=self._weights,
             forced="stores the response that is continued" if prepared.holder else "",
         )
         if not dry_run:

@@ -21,8 +21,11 @@ OWN_IP = "127.84.0.1"
 
 
 @asynccontextmanager
-async def router(config: Path = Path("/nowhere"), own=None):
-    """A router without its ports, of this deployment."""
+async def router(config: Path = Path("/nowhere"), own=None, *, key: str = ""):
+    """A router without its ports, of this deployment; with a key, which ``tenant`` has in the folder."""
+    if key:
+        (config / "api-keys").mkdir()
+        (config / "api-keys" / "tenant").write_text(key)
     public, secret = zmq.curve_keypair()
     keys = (CurveKeys(public, secret, public),)
     made = Router(replace(settings(), deployment=own or deployment(), pod_ip=OWN_IP, config_dir=config, curve=keys))
@@ -49,9 +52,9 @@ def member(name: str = "w0", ip: str = "127.84.0.2", role: str = "worker", **mor
     return Member(f"uid-{name}", name, ip, "worker", role, **more)
 
 
-def heard(router: Router, uid: str) -> None:
-    """The sidecar of a pod sends its snapshot and a heartbeat."""
+def heard(router: Router, uid: str, **beat) -> None:
+    """The sidecar of a pod sends its snapshot and a heartbeat with these fields."""
     worker = router.fleet.workers[uid]
     router.fleet.feed_connected(worker)
     sync(router.fleet, worker, KEYS)
-    heartbeat(router.fleet, worker)
+    heartbeat(router.fleet, worker, **beat)

@@ -203,10 +203,8 @@ def test_a_name_that_a_client_reuses_stays_with_its_newest_request():
 
 
 async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):
-    (tmp_path / "api-keys").mkdir()
-    (tmp_path / "api-keys" / "tenant").write_text("key")
     body = {"model": "t", "input": "go on", "previous_response_id": "resp_1"}
-    async with router(tmp_path) as r, client_of(r) as client:
+    async with router(tmp_path, key="key") as r, client_of(r) as client:
         answer = await client.post("/v1/responses", json=body, headers={"authorization": "Bearer key"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "previous_response_id")
     async with router() as r, client_of(r) as client:
@@ -215,10 +213,7 @@ async def test_a_stored_response_of_another_tenant_is_out_of_reach(tmp_path):
 
 @pytest.mark.parametrize(("key", "sent"), [("", {"priority": -9}), ("key", {})])
 async def test_a_tenant_does_not_choose_its_priority_at_an_engine(tmp_path, key, sent):
-    if key:
-        (tmp_path / "api-keys").mkdir()
-        (tmp_path / "api-keys" / "tenant").write_text(key)
-    async with router(tmp_path) as r:
+    async with router(tmp_path, key=key) as r:
         tenant = r.chat.tenants.authenticate([(b"authorization", f"Bearer {key}".encode())])
         prepared = await r.chat.prepare(CHAT, json.dumps({**HELLO, "priority": -9}).encode(), tenant)
     assert {name: value for name, value in prepared.request.body.items() if name == "priority"} == sent
@@ -226,9 +221,7 @@ async def test_a_tenant_does_not_choose_its_priority_at_an_engine(tmp_path, key,
 
 
 async def test_model_list_without_valid_key_is_a_counted_401(tmp_path):
-    (tmp_path / "api-keys").mkdir()
-    (tmp_path / "api-keys" / "tenant").write_text("key")
-    async with router(tmp_path) as r, client_of(r) as client:
+    async with router(tmp_path, key="key") as r, client_of(r) as client:
         answer = await client.get("/v1/models", headers={"authorization": "Bearer other"})
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"

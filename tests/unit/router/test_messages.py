@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from PIL import Image
-from unit.router.rig import KEYS, LoopbackEngine, LoopbackServer, heartbeat, http_answer, sync, value
-from unit.router.router_rig import client_of, member, router
+from unit.router.rig import LoopbackEngine, LoopbackServer, http_answer, value
+from unit.router.router_rig import client_of, heard, member, router
 from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, UNKNOWN, VALUE, fault, read
 
 from mmrouter_router.core.errors import RequestError
@@ -284,10 +284,7 @@ class Chats(LoopbackEngine):
 async def serving(r, engine):
     await engine.serve()
     r.apply_membership(Membership((member("w", engine.ip),)))
-    worker = r.fleet.workers["uid-w"]
-    r.fleet.feed_connected(worker)
-    sync(r.fleet, worker, KEYS)
-    heartbeat(r.fleet, worker)
+    heard(r, "uid-w")
     try:
         yield
     finally:
@@ -296,12 +293,9 @@ async def serving(r, engine):
 
 @pytest.mark.parametrize("key", ["", "key"])
 async def test_engines_get_a_chat_with_identities_and_the_tenants_salt(tmp_path, key):
-    if key:
-        (tmp_path / "api-keys").mkdir()
-        (tmp_path / "api-keys" / "tenant").write_text(key)
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": tiny_png()}}
     body = {**request({"type": "text", "text": "what?"}, picture), "model": "t"}
-    async with router(tmp_path) as r, serving(r, engine := Chats()), client_of(r) as client:
+    async with router(tmp_path, key=key) as r, serving(r, engine := Chats()), client_of(r) as client:
         answer = await client.post(MESSAGES, json=body, headers={"x-api-key": key} if key else {})
     assert (answer.status_code, answer.json()["type"]) == (200, "message")
     assert answer.headers["request-id"] == answer.headers["x-request-id"]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.conftest import examples
-from unit.router.rig import BLOCK, KEYS, Engine, LoopbackEngine, counts, heartbeat, http_answer, resource, sync
-from unit.router.router_rig import client_of, member, router
+from unit.router.rig import BLOCK, KEYS, Engine, LoopbackEngine, counts, heartbeat, http_answer, resource
+from unit.router.router_rig import client_of, heard, member, router
 from unit.router.test_intake import MISSING, PART_TYPE, TYPE, UNKNOWN, fault, read
 
 from mmrouter_lib.engines import ADAPTERS
@@ -35,10 +35,7 @@ async def serving(router, *routes):
     members = [member(f"w{number}", engine.ip) for number, engine in enumerate(engines)]
     router.apply_membership(Membership(tuple(members)))
     for one, paths in zip(members, routes, strict=True):
-        worker = router.fleet.workers[one.uid]
-        router.fleet.feed_connected(worker)
-        sync(router.fleet, worker, KEYS)
-        heartbeat(router.fleet, worker, routes=paths, context_length=4096)
+        heard(router, one.uid, routes=paths, context_length=4096)
     try:
         yield engines
     finally:
@@ -170,11 +167,8 @@ def test_a_tenants_salt_reaches_every_engine_that_computes_a_prompt(engine):
 
 @pytest.mark.parametrize("key", ["", "key"])
 async def test_a_route_without_a_place_for_the_salt_is_not_served_to_tenants(tmp_path, key):
-    if key:
-        (tmp_path / "api-keys").mkdir()
-        (tmp_path / "api-keys" / "tenant").write_text(key)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with router(tmp_path) as r, serving(r, EVERY) as (engine,), client_of(r, headers=headers) as client:
+    async with router(tmp_path, key=key) as r, serving(r, EVERY) as (engine,), client_of(r, headers=headers) as client:
         for path in ("/generate", "/tokenize", EMBED):
             answer = await client.post(path, json={"text": "x"} if path == "/generate" else {"model": "t"})
             assert answer.status_code == (404 if key and path == "/generate" else 200), path
@@ -233,10 +227,7 @@ async def test_a_transcription_reaches_an_engine_as_a_form_of_the_routers_own(r)
     await engine.serve()
     one = member("w", engine.ip)
     r.apply_membership(Membership((one,)))
-    worker = r.fleet.workers[one.uid]
-    r.fleet.feed_connected(worker)
-    sync(r.fleet, worker, KEYS)
-    heartbeat(r.fleet, worker, routes=(TRANSCRIBE,))
+    heard(r, one.uid, routes=(TRANSCRIBE,))
     async with client_of(r) as client:
         files = {"file": ("a.wav", AUDIO, "audio/wav")}
         answer = await client.post(TRANSCRIBE, files=files, data={"model": "t", "language": "en"})

@@ -58,9 +58,9 @@ def complaint(environment, config, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("missing", ["identity.key", "control.token"])
-def test_missing_secret_is_named(config, complaint, missing):
-    (config / "secrets" / missing).unlink()
+@pytest.mark.parametrize("missing", ["secrets/identity.key", "secrets/control.token", "deployment.json"])
+def test_a_missing_file_is_named(config, complaint, missing):
+    (config / missing).unlink()
     sentence = complaint()
     assert missing in sentence
     assert sentence.count("\n") == 1

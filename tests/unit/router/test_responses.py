@@ -348,13 +348,10 @@ def test_logprobs_are_in_the_events_and_in_the_item():
 
 @pytest.mark.parametrize("key", ["", "key"])
 async def test_engines_get_a_chat_with_identities_and_the_tenants_salt(tmp_path, key):
-    if key:
-        (tmp_path / "api-keys").mkdir()
-        (tmp_path / "api-keys" / "tenant").write_text(key)
     url = f"data:image/png;base64,{tiny_png()}"
     body = {**request([user(text("what?"), {"type": "input_image", "image_url": url})]), "model": "t"}
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    async with router(tmp_path) as r, serving(r, engine := Chats()), client_of(r) as client:
+    async with router(tmp_path, key=key) as r, serving(r, engine := Chats()), client_of(r) as client:
         answer = await client.post(RESPONSES, json=body, headers=headers)
     assert (answer.status_code, answer.json()["object"]) == (200, "response")
     ((path, _, chat),) = engine.requests

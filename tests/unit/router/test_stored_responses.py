@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from unit.router.rig import KEYS, WORKERS, LoopbackEngine, deployment, heartbeat, resource, sync, value
-from unit.router.router_rig import client_of, member, router
+from unit.router.router_rig import client_of, heard, member, router
 
 from mmrouter_router.core.response_ids import ResponseIds
 from mmrouter_router.fleet.membership import Membership
@@ -99,10 +99,7 @@ def join(r, engines):
     members = tuple(member(name, engine.ip) for name, engine in engines.items())
     r.apply_membership(Membership(members))
     for each in members:
-        worker = r.fleet.workers[each.uid]
-        r.fleet.feed_connected(worker)
-        sync(r.fleet, worker, KEYS)
-        heartbeat(r.fleet, worker)
+        heard(r, each.uid)
 
 
 @asynccontextmanager

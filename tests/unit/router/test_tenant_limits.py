@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.rig import Clock, resource
 
-from mmrouter_router.admission.retry_time import MAX_SECONDS, MIN_SECONDS, mean_after, retry_seconds
-from mmrouter_router.admission.tenant_limits import SWEEP_ABOVE, TenantAdmission
+from mmrouter_router.admission.tenant_limits import (
+    LONGEST_RETRY,
+    SHORTEST_RETRY,
+    SWEEP_ABOVE,
+    TenantAdmission,
+    mean_after,
+    retry_seconds,
+)
 from mmrouter_router.core.errors import RequestError
 
 
@@ -99,11 +105,11 @@ def test_the_time_to_retry_is_bounded_and_within_what_requests_took(durations, r
     for seconds in durations:
         mean = mean_after(mean, seconds)
     seconds = retry_seconds(mean, running)
-    assert MIN_SECONDS <= seconds <= MAX_SECONDS
+    assert SHORTEST_RETRY <= seconds <= LONGEST_RETRY
     if durations:
         assert min(durations) - 1e-9 <= mean <= max(durations) + 1e-9
-        assert seconds >= min(MAX_SECONDS, min(durations) / max(1, running) - 1e-9)
-        assert seconds <= max(MIN_SECONDS, max(durations) / max(1, running) + 1)
+        assert seconds >= min(LONGEST_RETRY, min(durations) / max(1, running) - 1e-9)
+        assert seconds <= max(SHORTEST_RETRY, max(durations) / max(1, running) + 1)
 
 
 def test_a_refused_client_reads_when_one_of_its_own_requests_ends():
