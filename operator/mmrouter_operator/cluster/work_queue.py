@@ -136,9 +136,9 @@ class Workers:
         self._changed = asyncio.Event()
         self._draining = False
 
-    def add(self, key: Key, delay: float = 0.0) -> None:
+    def add(self, key: Key) -> None:
         """See :meth:`KeyQueue.add`."""
-        self.queue.add(key, _now(), delay)
+        self.queue.add(key, _now())
         self._changed.set()
 
     async def drain(self, seconds: float) -> None:

@@ -23,7 +23,6 @@ class ChildView:
 
     kind: str
     name: str
-    namespace: str
     uid: str
     resource_version: str = field(compare=False)
     owner: str
@@ -129,8 +128,6 @@ class DeviceReport:
 class WorkerReport:
     """One frontend's report on one engine pod."""
 
-    uid: str
-    pool: str
     role: str
     routable: bool = False
     verified: str = "Unknown"

@@ -113,7 +113,6 @@ def _identity(obj: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "kind": obj["kind"],
         "name": metadata["name"],
-        "namespace": metadata.get("namespace", ""),
         "uid": metadata.get("uid", ""),
         "resource_version": metadata.get("resourceVersion", ""),
         "owner": next((owner["uid"] for owner in owners if owner.get("controller")), ""),

@@ -54,7 +54,7 @@ def ready_frontends(snapshot: Snapshot) -> list[PodView]:
 
 def reports_on(pod: PodView, snapshot: Snapshot, frontends: Sequence[PodView]) -> list[WorkerReport]:
     """Return each of these frontends' report on a pod; a missing report counts as one that is not routable."""
-    unknown = WorkerReport(pod.uid, pod.pool, pod.role)
+    unknown = WorkerReport(pod.role)
     reports = (snapshot.reports.get(front.uid) for front in frontends)
     return [unknown if report is None else report.workers.get(pod.uid, unknown) for report in reports]
 

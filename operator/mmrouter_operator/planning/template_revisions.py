@@ -23,9 +23,9 @@ REVISION_LIMIT = 3
 """Revisions that are kept, besides those that a Deployment still runs."""
 
 
-def adopts(dep: MMRouterDeployment, version: str = __version__) -> bool:
+def adopts(dep: MMRouterDeployment) -> bool:
     """Whether this operator version's rendering may replace the stored templates."""
-    return dep.metadata.annotations.get(ADOPT) in ("true", version)
+    return dep.metadata.annotations.get(ADOPT) in ("true", __version__)
 
 
 def choose_templates(

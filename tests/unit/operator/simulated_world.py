@@ -82,7 +82,7 @@ class World:
     def snapshot(self) -> Snapshot:
         children = {("Deployment", name): deployment_view(self._live(name)) for name in self.children}
         pods = tuple(self.pods())
-        workers = {pod.uid: WorkerReport(pod.uid, pod.pool, pod.role, True, "True") for pod in pods if pod.pool}
+        workers = {pod.uid: WorkerReport(pod.role, True, "True") for pod in pods if pod.pool}
         return Snapshot(
             resource={
                 "metadata": self.dep.metadata.model_dump(by_alias=True),

@@ -32,7 +32,7 @@ def frontend(number: int, ready: bool = True) -> PodView:
 
 
 def heard(routable: bool, verified: str = "Unknown", role: str = "worker", **words: str) -> FrontendReport:
-    return FrontendReport("r", True, {"e": WorkerReport("e", "work", role, routable, verified, **words)})
+    return FrontendReport("r", True, {"e": WorkerReport(role, routable, verified, **words)})
 
 
 NO_WORKERS = FrontendReport("r", True, {})
@@ -264,10 +264,10 @@ def pressure(*full: str, frontends: int = 2) -> Change:
         for number, (uid, report) in enumerate(snapshot.reports.items()):
             assert report is not None
             workers = {
-                worker.uid: dataclasses.replace(worker, shared=SharedReport(above[nodes[worker.uid]], LIMIT))
-                if worker.uid in nodes and number < frontends
+                engine: dataclasses.replace(worker, shared=SharedReport(above[nodes[engine]], LIMIT))
+                if engine in nodes and number < frontends
                 else worker
-                for worker in report.workers.values()
+                for engine, worker in report.workers.items()
             }
             reports[uid] = dataclasses.replace(report, workers=workers)
         return dataclasses.replace(snapshot, pods=pods, reports=reports)

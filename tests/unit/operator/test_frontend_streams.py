@@ -85,7 +85,7 @@ async def test_a_routers_report_arrives_whole_and_typed():
         await until(op.report)
         report = op.report()
         assert (report.router, report.ready) == ("r", True)
-        assert report.workers["uid-a"] == WorkerReport("uid-a", "worker", "worker", True, "True")
+        assert report.workers["uid-a"] == WorkerReport("worker", True, "True")
         assert report.workers["uid-b"].verified == "Unknown"
         assert report.workers["uid-b"].cause == "pending"
         assert (report.decisions, report.exact_decisions, report.prompt_blocks, report.hit_blocks) == (1, 1, 7, 3)

@@ -78,9 +78,9 @@ def test_a_paused_deployment_is_left_alone_and_still_judged() -> None:
 
 def test_what_is_not_ours_is_neither_changed_nor_removed() -> None:
     world = World(deployment(whole()))
-    foreign = ChildView("Service", "vl", "team", "u", "1", "another-owner")
-    mine = ChildView("ConfigMap", "left-over", "team", "u2", "1", UID)
-    theirs = ChildView("ConfigMap", "theirs", "team", "u3", "1", "another-owner")
+    foreign = ChildView("Service", "vl", "u", "1", "another-owner")
+    mine = ChildView("ConfigMap", "left-over", "u2", "1", UID)
+    theirs = ChildView("ConfigMap", "theirs", "u3", "1", "another-owner")
     children = {(view.kind, view.name): view for view in (foreign, mine, theirs)}
     planned = plan(world.choose()[0], dataclasses.replace(world.snapshot(), children=children))
     assert planned.outcome == Blocked(

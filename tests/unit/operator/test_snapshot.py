@@ -82,7 +82,7 @@ def pod(**status: Any) -> dict[str, Any]:
 
 
 def test_a_deployment_is_seen_with_its_counts_and_its_managers() -> None:
-    metadata = ("Deployment", "vl-work", "team", "d-uid", "4711", "the-owner", 7)
+    metadata = ("Deployment", "vl-work", "d-uid", "4711", "the-owner", 7)
     labels: Any = {"pool": "work", "role": "worker", "template_hash": "abc", "compatibility": "0123456789abcdef"}
     counts: Any = {"replicas": 3, "observed_generation": 6, "updated": 1, "ready": 2, "available": 1, "total": 4}
     state: Any = {"progressing_reason": "ReplicaSetUpdated", "failure": "quota", "set_target": 5}
@@ -101,7 +101,7 @@ def test_other_children_are_seen_by_name_and_owner() -> None:
         "kind": "Service",
         "metadata": {**DEPLOYMENT["metadata"], "name": "vl", "deletionTimestamp": "2026-11-21T10:00:00Z"},
     }
-    assert child_view(service) == ChildView("Service", "vl", "team", "d-uid", "4711", "the-owner", 7, True)
+    assert child_view(service) == ChildView("Service", "vl", "d-uid", "4711", "the-owner", 7, True)
     orphan = {"kind": "Service", "metadata": {"name": "vl", "namespace": "team", "uid": "u", "resourceVersion": "1"}}
     assert child_view(orphan).owner == ""
 

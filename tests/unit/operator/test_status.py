@@ -73,7 +73,7 @@ def waiting(reason: str, sentence: str) -> Callable[[Snapshot], Snapshot]:
 def verdict(verified: str, cause: str = "") -> Callable[[Snapshot], Snapshot]:
     def change(snapshot: Snapshot) -> Snapshot:
         running = [pod for pod in snapshot.pods if pod.pool]
-        workers = {pod.uid: WorkerReport(pod.uid, pod.pool, pod.role, True, verified, cause) for pod in running}
+        workers = {pod.uid: WorkerReport(pod.role, True, verified, cause) for pod in running}
         heard = {uid: FrontendReport("r", True, workers) for uid in snapshot.reports}
         return dataclasses.replace(snapshot, reports=heard)
 
