@@ -149,20 +149,11 @@ async def watch_pods(
     server: ApiServer, deployment: str, own_uid: str, update: Callable[[Membership], None], metrics: Metrics
 ) -> None:
     """Call ``update`` with a deployment's membership now and after every change; ``own_uid``: of this router's pod."""
-    # Imported here so that only a router in a cluster loads the cluster client.
-    from kubernetes.aio.client.api_client import ApiClient  # noqa: PLC0415
-
-    from mmrouter_kube.in_cluster_config import in_cluster  # noqa: PLC0415
-    from mmrouter_kube.list_watch import ListWatch  # noqa: PLC0415
 
     def path() -> str:
         return f"/api/v1/namespaces/{(server.folder / 'namespace').read_text().strip()}/pods"
 
-    def connect() -> ApiClient:
-        return ApiClient(in_cluster(server.host, server.port, server.folder))
-
-    pods = _PodListener(own_uid, update, metrics)
-    await ListWatch(connect, path, f"{DEPLOYMENT_LABEL}={deployment}", pods).run()
+    await _PodListener(own_uid, update, metrics).watch(server, path, f"{DEPLOYMENT_LABEL}={deployment}")
 
 
 class _PodListener(WatchedObjects["Member | Peer"]):

@@ -6,6 +6,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge
 
+from mmrouter_router.core.settings import ApiServer
+
 T = TypeVar("T")
 
 
@@ -33,6 +35,19 @@ class WatchedObjects(Generic[T]):
         self._parse, self._publish, self._metrics, self._log, self._kept = parse, publish, metrics, log, kept
         self.by_uid: dict[str, T] = {}
         self._disconnected = False
+
+    async def watch(self, server: ApiServer, path: Callable[[], str], selector: str) -> None:
+        """Follow the objects at ``path`` with these labels until cancelled."""
+        # Imported here so that only a process in a cluster loads the cluster client.
+        from kubernetes.aio.client.api_client import ApiClient  # noqa: PLC0415
+
+        from mmrouter_kube.in_cluster_config import in_cluster  # noqa: PLC0415
+        from mmrouter_kube.list_watch import ListWatch  # noqa: PLC0415
+
+        def connect() -> ApiClient:
+            return ApiClient(in_cluster(server.host, server.port, server.folder))
+
+        await ListWatch(connect, path, selector, self).run()
 
     def list_started(self) -> None:
         """Nothing to note: only the watch adds objects."""

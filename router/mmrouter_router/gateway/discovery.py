@@ -61,19 +61,8 @@ async def watch_deployments(
     server: ApiServer, namespace: str, selector: str, update: Update, metrics: GatewayMetrics
 ) -> None:
     """Call ``update`` with the deployments of a namespace that have these labels, now and after every change."""
-    # Imported here so that only a gateway in a cluster loads the cluster client.
-    from kubernetes.aio.client.api_client import ApiClient  # noqa: PLC0415
-
-    from mmrouter_kube.in_cluster_config import in_cluster  # noqa: PLC0415
-    from mmrouter_kube.list_watch import ListWatch  # noqa: PLC0415
-
-    def path() -> str:
-        return f"/apis/mmrouter.io/v1alpha1/namespaces/{namespace}/mmrouterdeployments"
-
-    def connect() -> ApiClient:
-        return ApiClient(in_cluster(server.host, server.port, server.folder))
-
-    await ListWatch(connect, path, selector, DeploymentListener(update, metrics)).run()
+    path = f"/apis/mmrouter.io/v1alpha1/namespaces/{namespace}/mmrouterdeployments"
+    await DeploymentListener(update, metrics).watch(server, lambda: path, selector)
 
 
 class DeploymentListener(WatchedObjects[Deployment]):
