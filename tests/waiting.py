@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httpx
+
 PATIENCE = 5
 """How many times longer than expected a test waits: a busy machine is slow, and that is no failure."""
 SHARE, LONGEST = 0.05, 0.3
@@ -37,6 +39,14 @@ def wait_for(
             more = f"\n{known()}" if known is not None else ""
             raise TimeoutError(f"not within {PATIENCE * seconds:g} s: {what}{more}")
         time.sleep(every or min(LONGEST, max(0.02, SHARE * (time.monotonic() - began))))
+
+
+def answers_ok(url: str, seconds: float = 10) -> bool:
+    """Whether a URL answers 200 within so many seconds."""
+    try:
+        return httpx.get(url, timeout=seconds, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 async def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import httpx
 import pytest
 from chart.helm import CHART, NAMESPACE, RELEASE, Helm
 from cluster.controlplane import ControlPlane, end
 from cluster.operators import PORT, holder
 from cluster.resources import apply, complete, resource
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 from mmrouter_cli.local.loopback_network import can_bind
 
@@ -74,13 +73,7 @@ def account(server: ControlPlane, tmp_path: Path) -> str:
 def test_the_rights_in_one_namespace_are_enough_there_and_reach_no_further(
     server: ControlPlane, team: str, operator: str, check: ModuleType, account: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ready() -> bool:
-        try:
-            return httpx.get(f"{operator}/readyz", trust_env=False, timeout=5).is_success
-        except httpx.TransportError:
-            return False
-
-    wait_for(ready, 60, "the operator has filled its caches")
+    wait_for(lambda: answers_ok(f"{operator}/readyz"), 60, "the operator has filled its caches")
     wait_for(lambda: holder(server).startswith(f"{ACCOUNT}-0_"), 30, "it leads, by the name of its pod")
     body = resource()
     apply(server, team, body)

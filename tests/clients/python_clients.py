@@ -67,6 +67,12 @@ class ChatCompletions:
         arguments = call.function.arguments
         return [call.function.name, json.loads(arguments) if isinstance(arguments, str) else arguments]
 
+    def cancel(self) -> Any:
+        stream = self.ask(said(STORY), stream=True, max_tokens=LONG)
+        first = next(stream)
+        stream.close()
+        return bool(first.choices)
+
 
 class OpenAI(ChatCompletions):
     def __init__(self) -> None:
@@ -195,12 +201,6 @@ class LiteLLM(ChatCompletions):
 
     def structured(self) -> Any:
         return json.loads(self.ask(said(TEXT), response_format=FORMAT, max_tokens=LONG).choices[0].message.content)
-
-    def cancel(self) -> Any:
-        stream = self.ask(said(STORY), stream=True, max_tokens=LONG)
-        first = next(stream)
-        stream.close()
-        return bool(first.choices)
 
 
 class LlamaIndex:
@@ -339,12 +339,6 @@ class HuggingFaceHub(ChatCompletions):
 
     def ask(self, messages: list[dict[str, Any]], **fields: Any) -> Any:
         return self.client.chat_completion(messages, model=MODEL, **{"max_tokens": SHORT, "temperature": 0, **fields})
-
-    def cancel(self) -> Any:
-        stream = self.ask(said(STORY), stream=True, max_tokens=LONG)
-        first = next(stream)
-        stream.close()
-        return bool(first.choices)
 
 
 CLIENTS = {

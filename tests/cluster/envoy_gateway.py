@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from doc_commands import on_gateway_page
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 from mmrouter_cli.local.envoy import PICKER_PORT
 
@@ -99,10 +98,7 @@ def envoy_gateway(
 
     def serves() -> bool:
         assert process.poll() is None, log.read_text()[-6000:]
-        try:
-            return httpx.get(f"{url}/v1/models", timeout=10, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return answers_ok(f"{url}/v1/models")
 
     try:
         wait_for(serves, START_SECONDS, "the Gateway serves", known=lambda: log.read_text()[-6000:])

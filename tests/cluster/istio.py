@@ -13,11 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from cluster.controlplane import ControlPlane, end
 from e2e.network import free_numbers
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 XDS_PORT, HTTP_PORT, MONITORING_PORT, DEBUG_PORT = 15010, 15080, 15014, 15876
 SYSTEM = "istio-system"
@@ -69,10 +68,7 @@ class Istio:
 
     def ready(self) -> bool:
         assert self.process.poll() is None, self.log()
-        try:
-            return httpx.get(f"http://{self.address}:{HTTP_PORT}/ready", trust_env=False, timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return answers_ok(f"http://{self.address}:{HTTP_PORT}/ready")
 
     def log(self) -> str:
         return self.plane.log_file("istiod").read_text()[-6000:]

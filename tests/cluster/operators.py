@@ -17,7 +17,7 @@ import yaml
 from cluster.access import Access
 from cluster.controlplane import APPLY, ControlPlane, end
 from cluster.resources import binding
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 from mmrouter_cli.local.loopback_network import can_bind
 
@@ -53,11 +53,8 @@ class Replica:
         return self.process.returncode
 
     def ready(self) -> bool:
-        try:
-            return httpx.get(f"http://{self.address}:{PORT}/readyz", trust_env=False, timeout=5).status_code == 200
-        except httpx.HTTPError:
-            assert self.process.poll() is None, self.log()[-3000:]
-            return False
+        assert self.process.poll() is None, self.log()[-3000:]
+        return answers_ok(f"http://{self.address}:{PORT}/readyz")
 
     def metrics(self) -> str:
         return httpx.get(f"http://{self.address}:{PORT}/metrics", trust_env=False, timeout=5).text

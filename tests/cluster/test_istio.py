@@ -27,7 +27,7 @@ from cluster.runner import LocalRunner
 from doc_commands import on_gateway_page
 from e2e.endpoints import Reached
 from local.rig import pod_processes
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 from mmrouter_cli.local import loopback_network
 from mmrouter_operator.model.kinds import RESOURCE
@@ -92,15 +92,8 @@ def demo(controlled: Istio, envoy: str) -> Iterator[Behind]:
         frontends = plane.pods(namespace, deployment=NAME, role="frontend")
         controls = tuple(f"http://{pod['status']['podIP']}:8001" for pod in frontends)
         behind = Behind(plane, namespace, Reached(url, controls, base64.b64decode(data["control.token"]).decode()))
-        wait_for(partial(served, url), SECONDS, "the Gateway serves", known=controlled.log)
+        wait_for(partial(answers_ok, f"{url}/v1/models"), SECONDS, "the Gateway serves", known=controlled.log)
         yield behind
-
-
-def served(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/v1/models", timeout=10, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def test_pool_and_route_are_accepted_and_status_and_doctor_say_so(demo: Behind) -> None:

@@ -18,6 +18,7 @@ from cluster.resources import binding
 from e2e.deploying import example, run_pod
 from e2e.node import Node
 from e2e.report import dump
+from waiting import answers_ok
 
 ADMIN_PORT, LISTENING_PORT = 15000, 8080
 PROGRAMS = "/programs"
@@ -79,10 +80,7 @@ class Gateway:
     url: str
 
     def serves(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/v1/models", timeout=10, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return answers_ok(f"{self.url}/v1/models")
 
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=60, trust_env=False)

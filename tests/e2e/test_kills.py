@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-import httpx
 import pytest
 from artefacts import Record
 from chart.helm import NAMESPACE
@@ -30,7 +29,7 @@ from e2e.node import NAME, Node
 from e2e.report import dump
 from e2e.staged_deployments import ENGINE_PORT, METRICS_PORT, samples
 from openai import DEFAULT_MAX_RETRIES
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 REPLAY_STEPS = 150
 """Batches that the engines of these tests replay: some seconds of load."""
@@ -139,7 +138,7 @@ def kill(
         struck = time.time()
         gone = process.kill()
         with watching(looker) as watch:
-            back = wait_for(lambda: answers(url) and time.time(), BACK_SECONDS, f"{victim.container} answers again")
+            back = wait_for(lambda: answers_ok(url, 1) and time.time(), BACK_SECONDS, f"{victim.container} is back")
             waited = watch.again(back, EQUAL_SECONDS, epochs)
             if not victim.frontend:
                 served(traffic, watch, victim.name, back, epochs)
@@ -172,13 +171,6 @@ def served(traffic: Traffic, watch: Watch, worker: str, since: float, epochs: di
     """Wait until a worker answered requests of ``since`` or later, and every frontend knows what it holds of them."""
     wait_for(lambda: worker in traffic.workers(since), BUSY_SECONDS, f"{worker} answers again", known=traffic.__str__)
     watch.again(time.time(), BACK_SECONDS, epochs, filled=worker)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=1, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def successor(mortal: Deployed, victim: Victim) -> Process | None:

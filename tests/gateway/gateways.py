@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 from local.rig import ROOT
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 ALIASES, SMALL = (ROOT / "examples" / "gateway" / name for name in ("aliases.yaml", "small.yaml"))
 START_SECONDS = 600
@@ -34,10 +34,7 @@ class Gateway:
 
     @property
     def ready(self) -> bool:
-        try:
-            return httpx.get(f"http://{self.host}:9090/readyz", timeout=10).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return answers_ok(f"http://{self.host}:9090/readyz")
 
     def client(self, key: str = "any", **options: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300, **options)

@@ -15,7 +15,7 @@ from artefacts import Record
 from gateway.conftest import START_SECONDS
 from gateway.load import Load
 from local.rig import ROOT, Deployment, running
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 from mmrouter_cli.local.envoy import PICKER_PORT, envoy_config
 
@@ -41,18 +41,11 @@ def second_envoy(envoy: str, deployment: Deployment, folder: Path) -> Iterator[s
     process = subprocess.Popen([envoy, "-c", str(file), "--disable-hot-restart", "--log-level", "error"])
     url = f"http://{host}:{OPEN_PORT}"
     try:
-        wait_for(lambda: served(url), 60, "the second gateway serves")
+        wait_for(lambda: answers_ok(f"{url}/v1/models"), 60, "the second gateway serves")
         yield url
     finally:
         process.terminate()
         process.wait(30)
-
-
-def served(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/v1/models", timeout=10).status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def test_killed_picker_loses_requests_only_until_it_is_back(deployment: Deployment, record: Record) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 import httpx
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 
@@ -121,10 +121,7 @@ class KeptConnections(Clients):
 
 
 def ready(ip: str) -> bool:
-    try:
-        return httpx.get(f"http://{ip}:9090/readyz", timeout=2).status_code == 200
-    except httpx.TransportError:
-        return False
+    return answers_ok(f"http://{ip}:9090/readyz", 2)
 
 
 def refuses(url: str) -> bool:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 from local.rig import ROOT, Deployment
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 RULES = ROOT / "charts" / "mmrouter" / "files" / "alerts.yaml"
 PROMETHEUS = shutil.which("prometheus")
@@ -94,7 +94,8 @@ def prometheus(folder: Path, targets: Sequence[Target]) -> Iterator[Prometheus]:
     made = Prometheus(f"http://{address}")
     try:
         known = (folder / "prometheus.log").read_text
-        wait_for(lambda: process.poll() is not None or _ready(made.url), START_SECONDS, "Prometheus", known=known)
+        url = f"{made.url}/-/ready"
+        wait_for(lambda: process.poll() is not None or answers_ok(url), START_SECONDS, "Prometheus", known=known)
         assert process.poll() is None, known()[-2000:]
         yield made
     finally:
@@ -116,10 +117,3 @@ def assert_raised_by(
     for annotations in [each["annotations"] for each in watching.alerts() if each["state"] == "firing"]:
         assert about in annotations["summary"]
         assert annotations["runbook_url"].endswith(f"#{alert.lower()}")
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/-/ready", timeout=10).status_code == 200
-    except httpx.HTTPError:
-        return False

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import httpx
 import pytest
 from local.rig import metric
 from long_form import IS_LONG
-from waiting import wait_for
+from waiting import answers_ok, wait_for
 
 from bench.feed.fake_sidecars import Curve
 from handover.tests.shm.test_soak import FELL_BACK, READ, Soak
@@ -54,10 +53,7 @@ class Sidecar:
 
     def answers(self) -> bool:
         assert self.process.poll() is None, Path(self._log.name).read_text()
-        try:
-            return httpx.get(f"http://{self.ip}:9090/healthz", timeout=5).status_code == 200
-        except httpx.TransportError:
-            return False
+        return answers_ok(f"http://{self.ip}:9090/healthz")
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -11,13 +11,12 @@ import struct
 import warnings
 import zlib
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Self
 
 from campaign.mutation import mutated
 from campaign.target import BrokenPropertyError, Target
-from PIL import Image, ImageOps
-from unit.imagesize.test_image_size import XMP, encode, exif, png_chunk
+from PIL import Image
+from unit.imagesize.test_image_size import XMP, encode, exif, png_chunk, served
 
 from mmrouter_lib.image_size import FORMATS, ImageHeaderError, TooManyPixels, claimed_size, probe, rotates
 
@@ -101,7 +100,7 @@ class ImageHeaders(Target):
                 return "too many pixels"
             except ImageHeaderError as error:
                 refusal = str(error)
-        real = served(data, turned=turned)
+        real = served(data, turned=turned, max_pixels=4 * MAX_PIXELS)
         if real is None:
             return "refused by both" if refusal else "header only"
         if refusal:
@@ -130,18 +129,3 @@ def with_checksums(png: bytes) -> bytes:
         out[end : end + 4] = struct.pack(">I", zlib.crc32(png[at + 4 : end]))
         at = end + 4
     return bytes(out)
-
-
-def served(data: bytes, *, turned: bool) -> tuple[int, int] | None:
-    """The size that an engine serves, which skips a transpose that fails; ``None`` where it refuses the image."""
-    try:
-        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height > 4 * MAX_PIXELS:
-            return None
-        if turned:
-            with suppress(Exception):
-                image = ImageOps.exif_transpose(image)
-        image.load()
-        return image.convert("RGB").size
-    except Exception:  # Pillow raises many types for damaged files, and an engine refuses all of them
-        return None

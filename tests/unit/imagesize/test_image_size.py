@@ -1,6 +1,7 @@
 """Sizes from headers, against Pillow, which the engines decode with."""
 
 import io
+import math
 import random
 import struct
 import zlib
@@ -263,15 +264,18 @@ def test_cut_and_damaged_images_raise_nothing_but_the_two_errors(sample, data):
     only_our_errors(bytes(cut))
 
 
-def served(data: bytes) -> tuple[int, int] | None:
-    """The size that vLLM serves, which skips a transpose that fails; ``None`` where it refuses the image."""
+def served(data: bytes, *, turned: bool = True, max_pixels: float = math.inf) -> tuple[int, int] | None:
+    """The size that an engine serves, which skips a transpose that fails; ``None`` where it refuses the image."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
-        with suppress(Exception):
-            image = ImageOps.exif_transpose(image)
+        if image.width * image.height > max_pixels:
+            return None
+        if turned:
+            with suppress(Exception):
+                image = ImageOps.exif_transpose(image)
         image.load()
         return image.convert("RGB").size
-    except Exception:
+    except Exception:  # Pillow raises many types for damaged files, and an engine refuses all of them
         return None
 
 

@@ -49,8 +49,6 @@ def words_by(*patterns: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)])
 
 
-TEXTS = st.lists(st.text(ALPHABET, max_size=6), max_size=8).map("".join)
-
 NORMALIZERS = {
     "none": None,
     "nfc": normalizers.NFC(),

@@ -31,7 +31,6 @@ from mmrouter_sidecar.blocks.ledger_ops import LedgerOp
 from mmrouter_sidecar.engine import engine_probe as probe
 from mmrouter_sidecar.settings import CurveKeys, Settings
 
-REPOSITORY = Path(__file__).parents[3]
 END = b"\xff" * 8
 _hosts = itertools.count(os.getpid() * 64)
 
