@@ -58,3 +58,10 @@ def heard(router: Router, uid: str, **beat) -> None:
     router.fleet.feed_connected(worker)
     sync(router.fleet, worker, KEYS)
     heartbeat(router.fleet, worker, **beat)
+
+
+def join(router: Router, *members: Member, **beat) -> None:
+    """These pods are the members now, and their sidecars are heard."""
+    router.apply_membership(Membership(members))
+    for each in members:
+        heard(router, each.uid, **beat)

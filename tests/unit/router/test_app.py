@@ -6,7 +6,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from unit.router.rig import BLOCK, IDS, KEYS, LoopbackServer, Rig, counts, prepared, resource
-from unit.router.router_rig import HELLO, OWN_IP, client_of, heard, member, router, value
+from unit.router.router_rig import HELLO, OWN_IP, client_of, heard, join, member, router, value
 
 from mmrouter_router import app
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace
@@ -49,8 +49,7 @@ async def test_readiness_survives_new_and_lost_workers_until_the_own_pod_is_dele
 
 
 async def test_pod_with_new_address_gets_a_new_feed_and_an_empty_cache(r):
-    r.apply_membership(Membership((member("a"),)))
-    heard(r, "uid-a")
+    join(r, member("a"))
     before, feed = r.fleet.workers["uid-a"], r.feed("uid-a")
     assert len(r.fleet.index) == len(KEYS)
     r.apply_membership(Membership((member("a", ip="127.84.0.9"),)))
@@ -60,8 +59,7 @@ async def test_pod_with_new_address_gets_a_new_feed_and_an_empty_cache(r):
 
 
 async def test_pod_that_changes_state_keeps_feed_and_cache(r):
-    r.apply_membership(Membership((member("a", ready=False),)))
-    heard(r, "uid-a")
+    join(r, member("a", ready=False))
     before, feed = r.fleet.workers["uid-a"], r.feed("uid-a")
     r.apply_membership(Membership((member("a", draining=True),)))
     assert r.fleet.workers["uid-a"] is before
@@ -325,8 +323,7 @@ async def test_body_beyond_the_budget_is_a_counted_429_with_retry_after(r, clien
 
 async def test_full_queues_are_a_counted_429_with_retry_after():
     async with router(own=resource(routing={"maxQueuedRequests": 1})) as r, client_of(r) as client:
-        r.apply_membership(Membership((member("a"),)))
-        heard(r, "uid-a")
+        join(r, member("a"))
         booking = r.placer.begin(r.placer.place(prepared()))
         answer = await client.post(CHAT, json=HELLO)
         booking.end()

@@ -9,11 +9,10 @@ import httpx
 import pytest
 from PIL import Image
 from unit.router.rig import LoopbackEngine, LoopbackServer, http_answer, value
-from unit.router.router_rig import client_of, heard, member, router
+from unit.router.router_rig import client_of, join, member, router
 from unit.router.test_intake import MISSING, PART_TYPE, TOO_MANY, TYPE, UNKNOWN, VALUE, fault, read
 
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.intake import TemplateTraits, parse_messages
 from mmrouter_router.streams.messages import MessageStream, message_of
 
@@ -283,8 +282,7 @@ class Chats(LoopbackEngine):
 @asynccontextmanager
 async def serving(r, engine):
     await engine.serve()
-    r.apply_membership(Membership((member("w", engine.ip),)))
-    heard(r, "uid-w")
+    join(r, member("w", engine.ip))
     try:
         yield
     finally:

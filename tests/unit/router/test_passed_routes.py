@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.conftest import examples
 from unit.router.rig import BLOCK, KEYS, Engine, LoopbackEngine, counts, heartbeat, http_answer, resource
-from unit.router.router_rig import client_of, heard, member, router
+from unit.router.router_rig import client_of, heard, join, member, router
 from unit.router.test_intake import MISSING, PART_TYPE, TYPE, UNKNOWN, fault, read
 
 from mmrouter_lib.engines import ADAPTERS
@@ -226,8 +226,7 @@ async def test_a_transcription_reaches_an_engine_as_a_form_of_the_routers_own(r)
     engine = Listens()
     await engine.serve()
     one = member("w", engine.ip)
-    r.apply_membership(Membership((one,)))
-    heard(r, one.uid, routes=(TRANSCRIBE,))
+    join(r, one, routes=(TRANSCRIBE,))
     async with client_of(r) as client:
         files = {"file": ("a.wav", AUDIO, "audio/wav")}
         answer = await client.post(TRANSCRIBE, files=files, data={"model": "t", "language": "en"})

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.preparing import image, text
 from unit.router.rig import IDS, KEYS, Engine, Rig, prepared, resource
-from unit.router.router_rig import client_of, heard, member, router, value
+from unit.router.router_rig import client_of, join, member, router, value
 
 from mmrouter_router.explain.decisions import BODY_BYTES, DecisionLog, DecisionTrace
-from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.intake.api_key_auth import DEFAULT
 from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
@@ -35,8 +34,7 @@ def deployed(policy: str = "roundRobin", ratio: str = "0", engine: str = "vllm",
 async def routed(**spec):
     """Start a router with one engine; yields the router and a client."""
     async with Engine() as engine, router(own=deployed(**spec)) as made, client_of(made) as client:
-        made.apply_membership(Membership((member("a", engine.ip),)))
-        heard(made, "uid-a")
+        join(made, member("a", engine.ip))
         yield made, client
 
 

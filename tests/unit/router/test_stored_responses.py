@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from unit.router.rig import KEYS, WORKERS, LoopbackEngine, deployment, heartbeat, resource, sync, value
-from unit.router.router_rig import client_of, heard, member, router
+from unit.router.router_rig import client_of, join, member, router
 
 from mmrouter_router.core.response_ids import ResponseIds
 from mmrouter_router.fleet.membership import Membership
@@ -95,11 +95,8 @@ class Stores(LoopbackEngine):
         return 200, found
 
 
-def join(r, engines):
-    members = tuple(member(name, engine.ip) for name, engine in engines.items())
-    r.apply_membership(Membership(members))
-    for each in members:
-        heard(r, each.uid)
+def join_all(r, engines):
+    join(r, *(member(name, engine.ip) for name, engine in engines.items()))
 
 
 @asynccontextmanager
@@ -115,7 +112,7 @@ async def routers(path, *names, own=STORING, tenants=()):
             stack.callback(engine.close)
         made = [await stack.enter_async_context(router(path, own)) for _ in range(2)]
         for each in made:
-            join(each, engines)
+            join_all(each, engines)
         clients = [await stack.enter_async_context(client_of(each)) for each in made]
         yield made, clients, engines
 
@@ -225,7 +222,7 @@ async def test_a_response_whose_engine_is_gone_or_has_restarted_is_lost(tmp_path
         ):
             assert fault(answer) == (404, param, LOST)
             assert "the engine that stored it has restarted since" in answer.json()["error"]["message"]
-        join(made, {name: engine for name, engine in engines.items() if name != holder})
+        join_all(made, {name: engine for name, engine in engines.items() if name != holder})
         for answer, param in (
             (await other.get(f"{RESPONSES}/{mine}"), "response_id"),
             (await other.post(RESPONSES, json=body(previous_response_id=mine)), PREVIOUS),
@@ -249,7 +246,7 @@ async def test_a_response_is_placed_only_where_it_is_stored(tmp_path):
     own = resource(pools=[{**POOL, "name": "keeps"}, WORKERS])
     async with routers(tmp_path, "a", "b", own=own) as (made, (client, _), engines):
         for each in made:
-            join(each, {})
+            join_all(each, {})
             keeps = replace(member("a", engines["a"].ip), pool="keeps")
             each.apply_membership(Membership((keeps, member("b", engines["b"].ip))))
             for worker in each.fleet:

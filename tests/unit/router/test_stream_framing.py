@@ -5,12 +5,11 @@ import asyncio
 import httpx
 import pytest
 from unit.router.rig import LoopbackEngine, LoopbackServer
-from unit.router.router_rig import HELLO, heard, member, router
+from unit.router.router_rig import HELLO, join, member, router
 from unit.router.test_continued_stream import chunk
 from unit.router.test_upstream import ask, engine, upstream  # noqa: F401  (fixtures)
 from waiting import until
 
-from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.request.prepared import CHAT
 
@@ -45,8 +44,7 @@ async def test_the_client_gets_an_event_before_the_engine_has_sent_the_next_one(
     serving = Framed(framing)
     await serving.serve()
     async with router() as r, LoopbackServer(r.client_app()) as server:
-        r.apply_membership(Membership((member("a", ip=serving.ip),)))
-        heard(r, "uid-a")
+        join(r, member("a", ip=serving.ip))
         body = {**HELLO, "stream": True, **sampling}
         url = f"http://{server.ip}:8000{CHAT}"
         async with httpx.AsyncClient(timeout=60) as client, client.stream("POST", url, json=body) as answer:

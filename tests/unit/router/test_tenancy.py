@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.router.preparing import settings
 from unit.router.rig import BLOCK, Clock, Engine, LoopbackEngine, LoopbackServer, Rig, prepared, resource, running
-from unit.router.router_rig import HELLO, client_of, heard, member, router
+from unit.router.router_rig import HELLO, client_of, join, member, router
 from waiting import until
 
 from mmrouter_cli.sample_images import data_uri, picture
@@ -138,8 +138,7 @@ async def test_an_engine_sees_another_image_name_for_each_tenant_and_one_for_all
     image = {"type": "image_url", "image_url": {"url": data_uri(picture("shared", 56, 56))}}
     body = {"model": "t", "messages": [{"role": "user", "content": [image]}]}
     async with router(tmp_path) as r, client_of(r) as client, Engine() as engine:
-        r.apply_membership(Membership((member("a", ip=engine.ip),)))
-        heard(r, "uid-a")
+        join(r, member("a", ip=engine.ip))
         for number in (0, 0, 1):
             assert (await client.post(CHAT, json=body, headers=bearer(f"key-of-{number}"))).status_code == 200
     first, again, other = (sent["messages"][0]["content"][0]["uuid"] for _, _, sent in engine.requests)
@@ -277,8 +276,7 @@ async def served(tmp_path):
     folder, engine = folder_of(tmp_path, 2), Paused()
     await engine.serve()
     async with router(tmp_path, limited(default={"concurrency": 1})) as r:
-        r.apply_membership(Membership((member("a", ip=engine.ip),)))
-        heard(r, "uid-a")
+        join(r, member("a", ip=engine.ip))
         server = LoopbackServer(r.client_app())
         following = running(r.chat.tenants.follow())
         async with server, following, httpx.AsyncClient(base_url=f"http://{server.ip}:8000", timeout=60) as client:
@@ -311,8 +309,7 @@ async def test_tenants_take_turns_at_a_full_engine_and_the_next_of_them_is_chose
     named = [{"name": "tenant-1", "priority": "high"}]
     own = limited(named=named, maxWaitSeconds=600, queued=8)
     async with router(tmp_path, own) as r, client_of(r) as client:
-        r.apply_membership(Membership((member("a", ip=engine.ip),)))
-        heard(r, "uid-a")
+        join(r, member("a", ip=engine.ip))
 
         async def ask(number: int) -> int:
             answer = await client.post(CHAT, json=HELLO, headers=bearer(f"key-of-{number}"))
@@ -334,8 +331,7 @@ async def test_a_request_waits_for_the_full_engine_no_longer_than_the_resource_s
     folder_of(tmp_path, 1)
     own = limited(maxWaitSeconds=1, queued=1)
     async with router(tmp_path, own) as r, client_of(r) as client:
-        r.apply_membership(Membership((member("a"),)))
-        heard(r, "uid-a")
+        join(r, member("a"))
         booking = r.placer.begin(r.placer.place(prepared()))
         answer = await client.post(CHAT, json=HELLO, headers=bearer("key-of-0"))
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
