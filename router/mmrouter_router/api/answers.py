@@ -2,18 +2,20 @@
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from mmrouter_lib.engines.base.request_fields import MESSAGES
 from mmrouter_router.core.errors import FieldOf, RequestError
 from mmrouter_router.core.request_ids import NAME_HEADER
+from mmrouter_router.dispatch.continued_stream import ContinuedStream
 from mmrouter_router.dispatch.engine_client import EngineReply
 from mmrouter_router.http.client_channel import Client, Headers
 from mmrouter_router.http.engine_connection import Sink
 from mmrouter_router.intake import CHAT_FIELDS, COUNT_TOKENS, ChatRequest
 from mmrouter_router.request.prepared import Prepared
+from mmrouter_router.streams.chat_events import ChatEventConverter
 from mmrouter_router.streams.messages import MessageStream, error_body, message_of
 from mmrouter_router.streams.responses import ResponseStream, response_of
 
@@ -54,16 +56,11 @@ async def respond_json(client: Client, status: int, extra: Headers, body: bytes)
     await client.respond(status, [*headers, *extra], body)
 
 
-class EventConverter(Protocol):
-    def feed(self, events: bytes) -> bytes:
-        """Return the events for whole events of a chat."""
-
-
 class AnswerForm(NamedTuple):
     """How the answer to a chat becomes that of the API by which the request came: ``whole``, or event by event."""
 
     whole: Callable[[Any], Any]
-    stream: Callable[[], EventConverter]
+    stream: Callable[[], ChatEventConverter]
 
 
 def form_of(path: str, prepared: Prepared) -> AnswerForm | None:
@@ -114,20 +111,10 @@ def counted(prepared: Prepared) -> bytes:
     return orjson.dumps({"input_tokens": len(prepared.ids)})
 
 
-class ChatStream(Protocol):
-    """The stream of a chat, in whole events."""
-
-    first: bytes
-
-    async def piece(self) -> bytes: ...
-
-    async def pour(self, sink: Sink) -> None: ...
-
-
 class ConvertedSource:
     """The source of a stream in another form, made from a chat's."""
 
-    def __init__(self, chat: ChatStream, converter: EventConverter) -> None:
+    def __init__(self, chat: ContinuedStream, converter: ChatEventConverter) -> None:
         self._chat, self._converter = chat, converter
         self.first = converter.feed(chat.first)
 
@@ -147,7 +134,7 @@ class ConvertedSource:
 class _Converted:
     """A sink that passes a chat's events on in another form."""
 
-    def __init__(self, sink: Sink, converter: EventConverter) -> None:
+    def __init__(self, sink: Sink, converter: ChatEventConverter) -> None:
         self._sink, self._converter = sink, converter
 
     @property

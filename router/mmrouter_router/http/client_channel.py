@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, Self
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
-from mmrouter_router.http.engine_connection import Sink
+from mmrouter_router.http.engine_connection import Source
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.http.received_body import ReceivedBody
 
@@ -32,19 +32,6 @@ _MAX_DIGITS: Final = 18  # of a content-length; Python refuses to read thousands
 
 class ClientGoneError(Exception):
     """The client closed the connection."""
-
-
-class Source(Protocol):
-    """The body of an engine's answer, which may still be arriving."""
-
-    def remaining(self) -> bytes | None:
-        """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
-
-    async def piece(self) -> bytes:
-        """Return the next bytes, empty at the end."""
-
-    async def pour(self, sink: Sink) -> None:
-        """Write the unread bytes into a sink as they arrive; return at the end of the body."""
 
 
 class Client(Protocol):

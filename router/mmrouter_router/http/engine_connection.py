@@ -38,6 +38,19 @@ class Sink(Protocol):
     def write(self, piece: bytes) -> None: ...
 
 
+class Source(Protocol):
+    """The body of an engine's answer, which may still be arriving."""
+
+    def remaining(self) -> bytes | None:
+        """Return the unread bytes of a complete body, ``None`` of an incomplete one."""
+
+    async def piece(self) -> bytes:
+        """Return the next bytes, empty at the end."""
+
+    async def pour(self, sink: Sink) -> None:
+        """Write the unread bytes into a sink as they arrive; return at the end of the body."""
+
+
 class UpstreamError(ConnectionError):
     """The engine is unreachable or broke off; ``sent``: it may have the request, ``began``: it began to answer."""
 

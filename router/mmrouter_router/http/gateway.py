@@ -7,10 +7,10 @@ own affair.
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from mmrouter_router.http.engine_connection import Body, Sink
+from mmrouter_router.http.engine_connection import Body, Source
 
 
-class GatewayAnswer(Protocol):
+class GatewayAnswer(Source, Protocol):
     """An engine's answer as the gateway passes it on: what the router uses of an :class:`.upstream.Answer`."""
 
     @property
@@ -21,12 +21,6 @@ class GatewayAnswer(Protocol):
 
     @property
     def complete(self) -> bool: ...
-
-    def remaining(self) -> bytes | None: ...
-
-    async def piece(self) -> bytes: ...
-
-    async def pour(self, sink: Sink) -> None: ...
 
     def close(self) -> None: ...
 

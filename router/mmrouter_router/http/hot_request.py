@@ -11,7 +11,8 @@ from uvicorn.server import ServerState
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
-from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared_length
+from mmrouter_router.http.client_channel import ClientGoneError, Headers, declared_length
+from mmrouter_router.http.engine_connection import Source
 from mmrouter_router.http.received_body import ReceivedBody
 
 log = logging.getLogger("mmrouter.http")

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.http.body_budget import BodyReservation
-from mmrouter_router.http.client_channel import ClientGoneError, Headers, Source, declared_length
-from mmrouter_router.http.engine_connection import Body, Sink, UpstreamError, address
+from mmrouter_router.http.client_channel import ClientGoneError, Headers, declared_length
+from mmrouter_router.http.engine_connection import Body, Sink, Source, UpstreamError, address
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.picker import protocol
 
