@@ -116,9 +116,9 @@ def lateness(answers: Iterable[Answer]) -> tuple[float, float]:
     return (sum(each > LATE_SECONDS for each in late) / len(late), max(late)) if late else (0.0, 0.0)
 
 
-def rows(answers: Sequence[Answer], most: int = MOST_ROWS) -> list[AnswerRow]:
+def rows(answers: Sequence[Answer]) -> list[AnswerRow]:
     """Return the answers for plots; of too many, evenly chosen ones."""
-    step = max(1, -(-len(answers) // most))
+    step = max(1, -(-len(answers) // MOST_ROWS))
     return [
         AnswerRow(a.started, a.first, a.total, a.prompt, a.cached, a.per_token, a.worker, a.images)
         for a in answers[::step]
