@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Final
 
 from bench.cluster import policy_comparison
-from bench.cluster.policy_comparison import Case, Outcome, mean
+from bench.cluster.policy_comparison import Case, Outcome
 from bench.cluster.routing_policies import Ours, Policy
 from bench.cluster.simulation import simulate
 from bench.cluster.workloads import ClusterLoad, ClusterRequest
@@ -110,8 +111,8 @@ def summary(results: dict[Case, dict[int, Outcome]]) -> list[Row]:
             words = "; ".join(f"{case.workload}, load {case.share}: {ratio:.3f}" for case, ratio in over.items())
             name = f"{routers} routers before {engines} engines"
             result_rows += [
-                row(f"{name}: TTFT p95 over 1 router, mean", mean(over.values()), "x", peer=words, goal=GOAL),
+                row(f"{name}: TTFT p95 over 1 router, mean", geometric_mean(over.values()), "x", peer=words, goal=GOAL),
                 row(f"{name}: TTFT p95 over 1 router, worst case", over[worst], "x", peer=worst.name),
-                row(f"{name}: hits over 1 router's, mean", mean(hits), "x"),
+                row(f"{name}: hits over 1 router's, mean", geometric_mean(hits), "x"),
             ]
     return result_rows

@@ -1,13 +1,13 @@
 """Time to the first token and cache hits of a whole cluster by routing policy, simulated (docs/performance.md)."""
 
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Final, Self, TypeVar
 
 from bench.cluster.routing_policies import ConsistentHash, Dynamo, LeastLoaded, Ours, Policy, TextPrefix
@@ -143,7 +143,7 @@ def summary(results: dict[Case, dict[str, Outcome]]) -> list[Row]:
     rows = [
         row("cluster: TTFT p95 over the best policy, worst case", over[worst], "x", peer=worst.name, goal="<= 1.02"),
         row("cluster: hits over the oracle's, worst case", hits[least], "x", peer=least.name, goal=">= 0.97"),
-        row("cluster: hits over the oracle's, mean", mean(hits.values()), "x"),
+        row("cluster: hits over the oracle's, mean", geometric_mean(hits.values()), "x"),
     ]
     if reusing := [case for case in results if results[case][OURS].reusable > REUSED]:
         case = min(reusing, key=gain.__getitem__)
@@ -152,9 +152,9 @@ def summary(results: dict[Case, dict[str, Outcome]]) -> list[Row]:
         peer = f"{case.name}: {best[case]}; alone, {rival.p95 / rival.alone:.2f} x"
         rows.append(row(name, gain[case], "x", peer=peer, goal=">= 1.2"))
     best_peer = "in each case the peer that is best there"
-    rows.append(row("cluster: TTFT p95 below the best peer, mean", mean(gain.values()), "x", peer=best_peer))
+    rows.append(row("cluster: TTFT p95 below the best peer, mean", geometric_mean(gain.values()), "x", peer=best_peer))
     for name in PEERS:
-        ratio = mean(outcomes[name].p95 / outcomes[OURS].p95 for outcomes in results.values())
+        ratio = geometric_mean(outcomes[name].p95 / outcomes[OURS].p95 for outcomes in results.values())
         rows.append(row(f"cluster: TTFT p95 below {name}, mean", ratio, "x"))
     return rows
 
@@ -164,8 +164,3 @@ def _row(case: Case, outcomes: dict[str, Outcome]) -> Row:
     others = "; ".join([f"alone: p95 {ours.alone:,.0f} ms", *(outcomes[name].text(name) for name in (*PEERS, ORACLE))])
     name = f"cluster {case.name}: TTFT p95 (p50 {ours.p50:,.0f} ms, hits {ours.hits:.3f} of {ours.reusable:.3f})"
     return row(name, ours.p95, "ms", peer=others)
-
-
-def mean(ratios: Iterable[float]) -> float:
-    logs: Sequence[float] = [math.log(ratio) for ratio in ratios]
-    return math.exp(sum(logs) / len(logs))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
 from operator import attrgetter
+from statistics import geometric_mean
 from typing import Final, Literal
 
 from bench.encoders.image_requests import BURSTY_CV, Arrival, Device, arrivals, image_sizes, load_clients, shared
@@ -80,7 +81,7 @@ def run() -> list[Row]:
     measured = cases()
 
     def gain(split: str) -> float:
-        return _mean(case[split].p95 / case["auto"].p95 for case in measured.values())
+        return geometric_mean(case[split].p95 / case["auto"].p95 for case in measured.values())
 
     def worst(split: str) -> tuple[float, str]:
         return max((case["auto"].p95 / case[split].p95, name) for name, case in measured.items())
@@ -106,10 +107,6 @@ def _row(name: str, case: Case) -> Row:
     others = ("pooled", "undivided", "best", "round robin")
     text, auto = "; ".join(case[other].text() for other in others), case["auto"]
     return row(f"encoders {name}: p95 (mean {auto.mean * 1e3:,.0f} ms)", auto.p95 * 1e3, "ms", peer=text)
-
-
-def _mean(ratios: Iterable[float]) -> float:
-    return math.exp(sum(logs := [math.log(ratio) for ratio in ratios]) / len(logs))
 
 
 UNBOUNDED: Final = 10**9
@@ -190,7 +187,8 @@ def split(times: ServiceTimes, how: Split, weights: Sequence[int]) -> list[float
     """Return the seconds of a fixed split. Image by image or request by request in smooth turns, or request by request
     in blocks (``a`` times the first, then ``b`` times the second), as the peer does.
     """
-    turns = cycle(_blocks(weights) if how == "blocks" else _smooth(weights))
+    blocks = [which for which, weight in enumerate(weights) for _ in range(weight)]
+    turns = cycle(blocks if how == "blocks" else _smooth(weights))
     free = [0.0] * len(weights)
     seconds = []
     for at, bodies in zip(times.ats, times.images if how == "perImage" else times.whole, strict=True):
@@ -264,7 +262,3 @@ def _smooth(weights: Sequence[int]) -> list[int]:
         credit[chosen] -= sum(weights)
         turns.append(chosen)
     return turns
-
-
-def _blocks(weights: Sequence[int]) -> list[int]:
-    return [which for which, weight in enumerate(weights) for _ in range(weight)]

@@ -29,7 +29,8 @@ Times = Mapping[str, Mapping[str, Sequence[float]]]
 
 def run() -> list[Row]:
     with ServingRig() as rig:
-        targets = {DIRECT: rig.engine, OURS: _ours(rig), **rig.started_rust_routers()}
+        ours = rig.start(rig.ours(policy="kv", api_keys=(KEY, NEIGHBOUR)))
+        targets = {DIRECT: rig.engine, OURS: ours, **rig.started_rust_routers()}
         clients, neighbour = stall_clients(rig)
         by_kind: dict[str, dict[str, dict[str, list[float]]]] = {kind: {} for kind in NEIGHBOURS}
         for _ in range(ROUNDS):
@@ -39,10 +40,6 @@ def run() -> list[Row]:
                     for measure, times in beside(clients, neighbour, target, kind, SECONDS).items():
                         into[measure] += times
         return [row for kind, times in by_kind.items() for row in rows(NEIGHBOURS[kind], times, rig.missing)]
-
-
-def _ours(rig: ServingRig) -> Server:
-    return rig.start(rig.ours(policy="kv", api_keys=(KEY, NEIGHBOUR)))
 
 
 def stall_clients(rig: ServingRig) -> tuple[Child, Child]:
