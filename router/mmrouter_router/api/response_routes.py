@@ -68,7 +68,8 @@ class ResponseRoutes:
                 answer = await self._engines.ask_about(worker, request.method, path)
                 held.callback(answer.close)
                 # At the head of a stream, whose first event may never come: from there on a lost client ends it.
-                first = b"" if answer.status < 400 and _is_stream(answer) else await answer.piece()
+                is_stream = _content_type(answer).startswith(b"text/event-stream")
+                first = b"" if answer.status < 400 and is_stream else await answer.piece()
                 error = (first + await answer.read(ERROR_LIMIT)) if answer.status >= 400 else b""
             except UpstreamError as lost:
                 raise RequestError.no_worker("the engine that stores the response broke off its answer") from lost
@@ -97,10 +98,6 @@ class _Passed(StreamingResponse):
 
 def _content_type(answer: Answer) -> bytes:
     return next((value for name, value in answer.headers if name == b"content-type"), b"application/json")
-
-
-def _is_stream(answer: Answer) -> bool:
-    return _content_type(answer).startswith(b"text/event-stream")
 
 
 async def _pieces(first: bytes, answer: Answer) -> AsyncIterator[bytes]:

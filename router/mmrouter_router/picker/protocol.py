@@ -63,16 +63,11 @@ def client_headers(message: Any) -> list[tuple[bytes, bytes]]:
     return [(h.key.lower().encode(), h.raw_value or h.value.encode()) for h in message.headers.headers]
 
 
-def subset(message: Any) -> frozenset[str] | None:
-    """Return the endpoints to which the gateway restricts a request, ``None`` where it does not."""
-    return _endpoints(message, SUBSET_NAMESPACE, SUBSET)
-
-
 def allowed(message: Any, *, test_selection: bool) -> frozenset[str] | None:
     """Return the endpoints that a request's first message allows, ``None`` for all: those of the gateway's hint, and
     with ``test_selection`` those of the header of conformance tests.
     """
-    offered = subset(message)
+    offered = _endpoints(message, SUBSET_NAMESPACE, SUBSET)
     wanted = dict(client_headers(message.request_headers)).get(TEST_SELECTION) if test_selection else None
     if wanted is None:
         return offered
@@ -94,7 +89,7 @@ def endpoints_of(text: str) -> frozenset[str]:
 
 
 def _endpoints(message: Any, namespace: str, key: str) -> frozenset[str] | None:
-    """Return the endpoints under a key of the filters' metadata: a text with commas, or a list of texts."""
+    """Return the endpoints under a key of the filters' metadata, ``None`` without it: a text with commas, or a list."""
     for entry in message.metadata_context.filter_metadata:
         if entry.key == namespace and key in entry.value.fields:
             value = entry.value.fields[key]

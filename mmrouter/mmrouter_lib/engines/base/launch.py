@@ -120,11 +120,6 @@ def uses_plugin(dep: "MMRouterDeployment") -> bool:
     return dep.spec.transfer != "none" and any(pool.role == "renderer" for pool in dep.spec.pools)
 
 
-def plugin_command(command: list[str]) -> list[str]:
-    """Return an engine's command, run by the plugin's start script: with its image's plugins and mmrouter's."""
-    return ["python3", "-m", "mmrouter_handover.plugin.start", *command]
-
-
 def flag(name: str, value: object) -> list[str]:
     """Return a flag and its value as arguments; a mapping becomes JSON."""
     return [name, json.dumps(value, separators=(",", ":")) if isinstance(value, dict) else str(value)]

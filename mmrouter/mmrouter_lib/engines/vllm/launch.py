@@ -24,7 +24,6 @@ from mmrouter_lib.engines.base.launch import (
     events_config,
     flag,
     model_flags,
-    plugin_command,
     tls_flags,
     uses_plugin,
 )
@@ -72,7 +71,8 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         args += flag("--data-parallel-size", pool.parallelism.data)
     command = ["vllm", "launch", "render"] if renders else ["vllm", "serve"]
     return Launch(
-        command=plugin_command(command) if uses_plugin(dep) else command,
+        # The plugin's start script runs it with the plugins of its image and mmrouter's.
+        command=["python3", "-m", "mmrouter_handover.plugin.start", *command] if uses_plugin(dep) else command,
         args=[*args, *engine.args, *pool.args],
         env={
             "VLLM_HOST_IP": "$(POD_IP)",

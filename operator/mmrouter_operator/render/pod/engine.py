@@ -9,7 +9,7 @@ from typing import Any, Final
 from mmrouter_lib.api import MMRouterDeployment, Pool, SpecError
 from mmrouter_lib.engines.base.launch import HTTP_PORT, Launch, LaunchError, uses_plugin
 from mmrouter_lib.engines.launchers import LAUNCHERS
-from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, PLUGIN_DIR, STATE_DIR
+from mmrouter_lib.pod_paths import CONFIG_DIR, ENGINE_TLS_DIR, HUB_CACHE_DIR, PLUGIN_DIR, STATE_DIR
 from mmrouter_operator.model.accelerators import ACCELERATORS
 from mmrouter_operator.model.config import OperatorConfig
 from mmrouter_operator.model.credentials import ENGINE_KEY
@@ -37,7 +37,7 @@ def engine(dep: MMRouterDeployment, pool: Pool, path: str, config: OperatorConfi
         mounts.append(parts.mount(_PLUGIN_VOLUME, PLUGIN_DIR, read_only=True))
     tls = dep.spec.engine.tls is not None
     if tls:
-        mounts.append(engine_tls.engine_mount())
+        mounts.append(parts.mount(engine_tls.VOLUME, ENGINE_TLS_DIR, read_only=True))
     return {
         "name": "engine",
         "image": engine_image(dep, pool, path, config),

@@ -26,10 +26,6 @@ def volumes(secret: str) -> list[dict[str, Any]]:
     ]
 
 
-def engine_mount() -> dict[str, Any]:
-    return parts.mount(VOLUME, ENGINE_TLS_DIR, read_only=True)
-
-
 def copier(config: OperatorConfig) -> dict[str, Any]:
     """Return the native sidecar that copies the pair. The engine starts after the first copy."""
     return {
