@@ -1,7 +1,7 @@
 """Decode vLLM's KV events (docs/engine-facts/vllm.md#event-frames).
 
 Hashes are 64-bit numbers or whole digests. An event that cannot be indexed becomes
-:class:`~mmrouter_lib.engines.base.events.Ignored`; one of the reasons is a block that another node holds.
+:class:`~mmrouter_lib.engines.base.events.Ignored`.
 """
 
 from array import array
@@ -100,7 +100,7 @@ def _event(event: _Removed | _Cleared | Ignored) -> Event:
 
 def _stored(event: _Stored[Any]) -> Event:
     kind, group = event.kv_cache_spec_kind or "", event.group_idx or 0
-    if event.locality == "REMOTE":
+    if event.locality == "REMOTE":  # another node holds the blocks
         return Ignored("remote")
     medium = event.medium or DEVICE
     if medium != DEVICE:
