@@ -14,6 +14,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,21 +31,25 @@ from hack.engines.vllm_env import VLLM
 PROVED = {"vllm": VLLM, "sglang": SGLANG}
 WHEELS = {"vllm": newer_vllm_env.WHEEL, "sglang": older_sglang_env.WHEEL}
 TOOLS = {"vllm": "hack.engines.newer_vllm_env", "sglang": "hack.engines.older_sglang_env"}
-DECIDE_PROMPTS = ("transformers==", "tokenizers==")
+DECIDE_PROMPTS = re.compile(r"(transformers|tokenizers)\b.*(<|==)")
+UNBOUNDED = {"vllm==0.30.0": "transformers<5.17"}
+"""Releases without an upper bound that a later version breaks: transformers 5.17 renamed a class of Pixtral's, and 0.30
+cannot import its modules of Pixtral and LLaVA.
+"""
 FIGURES = ROOT / "docs" / "conformance.json"
 
 
 def wheels(engine: str, release: str) -> str:
     """Return the lines of a requirements file for a release, with the hashes that are pinned here or else those of the
-    package index: the engine, and packages that decide its prompts, where it needs one version of them. Raises
-    :class:`CannotMakeError`.
+    package index: the engine, and the newest packages that decide its prompts of those that it permits, where it does
+    not permit every later one. Raises :class:`CannotMakeError`.
     """
     if WHEELS[engine].startswith(f"{engine}=={release} "):
         return WHEELS[engine]
     (wheel,) = resolved(f"{engine}=={release}")
     needed = [line.split(";")[0].replace(" ", "") for line in wheel["metadata"].get("requires_dist", [])]
-    exact = [line for line in needed if line.startswith(DECIDE_PROMPTS)]
-    lines = "\n".join(map(requirement, (wheel, *(resolved(*exact) if exact else ()))))
+    bounded = [line for line in (*needed, UNBOUNDED.get(f"{engine}=={release}", "")) if DECIDE_PROMPTS.match(line)]
+    lines = "\n".join(map(requirement, (wheel, *(resolved(*bounded) if bounded else ()))))
     note(f"not pinned in {TOOLS[engine]}:\n{lines}")
     return lines
 

@@ -15,7 +15,6 @@ from conformance.own_code import answer_of
 from conformance.prediction import image_places
 from conformance.workload import WEATHER, Case, case, said, user
 
-from hack.engines.sglang_env import SGLANG
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.adapter import other_prompt
@@ -176,7 +175,7 @@ def test_the_prompt_is_the_engines_own(
         folder, family=loaded, chat_template=None if template is None else TEMPLATES[template]
     )
     theirs = engines_prompts[family, template]
-    different, both, refused, alone, by_affinity = [], 0, 0, 0, 0
+    different, both, refused, by_affinity = [], 0, 0, 0
     for one, answer in zip(cases, theirs, strict=True):
         if other_prompt(env_version(sglang_env), one.body):
             by_affinity += 1
@@ -186,8 +185,6 @@ def test_the_prompt_is_the_engines_own(
             both += 1
             if mine != answer["ids"]:
                 different.append(f"{one.name}: {prompter.tokenizer.decode(mine)!r} for {answer}")
-        elif isinstance(mine, list) and env_version(sglang_env) != SGLANG:
-            alone += 1  # a release before the tested one may refuse what that one takes
         elif isinstance(mine, list) and one.name not in REFUSED_BEFORE:
             different.append(f"{one.name}: refused by the engine alone: {answer['refused']}")
         elif "ids" in answer and not mine_is_stricter(mine):
@@ -196,7 +193,6 @@ def test_the_prompt_is_the_engines_own(
             refused += 1
     figure("equal", both)
     figure("refused by both", refused)
-    figure("refused by the engine", alone)
     figure("by affinity", by_affinity)
     figure("different", len(different))
     record(f"rendering, sglang {family} {template or 'own template'}", f"{both} equal, {refused} refused by both")

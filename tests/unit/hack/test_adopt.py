@@ -49,9 +49,23 @@ def test_another_release_has_the_hash_that_the_index_gives(index: Index) -> None
     assert adopt.wheels("vllm", "9.9.9") == line
 
 
-def test_a_release_that_needs_one_version_of_transformers_comes_with_it(index: Index) -> None:
-    lines = [index("sglang", "9.9.9", "transformers==5.0.1", "openai==1.0"), index("transformers", "5.0.1")]
+@pytest.mark.parametrize("needed", ["transformers==5.0.1", "transformers<5.1,>=4"])
+def test_a_release_that_does_not_permit_every_later_transformers_comes_with_the_newest_it_does(
+    index: Index, needed: str
+) -> None:
+    lines = [index("sglang", "9.9.9", needed, "openai==1.0"), index("transformers", "5.0.1")]
+    index("transformers", "5.0.0")
+    index("transformers", "5.2.0")
     assert adopt.wheels("sglang", "9.9.9").splitlines() == lines
+
+
+def test_a_release_that_a_later_transformers_breaks_comes_with_an_earlier_one(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(adopt.UNBOUNDED, "vllm==9.9.9", "transformers<5.1")
+    lines = [index("vllm", "9.9.9", "transformers>=5"), index("transformers", "5.0.1")]
+    index("transformers", "5.1.0")
+    assert adopt.wheels("vllm", "9.9.9").splitlines() == lines
 
 
 def test_a_release_that_the_index_does_not_have_cannot_be_made(index: Index) -> None:

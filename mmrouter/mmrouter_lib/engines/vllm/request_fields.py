@@ -1,4 +1,4 @@
-"""The fields of requests to vLLM 0.32 and 0.33, compared with its request models by tests/conformance."""
+"""The fields of requests to vLLM 0.30 to 0.33, compared with its request models by tests/conformance."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -73,6 +73,7 @@ REQUEST_FIELDS: Final[Mapping[Endpoint, RequestFields]] = {
         | words("max_completion_tokens tool_choice include_reasoning top_logprobs return_prompt_text truncation_side"),
         affecting={**_ENGINE_ARGUMENTS, **_PROCESSOR, **_GENERATION, "chat_template": "request_template"},
         removed=_REMOVED,
+        refused={"return_assistant_tokens_mask": "only vLLM 0.30 has it, and only for its renderer's answers"},
     ),
     COMPLETIONS: RequestFields(
         prompt=words("model prompt add_special_tokens"),
