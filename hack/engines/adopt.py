@@ -5,9 +5,9 @@
     python -m hack.engines.adopt vllm 0.33.0 --only field    # the tests with a text in their name; other rows stay
 
 The release's own code runs in an environment of its own (``newer_vllm_env.py``, ``older_sglang_env.py``), which takes
-everything but the one wheel from that of the proved release. The tests are those of ``tests/conformance`` that are
-marked ``adopts``. Exit status: 0, every one of them passed; 1, some failed or did not run; 3, this machine cannot make
-the environment, with the reason.
+everything else from that of the proved release, except transformers where the release does not permit its version. The
+tests are those of ``tests/conformance`` that are marked ``adopts``. Exit status: 0, every one of them passed; 1, some
+failed or did not run; 3, this machine cannot make the environment, with the reason.
 """
 
 import argparse

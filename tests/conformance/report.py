@@ -219,10 +219,10 @@ RELEASES_HEAD = (
     "- *not run*: the release has no such code, or this machine cannot run it, in the words of the tool or the engine.",
     "- A dash: the run of the release left the check out (`--only`).",
     "",
-    "A release's environment has the packages of the proved one, and transformers in another version where the release",
-    "requires one version, as SGLang does. vLLM 0.30 sets no upper bound and cannot import its modules of Pixtral and",
-    "LLaVA with transformers 5.19 (`PixtralRotaryEmbedding`). *Hits* of SGLang before 0.5.23 are those of requests",
-    "without adapters, because its events do not name them and routers serve none there.",
+    "A release's environment has the packages of the proved one, and the newest transformers that the release permits",
+    "where it does not permit every later one. vLLM 0.30 sets no such bound, but transformers 5.17 renamed a class of",
+    "Pixtral that it imports, so it has 5.16. *Hits* of SGLang before 0.5.23 are those of requests without adapters,",
+    "because its events do not name them and routers serve none there.",
 )
 TAIL = """
 ## Notes
