@@ -14,7 +14,6 @@ import argparse
 import importlib
 import json
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,9 @@ from dataclasses import asdict
 from pathlib import Path
 from subprocess import run as run_process
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hack.build_once import CANNOT, ROOT, CannotMakeError, FailedError, captured, last_line, note, status_of
 from hack.engines import newer_vllm_env, older_sglang_env
@@ -31,7 +33,8 @@ from hack.engines.vllm_env import VLLM
 PROVED = {"vllm": VLLM, "sglang": SGLANG}
 WHEELS = {"vllm": newer_vllm_env.WHEEL, "sglang": older_sglang_env.WHEEL}
 TOOLS = {"vllm": "hack.engines.newer_vllm_env", "sglang": "hack.engines.older_sglang_env"}
-DECIDE_PROMPTS = re.compile(r"(transformers|tokenizers)\b.*(<|==)")
+DECIDE_PROMPTS = {"transformers", "tokenizers", "huggingface-hub"}
+"""Packages by which prompts are made, and what they are imported with."""
 UNBOUNDED = {"vllm==0.30.0": "transformers<5.17"}
 """Releases without an upper bound that a later version breaks: transformers 5.17 renamed a class of Pixtral's, and 0.30
 cannot import its modules of Pixtral and LLaVA.
@@ -46,10 +49,12 @@ def wheels(engine: str, release: str) -> str:
     """
     if WHEELS[engine].startswith(f"{engine}=={release} "):
         return WHEELS[engine]
-    (wheel,) = resolved(f"{engine}=={release}")
-    needed = [line.split(";")[0].replace(" ", "") for line in wheel["metadata"].get("requires_dist", [])]
-    bounded = [line for line in (*needed, UNBOUNDED.get(f"{engine}=={release}", "")) if DECIDE_PROMPTS.match(line)]
-    lines = "\n".join(map(requirement, (wheel, *(resolved(*bounded) if bounded else ()))))
+    wanted = [one for one in (f"{engine}=={release}", UNBOUNDED.get(f"{engine}=={release}")) if one]
+    found = resolved(*wanted)
+    while more := [line for line in bounds(found) if line not in wanted]:
+        wanted += more
+        found = resolved(*wanted)
+    lines = "\n".join(map(requirement, found))
     note(f"not pinned in {TOOLS[engine]}:\n{lines}")
     return lines
 
@@ -61,6 +66,18 @@ def resolved(*wanted: str) -> list[dict[str, Any]]:
     if done.returncode:
         raise CannotMakeError(f"pip finds no wheel of {', '.join(wanted)}: {done.stderr.strip().splitlines()[-1]}")
     return list(json.loads(done.stdout)["install"])
+
+
+def bounds(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what wheels require of the packages that decide prompts, where they do not permit every later version."""
+    needed = [Requirement(line) for wheel in found for line in wheel["metadata"].get("requires_dist", [])]
+    return [
+        str(one)
+        for one in needed
+        if canonicalize_name(one.name) in DECIDE_PROMPTS
+        and not {each.operator for each in one.specifier}.isdisjoint(("<", "<=", "==", "~="))
+        and (one.marker is None or one.marker.evaluate({"extra": ""}))
+    ]
 
 
 def requirement(wheel: Mapping[str, Any]) -> str:

@@ -59,12 +59,14 @@ def test_a_release_that_does_not_permit_every_later_transformers_comes_with_the_
     assert adopt.wheels("sglang", "9.9.9").splitlines() == lines
 
 
-def test_a_release_that_a_later_transformers_breaks_comes_with_an_earlier_one(
+def test_a_release_that_a_later_transformers_breaks_comes_with_an_earlier_one_and_what_that_needs(
     index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(adopt.UNBOUNDED, "vllm==9.9.9", "transformers<5.1")
-    lines = [index("vllm", "9.9.9", "transformers>=5"), index("transformers", "5.0.1")]
+    lines = [index("vllm", "9.9.9", "transformers>=5"), index("transformers", "5.0.1", "huggingface_hub<2", "numpy<2")]
+    lines.append(index("huggingface_hub", "1.9"))
     index("transformers", "5.1.0")
+    index("huggingface_hub", "2.0")
     assert adopt.wheels("vllm", "9.9.9").splitlines() == lines
 
 
