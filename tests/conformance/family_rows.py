@@ -1,15 +1,18 @@
 """The table of families of docs/conformance.md: how exactly each is predicted on each engine, by the library itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+from conformance.releases import PASSED, Row, line, read
 from conformance.setups import ENGINES
+from packaging.version import Version
 
 from mmrouter_lib import families
 
 GROUPS: dict[str, tuple[str, ...]] = {
+    "Qwen3.5, Qwen3.6": ("qwen3_5", "qwen3_5_moe"),
     "Qwen2-VL, Qwen2.5-VL, Qwen3-VL": ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
     "Qwen3-VL MoE": ("qwen3_vl_moe",),
-    "Qwen3.5, Qwen3.6": ("qwen3_5", "qwen3_5_moe"),
     "Gemma 4": ("gemma4",),
     "Gemma 3": ("gemma3",),
     "Mistral 3": ("mistral3",),
@@ -44,18 +47,25 @@ PROOFS = {
     "LLaVA-1.5, Pixtral": f"real engines; Pixtral: {FRONT_END}",
 }
 """What images were compared with, where it was not real engines with the family's own tokenizer."""
+TEXT_ONLY = "text-only models (Qwen3, Llama 3, Mistral, DeepSeek-V3 and others)"
+EXCEPT = "[but for some](exactness.md#models-without-a-family-here)"
+CASES: dict[str | tuple[str, str], str] = {"pixtral": "llava", ("sglang", "llava"): "LlavaLlamaForCausalLM"}
+"""Case of a release's row, also beside its engine -> the family whose prompts it has, where that is not the case."""
+COMPARED = ("prompts", "equal", "conversations")
+AFFINITY = ("by affinity",)
+"""Figures of a release's rows: equal prompts, and those that are not predicted there."""
 
 
 def family_rows() -> Iterator[str]:
     """Yield the lines of the table."""
     yield f"| family | `model_type` | {' | '.join(ENGINES.values())} | images compared with |"
     yield "|" + "---|" * (3 + len(ENGINES))
+    yield f"| {TEXT_ONLY} | any | exact, {EXCEPT} | exact, {EXCEPT} | - |"
     for shown, names in GROUPS.items():
         types = ", ".join(f"`{name}`" for name in names)
         exactness = " | ".join(_exactness(shown, names, engine) for engine in ENGINES)
         yield f"| {shown} | {types} | {exactness} | {PROOFS.get(shown, 'real engines')} |"
-    yield "| text-only models | any | exact | exact | - |"
-    yield "| other vision models | any | texts exact; all exact with a renderer | affinity | - |"
+    yield f"| other vision models | any | texts exact, {EXCEPT}; all exact with a renderer | affinity | - |"
 
 
 def _exactness(shown: str, names: tuple[str, ...], engine: str) -> str:
@@ -66,3 +76,39 @@ def _exactness(shown: str, names: tuple[str, ...], engine: str) -> str:
         return BOUNDED.get(shown, "exact")
     assert not any(proved), f"{shown} is to be split: {engine} has some of {names}"
     return "texts exact" if engine == "vllm" else "affinity"
+
+
+def release_tables(releases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a table per engine: how exact the prompts of each family were on each release, and how many were compared.
+    ``releases``: as in :func:`conformance.releases.tables`.
+    """
+    for engine, found in releases.items():
+        order = sorted(found, key=Version)
+        yield from ("", line("family", *(f"{ENGINES[engine]} {release}" for release in order)))
+        yield "|" + "---|" * (1 + len(order))
+        of_rows: dict[str, dict[str, list[Row]]] = {}
+        for release in order:
+            for row in read(found[release]):
+                if "prompts" in row.check or row.check == "front end":
+                    of_rows.setdefault(_family(engine, row), {}).setdefault(release, []).append(row)
+        for shown in (TEXT_ONLY, *GROUPS):
+            if shown in of_rows:
+                yield line(shown, *(_weakest(shown, of_rows[shown].get(release, [])) for release in order))
+
+
+def _family(engine: str, row: Row) -> str:
+    case, _, _ = row.case.partition("-")
+    name = CASES.get((engine, case)) or CASES.get(case, case)
+    return TEXT_ONLY if "text" in row.check else next(shown for shown, names in GROUPS.items() if name in names)
+
+
+def _weakest(shown: str, rows: list[Row]) -> str:
+    """Return the result of the weakest row, without the reason that the row has."""
+    wrong = sorted(row.result.partition(":")[0] for row in rows if row.result != PASSED)
+    if wrong or not rows:
+        return wrong[0] if wrong else "-"
+    equal, affinity = (
+        sum(row.figures.get(name, 0) for row in rows for name in names) for names in (COMPARED, AFFINITY)
+    )
+    others = f", {affinity} by affinity" * bool(affinity)
+    return f"{BOUNDED.get(shown, 'exact').partition(':')[0]}: {equal}{others}"

@@ -48,6 +48,26 @@ def test_every_family_of_the_library_has_a_row_with_its_exactness() -> None:
     assert found["| Llama 4"][0].startswith("bounded")
 
 
+def test_a_family_is_as_exact_on_a_release_as_the_weakest_of_its_rows() -> None:
+    def row(check: str, case: str, result: str = "passed", **figures: int) -> dict[str, Any]:
+        return {"check": check, "case": case, "result": result, "figures": figures}
+
+    equal = [row("prompts", "qwen3_vl-texts", equal=4), row("prompts", "qwen2_vl", equal=3)]
+    rows = {
+        "0.9": [*equal, row("front end", "llama4", prompts=2), row("prompts of text models", "llama", "not run: why")],
+        "0.10": [equal[0] | {"figures": {"equal": 1, "by affinity": 2}}, row("prompts", "qwen2_vl", "differs: 1 | 2")],
+        "0.11": [equal[0] | {"figures": {"equal": 1, "by affinity": 2}}, row("hits", "MLA", equal=5)],
+    }
+    page = table(NOTHING | {"releases": {"vllm": {release: {"date": "", "rows": rows[release]} for release in rows}}})
+    head, _, *found = page[page.index("| family | vLLM 0.9 ") :].split("\n\n")[0].splitlines()
+    assert head == "| family | vLLM 0.9 | vLLM 0.10 | vLLM 0.11 |"
+    assert [line.split(" | ", 1)[1] for line in found] == [
+        "not run | - | - |",
+        "exact: 7 | differs | exact: 1, 2 by affinity |",
+        "bounded: 2 | - | - |",
+    ]
+
+
 def test_a_cell_that_was_not_run_says_why(tmp_path: Path) -> None:
     cells = Cells(tmp_path)
     with pytest.raises(pytest.skip.Exception), cells.of("vllm", "llava", "uuid of ours"):
