@@ -79,6 +79,41 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 
 
+FORMS: dict[str, tuple[dict[str, Any], str]] = {
+    "regex": ({"structured_outputs": {"regex": r"(red|green)-[0-9]{2}"}}, r"(red|green)-[0-9]{2}"),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    "EBNF": ({"structured_outputs": {"grammar": 'root ::= "a" root | [b-d]{2}'}}, "a*[b-d]{2}"),
+    "Lark": ({"structured_outputs": {"grammar": 'start: "a" X~2\nX: /[b-d]/'}}, "a[b-d]{2}"),
+    "schema with a pattern": (
+        {"response_format": {"type": "json_schema", "json_schema": {
+            "name": "n", "schema": {"type": "string", "pattern": "^a{2}$"}}}},
+        '"aa"',
+    ),
+    "structural tag": (
+        {"response_format": {"type": "structural_tag", "format": {
+            "type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": "b+"}, "end": "</a>"}}},
+        "<a>b+</a>",
+    ),
+}  # fmt: skip
+"""Fields of a chat -> the expression that every whole answer matches."""
+REFUSED_FORMS: dict[str, dict[str, Any]] = {
+    "an open group": {"structured_outputs": {"regex": "(a"}},
+    "a lookahead": {"structured_outputs": {"regex": "(?=a)a"}},
+    "a back reference": {"structured_outputs": {"regex": r"(a)\1"}},
+    "a range that ends before it begins": {"structured_outputs": {"regex": "[z-a]"}},
+    "a rule that is not defined": {"structured_outputs": {"grammar": "root ::= a"}},
+    "a grammar without a root": {"structured_outputs": {"grammar": 'a ::= "a"'}},
+    "an open text": {"structured_outputs": {"grammar": 'start: "a'}},
+    "no grammar": {"structured_outputs": {"grammar": ""}},
+    "no choice": {"structured_outputs": {"choice": []}},
+    "no form": {"structured_outputs": {}},
+    "two forms": {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+    "no JSON": {"structured_outputs": {"json": "{"}},
+    "a false object": {"structured_outputs": {"json_object": False}},
+    "a form of no kind": {"response_format": {"type": "poem"}},
+}
+
+
 MESSAGE = {
     "system": "Be short.",
     "messages": [{"role": "user", "content": [{"type": "text", "text": "Say hello."}]}],

@@ -15,12 +15,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
 
-from mmrouter_sim.core.grammar import NotSimulatedError, formed_text
 from mmrouter_sim.core.requests import Request
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
+from mmrouter_sim.forms.answers import formed_text
+from mmrouter_sim.forms.shortest import FormError
 from mmrouter_sim.rank_runner import Aborted, Runner
-from mmrouter_sim.vllm.requests import Generation, Prompt, StreamOptions
+from mmrouter_sim.vllm.requests import Generation, Prompt, StreamOptions, last_words
 
 T = TypeVar("T")
 LIKELY = -0.125
@@ -120,7 +121,7 @@ class Job(ABC):
 
     def call(self, arguments: str, *, begins: bool = True) -> list[dict[str, Any]] | None:
         """Return the call of the function that the request asks for, or a part of its arguments."""
-        called = self.body.called if self.chat else None
+        called = function_called(self.engine, self.body) if self.chat else None
         if called is None:
             return None
         if not begins:
@@ -129,9 +130,10 @@ class Job(ABC):
         return [{"id": f"call_{self.request.id[-8:]}", "type": "function", "index": 0, "function": function}]
 
     def ended(self, finished: str | None) -> str | None:
-        """Return why an answer ended: after a call that is required, and of SGLang after any."""
-        calls = self.body.called is not None and (self.names_calls or self.body.tool_choice == "required")
-        return "tool_calls" if self.chat and calls and finished == "stop" else finished
+        """Return why an answer ended: after a call that no function's name required, and of SGLang after any."""
+        calls = self.chat and function_called(self.engine, self.body) is not None
+        named = isinstance(self.body.tool_choice, dict) and not self.names_calls
+        return "tool_calls" if calls and not named and finished == "stop" else finished
 
     def echoed(self) -> str:
         """Return the text of a completion's prompt where the answer repeats it."""
@@ -266,18 +268,44 @@ async def render(engine: SimulatedEngine, make: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(engine.renderer, make)
 
 
+def function_called(engine: SimulatedEngine, body: Generation) -> dict[str, Any] | None:
+    """Return the function that an answer calls: the named one, or the first where any is required.
+
+    Where the engine has a parser of tool calls and may choose, it is the first one that the last message of the user
+    names, if that is the last message.
+    """
+    functions = [tool["function"] for tool in body.tools or () if isinstance(tool.get("function"), dict)]
+    match body.tool_choice:
+        case {"function": {"name": name}}:
+            functions = [function for function in functions if function.get("name") == name]
+        case None | "auto":
+            words = last_words(body) if engine.settings.calls_tools else ()
+            functions = [function for function in functions if function.get("name") in words]
+        case "required":
+            pass
+        case _:
+            return None
+    return functions[0] if functions else None
+
+
 def request_of(engine: SimulatedEngine, body: Generation, prompt: Prompt, name: str, **more: Any) -> Request:
     """Return a request inside the engine. Clients may reuse a ``name``; ids inside the engine are unique.
 
-    Raises :class:`RequestError` for a form of the answer that is not simulated.
+    Raises :class:`RequestError` (400) for a form of the answer that has no text or is not simulated.
     """
+    called, sglang = function_called(engine, body), engine.settings.engine == "sglang"
     try:
-        called, form = body.called, body.response_format
         if called is not None:
-            form = {"type": "json_schema", "json_schema": {"schema": called.get("parameters") or {}}}
-        text = formed_text(form, body.structured_outputs, body.json_schema)
-    except (NotSimulatedError, ValueError) as error:
-        raise RequestError(f"{error} is not simulated.", param="response_format") from error
+            schema = called.get("parameters") or {}
+            text = formed_text({"type": "json_schema", "json_schema": {"schema": schema}}, None)
+        elif sglang:
+            own = {"regex": body.regex, "ebnf": body.ebnf}
+            own |= {} if hasattr(body, "messages") else {"json_schema": body.json_schema}
+            text = formed_text(body.response_format, None, own)
+        else:
+            text = formed_text(body.response_format, body.structured_outputs)
+    except FormError as error:
+        raise RequestError(str(error), param="tools" if called is not None else error.field) from error
     sample = engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos)
     ends = not body.ignore_eos
     if text is not None:

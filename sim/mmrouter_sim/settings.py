@@ -62,6 +62,7 @@ class Settings:
     encodes_only: bool = False  # an encoder of SGLang
     encoder_urls: tuple[str, ...] = ()  # encoders of an SGLang engine
     adapters: tuple[Adapter, ...] = ()
+    calls_tools: bool = False  # also where a request leaves the choice to the model
     arguments: dict[str, Any] = field(default_factory=dict)  # as SGLang's /server_info returns them
 
 

@@ -30,7 +30,7 @@ DRAIN_SECONDS = 30 * 86_400.0
 _NO_EFFECT = """
     --model-type --device --dtype --load-format --quantization --kv-cache-dtype --mem-fraction-static
     --attention-backend --sampling-backend --grammar-backend --mm-attention-backend --schedule-policy --random-seed
-    --log-level --tool-call-parser --reasoning-parser --download-dir --watchdog-timeout --decode-log-interval
+    --log-level --reasoning-parser --download-dir --watchdog-timeout --decode-log-interval
     --disaggregation-ib-device --load-balance-method --max-lora-rank --max-loras-per-batch --lora-backend
     --lora-eviction-policy
 """
@@ -93,6 +93,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-lora", action=argparse.BooleanOptionalAction)
     add("--lora-paths", nargs="*", default=[], metavar="[NAME=]PATH")
     add("--lora-target-modules", nargs="*", help="no effect here")
+    add("--tool-call-parser")
     add("--mm-process-config", default="{}", metavar="JSON")
     add("--mm-preprocess-cache-size-mb", dest="preprocess_cache_mb", type=int, default=0)
     add("--limit-mm-data-per-request", default="{}", metavar="JSON")
@@ -138,6 +139,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         stores_responses=args.enable_response_store and mode == "null",
         pairs=side(mode, args.host, args.disaggregation_bootstrap_port),
         adapters=adapters("--lora-paths", loaded, [name], "lora_name", "lora_path"),
+        calls_tools=args.tool_call_parser is not None,
         encoder_urls=tuple(args.urls) if args.language_only else (),
         arguments={
             "model_path": model,

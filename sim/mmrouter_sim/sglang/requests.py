@@ -58,9 +58,10 @@ def check(body: Generation) -> None:
         raise RequestError(f"n must be at least 1, got {body.n}.", param="n")
     if body.echo and body.logprobs is not None:
         raise RequestError("echo with logprobs is not simulated.", param="echo")
-    for name in ("regex", "ebnf"):
-        if getattr(body, name):
-            raise RequestError(f"{name} is not simulated.", param=name)
+    formed = body.regex or body.ebnf or (body.response_format or {}).get("type", "text") != "text"
+    if body.tools and formed and (body.tool_choice == "required" or isinstance(body.tool_choice, dict)):
+        why = "tool_choice 'required' or a named tool cannot be combined with response_format, regex, or ebnf."
+        raise RequestError(why, param="tool_choice")
     if isinstance(body, ChatRequest):
         for name in ("input_ids", "mm_processor_kwargs", "chat_template"):
             if getattr(body, name):

@@ -18,6 +18,7 @@ from mmrouter_lib.engines.sglang.prompter import SglangPrompter
 from mmrouter_lib.engines.sglang.response_chats import UnmodelledFieldError, chat_of, shows_later_systems
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
+from mmrouter_sim.forms.answers import response_format_of
 from mmrouter_sim.generation import Piece, render
 from mmrouter_sim.rank_runner import Aborted
 from mmrouter_sim.response_events import numbered_events, response_usage
@@ -45,6 +46,7 @@ class ResponsesRequest(WithoutOverrides, kw_only=True):
     tool_choice: str | Object = "auto"
     store: bool | None = True
     background: bool | None = False
+    text: Object | None = None
     request_id: str = msgspec.field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
 
 
@@ -175,6 +177,7 @@ def _history(engine: SimulatedEngine, asked: ResponsesRequest) -> list[Object]:
 async def _create(engine: SimulatedEngine, http: HttpRequest) -> Response:
     raw = await http.body()
     asked = parse(raw, ResponsesRequest)
+    asked.response_format = response_format_of(asked.text)
     check(asked)
     for name in ("previous_response_id", "background"):
         if getattr(asked, name) and not engine.settings.stores_responses:

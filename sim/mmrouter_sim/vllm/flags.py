@@ -34,12 +34,12 @@ _NO_EFFECT = """
     --pipeline-parallel-size --max-num-queued-reqs --mm-processor-cache-type --mm-encoder-tp-mode --generation-config
     --revision --tokenizer-mode --compilation-config --uvicorn-log-level --seed --swap-space --cpu-offload-gb
     --attention-backend --distributed-executor-backend --scheduling-policy --max-lora-rank --max-loras --max-cpu-loras
-    --lora-dtype
+    --lora-dtype --reasoning-parser --structured-outputs-config
 """
 _NO_EFFECT_SWITCHES = """
     --enforce-eager --trust-remote-code --disable-log-requests --enable-log-requests --disable-log-stats
-    --disable-uvicorn-access-log --enable-chunked-prefill --async-scheduling --enable-auto-tool-choice
-    --skip-mm-profiling --disable-sliding-window --enable-server-load-tracking --disable-hybrid-kv-cache-manager
+    --disable-uvicorn-access-log --enable-chunked-prefill --async-scheduling --skip-mm-profiling
+    --disable-sliding-window --enable-server-load-tracking --disable-hybrid-kv-cache-manager
     --mm-encoder-only --fully-sharded-loras
 """
 
@@ -84,6 +84,8 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     add("--enable-prompt-tokens-details", dest="token_details", action=switch, default=False)
     add("--enable-scale-out", dest="scale_out", action=switch, default=False)
     add("--chat-template", metavar="FILE|TEMPLATE")
+    add("--enable-auto-tool-choice", action=switch, default=False)
+    add("--tool-call-parser")
     add("--enable-lora", action=switch, default=False)
     add("--lora-modules", nargs="+", default=[], metavar="NAME=PATH")
     add("--mm-processor-kwargs", default="{}", metavar="JSON")
@@ -112,6 +114,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         raise ValueError("which model? vllm serve MODEL")
     if args.lora_modules and not args.enable_lora:
         raise ValueError("--lora-modules needs --enable-lora: LoRA is not enabled")
+    if args.enable_auto_tool_choice and not args.tool_call_parser:
+        raise ValueError("--enable-auto-tool-choice requires --tool-call-parser")
     names = tuple(args.served_model_name) or (model,)
     limits = msgspec.json.decode(args.limit_mm_per_prompt, type=dict[str, int | dict[str, int]])
     images = limits.get("image")
@@ -120,6 +124,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         model=model,
         served_names=names,
         adapters=adapters("--lora-modules", args.lora_modules, names, "name", "path"),
+        calls_tools=args.enable_auto_tool_choice,
         api_keys=tuple(key for key in args.api_key or [os.environ.get("VLLM_API_KEY", "")] if key),
         blocks=args.num_gpu_blocks_override or args.sim_blocks,
         cache_bytes=_cache_bytes(args),

@@ -4,6 +4,7 @@ Fields that are not named are ignored, as the engine ignores them; sampling para
 text is not sampled. Fields that would change what a client gets and are not simulated are refused by name.
 """
 
+import re
 import time
 from array import array
 from collections.abc import Iterator
@@ -63,17 +64,6 @@ class Generation(msgspec.Struct, kw_only=True):
     suffix: str | None = None
 
     @property
-    def called(self) -> dict[str, Any] | None:
-        """Return the function that the answer has to call: the named one, or the first where any is required."""
-        functions = [tool["function"] for tool in self.tools or () if isinstance(tool.get("function"), dict)]
-        if isinstance(self.tool_choice, dict):
-            name = (self.tool_choice.get("function") or {}).get("name")
-            functions = [function for function in functions if function.get("name") == name]
-        elif self.tool_choice != "required":
-            return None
-        return functions[0] if functions else None
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -82,6 +72,15 @@ class ChatRequest(Generation, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     add_special_tokens: bool = False
+
+
+def last_words(body: Generation) -> frozenset[str]:
+    """Return the words of a chat's last message where the user wrote it: letters, digits, ``_`` and ``-``."""
+    messages = getattr(body, "messages", None) or [{}]
+    content = messages[-1].get("content") if messages[-1].get("role") == "user" else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
+    return frozenset(word for text in texts for word in re.findall(r"[\w-]+", text))
 
 
 class CompletionRequest(Generation, kw_only=True):
@@ -106,7 +105,7 @@ def parse(raw: bytes, kind: type[Body]) -> Body:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
         raise validation_error(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise validation_error(f"JSON decode error: {error}") from error
 
 
@@ -141,6 +140,8 @@ def check_generation(body: Generation, answer: int | None) -> None:
         raise parameter_error("The echo of a chat, or with probabilities, is not simulated.", "echo", body.echo)
     if answer is not None and answer < 1:
         raise parameter_error(f"max_tokens must be at least 1, got {answer}.", "max_tokens", answer)
+    if isinstance(body.tool_choice, dict) and body.structured_outputs:
+        raise RequestError("You can only either use constraints for structured outputs or tools, not both.")
     if body.min_tokens < 0:
         raise parameter_error(f"min_tokens must not be negative, got {body.min_tokens}.", "min_tokens")
     if body.cache_salt == "":

@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response, parameter_error, validation_error
+from mmrouter_sim.forms.answers import response_format_of
 from mmrouter_sim.generation import Piece, render
 from mmrouter_sim.response_events import numbered_events, response_usage
 from mmrouter_sim.vllm import completions, requests
@@ -34,6 +35,7 @@ class ResponsesRequest(Generation, kw_only=True):
     previous_response_id: str | None = None
     store: bool | None = True
     background: bool | None = False
+    text: Object | None = None
     request_id: str = msgspec.field(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
 
 
@@ -130,6 +132,7 @@ async def create(engine: SimulatedEngine, http: HttpRequest) -> Response:
     _check_store(engine, asked)
     messages = _messages(engine, asked)
     fields = {name: getattr(asked, name) for name in Generation.__struct_fields__}
+    fields["response_format"] = response_format_of(asked.text)
     body = ChatRequest(**fields, messages=messages, add_special_tokens=True)
     if engine.draining:
         raise completions.SHUT_DOWN

@@ -8,13 +8,14 @@ parsed, prepared and rewritten by it.
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import answer_forms as forms
 import pytest
-from answer_forms import ASKED, EVENTS, EXPECTED, MESSAGE, MESSAGE_FORM, events_told, message_told, told
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, RENDERS, SPAWNED, Engine, engine, parsed
 from conformance.rendering import Renderer, renderer
@@ -352,22 +353,40 @@ def test_what_only_shapes_the_answer_reads_the_blocks_of_the_plain_request(
     assert cached(alone, router.body(router.prepare(EXACT[name]))) == whole
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", forms.ASKED)
 def test_several_answers_probabilities_and_echoes_have_the_form_that_the_simulated_engine_gives(
     name: str, alone: Engine
 ) -> None:
-    path, body = ASKED[name]
+    path, body = forms.ASKED[name]
     answer = alone.client.post(path, json={"model": alone.model, "ignore_eos": True, **body})
     assert answer.status_code == 200, answer.text
-    assert told(answer.json()) == EXPECTED[name]
+    assert forms.told(answer.json()) == forms.EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", forms.FORMS)
+def test_a_form_that_the_simulated_engine_answers_is_answered(name: str, alone: Engine) -> None:
+    fields, matching = forms.FORMS[name]
+    body = {"model": alone.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 100, **fields}
+    answer = alone.client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    if choice["finish_reason"] == "stop":
+        assert re.fullmatch(matching, choice["message"]["content"], re.DOTALL)
+
+
+@pytest.mark.parametrize("name", forms.REFUSED_FORMS)
+def test_a_form_that_the_simulated_engine_refuses_is_refused(name: str, alone: Engine) -> None:
+    body = {"model": alone.model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    answer = alone.client.post("/v1/chat/completions", json=body | forms.REFUSED_FORMS[name])
+    assert answer.status_code == 400, answer.text
 
 
 def test_messages_have_the_form_that_the_simulated_engine_gives(alone: Engine) -> None:
-    asked = {"model": alone.model, "ignore_eos": True, **MESSAGE}
+    asked = {"model": alone.model, "ignore_eos": True, **forms.MESSAGE}
     answer = alone.client.post("/v1/messages", json=asked)
     assert answer.status_code == 200, answer.text
-    assert message_told(answer.json()) == MESSAGE_FORM
-    assert events_told(alone.client.post("/v1/messages", json={**asked, "stream": True}).text) == EVENTS
+    assert forms.message_told(answer.json()) == forms.MESSAGE_FORM
+    assert forms.events_told(alone.client.post("/v1/messages", json={**asked, "stream": True}).text) == forms.EVENTS
 
 
 def test_a_tenants_salt_replaces_the_clients_and_parts_tenants(router: Router, alone: Engine) -> None:

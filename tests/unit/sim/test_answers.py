@@ -1,16 +1,13 @@
 """Several answers, probabilities and forms, as the engines answer them."""
 
 import json
+import re
 from collections import defaultdict
 from typing import Any
 
 import pytest
-from answer_forms import ASKED, EXPECTED, JSON_SCHEMA, SCHEMA, told
-from hypothesis import given
-from hypothesis import strategies as st
+from answer_forms import ASKED, EXPECTED, FORMS, JSON_SCHEMA, REFUSED_FORMS, SCHEMA, told
 from unit.sim.conftest import chat_body
-
-from mmrouter_sim.core.grammar import NotSimulatedError, formed_text
 
 ENGINES = pytest.mark.parametrize("engine", ["vllm", "sglang"])
 
@@ -113,72 +110,103 @@ async def test_a_function_is_called_where_it_must_be(engine: str, client: Any, c
         assert (text, names) == ("", [])
 
 
-SCHEMAS = st.recursive(
-    st.sampled_from(
-        [
-            {"type": "string", "minLength": 3},
-            {"type": "integer", "minimum": 4},
-            {"type": "number"},
-            {"type": "boolean"},
-            {"type": "null"},
-            {"type": ["string", "null"]},
-            {"const": 5},
-            {"enum": ["a", 1]},
-            {"$ref": "#/$defs/side"},
-        ]
-    ),
-    lambda inner: st.one_of(
-        st.builds(lambda item, least: {"type": "array", "items": item, "minItems": least}, inner, st.integers(0, 2)),
-        st.builds(lambda item: {"anyOf": [item]}, inner),
-        st.dictionaries(st.sampled_from("abc"), inner).map(
-            lambda of: {"type": "object", "properties": of, "required": sorted(of), "additionalProperties": False}
-        ),
-    ),
-    max_leaves=6,
+@pytest.mark.parametrize("name", FORMS)
+async def test_a_vllm_answers_in_the_form_of_structured_outputs(serve: Any, name: str) -> None:
+    fields, matching = FORMS[name]
+    status, answer = await (await serve()).chat("x", **fields, max_tokens=100)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert re.fullmatch(matching, choice["message"]["content"], re.DOTALL)
+
+
+@pytest.mark.parametrize("name", REFUSED_FORMS)
+async def test_a_vllm_refuses_a_form_without_an_answer(serve: Any, name: str) -> None:
+    status, answer = await (await serve()).chat("x", **REFUSED_FORMS[name], max_tokens=100)
+    assert (status, answer["error"]["code"], answer["error"]["type"]) == (400, 400, "BadRequestError")
+    field = next(iter(REFUSED_FORMS[name]))
+    assert answer["error"]["param"].startswith(field)
+    assert field in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "matching"),
+    [
+        ("/v1/chat/completions", {"regex": "[ab]{3}-[0-9]+"}, "[ab]{3}-[0-9]+"),
+        ("/v1/chat/completions", {"ebnf": 'root ::= "a" root | "b"'}, "a*b"),
+        ("/v1/completions", {"regex": "(yes|no)!"}, "(yes|no)!"),
+        ("/v1/completions", {"ebnf": "root ::= [xy]{2,}"}, "[xy]{2,}"),
+        ("/v1/completions", {"json_schema": '{"type": "string", "pattern": "^a+$"}'}, '"a+"'),
+    ],
 )
+async def test_an_sglang_answers_in_the_form_of_its_own_fields(
+    serve_sglang: Any, path: str, fields: dict[str, str], matching: str
+) -> None:
+    client = await serve_sglang()
+    body = chat_body("x", **fields, max_tokens=100) if "chat" in path else {"prompt": "x", "max_tokens": 100, **fields}
+    status, answer = await client.post(path, body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert re.fullmatch(matching, choice.get("text") or choice["message"]["content"])
 
 
-TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "null": type(None)}
+@pytest.mark.parametrize("fields", [{"regex": "(a"}, {"ebnf": "root ::= a"}, {"ebnf": 'start: "a"'}])
+async def test_an_sglang_names_the_field_whose_form_has_no_answer(serve_sglang: Any, fields: dict[str, str]) -> None:
+    status, answer = await (await serve_sglang()).chat("x", **fields)
+    assert (status, answer["param"]) == (400, next(iter(fields)))
 
 
-def meets(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value is one of a schema of those above."""
-    match schema:
-        case {"$ref": _}:
-            return isinstance(value, int) and value >= 2
-        case {"const": only}:
-            return bool(value == only)
-        case {"enum": allowed}:
-            return value in allowed
-        case {"anyOf": forms}:
-            return any(meets(value, form) for form in forms)
-        case {"type": "array", "items": item, "minItems": least}:
-            return isinstance(value, list) and len(value) >= least and all(meets(each, item) for each in value)
-        case {"type": "object", "properties": of}:
-            return (
-                isinstance(value, dict) and set(value) == set(of) and all(meets(value[name], of[name]) for name in of)
-            )
-        case {"type": [*kinds]}:
-            return any(meets(value, {"type": kind}) for kind in kinds)
-    least = schema.get("minimum", schema.get("minLength", 0))
-    held = len(value) if isinstance(value, str) else value or 0
-    return isinstance(value, TYPES[schema["type"]]) and held >= least
+@ENGINES
+async def test_an_answer_has_one_form_only(engine: str, client: Any) -> None:
+    second = {"regex": "a"} if engine == "sglang" else {"structured_outputs": {"regex": "a"}}
+    status, answer = await client.post("/v1/chat/completions", chat_body("x", response_format=JSON_SCHEMA, **second))
+    assert (status, "one form only" in json.dumps(answer)) == (400, True)
 
 
-@given(SCHEMAS)
-def test_every_schema_is_met(schema: dict[str, Any]) -> None:
-    whole = {**schema, "$defs": {"side": {"type": "integer", "minimum": 2}}}
-    text = formed_text({"type": "json_schema", "json_schema": {"schema": whole}}, None)
-    assert text is not None
-    assert meets(json.loads(text), schema)
+@ENGINES
+async def test_a_response_has_the_form_of_its_text(client: Any) -> None:
+    form = {"type": "json_schema", "name": "paint", "schema": SCHEMA}
+    body = {"model": "tiny", "input": "x", "max_output_tokens": 100, "text": {"format": form}}
+    status, made = await client.post("/v1/responses", body)
+    assert status == 200, made
+    assert json.loads(made["output"][0]["content"][0]["text"]) == {"color": "red", "sides": []}
 
 
-def test_what_is_not_simulated_is_named() -> None:
-    assert formed_text(None, {"choice": ["yes", "no"]}) == "yes"
-    assert formed_text(None, None, json.dumps(SCHEMA)) == '{"color": "red", "sides": []}'
-    for structured in ({"regex": "a"}, {"grammar": "root ::= x"}, {"json": {"type": "string", "pattern": "a"}}):
-        with pytest.raises(NotSimulatedError):
-            formed_text(None, structured)
-    loop = {"properties": {"a": {"$ref": "#"}}, "required": ["a"]}
-    with pytest.raises(NotSimulatedError):
-        formed_text(None, {"json": loop})
+@ENGINES
+@pytest.mark.parametrize(
+    ("last", "parser", "called"),
+    [
+        ("Please mix the colours.", True, "mix"),
+        ([{"type": "text", "text": "Now mix, do not paint."}], True, "paint"),  # the first of the tools
+        ("Remix the repaint.", True, None),
+        ("Please mix the colours.", False, None),
+    ],
+)
+async def test_a_function_that_the_user_names_is_called_where_the_engine_has_a_parser(
+    engine: str, serve: Any, serve_sglang: Any, last: Any, parser: bool, called: str | None
+) -> None:
+    flags = ("--tool-call-parser", "hermes", *(("--enable-auto-tool-choice",) if engine == "vllm" else ()))
+    client = await {"vllm": serve, "sglang": serve_sglang}[engine](*(flags if parser else ()))
+    tools = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("paint", "mix")]
+    _, answer = await client.post("/v1/chat/completions", chat_body(last, tools=tools, max_tokens=100))
+    (choice,) = answer["choices"]
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"] or ()] == ([called] if called else [])
+    if called:
+        assert choice["finish_reason"] == "tool_calls"
+        assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"color": "red", "sides": []}
+
+
+@ENGINES
+async def test_a_result_of_a_tool_is_answered_by_text(engine: str, serve: Any, serve_sglang: Any) -> None:
+    flags = ("--tool-call-parser", "hermes", *(("--enable-auto-tool-choice",) if engine == "vllm" else ()))
+    client = await {"vllm": serve, "sglang": serve_sglang}[engine](*flags)
+    call = {"id": "c", "type": "function", "function": {"name": "mix", "arguments": "{}"}}
+    body = chat_body("Please mix.", tools=[{"type": "function", "function": {"name": "mix"}}], max_tokens=100)
+    body["messages"] += [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "mix"},
+    ]
+    _, answer = await client.post("/v1/chat/completions", body)
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"]
+    assert not choice["message"]["tool_calls"]
