@@ -17,7 +17,10 @@ def refuse_owned(path: str, args: Sequence[str], engine: EngineType) -> None:
     for number, arg in enumerate(args):
         for owned in ENGINE_TYPES[engine].owned_flags:
             if is_flag(arg, owned.name):
-                raise broken(f"{path}[{number}]", f"{arg:.80} sets {_sentence(owned)}: {owned.why}")
+                flag = arg.split("=", 1)[0][:80]
+                shown = flag if flag == owned.name else f"{flag} sets {owned.name}, which"
+                instead = f"; use spec.{owned.field}" if owned.field else ""
+                raise broken(f"{path}[{number}]", f"{shown} cannot be set here, because {owned.why}{instead}")
 
 
 def is_flag(arg: str, name: str) -> bool:

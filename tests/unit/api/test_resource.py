@@ -367,17 +367,25 @@ def test_an_owned_flag_is_refused_in_every_spelling(arg: str) -> None:
     ],
 )
 def test_a_flag_that_would_make_adapters_inexact_is_refused_with_the_reason(engine: str, flag: str, why: str) -> None:
-    with pytest.raises(SpecError, match=f"{flag}, which cannot be set here: {why}"):
+    with pytest.raises(SpecError, match=f"{flag} cannot be set here, because {why}"):
         parse_deployment(document(engine={"type": engine, "image": "x", "args": [flag, "1"]}))
 
 
-def test_the_message_names_the_field_that_replaces_the_flag_and_the_reason() -> None:
-    pool = {"name": "w", "role": "worker", "accelerator": {"kind": "cpu"}, "args": ["--block-size", "16"]}
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        (["--block-size", "16"], "--block-size"),
+        (["--block-size=16"], "--block-size"),
+        (["--block_size=16"], "--block_size sets --block-size, which"),
+    ],
+)
+def test_the_message_names_the_field_that_replaces_the_flag_and_the_reason(args: list[str], shown: str) -> None:
+    pool = {"name": "w", "role": "worker", "accelerator": {"kind": "cpu"}, "args": args}
     with pytest.raises(SpecError) as caught:
         parse_deployment(document(pools=[pool]))
     assert str(caught.value) == (
-        "spec.pools[0].args[0]: --block-size sets --block-size, which cannot be set here; use spec.engine.blockSize: "
-        "routers predict block keys from it"
+        f"spec.pools[0].args[0]: {shown} cannot be set here, because routers predict block keys from it; "
+        "use spec.engine.blockSize"
     )
 
 
