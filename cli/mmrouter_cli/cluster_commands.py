@@ -152,9 +152,16 @@ def _show_pages(pages: "Sequence[Page]", *, as_json: bool) -> bool:
 
 
 def _local_unless(*of_cluster: object) -> str | None:
-    """Return the URL of the only local deployment, unless an option is about a cluster."""
-    url = local_url() if all(option is None for option in of_cluster) else None
-    if url is not None:
+    """Return the URL of the only local deployment, unless an option is about a cluster; ends without either."""
+    if any(option is not None for option in of_cluster):
+        return None
+    url = local_url()
+    if url is None:
+        from mmrouter_cli.cluster.reader import NOT_CONFIGURED, is_configured
+
+        if not is_configured():
+            leave(f"no `mmrouter up` runs here, and {NOT_CONFIGURED}")
+    else:
         typer.echo(f"mmrouter: the local deployment {url}; name a deployment to read the cluster", err=True)
     return url
 

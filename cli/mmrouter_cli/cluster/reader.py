@@ -40,13 +40,21 @@ class Reader(KubernetesCluster):
             parameters["continue"] = token
 
 
+NOT_CONFIGURED = (
+    "no cluster is configured: there is no ~/.kube/config and KUBECONFIG names no file, so give --kubeconfig"
+)
+
+
+def is_configured() -> bool:
+    """Whether a cluster is known without ``--kubeconfig``."""
+    return bool(_default_files()) or "KUBERNETES_SERVICE_HOST" in os.environ
+
+
 @asynccontextmanager
 async def reading(kubeconfig: Path | None) -> AsyncIterator[Reader]:
     """Connect as the user's kubectl would. Raises :class:`ClusterError`, also for an ``ApiError`` of the block."""
-    if kubeconfig is None and not _default_files() and "KUBERNETES_SERVICE_HOST" not in os.environ:
-        raise ClusterError(
-            "no cluster is configured: there is no ~/.kube/config and KUBECONFIG names no file, so give --kubeconfig"
-        )
+    if kubeconfig is None and not is_configured():
+        raise ClusterError(NOT_CONFIGURED)
     try:
         reader = Reader(await load(kubeconfig), user_agent="mmrouter", identity="")
     except ConnectError as error:

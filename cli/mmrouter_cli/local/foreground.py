@@ -198,14 +198,19 @@ async def _work(
     endpoint = ControlEndpoint(cluster.endpoint, tuple(f.control for f in cluster.frontends), cluster.control_token)
     await wait_verified(endpoint, deployment, console, wait_seconds)
     console.print(f"[green]ready[/green] {cluster.endpoint}/v1")
-    if not demo:
-        text = first_request(cluster.endpoint, deployment, simulated=simulated)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    for line in lines_when_ready(cluster.endpoint, deployment, simulated=simulated, demo=demo):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return await asyncio.to_thread(demo_workload.run, endpoint, deployment.spec.model.served_name) if demo else None
 
 
-def first_request(url: str, deployment: MMRouterDeployment, *, simulated: bool) -> str:
-    """Return how to send a first request, by curl and in Python."""
+def lines_when_ready(url: str, deployment: MMRouterDeployment, *, simulated: bool, demo: bool) -> list[str]:
+    """Return whether engines are simulated and, where no demo does it, how to send a first request."""
+    lines = ["SIMULATED engines: answers are made up, and nothing is computed"] if simulated else []
+    return lines if demo else [*lines, *_first_request(url, deployment)]
+
+
+def _first_request(url: str, deployment: MMRouterDeployment) -> list[str]:
+    """Return a request by curl and in Python."""
     model, keys = deployment.spec.model.served_name, deployment.spec.frontend.api_keys is not None
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello."}]})
     options = "-H 'authorization: Bearer KEY' " if keys else ""
@@ -215,9 +220,7 @@ def first_request(url: str, deployment: MMRouterDeployment, *, simulated: bool) 
         client = f"OpenAI(base_url='{url}/v1', api_key='{'KEY' if keys else 'any'}')"
         messages = "messages=[{'role': 'user', 'content': 'Hello.'}]"
         lines += ["  from openai import OpenAI", f"  {client}.chat.completions.create(model='{model}', {messages})"]
-    if simulated:
-        lines.insert(0, "SIMULATED engines: answers are made up, and nothing is computed")
-    return "\n".join(lines)
+    return lines
 
 
 STEP_SECONDS = 0.1

@@ -55,7 +55,7 @@ def with_scheme(url: str) -> str:
 
 def only_run() -> str | None:
     """Return the endpoint of the only local deployment, ``None`` where none runs. Raises :class:`UnreachableError`."""
-    endpoints = [str(run["endpoint"]) for run in local_runs()]
+    endpoints = sorted(str(run["endpoint"]) for run in local_runs())
     if len(endpoints) > 1:
         raise UnreachableError(f"several deployments run here, {', '.join(endpoints)}: give the URL of one")
     return endpoints[0] if endpoints else None

@@ -291,7 +291,8 @@ def _worker_table(workers: Sequence[WorkerRow]) -> Table:
     headings = ("worker", "pool", "routable", "exact", *(numbers if live else ("node",)))
     shown = table("workers", *headings, right=numbers, title_justify="left")
     for worker in workers:
-        exact = Text(worker.exact, style="green" if worker.exact == "True" else "yellow")
+        proved = worker.exact.replace("True", "yes", 1).replace("False", "no", 1)
+        exact = Text(proved, style="green" if worker.exact == "True" else "yellow")
         last = worker.heard_seconds_ago
         rest = [UNKNOWN if count is None else str(count) for count in (worker.blocks, worker.in_flight)]
         rest = [*rest, UNKNOWN if last is None else f"{last:.1f} s ago"] if live else [worker.where or UNKNOWN]

@@ -123,8 +123,11 @@ def test_renderers_are_shown_with_their_pool() -> None:
 def test_every_column_is_drawn() -> None:
     shown = text(seen_by(a=d.state(d.worker("the-worker", held={"0": 3, "1": 4}, heard_seconds_ago=0.25, in_flight=5))))
     row = next(line for line in shown.splitlines() if "the-worker" in line)
-    for part in ("worker", "yes", "True", "7", "5", "0.2 s ago"):
+    for part in ("worker", "yes", "7", "5", "0.2 s ago"):
         assert part in row
+    assert row.count("yes") == 2
+    failed = d.worker(canary="False", canary_cause="template", canary_message="token 5")
+    assert "no (template: token 5)" in text(seen_by(a=d.state(failed)))
 
 
 def control(request: httpx.Request) -> httpx.Response:
@@ -188,7 +191,7 @@ async def test_a_token_goes_to_a_pods_address_only_where_that_address_is_the_pod
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ((), "no cluster is configured"),
+        ((), "no `mmrouter up` runs here, and no cluster is configured"),
         (("vl", "--url", "http://x"), "a URL excludes"),
         (("--url", "http://x", "-n", "home"), "a URL excludes"),
         (("192.0.2.1:1", "-n", "home"), "a URL excludes"),

@@ -9,22 +9,26 @@ import pytest
 from rich.console import Console
 from waiting import wait_for
 
-from mmrouter_cli.local.foreground import PodView, first_request
+from mmrouter_cli.local.foreground import PodView, lines_when_ready
 from mmrouter_lib.api import parse_deployment
 
 WORKERS = {"name": "worker", "role": "worker", "accelerator": {"kind": "cpu"}}
 URL = "http://127.1.0.1:8000"
 
 
-def text(url: str = URL, *, simulated: bool = True, **frontend: Any) -> str:
+def text(url: str = URL, *, simulated: bool = True, demo: bool = False, **frontend: Any) -> str:
     spec = {"model": {"id": "m"}, "engine": {"type": "vllm"}, "pools": [WORKERS], "frontend": frontend}
     described = {"apiVersion": "mmrouter.io/v1alpha1", "kind": "MMRouterDeployment", "metadata": {"name": "t"}}
-    return first_request(url, parse_deployment({**described, "spec": spec}), simulated=simulated)
+    deployment = parse_deployment({**described, "spec": spec})
+    return "\n".join(lines_when_ready(url, deployment, simulated=simulated, demo=demo))
 
 
+@pytest.mark.parametrize("demo", [True, False])
 @pytest.mark.parametrize("simulated", [True, False])
-def test_simulated_engines_are_named_as_such(simulated: bool) -> None:
-    assert text(simulated=simulated).startswith("SIMULATED engines") == simulated
+def test_simulated_engines_are_named_as_such(simulated: bool, demo: bool) -> None:
+    shown = text(simulated=simulated, demo=demo)
+    assert shown.startswith("SIMULATED engines") == simulated
+    assert ("curl" in shown) != demo
 
 
 def test_the_request_is_a_command_and_a_program() -> None:
