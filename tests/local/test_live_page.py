@@ -45,6 +45,12 @@ FOCUSED = """
 (() => { const it = document.activeElement;
   return it === document.body ? '' : it.id || it.getAttribute('aria-label') || it.value || it.textContent; })()
 """
+WORKER_LINES = """
+(() => { const row = document.querySelector('#decisions-table tbody tr'), range = document.createRange();
+  row.querySelector('.why').textContent = 'a reason '.repeat(60);
+  range.selectNodeContents(row.querySelector('.worker'));
+  return range.getClientRects().length; })()
+"""
 CONTROLS = """
 [...document.querySelectorAll('button, input, a[href], [tabindex="0"]')]
   .filter((it) => it.checkVisibility() && !it.disabled && !(it.type === 'radio' && !it.checked))
@@ -127,6 +133,7 @@ async def test_a_running_deployment_is_shown_and_a_click_explains(
     assert not [line for line in settled.log if settled.token in line]
     assert page.console == []
     await pictures(page, tmp_path)
+    assert await page.value(WORKER_LINES) == 1
 
 
 async def pictures(page: Browser, folder: Path) -> None:

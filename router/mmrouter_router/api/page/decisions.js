@@ -41,7 +41,7 @@ function make(row) {
   const cells = [
     el("td", { class: "whole" }, clock(row.at)),
     el("td", { class: "whole" }, button),
-    el("td"),
+    el("td", { class: "worker" }),
     el("td", { class: "wide" }, el("span", { class: "held" }, parts.bar, parts.held)),
     el("td", { class: "number", "data-name": "Round robin" }),
     el("td", {}, parts.kind, parts.reasons),
