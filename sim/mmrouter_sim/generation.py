@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
@@ -63,6 +64,11 @@ class Job(ABC):
     @property
     def chat(self) -> bool:
         return hasattr(self.body, "messages")
+
+    @cached_property
+    def called(self) -> dict[str, Any] | None:
+        """The function that the answer of a chat calls."""
+        return function_called(self.engine, self.body) if self.chat else None
 
     @abstractmethod
     def details(self) -> dict[str, Any] | None: ...
@@ -121,7 +127,7 @@ class Job(ABC):
 
     def call(self, arguments: str, *, begins: bool = True) -> list[dict[str, Any]] | None:
         """Return the call of the function that the request asks for, or a part of its arguments."""
-        called = function_called(self.engine, self.body) if self.chat else None
+        called = self.called
         if called is None:
             return None
         if not begins:
@@ -131,9 +137,8 @@ class Job(ABC):
 
     def ended(self, finished: str | None) -> str | None:
         """Return why an answer ended: after a call that no function's name required, and of SGLang after any."""
-        calls = self.chat and function_called(self.engine, self.body) is not None
         named = isinstance(self.body.tool_choice, dict) and not self.names_calls
-        return "tool_calls" if calls and not named and finished == "stop" else finished
+        return "tool_calls" if self.called is not None and not named and finished == "stop" else finished
 
     def echoed(self) -> str:
         """Return the text of a completion's prompt where the answer repeats it."""
@@ -279,7 +284,7 @@ def function_called(engine: SimulatedEngine, body: Generation) -> dict[str, Any]
         case {"function": {"name": name}}:
             functions = [function for function in functions if function.get("name") == name]
         case None | "auto":
-            words = last_words(body) if engine.settings.calls_tools else ()
+            words = last_words(body) if functions and engine.settings.calls_tools else ()
             functions = [function for function in functions if function.get("name") in words]
         case "required":
             pass
@@ -304,12 +309,14 @@ def request_of(engine: SimulatedEngine, body: Generation, prompt: Prompt, name: 
             text = formed_text(body.response_format, None, own)
         else:
             text = formed_text(body.response_format, body.structured_outputs)
+        given = None if text is None else engine.answers.fixed(text)
     except FormError as error:
-        raise RequestError(str(error), param="tools" if called is not None else error.field) from error
+        field = "tools" if called is not None else error.field or "response_format"
+        raise RequestError(str(error), param=field) from error
     sample = engine.answers.sampler(prompt.ids, prompt.media, min_tokens=body.min_tokens, ends=not body.ignore_eos)
     ends = not body.ignore_eos
-    if text is not None:
-        sample, ends = engine.answers.fixed(text), True
+    if given is not None:
+        sample, ends = given, True
     return Request(
         id=f"{name}-{uuid.uuid4().hex[:8]}",
         sample=sample,

@@ -30,6 +30,7 @@ from mmrouter_lib.prompt import (
 from mmrouter_sim.core import hub
 from mmrouter_sim.core.requests import Media, Sampler
 from mmrouter_sim.errors import RequestError
+from mmrouter_sim.forms.shortest import FormError
 
 # Large sizes of several shapes; the largest token count among them is the largest of a family.
 _LARGE = ((16_384, 16_384), (4096, 4096), (50, 8000), (1344, 336), (336, 1344), (1008, 336), (672, 672), (1, 1))
@@ -225,8 +226,10 @@ class AnswerGenerator:
             raise ValueError("the tokenizer has no ordinary token to answer with")
 
     def fixed(self, text: str) -> Sampler:
-        """Return a given answer, which ends where its text does."""
+        """Return a given answer, which ends where its text does. Raises :class:`FormError` where no tokens have it."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if self._tokenizer.decode(tokens) != text:
+            raise FormError(f"the simulator has no tokens for {text[:40]!r}")
 
         def sample(position: int) -> int:
             return tokens[position] if position < len(tokens) or self._stop is None else self._stop

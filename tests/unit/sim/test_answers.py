@@ -163,6 +163,15 @@ async def test_an_answer_has_one_form_only(engine: str, client: Any) -> None:
     assert (status, "one form only" in json.dumps(answer)) == (400, True)
 
 
+@pytest.mark.parametrize("text", ["<|im_end|>", "a<|endoftext|>b"])
+async def test_a_text_without_tokens_is_refused_instead_of_another(serve: Any, text: str) -> None:
+    client = await serve()
+    status, answer = await client.chat("x", structured_outputs={"choice": [text]}, max_tokens=20)
+    assert (status, "no tokens" in answer["error"]["message"]) == (400, True)
+    status, answer = await client.chat("x", structured_outputs={"choice": ["é ß\n\t"]}, max_tokens=20)
+    assert answer["choices"][0]["message"]["content"] == "é ß\n\t"
+
+
 @ENGINES
 async def test_a_response_has_the_form_of_its_text(client: Any) -> None:
     form = {"type": "json_schema", "name": "paint", "schema": SCHEMA}
