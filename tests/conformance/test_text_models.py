@@ -7,7 +7,6 @@ own templates (``hack/engines/unknown_families.py``), and a real SGLang.
 
 import json
 import shutil
-import subprocess
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from artefacts import Record, run_tool_or_skip
 from conformance.conftest import Figure, model_folder
 from conformance.corpus import text_corpus
 from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
-from conformance.own_code import Prompts
+from conformance.own_code import Prompts, answer_of
 from conformance.prediction import Exchange, Predicted, Predictor, compare, image_places
 from conformance.rendering import own_prompts
 from conformance.sglang.test_rendering import REFUSED_BEFORE, Rendering, own_fields, rendered
@@ -163,9 +162,7 @@ print("\\n" + json.dumps([auto.TOKENIZER_MAPPING_NAMES, sorted(auto.MODELS_WITH_
 
 
 def test_the_class_of_a_tokenizer_is_the_one_that_transformers_chooses(vllm_env: Path, record: Record) -> None:
-    command = [str(vllm_env / "bin" / "python"), "-c", CLASSES]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    names, wrong_on_hub = json.loads(done.stdout.strip().rpartition("\n")[2])
+    names, wrong_on_hub = answer_of(vllm_env, ["-c", CLASSES])
     whole = {AS_FILE, "MistralCommonBackend"}
     for model_type, name in names.items():
         if name is None:

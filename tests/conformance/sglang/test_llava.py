@@ -4,7 +4,6 @@
 a lesson for each image, from whose blocks the router's own code learns it, as the router does (``test_routing.py``).
 """
 
-import json
 import random
 import subprocess
 import time
@@ -15,6 +14,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, Engine, engine, env_version
+from conformance.own_code import answer_of
 from conformance.prediction import Exchange, Predicted, Predictor, image_places
 from conformance.report import Cells
 from conformance.scenarios import Run, fetched, figures, recorded, scenarios, served_images
@@ -144,12 +144,8 @@ def test_the_length_of_an_image_is_that_of_the_engines_scheduler(sglang_env: Pat
     draw = random.Random(18)
     most = [(3000, 3000), (1200, 1200), (5, 6000), (6000, 5)]
     drawn = [[draw.randint(1, side) for side in most[n % len(most)]] for n in range(20_000)]
-    script = str(Path(__file__).with_name("llava_lengths.py"))
-    asked = json.dumps({"pinpoints": PINPOINTS, "sizes": drawn})
-    command = [str(sglang_env / "bin" / "python"), script]
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = json.loads(done.stdout.strip().rpartition("\n")[2])
+    script = Path(__file__).with_name("llava_lengths.py")
+    theirs = answer_of(sglang_env, [script], {"pinpoints": PINPOINTS, "sizes": drawn})
     family = LlavaOriginal(32000, "<image>", 336, 14, 576, pinpoints=tuple((high, wide) for wide, high in PINPOINTS))
 
     assert [size for size, length in zip(drawn, theirs, strict=True) if family.count(*size) != length] == []

@@ -7,7 +7,7 @@ makes of them is computed by its own interpreter.
 """
 
 import json
-import subprocess
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,6 +19,7 @@ from artefacts import run_tool_or_skip
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import require_memory
 from conformance.engines import deployed, histories, sglang_manifest
+from conformance.own_code import answer_of
 from conformance.setups import BY_MOONCAKE
 from local.rig import MEDIA, Deployment
 from long_form import parameters
@@ -31,7 +32,6 @@ from mmrouter_lib.engines.sglang.stage_requests import (
     Meeting,
     decode_fields,
     image_key,
-    new_meeting,
     override_headers,
     prefill_fields,
     urls,
@@ -162,8 +162,9 @@ RANKS = [(rank, ranks) for ranks in (1, 2, 5) for rank in range(ranks)]
 MEETINGS = [
     Meeting(HOST, 0),
     Meeting(HOST, ROOMS - 1, port=9000),
-    *(new_meeting(HOST, rank, ranks) for rank, ranks in RANKS),
+    *(Meeting(HOST, 1_000_003 * ranks + rank, rank, ranks) for rank, ranks in RANKS),
 ]
+"""In the form of new ones, whose rooms are random (``tests/unit/engines/test_sglang_stages.py``)."""
 IMAGES = [[f"data:image/png;base64,QUJD{number:04d}" for number in range(count)] for count in (1, 2, 5, 16, 17, 40)]
 
 
@@ -175,13 +176,10 @@ def shares(images: list[str]) -> list[dict[str, Any]]:
 def engine_says(sglang_env: Path) -> dict[str, Any]:
     fields = [*map(prefill_fields, MEETINGS), *(decode_fields(one, rank=1, ranks=3) for one in MEETINGS)]
     headers = list(map(override_headers, fields))
+    random.seed(1)  # the order of shares, so that the kept answer is that of this run
     bodies = [body for images in IMAGES for body in shares(images)]
     questions = {"headers": headers, "images": IMAGES, "urls": urls("127.0.0.1"), "bodies": bodies}
-    done = subprocess.run(
-        [str(sglang_env / "bin" / "python"), "-c", ASKS], input=json.dumps(questions), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    answers: dict[str, Any] = answer_of(sglang_env, ["-c", ASKS], questions)
     return answers
 
 

@@ -4,23 +4,21 @@ ECCPUConnector copies between an accelerator and main memory, so on a CPU only i
 the shared region and opens the side channel. The flags come from a rendered resource.
 """
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conformance.conftest import Shrunk
-from conformance.engine_process import VLLM_ENVIRONMENT
 from conformance.engines import REPOSITORY
+from conformance.own_code import answer_of
 
 from mmrouter_lib.api import parse_deployment
 from mmrouter_lib.engines.base.launch import SIDE_CHANNEL_PORT
 from mmrouter_lib.engines.vllm.launch import transfer_flags
 
 PROGRAM = """
-import json, sys
+import json, os, sys
+os.environ.update(json.load(sys.stdin))
 import vllm.config.vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -33,14 +31,15 @@ config = EngineArgs.from_cli_args(parsed).create_engine_config()
 made = ECConnectorFactory.create_connector(config, ECConnectorRole.SCHEDULER)
 scheduler = made.connector_scheduler
 region = scheduler._region
-print("MADE" + json.dumps({
+answer = json.dumps({
     "class": type(made).__name__,
     "role": [config.ec_transfer_config.is_ec_producer, config.ec_transfer_config.is_ec_consumer],
     "bytes": region.num_blocks * region.block_size_bytes,
     "peer": [scheduler._peer_host, scheduler._peer_port],
     "nixl": scheduler._nixl_enabled,
-}))
+})
 made.shutdown()
+print("\\n" + answer)
 """
 
 
@@ -56,17 +55,7 @@ def test_the_default_connector_is_configured_by_vllm_itself(vllm_env: Path, shru
     flags, env = transfer_flags(dep, dep.pool(role))
     rendered = {name: value.replace("$(POD_IP)", "127.0.0.1") for name, value in env.items()}
     argv = ["--model", str(shrunk(REPOSITORY)), "--max-model-len", "2048", "--load-format", "dummy", *flags]
-    done = subprocess.run(
-        [str(vllm_env / "bin" / "python"), "-c", PROGRAM, *argv],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, **VLLM_ENVIRONMENT, **rendered},
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("MADE")), None)
-    assert line is not None, done.stdout[-2000:] + done.stderr[-4000:]
-    made = json.loads(line.removeprefix("MADE"))
+    made = answer_of(vllm_env, ["-c", PROGRAM, *argv], rendered)
     assert made["class"] == "ECCPUConnector"
     assert made["role"] == [role == "encoder", role == "worker"]
     assert made["nixl"] is True
