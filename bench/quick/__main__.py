@@ -38,15 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"not run: the committed figures are of Python {baseline_release}, this is {release}\n")
         return 0
     if options.counts:
-        return print_verdicts(judge(committed, measure_all(), gate_times=False))
+        return print_verdicts(judge(committed, measure_all(rounds=1), gate_times=False))
     return print_verdicts(attempts(committed, measure_all, measure_times))
 
 
-def measure_all() -> list[Figure]:
+def measure_all(rounds: int = measurements.ROUNDS) -> list[Figure]:
+    """Return all figures. ``rounds``: of the scenarios' times, one where these decide nothing."""
     figures = []
     with scenarios() as pieces:
         parts: dict[str, Measure] = {
-            "times": lambda: measurements.times(pieces),
+            "times": lambda: measurements.times(pieces, rounds),
             "calls": lambda: measurements.calls(pieces),
             "memory": lambda: measurements.memory(pieces),
             "kept": lambda: [measurements.kept(pieces[-1])],
