@@ -76,12 +76,12 @@ PROCESSES = (
 )
 """Tests that start interpreters, most of whose time is imports, and are not needed in the inner loop."""
 LOCAL = "tests/local"
-COMMANDS = files(LOCAL, "commands", "installed")
-DISRUPTIVE = files(LOCAL, "broken_routing", "failures", "handover", "renderer", "upgrade")
-"""Tests that start and break deployments of their own; most other files share one."""
-STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang")
-SLOW_LOCAL = files(LOCAL, "bad_input", "janitor", "tracing")
-SECURE = files(LOCAL, "engine_tls", "key_rotation", "limits", "streams", "tenants", "tls")
+COMMANDS = files(LOCAL, "commands", "installed", "bad_input", "broken_routing")
+"""Like most files they share a deployment, which costs 9 s of CPU in each step that has one."""
+DISRUPTIVE = files(LOCAL, "failures", "key_rotation", "handover", "renderer", "upgrade")
+"""Tests that break deployments of their own; the first two files share one, whose keys differ at the end."""
+STAGED = files(LOCAL, "disaggregated", "sglang", "staged_sglang", "janitor", "tracing")
+SECURE = files(LOCAL, "engine_tls", "limits", "streams", "tenants", "tls")
 CLUSTER = "tests/cluster"
 WAITING = files(CLUSTER, "faults", "doctor", "plan", "leadership")
 """Tests that mostly wait: for watches that expire, leases that end, and minutes in which nothing may happen."""
@@ -136,12 +136,11 @@ LEVELS = {
     ),
     "local": Level(
         (
-            Step("local deployments, commands of the pages", tests=COMMANDS),
-            Step("local deployments", tests=LOCAL, without=(*COMMANDS, *DISRUPTIVE, *STAGED, *SLOW_LOCAL, *SECURE)),
+            Step("local deployments, commands and broken input", tests=COMMANDS),
+            Step("local deployments", tests=LOCAL, without=(*COMMANDS, *DISRUPTIVE, *STAGED, *SECURE)),
             Step("local deployments, security and streams", tests=SECURE),
             Step("local deployments, disruptive", tests=DISRUPTIVE),
-            Step("local deployments, staged", tests=STAGED),
-            Step("local deployments, slow", tests=SLOW_LOCAL),
+            Step("local deployments, staged and traced", tests=STAGED),
             Step("behind a gateway", tests="tests/gateway"),
             Step("benchmarks and tools", tests=TOOLS, without=RELEASES),
             Step("slow unit tests and the campaign's short form", tests=SLOW_UNIT),

@@ -19,6 +19,13 @@ def demo() -> Iterator[Deployment]:
         yield deployment
 
 
+@pytest.fixture(scope="session")
+def breakable() -> Iterator[Deployment]:
+    """The same, shared by tests that break it and wait until it is whole again."""
+    with running(ROOT / "examples" / "demo.yaml") as deployment:
+        yield deployment
+
+
 @pytest.fixture
 def settled(demo: Deployment) -> Deployment:
     wait_for(demo.settled, 60, "every worker is verified on every frontend")

@@ -35,7 +35,7 @@ def test_the_gate_fails_closed_with_a_wrong_token_and_without_a_deployment(demo)
     assert unreachable.returncode == 1
 
 
-def test_a_second_deployment_beside_the_first_has_addresses_of_its_own(settled):
+def test_a_second_deployment_beside_the_first_has_addresses_of_its_own_and_ctrl_c_leaves_nothing_of_it(settled):
     with running(ROOT / "examples" / "demo.yaml") as second:
         both = [{one.url, *(frontend["url"] for frontend in one.run["frontends"])} for one in (settled, second)]
         blocks = [{".".join(httpx.URL(url).host.split(".")[:3]) for url in urls} for urls in both]
@@ -44,6 +44,13 @@ def test_a_second_deployment_beside_the_first_has_addresses_of_its_own(settled):
         assert any(f"addresses: {httpx.URL(second.url).host} for Services" in line for line in second.log)
         for one in (settled, second):
             one.assert_gate_passes()
+        children = psutil.Process(second.process.pid).children(recursive=True)
+        folder = second.folder
+        assert len(children) >= 8
+        tmpfs = [p for p in Path("/dev/shm").glob("mmrouter-*") if str(second.process.pid) in p.name]
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not folder.exists()
+    assert not [p for p in tmpfs if p.exists()]
 
 
 def ask(demo, text="Describe the morning light over the harbour, please, in one short sentence.", **options):
@@ -158,17 +165,6 @@ def test_health_and_metrics_stand_on_their_own_port(demo):
     counted = [line for line in series if not line.endswith(" 0.0")]
     assert any('result="True"' in line for line in counted)
     assert not any('result="False"' in line for line in counted)
-
-
-def test_ctrl_c_leaves_no_process_and_no_file():
-    with running(ROOT / "examples" / "demo.yaml") as other:
-        children = psutil.Process(other.process.pid).children(recursive=True)
-        folder = other.folder
-        assert len(children) >= 8
-        tmpfs = [p for p in Path("/dev/shm").glob("mmrouter-*") if str(other.process.pid) in p.name]
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-    assert not folder.exists()
-    assert not [p for p in tmpfs if p.exists()]
 
 
 def test_the_demo_ends_with_exact_hits_and_a_lower_round_robin_figure():

@@ -11,15 +11,12 @@ import time
 import httpx
 import pytest
 from local.load import KeptConnections, assert_replicas_agree, load, ready, refuses
-from local.rig import ROOT, running
 from waiting import wait_for
 
 
 @pytest.fixture(scope="module")
-def demo():
-    """A deployment of its own: these tests break it."""
-    with running(ROOT / "examples" / "demo.yaml") as deployment:
-        yield deployment
+def demo(breakable):
+    return breakable
 
 
 def struck(deployment, command):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from local.load import assert_replicas_agree, load
-from local.rig import ROOT, running
 from waiting import wait_for
 
 from mmrouter_cli.cluster.key_rotation import RotationError, rotate
@@ -19,9 +18,8 @@ PAUSE_SECONDS = 0.5
 
 
 @pytest.fixture(scope="module")
-def deployment():
-    with running(ROOT / "examples" / "demo.yaml") as deployment:
-        yield deployment
+def deployment(breakable):
+    return breakable
 
 
 class Secret:
