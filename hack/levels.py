@@ -56,7 +56,10 @@ LARGE = {
     "cli and sidecar": (f"{UNIT}/cli", f"{UNIT}/sidecar"),
 }
 """Unit tests by step. Few steps, because each one imports pytest, hypothesis and the product once more."""
-CONNECTIONS = (f"{ROUTER}/media", *files(ROUTER, "server", "control", "pods", "app", "connection"))
+CONNECTIONS = (
+    f"{ROUTER}/media",
+    *files(ROUTER, "server", "control", "pods", "app", "connection", "gateway", "live_page", "renderer_client"),
+)
 """Tests that mostly wait for connections."""
 RELEASES = files(f"{UNIT}/hack", "python_releases")
 TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
