@@ -11,6 +11,7 @@ from waiting import in_threads, wait_for
 CLIENTS = 8
 SECONDS = 180.0  # ends a hang
 PAUSE_SECONDS = 0.05
+SLOW_SECONDS = 0.2
 
 
 class Load:
@@ -21,12 +22,22 @@ class Load:
     def __init__(self, url: str) -> None:
         self.statuses: Counter[int] = Counter()
         self.faults: list[str] = []
+        self._pause = 0.0
         self._url, self._stop = f"{url}/v1/chat/completions", threading.Event()
 
     @contextmanager
     def asking(self, clients: int = CLIENTS) -> Iterator[None]:
         with in_threads(self._run, clients, self._stop, 310):
             yield
+
+    @contextmanager
+    def slowly(self) -> Iterator[None]:
+        """Have each client pause after an answer until the block ends, in which processes start that need the CPUs."""
+        self._pause = SLOW_SECONDS
+        try:
+            yield
+        finally:
+            self._pause = 0.0
 
     def more(self, count: int) -> None:
         """Wait for so many more answers with status 200."""
@@ -59,3 +70,4 @@ class Load:
                     self.statuses[0] += 1
                     self.faults.append(repr(error))
                     self._stop.wait(PAUSE_SECONDS)  # a refused connection takes no time
+                self._stop.wait(self._pause)

@@ -12,9 +12,8 @@ import httpx
 import psutil
 import pytest
 from artefacts import Record
-from gateway.conftest import START_SECONDS
 from gateway.load import Load
-from local.rig import ROOT, Deployment, running
+from local.rig import Deployment
 from waiting import answers_ok, wait_for
 
 from mmrouter_cli.local.envoy import PICKER_PORT, envoy_config
@@ -23,10 +22,9 @@ OPEN_PORT = 8090
 
 
 @pytest.fixture
-def deployment(envoy: str) -> Iterator[Deployment]:
-    with running(ROOT / "examples" / "demo.yaml", "--gateway", "envoy", start_seconds=START_SECONDS) as deployment:
-        wait_for(deployment.settled, 120, "every worker is verified on every frontend")
-        yield deployment
+def deployment(settled: Deployment) -> Deployment:
+    """The deployment of the other files: each test waits until what it killed is back."""
+    return settled
 
 
 @contextmanager
@@ -54,7 +52,8 @@ def test_killed_picker_loses_requests_only_until_it_is_back(deployment: Deployme
         load.more(40)
         os.kill(next(iter(deployment.processes("router").values())).pid, signal.SIGKILL)
         load.more(200)
-        wait_for(deployment.settled, 120, "the picker is back")
+        with load.slowly():
+            wait_for(deployment.settled, 120, "the picker is back")
         load.answered_without_a_loss(40)
     # How many are lost depends on how soon a client asks again: Envoy takes two failed checks to leave a picker.
     record("requests lost when one of two pickers is killed under 8 clients (FailClose)", dict(load.statuses))
@@ -99,8 +98,9 @@ def test_without_a_picker_no_engine_answers_an_unauthenticated_request(
             load.more(20)
             for process in deployment.processes("router").values():
                 os.kill(process.pid, signal.SIGKILL)
-            wait_for(lambda: load.statuses[401] > 0, 60, "an engine refuses a request")
-            wait_for(deployment.settled, 120, "the pickers are back")
+            with load.slowly():
+                wait_for(lambda: load.statuses[401] > 0, 60, "an engine refuses a request")
+                wait_for(deployment.settled, 120, "the pickers are back")
             load.more(40)
         record("requests when both pickers are killed under 8 clients (FailOpen)", dict(load.statuses))
     assert load.statuses.keys() <= {0, 200, 401, 500, 502, 503, 504}

@@ -191,8 +191,9 @@ def test_no_request_is_lost_by_frontends_that_restart_one_by_one(site: Site, num
         load.more(20)
         for name, process in routers(site.demo).items():
             process.send_signal(number)
-            wait_for(partial(restarted, name, process.pid), START_SECONDS, "the frontend has restarted")
-            wait_for(site.demo.settled, START_SECONDS, "every worker is verified on every frontend")
+            with load.slowly():
+                wait_for(partial(restarted, name, process.pid), START_SECONDS, "the frontend has restarted")
+                wait_for(site.demo.settled, START_SECONDS, "every worker is verified on every frontend")
             load.more(20)
     assert load.statuses.keys() == {200}, load.faults[:5]
 
@@ -207,9 +208,10 @@ def test_no_request_is_lost_by_gateways_that_restart_one_by_one(site: Site) -> N
             for number in range(2):
                 old = gateways[number]
                 old.process.send_signal(signal.SIGTERM)
-                assert old.process.wait(60) == 0
-                gateways[number] = stack.enter_context(gateway_process())
-                wait_for(lambda number=number: gateways[number].ready, 30, "the new gateway is ready")
+                with load.slowly():
+                    assert old.process.wait(60) == 0
+                    gateways[number] = stack.enter_context(gateway_process())
+                    wait_for(lambda number=number: gateways[number].ready, 30, "the new gateway is ready")
                 load.more(20)
         assert load.statuses.keys() == {200}, load.faults[:5]
 
