@@ -229,9 +229,8 @@ RELEASES_HEAD = (
     "",
     "A release's environment has the packages of the proved one, and the newest transformers that the release permits",
     "where it does not permit every later one. vLLM 0.30 sets no such bound, but transformers 5.17 renamed a class of",
-    "Pixtral that it imports, so it has 5.16; the front end and text models of 0.31 were compared with 5.19. *Hits* of",
-    "SGLang before 0.5.23 are those of requests without adapters, because its events do not name them and routers",
-    "serve none there.",
+    "Pixtral that it imports, so it has 5.16. *Hits* of SGLang before 0.5.23 are those of requests without adapters,",
+    "because its events do not name them and routers serve none there.",
 )
 TAIL = """
 ## Notes
