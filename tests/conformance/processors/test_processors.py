@@ -43,7 +43,7 @@ THIRD_PARTY = Path(__file__).with_name("third_party.py")
 MLX_VLM = "0.7.10"
 SIZES = 20_000 if IS_LONG else 1_000
 PICTURES = 300 if IS_LONG else 30
-OWN_PICTURES = 30 if IS_LONG else 10  # through vLLM's own front end, which takes longer
+OWN_PICTURES = 300 if IS_LONG else 10  # through vLLM's own front end, which takes longer
 UNITS = (14, 16, 28, 32, 336)
 
 KINDS = [
