@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mmrouter_lib.api import SpecError, load_deployment
+from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import DEVICES, LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.engines.vllm.adapter import sets_cache_bytes
-from mmrouter_lib.engines.vllm.drafters import drafter
 from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, FeedKeyError, read_keys
 from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
@@ -80,7 +80,7 @@ def _load(env: Mapping[str, str]) -> Settings:
         shared_bytes=_number(env, "MMROUTER_SHARED_LIMIT_BYTES"),
         device=DEVICES[pool.accelerator.kind].torch,
         metrics_show_cpu=not sets_cache_bytes(launch.args),
-        drafter=drafter(launch.args) if spec.engine.type == "vllm" else "",
+        drafter=adapter(spec.engine.type).drafter(launch.args),
         directory_bytes=LAUNCHERS[spec.engine.type].embedding_cache_bytes(dep, pool) or DIRECTORY_BYTES,
         embeddings_dir=Path(volume) if (volume := env.get("MMROUTER_EMBEDDINGS_DIR")) else None,
         embeddings_bytes=_number(env, "MMROUTER_EMBEDDINGS_LIMIT_BYTES"),

@@ -14,7 +14,7 @@ import orjson
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.request_fields import MESSAGES, words
+from mmrouter_lib.engines.base.request_fields import CHAT, MESSAGES, words
 from mmrouter_lib.prompt import Prompter
 from mmrouter_lib.prompt.message_traits import EFFORTS, effort_without_thinking, wants_system_first
 from mmrouter_router.core.errors import RequestError
@@ -232,7 +232,7 @@ class _Conversion:
             if max_tokens is not None and budget >= max_tokens:
                 message = "'thinking.budget_tokens' must be less than 'max_tokens'."
                 raise RequestError.invalid(message, param="thinking.budget_tokens", code="invalid_value")
-            if engine == "vllm":  # SGLang has no such limit
+            if adapter(engine).request_fields[CHAT].knows("thinking_token_budget"):
                 made["thinking_token_budget"] = budget
         elif thinking and kind != "adaptive":
             raise RequestError.unknown_value("thinking.type", kind, ("enabled", "disabled", "adaptive"))

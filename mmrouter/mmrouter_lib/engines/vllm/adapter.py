@@ -20,7 +20,7 @@ from mmrouter_lib.engines.base.adapter import (
 from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES, TRANSCRIBE, UNCACHED
 from mmrouter_lib.engines.vllm.continuation import CONTINUATION, answer_traits
-from mmrouter_lib.engines.vllm.drafters import sees_last
+from mmrouter_lib.engines.vllm.drafters import drafter, sees_last
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_FIELDS, REMOVED_XARGS, REQUEST_FIELDS
 
@@ -166,6 +166,7 @@ VLLM: Final = EngineAdapter(
     removed_xargs=REMOVED_XARGS,
     adapter_fields=lambda model, adapter: {"model": adapter},
     salted_routes=frozenset(PASSED_ROUTES) - UNCACHED - {GENERATE, TRANSCRIBE},
+    drafter=drafter,
     drafter_sees_last=sees_last,
     continues_with_generation_prompt=False,
     learns_image_identity=False,
