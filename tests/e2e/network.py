@@ -36,7 +36,7 @@ class Network:
 
     def __init__(self, number: int) -> None:
         begin = f"10.{number}"
-        self.name, self.interface = f"mmrouter-{number}", f"mmr{number}"
+        self.number, self.name, self.interface = number, f"mmrouter-{number}", f"mmr{number}"
         self.node, self.machine, self.first_service = f"{begin}.0.1", f"{begin}.0.2", f"{begin}.16.1"
         self.whole, self.pods, self.services = f"{begin}.0.0/16", f"{begin}.1.0/24", f"{begin}.16.0/20"
         # Not ``ip netns exec``: that mounts /sys anew, without the control groups in it.

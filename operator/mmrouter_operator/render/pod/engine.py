@@ -1,7 +1,7 @@
 """The containers of a pool's pods: engine, sidecar, and the init container that puts our plugin on a volume of the pod.
 
 The engine's image stays as it is: with the plugin, its command is the plugin's start script with the engine's own
-command behind it (:func:`mmrouter_lib.engines.base.launch.plugin_command`).
+command behind it (:mod:`mmrouter_lib.engines.vllm.launch`).
 """
 
 from typing import Any, Final
