@@ -10,10 +10,11 @@ import uvloop
 
 from mmrouter_lib.api import SpecError
 from mmrouter_lib.families import ModelFolderError
+from mmrouter_lib.settings_files import SettingsError
 from mmrouter_lib.tls_context import CertificateError
 from mmrouter_router.app import Router
 from mmrouter_router.core.log_limit import LogLimit
-from mmrouter_router.core.settings import SettingsError, load
+from mmrouter_router.core.settings import load
 from mmrouter_router.core.worker_threads import switch_threads_often
 
 GC_THRESHOLD: Final = 10_000  # with Python's 700, collections in a burst of requests take a tenth of the CPU

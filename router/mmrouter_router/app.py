@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from mmrouter_lib import __version__
 from mmrouter_lib.engines import adapter, storing_pools
 from mmrouter_lib.feed_keys import CHECK_SECONDS, KeyWatch, fingerprint
+from mmrouter_lib.settings_files import SettingsError
 from mmrouter_router import build
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import client_port, metrics_port
@@ -20,7 +21,7 @@ from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import UNROUTABLE, Reporter
 from mmrouter_router.api.response_routes import ResponseRoutes
 from mmrouter_router.core.response_ids import ResponseIds
-from mmrouter_router.core.settings import CONTROL_PORT, CURVE_FILES, Settings, SettingsError, curve_keys
+from mmrouter_router.core.settings import CONTROL_PORT, CURVE_FILES, Settings, curve_keys
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.stall_watch import StallWatch
 from mmrouter_router.dispatch.stored_responses import StoredResponses

@@ -17,27 +17,20 @@ from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.launch import DEVICES, LaunchError
 from mmrouter_lib.engines.launchers import LAUNCHERS
 from mmrouter_lib.engines.vllm.adapter import sets_cache_bytes
-from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, FeedKeyError, read_keys
+from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, read_keys
 from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
+from mmrouter_lib.settings_files import SettingsError, reading_settings
 from mmrouter_lib.tls_context import engine_server_name
 from mmrouter_sidecar import log_to_stderr
-from mmrouter_sidecar.settings import DIRECTORY_BYTES, Settings, SettingsError, curve_keys, to_json
+from mmrouter_sidecar.settings import DIRECTORY_BYTES, Settings, curve_keys, to_json
 
 CONFIGURATION_ERROR = 2  # exit status
 
 
+@reading_settings()
 def load(env: Mapping[str, str] = os.environ) -> Settings:
     """Read files and environment. Raises :class:`SettingsError` or ``mmrouter_lib.api.SpecError``."""
-    try:
-        return _load(env)
-    except OSError as error:
-        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
-    except FeedKeyError as error:
-        raise SettingsError(str(error)) from error
-
-
-def _load(env: Mapping[str, str]) -> Settings:
     config = Path(env.get("MMROUTER_CONFIG", CONFIG_DIR))
     secrets = config / "secrets"
     dep = load_deployment(config / "deployment.json")

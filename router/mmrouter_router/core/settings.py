@@ -13,8 +13,9 @@ import zmq
 from mmrouter_lib.api import MMRouterDeployment, load_deployment
 from mmrouter_lib.engines import adapter, answering_args
 from mmrouter_lib.engines.base.continuation import AnswerTraits
-from mmrouter_lib.feed_keys import ROUTER_SECRET, SIDECAR_PUBLIC, FeedKeyError, Keys, read_keys
+from mmrouter_lib.feed_keys import ROUTER_SECRET, SIDECAR_PUBLIC, Keys, read_keys
 from mmrouter_lib.model_folder import read_json
+from mmrouter_lib.settings_files import SettingsError, reading_settings
 
 Discovery = Literal["file", "kubernetes"]
 CONTROL_PORT = 8001
@@ -107,21 +108,9 @@ class Settings:
         return self.config_dir / "chat-template" / "template.jinja"
 
 
-class SettingsError(ValueError):
-    """A file or variable that the router needs is missing or malformed; the message names it."""
-
-
+@reading_settings()
 def load(env: Mapping[str, str] = os.environ) -> Settings:
     """Read files and environment. Raises :class:`SettingsError` or ``mmrouter_lib.api.SpecError``."""
-    try:
-        return _load(env)
-    except OSError as error:
-        raise SettingsError(f"cannot read {error.filename}: {error.strerror}") from error
-    except FeedKeyError as error:
-        raise SettingsError(str(error)) from error
-
-
-def _load(env: Mapping[str, str]) -> Settings:
     config = Path(env.get("MMROUTER_CONFIG", "/etc/mmrouter"))
     secrets = config / "secrets"
     uid = env.get("POD_UID") or env.get("POD_NAME", "")

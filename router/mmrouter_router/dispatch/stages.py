@@ -178,7 +178,7 @@ class Stages:
                 result.fields = await self._encode(call, result, computes)
             if computes is not decision:
                 result.fields = await self._prefill(call, result, computes)
-        except BaseException:  # cancelled by a client that disconnects, too
+        except BaseException:  # a cancellation too, or a request whose client left would count as waiting for ever
             self.ended(result)
             raise
         result.sent = time.monotonic()

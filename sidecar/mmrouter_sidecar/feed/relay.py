@@ -18,13 +18,14 @@ from mmrouter_lib.block_keys import pack_keys
 from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import EventError
+from mmrouter_lib.settings_files import SettingsError
 from mmrouter_sidecar.blocks.journal import CanaryOutcome, Epoch, Flush, Journal, Record
 from mmrouter_sidecar.blocks.ledger import Ledger
 from mmrouter_sidecar.blocks.ledger_ops import LedgerOp
 from mmrouter_sidecar.feed.embedding_directory import EmbeddingDirectory
 from mmrouter_sidecar.feed.epoch_state import EpochCanary, History
 from mmrouter_sidecar.metrics import Metrics
-from mmrouter_sidecar.settings import Settings, SettingsError
+from mmrouter_sidecar.settings import Settings
 
 log = logging.getLogger("mmrouter.sidecar")
 
