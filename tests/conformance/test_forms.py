@@ -22,7 +22,7 @@ KINDS = {"regex": "from_regex", "ebnf": "from_ebnf", "lark": "from_lark"}
 def asked(kind, source, text):
     try:
         read = getattr(xgrammar.Grammar, KINDS[kind])(source)
-    except Exception:
+    except RuntimeError:
         return None
     return text is not None and accepts(read, text)
 

@@ -42,8 +42,10 @@ def replaced(deployment, command, pod, process):
 def heard_since(deployment, started) -> bool:
     """Whether all is settled by heartbeats that came since; those before are of the killed process."""
     seconds = time.monotonic() - started
+    if not deployment.settled():
+        return False
     workers = [worker for number in range(2) for worker in deployment.state(number)["workers"]]
-    return deployment.settled() and all(worker["heard_seconds_ago"] < seconds for worker in workers)
+    return all(worker["heard_seconds_ago"] < seconds for worker in workers)
 
 
 def test_a_killed_engine_is_a_new_epoch_and_no_request_fails(settled):

@@ -36,7 +36,7 @@ def instance(schema: Any) -> str:
 
 
 class _Instances:
-    """Values of the parts of one schema. ``left``: the characters that they and their patterns may still have."""
+    """Values of the parts of one schema, which have a limit of characters together with their patterns."""
 
     def __init__(self, root: Any) -> None:
         self._root = root

@@ -1,9 +1,10 @@
 """The picker under test: ours in this process, or the one whose address ``MMROUTER_EPP`` names."""
 
 import asyncio
+import contextlib
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,14 @@ from waiting import until
 
 from mmrouter_router.app import Router
 from mmrouter_router.fleet.membership import Membership
+from mmrouter_router.http.certificate import KeyAndChain
+from mmrouter_router.http.server import Shutdown
 from mmrouter_router.intake import PARSERS
 from mmrouter_router.picker.engines import EngineChoice
+from mmrouter_router.picker.exchange import Stream
 from mmrouter_router.picker.server import PICKER_PORT, Picker
 
+SECONDS = 120.0  # of a probe, for a busy machine
 ENGINES = ("127.84.0.2", "127.84.0.3", "127.84.0.4")
 
 
@@ -87,3 +92,30 @@ async def epp() -> AsyncIterator[UnderTest]:
             own.shutdown.stop("the test has ended")
             await tasks[0]
             await cancelled(tasks[1])
+
+
+async def listening(ip: str) -> None:
+    async with asyncio.timeout(SECONDS):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                _, writer = await asyncio.open_connection(ip, PICKER_PORT)
+                writer.close()
+                return
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def serving(certificate: Callable[[], KeyAndChain] | None, *, ready: bool = True) -> AsyncIterator[str]:
+    """Yield the address of a picker."""
+
+    async def unused(stream: Stream, first: Any) -> None:
+        raise AssertionError("no request is sent")
+
+    shutdown, ip = Shutdown(), loopback()
+    task = asyncio.create_task(Picker(unused, shutdown, lambda: ready, host=ip, certificate=certificate).serve(1.0))
+    try:
+        await listening(ip)
+        yield ip
+    finally:
+        shutdown.stop("the test has ended")
+        await task

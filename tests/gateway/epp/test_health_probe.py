@@ -1,47 +1,14 @@
 """The probe of `mmrouter doctor` at our picker: TLS with any certificate, plain HTTP/2, and what fails."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
+from gateway.epp.conftest import SECONDS, serving
 from unit.router.rig import loopback
 
 from mmrouter_cli.doctor.probe_picker import PickerHealth, picker_health
-from mmrouter_router.http.certificate import KeyAndChain, self_signed
-from mmrouter_router.http.server import Shutdown
-from mmrouter_router.picker.exchange import Stream
-from mmrouter_router.picker.server import PICKER_PORT, Picker
-
-SECONDS = 120.0  # for a busy machine
-
-
-async def listening(ip: str) -> None:
-    async with asyncio.timeout(SECONDS):
-        while True:
-            with contextlib.suppress(ConnectionRefusedError):
-                _, writer = await asyncio.open_connection(ip, PICKER_PORT)
-                writer.close()
-                return
-            await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def serving(certificate: Callable[[], KeyAndChain] | None, *, ready: bool = True) -> AsyncIterator[str]:
-    """Yield the address of a picker."""
-
-    async def unused(stream: Stream, first: Any) -> None:
-        raise AssertionError("no request is sent")
-
-    shutdown, ip = Shutdown(), loopback()
-    task = asyncio.create_task(Picker(unused, shutdown, lambda: ready, host=ip, certificate=certificate).serve(1.0))
-    try:
-        await listening(ip)
-        yield ip
-    finally:
-        shutdown.stop("the test has ended")
-        await task
+from mmrouter_router.http.certificate import self_signed
+from mmrouter_router.picker.server import PICKER_PORT
 
 
 @pytest.mark.parametrize("tls", [True, False])

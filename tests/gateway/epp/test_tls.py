@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from gateway.epp.test_health_probe import serving
+from gateway.epp.conftest import serving
 from unit.router.certificates import HOST, certificate, write_secret
 
 from mmrouter_lib.tls_context import CertificateError
