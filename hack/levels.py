@@ -13,7 +13,8 @@ BIN = Path(sys.executable).parent
 class Step:
     """One command of a level. A step with ``tests`` is a pytest run over these paths, except ``without``.
 
-    ``when``: beside other steps, or alone before or after all of them. ``limit_s`` overrides the level's limit.
+    ``when``: beside other steps, or alone in the level, before or after all of them. ``limit_s`` overrides the level's
+    limit.
     """
 
     name: str

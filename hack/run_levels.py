@@ -4,8 +4,9 @@
 
 A level is a list of steps, each one command. A failing step does not stop the others, so that one run shows everything.
 The steps run in lanes, as far as memory allows, those of several levels together; the output of each is shown when it
-ends. The run ends with the slowest tests, the failures once more, shortened, a table of the levels with the reason of
-everything that was not run, and one line ``N passed, N failed, N skipped`` over all.
+ends, of a step before the others of its level as it comes. The run ends with the slowest tests, the failures once more,
+shortened, a table of the levels with the reason of everything that was not run, and one line ``N passed, N failed, N
+skipped`` over all.
 
 A level is "not run" when tests of it were skipped and none passed that needs what the level is about: a cluster, a real
 engine (``tests/artefacts.py`` marks these tests). Exit status 1 when anything failed, 3 when a single level was
@@ -46,8 +47,12 @@ MOST_LANES = 4
 while they wait, and so cost more the longer they run beside others."""
 
 
+ORDER = ("before", "beside", "after")
+
+
 class Queue:
     """Steps by level that wait for their turn. The first one starts whose level has a free lane and that finds memory.
+    A step before or after the others of its level runs alone in it, beside steps of other levels.
 
     ``available`` is the machine's memory in GB, of which a step takes its level's ``lane_gb`` until it ends.
     """
@@ -55,15 +60,18 @@ class Queue:
     def __init__(self, levels: Mapping[str, Level], steps: Iterable[tuple[str, Step]], available: float) -> None:
         self._levels, self._waiting, self._available = levels, list(steps), available
         self._running: Counter[str] = Counter()
+        self._alone: set[str] = set()  # levels whose running step runs alone
         self._changed = threading.Condition()
 
     def take(self) -> tuple[str, Step] | None:
         """Wait for a step that may start, and return it with its level's name; ``None`` where no step is left."""
         with self._changed:
             while self._waiting:
-                if (pair := next((pair for pair in self._waiting if self._fits(pair[0])), None)) is not None:
+                if (pair := next((pair for pair in self._waiting if self._fits(*pair)), None)) is not None:
                     self._waiting.remove(pair)
                     self._running[pair[0]] += 1
+                    if pair[1].when != "beside":
+                        self._alone.add(pair[0])
                     return pair
                 self._changed.wait()
         return None
@@ -72,9 +80,15 @@ class Queue:
         """Free what a step of this level took."""
         with self._changed:
             self._running[name] -= 1
+            self._alone.discard(name)
             self._changed.notify_all()
 
-    def _fits(self, name: str) -> bool:
+    def _fits(self, name: str, step: Step) -> bool:
+        earlier = ORDER[: ORDER.index(step.when)]
+        if any(level == name and other.when in earlier for level, other in self._waiting):
+            return False
+        if name in self._alone or (self._running[name] and step.when != "beside"):
+            return False
         taken = sum(self._levels[each].lane_gb * count for each, count in self._running.items())
         fits = not taken or taken + self._levels[name].lane_gb <= self._available
         return fits and self._running[name] < self._levels[name].lanes
@@ -85,29 +99,27 @@ def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcom
     outcomes = {name: Outcome() for name in levels}
     adding = threading.Lock()
     began, available = time.monotonic(), psutil.virtual_memory().available / 1e9
+    lanes = min(MOST_LANES, sum(level.lanes for level in levels.values()))
+    queue = Queue(levels, ((name, step) for name, level in levels.items() for step in level.steps), available)
 
-    def work(queue: Queue, *, live: bool) -> None:
+    def work() -> None:
         while (pair := queue.take()) is not None:
             name, step = pair
             try:
-                part = run_step(levels[name], scratch, step, live=live)
+                part = run_step(levels[name], scratch, step, live=lanes == 1 or step.when == "before")
                 with adding:
                     outcomes[name].add(part)
                     outcomes[name].seconds = time.monotonic() - began
             finally:
                 queue.ended(name)
 
-    for when in ("before", "beside", "after"):
-        steps = ((name, step) for name, level in levels.items() for step in level.steps if step.when == when)
-        queue = Queue(levels, steps, available)
-        lanes = min(MOST_LANES, sum(level.lanes for level in levels.values())) if when == "beside" else 1
-        with ThreadPoolExecutor(lanes) as pool:
-            try:
-                for lane in [pool.submit(work, queue, live=lanes == 1) for _ in range(lanes)]:
-                    lane.result()
-            except KeyboardInterrupt:
-                end_all()
-                raise
+    with ThreadPoolExecutor(lanes) as pool:
+        try:
+            for lane in [pool.submit(work) for _ in range(lanes)]:
+                lane.result()
+        except KeyboardInterrupt:
+            end_all()
+            raise
     return outcomes
 
 

@@ -122,6 +122,15 @@ def test_steps_that_run_alone_begin_before_all_others_or_when_they_have_ended(tm
     assert times["last"][0] >= max(times["one"][1], times["two"][1])
 
 
+def test_a_step_that_runs_alone_in_its_level_runs_beside_those_of_other_levels() -> None:
+    levels = {name: Level((), limit_s=1, lanes=2) for name in ("slow", "quick")}
+    build, then, other = Step("build", when="before"), Step("then"), Step("other")
+    queue = Queue(levels, [("slow", build), ("slow", then), ("quick", other)], available=1)
+    assert [queue.take(), queue.take()] == [("slow", build), ("quick", other)]
+    queue.ended("slow")
+    assert queue.take() == ("slow", then)
+
+
 def test_every_test_file_is_in_exactly_one_step() -> None:
     steps_of = Counter(
         file
