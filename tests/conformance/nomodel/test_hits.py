@@ -1,7 +1,8 @@
 """vLLM's own scheduler and cache manager behind a sidecar and a router, for every layout of cache groups.
 
 Each drawn request is predicted from the events before it and then run: the promise is never above the tokens that the
-engine has, and is equal wherever the events tell all. ``MMROUTER_NOMODEL_REQUESTS`` sets the requests per layout.
+engine has, and is equal wherever the events tell all. ``MMROUTER_NOMODEL_REQUESTS`` sets the requests per layout,
+``MMROUTER_NOMODEL_SEED``, any text, draws others.
 """
 
 import os
@@ -17,6 +18,7 @@ from conformance.nomodel.prompts import Prompts
 from kv_events.mmrouter_consumer import Followed
 
 REQUESTS = int(os.environ.get("MMROUTER_NOMODEL_REQUESTS", "300"))
+SEED = os.environ.get("MMROUTER_NOMODEL_SEED", "")
 EQUAL = 0.995  # share of promises that are the engine's hit, where the events tell all
 BOUNDED = {"windows of 256 alone", "chunks of 512 beside full attention"}
 """Layouts of which the events do not tell all: images that ended before a window, and how long a chunk is."""
@@ -43,7 +45,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
     drafts = bool(drafter(name))
     groups, lookahead = engine.plan(name)
     followed = Followed(folder, "vllm", engine.release, drafts=drafts)
-    prompts = Prompts(random.Random(name), block_size=LAYOUTS[name][1])
+    prompts = Prompts(random.Random(name + SEED), block_size=LAYOUTS[name][1])
     seen: Counter[str] = Counter()
     above: list[str] = []
     for _ in range(REQUESTS):

@@ -1,7 +1,7 @@
 """SGLang's own radix tree and page allocator behind a sidecar and a router, for pages of several sizes.
 
 Each drawn request is predicted from the events before it and then run: the promise is the engine's hit.
-``MMROUTER_NOMODEL_REQUESTS`` sets the requests per size.
+``MMROUTER_NOMODEL_REQUESTS`` sets the requests per size, ``MMROUTER_NOMODEL_SEED`` draws others.
 """
 
 import random
@@ -15,7 +15,7 @@ from conformance.conftest import Figure
 from conformance.nomodel.layouts import PAGES, SglangProcess
 from conformance.nomodel.prompts import Prompts
 from conformance.nomodel.record import with_sentinels
-from conformance.nomodel.test_hits import REQUESTS
+from conformance.nomodel.test_hits import REQUESTS, SEED
 from kv_events.mmrouter_consumer import Followed
 
 from mmrouter_lib.engines.sglang.adapter import names_adapters
@@ -30,7 +30,7 @@ def test_every_promise_is_the_engines_hit(
     release = sglang_engine.release
     sglang_engine.plan(name)
     followed = Followed(tmp_path, "sglang", release, drafts=False)
-    prompts = Prompts(random.Random(name), block_size=PAGES[name][0])
+    prompts = Prompts(random.Random(name + SEED), block_size=PAGES[name][0])
     seen: Counter[str] = Counter()
     different, legacy = [], legacy_sentinels(release)
     for _ in range(REQUESTS):
