@@ -28,13 +28,23 @@ class Drawn:
         return replace(self, ids=self.ids[:length], images=tuple(image for image in self.images if image.end <= length))
 
 
+SHORT = (*[1] * 12, 2, 5, 40)
+"""Lengths of answers, most of them short: steps take nearly all of an engine's time."""
+
+
 class Prompts:
     """Draws requests for blocks of ``block_size`` tokens. ``book``: all texts are pieces of it, which compress well;
-    without it, every token is drawn.
+    without it, every token is drawn. ``outputs``: lengths of answers, each of whose tokens is a step of the engine.
     """
 
-    def __init__(self, source: random.Random, block_size: int, book: Sequence[int] = ()) -> None:
-        self._source, self._size, self._book = source, block_size, book
+    def __init__(
+        self,
+        source: random.Random,
+        block_size: int,
+        book: Sequence[int] = (),
+        outputs: Sequence[int] = (1, 1, 2, 5, 40),
+    ) -> None:
+        self._source, self._size, self._book, self._outputs = source, block_size, book, outputs
         self._roots = [self._text(MOST) for _ in range(4)]
         self._kept: list[Drawn] = []
 
@@ -59,7 +69,7 @@ class Prompts:
             chosen = chosen.cut(len(chosen.ids) // self._size * self._size or len(chosen.ids))
         chosen = chosen.cut(MOST)
         aborted = source.randint(1, 3) if source.random() < 0.1 else 0
-        return replace(chosen, output=source.choice([1, 1, 2, 5, 40]), steps=aborted)
+        return replace(chosen, output=source.choice(self._outputs), steps=aborted)
 
     def answered(self, prompt: Drawn, output: Sequence[int]) -> None:
         """Keep a conversation with its answer."""

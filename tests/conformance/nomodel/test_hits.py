@@ -14,7 +14,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure
 from conformance.nomodel.layouts import LAYOUTS, VllmProcess, drafter
-from conformance.nomodel.prompts import Prompts
+from conformance.nomodel.prompts import SHORT, Prompts
 from kv_events.mmrouter_consumer import Followed
 
 REQUESTS = int(os.environ.get("MMROUTER_NOMODEL_REQUESTS", "300"))
@@ -45,7 +45,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
     drafts = bool(drafter(name))
     groups, lookahead = engine.plan(name)
     followed = Followed(folder, "vllm", engine.release, drafts=drafts)
-    prompts = Prompts(random.Random(name + SEED), block_size=LAYOUTS[name][1])
+    prompts = Prompts(random.Random(name + SEED), block_size=LAYOUTS[name][1], outputs=SHORT)
     seen: Counter[str] = Counter()
     above: list[str] = []
     for _ in range(REQUESTS):
