@@ -5,7 +5,9 @@
 
 The image is a minimal Debian of the machine's own release with its Python, from the mirror that apt is set up with, as
 an archive that docker, podman and buildah load. It lies in ``images/base`` of the cache; the build takes about 1 minute
-and 0.2 GB. Needs mmdebstrap, the mirror and, as mmdebstrap maps users, root. Exit status: ``hack/build_once.py``.
+and 0.2 GB. Needs mmdebstrap, the mirror and, as mmdebstrap maps users, root. ``MMROUTER_ARCHITECTURE`` (``arm64``)
+names another architecture than the machine's, whose programs QEMU has to run (Debian: qemu-user-static, arch-test); its
+image lies in ``images/base-arm64``. Exit status: ``hack/build_once.py``.
 """
 
 import hashlib
@@ -35,11 +37,23 @@ EPOCH = "1970-01-01T00:00:00Z"
 
 
 def env_dir() -> Path:
-    return cache_dir() / "images" / "base"
+    return cache_dir() / "images" / "-".join(["base", *other_architecture()])
 
 
 def recipe() -> str:
     return digest(NAME, *PACKAGES, *LEFT_OUT, release(), *(path.read_text() for path in sources()))
+
+
+def architecture() -> str:
+    """Return the architecture of the images, in the words of image indexes: by default the machine's own."""
+    machine = platform.machine()
+    return os.environ.get("MMROUTER_ARCHITECTURE") or ARCHITECTURES.get(machine, machine)
+
+
+def other_architecture() -> list[str]:
+    """Return :func:`architecture` in a list, which is empty where it is the machine's own."""
+    chosen = architecture()
+    return [] if chosen == ARCHITECTURES.get(platform.machine()) else [chosen]
 
 
 def release() -> str:
@@ -65,18 +79,23 @@ def make(folder: Path) -> None:
 def build(folder: Path) -> None:
     root = folder / "root.tar"
     bootstrap(root)
-    write_image(folder / ARCHIVE, root, NAME, {"Env": [f"PATH={PATH}"], "Cmd": ["/bin/sh"]})
+    name = "-".join([NAME, *other_architecture()])
+    write_image(folder / ARCHIVE, root, name, {"Env": [f"PATH={PATH}"], "Cmd": ["/bin/sh"]})
     root.unlink()
 
 
 def bootstrap(root: Path) -> None:
     excluded = [f"--dpkgopt=path-exclude={pattern}" for pattern in LEFT_OUT]
-    command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", *excluded]
+    foreign = [f"--architectures={each}" for each in other_architecture()]
+    command = ["mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", *foreign, *excluded]
     done = captured(
         [*command, release(), str(root), *map(str, sources())], env={**os.environ, "SOURCE_DATE_EPOCH": "0"}
     )
     if done.returncode != 0:
         error = failed("mmdebstrap", done)
+        if foreign and ("arch-test" in done.stderr or "executed natively" in done.stderr):
+            why = f"this machine runs no programs of {architecture()} (Debian: qemu-user-static, arch-test)"
+            raise CannotMakeError(f"{why}: {error}")
         if why := unreached():
             raise CannotMakeError(f"{why}: {error}")
         raise error
@@ -97,9 +116,8 @@ def write_image(archive: Path, layer: Path, name: str, config: Mapping[str, obje
     """Write an image of one layer as ``docker save`` does, the same for the same layer; ``config``: ``Env`` etc."""
     with layer.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    machine = platform.machine()
     image = {
-        "architecture": ARCHITECTURES.get(machine, machine),
+        "architecture": architecture(),
         "os": "linux",
         "config": config,
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},

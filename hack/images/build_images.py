@@ -9,7 +9,10 @@ buildah in a folder of its own. What decides the build, beside the sources:
 - ``MMROUTER_BASE_IMAGE``: the base, a name or the path of an archive as of ``docker save`` (``base_image.py`` makes
   one). By default the one that the Dockerfile names, from its registry.
 - ``MMROUTER_BUILDER``: the builder; by default the first that works.
-- Rust on this machine: where the compiled form can be built (``native_wheel.py``), its wheel goes into ``mmrouter``.
+- ``MMROUTER_ARCHITECTURE``: ``arm64`` or ``amd64``, by default the machine's. Programs of another architecture are run
+  by QEMU (Debian: qemu-user-static). ``image_index.py`` joins the images of several.
+- Rust on this machine: where the compiled form can be built (``native_wheel.py``), its wheel goes into ``mmrouter``,
+  except for another architecture.
 - ``SOURCE_DATE_EPOCH``: the time that the layers carry, in seconds since 1970; by default that of the last commit to
   ``requirements.lock``, so that the large layer stays what it is until its content changes.
 
@@ -33,6 +36,7 @@ from pathlib import Path
 
 from hack import native_wheel
 from hack.build_once import ROOT, CannotMakeError, FailedError, captured, failed, index_of, last_line, note, status_of
+from hack.images.base_image import other_architecture
 
 IMAGES = ("mmrouter", "sim")
 REGISTRY = "docker.io"  # what a name without one means to Kubernetes; podman and buildah would say localhost
@@ -106,8 +110,9 @@ def common(target: str, tag: str, arguments: dict[str, str], secrets: Secrets) -
     """Return the options that all builders take."""
     values = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     files = [f"--secret=id={name},src={file}" for name, file in secrets.items()]
+    platform = [f"--platform=linux/{each}" for each in other_architecture()]
     # As this machine reaches the index, so does the build: on a host's loopback, through its proxy.
-    return ["--network=host", f"--target={target}", f"--tag={tag}", *values, *files]
+    return ["--network=host", *platform, f"--target={target}", f"--tag={tag}", *values, *files]
 
 
 BUILDERS: dict[str, type[Builder]] = {"docker": Docker, "podman": Builder, "buildah": Builder}
@@ -199,6 +204,9 @@ def take_native() -> None:
     folder = ROOT / "native" / "wheel"
     for old in folder.glob("*.whl"):
         old.unlink()
+    if other := other_architecture():
+        note(f"the image runs the form in Python: the compiled one is not built for {other[0]} here")
+        return
     try:
         native_wheel.make(made := native_wheel.env_dir())
     except CannotMakeError as error:

@@ -5,6 +5,7 @@ The workflow has never run where it is meant to run; these tests are what is kno
 
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from artefacts import go_programs
 from chart.helm import ROOT
 
 from hack import run_levels
+from hack.images.base_image import write_image
 from hack.kind import cluster
 from mmrouter_operator.model.accelerators import ACCELERATORS
 
@@ -105,29 +107,29 @@ def test_only_a_tag_publishes_and_only_what_was_built_twice(release: dict[str, A
     assert not [step for step in publish["steps"] if "make" in step.get("run", "").split()]
 
 
-def test_publishing_pushes_each_architecture_and_an_index_of_both(release: dict[str, Any], tmp_path: Path) -> None:
-    """The step's own script, with a docker that records its commands."""
+def test_publishing_pushes_each_image_with_all_its_architectures(release: dict[str, Any], tmp_path: Path) -> None:
+    """The step's own script, with a buildah that records its commands."""
     architectures = [each["architecture"] for each in release["jobs"]["images"]["strategy"]["matrix"]["include"]]
-    for architecture in architectures:
-        (tmp_path / f"images-{architecture}").mkdir()
+    folders = [tmp_path / f"images-{architecture}" for architecture in architectures]
+    (tmp_path / "layer").touch()
+    for folder in folders:
+        folder.mkdir()
         for name in ("mmrouter", "sim"):
-            (tmp_path / f"images-{architecture}" / f"{name}.tar").touch()
-    docker = tmp_path / "docker"
-    docker.write_text("""\
-#!/bin/bash
-file=${4##*/}
-if [ "$1" = load ]; then echo "Loaded image: docker.io/mmrouter/${file%.tar}:0.1.0"; else echo "$*" >>commands; fi
-""")
-    docker.chmod(0o755)
+            write_image(folder / f"{name}.tar", tmp_path / "layer", f"docker.io/mmrouter/{name}:0.1.0", {})
+    (tmp_path / "hack").symlink_to(ROOT / "hack")
+    buildah = tmp_path / "buildah"
+    buildah.write_text('#!/bin/bash\necho "${*:4}" >>commands\n')  # the first three say where its storage is
+    buildah.chmod(0o755)
     (script,) = [step["run"] for step in release["jobs"]["publish"]["steps"] if step.get("name") == "images"]
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "REGISTRY": "registry.example/team"}
+    env = {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin", "REGISTRY": "registry.example/team"}
     subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=env, check=True)
     commands = (tmp_path / "commands").read_text().splitlines()
     for name in ("mmrouter", "sim"):
-        tag = f"registry.example/team/mmrouter/{name}:0.1.0"
-        parts = [f"{tag}-{architecture}" for architecture in architectures]
-        assert [f"push {part}" for part in parts] == [line for line in commands if line.startswith(f"push {tag}")]
-        assert f"buildx imagetools create --tag {tag} {' '.join(parts)}" in commands
+        index = f"docker.io/mmrouter/{name}:0.1.0"
+        place = f"docker://registry.example/team/mmrouter/{name}:0.1.0"
+        added = [f"manifest add {index} docker-archive:{folder.name}/{name}.tar" for folder in folders]
+        pushed = f"manifest push --quiet --all {index} {place}"
+        assert [line for line in commands if index in line] == [f"manifest create {index}", *added, pushed]
 
 
 def test_kind_accepts_its_configuration(tools: Path) -> None:

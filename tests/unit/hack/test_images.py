@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import uvloop.loop
@@ -22,9 +24,10 @@ from packaging.requirements import Requirement
 from unit.hack.test_programs import command
 
 from docker.strip import stripped
-from hack.build_once import unreached
+from hack.build_once import FailedError, unreached
 from hack.images import build_images as images
 from hack.images.base_image import write_image
+from hack.images.image_index import join_all
 from hack.supply_chain.bill_of_materials import locked_names, read_lock
 from hack.supply_chain.image_content import read_image
 
@@ -169,6 +172,39 @@ def test_each_builder_gets_stage_name_time_and_secrets(tmp_path: Path, program: 
 
 
 @pytest.mark.long_form
+def test_images_for_arm64_have_its_modules_alone_and_run_there(tmp_path: Path) -> None:
+    """QEMU runs the build and the program; a release's images are built by a machine of that architecture."""
+    for_arm64 = {"MMROUTER_ARCHITECTURE": "arm64"}
+    base = str(Path(run_tool_or_skip("images.base_image", **for_arm64), "base.tar"))
+    folders = f"--export={tmp_path / 'arm64'}", f"--storage={tmp_path / 'storage'}"
+    run_tool_or_skip("images.build_images", *folders, MMROUTER_BASE_IMAGE=base, **for_arm64)
+    for name, program in (("mmrouter", ["mmrouter", "--version"]), ("sim", ["vllm", "--help"])):
+        root = tmp_path / name
+        unpack(tmp_path / "arm64" / f"{name}.tar", root)
+        files = [file for file in root.rglob("*") if file.is_file() and not file.is_symlink()]
+        heads = [head for file in files if (head := first_bytes(file)).startswith(b"\x7fELF")]
+        assert len(heads) > 50
+        assert {int.from_bytes(head[18:20], "little") for head in heads} == {AARCH64}
+        done = subprocess.run(["chroot", root, f"/opt/{name}/bin/{program[0]}", *program[1:]], capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert name == "sim" or done.stdout.decode().split()[-1] == images.version()
+
+
+def unpack(archive: Path, root: Path) -> None:
+    """Unpack the layers of an image. None of them removes a file of another."""
+    root.mkdir()
+    with tarfile.open(archive) as content:
+        for layer in json.load(content.extractfile("manifest.json") or io.BytesIO())[0]["Layers"]:
+            with tarfile.open(fileobj=content.extractfile(layer)) as files:
+                files.extractall(root, filter="tar")
+
+
+def first_bytes(file: Path) -> bytes:
+    with file.open("rb") as content:
+        return content.read(20)
+
+
+@pytest.mark.long_form
 def test_podman_builds_an_image_with_all_locked_packages_and_an_unprivileged_user(tmp_path: Path) -> None:
     """The level e2e builds with the first builder that works, and so not with podman beside a Docker daemon."""
     base = os.environ.get("MMROUTER_BASE_IMAGE") or str(Path(run_tool_or_skip("images.base_image"), "base.tar"))
@@ -201,6 +237,42 @@ def test_an_archive_is_the_same_for_the_same_layer_and_names_its_image(tmp_path:
         os.utime(layer, (1, 1))
     assert made[0].read_bytes() == made[1].read_bytes()
     assert images.name_in(made[0]) == "localhost/it:1"
+
+
+def test_an_index_has_the_image_of_each_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which("buildah") is None:
+        pytest.skip("not run: there is no buildah here")
+    (tmp_path / "layer").touch()
+    for architecture in ("amd64", "arm64"):
+        monkeypatch.setenv("MMROUTER_ARCHITECTURE", architecture)
+        (tmp_path / architecture).mkdir()
+        write_image(tmp_path / architecture / "it.tar", tmp_path / "layer", "docker.io/team/it:1", {})
+    join_all(str(tmp_path / "joined"), [tmp_path / "amd64", tmp_path / "arm64"])
+    assert architectures_in(tmp_path / "joined" / "it.tar") == ["amd64", "arm64"]
+
+
+@pytest.mark.parametrize("other", ["docker.io/team/it:2", None])
+def test_images_that_do_not_belong_together_are_refused(tmp_path: Path, other: str | None) -> None:
+    (tmp_path / "layer").touch()
+    for folder, name in (("one", "docker.io/team/it:1"), ("two", other)):
+        (tmp_path / folder).mkdir()
+        if name:
+            write_image(tmp_path / folder / "it.tar", tmp_path / "layer", name, {})
+    with pytest.raises(FailedError, match="several names" if other else "the same archives"):
+        join_all(str(tmp_path / "joined"), [tmp_path / "one", tmp_path / "two"])
+
+
+def architectures_in(archive: Path) -> list[str]:
+    """Return the architectures of an OCI archive's index."""
+    with tarfile.open(archive) as content:
+
+        def read(name: str) -> dict[str, Any]:
+            found: dict[str, Any] = json.load(content.extractfile(name) or io.BytesIO())
+            return found
+
+        (index,) = read("index.json")["manifests"]
+        images = read(f"blobs/sha256/{index['digest'].partition(':')[2]}")["manifests"]
+    return [image["platform"]["architecture"] for image in images]
 
 
 def test_an_images_labels_are_written_out_so_that_no_cache_has_those_of_another_commit() -> None:
