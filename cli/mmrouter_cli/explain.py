@@ -67,8 +67,9 @@ def _prompt(trace: dict[str, Any]) -> str:
     tokens = f"{trace['prompt_tokens']} prompt tokens"
     predicted = trace.get("predicted", "before")
     if predicted == "before":
-        below = f", {trace['tier']} more in lower tiers" if trace.get("tier") else ""
-        return f"{trace['overlap']} of {size} held{below}, {tokens}"
+        more = f", {trace['unproved']} more held that may not be hit" if trace.get("unproved") else ""
+        more += f", {trace['tier']} more in lower tiers" if trace.get("tier") else ""
+        return f"{trace['overlap']} of {size} held{more}, {tokens}"
     if predicted == "afterwards":
         return f"{size}, {tokens}, predicted only now: holders were not looked up then"
     return "its prompt was not examined and is not kept"
@@ -130,16 +131,17 @@ def _candidates(trace: dict[str, Any]) -> Table:
     terms = [term for term in every if any(candidate["terms"].get(term) for candidate in candidates)]
     left_out = [term for term in every if term not in terms]
     caption = Text(f"0 for all: {', '.join(left_out)}") if left_out else None
-    tiers = ["lower tiers"] if any(candidate.get("tier") for candidate in candidates) else []
-    numbers = ("overlap", *tiers, "in cache", *terms, "cost")
+    columns = {"unproved": "not proved", "tier": "lower tiers"}
+    beyond = [name for name in columns if any(candidate.get(name) for candidate in candidates)]
+    numbers = ("overlap", *map(columns.get, beyond), "in cache", *terms, "cost")
     title = "candidates, best first"
     shown = table(title, "worker", *numbers, right=numbers, caption=caption, caption_justify="left")
     for candidate in candidates:
         name = candidate["worker"] if candidate["scored"] else f"{candidate['worker']} (not verified)"
         values = [f"{candidate['terms'].get(term, 0):g}" for term in terms]
         overlap = str(candidate["overlap"]) if trace.get("predicted", "before") == "before" else "-"
-        below = [str(candidate["tier"]) for _ in tiers]
-        shown.add_row(name, overlap, *below, str(candidate["held"]), *values, f"{candidate['cost']:g}")
+        more = [str(candidate[each]) for each in beyond]
+        shown.add_row(name, overlap, *more, str(candidate["held"]), *values, f"{candidate['cost']:g}")
     return shown
 
 

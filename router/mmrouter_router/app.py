@@ -128,6 +128,7 @@ class Router:
             unpredicted=made.unpredicted,
             text_only=made.family is not None and not made.family.places_images,
             learns_images=made.sentinels is not None,
+            hidden=made.hidden,
         )
 
     def feed(self, uid: str) -> FeedClient | None:

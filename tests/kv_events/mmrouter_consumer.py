@@ -71,6 +71,15 @@ class Followed:
         (row,) = group.table(self._keys(ids, images, salt, lora), len(ids), (), 0.0)
         return min(row.overlap, (len(ids) - 1) // size) * size, row.tier * size
 
+    def bounds(self, ids: Sequence[int], salt: str | None, lora: str | None) -> tuple[int, int]:
+        """Return the least and the most tokens that a router expects of an engine that hides evictions."""
+        if not (size := self.relay.ledger.block_size):
+            return 0, 0
+        target = Target(self.worker, 0, size)
+        group = CandidateGroup.of(self.fleet, target.key_form, [CandidateRow.of(self.fleet, target, scored=True)])
+        (row,) = group.table(self._keys(ids, (), salt, lora), len(ids), (), 0.0, proved=False)
+        return row.overlap * size, min(row.overlap + row.unproved, (len(ids) - 1) // size) * size
+
     def of_primary_alone(self, ids: Sequence[int], images: Sequence[Span], salt: str | None, lora: str | None) -> int:
         """Return the tokens that an index of one group expects, which holds every block of a hit."""
         if not (size := self.relay.ledger.block_size):

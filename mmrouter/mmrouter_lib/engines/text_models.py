@@ -1,8 +1,7 @@
 """Models without a family here: their texts are predicted where the engine makes a prompt of template and tokenizer.
 
 vLLM processes a request without media as text, whatever else the model takes; of SGLang this is known of models that
-take text only. Models that an engine prompts by code of its own are not predicted, nor those whose hits on SGLang
-depend on states or windows, which its events do not name.
+take text only. Models that an engine prompts by code of its own are not predicted.
 """
 
 import re
@@ -36,13 +35,6 @@ OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
 vLLM renders gpt-oss by openai-harmony, which fetches its vocabulary and writes the day into the prompt.
 """
 
-_STATES = re.compile(r"mamba|ssm|linear_|conv|lightning|hybrid|full_attention_interval|^cca")
-_ATTENTION = frozenset({"full_attention", "sliding_attention"})
-_SGLANG_WINDOWS = re.compile(
-    r"(?:Beam|GptOss|Granite(?:Moe)?SWA|IQuestQ1|Laguna|Mellum|MiMoV2\w*|MuseGlimmer|Step3p[57]\w*|UnlimitedOCR)ForCausalLM"
-    r"|\w*Gemma4\w*"
-)
-"""Architectures of which SGLang 0.5.23 keeps only the blocks within a window, for some layers. Others keep all."""
 _MEDIA = re.compile(r"vision|visual|image|img|video|audio|speech|thinker|mm_")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 _MISTRAL_FILES = ("tekken.json", "tokenizer.model.v*")
@@ -67,8 +59,6 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
     plain = takes_text_only(folder, config)
     if config.get("is_encoder_decoder") or not (plain or engine == "vllm"):
         raise UnpredictedError(f"family:{model_type}")
-    if engine == "sglang" and not keeps_whole_blocks(config):
-        raise UnpredictedError(f"cache_groups:{model_type}")
     described = _tokenizer_config(folder)
     for pattern in _MISTRAL_FILES:
         if files := sorted(file.name for file in folder.glob(pattern)):
@@ -97,13 +87,6 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
 def takes_text_only(folder: Path, config: Mapping[str, Any]) -> bool:
     """Whether neither config.json nor a processor's file tells of images, videos or audio."""
     return not (any(_MEDIA.search(key) for key in config) or any((folder / name).exists() for name in _PROCESSORS))
-
-
-def keeps_whole_blocks(config: Mapping[str, Any]) -> bool:
-    """Whether SGLang keeps the blocks of every layer. It drops states and windows of others without an event."""
-    windows = any(_SGLANG_WINDOWS.fullmatch(str(name)) for name in config.get("architectures") or ())
-    states = any(_STATES.search(key) for key in config) or not _ATTENTION.issuperset(config.get("layer_types") or ())
-    return not (windows or states)
 
 
 def _with_tokenizers_template(loaded: Prompter, *, plain: bool) -> Prompter:

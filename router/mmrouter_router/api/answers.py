@@ -34,6 +34,7 @@ def debug_headers(reply: EngineReply) -> Headers:
         (b"x-mmrouter-answers", (reply.trace.answers or decision.target.worker.member.name).encode()),
         (b"x-mmrouter-exactness", decision.exactness.encode()),
         (b"x-mmrouter-overlap-blocks", str(winner.overlap).encode()),
+        *([(b"x-mmrouter-unproved-blocks", str(winner.unproved).encode())] if winner.unproved else []),
         *([(b"x-mmrouter-tier-blocks", str(winner.tier).encode())] if decision.target.worker.lower_media else []),
         (b"x-mmrouter-prompt-blocks", str(winner.blocks).encode()),
         (b"x-mmrouter-block-size", str(decision.target.block_size).encode()),

@@ -50,8 +50,12 @@ class RequestCounts:
         worker = choice.winner.name
         self._child(metrics.prompt_blocks, worker).inc(blocks)
         self._child(metrics.overlap_blocks, worker).inc(hits)
-        if choice.winner.tier:
-            self._child(metrics.tier_blocks, worker).inc(choice.winner.tier)
+        for metric, more in (
+            (metrics.unproved_blocks, choice.winner.unproved),
+            (metrics.tier_blocks, choice.winner.tier),
+        ):
+            if more:
+                self._child(metric, worker).inc(more)
         metrics.round_robin_blocks.inc(choice.round_robin)
         if blocks:
             metrics.hit_ratio.observe(hits / blocks)
@@ -63,7 +67,8 @@ class RequestCounts:
 
     def forget_worker(self, name: str) -> None:
         """Drop the series of a worker that is gone."""
-        for metric in (self._metrics.prompt_blocks, self._metrics.overlap_blocks, self._metrics.tier_blocks):
+        of = self._metrics
+        for metric in (of.prompt_blocks, of.overlap_blocks, of.unproved_blocks, of.tier_blocks):
             if self._children.pop((metric, name), None) is not None:
                 metric.remove(name)
 

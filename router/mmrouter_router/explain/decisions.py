@@ -20,7 +20,7 @@ MAX_TRACES = 1000
 MAX_TOKENS = 16_000_000  # prompt tokens of all traces, at about 10 bytes each
 TOKEN_BYTES = 10
 KEYS_SHOWN = 4096
-CANDIDATE_SHOWN = ("id", "overlap", "tier", "coming", "held", "scored")
+CANDIDATE_SHOWN = ("id", "overlap", "unproved", "tier", "coming", "held", "scored")
 BODY_BYTES = 256 * 1024  # the largest body of an unpredicted request that is kept to predict it on demand
 
 
@@ -91,6 +91,7 @@ class DecisionTrace:
             "predicted": "before" if self.unpredicted is None else "no",
             "blocks": winner.blocks,
             "overlap": winner.overlap,
+            "unproved": winner.unproved,
             "tier": winner.tier,
             "regret": decision.choice.regret,
             "why": decision.choice.reason,

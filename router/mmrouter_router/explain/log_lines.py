@@ -1,6 +1,7 @@
 """Lines of the router's log: at its start which requests it predicts, and at level debug every decision."""
 
 import logging
+from collections.abc import Sequence
 
 from mmrouter_lib.api.spec import Spec
 from mmrouter_router.explain.decisions import DecisionTrace
@@ -10,13 +11,20 @@ log = logging.getLogger("mmrouter.decision")
 
 
 def prediction_line(
-    spec: Spec, *, family: str, unknown: str, learns_images: bool, unpredicted: str = "", text_only: bool = False
+    spec: Spec,
+    *,
+    family: str,
+    unknown: str,
+    learns_images: bool,
+    unpredicted: str = "",
+    text_only: bool = False,
+    hidden: Sequence[str] = (),
 ) -> str:
     """Return which requests of a deployment are predicted exactly, and why the others are not.
 
     ``family``: the modelled one; ``unknown``: the model type where no prompt is predicted, for the reason
     ``unpredicted``. ``text_only``: the family has no place for images. ``learns_images``: whether the engine names
-    images itself.
+    images itself. ``hidden``: layers whose evictions it does not tell.
     """
     engine, policy = spec.engine.type, spec.routing.policy
     if unknown and not any(pool.role == "renderer" for pool in spec.pools):
@@ -35,6 +43,8 @@ def prediction_line(
         affinity = "chats with other media"
     if learns_images and not text_only:
         line += "; an image is partial until its identity in the engine is computed or learned"
+    if hidden:
+        line += f"; no overlap is promised, because {engine} does not tell which {' and '.join(hidden)} it drops"
     if policy in PROMPT_BLIND_POLICIES:
         line += f"; policy {policy} ignores prompts, so only samples are predicted"
     return f"{line}; {affinity} are placed by affinity"

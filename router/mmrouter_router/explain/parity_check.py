@@ -12,6 +12,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.cache_layout import DEVICE
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
+from mmrouter_lib.engines.sglang.hidden_groups import STATES
 from mmrouter_lib.prompt import Prompter
 from mmrouter_router.explain.differences import Difference, Prediction, Result, first_difference, side_json
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
@@ -27,7 +28,8 @@ MAX_DETAIL = 4096  # largest number of deltas whose raw batches are requested
 class ExpectedBlocks:
     """Blocks that the engine of one decision should hold, part of the prediction's prompt.
 
-    ``epoch`` and ``seq``: position of the worker's feed at the decision.
+    ``epoch`` and ``seq``: position of the worker's feed at the decision. ``whole``: the engine keeps every complete
+    block, and not only those before a state (:mod:`mmrouter_lib.engines.sglang.hidden_groups`).
     """
 
     worker: str  # pod uid
@@ -36,6 +38,7 @@ class ExpectedBlocks:
     seq: int
     keys: "array[int]"
     prediction: Prediction
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,8 @@ def expected_blocks(prepared: Prepared, target: Target) -> ExpectedBlocks | None
     shown = tuple(sorted((span for span in spans if span.offset < end), key=lambda span: span.offset))
     placeholder = prepared.ids[prepared.spans[0].offset] if prepared.spans else -1
     prediction = Prediction(ids[:end], shown, block_size, prepared.salt, placeholder)
-    return ExpectedBlocks(worker.member.uid, rank, worker.sync.epoch, worker.sync.seq, keys, prediction)
+    whole = STATES not in prepared.hidden
+    return ExpectedBlocks(worker.member.uid, rank, worker.sync.epoch, worker.sync.seq, keys, prediction, whole)
 
 
 async def check_parity(expected: ExpectedBlocks, fleet: Fleet, feeder: FeedClient | None, *, seconds: float) -> Verdict:
@@ -102,6 +106,8 @@ async def check_parity(expected: ExpectedBlocks, fleet: Fleet, feeder: FeedClien
         return _unknown(expected, "some blocks published since the decision are no longer available")
     # A long prompt is compared at each of its blocks with each run of blocks that was published since.
     difference = await asyncio.to_thread(first_difference, expected.prediction, stored, alone=False)
+    if difference is not None and difference.cause == "truncation" and not expected.whole:
+        return Verdict("True", len(expected.keys))
     if difference is None:
         # Published as predicted and no longer held is an eviction, not a difference.
         return _unknown(expected, "published as predicted, and evicted since")

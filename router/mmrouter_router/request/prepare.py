@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from mmrouter_lib.block_keys import Span, namespace_seed
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.engines.sglang.hidden_groups import hidden_groups
 from mmrouter_lib.engines.sglang.prompter import SglangPrompter
 from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
@@ -61,13 +62,15 @@ _IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images and vide
 class PromptModel(NamedTuple):
     """The model's family and its prompter, ``None`` where no prompt is predicted.
 
-    ``name``: the family's, or the ``model_type``. ``unpredicted``: why, as a decision's reason.
+    ``name``: the family's, or the ``model_type``. ``unpredicted``: why, as a decision's reason. ``hidden``: layers
+    whose evictions the engine does not tell (:func:`hidden_groups`).
     """
 
     family: Family | None
     prompter: Prompter | None
     name: str
     unpredicted: str = ""
+    hidden: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, settings: Settings) -> Self:
@@ -76,11 +79,13 @@ class PromptModel(NamedTuple):
         A model without a family is predicted where its texts are, unless there are renderers, which know its images.
         """
         spec, folder = settings.deployment.spec, settings.model_dir
-        name, engine = family_name(read_json(folder, "config.json")), spec.engine.type
+        config, engine = read_json(folder, "config.json"), spec.engine.type
+        name, hidden = family_name(config), hidden_groups(config) if engine == "sglang" else ()
         family = load_family(folder, spec.engine.processor) if is_proved(name, engine) else None
         template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
         if family is not None:
-            return cls(family, PROMPTERS[engine].load(folder, chat_template=template, family=family), name)
+            prompter = PROMPTERS[engine].load(folder, chat_template=template, family=family)
+            return cls(family, prompter, name, hidden=hidden)
         if any(pool.role == RENDERER_ROLE for pool in spec.pools):
             return cls(None, None, name, f"family:{name}")
         try:
@@ -90,7 +95,7 @@ class PromptModel(NamedTuple):
         except ModelFolderError as error:
             log.warning("the model's prompts are not predicted: %s", error)
             return cls(None, None, name, f"model_folder:{name}")
-        return cls(prompter.family, prompter, name)
+        return cls(prompter.family, prompter, name, hidden=hidden)
 
 
 class _Probed(NamedTuple):
@@ -132,7 +137,7 @@ class Preparer:
         model = model or PromptModel.load(settings)
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
-        self.unpredicted = model.unpredicted
+        self.unpredicted, self.hidden = model.unpredicted, model.hidden
         # Engines render responses of gpt-oss in its Harmony format, with tools of its own, those of others as chats.
         self.models_responses = model.name != "gpt_oss"
         template = model.prompter.source if isinstance(model.prompter, SglangPrompter) else None
@@ -227,7 +232,8 @@ class Preparer:
         prompt = (ids, spans, exactness, tuple(reasons), self.seed(salt, lora), fingerprint)
         by_renderer = self.prompter is None and exactness != "affinity"
         states = self.family is None or self.family.may_have_states
-        prepared = Prepared(request, salt, images, *prompt, self.sentinels, by_renderer, states, unseen, lora, others)
+        model = by_renderer, states, unseen, lora
+        prepared = Prepared(request, salt, images, *prompt, self.sentinels, *model, others, hidden=self.hidden)
         await self._compute_keys(prepared, tenant)
         return prepared
 

@@ -82,6 +82,7 @@ class Prepared:
     others: "tuple[array[int], ...]" = ()
     holder: str = ""  # uid of the only pod that can answer: its engine stores the response that the request continues
     pools: frozenset[str] = frozenset()  # the only pools that may answer, empty: all
+    hidden: tuple[str, ...] = ()  # layers of the model whose evictions the engine does not tell: ``hidden_groups``
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _other_keys: dict[KeyForm, "tuple[array[int], ...]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)

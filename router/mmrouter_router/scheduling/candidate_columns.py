@@ -116,15 +116,18 @@ class CandidateGroup:
         full = [row for row, number in enumerate(unanswered) if number >= queued]
         return self.replaced([CandidateRow(*[column[row] for column in self._columns]) for row in full], ())
 
-    def table(self, keys: "array[int]", tokens: int, spans: Sequence[Span], visual: float) -> CandidateTable:
+    def table(
+        self, keys: "array[int]", tokens: int, spans: Sequence[Span], visual: float, *, proved: bool = True
+    ) -> CandidateTable:
         """Return the candidates for a prompt of ``tokens`` with these keys and images.
 
-        ``visual``: cost of encoding one visual token, in prompt tokens.
+        ``visual``: cost of encoding one visual token, in prompt tokens. ``proved``: a block that is held is hit.
         """
         size, blocks, loads, now = len(self.targets), len(keys), self.loads, self.fleet.loads
-        overlap = self.held(self.fleet.lookup(keys, tokens, self.caches))
-        tier, fetch = self._below(keys, tokens, overlap) if self.tiers else ((), ())
-        stored = list(map(add, overlap, tier)) if tier else overlap
+        held = self.held(self.fleet.lookup(keys, tokens, self.caches))
+        overlap, unproved = (held, ()) if proved else ((0,) * size, held)
+        tier, fetch = self._below(keys, tokens, overlap) if self.tiers and proved else ((), ())
+        stored = list(map(add, held, tier)) if tier else held
         prefill, others = loads(now.prefill), loads(now.others)
         coming = () if _is_zero(prefill) else self._coming(keys, stored)
         return CandidateTable(
@@ -142,6 +145,7 @@ class CandidateGroup:
             self._encode(stored, coming, spans, visual) if spans and visual else (),
             tier,
             fetch,
+            unproved,
         )
 
     def _below(self, keys: "array[int]", tokens: int, overlap: Sequence[int]) -> tuple[Sequence[int], Sequence[float]]:

@@ -51,6 +51,7 @@ class Decision:
             "mmrouter.causes": sorted({reason.split(":")[0] for reason in self.reasons}),
             "mmrouter.overlap_blocks": winner.overlap,
             "mmrouter.tier_blocks": winner.tier,
+            "mmrouter.unproved_blocks": winner.unproved,
             "mmrouter.prompt_blocks": winner.blocks,
             "mmrouter.candidates": len(self.choice.candidates),
             "mmrouter.reason": self.choice.reason,
@@ -169,10 +170,10 @@ class Placer:
 
     def _look_up(self, group: CandidateGroup, prepared: Prepared) -> "list[tuple[array[int], CandidateTable]]":
         """Return the keys and the candidates of a group for each prompt of a request."""
-        keys = prepared.keys(*group.form)
-        first = keys, group.table(keys, len(prepared.ids), prepared.spans, self._visual)
+        keys, proved = prepared.keys(*group.form), not prepared.hidden
+        first = keys, group.table(keys, len(prepared.ids), prepared.spans, self._visual, proved=proved)
         others = zip(prepared.other_keys(*group.form), prepared.others, strict=True)
-        return [first, *((keys, group.table(keys, len(ids), (), 0.0)) for keys, ids in others)]
+        return [first, *((keys, group.table(keys, len(ids), (), 0.0, proved=proved)) for keys, ids in others)]
 
     def begin(self, decision: Decision) -> "Booking":
         target, winner = decision.target, decision.choice.winner
@@ -256,7 +257,7 @@ def _of_engine(
     if prepared.may_have_states and beat is not None and not beat.all_groups:
         # An older sidecar, which leaves mamba groups out: the overlap may be too high.
         return "affinity", (*reasons, "old_feed:cache_groups")
-    bounds = worker.layout.bounds
+    bounds = (*worker.layout.bounds, *prepared.hidden)
     if not worker.layout.whole and (prepared.spans or prepared.salt):
         # Without full attention, an image or a salt that ended before the kept blocks is in no event.
         longest = max(map(len, (prepared.ids, *prepared.others)))

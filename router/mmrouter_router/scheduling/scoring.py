@@ -4,9 +4,10 @@ Policy ``kv`` minimises the work that a choice causes, counted in blocks that an
 
     cost = overlapWeight * compute * (prompt blocks - hit + fetch + encode) + queue + decode * active + waiting
 
-``hit`` is the overlap, plus the blocks right after it that lower tiers hold, plus those after them that are being
-computed there; ``fetch`` is the cost of loading from the tiers, ``encode`` that of the images after the hit; ``queue``
-is sent and not computed yet. The weights are :class:`Weights` and :data:`FETCH`.
+``hit`` is the overlap, plus the blocks right after it that are held without proof that they are hit, or held by lower
+tiers, plus those after them that are being computed there; ``fetch`` is the cost of loading from the tiers, ``encode``
+that of the images after the hit; ``queue`` is sent and not computed yet. The weights are :class:`Weights` and
+:data:`FETCH`.
 
 ``leastLoaded`` omits the first term and weighs the others equally, ``roundRobin`` takes turns, ``consistentHash`` ranks
 by rendezvous hash. Ties are broken the same way on every router: fewer blocks held, then rendezvous hash of the
@@ -47,9 +48,9 @@ class Weights(msgspec.Struct, frozen=True):
 WEIGHTS = Weights()
 FETCH: Final = {"host": 0.125, "disk": 0.5}
 """Tier -> cost of loading a block from it, in computed blocks (docs/architecture.md#lower-tiers)."""
-COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0, "tier": 0, "fetch": 0.0}
+COLUMN_DEFAULTS: Final = {"coming": 0, "encode": 0.0, "waiting": 0.0, "tier": 0, "fetch": 0.0, "unproved": 0}
 """Columns that are empty when all are default."""
-OF_PROMPT: Final = ("overlap", "blocks", "waiting", "coming", "encode", "tier", "fetch")
+OF_PROMPT: Final = ("overlap", "blocks", "waiting", "coming", "encode", "tier", "fetch", "unproved")
 """Columns that depend on the prompt."""
 FEW_CANDIDATES = 32  # up to this number, single candidates are faster to score than whole columns
 
@@ -60,7 +61,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     id: str  # <worker id>#<rank>
     name: str  # pod name, for people
     pool: str
-    overlap: int  # leading prompt blocks that it holds
+    overlap: int  # leading prompt blocks that it holds and hits
     blocks: int  # complete blocks of the prompt at this candidate's block size
     prefill: float = 0.0  # blocks of requests sent there that are not computed yet
     active: float = 0.0  # blocks of requests in flight there
@@ -71,11 +72,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     encode: float = 0.0  # cost of encoding the prompt's images there, in blocks of the prompt
     tier: int = 0  # blocks right after the overlap that its lower tiers hold
     fetch: float = 0.0  # cost of loading these, in blocks of the prompt
+    unproved: int = 0  # blocks right after the overlap that it holds; whether it hits them is in no event
 
     @property
     def hit(self) -> int:
         """Blocks of the prompt that need not be computed."""
-        return self.overlap + self.tier + self.coming if self.scored else 0
+        return self.overlap + self.unproved + self.tier + self.coming if self.scored else 0
 
 
 COLUMNS: Final = Candidate.__struct_fields__
@@ -102,6 +104,7 @@ class CandidateTable(Sequence[Candidate]):
     encode: Sequence[float]
     tier: Sequence[int] = ()
     fetch: Sequence[float] = ()
+    unproved: Sequence[int] = ()
     ring: Sequence[int] = ()  # the rows in the order of their ids, where it is known
 
     @classmethod
@@ -219,7 +222,8 @@ class CandidateTable(Sequence[Candidate]):
 
     def stored(self) -> Sequence[int]:
         """Return the leading blocks that each candidate holds on its device and, after those, in lower tiers."""
-        return list(map(add, self.overlap, self.tier)) if self.tier else self.overlap
+        held = list(map(add, self.overlap, self.unproved)) if self.unproved else self.overlap
+        return list(map(add, held, self.tier)) if self.tier else held
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,6 +354,8 @@ def _reason(ranked: Sequence[Score]) -> str:
     best = ranked[0]
     cost = f"cost {best.cost:g}"
     held = f"{best.candidate.overlap} of {best.candidate.blocks} blocks held"
+    if best.candidate.unproved:
+        held += f", {best.candidate.unproved} more that it may not hit"
     if best.candidate.tier:
         held += f", {best.candidate.tier} more in lower tiers"
     if best.candidate.coming and best.candidate.scored:

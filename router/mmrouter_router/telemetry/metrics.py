@@ -55,6 +55,9 @@ class Metrics(Collector):
         )
         self.prompt_blocks = counter("prompt_blocks", "Complete prompt blocks of routed requests", "worker")
         self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held", "worker")
+        self.unproved_blocks = counter(
+            "unproved_blocks", "Further prompt blocks that the chosen worker held and may not have hit", "worker"
+        )
         self.tier_blocks = counter("tier_blocks", "Further prompt blocks that its lower tiers held", "worker")
         self.round_robin_blocks = counter(
             "round_robin_blocks",

@@ -167,7 +167,7 @@ class Canary:
             return Prediction(request.ids, spans, block_size, None, placeholder)
         values = None if image is None else self._values(scope, image)
         ids = fill_sentinels(request.ids, spans, lambda _: values).ids
-        return Prediction(ids, (), block_size, None, placeholder)
+        return Prediction(ids[: len(ids) - self._probes.unkept], (), block_size, None, placeholder)
 
     def _values(self, scope: Scope, image: ProbeImage) -> Values | None:
         return self._sentinels.values(scope, image.identity, image.data) if self._sentinels is not None else None

@@ -16,6 +16,7 @@ import orjson
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import ImageRewrite
+from mmrouter_lib.engines.sglang.hidden_groups import STATE_STEP, STATES
 from mmrouter_lib.engines.sglang.stage_requests import decode_fields, new_meeting, override_headers, prefill_fields
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import PromptImage, TemplateError
@@ -88,6 +89,11 @@ class ProbeRequests:
         self._model, self._key = settings.served_model, settings.identity_key
 
     @property
+    def unkept(self) -> int:
+        """Tokens at the end of a prompt that may be in no event."""
+        return STATE_STEP if STATES in self._preparer.hidden else 0
+
+    @property
     def possible(self) -> bool:
         """Whether a probe request's prompt can be predicted, by the library or a renderer."""
         return self._preparer.prompter is not None or self._preparer.renderer is not None
@@ -108,10 +114,10 @@ class ProbeRequests:
 
         Raises :class:`ProbeRequestError` where the prompt cannot be predicted.
         """
-        # The nonce comes first, so that no cache holds a block of it. The tail makes at least one complete block follow
-        # the image.
+        # The nonce comes first, so that no cache holds a block of it. The tail makes at least one complete block, which
+        # is kept, follow the image.
         head = " ".join([nonce] * (1 + block_size // 4)) if self._fills_a_block else nonce
-        tail = " ".join(nonce for _ in range(2 + block_size // 4))
+        tail = " ".join([nonce] * (2 + (block_size + self.unkept) // 4))
         for system in (True, False):
             messages = _messages(nonce, head, tail, system=system, image=image is not None)
             body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conformance.nomodel.layouts import SglangProcess, VllmProcess, running, running_sglang
+from conformance.nomodel.layouts import (
+    SglangHybridProcess,
+    SglangProcess,
+    VllmProcess,
+    running,
+    running_sglang,
+    running_sglang_hybrids,
+)
 
 
 @pytest.fixture(scope="session")
@@ -22,4 +29,10 @@ def newer_engine(newer_vllm_env: Path) -> Iterator[VllmProcess]:
 @pytest.fixture(scope="session")
 def sglang_engine(sglang_env: Path) -> Iterator[SglangProcess]:
     with running_sglang(sglang_env) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def sglang_hybrid_engine(sglang_env: Path) -> Iterator[SglangHybridProcess]:
+    with running_sglang_hybrids(sglang_env) as started:
         yield started

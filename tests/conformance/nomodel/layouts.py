@@ -50,6 +50,16 @@ PAGES = {"pages of 1": (1, 6_000), "pages of 16": (16, 500), "pages of 64": (64,
 """SGLang's cache of full attention: tokens per page, and pages."""
 
 
+HYBRIDS = {
+    "states, pages of 1": (1, 6_000, 0, 24),
+    "states, pages of 64": (64, 150, 0, 24),
+    "windows of 128, pages of 1": (1, 6_000, 128, 0),
+    "windows of 128, pages of 64": (64, 150, 128, 0),
+    "states and windows of 128, pages of 64": (64, 150, 128, 24),
+}
+"""SGLang's cache of full attention with states or windows: tokens per page, pages, tokens of a window, states."""
+
+
 class EngineProcess:
     """A process in an engine's environment, in which one cache after another is driven."""
 
@@ -97,6 +107,13 @@ class SglangProcess(EngineProcess):
         self._ask({"block_size": block_size, "blocks": int(blocks * share)})
 
 
+class SglangHybridProcess(EngineProcess):
+    def plan(self, name: str) -> None:
+        """Begin with an empty cache of a layout."""
+        block_size, blocks, window, states = HYBRIDS[name]
+        self._ask({"block_size": block_size, "blocks": blocks, "window": window, "states": states})
+
+
 def drafter(name: str) -> str:
     """Return the method of a layout's drafter, empty without one."""
     return "eagle" if name.endswith("EAGLE") else ""
@@ -111,6 +128,13 @@ def running(env: Path) -> Iterator[VllmProcess]:
 @contextmanager
 def running_sglang(env: Path) -> Iterator[SglangProcess]:
     with TemporaryFile("w+") as log, _ending(SglangProcess(log, env, HERE / "sglang_steps.py")) as started:
+        yield started
+
+
+@contextmanager
+def running_sglang_hybrids(env: Path) -> Iterator[SglangHybridProcess]:
+    program = HERE / "sglang_hybrid_steps.py"
+    with TemporaryFile("w+") as log, _ending(SglangHybridProcess(log, env, program)) as started:
         yield started
 
 

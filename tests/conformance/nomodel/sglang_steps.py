@@ -69,29 +69,36 @@ class OlderTree(UnifiedRadixCache):
             request.kv.cache_protected_len = -(-up_to // self.page_size) * self.page_size  # it has freed the rest
 
 
-class Engine:
-    """SGLang's prefix cache of full attention."""
+def pools(block_size: int, blocks: int) -> tuple[ReqToTokenPool, PagedTokenToKVPoolAllocator]:
+    """Return room for one request, and for pages."""
+    pages = PagedTokenToKVPoolAllocator(blocks * block_size, block_size, torch.bfloat16, "cpu", None, need_sort=False)
+    return ReqToTokenPool(2, MAX_LENGTH + 64, "cpu", False), pages
 
-    def __init__(self, block_size: int, blocks: int) -> None:
-        self._size = block_size
-        self._rows = ReqToTokenPool(2, MAX_LENGTH + 64, "cpu", False)
-        self._pages = PagedTokenToKVPoolAllocator(
-            blocks * block_size, block_size, torch.bfloat16, "cpu", None, need_sort=False
-        )
-        params = CacheInitParams(
+
+def next_step(request: Any) -> int:
+    """Return the tokens that are computed after one more step."""
+    done, prompt = request.computed, len(request.origin_input_ids)
+    return min(done + CHUNK, prompt) if done < prompt else done + 1
+
+
+class Engine:
+    """SGLang's prefix cache of full attention. ``params``: more of the tree's parameters."""
+
+    def __init__(self, rows: ReqToTokenPool, pages: Any, **params: Any) -> None:
+        self._rows, self._pages, self._size = rows, pages, pages.page_size
+        self._params = CacheInitParams(
             disable=False,
-            req_to_token_pool=self._rows,
-            token_to_kv_pool_allocator=self._pages,
-            page_size=block_size,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=pages,
+            page_size=self._size,
             enable_kv_cache_events=True,
-            tree_components=(ComponentType.FULL,),
+            **params,
         )
-        self._params = params
-        self._tree = (UnifiedRadixCache if hasattr(UnifiedRadixCache, "checkpoint") else OlderTree)(params)
+        self._tree = (UnifiedRadixCache if hasattr(UnifiedRadixCache, "checkpoint") else OlderTree)(self._params)
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Run a request to its end, or abort it after some steps, and keep what was computed."""
+    def request(self, asked: dict[str, Any]) -> Any:
+        """Return a request as the tree reads it. ``ended``: whether it is finished."""
         ids = array("q", asked["ids"])
         for identity, offset, length in asked["images"]:
             values = sentinels(bytes.fromhex(identity)[:8])
@@ -99,10 +106,12 @@ class Engine:
         output = array("q", [1000 + (len(ids) + n) * 7 % 997 for n in range(asked["output"])])
         adapter = adapter_id(asked["lora"]) if asked["lora"] else None
         request = SimpleNamespace(
+            ended=False,
+            computed=0,
             origin_input_ids=ids,
             output_ids=output,
             full_untruncated_fill_ids=ids + output,
-            get_fill_ids=lambda: (ids + output)[:computed],
+            get_fill_ids=lambda: (ids + output)[: request.computed],
             extra_key=adapter,
             lora_id=adapter,
             cache_salt=asked["salt"],
@@ -115,13 +124,19 @@ class Engine:
             session=None,
             session_id=None,
             rid="r",
-            finished=lambda: finished,
+            finished=lambda: request.ended,
         )
         if NAMES_REQUESTS:
             self._params.kv_event_lora_names.register(request, asked["lora"])
         else:
             assert adapter is None, "events of this release do not name adapters"
-        finished, steps = False, 0
+        return request
+
+    def run(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Run a request to its end, or abort it after some steps, and keep what was computed."""
+        request = self.request(asked)
+        ids, output = request.origin_input_ids, request.output_ids
+        steps = 0
         key = RadixKey(
             request.full_untruncated_fill_ids, request.extra_key, limit=len(ids) - 1, cache_salt=request.cache_salt
         )
@@ -135,20 +150,24 @@ class Engine:
         cached = request.kv.cache_protected_len = len(places)
         row = self._rows.req_to_token[1]
         row[:cached] = places
-        computed = held = cached
+        request.computed = held = cached
         wanted = len(ids) + len(output) - 1  # the last token is computed by no step
-        while computed < wanted and not finished:
-            computed = min(computed + CHUNK, len(ids)) if computed < len(ids) else computed + 1
-            held = self._hold(row, held, computed)
+        while request.computed < wanted and not request.ended:
+            request.computed = next_step(request)
+            held = self._hold(row, held, request.computed)
             steps += 1
-            finished = steps == asked["steps"]
-            if computed <= len(ids) and not finished:
-                self._tree.checkpoint(request, up_to=computed)
-        finished = True
-        self._tree.checkpoint(request, up_to=computed)
+            request.ended = steps == asked["steps"]
+            if request.computed <= len(ids) and not request.ended:
+                self._tree.checkpoint(request, up_to=request.computed)
+        request.ended = True
+        self._tree.checkpoint(request, up_to=request.computed)
         self._pages.free(row[request.kv.cache_protected_len : held].to(torch.int64))
         self._tree.unlock(request.lock)
-        made = output[: computed - len(ids) + 1] if computed >= len(ids) else array("q")
+        return self.answer(request, cached)
+
+    def answer(self, request: Any, cached: int) -> dict[str, Any]:
+        ids, done = request.origin_input_ids, request.computed
+        made = request.output_ids[: done - len(ids) + 1] if done >= len(ids) else array("q")
         batch = KVEventBatch(ts=time.time(), events=self._tree.take_events())
         batches = [self._encode(batch)] if batch.events else []
         return {"cached": cached, "output": list(made), "batches": batches, "ids": ids.tolist()}
@@ -171,7 +190,7 @@ def main() -> None:
     def answer(message: dict[str, Any]) -> dict[str, Any]:
         nonlocal engine
         if "blocks" in message:
-            engine = Engine(message["block_size"], message["blocks"])
+            engine = Engine(*pools(**message), tree_components=(ComponentType.FULL,))
             return {"groups": ["FullAttention"], "lookahead": 0}
         assert engine is not None, "a request before any cache"
         return engine.run(message)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from artefacts import Record
 from conformance.conftest import Figure
-from conformance.nomodel.layouts import PAGES, SglangProcess
+from conformance.nomodel.layouts import HYBRIDS, PAGES, SglangHybridProcess, SglangProcess
 from conformance.nomodel.prompts import Prompts
 from conformance.nomodel.record import with_sentinels
 from conformance.nomodel.test_hits import REQUESTS, SEED
@@ -54,3 +54,37 @@ def test_every_promise_is_the_engines_hit(
     assert not different
     assert seen["hit"] > REQUESTS / 8
     assert followed.relay.ledger.counts["removed"], "nothing was evicted"
+
+
+@pytest.mark.adopts(engine="sglang", check="hits beside states and windows")
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hits_beside_states_and_windows_are_at_most_the_blocks_held(
+    sglang_hybrid_engine: SglangHybridProcess, name: str, tmp_path: Path, record: Record, figure: Figure
+) -> None:
+    release = sglang_hybrid_engine.release
+    sglang_hybrid_engine.plan(name)
+    followed = Followed(tmp_path, "sglang", release, drafts=False)
+    prompts = Prompts(random.Random(name), block_size=HYBRIDS[name][0])
+    seen: Counter[str] = Counter()
+    outside, legacy = [], legacy_sentinels(release)
+    for _ in range(REQUESTS):
+        prompt = prompts.next()
+        ids = with_sentinels(prompt, legacy=legacy)
+        least, most = followed.bounds(ids, prompt.salt, prompt.lora)
+        answer = sglang_hybrid_engine.run(prompt, bytes.hex)
+        cached = answer["cached"]
+        assert answer["ids"] == ids, "the engine's sentinels are others"
+        seen.update(["equal" if least == cached else "below" if least < cached else "above"])
+        seen["as held"] += cached == most
+        seen.update(hit_tokens=cached, held_tokens=most)
+        if not least <= cached <= most:
+            outside.append(f"promised {least}, held {most}, hit {cached} tokens")
+        followed.apply(answer["batches"])
+        prompts.answered(prompt, answer["output"])
+    record(f"SGLang without a model, {name}", seen)
+    for what in ("equal", "below", "above", "as held"):
+        figure(what, seen[what])
+    assert not outside
+    assert seen["below"] > REQUESTS / 30, "nothing was hit"
+    assert followed.relay.ledger.counts["removed"], "nothing was evicted"
+    assert seen["as held"] < REQUESTS, "nothing was hidden"

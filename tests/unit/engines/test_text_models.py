@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from unit.conftest import shared_folder
 from unit.prompt.conftest import TINY
 
+from mmrouter_lib.engines.sglang.hidden_groups import STATES, WINDOWS, hidden_groups
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.prompt import NotModelledError, PromptImage
 from mmrouter_lib.prompt.tokenizer_class import TokenizerClassError, as_class, tokenizer_class
@@ -83,20 +84,14 @@ HYBRID = [
     {"ssm_state_size": 128, "hybrid_override_pattern": "M-*"},  # Nemotron-H
     {"conv_L_cache": 3},  # LFM2
     {"layer_types": ["attn", "jet"]},  # Jet-Nemotron
-    {"hybrid_layer_pattern": [0, 1], "architectures": ["MiMoV2FlashForCausalLM"]},
+    {"text_config": {"layer_types": ["linear_attention", "full_attention"]}},  # Qwen3.5
+]
+WINDOWED = [
     {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
     {"model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"]},
+    {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {}},
+    {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": {"layer_types": ["sliding_attention"]}},
 ]
-
-
-@pytest.mark.parametrize("config", HYBRID)
-def test_models_whose_states_and_windows_are_in_no_event_are_not_predicted_on_sglang(folder, config):
-    made = folder(config)
-    with pytest.raises(UnpredictedError) as caught:
-        load_text_prompter("sglang", made)
-    assert str(caught.value) == f"cache_groups:{config.get('model_type', 'new')}"
-
-
 PLAIN = [
     {"layer_types": ["full_attention"] * 2, "use_sliding_window": False, "sliding_window": None},
     {
@@ -104,11 +99,22 @@ PLAIN = [
         "model_type": "gemma3_text",
     },  # whole in the engine's cache
     {"sliding_window": 4096, "model_type": "mistral"},
+    {"text_config": {"layer_types": None}, "vision_config": {"conv_bias": False}},
 ]
 
 
-@pytest.mark.parametrize("config", PLAIN)
-def test_models_whose_blocks_the_engine_keeps_whole_are_predicted_on_sglang(folder, config):
+def test_layers_whose_evictions_sglang_does_not_tell_are_known_by_the_configuration():
+    found = [{hidden_groups(config) for config in group} for group in (HYBRID, WINDOWED, PLAIN)]
+    assert found == [{(STATES,)}, {(WINDOWS,)}, {()}]
+    for config in (
+        {"hybrid_layer_pattern": [0, 1], "architectures": ["MiMoV2FlashForCausalLM"]},
+        {"is_hybrid_swa": True},
+    ):
+        assert hidden_groups(config) == (STATES, WINDOWS)
+
+
+@pytest.mark.parametrize("config", [HYBRID[0], WINDOWED[1], *PLAIN[:3]])
+def test_the_texts_of_models_with_and_without_such_layers_are_predicted_on_sglang(folder, config):
     assert load_text_prompter("sglang", folder(config)).prompt(BODY, []).ids
 
 

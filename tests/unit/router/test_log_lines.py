@@ -59,6 +59,13 @@ def test_the_line_at_the_start_says_that_media_are_not_predicted():
     assert line.endswith("; chats with media are placed by affinity")
 
 
+def test_the_line_at_the_start_says_why_no_overlap_is_promised():
+    line = prediction_line(
+        deployed("kv").spec, family="new", unknown="", learns_images=False, hidden=("states", "windows")
+    )
+    assert "; no overlap is promised, because vllm does not tell which states and windows it drops;" in line
+
+
 def test_lines_at_debug_are_not_limited():
     limit = LogLimit(burst=1, per_second=0)
 

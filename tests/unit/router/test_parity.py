@@ -2,6 +2,7 @@
 
 import asyncio
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import msgspec
@@ -222,6 +223,16 @@ def test_exact_prompt_expects_all_complete_blocks_and_a_partial_one_those_before
     whole, partial = (expected_blocks(prepared(kind), Target(rig.engine, 0, BLOCK)) for kind in ("exact", "partial"))
     assert (whole.keys, whole.prediction.placeholder_id) == (rig.expected().keys, PAD)
     assert (partial.keys, partial.prediction.spans) == (rig.expected().keys[:1], ())
+
+
+async def test_an_engine_with_states_may_keep_the_beginning_of_a_prompt_alone(rig):
+    beginning = Sidecar([batch(end=2)])
+    for hidden, result in (((), "False"), (("windows",), "False"), (("states",), "True")):
+        expected = expected_blocks(replace(prepared(), hidden=hidden), Target(rig.engine, 0, BLOCK))
+        rig.stores([1])
+        assert (await check_parity(expected, rig.fleet, beginning, seconds=0.02)).result == result
+    other = Sidecar([batch(ids=[*IDS[:12], 80, *IDS[13:]])])
+    assert (await check_parity(expected, rig.fleet, other, seconds=0.02)).cause == "template"
 
 
 def test_affinity_or_short_prompt_expects_nothing(rig):

@@ -210,6 +210,19 @@ def test_case_45_groups_of_other_block_sizes_promise_nothing_and_keep_their_cana
     assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:block_size",))
 
 
+def test_blocks_whose_evictions_are_in_part_hidden_are_no_promise_and_decide_the_choice(rig):
+    """An engine that holds them is more likely to hit than one that does not, and may hit nothing."""
+    holder = rig.worker("a", KEYS[:4])
+    for number in range(4):
+        rig.worker(f"other {number}")
+    decision = rig.placer.place(replace(prepared(), hidden=("states",)))
+    winner = decision.choice.winner
+    assert (decision.target.worker, winner.overlap, winner.unproved, winner.hit) == (holder, 0, 4, 4)
+    assert (decision.exactness, decision.reasons) == ("bounded", ("cache_groups:states",))
+    assert decision.choice.reason.endswith("0 of 6 blocks held, 4 more that it may not hit")
+    assert list(decision.fresh) == list(KEYS[4:])
+
+
 @pytest.mark.parametrize(
     ("window", "change", "exactness"),
     [

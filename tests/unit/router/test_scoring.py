@@ -18,7 +18,7 @@ def candidate(name: str, **values) -> Candidate:
 
 LOADS = dict.fromkeys(("prefill", "active", "waiting"), st.floats(0, 50))
 BLOCKS = {"overlap": st.integers(0, 10), "held": st.integers(0, 100), "coming": st.integers(0, 5)}
-BELOW = {"tier": st.integers(0, 5), "fetch": st.sampled_from([0.0, 0.5, 2.0])}
+BELOW = {"unproved": st.integers(0, 5), "tier": st.integers(0, 5), "fetch": st.sampled_from([0.0, 0.5, 2.0])}
 CANDIDATE = st.builds(
     Candidate,
     id=st.text("abcdef", min_size=1, max_size=4),
@@ -53,7 +53,7 @@ def test_choice_does_not_depend_on_candidate_order(rows, fingerprint, policy):
 
 
 def hit(row):
-    return row.overlap + row.tier + row.coming if row.scored else 0
+    return row.overlap + row.unproved + row.tier + row.coming if row.scored else 0
 
 
 @given(CANDIDATES, st.builds(Weights, compute=st.floats(0.1, 10), decode=st.floats(0.001, 1)))
@@ -70,9 +70,10 @@ def test_kv_never_prefers_a_dominated_candidate(rows, weights):
 def test_more_overlap_or_less_load_never_ranks_lower(rows, data):
     number = data.draw(st.integers(0, len(rows) - 1))
     row = rows[number]
-    name = data.draw(st.sampled_from(["overlap", "tier", "coming", "encode", "fetch", "prefill", "active", "waiting"]))
+    blocks, costs = ("overlap", "unproved", "tier", "coming"), ("encode", "fetch", "prefill", "active", "waiting")
+    name = data.draw(st.sampled_from([*blocks, *costs]))
     value = getattr(row, name)
-    better = replace(row, **{name: value + 3 if name in ("overlap", "tier", "coming") else value / 2})
+    better = replace(row, **{name: value + 3 if name in blocks else value / 2})
     ids = [s.candidate.id for s in pick(rows).scores]
     after = [s.candidate.id for s in pick([*rows[:number], better, *rows[number + 1 :]]).scores]
     assert after.index(row.id) <= ids.index(row.id)
@@ -80,7 +81,7 @@ def test_more_overlap_or_less_load_never_ranks_lower(rows, data):
 
 @given(CANDIDATES, st.sampled_from(["kv", "leastLoaded"]), st.integers(0, 2**63), st.sampled_from([0.0, 0.5, 1.0]))
 def test_winner_is_the_first_of_all_scores(rows, policy, fingerprint, weight):
-    bare = [replace(row, encode=0.0, tier=0, fetch=0.0, scored=True) for row in rows]
+    bare = [replace(row, encode=0.0, unproved=0, tier=0, fetch=0.0, scored=True) for row in rows]
     idle = [replace(row, prefill=0.0, active=0.0, waiting=0.0) for row in bare]
     for case in (rows, bare, idle, idle * 40):
         numbered = [replace(row, id=f"{row.id}{number}") for number, row in enumerate(case)]
@@ -90,7 +91,7 @@ def test_winner_is_the_first_of_all_scores(rows, policy, fingerprint, weight):
 
 @given(CANDIDATES)
 def test_empty_column_equals_zeros(rows):
-    empty = {"coming": 0, "encode": 0.0, "waiting": 0.0, "tier": 0, "fetch": 0.0}
+    empty = {"coming": 0, "encode": 0.0, "waiting": 0.0, "unproved": 0, "tier": 0, "fetch": 0.0}
     bare = CandidateTable.of([replace(row, **empty) for row in rows])
     short = dataclasses.replace(bare, **dict.fromkeys(empty, ()))
     assert list(short) == list(bare)
@@ -105,7 +106,7 @@ def test_empty_column_equals_zeros(rows):
 def test_score_terms_add_up_to_the_cost_and_zero_overlap_weight_ignores_caches(rows):
     for score in pick(rows).scores:
         assert score.cost == pytest.approx(sum(score.terms.values()))
-    bare = [replace(row, overlap=0, coming=0, encode=0.0, tier=0, fetch=0.0) for row in rows]
+    bare = [replace(row, overlap=0, coming=0, encode=0.0, unproved=0, tier=0, fetch=0.0) for row in rows]
     assert pick(rows, overlap_weight=0.0).winner.id == pick(bare, overlap_weight=0.0).winner.id
 
 

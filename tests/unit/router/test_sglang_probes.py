@@ -1,13 +1,14 @@
 """The router's own questions to a prefill and a decode engine of SGLang, and which partner receives each with it."""
 
 import pytest
-from unit.router.preparing import settings
+from unit.router.preparing import preparing, settings
 from unit.router.rig import http_answer as answer
 from unit.router.scripted_engines import DIES, HANGS, IDS, MEETS, ROOM, SOON, Rig
 from waiting import until
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_router.fleet.workers import Target
+from mmrouter_router.request.renderer_client import new_nonce
 from mmrouter_router.verify.probe_requests import ProbeRequest, ProbeRequestError, ProbeRequests
 
 
@@ -31,6 +32,16 @@ async def test_prefill_engine_is_probed_with_a_decoder_of_its_layout(rig):
     assert (body, other.asked) == (same, [])
     assert one[ROOM] == two[ROOM]
     assert (int(one[ROOM]) % 2, one["x-data-parallel-rank"]) == (1, "1")
+
+
+@pytest.mark.parametrize(("hidden", "unkept"), [((), 0), (("windows",), 0), (("states",), 256)])
+async def test_a_block_behind_the_image_of_a_probe_is_before_what_an_engine_with_states_may_not_keep(hidden, unkept):
+    async with preparing(settings(engine="sglang")) as preparer:
+        preparer.hidden = hidden
+        own = ProbeRequests(settings(engine="sglang"), preparer, None, None)
+        for image in own.canary_images():
+            made = await own.build(new_nonce(), image, 64)
+            assert (own.unkept, len(made.ids) - own.unkept >= made.span.end + 64) == (unkept, True)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(answer(500), HANGS), (HANGS, answer(500)), (DIES, HANGS)])
