@@ -269,6 +269,10 @@ FAMILIES: dict[str, tuple[Callable[[Path], None], Mapping[str, Any]]] = {
     "pixtral": (mistral3, PIXTRAL),
     **{name: (partial(stand_in, name), {}) for name in stand_in_files.FILES},
     "qwen3_5": (partial(of_models, "Qwen--Qwen3-VL-2B-Instruct"), QWEN3_5),
+    "qwen3_vl_moe": (
+        partial(of_models, "Qwen--Qwen3-VL-2B-Instruct"),
+        qwen("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe"),
+    ),
     "qwen3": (partial(of_npm, "qwen3"), text_model("Qwen3ForCausalLM", "qwen3", 151_936)),
     "llama": (partial(of_npm, "llama3_1"), text_model("LlamaForCausalLM", "llama", 128_256)),
     "deepseek_v3": (partial(of_npm, "deepseek_v3"), text_model("DeepseekV3ForCausalLM", "deepseek_v3", 129_280)),

@@ -73,6 +73,7 @@ STYLES = {
     "qwen2_vl": Style("<|image_pad|>", QWEN, SMALL, 6),
     "qwen2_5_vl": Style("<|image_pad|>", (*QWEN, "<tool_call>", "</tool_call>"), SMALL, 6),
     "qwen3_vl": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
+    "qwen3_vl_moe": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
     "qwen3_5": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
     "gemma3": Style("<start_of_image>", GEMMA, SMALL[:3], 3, tools=False),
     "llava": Style("<image>", LLAVA, ((120, 60), (90, 300)), 4),

@@ -27,16 +27,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Families as they are called -> their names in the library (``model_type`` or architecture), those in use first."""
 BOUNDED = {
-    "Gemma 4": "bounded: no overlap is promised, because groups have blocks of different sizes",
-    "Llama 4": "bounded: its layers attend in chunks",
+    ("Gemma 4", "vllm"): "bounded: no overlap is promised, because groups have blocks of different sizes",
+    ("Llama 4", "vllm"): "bounded: its layers attend in chunks",
+    ("Qwen3.5, Qwen3.6", "sglang"): "bounded: no overlap is promised, because its states are in no event",
 }
 """Families of which an engine's events do not tell all that it hits."""
 NOT_SERVED = {("LLaVA of its authors", "vllm"), ("Phi-3-vision, Phi-3.5-vision", "sglang")}
 FRONT_END = "vLLM's front end"
 STAND_IN = f"{FRONT_END}, with a stand-in tokenizer"
 PROOFS = {
-    "Qwen3-VL MoE": "the configuration of Qwen3-VL",
-    "Qwen3.5, Qwen3.6": STAND_IN,
+    "Qwen3-VL MoE": "vLLM: the configuration of Qwen3-VL; SGLang's image processor",
+    "Qwen3.5, Qwen3.6": f"{STAND_IN}; SGLang's image processor",
     "Gemma 3": "real engines, once beside a renderer",
     "Mistral 3": f"{FRONT_END}, with Pixtral's tokenizer",
     "MiniCPM-V 4.6": STAND_IN,
@@ -73,7 +74,7 @@ def _exactness(shown: str, names: tuple[str, ...], engine: str) -> str:
         return "not served"
     proved = [families.is_proved(name, engine) for name in names]
     if all(proved):
-        return BOUNDED.get(shown, "exact")
+        return BOUNDED.get((shown, engine), "exact")
     assert not any(proved), f"{shown} is to be split: {engine} has some of {names}"
     return "texts exact" if engine == "vllm" else "affinity"
 
@@ -93,7 +94,7 @@ def release_tables(releases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
                     of_rows.setdefault(_family(engine, row), {}).setdefault(release, []).append(row)
         for shown in (TEXT_ONLY, *GROUPS):
             if shown in of_rows:
-                yield line(shown, *(_weakest(shown, of_rows[shown].get(release, [])) for release in order))
+                yield line(shown, *(_weakest(shown, engine, of_rows[shown].get(release, [])) for release in order))
 
 
 def _family(engine: str, row: Row) -> str:
@@ -102,7 +103,7 @@ def _family(engine: str, row: Row) -> str:
     return TEXT_ONLY if "text" in row.check else next(shown for shown, names in GROUPS.items() if name in names)
 
 
-def _weakest(shown: str, rows: list[Row]) -> str:
+def _weakest(shown: str, engine: str, rows: list[Row]) -> str:
     """Return the result of the weakest row, without the reason that the row has."""
     wrong = sorted(row.result.partition(":")[0] for row in rows if row.result != PASSED)
     if wrong or not rows:
@@ -111,4 +112,4 @@ def _weakest(shown: str, rows: list[Row]) -> str:
         sum(row.figures.get(name, 0) for row in rows for name in names) for names in (COMPARED, AFFINITY)
     )
     others = f", {affinity} by affinity" * bool(affinity)
-    return f"{BOUNDED.get(shown, 'exact').partition(':')[0]}: {equal}{others}"
+    return f"{BOUNDED.get((shown, engine), 'exact').partition(':')[0]}: {equal}{others}"

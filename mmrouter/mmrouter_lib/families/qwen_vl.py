@@ -324,8 +324,6 @@ def resize_together(
     return wide, high
 
 
-for model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
-    register(model_type, load, proved_on=("vllm", "sglang"))
 # Qwen3.6 has the type of Qwen3.5. The types with "moe" differ in the language model only.
-for model_type in ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
-    register(model_type, load, proved_on=("vllm",))
+for model_type in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
+    register(model_type, load, proved_on=("vllm", "sglang"))

@@ -34,14 +34,17 @@ MAX_DIGESTS = 4_096
 Provider = Literal["artifact", "learned"]
 
 ALWAYS_ARTIFACT = frozenset({"qwen3_vl", "qwen3_vl_moe"})
-ARTIFACT_WITH_CACHE = frozenset({"qwen2_vl", "qwen2_5_vl"})  # with ``--mm-preprocess-cache-size-mb`` above 0
+ARTIFACT_WITH_CACHE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"})
+"""With ``--mm-preprocess-cache-size-mb`` above 0."""
 
 _PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
 _WRAPPERS = {
     "qwen2_vl": "transformers.models.qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
     "qwen2_5_vl": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
-    "qwen3_vl": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
-    "qwen3_vl_moe": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    ),
 }
 _TRANSFORMERS = {
     "0.5.22": (5, 19, 0),

@@ -48,7 +48,9 @@ class Engine(SimulatedEngine):
     @cached_property
     def fingerprint(self) -> str | None:  # type: ignore[override]
         settings, model = self.settings, self.model
-        if model.model_type not in WRAPPERS or not (model.model_type == "qwen3_vl" or settings.preprocess_cache_mb):
+        if model.model_type not in WRAPPERS or not (
+            model.model_type in ("qwen3_vl", "qwen3_vl_moe") or settings.preprocess_cache_mb
+        ):
             return None
         process = settings.arguments.get("mm_process_config") or {}
         return fingerprint(model.model_type, list(model.architectures) or None, settings.revision, process)

@@ -29,7 +29,10 @@ PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
 WRAPPERS = {
     "qwen2_vl": "transformers.models.qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
     "qwen2_5_vl": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
-    "qwen3_vl": "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
+    ),
 }
 """Model type -> wrapped processor of transformers, for models whose images are named by their bytes."""
 

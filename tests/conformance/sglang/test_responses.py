@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from artefacts import Record
-from conformance.conftest import Figure, model_folder
+from conformance.conftest import Figure
 from conformance.engine_process import env_version
-from conformance.sglang.test_rendering import FOLDERS, TEMPLATES, Kind, own_prompts
+from conformance.sglang.test_rendering import FOLDERS, TEMPLATES, Kind, folder_of, own_prompts
 from conformance.vllm.test_responses import TOOLS, Drawing
 
 from mmrouter_lib import families
@@ -83,7 +83,7 @@ def engines_prompts(
         if template is not None:
             (root / f"{template}.jinja").write_text(TEMPLATES[template])
         file = None if template is None else str(root / f"{template}.jinja")
-        folder = str(model_folder(FOLDERS[family]))
+        folder = str(folder_of(family))
         asked.append({"folder": folder, "template": file, "text_only": False, "bodies": bodies})
     return dict(zip(KINDS, own_prompts(sglang_env, asked), strict=True))
 
@@ -99,7 +99,7 @@ def test_the_prompt_of_a_responses_request_is_the_engines_own(
     record: Record,
     figure: Figure,
 ) -> None:
-    folder = model_folder(FOLDERS[family])
+    folder = folder_of(family)
     loaded = families.load_family(folder, None)
     assert loaded is not None
     source = None if template is None else TEMPLATES[template]

@@ -130,6 +130,8 @@ def test_renderer_pools_of_sglang_are_refused() -> None:
         ("Qwen/Qwen2-VL-2B-Instruct", True),
         ("Qwen/Qwen3-VL-2B-Instruct", True),
         ("org/my-qwen2-vl-tuned", True),
+        ("Qwen/Qwen3.5-9B", True),
+        ("Qwen/Qwen3.6-35B-A3B", True),
         ("llava-hf/llava-1.5-7b-hf", False),
         ("Qwen/Qwen3-8B", False),
     ],

@@ -28,7 +28,7 @@ PREPROCESS_CACHE_MB = 256
 """Host memory for processed images in Qwen-VL engines. Any size above 0 makes an image's identity a function of its
 encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
 
-_QWEN_VL = re.compile(r"qwen[\d.]*-?vl", re.IGNORECASE)
+_QWEN_VL = re.compile(r"qwen(?:[\d.]*-?vl|3\.[56])", re.IGNORECASE)
 # Keys of engine.kvConnector and engine.ecConnector -> SGLang's flags.
 KV_CONNECTOR_KEYS: Final = {
     "transferBackend": "--disaggregation-transfer-backend",
