@@ -221,6 +221,7 @@ RELEASES_HEAD = (
     "",
     "- *exact*: the library predicted all that was compared, as often as the cell says, or knows every name.",
     "- *bounded*: for the requests *below*, the library promised fewer tokens than the engine had, and never more.",
+    "  *As held* counts those that hit all blocks which the engine's events show, by which they are routed.",
     "- *differs*: the check failed, with what differs. A router's decisions may be wrong there; a request with an",
     "  unknown name is a 400.",
     "- *by affinity*: requests that a router predicts on other releases, but not on this one.",

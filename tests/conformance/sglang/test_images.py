@@ -63,7 +63,7 @@ def engines_answers(sglang_env: Path, prompts: Prompts) -> dict[tuple[str, int],
     return found
 
 
-@pytest.mark.adopts(engine="sglang", check="images of prompts")
+@pytest.mark.adopts(engine="sglang", check="images")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_places_and_names_of_images_are_the_engines_own(
