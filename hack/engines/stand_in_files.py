@@ -5,6 +5,7 @@ stands in, with the tokens added that the family puts around and into its images
 images become, which, and where, but not the family's text.
 """
 
+from functools import partial
 from typing import Any
 
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
@@ -24,6 +25,9 @@ TOKENS = {
     ],
     "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"],
     "minicpmv4_6": ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
+    "paddleocr_vl": ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"],
+    "deepseek_ocr": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
+    "deepseek_ocr2": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
     "llava_onevision": ["<image>", "<video>"],
     "idefics3": [
         *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
@@ -56,6 +60,7 @@ NAMED: dict[str, dict[str, str]] = {
         "image_id_start_token": "<image_id>",
         "image_id_end_token": "</image_id>",
     },
+    "paddleocr_vl": {"image_token": "<|IMAGE_PLACEHOLDER|>"},
 }
 """Family -> names under which its processor finds tokens at the tokenizer."""
 IMAGES = {
@@ -64,10 +69,11 @@ IMAGES = {
     "llama4": "<|image|>",
     "gemma4": "\\n\\n<|image|>\\n\\n",
     "minicpmv4_6": "<|image_pad|>\\n",
+    "paddleocr_vl": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     "llava_onevision": "<image>\\n",
     "idefics3": "<image>",
 }
-"""Family -> what its chat template writes for an image."""
+"""Family -> what its chat template writes for an image. The others are published without a template."""
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
@@ -218,6 +224,57 @@ def minicpmv4_6() -> dict[str, dict[str, Any]]:
     }
 
 
+def paddleocr_vl() -> dict[str, dict[str, Any]]:
+    config = _config(
+        "PaddleOCRVLForConditionalGeneration",
+        "paddleocr_vl",
+        {"model_type": "paddleocr_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+        {"model_type": "paddleocr_vl_vision", "num_hidden_layers": 2, "image_size": 384, "patch_size": 14},
+    )
+    limits = {"min_pixels": 147_384, "max_pixels": 2_822_400}
+    return {
+        "config": config | {"image_token_id": ids("paddleocr_vl")["<|IMAGE_PLACEHOLDER|>"]},
+        "preprocessor_config": {
+            **PIXELS,
+            **limits,
+            "size": limits,
+            "image_processor_type": "PaddleOCRVLImageProcessor",
+            "patch_size": 14,
+            "merge_size": 2,
+            "temporal_patch_size": 1,
+        },
+        "processor_config": {"processor_class": "PaddleOCRVLProcessor"},
+    }
+
+
+def deepseek_ocr(architecture: str = "DeepseekOCRForCausalLM") -> dict[str, dict[str, Any]]:
+    """Files under the names of DeepSeek-VL2, whose configuration and processor vLLM takes for both models of OCR."""
+    text = {key: value for key, value in TEXTS.items() if key != "head_dim"}
+    ranks = dict.fromkeys(("kv_lora_rank", "q_lora_rank")) | dict.fromkeys(
+        ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 0
+    )
+    return {
+        "config": {
+            "architectures": [architecture],
+            "model_type": "deepseek_vl_v2",
+            "candidate_resolutions": [[1024, 1024]],
+            "global_view_pos": "head",
+            "tile_tag": "2D",
+            "language_config": {**text, **ranks, "architectures": ["DeepseekV2ForCausalLM"], "use_mla": False},
+            "projector_config": {"input_dim": 2048, "n_embed": HIDDEN, "projector_type": "linear"},
+            "vision_config": {"image_size": 1024, "model_name": "deeplip_b_l", "model_type": "vision"},
+        },
+        "processor_config": {
+            "processor_class": "DeepseekVLV2Processor",
+            "candidate_resolutions": [[1024, 1024]],
+            "downsample_ratio": 4,
+            "image_token": "<image>",
+            "normalize": True,
+            "patch_size": 16,
+        },
+    }
+
+
 def llava_onevision() -> dict[str, dict[str, Any]]:
     of, tiles = ids("llava_onevision"), {"image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]]}
     config = _config(
@@ -267,6 +324,9 @@ FILES = {
     "llama4": llama4,
     "gemma4": gemma4,
     "minicpmv4_6": minicpmv4_6,
+    "paddleocr_vl": paddleocr_vl,
+    "deepseek_ocr": deepseek_ocr,
+    "deepseek_ocr2": partial(deepseek_ocr, "DeepseekOCR2ForCausalLM"),
     "llava_onevision": llava_onevision,
     "idefics3": idefics3,
 }

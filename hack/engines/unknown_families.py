@@ -234,9 +234,13 @@ def stand_in(name: str, folder: Path) -> None:
         config["added_tokens_decoder"][str(number)] = {"content": text, **flags}
     config.pop("chat_template", None)
     config |= {"extra_special_tokens": stand_in_files.NAMED.get(name, {}), "additional_special_tokens": []}
+    if name in stand_in_files.IMAGES:
+        template = stand_in_files.TEMPLATE.replace("IMAGE", stand_in_files.IMAGES[name])
+        (folder / "chat_template.jinja").write_text(template)
+    else:
+        config["bos_token"] = "<|endoftext|>"  # with which vLLM's own template begins
     for file, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
         (folder / file).write_text(json.dumps(content, ensure_ascii=False))
-    (folder / "chat_template.jinja").write_text(stand_in_files.TEMPLATE.replace("IMAGE", stand_in_files.IMAGES[name]))
     for file, values in stand_in_files.FILES[name]().items():
         (folder / f"{file}.json").write_text(json.dumps(values, indent=1) + "\n")
 

@@ -39,6 +39,8 @@ GEMMA = (
     "<bos>",
     "\n\n",
 )
+PADDLEOCR = ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|im_start|>", "<|im_end|>")
+DEEPSEEK_OCR = ("<image>", "<|ref|>", "<|/ref|>", "<|grounding|>", "<|endoftext|>", "\n")
 PHI3 = (
     *("<|image_1|>", "<|image_2|>", "<|image_7|>", "<|image_01|>", "<|image_|>", "<|image|>"),
     *("<|user|>", "<|end|>", "<|assistant|>", "<|system|>", "<|placeholder3|>", "<s>", "</s>"),
@@ -76,6 +78,9 @@ STYLES = {
     "qwen3_vl_moe": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
     "qwen3_5": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
     "gemma3": Style("<start_of_image>", GEMMA, SMALL[:3], 3, tools=False),
+    "paddleocr_vl": Style("<|IMAGE_PLACEHOLDER|>", PADDLEOCR, SMALL, 4),
+    "deepseek_ocr": Style("<image>", DEEPSEEK_OCR, (*SMALL[2:], (700, 350)), 3, tools=False),
+    "deepseek_ocr2": Style("<image>", DEEPSEEK_OCR, (*SMALL[2:], (800, 300)), 3, tools=False),
     "llava": Style("<image>", LLAVA, ((120, 60), (90, 300)), 4),
     "llava_next": Style("<image>", LLAVA, ((120, 60), (60, 120), (224, 224)), 3, tools=False),
     "phi3_v": Style("<|image_1|>", PHI3, ((120, 60), (60, 120), (224, 224)), 3),

@@ -20,6 +20,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "InternVL 3, 3.5 (`-hf`)": ("internvl",),
     "Llama 4": ("llama4",),
     "MiniCPM-V 4.6": ("minicpmv4_6",),
+    "PaddleOCR-VL": ("paddleocr_vl",),
+    "DeepSeek-OCR, DeepSeek-OCR-2": ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
     "LLaVA-1.5, Pixtral": ("llava",),
     "LLaVA-NeXT": ("llava_next",),
     "LLaVA of its authors": ("LlavaLlamaForCausalLM",),
@@ -41,6 +43,8 @@ PROOFS = {
     "Gemma 3": "real engines, once beside a renderer",
     "Mistral 3": f"{FRONT_END}, with Pixtral's tokenizer",
     "MiniCPM-V 4.6": STAND_IN,
+    "PaddleOCR-VL": STAND_IN,
+    "DeepSeek-OCR, DeepSeek-OCR-2": STAND_IN,
     "InternVL 3, 3.5 (`-hf`)": STAND_IN,
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"{STAND_IN}, on GLM-4.1V",
     "Llama 4": STAND_IN,
@@ -50,7 +54,12 @@ PROOFS = {
 """What images were compared with, where it was not real engines with the family's own tokenizer."""
 TEXT_ONLY = "text-only models (Qwen3, Llama 3, Mistral, DeepSeek-V3 and others)"
 EXCEPT = "[but for some](exactness.md#models-without-a-family-here)"
-CASES: dict[str | tuple[str, str], str] = {"pixtral": "llava", ("sglang", "llava"): "LlavaLlamaForCausalLM"}
+CASES: dict[str | tuple[str, str], str] = {
+    "pixtral": "llava",
+    "deepseek_ocr": "DeepseekOCRForCausalLM",
+    "deepseek_ocr2": "DeepseekOCR2ForCausalLM",
+    ("sglang", "llava"): "LlavaLlamaForCausalLM",
+}
 """Case of a release's row, also beside its engine -> the family whose prompts it has, where that is not the case."""
 COMPARED = ("prompts", "equal", "conversations")
 AFFINITY = ("by affinity",)

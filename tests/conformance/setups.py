@@ -51,6 +51,9 @@ PROCESSED = {
     "llama4": "Llama 4",
     "gemma4": "Gemma 4",
     "minicpmv4_6": "MiniCPM-V 4.6",
+    "paddleocr_vl": "PaddleOCR-VL",
+    "deepseek_ocr": "DeepSeek-OCR",
+    "deepseek_ocr2": "DeepSeek-OCR-2",
 }
 """Families whose prompts are compared with those of vLLM's own front end, which expands images without a model."""
 VIDEOS = {family: FAMILIES[family] for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")} | WITHOUT_SETUP

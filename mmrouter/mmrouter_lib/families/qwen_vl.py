@@ -162,7 +162,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
         )
     if processor.get("do_resize") is False:
         raise ModelFolderError(f"{file}: do_resize false is not modelled")
-    low, high = _pixel_limits(file, processor, limits)
+    low, high = pixel_limits(file, processor, limits, (DEFAULT_MIN_PIXELS, DEFAULT_MAX_PIXELS))
     placeholder_id = whole_number(str(folder / "config.json"), config, "image_token_id")
     name = str(config["model_type"])
     videos = _videos(folder, config, (patch, merge), limits)
@@ -217,15 +217,18 @@ def _videos(
     return Videos(ids[0], low, high, Timed(*ids[1:], *sampled) if timed else None)
 
 
-def _pixel_limits(file: str, processor: dict[str, Any], limits: ProcessorLimits | None) -> tuple[int, int]:
-    """Return (min, max) pixels: the resource, else ``min_pixels``/``max_pixels``, else ``size``, else the class's own.
+def pixel_limits(
+    file: str, processor: dict[str, Any], limits: ProcessorLimits | None, defaults: tuple[int, int]
+) -> tuple[int, int]:
+    """Return (min, max) pixels: the resource, else ``min_pixels``/``max_pixels``, else ``size``, else the ``defaults``
+    of the class.
 
     That is also the order where a file has both forms: transformers 5.19 writes the pixel keys into ``size`` on
     loading, and vLLM 0.32 writes the engine's ``--mm-processor-kwargs`` over the result.
     """
     size = processor.get("size")
     if size is None:
-        size = {"shortest_edge": DEFAULT_MIN_PIXELS, "longest_edge": DEFAULT_MAX_PIXELS}
+        size = dict(zip(("shortest_edge", "longest_edge"), defaults, strict=True))
     if not isinstance(size, dict) or set(size) - {"shortest_edge", "longest_edge", "min_pixels", "max_pixels"}:
         raise ModelFolderError(f"{file}: size must hold shortest_edge and longest_edge, not {size!r}")
     edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}

@@ -43,7 +43,7 @@ class Prompter:
         Raises :class:`ModelFolderError`.
         """
         config = find_json(model_dir, "tokenizer_config.json") or {}
-        templates = find_templates(model_dir, chat_template, config)
+        templates = find_templates(model_dir, chat_template, config, family.chat_template)
         try:
             compiled = {source: compile_template(source) for source in templates.texts()}
         except jinja2.TemplateError as error:

@@ -206,13 +206,19 @@ class Templates:
         return texts if self.processor is None else texts | {self.processor}
 
 
-def find_templates(folder: Path, explicit: str | None, tokenizer_config: dict[str, Any]) -> Templates:
-    """Return a folder's templates, or ``explicit``: a text or the name of one. Raises :class:`ModelFolderError`."""
+def find_templates(
+    folder: Path, explicit: str | None, tokenizer_config: dict[str, Any], fallback: str | None = None
+) -> Templates:
+    """Return a folder's templates, or ``explicit``: a text or the name of one. ``fallback`` takes the place of a
+    tokenizer's template. Raises :class:`ModelFolderError`.
+    """
     tokenizer = _tokenizer_templates(folder, tokenizer_config)
     if explicit is not None:
         return Templates(processor=None, tokenizer={"default": tokenizer.get(explicit, explicit)})
     if (folder / NAMED_TEMPLATES).is_dir():
         raise ModelFolderError(f"{folder / NAMED_TEMPLATES}: named template files need spec.engine.chatTemplate")
+    if not tokenizer and fallback is not None:
+        tokenizer = {"default": fallback}
     return Templates(processor=_processor_template(folder), tokenizer=tokenizer)
 
 

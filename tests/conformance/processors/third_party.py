@@ -14,6 +14,8 @@ import sys
 import time
 import traceback
 import zipfile
+from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,7 +36,6 @@ def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
     folder ``counts``, for each size its tokens or ``None`` where the processor refuses it, and ``ids``, for each chat
     what the processor returns, with special tokens.
     """
-    from transformers import AutoProcessor
 
     def count(processor: Any, width: int, height: int) -> int | None:
         own = COUNTS.get(type(processor).__name__, counted)
@@ -44,20 +45,74 @@ def hugging_face(request: dict[str, Any]) -> dict[str, Any]:
             return None
 
     def ids(processor: Any, files: list[str], text: str) -> list[int]:
-        content = [*({"type": "image"} for _ in files), {"type": "text", "text": text}]
-        prompt = processor.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        prompt = prompt_of(processor, files, text, getattr(processor, "template", None))
         return [int(value) for value in processor(text=[prompt], images=list(map(opened, files)))["input_ids"][0]]
 
     def answer(folder: str) -> dict[str, Any]:
-        processor = AutoProcessor.from_pretrained(folder)
+        processor = processor_of(folder)
         return {
             "counts": [count(processor, width, height) for width, height in request["sizes"]],
             "ids": [ids(processor, chat["files"], chat["text"]) for chat in request["chats"]],
         }
 
     return {folder: answer(folder) for folder in request["models"]}
+
+
+def prompt_of(templated: Any, files: list[str], text: str, template: str | None = None) -> str:
+    """Return the prompt of one user message. ``template``: vLLM's own, which takes a text, with images in front."""
+    content: Any = [*({"type": "image"} for _ in files), {"type": "text", "text": text}]
+    if template is not None:
+        content = "\n".join([*("<image>" for _ in files), text])
+    made: str = templated.apply_chat_template(
+        [{"role": "user", "content": content}], chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    return made
+
+
+def own_template(model_type: str, folder: str) -> str | None:
+    """Return the template that vLLM has for folders without one."""
+    from vllm.transformers_utils.chat_templates import get_chat_template_fallback_path
+
+    path = get_chat_template_fallback_path(model_type, folder)
+    return None if path is None else path.read_text()
+
+
+def processor_of(folder: str) -> Any:
+    """Return the processor of Hugging Face, or vLLM's own of DeepSeek-OCR, for whose folders there is no other."""
+    from transformers import AutoProcessor
+
+    (architecture,) = json.loads((Path(folder) / "config.json").read_text())["architectures"]
+    info = DEEPSEEK_OCR.get(architecture)
+    return AutoProcessor.from_pretrained(folder) if info is None else DeepseekOCR(folder, *info)
+
+
+DEEPSEEK_OCR = {
+    "DeepseekOCRForCausalLM": ("deepseek_ocr", "DeepseekOCRProcessingInfo"),
+    "DeepseekOCR2ForCausalLM": ("deepseek_ocr2", "DeepseekOCR2ProcessingInfo"),
+}
+"""Architecture -> vLLM's module of it, which is also its ``model_type`` there, and the class that counts its tokens."""
+
+
+class DeepseekOCR:
+    """vLLM's own processor of DeepSeek-OCR and its formula, called as a processor of Hugging Face is."""
+
+    def __init__(self, folder: str, module: str, name: str) -> None:
+        self.template = own_template(module, folder)
+        self.info = object.__new__(getattr(import_module(f"vllm.model_executor.models.{module}"), name))
+        self.info.ctx = SimpleNamespace(get_hf_processor=lambda made, **kept: made.from_pretrained(folder, **kept))
+        self.processor = self.info.get_hf_processor()
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        return self.processor.tokenizer.apply_chat_template(messages, **options)
+
+    def __call__(self, text: list[str], images: list[Image.Image]) -> dict[str, Any]:
+        made = self.processor(prompt=text[0], images=images)
+        return {"input_ids": made["input_ids"][:, 1:]}  # it puts a begin before the template's
+
+
+def counted_deepseek_ocr(processor: DeepseekOCR, width: int, height: int) -> int:
+    """Return what vLLM's formula says."""
+    return int(processor.info.get_num_image_tokens(image_width=width, image_height=height))
 
 
 def counted(processor: Any, width: int, height: int) -> int:
@@ -129,10 +184,18 @@ def counted_minicpmv(processor: Any, width: int, height: int) -> int:
     return text.count("<") + text.count("\n") + 3
 
 
+def counted_paddleocr(processor: Any, width: int, height: int) -> int:
+    """Return the tokens of the patches that the image processor states."""
+    images = processor.image_processor
+    return int(images.get_number_of_image_patches(height, width)) // images.merge_size**2
+
+
 COUNTS = {
+    "DeepseekOCR": counted_deepseek_ocr,
     "Gemma4Processor": counted_gemma4,
     "Llama4Processor": counted_llama4,
     "MiniCPMV4_6Processor": counted_minicpmv,
+    "PaddleOCRVLProcessor": counted_paddleocr,
     "PixtralProcessor": counted_pixtral,
 }
 """Processors that state no number of tokens, or not the engine's."""
@@ -161,12 +224,11 @@ def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]
     registry._run_in_subprocess = lambda look: look()  # each process would import all of vLLM again
     config = ModelConfig(model=folder, dtype="float32", trust_remote_code=False)
     renderer: Any = renderer_from_config(VllmConfig(model_config=config))
+    own = renderer.tokenizer.chat_template is None
+    template = own_template(config.hf_config.model_type, folder) if own else None
     made = []
     for at, chat in enumerate(chats):
-        content = [*({"type": "image"} for _ in chat["files"]), {"type": "text", "text": chat["text"]}]
-        text = renderer.tokenizer.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+        text = prompt_of(renderer.tokenizer, chat["files"], chat["text"], template)
         ids = renderer.tokenizer.encode(text, add_special_tokens=False)
         names = [f"{at}.{number}" for number, _ in enumerate(chat["files"])]  # one name is one image to vLLM
         pictures = {"image": list(map(opened, chat["files"]))}

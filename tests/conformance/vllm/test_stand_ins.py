@@ -32,6 +32,8 @@ pytestmark = pytest.mark.long_form
 NAMED = os.environ.get("MMROUTER_FAMILIES", "")
 FAMILIES = {"qwen3_5": "bfloat16", "gemma3": "float32"}
 """Family -> the type that an engine computes with on a CPU."""
+PROMPTED = [*FAMILIES, "paddleocr_vl", "deepseek_ocr", "deepseek_ocr2"]
+"""Families whose prompts are compared with those of vLLM's own code."""
 ON_A_CPU: dict[str, dict[str, Any]] = {
     "qwen3_5": {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "gemma3": {"layer_types": ["full_attention"] * 6},
@@ -44,7 +46,7 @@ NOT_MODELLED = {"gemma3": 200}
 """Most conversations that a family does not model: Gemma 3's adjacent images."""
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=PROMPTED)
 def folder(request: pytest.FixtureRequest) -> Path:
     return Path(run_tool_or_skip("engines.unknown_families", request.param))
 

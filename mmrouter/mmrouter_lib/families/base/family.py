@@ -99,6 +99,8 @@ class Family(ABC):
 
     ``{number}`` in it stands for the item's number, from 1, among those of its modality in the whole chat.
     """
+    chat_template: ClassVar[str | None] = None
+    """The template that the engine takes where neither the resource nor the folder has one."""
     rotates_exif: ClassVar[bool] = True
     """Whether the engine rotates an image by its EXIF orientation before it counts tokens. vLLM does while it loads an
     image, for every family."""
