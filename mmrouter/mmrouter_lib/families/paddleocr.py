@@ -56,7 +56,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     """
     refuse_options(limits, "num_crops", family=MODEL_TYPE)
     file, (processor_file, values) = str(folder / "config.json"), image_processor(folder)
-    if "auto_map" in values and not {"min_pixels", "max_pixels"} <= values.keys():
+    if "auto_map" in values and None in (values.get("min_pixels"), values.get("max_pixels")):
         return None
     if values.get("do_resize") is False:
         raise ModelFolderError(f"{processor_file}: do_resize false is not modelled")

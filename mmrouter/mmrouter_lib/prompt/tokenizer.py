@@ -89,8 +89,13 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return name -> text of the special tokens that a chat template can use as variables (``eos_token`` ...)."""
+    """Return name -> text of the special tokens that a chat template can use as variables (``eos_token`` ...).
+
+    A model's own are in ``extra_special_tokens``, or under any name that ends with ``_token`` (``image_token``).
+    """
     texts = {name: _text(config.get(name)) for name in _NAMED}
+    own = {name: value for name, value in config.items() if name.endswith("_token") and name not in texts}
+    texts |= {name: _text(value) for name, value in own.items() if isinstance(value, str) or _is_added(value)}
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
         texts |= {name: _text(value) for name, value in extra.items()}
@@ -112,6 +117,10 @@ def _special_texts(config: dict[str, Any]) -> list[str]:
     listed = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
     texts = [_text(value) for values in listed if isinstance(values, list) for value in values]
     return list(dict.fromkeys([*special_tokens(config).values(), *(text for text in texts if text is not None)]))
+
+
+def _is_added(value: object) -> bool:
+    return isinstance(value, dict) and value.get("__type") == "AddedToken"
 
 
 def _text(value: object) -> str | None:

@@ -1,5 +1,6 @@
 """PaddleOCR-VL and DeepSeek-OCR: an image's tokens, which of a folder's files decide them, and vLLM's own template."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,13 @@ def test_turns_that_do_not_alternate_are_refused_as_vllms_template_refuses_them(
 def test_a_template_of_the_folder_comes_before_vllms_own(ocr):
     (ocr / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     assert prompter(ocr).render([said("user", "Hi")]) == "Hi!"
+
+
+def test_tokens_that_a_folder_names_itself_are_variables_of_its_template(ocr):
+    named = {"image_token": IMAGE, "row_token": {"__type": "AddedToken", "content": "|"}}
+    others = {"add_bos_token": True, "plain_token": {"content": "x"}}
+    (ocr / "tokenizer_config.json").write_text(json.dumps({"bos_token": BEGIN, **named, **others}))
+    (ocr / "chat_template.jinja").write_text("{{ bos_token }}{{ image_token }}{{ row_token }}{{ plain_token }}")
+    loaded = prompter(ocr)
+    assert loaded.render([said("user", "Hi")]) == f"{BEGIN}{IMAGE}|"
+    assert {BEGIN, IMAGE, "|"} == set(loaded.codec.special_texts)
