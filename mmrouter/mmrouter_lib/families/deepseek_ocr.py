@@ -1,8 +1,9 @@
 """DeepSeek-OCR and DeepSeek-OCR-2: square tiles of a large image, and the whole picture, as one run of placeholders.
 
 Covers ``DeepseekOCRForCausalLM`` and ``DeepseekOCR2ForCausalLM``, whose ``model_type`` is that of DeepSeek-VL2. Sides
-and limits are constants of vLLM 0.32 (``processors/deepseek_ocr.py``, ``deepseek_ocr2.py``); no file of the folder
-changes them. The grid is chosen as InternVL's is. The folders are published without a chat template: vLLM has one.
+and limits are constants of vLLM 0.32 (``DeepseekOCRProcessingInfo``, ``DeepseekOCR2ProcessingInfo``); no file of the
+folder changes them. The grid is chosen as InternVL's is. The folders are published without a chat template: vLLM has
+one.
 """
 
 from collections.abc import Mapping

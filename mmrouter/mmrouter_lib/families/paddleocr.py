@@ -1,6 +1,6 @@
 """PaddleOCR-VL: an image is one run of placeholders, sized like Qwen-VL's, with narrow images enlarged first.
 
-Covers ``paddleocr_vl`` (PaddleOCR-VL, 1.5). The geometry is ``smart_resize`` of vLLM 0.32 (``paddleocr_vl.py``), which
+Covers ``paddleocr_vl`` (PaddleOCR-VL, 1.5). The geometry is that of vLLM 0.32 (``PaddleOCRVLProcessingInfo``), which
 the image processor of transformers 5.19 has too, but for images of which vLLM would leave nothing.
 """
 

@@ -169,11 +169,19 @@ def chats(pictures: list[Drawn]) -> list[list[Drawn]]:
     return groups
 
 
+def selected(request: pytest.FixtureRequest, names: Sequence[str]) -> list[str]:
+    """Return the names that the run has tests of: it may be one of a few families."""
+    return [name for name in names if any(item.name.endswith(f"[{name}]") for item in request.session.items)]
+
+
 @pytest.fixture(scope="module")
-def hugging_face(ask: Ask, sizes: list[tuple[int, int]], pictures: list[Drawn]) -> dict[str, Any]:
-    """The answers for all folders, of one process: it takes longer to start than to answer."""
+def hugging_face(
+    ask: Ask, sizes: list[tuple[int, int]], pictures: list[Drawn], request: pytest.FixtureRequest
+) -> dict[str, Any]:
+    """The answers for all folders of the run, of one process: it takes longer to start than to answer."""
     asked = [{"files": [str(drawn.path) for drawn in group], "text": group[0].text} for group in chats(pictures)]
-    answers = ask("hugging_face", models=[str(folder_of(name)) for name in HUGGING_FACE], sizes=sizes, chats=asked)
+    folders = [str(folder_of(name)) for name in selected(request, HUGGING_FACE)]
+    answers = ask("hugging_face", models=folders, sizes=sizes, chats=asked)
     return {Path(folder).name: answer for folder, answer in answers.items()}
 
 
@@ -206,14 +214,15 @@ def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_proce
 
 
 @pytest.fixture(scope="module")
-def front_end(ask: Ask, pictures: list[Drawn]) -> dict[str, Prompts]:
-    """The prompts of all families by vLLM's own front end, of one process."""
+def front_end(ask: Ask, pictures: list[Drawn], request: pytest.FixtureRequest) -> dict[str, Prompts]:
+    """The prompts of all families of the run by vLLM's own front end, of one process."""
+    names = selected(request, PROCESSED)
     asked = [
         {"files": [str(drawn.path) for drawn in group], "text": group[0].text}
         for group in chats(pictures[:OWN_PICTURES])
     ]
-    answers = ask("vllm_prompts", models=[str(folder_of(name)) for name in PROCESSED], chats=asked)
-    return {name: Prompts(answer) for name, answer in zip(PROCESSED, answers, strict=True)}
+    answers = ask("vllm_prompts", models=[str(folder_of(name)) for name in names], chats=asked)
+    return {name: Prompts(answer) for name, answer in zip(names, answers, strict=True)}
 
 
 @pytest.mark.adopts(engine="vllm", check="front end")
