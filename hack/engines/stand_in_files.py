@@ -5,6 +5,7 @@ stands in, with the tokens added that the family puts around and into its images
 images become, which, and where, but not the family's text.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -318,7 +319,7 @@ def idefics3() -> dict[str, dict[str, Any]]:
     }
 
 
-FILES = {
+FILES: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "glm4v": glm4v,
     "internvl": internvl,
     "llama4": llama4,
