@@ -37,6 +37,8 @@ def why_incompatible(renderer: Any, cache: str) -> str:
         return f"this vLLM's renderer has no {missing[0]}"
     if renderer.mm_processor is None:
         return "the model takes no images"
+    if MODALITY not in renderer.mm_processor.info.supported_mm_limits:  # Kimi K2.5: an image without data is an error
+        return "the model has no kind of media of its own for images"
     processor_cache = getattr(renderer, cache)
     if processor_cache is None:
         return "the server runs without a processor cache (--mm-processor-cache-gb 0)"

@@ -180,6 +180,7 @@ async def test_an_exception_at_startup_disables_the_plugin_with_a_reason(release
     cache.release_sender_touches = cache.clear_cache = None
     renderer = SimpleNamespace(_mm_executor=1, _mm_processor_cache=cache, _mm_processor_only_cache=cache)
     renderer.mm_processor = renderer.model_config = renderer
+    renderer.info = SimpleNamespace(supported_mm_limits={"image": None})
     await plugin.init_state(None, SimpleNamespace(online_renderer=SimpleNamespace(renderer=renderer)), None)
     why = "it failed to start: AttributeError: 'types.SimpleNamespace' object has no attribute 'config'"
     assert (plugin.role, plugin.disabled) == ("renderer", why)
@@ -191,7 +192,9 @@ def test_a_server_without_a_needed_attribute_is_incompatible():
     whole = SimpleNamespace(_mm_executor=1, _mm_processor_cache=None, _mm_processor_only_cache=None, model_config=1)
     whole.mm_processor = None
     assert why_incompatible(whole, "_mm_processor_cache") == "the model takes no images"
-    whole.mm_processor = object()
+    whole.mm_processor = SimpleNamespace(info=SimpleNamespace(supported_mm_limits={"vision_chunk": None}))
+    assert why_incompatible(whole, "_mm_processor_cache") == "the model has no kind of media of its own for images"
+    whole.mm_processor.info.supported_mm_limits = {"image": None}
     assert "without a processor cache" in why_incompatible(whole, "_mm_processor_cache")
     whole._mm_processor_cache = object()
     assert why_incompatible(whole, "_mm_processor_cache") == "this vLLM's processor cache has no is_cached_item"
