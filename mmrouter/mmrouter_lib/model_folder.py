@@ -69,6 +69,12 @@ def image_processor(folder: Path) -> tuple[str, dict[str, Any]]:
     return str(folder / "preprocessor_config.json"), read_json(folder, "preprocessor_config.json")
 
 
+def has_tokenizer_code(described: dict[str, Any]) -> bool:
+    """Whether a tokenizer_config.json names a class in code of the folder, in its older or present form."""
+    named = described.get("auto_map")
+    return isinstance(named, list) or (isinstance(named, dict) and named.get("AutoTokenizer") is not None)
+
+
 def added_token_id(folder: Path, text: str) -> int | None:
     """Return the id of a token that the tokenizer has beside its vocabulary, ``None`` without it."""
     added = (find_json(folder, "tokenizer.json") or {}).get("added_tokens") or ()

@@ -14,7 +14,7 @@ from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
-from mmrouter_lib.model_folder import find_json, read_json
+from mmrouter_lib.model_folder import find_json, has_tokenizer_code, read_json
 from mmrouter_lib.prompt import Prompter
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
@@ -63,10 +63,10 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
     for pattern in _MISTRAL_FILES:
         if files := sorted(file.name for file in folder.glob(pattern)):
             raise UnpredictedError(f"tokenizer:{files[0]}")
+    if has_tokenizer_code(described):
+        raise UnpredictedError("tokenizer:remote_code")
     if not (folder / "tokenizer.json").is_file():
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")
-    if "AutoTokenizer" in str(described.get("auto_map")):
-        raise UnpredictedError("tokenizer:remote_code")
     try:
         declared = described.get("tokenizer_class") or config.get("tokenizer_class")
         name = tokenizer_class(model_type, declared)

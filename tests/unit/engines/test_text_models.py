@@ -63,7 +63,7 @@ UNPREDICTED = {
     "tokenizer:tokenizer.model": {"without": "tokenizer.json", "files": ("tokenizer.model",)},
     "tokenizer:tekken.json": {"files": ("tekken.json",)},
     "tokenizer:tokenizer.model.v3": {"files": ("tokenizer.model.v3",)},
-    "tokenizer:remote_code": {"described": {"auto_map": {"AutoTokenizer": ["a.B", None]}}},
+    "tokenizer:remote_code": {"described": {"auto_map": {"AutoTokenizer": ["a.B", None]}}, "without": "tokenizer.json"},
     "tokenizer:no_class": {"described": {"tokenizer_class": None}},
     "tokenizer:BertTokenizer": {"described": {"tokenizer_class": "BertTokenizer"}},
     "tokenizer:Qwen2Tokenizer": {"described": {"tokenizer_class": "Qwen2TokenizerFast"}},  # other parts than its own
@@ -75,6 +75,11 @@ def test_what_is_not_predicted_has_a_reason_of_its_own(folder, reason):
     with pytest.raises(UnpredictedError) as caught:
         load_text_prompter("vllm", folder(**UNPREDICTED[reason]))
     assert str(caught.value) == reason
+
+
+def test_a_tokenizer_of_the_models_own_code_is_found_in_the_older_form_too(folder):
+    with pytest.raises(UnpredictedError, match="tokenizer:remote_code"):
+        load_text_prompter("vllm", folder(described={"auto_map": ["a.B", None]}))
 
 
 HYBRID = [
