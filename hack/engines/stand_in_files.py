@@ -29,6 +29,8 @@ TOKENS = {
     "paddleocr_vl": ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"],
     "deepseek_ocr": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
     "deepseek_ocr2": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
+    "nemotron_vl": ["<image>", "<img>", "</img>", "<video>"],
+    "kimi_k25": [f"<|media_{name}|>" for name in ("begin", "content", "pad", "end")],
     "llava_onevision": ["<image>", "<video>"],
     "idefics3": [
         *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
@@ -71,10 +73,27 @@ IMAGES = {
     "gemma4": "\\n\\n<|image|>\\n\\n",
     "minicpmv4_6": "<|image_pad|>\\n",
     "paddleocr_vl": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
+    "nemotron_vl": "<image>\\n",
+    "kimi_k25": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
     "llava_onevision": "<image>\\n",
     "idefics3": "<image>",
 }
 """Family -> what its chat template writes for an image. The others are published without a template."""
+CODE = {
+    "nemotron_vl": """
+from transformers import NemotronHConfig, PretrainedConfig
+
+
+class Config(PretrainedConfig):
+    model_type = "NemotronH_Nano_VL_V2"
+
+    def __init__(self, llm_config=None, vision_config=None, **others):
+        self.llm_config = NemotronHConfig(**llm_config or {})
+        self.vision_config = PretrainedConfig(**vision_config or {})
+        super().__init__(**others)
+"""
+}
+"""Family -> the class of its configuration, ``configuration.Config``, where neither vLLM nor transformers has one."""
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
@@ -276,6 +295,51 @@ def deepseek_ocr(architecture: str = "DeepseekOCRForCausalLM") -> dict[str, dict
     }
 
 
+def nemotron_vl() -> dict[str, dict[str, Any]]:
+    name, states = "NemotronH_Nano_VL_V2", {"ssm_state_size": 16, "mamba_head_dim": 16, "mamba_num_heads": 8}
+    config = {
+        "architectures": [name],
+        "model_type": name,
+        "auto_map": {"AutoConfig": "configuration.Config"},
+        "llm_config": {**TEXTS, **states, "model_type": "nemotron_h", "hybrid_override_pattern": "M-*"},
+        "vision_config": {"args": {"model": "vit_huge_patch16_224"}, "model_type": "radio"},
+        "force_image_size": 512,
+        "patch_size": 16,
+        "downsample_ratio": 0.5,
+        "use_thumbnail": True,
+        "norm_mean": [0.48145466, 0.4578275, 0.40821073],
+        "norm_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    return {"config": config}
+
+
+def kimi_k25() -> dict[str, dict[str, Any]]:
+    config = _config(
+        "KimiK25ForConditionalGeneration",
+        "kimi_k25",
+        {"model_type": "kimi_k2", "num_hidden_layers": 2},
+        {"num_hidden_layers": 2, "patch_size": 14, "merge_kernel_size": [2, 2]},
+    )
+    geometry = {
+        "patch_size": 14,
+        "merge_kernel_size": 2,
+        "in_patch_limit": 16_384,
+        "patch_limit_on_one_side": 512,
+        "fixed_output_tokens": None,
+        "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": None,
+        "temporal_merge_kernel_size": 4,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    return {
+        "config": config
+        | {"use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>"}
+        | {"media_placeholder_token_id": ids("kimi_k25")["<|media_pad|>"]},
+        "preprocessor_config": {"media_proc_cfg": geometry},
+    }
+
+
 def llava_onevision() -> dict[str, dict[str, Any]]:
     of, tiles = ids("llava_onevision"), {"image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]]}
     config = _config(
@@ -328,6 +392,8 @@ FILES: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "paddleocr_vl": paddleocr_vl,
     "deepseek_ocr": deepseek_ocr,
     "deepseek_ocr2": partial(deepseek_ocr, "DeepseekOCR2ForCausalLM"),
+    "nemotron_vl": nemotron_vl,
+    "kimi_k25": kimi_k25,
     "llava_onevision": llava_onevision,
     "idefics3": idefics3,
 }

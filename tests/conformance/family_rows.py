@@ -22,6 +22,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "MiniCPM-V 4.6": ("minicpmv4_6",),
     "PaddleOCR-VL": ("paddleocr_vl",),
     "DeepSeek-OCR, DeepSeek-OCR-2": ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
+    "Nemotron Nano VL v2": ("NemotronH_Nano_VL_V2",),
+    "Kimi K2.5, K2.6": ("kimi_k25",),
     "LLaVA-1.5, Pixtral": ("llava",),
     "LLaVA-NeXT": ("llava_next",),
     "LLaVA of its authors": ("LlavaLlamaForCausalLM",),
@@ -45,6 +47,8 @@ PROOFS = {
     "MiniCPM-V 4.6": STAND_IN,
     "PaddleOCR-VL": STAND_IN,
     "DeepSeek-OCR, DeepSeek-OCR-2": STAND_IN,
+    "Nemotron Nano VL v2": STAND_IN,
+    "Kimi K2.5, K2.6": STAND_IN,
     "InternVL 3, 3.5 (`-hf`)": STAND_IN,
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"{STAND_IN}, on GLM-4.1V",
     "Llama 4": STAND_IN,
@@ -59,6 +63,7 @@ CASES: dict[str | tuple[str, str], str] = {
     "deepseek_ocr": "DeepseekOCRForCausalLM",
     "deepseek_ocr2": "DeepseekOCR2ForCausalLM",
     ("sglang", "llava"): "LlavaLlamaForCausalLM",
+    "nemotron_vl": "NemotronH_Nano_VL_V2",
 }
 """Case of a release's row, also beside its engine -> the family whose prompts it has, where that is not the case."""
 COMPARED = ("prompts", "equal", "conversations")

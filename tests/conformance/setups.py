@@ -54,6 +54,8 @@ PROCESSED = {
     "paddleocr_vl": "PaddleOCR-VL",
     "deepseek_ocr": "DeepSeek-OCR",
     "deepseek_ocr2": "DeepSeek-OCR-2",
+    "nemotron_vl": "Nemotron Nano VL v2",
+    "kimi_k25": "Kimi K2.5",
 }
 """Families whose prompts are compared with those of vLLM's own front end, which expands images without a model."""
 VIDEOS = {family: FAMILIES[family] for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")} | WITHOUT_SETUP

@@ -175,7 +175,8 @@ class Preparer:
         self, request: ChatRequest, salt: str | None, tenant: str = "", *, predict: bool = True
     ) -> Prepared:
         """Resolve images and, with ``predict``, predict the prompt. Raises RequestError that names the field."""
-        images = _mark_unresolved(request, await self._resolve(request, self.image_key(salt), tenant))
+        images = await self._resolve(request, self.image_key(salt), tenant)
+        images = _mark_unresolved(request, images, one_medium=self.family is not None and self.family.one_medium)
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
 
@@ -388,15 +389,14 @@ class Preparer:
             content = message.get("content")
             texts = [content] if isinstance(content, str) else [p.get("text", "") for p in content or ()]
             head.append((message.get("role"), texts))
-        raw = orjson.dumps(head)
-        for image in images:
-            if image.message < 2:
-                raw += image.identity
-        return xxh3_64_intdigest(raw)
+        named = b"".join(image.identity for image in images if image.message < 2)
+        return xxh3_64_intdigest(orjson.dumps(head) + named)
 
 
-def _mark_unresolved(request: ChatRequest, images: Images) -> Images:
+def _mark_unresolved(request: ChatRequest, images: Images, *, one_medium: bool) -> Images:
     cause = next((reason.label for reason in request.inexact if reason.reason in _IMAGE_CAUSES), "")
+    if one_medium and request.body.get("media_io_kwargs"):
+        cause = cause or "processor_options:media_io_kwargs"
     return tuple(replace(image, unresolved=image.unresolved or cause) for image in images) if cause else images
 
 

@@ -25,6 +25,8 @@ from mmrouter_lib.families import Family, ImageSizeError
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage
 
+VLLM_ALONE = ["nemotron_vl", "kimi_k25"]
+"""Families whose published files are for a processor of vLLM's and none of Hugging Face's."""
 HUGGING_FACE = [
     "Qwen--Qwen2-VL-2B-Instruct",
     "Qwen--Qwen2.5-VL-7B-Instruct",
@@ -32,7 +34,7 @@ HUGGING_FACE = [
     "llava-hf--llava-1.5-7b-hf",
     "llava-hf--llava-v1.6-mistral-7b-hf",
     "qwen3_5",
-    *PROCESSED,
+    *(name for name in PROCESSED if name not in VLLM_ALONE),
 ]
 STAND_INS = {"qwen3_5", *PROCESSED}
 """Folders that ``hack/engines/unknown_families.py`` makes."""
@@ -210,6 +212,21 @@ def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_proce
         if expanded.ids.tolist() != ids:
             wrong.append([drawn.path.name for drawn in group])
     record(f"processor {name}: pictures, prompts, mismatches", [len(pictures), len(groups), len(wrong)])
+    assert not wrong, wrong[:10]
+
+
+@pytest.fixture(scope="module")
+def own_counts(ask: Ask, sizes: list[tuple[int, int]]) -> dict[str, list[int]]:
+    answers = ask("vllm_counts", models=[str(folder_of(name)) for name in VLLM_ALONE], sizes=sizes)
+    return {Path(folder).name: counts for folder, counts in answers.items()}
+
+
+@pytest.mark.parametrize("name", VLLM_ALONE)
+def test_case_24_counts_of_drawn_sizes_are_those_of_vllms_own_processor(
+    name: str, own_counts: dict[str, list[int]], sizes: list[tuple[int, int]], record: Record
+) -> None:
+    wrong = different(sizes, list(counted(load(folder_of(name)), sizes)), own_counts[name])
+    record(f"vLLM's processor {name}: sizes, mismatches", [len(sizes), len(wrong)])
     assert not wrong, wrong[:10]
 
 

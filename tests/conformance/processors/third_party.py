@@ -5,6 +5,7 @@
     python third_party.py vllm_phi3v MODEL_FOLDER < request.json > answer.json
     python third_party.py vllm_handover PLUGIN_FOLDER < request.json > answer.json
     python third_party.py vllm_prompts < request.json > answer.json
+    python third_party.py vllm_counts < request.json > answer.json
 
 The functions of these names say what requests and answers hold.
 """
@@ -216,27 +217,60 @@ def vllm_prompts(request: dict[str, Any]) -> list[list[dict[str, Any]] | str]:
     return answers
 
 
-def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def front_end(folder: str) -> Any:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.model_executor.models import registry
     from vllm.renderers import renderer_from_config
 
     registry._run_in_subprocess = lambda look: look()  # each process would import all of vLLM again
-    config = ModelConfig(model=folder, dtype="float32", trust_remote_code=False)
-    renderer: Any = renderer_from_config(VllmConfig(model_config=config))
+    config = ModelConfig(model=folder, dtype="float32", trust_remote_code=any(Path(folder).glob("*.py")))
+    return renderer_from_config(VllmConfig(model_config=config))
+
+
+def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    renderer, made = front_end(folder), []
     own = renderer.tokenizer.chat_template is None
-    template = own_template(config.hf_config.model_type, folder) if own else None
-    made = []
+    template = own_template(renderer.model_config.hf_config.model_type, folder) if own else None
     for at, chat in enumerate(chats):
         text = prompt_of(renderer.tokenizer, chat["files"], chat["text"], template)
         ids = renderer.tokenizer.encode(text, add_special_tokens=False)
         names = [f"{at}.{number}" for number, _ in enumerate(chat["files"])]  # one name is one image to vLLM
-        pictures = {"image": list(map(opened, chat["files"]))}
-        done = renderer._process_multimodal(ids, pictures, {"image": names}, None, skip_mm_cache=True)
-        named = zip(done["mm_placeholders"]["image"], done["mm_hashes"]["image"], strict=True)
+        pictures: list[Any] = list(map(opened, chat["files"]))
+        kind = "image"
+        if "vision_chunk" in renderer.mm_processor.info.supported_mm_limits:  # images and parts of videos alike
+            kind, pictures = "vision_chunk", [{"type": "image", "image": picture} for picture in pictures]
+        done = renderer._process_multimodal(ids, {kind: pictures}, {kind: names}, None, skip_mm_cache=True)
+        named = zip(done["mm_placeholders"][kind], done["mm_hashes"][kind], strict=True)
         places = [[place.offset, place.length, int(name.partition(".")[2])] for place, name in named]
         made.append({"ids": list(done["prompt_token_ids"]), "places": places})
     return made
+
+
+def vllm_counts(request: dict[str, Any]) -> dict[str, list[int]]:
+    """The tokens of sizes by vLLM's own processors, of families that Hugging Face has none for. The request holds
+    ``models`` (folders) and ``sizes`` ([width, height] pairs).
+    """
+    return {
+        folder: [OWN_COUNTS[type(info).__name__](info, *size) for size in request["sizes"]]
+        for folder in request["models"]
+        for info in [front_end(folder).mm_processor.info]
+    }
+
+
+def counted_nemotron(info: Any, width: int, height: int) -> int:
+    processor = info.get_hf_processor()
+    count = processor.get_num_image_tokens(
+        image_width=width, image_height=height, max_num_tiles=processor.max_num_tiles
+    )
+    return len(processor.get_image_repl(count, None).full)
+
+
+def counted_kimi(info: Any, width: int, height: int) -> int:
+    picture = {"type": "image", "image": SimpleNamespace(size=(width, height))}
+    return int(info.image_processor.get_resize_config(picture)["num_tokens"])
+
+
+OWN_COUNTS = {"NanoNemotronVLProcessingInfo": counted_nemotron, "KimiK25ProcessingInfo": counted_kimi}
 
 
 def mlx_phi3v(request: dict[str, Any], wheel: str) -> dict[str, Any]:

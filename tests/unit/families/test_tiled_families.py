@@ -1,5 +1,6 @@
 """Families whose images are rows, tiles or slices: an image's tokens, and which of a folder's files decide them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from mmrouter_lib.families import Family, ImageSizeError, ModelFolderError, NotM
 from mmrouter_lib.families.gemma4 import Gemma4
 from mmrouter_lib.families.glm4v import Glm4v
 from mmrouter_lib.families.internvl import InternVL
+from mmrouter_lib.families.kimi_k25 import KimiK25
 from mmrouter_lib.families.llama4 import Llama4
 from mmrouter_lib.families.minicpmv import MiniCPMV
+from mmrouter_lib.families.nemotron_vl import NemotronVL
 from mmrouter_lib.families.pixtral import Pixtral
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 NAMES = [
     *("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image|>", "<IMG_CONTEXT>", "<img>", "</img>", "<|image_pad|>"),
     *("<|image_start|>", "<|image_end|>", "<|patch|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
-    *("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"),
+    *("<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>", "<|media_pad|>"),
 ]
 FIRST = 300
 IDS = {name: FIRST + number for number, name in enumerate(NAMES)}
@@ -35,7 +38,10 @@ INTERNVL = InternVL(IDS["<IMG_CONTEXT>"], 448, 256, 1, 12)
 LLAMA4 = Llama4(IDS["<|image|>"], 336, 144, 16)
 GEMMA4 = Gemma4(IDS["<|image|>"], 1, 2, 16, 3, 280)
 MINICPM = MiniCPMV(IDS["<|image_pad|>"], 14, 448, 9, 16)
+NEMOTRON = NemotronVL(IDS["<image>"], 512, 256, 1, 12)
 ALL = {"mistral3": PIXTRAL, "glm4v": GLM, "internvl": INTERNVL, "llama4": LLAMA4, "gemma4": GEMMA4, "minicpm": MINICPM}
+KIMI = KimiK25(IDS["<|media_pad|>"], 14, 2, 16_384, 512)
+ALL |= {"nemotron": NEMOTRON, "kimi_k25": KIMI}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +78,15 @@ def codec() -> TokenizerCodec:
         ("gemma4", (3, 900), 280 + 2),
         ("minicpm", (448, 448), 64 + 5),
         ("minicpm", (896, 896), 3 + 66 + 4 * 66 + 1),
+        ("nemotron", (512, 512), 256 + 2),
+        ("nemotron", (1024, 512), 3 * 256 + 2),
+        ("nemotron", (10, 900), 13 * 256 + 2),
+        ("kimi_k25", (28, 28), 1),
+        ("kimi_k25", (29, 28), 2),
+        ("kimi_k25", (1, 1), 1),
+        ("kimi_k25", (1792, 1792), 64 * 64),
+        ("kimi_k25", (3584, 3584), 64 * 64),
+        ("kimi_k25", (14_336, 14), 256),
     ],
 )
 def test_an_image_has_the_tokens_of_the_published_processor(family, size, count):
@@ -186,7 +201,31 @@ FOLDERS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gemma4": {"config": {"vision_config": {}}, "preprocessor_config": {}},
     "minicpmv4_6": {"config": {"image_token_id": 9}, "preprocessor_config": {}},
+    NEMOTRON.name: {
+        "config": {
+            "vision_config": {"args": {"model": "vit_huge_patch16_224"}},
+            "force_image_size": 512,
+            "patch_size": 16,
+            "downsample_ratio": 0.5,
+            "use_thumbnail": True,
+        },
+        "tokenizer": {"added_tokens": [{"id": 77, "content": "<image>"}]},
+    },
+    "kimi_k25": {
+        "config": {"use_unified_vision_chunk": True},
+        "preprocessor_config": {
+            "media_proc_cfg": {
+                "patch_size": 14,
+                "merge_kernel_size": 2,
+                "in_patch_limit": 16_384,
+                "patch_limit_on_one_side": 512,
+                "fixed_output_tokens": None,
+            }
+        },
+        "tokenizer": {"added_tokens": [{"id": 77, "content": "<|media_pad|>"}]},
+    },
 }
+GEOMETRY: dict[str, Any] = FOLDERS["kimi_k25"]["preprocessor_config"]["media_proc_cfg"]
 
 
 @pytest.fixture
@@ -207,7 +246,7 @@ def load(write_folder):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_folders_as_published_load_and_are_proved_on_vllm_alone(load, name):
     family = load(name)
-    same = {"mistral3": PIXTRAL, "glm4v": GLM, "internvl": INTERNVL, "llama4": LLAMA4}.get(name)
+    same = {each.name: each for each in (PIXTRAL, GLM, INTERNVL, LLAMA4, NEMOTRON, KIMI)}.get(name)
     if same is not None:
         assert [family.count(*size) for size in ((1, 1), (999, 1333))] == [
             same.count(*s) for s in ((1, 1), (999, 1333))
@@ -234,10 +273,40 @@ def test_a_folder_with_mistrals_own_tokenizer_is_of_no_known_family(load, tmp_pa
     assert families.load_family(tmp_path, None) is None
 
 
-def test_llama4_takes_its_placeholder_from_the_tokenizer(load):
-    assert load("llama4").placeholder_id == 77
+@pytest.mark.parametrize("name", ["llama4", NEMOTRON.name, "kimi_k25"])
+def test_a_family_whose_config_names_no_placeholder_takes_that_of_the_tokenizer(load, name):
+    assert load(name).placeholder_id == 77
     with pytest.raises(ModelFolderError, match="no token"):
-        load("llama4", tokenizer={"added_tokens": []})
+        load(name, tokenizer={"added_tokens": []})
+
+
+def test_images_of_nemotron_stand_between_two_tokens_and_its_layers_may_keep_states(codec):
+    ids, spans = expanded(NEMOTRON, codec, "<image>", (512, 512))
+    assert (ids, spans) == ([IDS["<img>"], *[IDS["<image>"]] * 256, IDS["</img>"]], [(0, 258)])
+    assert NEMOTRON.may_have_states
+    assert not INTERNVL.may_have_states
+
+
+@pytest.mark.parametrize("code", ["tokenization.Own", ["tokenization.Own", None]])
+@pytest.mark.parametrize("name", [NEMOTRON.name, "kimi_k25"])
+def test_a_folder_whose_tokenizer_is_code_of_its_own_is_of_no_known_family(load, tmp_path, name, code):
+    load(name)
+    for auto_map, known in (({"AutoProcessor": "a.B"}, True), ({"AutoTokenizer": code}, False), ([code, None], False)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto_map}))
+        assert (families.load_family(tmp_path, None) is not None) == known
+
+
+def test_a_kimi_without_a_tokenizer_json_is_of_no_known_family(load, tmp_path):
+    load("kimi_k25")
+    (tmp_path / "tokenizer.json").unlink()
+    assert families.load_family(tmp_path, None) is None
+
+
+def test_a_nemotron_that_resizes_images_to_the_room_in_the_context_is_of_no_known_family(load, write_folder):
+    load(NEMOTRON.name)
+    sizes = {"min_num_patches": 1024, "max_num_patches": 13_312}
+    config = FOLDERS[NEMOTRON.name]["config"] | {"model_type": NEMOTRON.name, "vision_config": {"args": sizes}}
+    assert families.load_family(write_folder(config=config), None) is None
 
 
 @pytest.mark.parametrize(
@@ -258,6 +327,23 @@ def test_llama4_takes_its_placeholder_from_the_tokenizer(load):
         ("gemma4", "preprocessor_config", {"do_resize": False}, "do_resize"),
         ("minicpmv4_6", "preprocessor_config", {"slice_mode": False}, "slice_mode"),
         ("minicpmv4_6", "preprocessor_config", {"downsample_mode": "2x"}, "downsample_mode"),
+        ("kimi_k25", "config", {"use_unified_vision_chunk": None}, "use_unified_vision_chunk"),
+        ("kimi_k25", "preprocessor_config", {"media_proc_cfg": None}, "media_proc_cfg"),
+        *(
+            ("kimi_k25", "preprocessor_config", {"media_proc_cfg": GEOMETRY | {key: value}}, key)
+            for key, value in (
+                ("fixed_output_tokens", 64),
+                ("merge_kernel_size", [2, 1]),
+                ("merge_kernel_size", []),
+                ("in_patch_limit", None),
+                ("patch_limit_on_one_side", 0),
+            )
+        ),
+        (NEMOTRON.name, "config", {"use_thumbnail": False}, "use_thumbnail"),
+        (NEMOTRON.name, "config", {"downsample_ratio": 2}, "downsample_ratio"),
+        (NEMOTRON.name, "config", {"force_image_size": None}, "force_image_size"),
+        (NEMOTRON.name, "config", {"force_image_size": 8}, "no token"),
+        (NEMOTRON.name, "config", {"vision_config": {}}, "args"),
     ],
 )
 def test_files_that_contradict_each_other_are_refused_by_name(load, name, file, change, complaint):

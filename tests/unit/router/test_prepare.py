@@ -13,6 +13,7 @@ from unit.router.rig import Rig, refused
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_lib.block_keys import block_keys
+from mmrouter_lib.families.qwen_vl import QwenVL
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.intake import Limits, parse_forwarded
 
@@ -156,6 +157,15 @@ async def test_processor_options_do_not_affect_text(prepare):
     options = await prepare(text(LONG), mm_processor_kwargs={"max_pixels": 1}, media_io_kwargs={"image": {"x": 1}})
     assert (options.exactness, options.reasons) == ("exact", ())
     assert options.keys(SIZE) == plain.keys(SIZE)
+
+
+async def test_options_of_any_medium_affect_the_images_of_a_family_with_one_medium(prepare, monkeypatch):
+    options = {"media_io_kwargs": {"audio": {}}}
+    assert (await prepare(image("a"), **options)).exactness == "exact"
+    monkeypatch.setattr(QwenVL, "one_medium", True)
+    prepared = await prepare(image("a"), **options)
+    assert (prepared.exactness, prepared.reasons) == ("partial", ("processor_options:media_io_kwargs",))
+    assert (await prepare(text(LONG), **options)).exactness == "exact"
 
 
 async def test_case_12_image_with_other_processor_options_is_another_image():

@@ -107,6 +107,9 @@ class Family(ABC):
     fragile: ClassVar[bool] = False
     """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
 
+    one_medium: ClassVar[bool] = False
+    """Whether the engine has one kind for images and videos, so that a request's options for any of them name all."""
+
     places_images: ClassVar[bool] = True
     """Whether the place and length of images are known. Otherwise prompts without an image alone are predicted."""
 

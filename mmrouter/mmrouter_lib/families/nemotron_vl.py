@@ -1,0 +1,71 @@
+"""Nemotron Nano VL v2: tiles as InternVL has them, and a language model whose layers keep states.
+
+Covers ``NemotronH_Nano_VL_V2`` with images in tiles, as Nemotron Nano 12B v2 VL has them. vLLM 0.32 reads the geometry
+from config.json alone (``NanoNemotronVLProcessor``): at most 12 tiles and the whole picture, whatever the files of the
+processor say. Its later models resize an image to what the context has room for, and are not covered.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from mmrouter_lib.families.base.family import ProcessorLimits, refuse_options, register
+from mmrouter_lib.families.internvl import InternVL
+from mmrouter_lib.model_folder import (
+    ModelFolderError,
+    added_token_id,
+    find_json,
+    has_tokenizer_code,
+    vision_config,
+    whole_number,
+)
+
+ARCHITECTURE = "NemotronH_Nano_VL_V2"
+IMAGE = "<image>"
+_MOST = 12  # tiles, the engine's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class NemotronVL(InternVL):
+    """A Nemotron Nano VL v2 folder; the fields are InternVL's."""
+
+    placeholder_text: str = IMAGE
+    name: str = ARCHITECTURE
+    media_text: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"image": IMAGE, "video": "<video>", "audio": "<so_embedding>"}
+    )
+
+    @property
+    def may_have_states(self) -> bool:
+        return True  # its language model has layers of Mamba
+
+
+def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> NemotronVL | None:
+    """Return the family of a folder, ``None`` where images are not cut into tiles or the tokenizer is code of its own.
+
+    Raises :class:`ModelFolderError` for a geometry that is not modelled.
+    """
+    refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=ARCHITECTURE)
+    file = str(folder / "config.json")
+    settings = vision_config(file, config).get("args")
+    if not isinstance(settings, dict):
+        raise ModelFolderError(f"{file}: vision_config must hold args, not {settings!r}")
+    if "min_num_patches" in settings or has_tokenizer_code(find_json(folder, "tokenizer_config.json") or {}):
+        return None
+    if config.get("use_thumbnail") is not True:
+        raise ModelFolderError(f"{file}: use_thumbnail must be true, not {config.get('use_thumbnail')!r}")
+    tile, patch = (whole_number(file, config, key) for key in ("force_image_size", "patch_size"))
+    ratio = config.get("downsample_ratio")
+    if not isinstance(ratio, float) or not 0 < ratio <= 1:
+        raise ModelFolderError(f"{file}: downsample_ratio must be above 0 and at most 1, not {ratio!r}")
+    tokens = int((tile // patch) ** 2 * ratio**2)
+    image = added_token_id(folder, IMAGE)
+    if image is None or tokens < 1:
+        wanted = f"the tokenizer has no token {IMAGE}" if image is None else "a tile becomes no token"
+        raise ModelFolderError(f"{file}: {wanted}")
+    return NemotronVL(image, tile, tokens, 1, _MOST)
+
+
+register(ARCHITECTURE, load, proved_on=("vllm",))
