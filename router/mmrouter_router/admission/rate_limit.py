@@ -3,10 +3,10 @@
 The state is one number, the time at which the bucket is full again, so a tenant whose bucket is full needs no state.
 """
 
+import math
 from typing import Final, NamedTuple
 
 PERIOD: Final = 60.0  # seconds in which an empty bucket fills
-_TOLERANCE: Final = 1e-6  # of one request's part of the bucket, for rounding errors of sums
 
 
 class RateDecision(NamedTuple):
@@ -25,7 +25,9 @@ def decide(per_minute: float, full_at: float, now: float) -> RateDecision:
     interval = PERIOD / per_minute
     full_at = max(full_at, now)
     room = max(PERIOD, interval) - (full_at - now)
-    after = room - interval + interval * _TOLERANCE
+    # A full bucket is a sum of as many parts as it holds, and each sum is rounded to a value of the clock.
+    rounding = (1 + per_minute) * math.ulp(full_at + PERIOD)
+    after = room - interval + rounding
     if after < 0:
         return RateDecision(full_at, interval - room, 0)
     return RateDecision(full_at + interval, 0.0, int(after / interval))

@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mmrouter_router.admission.rate_limit import PERIOD, decide
@@ -43,6 +43,7 @@ def test_what_is_refused_is_admitted_after_the_wait_and_not_long_before(rate: fl
 
 
 @given(RATES, PAUSES)
+@example(1549.0, [])
 def test_remaining_is_what_is_admitted_now_and_a_full_bucket_is_reached_when_it_says(
     rate: float, pauses: list[float]
 ) -> None:
