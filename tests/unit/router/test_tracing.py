@@ -163,7 +163,7 @@ def test_failed_span_has_the_kind_of_error_but_not_its_message(tracer, collected
 
 
 def test_decision_attributes_hold_no_client_text():
-    winner = SimpleNamespace(name="w-0", pool="worker", overlap=3, tier=0, blocks=5)
+    winner = SimpleNamespace(name="w-0", pool="worker", overlap=3, unproved=0, tier=0, blocks=5)
     choice = SimpleNamespace(winner=winner, candidates=(winner, winner), reason="cost 2")
     reasons = ("processor_options:messages[0].secret", "unknown:x", "unknown:y")
     values = Decision(None, choice, "kv", "partial", reasons).span_attributes()
