@@ -31,6 +31,7 @@ TOKENS = {
     "deepseek_ocr2": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
     "nemotron_vl": ["<image>", "<img>", "</img>", "<video>"],
     "kimi_k25": [f"<|media_{name}|>" for name in ("begin", "content", "pad", "end")],
+    "qwen3_omni_moe": ["<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"],
     "llava_onevision": ["<image>", "<video>"],
     "idefics3": [
         *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
@@ -64,6 +65,15 @@ NAMED: dict[str, dict[str, str]] = {
         "image_id_end_token": "</image_id>",
     },
     "paddleocr_vl": {"image_token": "<|IMAGE_PLACEHOLDER|>"},
+    "qwen3_omni_moe": {
+        "image_token": "<|image_pad|>",
+        "audio_token": "<|audio_pad|>",
+        "video_token": "<|video_pad|>",
+        "vision_bos_token": "<|vision_start|>",
+        "vision_eos_token": "<|vision_end|>",
+        "audio_bos_token": "<|audio_start|>",
+        "audio_eos_token": "<|audio_end|>",
+    },
 }
 """Family -> names under which its processor finds tokens at the tokenizer."""
 IMAGES = {
@@ -75,10 +85,13 @@ IMAGES = {
     "paddleocr_vl": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     "nemotron_vl": "<image>\\n",
     "kimi_k25": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
+    "qwen3_omni_moe": "<|vision_start|><|image_pad|><|vision_end|>",
     "llava_onevision": "<image>\\n",
     "idefics3": "<image>",
 }
 """Family -> what its chat template writes for an image. The others are published without a template."""
+AUDIO = {"gemma4": "<|audio|>", "qwen3_omni_moe": "<|audio_start|><|audio_pad|><|audio_end|>"}
+"""Family -> what its chat template writes for audio."""
 CODE = {
     "nemotron_vl": """
 from transformers import NemotronHConfig, PretrainedConfig
@@ -97,7 +110,8 @@ class Config(PretrainedConfig):
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
-    "{%- if part.type == 'text' %}{{- part.text }}{%- else %}{{- 'IMAGE' }}{%- endif %}"
+    "{%- if part.type == 'text' %}{{- part.text }}{%- elif part.type == 'audio' %}{{- 'AUDIO' }}"
+    "{%- else %}{{- 'IMAGE' }}{%- endif %}"
     "{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
@@ -209,7 +223,8 @@ def gemma4() -> dict[str, dict[str, Any]]:
     names = {"image": "<|image|>", "boi": "<|image>", "eoi": "<image|>", "audio": "<|audio|>", "video": "<|video|>"}
     config |= {f"{name}_token_id": of[token] for name, token in names.items()}
     return {
-        "config": config | {"audio_config": None},
+        "config": config
+        | {"audio_config": {"model_type": "gemma4_audio", "hidden_size": HIDDEN, "num_hidden_layers": 2}},
         "preprocessor_config": {
             **PIXELS,
             **geometry,
@@ -340,6 +355,57 @@ def kimi_k25() -> dict[str, dict[str, Any]]:
     }
 
 
+def qwen3_omni_moe() -> dict[str, dict[str, Any]]:
+    geometry = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
+    size = {"min_pixels": 3136, "max_pixels": 12_845_056}
+    thinker = _config(
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        "qwen3_omni_moe_thinker",
+        {
+            "model_type": "qwen3_omni_moe_text",
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": HIDDEN,
+            "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 3, 3]},
+        },
+        {
+            "model_type": "qwen3_omni_moe_vision_encoder",
+            "depth": 2,
+            "num_heads": HEADS,
+            "out_hidden_size": HIDDEN,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "deepstack_visual_indexes": [],
+        },
+    )
+    audio = {"model_type": "qwen3_omni_moe_audio_encoder", "encoder_layers": 2, "d_model": HIDDEN, "output_dim": HIDDEN}
+    numbers = {"image": 151_655, "video": 151_656, "vision_start": 151_652, "vision_end": 151_653}
+    numbers |= {name: ids("qwen3_omni_moe")[f"<|{name}|>"] for name in ("audio_start", "audio_end")}
+    numbers |= {"audio": ids("qwen3_omni_moe")["<|audio_pad|>"]}
+    thinker |= {"audio_config": audio, **{f"{name}_token_id": number for name, number in numbers.items()}}
+    return {
+        "config": {
+            "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+            "model_type": "qwen3_omni_moe",
+            "enable_audio_output": False,
+            "thinker_config": thinker,
+        },
+        "preprocessor_config": {
+            **PIXELS,
+            **geometry,
+            **size,
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "feature_extractor_type": "WhisperFeatureExtractor",
+            "feature_size": 128,
+            "sampling_rate": 16_000,
+            "chunk_length": 300,
+            "processor_class": "Qwen3OmniMoeProcessor",
+        },
+        "video_preprocessor_config": {**PIXELS, **geometry, **size, "video_processor_type": "Qwen2VLVideoProcessor"},
+    }
+
+
 def llava_onevision() -> dict[str, dict[str, Any]]:
     of, tiles = ids("llava_onevision"), {"image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]]}
     config = _config(
@@ -394,6 +460,7 @@ FILES: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "deepseek_ocr2": partial(deepseek_ocr, "DeepseekOCR2ForCausalLM"),
     "nemotron_vl": nemotron_vl,
     "kimi_k25": kimi_k25,
+    "qwen3_omni_moe": qwen3_omni_moe,
     "llava_onevision": llava_onevision,
     "idefics3": idefics3,
 }

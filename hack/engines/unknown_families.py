@@ -11,8 +11,9 @@ of the repository:
   licence (its manifest says Apache-2.0, its text MIT). The tokenizers in them are their makers': Gemma 3's is under the
   Gemma Terms of Use, Llama 3's under the Llama 3.1 Community License, Qwen 3's under Apache-2.0, DeepSeek's under MIT.
 - Qwen3.5: tokenizer, template and preprocessor of Qwen3-VL (``MMROUTER_MODELS``), which stand in for its own.
-- GLM-4.1V, InternVL, Llama 4, Gemma 4, MiniCPM-V 4.6, PaddleOCR-VL, DeepSeek-OCR, Nemotron Nano VL, LLaVA-OneVision
-  and Idefics3: tokenizer of Qwen3-VL with their tokens added (``hack/engines/stand_in_files.py``).
+- GLM-4.1V, InternVL, Llama 4, Gemma 4, MiniCPM-V 4.6, PaddleOCR-VL, DeepSeek-OCR, Nemotron Nano VL, Kimi K2.5,
+  Qwen3-Omni, LLaVA-OneVision and Idefics3: tokenizer of Qwen3-VL with their tokens added
+  (``hack/engines/stand_in_files.py``).
 - Mistral 3 and Pixtral: a tokenizer of Mistral AI from ``mistral_common`` (Apache-2.0), which vLLM's environment has;
   transformers converts it and mistral_common makes the chat template. It is the one of Pixtral; Mistral Small 3.1 has a
   later one.
@@ -236,7 +237,7 @@ def stand_in(name: str, folder: Path) -> None:
     config |= {"extra_special_tokens": stand_in_files.NAMED.get(name, {}), "additional_special_tokens": []}
     if name in stand_in_files.IMAGES:
         template = stand_in_files.TEMPLATE.replace("IMAGE", stand_in_files.IMAGES[name])
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template.replace("AUDIO", stand_in_files.AUDIO.get(name, "")))
     else:
         config["bos_token"] = "<|endoftext|>"  # with which vLLM's own template begins
     for file, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):

@@ -1,11 +1,11 @@
-"""Media identity: a hash under which two images, or two videos, count as the same one.
+"""Media identity: a hash under which two images, videos or recordings of sound count as the same one.
 
 An identity is a 256-bit BLAKE3 hash, keyed per deployment or per tenant, of the encoded bytes *and* of every option
 that changes the pixels the engine computes from them. The same bytes by http, by ``data:`` URI or behind two signed
 URLs are one identity; other bytes behind the same URL are another. Bytes that are an image and a video, as an animated
-GIF is, have an identity as each: an engine caches what it made of either under that name alone. vLLM gets it as
-``uuid`` and publishes it verbatim in its events (docs/exactness.md), so a predicted and a published block carry the
-same 32 bytes.
+GIF is, or a video and its sound have an identity as each: an engine caches what it made of either under that name
+alone. vLLM gets it as ``uuid`` and publishes it verbatim in its events (docs/exactness.md), so a predicted and a
+published block carry the same 32 bytes.
 """
 
 import re
@@ -24,14 +24,14 @@ PIXEL_OPTIONS = frozenset({"min_pixels", "max_pixels", "num_crops", "rgba_backgr
 """Names of the options that may change pixels. Any other is an error, because its effect is not modelled."""
 
 OptionValue = bool | int | float | str | tuple[int, ...]
-Modality = Literal["image", "video"]
-_DOMAINS: dict[Modality, bytes] = {"image": b"media", "video": b"video"}
+Modality = Literal["image", "video", "audio"]
+_DOMAINS: dict[Modality, bytes] = {"image": b"media", "video": b"video", "audio": b"audio"}
 
 
 def media_identity(
     data: bytes, options: Mapping[str, OptionValue], *, key: bytes, modality: Modality = "image"
 ) -> bytes:
-    """Return the 32-byte identity of an encoded image or video.
+    """Return the 32-byte identity of an encoded image, video or recording.
 
     ``data`` is the encoded file (JPEG, PNG, ...), ``options`` the processor options in force, ``key`` 32 secret bytes
     of the deployment or derived from them. Raises ``ValueError`` for empty data, a key of another length, or an option

@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "DeepSeek-OCR, DeepSeek-OCR-2": ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
     "Nemotron Nano VL v2": ("NemotronH_Nano_VL_V2",),
     "Kimi K2.5, K2.6": ("kimi_k25",),
+    "Qwen3-Omni": ("qwen3_omni_moe",),
     "LLaVA-1.5, Pixtral": ("llava",),
     "LLaVA-NeXT": ("llava_next",),
     "LLaVA of its authors": ("LlavaLlamaForCausalLM",),
@@ -53,6 +54,7 @@ PROOFS = {
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"{STAND_IN}, on GLM-4.1V",
     "Llama 4": STAND_IN,
     "Gemma 4": STAND_IN,
+    "Qwen3-Omni": STAND_IN,
     "LLaVA-1.5, Pixtral": f"real engines; Pixtral: {FRONT_END}",
 }
 """What images were compared with, where it was not real engines with the family's own tokenizer."""

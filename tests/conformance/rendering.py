@@ -74,10 +74,14 @@ def renderer(
         yield Renderer(client, process)
 
 
-def own_prompts(env: Path, asked: Mapping[Path, Mapping[str, Any]]) -> dict[Path, Prompts]:
+def own_prompts(
+    env: Path, asked: Mapping[Path, Mapping[str, Any]], packages: Sequence[Path] = ()
+) -> dict[Path, Prompts]:
     """Return vLLM's prompts for each folder, of one process, which takes longer to start than to answer.
 
-    ``asked``: the bodies of each kind, as ``own_prompts.py`` reads them; answers are in its order.
+    ``asked``: the bodies of each kind, as ``own_prompts.py`` reads them; answers are in its order. ``packages``:
+    folders of modules that the environment lacks.
     """
     bodies = [{"folder": str(folder), **kinds} for folder, kinds in asked.items()]
-    return {folder: Prompts(found) for folder, found in zip(asked, answer_of(env, [OWN_PROMPTS], bodies), strict=True)}
+    answers = answer_of(env, [OWN_PROMPTS, *packages], bodies)
+    return {folder: Prompts(found) for folder, found in zip(asked, answers, strict=True)}

@@ -261,6 +261,10 @@ and a template of this project, so the row proves images and not texts.
 same from their headers: place, length and name of each video, and the extra keys of every block
 (`tests/conformance/vllm/test_videos.py`). Qwen3.5 has Qwen3-VL's tokenizer.
 
+**Audio.** Drawn conversations of text, images and WAV files go through the router's stages to vLLM's own front end.
+Both have the same ids, places, lengths and names of images and audio, and extra keys of every block, up to the first
+audio that is not predicted, which begins where the router says (`tests/conformance/vllm/test_audio.py`).
+
 **Families beside a renderer.** The library has no code for LLaVA-OneVision and Idefics3, so `vllm launch render` with
 the engines' files makes their prompts. For the others it is a second opinion; when the row of Mistral 3 was made, its
 family had no code either. Networks and configurations are this project's, with the geometry, special ids and window of

@@ -60,7 +60,9 @@ PROCESSED = {
 """Families whose prompts are compared with those of vLLM's own front end, which expands images without a model."""
 VIDEOS = {family: FAMILIES[family] for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")} | WITHOUT_SETUP
 """Families whose videos are compared with what vLLM's own loader and processor make of them."""
-SHOWN = FAMILIES | RENDERED | PROCESSED | VIDEOS
+AUDIO = {"gemma4": PROCESSED["gemma4"], "qwen3_omni_moe": "Qwen3-Omni"}
+"""Families whose prompts with audio are compared with those of vLLM's own front end."""
+SHOWN = FAMILIES | RENDERED | PROCESSED | VIDEOS | AUDIO
 NEWER = "vLLM 0.33.0"
 """The setup of an engine of a newer release with the tested one's compiled part, as there is no CPU build of it."""
 BY_MOONCAKE = "prefill, decode by Mooncake"
@@ -145,6 +147,7 @@ CELLS = [
     *(("vllm", "renderer, worker", family) for family in RENDERED),
     *(("vllm", "front end", family) for family in PROCESSED),
     *(("vllm", "videos", family) for family in VIDEOS),
+    *(("vllm", "audio", family) for family in AUDIO),
     ("vllm", NEWER, "qwen2_vl"),
     ("sglang", BY_MOONCAKE, "qwen2_5_vl"),
 ]

@@ -118,8 +118,8 @@ def drawn_matroska(number: int, seed: int) -> list[DrawnVideo]:
     return videos
 
 
-def pyav() -> Any:
-    """Return the module ``av``, or skip the test."""
+def pyav_folder() -> Path:
+    """Return the folder that holds the module ``av``, or skip the test."""
     home = cache_dir() / "processors"
     folder = home / f"av-{PYAV}"
     if not folder.is_dir():
@@ -129,8 +129,13 @@ def pyav() -> Any:
         if not wheels:
             pytest.skip(f"not run: PyAV {PYAV} cannot be had from the package index")
         zipfile.ZipFile(wheels[0]).extractall(folder)
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
+    return folder
+
+
+def pyav() -> Any:
+    """Return the module ``av``, or skip the test."""
+    if (folder := str(pyav_folder())) not in sys.path:
+        sys.path.append(folder)
     return importlib.import_module("av")
 
 

@@ -1,4 +1,5 @@
-"""Gemma 4: an image keeps its shape within a budget of soft tokens, between a begin and an end token.
+"""Gemma 4: an image keeps its shape within a budget of soft tokens, between a begin and an end token. Audio, which only
+folders with an audio tower take, has its place, but no modelled length.
 
 Covers ``gemma4``. The count is that of vLLM 0.32 (``Gemma4ProcessingInfo``), which the image processor of transformers
 5.19 shares: the largest picture of the image's shape within the budget whose sides are whole squares of patches.
@@ -40,9 +41,13 @@ class Gemma4(Family):
     patch_size: int
     pool: int
     most: int
+    audio_id: int | None = None
     placeholder_text: str = "<|image|>"
     name: str = MODEL_TYPE
-    media_text: ClassVar[Mapping[str, str]] = MappingProxyType({"image": "<image_soft_token>", "video": "<|video|>"})
+    audio_text: ClassVar[str] = "<|audio|>"
+    media_text: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"image": "<image_soft_token>", "video": "<|video|>", "audio": "<audio_soft_token>"}
+    )
 
     def count(self, width: int, height: int) -> int:
         """Return the soft tokens of an image and the two around them. Raises :class:`ImageSizeError` for no pixels."""
@@ -53,7 +58,9 @@ class Gemma4(Family):
         return min(high * wide, self.most) + 2
 
     def tokens(self, codec: "TokenizerCodec", image: PromptImage, number: int) -> Sequence[int]:
-        """Return the image's soft tokens between begin and end."""
+        """Return the image's soft tokens between begin and end, of audio its placeholder."""
+        if image.modality == "audio":
+            return Family.tokens(self, codec, image, number)
         return [self.begin_id, *placeholder_run("I", self.placeholder_id, number, image)[2:], self.end_id]
 
 
@@ -77,8 +84,9 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
         whole_number(file, config, f"{name}_token_id", default)
         for name, default in (("image", 258_880), ("boi", 255_999), ("eoi", 258_882))
     )
+    audio = None if config.get("audio_config") is None else whole_number(file, config, "audio_token_id", 258_881)
     patch, pool, most = geometry
-    return Gemma4(image, begin, end, patch, pool, most)
+    return Gemma4(image, begin, end, patch, pool, most, audio)
 
 
 register(MODEL_TYPE, load, proved_on=("vllm",))

@@ -7,10 +7,10 @@ import math
 import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mmrouter_lib.block_keys import Span
 from mmrouter_lib.families.base.family import (
@@ -20,6 +20,7 @@ from mmrouter_lib.families.base.family import (
     PlaceholderError,
     ProcessorLimits,
     PromptImage,
+    are_sizes,
     placeholder_run,
     refuse_options,
     register,
@@ -53,6 +54,10 @@ class Phi3V(Family):
     @property
     def pixel_options(self) -> dict[str, int]:
         return {"num_crops": self.num_crops}
+
+    def with_options(self, options: Mapping[str, Any]) -> Self | None:
+        """Return the family with a request's greatest number of tiles."""
+        return replace(self, **options) if are_sizes(options, self.pixel_options) else None
 
     def count(self, width: int, height: int) -> int:
         """Return the tokens of tiles, whole picture and separators. Raises :class:`ImageSizeError` as :func:`tiles`."""

@@ -10,17 +10,18 @@ each slice stands behind its time as text.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mmrouter_lib.families.base.family import (
     Family,
     ImageSizeError,
     ProcessorLimits,
     PromptImage,
+    are_sizes,
     refuse_options,
     register,
 )
@@ -90,6 +91,13 @@ class QwenVL(Family):
     def pixel_options(self) -> dict[str, int]:
         return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
 
+    def with_options(self, options: Mapping[str, Any]) -> Self | None:
+        """Return the family with a request's limits of pixels, which hold for videos in another way."""
+        limits = {**self.pixel_options, **options}
+        if not are_sizes(limits, self.pixel_options) or limits["min_pixels"] > limits["max_pixels"]:
+            return None
+        return replace(self, **limits, videos=None)
+
     def count(self, width: int, height: int) -> int:
         """Return the number of placeholder tokens: (width'/patch)(height'/patch)/merge^2 of the resized image."""
         unit = self.patch_size * self.merge_size
@@ -108,7 +116,7 @@ class QwenVL(Family):
         """Return placeholders; of a video with times the ids of ``<1.5 seconds>`` and a begin before each slice, and an
         end behind it. A video without a header is one placeholder.
         """
-        if image.modality == "image" or self.videos is None:
+        if image.modality != "video" or self.videos is None:
             return Family.tokens(self, codec, image, number)
         if image.video is None:
             return (self.videos.placeholder_id,)

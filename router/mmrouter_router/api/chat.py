@@ -337,8 +337,8 @@ class Chat:
             salt = {} if prepared.salt is None or path in UNCACHED else {"cache_salt": prepared.salt}
             return Outgoing(path, {**prepared.request.body, **salt}, form=prepared.request.form)
         rewrites = [image.rewrite() for image in images]
-        embedded = [image for image in prepared.images if path != CHAT or image.modality == "video"]
-        rewrites += prepared.video_rewrites()
+        embedded = [image for image in prepared.images if path != CHAT or image.modality != "image"]
+        rewrites += prepared.timed_rewrites()
         rewritten = self._adapter.rewrite_chat(
             prepared.request.body,
             rewrites,

@@ -227,7 +227,7 @@ def predicted_prompt(prepared: Prepared) -> PredictedPrompt | None:
     """Return the router's own prediction, up to the first unresolved image; ``None`` without one."""
     if prepared.exactness == "affinity" or prepared.rendered:
         return None
-    resolved = {image.identity for image in prepared.images if image.resolved}
+    resolved = {image.name for image in prepared.images if image.resolved}
     spans = tuple(sorted(prepared.spans, key=lambda span: span.offset))  # videos may stand before images
     stop = next((span.offset for span in spans if span.identity not in resolved), None)
     if stop is None:

@@ -65,7 +65,7 @@ def expected_blocks(prepared: Prepared, target: Target) -> ExpectedBlocks | None
         return None
     worker, rank, _ = target
     block_size, scope, lookahead = target.key_form
-    resolved = {image.identity for image in prepared.images if image.resolved}
+    resolved = {image.name for image in prepared.images if image.resolved}
     stops = [span.offset for span in prepared.spans if span.identity not in resolved]
     ids, spans = prepared.ids, prepared.spans
     if scope is not None:

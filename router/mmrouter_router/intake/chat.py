@@ -12,12 +12,13 @@ from typing import Any
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.request_fields import CHAT, words
+from mmrouter_lib.media_identity import Modality
 from mmrouter_lib.prompt.prompter import REPLACING
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
-from mmrouter_router.intake.field_check import Reason, check_fields, inexact_fields
+from mmrouter_router.intake.field_check import check_fields, inexact_fields
 from mmrouter_router.intake.json_body import MAX_DEPTH, Object, Raw, Served
-from mmrouter_router.intake.request import MIN_URI, ChatRequest, ImagePart, Limits, MediaPart, Modality, extract_images
+from mmrouter_router.intake.request import MIN_URI, ChatRequest, ImagePart, Limits, MediaPart, extract_images
 
 
 def parse_chat(raw: Raw, limits: Limits, served: Served, engine: EngineType = "vllm") -> ChatRequest:
@@ -35,7 +36,7 @@ def parse_extracted(raw: Raw, limits: Limits, parse: Callable[[Raw], ChatRequest
             request = parse(extracted.raw)
             images = tuple(replace(image, inline=extracted.images.get(image.url)) for image in request.images)
             media = tuple(
-                part._replace(inline=extracted.images.get(part.url)) if part.kind == "video" else part
+                part._replace(inline=extracted.images.get(part.url)) if part.kind != "image" else part
                 for part in request.media
             )
             taken = [image.url for image in images if image.inline is not None]
@@ -67,8 +68,8 @@ def parse_unextracted(raw: Raw, limits: Limits, served: Served, engine: EngineTy
     json_body.optional(body, "reasoning_effort", str)
     json_body.objects(body, "documents")
     json_body.flag(body, "add_special_tokens")
-    has_video = any(part.kind == "video" for part in parts.media)
-    inexact = (*parts.inexact, *inexact_fields(body, CHAT, engine, has_video=has_video))
+    timed = {part.kind for part in parts.media}
+    inexact = tuple(inexact_fields(body, CHAT, engine, timed=timed))
     check_tools(body)
     return ChatRequest(
         model=model,
@@ -78,7 +79,7 @@ def parse_unextracted(raw: Raw, limits: Limits, served: Served, engine: EngineTy
         stream=json_body.flag(body, "stream", nullable=True),
         max_tokens=json_body.max_tokens(body, "max_completion_tokens", "max_tokens"),
         body=body,
-        inexact=inexact[:MAX_REASONS],
+        inexact=inexact,
         source=raw,
     )
 
@@ -107,17 +108,14 @@ _CALL_KEYS = words("id type function index")
 _FUNCTION_KEYS = words("name arguments")
 _AUDIO_KEYS = words("data format")
 
-MAX_REASONS = 32  # reasons kept per request, so that a client cannot choose how many
-
 
 class MessageParts:
-    """The media of one request's messages in prompt order, and reasons why the messages are not modelled."""
+    """The media of one request's messages, in prompt order."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.images: list[ImagePart] = []
         self.media: list[MediaPart] = []
-        self.inexact: list[Reason] = []
 
     def read(self, number: int, message: Object) -> None:
         """Check a message; make each part canonical, for the same prompt. Raises :class:`RequestError`."""
@@ -170,8 +168,6 @@ class MessageParts:
         else:
             holder: Object = {"url": ""}
             self.media.append(MediaPart(holder, "url", url, param, MEDIA_TYPES[kind], (message, place)))
-            if kind != "video_url":
-                self.inexact.append(Reason(param, "media"))
             plain = _plain(part, own, f"{MEDIA_TYPES[kind]}_url", holder)
         json_body.count_media(len(self.images) + len(self.media), self._limits.max_images, param)
         return plain

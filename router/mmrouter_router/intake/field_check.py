@@ -5,7 +5,7 @@ it has a judgement. A known one is modelled, harmless, set by the router alone, 
 predicted (docs/exactness.md).
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from mmrouter_lib.api import EngineType
@@ -65,9 +65,12 @@ def check_nested(body: Mapping[str, Any], nested: Mapping[str, Names]) -> None:
 
 
 def inexact_fields(
-    body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType = "vllm", *, has_video: bool = False
+    body: Mapping[str, Any], endpoint: Endpoint, engine: EngineType = "vllm", *, timed: Collection[str] = ()
 ) -> Iterable[Reason]:
-    """Yield a reason for every field of a request whose effect on the prompt is not modelled."""
+    """Yield a reason for every field of a request whose effect on the prompt is not modelled.
+
+    ``timed``: which of video and audio the request has.
+    """
     affecting = adapter(engine).request_fields[endpoint].affecting
     for name, value in body.items():
         if name not in affecting:
@@ -76,9 +79,8 @@ def inexact_fields(
             if set(value or ()) - set(REMOVED_XARGS):  # those are removed
                 yield Reason(name, affecting[name])
         elif name == "media_io_kwargs":
-            # Options are per modality; only those for images and videos matter.
-            unread = isinstance(value, Mapping) and not value.get("image") and not (has_video and value.get("video"))
-            if value and not unread:
+            # Options are per modality; those of modalities that the request lacks do not matter.
+            if value and not (isinstance(value, Mapping) and not any(value.get(kind) for kind in ("image", *timed))):
                 yield Reason(name, affecting[name])
         elif value is not None and value is not False and value != {}:
             yield Reason(name, affecting[name])

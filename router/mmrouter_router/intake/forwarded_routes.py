@@ -19,13 +19,14 @@ from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.nested_fields import PASSED_NESTED
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
+from mmrouter_lib.media_identity import Modality
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.chat import check_variables
 from mmrouter_router.intake.field_check import Reason, check_fields, check_nested
 from mmrouter_router.intake.form_body import read_form, write_form
 from mmrouter_router.intake.json_body import Object, Raw, Served
-from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart, Modality
+from mmrouter_router.intake.request import HEAD_CHARACTERS, ChatRequest, Limits, MediaPart
 
 _INPUT, _TOOLS = "input", "tools"
 _PROMPTS = (_INPUT, "previous_input_messages")  # fields that hold messages

@@ -17,13 +17,14 @@ import secrets
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Final, NamedTuple, Self, TypeAlias
 
 import pybase64
 
 from mmrouter_lib.api import Media as MediaSettings
 from mmrouter_lib.api import quantity_bytes
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES
+from mmrouter_lib.media_identity import Modality
 from mmrouter_router.intake.field_check import Reason
 from mmrouter_router.intake.json_body import Raw, find_bytes, work_size
 
@@ -85,7 +86,6 @@ def _canonical(data: bytes, text: memoryview) -> bool:
 HEAD_CHARACTERS: Final = 2048  # characters of a prompt's JSON form that identify its beginning
 _PROMPT_FIELDS: Final[Mapping[str, str]] = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}
 
-Modality = Literal["image", "video", "audio"]
 Prompt: TypeAlias = "str | array[int]"  # a text, or token ids (u32)
 
 
@@ -114,7 +114,7 @@ class ImagePart:
 
 
 class MediaPart(NamedTuple):
-    """A video of a chat, an image of a forwarded request whose prompt is predicted, and media that no prompt models.
+    """A video or audio of a chat, an image of a forwarded request that is predicted, and media that no prompt models.
 
     ``holder[key]``, the field of its URL, is empty until :meth:`embed`: no engine can see a client's URL.
     """
@@ -139,7 +139,7 @@ class ChatRequest:
     ``response``: fields that the answer to a request of ``/v1/responses`` repeats, where it became this chat.
     ``stored``: whether the engine is to store its response. ``as_chat``: the chat whose prompt the engine makes of a
     forwarded request, ``None`` where that is not modelled; its images are ``media`` with a place.
-    ``inexact`` does not tell of videos, which the family may model.
+    ``inexact`` does not tell of videos and audio, which the family may model.
     A completion and a forwarded request have no ``images``, and ``messages`` hold the beginning of the prompt as one
     user message, for affinity only; a forwarded request without ``as_chat`` has a reason.
     """

@@ -8,7 +8,6 @@ from typing import Final
 
 from mmrouter_lib.engines.base.request_fields import RESPONSES
 from mmrouter_lib.engines.sglang.response_chats import UnmodelledFieldError, chat_of
-from mmrouter_router.intake.chat import MAX_REASONS
 from mmrouter_router.intake.field_check import Cause, Reason, inexact_fields
 from mmrouter_router.intake.forwarded_routes import parse_forwarded
 from mmrouter_router.intake.json_body import Raw, Served
@@ -38,5 +37,5 @@ def parse_sglang_responses(
         for each in (part, holder):
             each.pop("detail", None)  # with it the engine gives the image another name
     media = tuple(part._replace(place=places.get(id(part.holder))) for part in request.media)
-    inexact = tuple(inexact_fields(request.body, RESPONSES, "sglang"))[:MAX_REASONS]
+    inexact = tuple(inexact_fields(request.body, RESPONSES, "sglang"))
     return replace(request, messages=chat.body["messages"], inexact=inexact, as_chat=chat.body, media=media)

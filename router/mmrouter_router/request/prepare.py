@@ -3,11 +3,10 @@
 import logging
 import sys
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import orjson
 from blake3 import blake3
@@ -21,9 +20,8 @@ from mmrouter_lib.engines.sglang.prompter import SglangPrompter
 from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.engines.vllm.adapter import VLLM
-from mmrouter_lib.families import Family, ImageSizeError, ModelFolderError, family_name, is_proved, load_family
-from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe, rotates
-from mmrouter_lib.media_identity import media_identity, to_wire
+from mmrouter_lib.families import Family, ModelFolderError, family_name, is_proved, load_family
+from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, PromptTooLongError, TemplateError
 from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD, NEW_TEXT, OWNER, NewTextError
@@ -34,29 +32,27 @@ from mmrouter_router.fleet.workers import KeyForm
 from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
-from mmrouter_router.media.content import Media
 from mmrouter_router.media.resolve import MediaResolver
+from mmrouter_router.request.images import ImageResolver
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
+from mmrouter_router.request.processor_options import OptionReader, RequestOptions
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Rendered, Renderer
-from mmrouter_router.request.videos import resolve_video
+from mmrouter_router.request.timed_media import resolve_timed
 from mmrouter_router.sentinels.evidence import SentinelStore, sha256_of
 from mmrouter_router.telemetry.tracing import child_span
 
 log = logging.getLogger("mmrouter.prepare")
 
 Images = tuple[ResolvedImage, ...]
-PROBE_CACHE = 4096
 INLINE_TEXT = 1024
 """Characters without cached ids up to which they are tokenized in the event loop, in about 1 ms."""
 MAX_TEXT = 4 * 1024**2
 """Bytes of a body without its images up to which its prompt is predicted, unless its text is too long for
 :class:`mmrouter_lib.prompt.segment_cache.SegmentCache`."""
-MAX_ROTATED = 16_000_000
-"""Pixels up to which it is tried whether a PNG or WebP rotates: 8 bytes of memory each. A JPEG is decoded smaller."""
-MAX_REASONS = 32  # videos that are named as reasons
+MAX_REASONS = 32  # media that are named as reasons, so that a client cannot choose how many
 SEEDS = 4096  # tenants whose namespace seeds are cached
-_IMAGE_CAUSES = frozenset({"processor_options"})  # these affect images and videos only: every one becomes unresolved
+_IMAGE_CAUSES = frozenset({"processor_options"})  # these affect media only: each item becomes unresolved
 
 
 class PromptModel(NamedTuple):
@@ -98,20 +94,6 @@ class PromptModel(NamedTuple):
         return cls(prompter.family, prompter, name, hidden=hidden)
 
 
-class _Probed(NamedTuple):
-    """Size and tokens of an image. ``turned``: still to be rotated; ``certain``: the engine is sure to see the same."""
-
-    width: int
-    height: int
-    tokens: int = 0
-    turned: bool = False
-    certain: bool = True
-
-
-def _invalid_image(error: Exception, param: str) -> RequestError:
-    return RequestError.invalid(f"The image cannot be used: {error}.", param=param, code="invalid_image")
-
-
 def _too_long(request: ChatRequest) -> RequestError:
     message = (
         f"This model takes at most {MAX_TEXT} bytes or {MAX_TOKENS} tokens of text, and words of {MAX_WORD} letters."
@@ -147,10 +129,10 @@ class Preparer:
         self._identity_key = settings.identity_key
         self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
         self._max_pixels = settings.deployment.spec.routing.media.max_pixels
-        engine = settings.deployment.spec.engine.type
-        self._models_videos = engine == "vllm" and self.family is not None and self.family.video_id is not None
+        self._options = OptionReader.of(settings, self.family)
+        self._timed = self.family if settings.deployment.spec.engine.type == "vllm" else None
         self._seeds: dict[tuple[str | None, str], int] = {}
-        self._probed: OrderedDict[bytes, _Probed] = OrderedDict()
+        self._images = ImageResolver(self._threads, self._max_pixels)
 
     def seed(self, salt: str | None, lora: str = "") -> int:
         """Return the seed of the keys of a tenant's prompts, for the model or one of its LoRA adapters."""
@@ -175,8 +157,12 @@ class Preparer:
         self, request: ChatRequest, salt: str | None, tenant: str = "", *, predict: bool = True
     ) -> Prepared:
         """Resolve images and, with ``predict``, predict the prompt. Raises RequestError that names the field."""
-        images = await self._resolve(request, self.image_key(salt), tenant)
-        images = _mark_unresolved(request, images, one_medium=self.family is not None and self.family.one_medium)
+        options = self._options.read(request)
+        resolved = await self._resolve(
+            request, self.image_key(salt), tenant, options.family if options else self.family
+        )
+        one_medium = self.family is not None and self.family.one_medium
+        images = _under_options(request, resolved, options, one_medium=one_medium)
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
 
@@ -186,8 +172,9 @@ class Preparer:
         """Predict the prompt of a request with resolved images. Raises what :meth:`prepare` raises."""
         unresolved = tuple(image.unresolved for image in images if not image.resolved)
         unmodelled = [f"media:{image.param}" for image in images if not image.modelled]
-        labels = [r.label for r in request.inexact if images or r.reason not in _IMAGE_CAUSES]
-        reasons = list(dict.fromkeys((*unmodelled[:MAX_REASONS], *labels, *unresolved)))
+        affected = images and self._options.read(request) is None
+        labels = [r.label for r in request.inexact if affected or r.reason not in _IMAGE_CAUSES]
+        reasons = list(dict.fromkeys((*unmodelled[:MAX_REASONS], *labels, *unresolved[:MAX_REASONS])))
         exactness: Exactness = "partial" if unresolved else "exact"
         if unmodelled or any(reason.reason not in _IMAGE_CAUSES for reason in request.inexact):
             exactness = "affinity"
@@ -316,7 +303,7 @@ class Preparer:
             raise PromptTooLongError(f"the prompt has {tokens} tokens")
         return [(each.ids, each.spans) for each in expanded]
 
-    async def _resolve(self, request: ChatRequest, key: bytes, tenant: str) -> Images:
+    async def _resolve(self, request: ChatRequest, key: bytes, tenant: str, family: Family | None) -> Images:
         if not request.images and not request.media:
             return ()
         media = await self._media.resolve_all([*request.images, *request.media], tenant=tenant)
@@ -324,14 +311,14 @@ class Preparer:
         for part, item in zip(request.media, others, strict=True):
             part.embed(await self._threads.run(tenant, len(item.data), item.data_uri))
         parts = zip(request.images, images, strict=True)
-        resolved = [await self._image(part, item, key, tenant) for part, item in parts]
+        resolved = [await self._images.resolve(part, item, key, tenant, family) for part, item in parts]
         left = MAX_TOKENS
         for part, item in zip(request.media, others, strict=True):
             if part.kind == "image" and part.place is not None:
-                resolved.append(await self._image(ImagePart(*part.place, part.url, part.param), item, key, tenant))
-            elif part.kind == "video" and part.place is not None:
-                model = self.family if self._models_videos else None
-                work = partial(resolve_video, part, item, key, model, max_pixels=self._max_pixels, left=left)
+                image = ImagePart(*part.place, part.url, part.param)
+                resolved.append(await self._images.resolve(image, item, key, tenant, family))
+            elif part.place is not None:
+                work = partial(resolve_timed, part, item, key, self._timed, max_pixels=self._max_pixels, left=left)
                 resolved.append(await self._threads.run(tenant, len(item.data), work))
                 left -= resolved[-1].tokens
         return tuple(resolved)
@@ -342,44 +329,6 @@ class Preparer:
                 data = image.media.data
                 hashed = await self._threads.run(tenant, len(data), sha256_of, data)
                 self.sentinels.set_digest(image.identity, hashed)
-
-    async def _image(self, part: ImagePart, media: Media, key: bytes, tenant: str) -> ResolvedImage:
-        data = media.data
-        identity, known = await self._threads.run(tenant, len(data), self._inspect, data, part.param, key)
-        if known.turned and not await self._threads.run(tenant, known.width * known.height, rotates, data):
-            known = known._replace(width=known.height, height=known.width)
-        if known.turned or identity not in self._probed:
-            known = self._probed[identity] = known._replace(turned=False, tokens=self._count(known, part.param))
-            if len(self._probed) > PROBE_CACHE:
-                self._probed.popitem(last=False)
-        unresolved = "" if known.certain else f"image_format:{part.param}"
-        where = part.message, part.part, part.param
-        return ResolvedImage(*where, media, identity, known.width, known.height, known.tokens, unresolved)
-
-    def _inspect(self, data: bytes, param: str, key: bytes) -> tuple[bytes, "_Probed"]:
-        """Return the identity of an image, and its size by an earlier probe or by its header."""
-        options: Mapping[str, Any] = self.family.pixel_options if self.family is not None else {}
-        identity = media_identity(data, options, key=key)
-        if (known := self._probed.get(identity)) is not None:
-            return identity, known
-        try:
-            size = claimed_size(data, max_pixels=self._max_pixels)
-            if size is not None:
-                return identity, _Probed(size.width, size.height, certain=False)
-            exif = self.family is not None and self.family.rotates_exif
-            size = probe(data, max_pixels=self._max_pixels, exif=exif)
-            if size.turned and size.format != "JPEG" and size.width * size.height > MAX_ROTATED:
-                return identity, _Probed(size.width, size.height, certain=False)
-            return identity, _Probed(size.width, size.height, turned=size.turned)
-        except (ImageHeaderError, TooManyPixels) as error:
-            raise _invalid_image(error, param) from error
-
-    def _count(self, known: "_Probed", param: str) -> int:
-        """Return the visual tokens of an image, 0 without a family."""
-        try:
-            return self.family.count(known.width, known.height) if self.family is not None else 0
-        except ImageSizeError as error:
-            raise _invalid_image(error, param) from error
 
     @staticmethod
     def _fingerprint(request: ChatRequest, images: Images) -> int:
@@ -393,11 +342,23 @@ class Preparer:
         return xxh3_64_intdigest(orjson.dumps(head) + named)
 
 
-def _mark_unresolved(request: ChatRequest, images: Images, *, one_medium: bool) -> Images:
+def _under_options(request: ChatRequest, images: Images, options: RequestOptions | None, *, one_medium: bool) -> Images:
+    """Return the images by their names under the request's options, and unresolved where these are not modelled.
+
+    ``one_medium``: options for any medium are in the names of images.
+    """
+    if options is not None:
+        images = tuple(
+            replace(image, published=options.published(image.identity)) if image.modality == "image" else image
+            for image in images
+        )
     cause = next((reason.label for reason in request.inexact if reason.reason in _IMAGE_CAUSES), "")
     if one_medium and request.body.get("media_io_kwargs"):
         cause = cause or "processor_options:media_io_kwargs"
-    return tuple(replace(image, unresolved=image.unresolved or cause) for image in images) if cause else images
+    return tuple(
+        replace(image, unresolved=cause) if cause and image.resolved and not image.published else image
+        for image in images
+    )
 
 
 def _counted(images: Images, spans: tuple[Span, ...]) -> Images:

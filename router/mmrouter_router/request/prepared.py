@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, TypeVar
 
 import orjson
 
@@ -13,7 +13,7 @@ from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.base.continuation import Way
-from mmrouter_lib.media_identity import to_wire
+from mmrouter_lib.media_identity import Modality, to_wire
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_lib.video_header import VideoHeader
 from mmrouter_router.fleet.workers import KeyForm
@@ -27,10 +27,11 @@ from mmrouter_router.sentinels.table import FilledPrompt, Scope, Values, fill_se
 
 @dataclass(frozen=True, slots=True)
 class ResolvedImage:
-    """One image or video of a request: its position, its bytes, and its identity and tokens for the engine.
+    """One image, video or audio of a request: its position, its bytes, and its identity and tokens for the engine.
 
     ``unresolved``: why its tokens (``cause:field``) are unknown; its size and token count are then estimates.
-    ``video``: a resolved video's header. ``modelled``: not a video of a family or an engine whose videos are not.
+    ``video``: a resolved video's header. ``modelled``: not of a modality that
+    is not modelled for the family or the engine.
     """
 
     message: int
@@ -42,17 +43,23 @@ class ResolvedImage:
     height: int
     tokens: int
     unresolved: str = ""
-    modality: Literal["image", "video"] = "image"
+    modality: Modality = "image"
     video: VideoHeader | None = None
     modelled: bool = True
+    published: bytes = b""  # what the engine's events name it, where that is not ``identity``
 
     @property
     def resolved(self) -> bool:
         return not self.unresolved
 
+    @property
+    def name(self) -> bytes:
+        """The identity in the prompt's blocks, where the image is resolved."""
+        return self.published or self.identity
+
     def in_prompt(self) -> PromptImage:
         """Return the image for the prompt; an unresolved one is random, because no block from it on may match."""
-        identity = self.identity if self.resolved else secrets.token_bytes(32)
+        identity = self.name if self.resolved else secrets.token_bytes(32)
         video = self.video if self.resolved else None
         return PromptImage(identity, self.tokens, (self.width, self.height), self.modality, video)
 
@@ -62,7 +69,7 @@ class Prepared:
     """A request that is ready to be placed; ``ids`` and ``spans`` are empty where the prompt is not predicted.
 
     ``others``: token ids of the prompts of a completion behind its first one, each a request inside the engine.
-    ``images``: the images, then the videos, whose bytes are in the body already.
+    ``images``: the images, then videos and audio, whose bytes are in the body already.
     """
 
     request: ChatRequest
@@ -134,10 +141,10 @@ class Prepared:
             filled = self._filled[scope] = fill_sentinels(self.ids, self.spans, values)
         return filled
 
-    def video_rewrites(self) -> list[ImageRewrite]:
-        """Return the identities for the engine of videos, whose bytes are in the body already."""
-        videos = [image for image in self.images if image.modality == "video" and image.modelled]
-        return [ImageRewrite(video.message, video.part, NO_URL, to_wire(video.identity)) for video in videos]
+    def timed_rewrites(self) -> list[ImageRewrite]:
+        """Return the identities for the engine of videos and audio, whose bytes are in the body already."""
+        timed = [image for image in self.images if image.modality != "image" and image.modelled]
+        return [ImageRewrite(item.message, item.part, NO_URL, to_wire(item.identity)) for item in timed]
 
     def exactness_for(self, scope: Scope | None) -> tuple[Exactness, tuple[str, ...]]:
         """Return how exactly the prompt is predicted for engines of a scope, and the reasons against exactness."""

@@ -51,7 +51,7 @@ class Metrics(Collector):
         )
         self.decisions = counter("decisions", "Routing decisions by exactness and reason", "exactness", "reason")
         self.unresolved = counter(
-            "unresolved_images", "Images and videos that were served without a prediction, by cause", "reason"
+            "unresolved_images", "Images, videos and audio that were served without a prediction, by cause", "reason"
         )
         self.prompt_blocks = counter("prompt_blocks", "Complete prompt blocks of routed requests", "worker")
         self.overlap_blocks = counter("overlap_blocks", "Prompt blocks that the chosen worker held", "worker")

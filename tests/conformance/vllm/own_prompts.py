@@ -1,12 +1,15 @@
 """Prompts by vLLM's own code: its request models, renderer and tokenizer, without an engine.
 
     python own_prompts.py < [{"folder": ..., "chats": [...], "completions": [...], "responses": [...]}, ...]
+    python own_prompts.py PACKAGES < ...
 
-Run by the engine environment's Python. ``context``: tokens of the model's context, 8,192 by default. The last line of
-the output is a JSON array: for each folder a list with the token ids of every chat, then of every completion and of
-every request of /v1/responses, or the reason of a refusal; a text where vLLM does not take the folder. A prompt with
-images or videos is an object of ``ids`` and ``images``, (name, offset, length) each, and with ``block_size`` also of
-``keys``, what vLLM adds to the hash of each block of that many tokens.
+``PACKAGES``: folders of modules that the environment lacks. Run by the environment's Python. ``context``: tokens of the
+model's context, 8,192 by default. The last line of the output is a JSON array: for each folder a list with the
+token ids of every chat, then of every completion and of every request of /v1/responses, or the reason of a refusal; a
+text where vLLM does not take the folder. A prompt with images, videos or audio is an object of ``ids`` and ``images``,
+(name, offset, length) each, and with ``block_size`` also of ``keys``, what vLLM adds to the hash of each block of that
+many tokens. ``trusted``: the folder's path without its first slash, which names under a request's options depend on.
+Such options are taken then. ``processor``: the options that the engine is started with.
 """
 
 import asyncio
@@ -35,7 +38,12 @@ def extra_keys(tokens: int, named: list[tuple[str, Any]], block_size: int) -> li
 
 
 async def prompts(
-    folder: str, context: int = 8192, block_size: int | None = None, **bodies: list[dict[str, Any]]
+    folder: str,
+    context: int = 8192,
+    block_size: int | None = None,
+    trusted: str = "",
+    processor: dict[str, int] | None = None,
+    **bodies: list[dict[str, Any]],
 ) -> list[Any]:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -52,6 +60,7 @@ async def prompts(
         dtype="float32",
         max_model_len=context,
         limit_mm_per_prompt={"image": 32, "video": 32},
+        **({"mm_processor_kwargs": processor} if processor else {}),
     )
     server = OnlineRenderer(
         config,
@@ -59,6 +68,7 @@ async def prompts(
         request_logger=None,
         chat_template=None,
         chat_template_content_format="auto",
+        **({"trust_request_mm_kwargs": True} if trusted else {}),
     )
 
     async def asked(kind: Kind, body: dict[str, Any]) -> Any:
@@ -97,6 +107,7 @@ def answers_of(asked: dict[str, Any]) -> list[Any] | str:
 
 def main() -> None:
     output, sys.stdout = sys.stdout, sys.stderr  # logs are no part of the answer
+    sys.path += sys.argv[1:]
     answers = [answers_of(asked) for asked in json.load(sys.stdin)]
     output.write("\n" + json.dumps(answers) + "\n")
 

@@ -169,6 +169,7 @@ class Router:
     folder: Path
     processor: dict[str, int] = field(default_factory=dict)
     template: str = ""
+    args: tuple[str, ...] = ()  # of the engines, which have the folder from a volume then
 
     def prepare(self, fields: dict[str, Any], salt: str | None = None) -> Prepared:
         return asyncio.run(self._prepare(fields, salt))
@@ -198,7 +199,10 @@ class Router:
             (config / "chat-template" / "template.jinja").write_text(self.template)
             made["chatTemplate"] = {"configMap": {"name": "t", "key": "template"}}
         pool = {"name": "worker", "role": "worker", "replicas": 1, "accelerator": {"kind": "cpu"}}
-        deployment = parsed({"model": {"id": MODEL}, "engine": made, "pools": [pool]})
+        model: dict[str, Any] = {"id": MODEL}
+        if self.args:
+            made["args"], model["volume"] = list(self.args), {"persistentVolumeClaim": {"claimName": "weights"}}
+        deployment = parsed({"model": model, "engine": made, "pools": [pool]})
         return Settings(
             deployment, "r", "127.0.0.1", config, self.folder, bytes(32), "k", "t", (CurveKeys(b"", b"", b""),)
         )

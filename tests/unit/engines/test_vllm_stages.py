@@ -124,7 +124,7 @@ def test_ids_and_spans_are_in_prompt_order():
         (b'{"token_ids": [-1]}', "not a rendered prompt"),
         (answer((A, 38, 4)), "is at 38"),
         (answer((A, 3, 0)), "is at 3"),
-        (answer(features={"mm_hashes": {"audio": ["x"]}}), "audio"),
+        (answer(features={"mm_hashes": {"vision_chunk": ["x"]}}), "vision_chunk"),
         (answer(features={"mm_hashes": {"video": ["x"]}}), "1 videos are named"),
         (answer(features={"mm_hashes": {"image": ["x"]}, "mm_placeholders": {"image": []}}), "1 images are named"),
         (answer((A, 0, 1)).replace(to_wire(A).encode(), b"x"), "no identity of mmrouter"),

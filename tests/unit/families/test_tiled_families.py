@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,16 @@ FOLDERS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "tokenizer": {"added_tokens": [{"id": 77, "content": "<|media_pad|>"}]},
     },
+    "qwen3_omni_moe": {
+        "config": {
+            "thinker_config": {
+                "image_token_id": 9,
+                "audio_token_id": 10,
+                "vision_config": {"patch_size": 16, "spatial_merge_size": 2},
+            }
+        },
+        "preprocessor_config": {"patch_size": 16, "min_pixels": 3136, "max_pixels": 12_845_056},
+    },
 }
 GEOMETRY: dict[str, Any] = FOLDERS["kimi_k25"]["preprocessor_config"]["media_proc_cfg"]
 
@@ -271,6 +282,20 @@ def test_a_folder_with_mistrals_own_tokenizer_is_of_no_known_family(load, tmp_pa
     load("mistral3")
     (tmp_path / "tekken.json").write_text("{}")
     assert families.load_family(tmp_path, None) is None
+
+
+def test_audio_has_a_place_where_the_folder_has_a_tower_for_it(load):
+    assert load("gemma4").audio_id is None
+    assert load("gemma4", config={"audio_config": {}}).audio_id == 258_881
+    assert load("gemma4", config={"audio_config": {}, "audio_token_id": 7}).audio_id == 7
+    omni = load("qwen3_omni_moe")
+    assert (omni.placeholder_id, omni.audio_id, omni.video_id) == (9, 10, None)
+    assert omni.count(640, 480) == 300
+
+
+def test_a_tokenizer_with_another_placeholder_of_audio_is_refused(codec):
+    with pytest.raises(ModelFolderError, match=r"'<\|audio\|>' as None, config.json as 7"):
+        replace(GEMMA4, audio_id=7).check(codec)
 
 
 @pytest.mark.parametrize("name", ["llama4", NEMOTRON.name, "kimi_k25"])
@@ -325,6 +350,8 @@ def test_a_nemotron_that_resizes_images_to_the_room_in_the_context_is_of_no_know
         ("llama4", "config", {"vision_config": {"image_size": 336, "pixel_shuffle_ratio": 0}}, "pixel_shuffle_ratio"),
         ("gemma4", "preprocessor_config", {"max_soft_tokens": 70}, "max_soft_tokens"),
         ("gemma4", "preprocessor_config", {"do_resize": False}, "do_resize"),
+        ("gemma4", "config", {"audio_config": {}, "audio_token_id": "x"}, "audio_token_id"),
+        ("qwen3_omni_moe", "config", {"thinker_config": None}, "thinker_config"),
         ("minicpmv4_6", "preprocessor_config", {"slice_mode": False}, "slice_mode"),
         ("minicpmv4_6", "preprocessor_config", {"downsample_mode": "2x"}, "downsample_mode"),
         ("kimi_k25", "config", {"use_unified_vision_chunk": None}, "use_unified_vision_chunk"),

@@ -17,9 +17,9 @@ MODEL = Path(__file__).resolve().parents[3] / "examples" / "models" / "tiny-qwen
 SIZE = 16
 
 
-def settings(model_dir: Path = MODEL, processor=None, engine="vllm", **media) -> Settings:
-    engine = {"type": engine, "blockSize": SIZE, "processor": processor or {}}
-    deployment = resource(engine=engine, routing={"media": media})
+def settings(model_dir: Path = MODEL, processor=None, engine="vllm", args=(), spec=None, **media) -> Settings:
+    engine = {"type": engine, "blockSize": SIZE, "processor": processor or {}, "args": list(args)}
+    deployment = resource(engine=engine, routing={"media": media}, **(spec or {}))
     keys = (CurveKeys(b"", b"", b""),)
     return Settings(deployment, "r", "127.0.0.1", Path(), model_dir, bytes(32), "k", "t", keys)
 

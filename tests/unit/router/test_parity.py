@@ -215,7 +215,7 @@ async def test_only_predicted_requests_are_sampled_and_samples_are_bounded(rig, 
 
 
 def prepared(exactness: str = "exact") -> Prepared:
-    image = SimpleNamespace(identity=A, resolved=exactness == "exact")
+    image = SimpleNamespace(name=A, resolved=exactness == "exact")
     return Prepared(None, None, (image,), array("I", IDS), SPANS, exactness, (), SEED, 1)
 
 

@@ -159,7 +159,7 @@ def test_both_sides_of_a_difference_are_shown():
 
 def prepared(pieces, exactness="exact", *, resolved=True, rendered=False) -> Prepared:
     ids, spans = build(pieces)
-    images = tuple(SimpleNamespace(identity=span.identity, resolved=resolved) for span in spans)
+    images = tuple(SimpleNamespace(name=span.identity, resolved=resolved) for span in spans)
     return Prepared(None, None, images, ids, spans, exactness, (), 1, 1, rendered=rendered)
 
 

@@ -41,7 +41,7 @@ async def test_the_engine_gets_the_bytes_and_the_identity(prepare, padding):
     data = mp4(extra=bytes(4) + b"\0\0") if not padding else mp4(frames=padding)
     prepared = await prepare(video(data, uuid="theirs"), text("What?"))
     assert prepared.exactness == "exact"
-    rewritten = VLLM.rewrite_chat(prepared.request.body, prepared.video_rewrites(), model="m", cache_salt=None)
+    rewritten = VLLM.rewrite_chat(prepared.request.body, prepared.timed_rewrites(), model="m", cache_salt=None)
     part = rewritten.body["messages"][0]["content"][0]
     assert part == {
         "type": "video_url",
@@ -117,7 +117,7 @@ async def test_where_videos_are_not_modelled_the_request_is_placed_by_affinity(e
         request = chat(text("x"), video(), engine=engine)
         prepared = await preparer.prepare(request, None)
     assert (prepared.exactness, prepared.reasons, prepared.ids) == ("affinity", (f"media:{URL.format(1)}",), array("I"))
-    assert prepared.video_rewrites() == []
+    assert prepared.timed_rewrites() == []
     assert request.body["messages"][0]["content"][1]["video_url"]["url"].startswith("data:video/mp4;base64,")
 
 

@@ -142,7 +142,7 @@ def finite_number(text: str) -> float | None:
 class ImageRewrite:
     """The new content of ``messages[message].content[part]``: bytes as a ``data:`` URI, identity as text.
 
-    A video has its bytes already, and only gets its identity.
+    A video or audio has its bytes already, and only gets its identity.
     """
 
     message: int

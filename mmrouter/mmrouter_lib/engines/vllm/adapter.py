@@ -75,7 +75,7 @@ def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Rem
     part = without(part, ("uuid",), "", removed)
     if image is None:
         return part
-    if part.get("type") == "video_url":
+    if part.get("type") in ("video_url", "audio_url"):
         return {**part, "uuid": image.uuid}
     old = part.get("image_url")
     fields = without(old, ("uuid",), "image_url.", removed) if isinstance(old, dict) else {}

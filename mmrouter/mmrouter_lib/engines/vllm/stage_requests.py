@@ -166,6 +166,9 @@ def decode_request(body: Mapping[str, Any], prefilled: Mapping[str, Any]) -> dic
 RENDER_PATH = "/v1/chat/completions/render"
 
 
+_KINDS = ("image", "video", "audio")
+
+
 class RenderError(ValueError):
     """The renderer's answer cannot be used; the message says why."""
 
@@ -192,7 +195,7 @@ def render_request(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_rendered(raw: bytes) -> tuple["array[int]", tuple[Span, ...]]:
-    """Return token ids (u32) and the spans of images and videos, in prompt order.
+    """Return token ids (u32) and the spans of images, videos and audio, in prompt order.
 
     Raises :class:`RenderError` for an answer of another shape, for media of other kinds, and for an image that
     carries no identity of this project or lies outside the prompt.
@@ -203,10 +206,10 @@ def read_rendered(raw: bytes) -> tuple["array[int]", tuple[Span, ...]]:
     except (msgspec.DecodeError, OverflowError) as error:
         raise RenderError(f"not a rendered prompt: {error}") from error
     features = answer.features or _Features()
-    if others := {*features.mm_hashes, *features.mm_placeholders} - {"image", "video"}:
+    if others := {*features.mm_hashes, *features.mm_placeholders} - set(_KINDS):
         raise RenderError(f"the prompt holds {sorted(others)[0]}, which is not modelled")
     names, places = list[str](), list[_Place]()
-    for kind in ("image", "video"):
+    for kind in _KINDS:
         names += features.mm_hashes.get(kind, [])
         places += features.mm_placeholders.get(kind, [])
         if len(names) != len(places):

@@ -2,14 +2,16 @@
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from mmrouter_lib.block_keys import Span
+from mmrouter_lib.media_identity import Modality
 from mmrouter_lib.model_folder import ModelFolderError, read_json
 from mmrouter_lib.video_header import VideoHeader
+from mmrouter_lib.wav_header import WavHeader
 
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
@@ -36,23 +38,24 @@ class NotModelledError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image or a video of a request: its media identity (32 bytes) and the number of tokens it becomes.
+    """An image, video or audio of a request: its media identity (32 bytes) and the number of tokens it becomes.
 
     Images that cannot be resolved are included too, with a unique identity, because the presence of images can change
     how the text is tokenized (Phi-3). ``size``: (width, height) in pixels, after rotation; families whose images are
-    rows or tiles need it. ``video``: its header, ``None`` of one whose tokens are not known.
+    rows or tiles need it. ``video``: its header, ``None`` of one whose tokens are not known. Of
+    audio whose tokens are not known, ``count`` is one.
     """
 
     identity: bytes
     count: int
     size: tuple[int, int] | None = None
-    modality: Literal["image", "video"] = "image"
+    modality: Modality = "image"
     video: VideoHeader | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Expanded:
-    """An expanded prompt: ``ids`` (u32) and one span per image or video that the engine takes, in the order given.
+    """An expanded prompt: ``ids`` (u32) and one span per item that the engine takes, in the order given.
 
     That is the order in the prompt, too, where all are images. Placeholders beyond the images stay plain tokens: those
     that a user typed, and those of unresolved images.
@@ -75,6 +78,11 @@ class ProcessorLimits(Protocol):
     def num_crops(self) -> int | None: ...
 
 
+def are_sizes(options: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Return whether a request's processor options are numbers from 1 under these names, and no others."""
+    return all(name in names and type(value) is int and 0 < value < 2**63 for name, value in options.items())
+
+
 def refuse_options(limits: ProcessorLimits | None, *names: str, family: str) -> None:
     """Raise :class:`ModelFolderError` where the resource sets a processor option that the family does not have."""
     for name in names:
@@ -94,6 +102,7 @@ class Family(ABC):
     placeholder_id: int  # fills an image's span
     placeholder_text: str  # text of that token
 
+    audio_text: ClassVar[str] = ""  # of the placeholder of audio
     media_text: ClassVar[Mapping[str, str]]
     """Modality -> text that stands for one item where a chat template takes plain strings.
 
@@ -123,9 +132,22 @@ class Family(ABC):
         """The processor options in force: they change pixels, so they belong to the media identity."""
         return {}
 
+    def with_options(self, options: Mapping[str, Any]) -> Self | None:
+        """Return the family for images under a request's processor options, ``None`` where these are not modelled."""
+        return None
+
     @property
     def video_id(self) -> int | None:
         """The placeholder of a video, ``None`` where videos are not modelled."""
+        return None
+
+    @property
+    def audio_id(self) -> int | None:
+        """The placeholder of audio, ``None`` where the engine takes none or its place is not modelled."""
+        return None
+
+    def count_audio(self, audio: WavHeader) -> int | None:
+        """Return the placeholder tokens of audio, ``None`` where they are not modelled."""
         return None
 
     @abstractmethod
@@ -138,24 +160,24 @@ class Family(ABC):
 
     def tokens(self, codec: "TokenizerCodec", image: PromptImage, number: int) -> Sequence[int]:
         """Return the token ids that image ``number`` (from 0) of a prompt becomes, by default a run of placeholders."""
-        return placeholder_run("I", self.placeholder_id, number, image)
+        placeholder = self.audio_id if image.modality == "audio" and self.audio_id else self.placeholder_id
+        return placeholder_run("I", placeholder, number, image)
 
     def check(self, codec: "TokenizerCodec") -> None:
-        """Raise :class:`ModelFolderError` for a tokenizer that has the placeholder under another id."""
-        token = codec.token_id(self.placeholder_text)
-        if token != self.placeholder_id:
-            raise ModelFolderError(
-                f"the tokenizer has {self.placeholder_text!r} as {token}, config.json as {self.placeholder_id}"
-            )
+        """Raise :class:`ModelFolderError` for a tokenizer that has a placeholder under another id."""
+        for text, wanted in ((self.placeholder_text, self.placeholder_id), (self.audio_text, self.audio_id)):
+            if wanted is not None and (token := codec.token_id(text)) != wanted:
+                raise ModelFolderError(f"the tokenizer has {text!r} as {token}, config.json as {wanted}")
 
     def expand(
         self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
     ) -> Expanded:
         """Return a prompt text's token ids with every image expanded. Raises :class:`PlaceholderError`."""
         ids = codec.encode(text, add_special_tokens=add_special_tokens)
+        own = {"video": self.video_id, "audio": self.audio_id}
+        others = {number: own[image.modality] for number, image in enumerate(images) if image.modality in own}
         runs = [self.tokens(codec, image, number) for number, image in enumerate(images)]
-        videos = [number for number, image in enumerate(images) if image.modality == "video"]
-        return expand_ids(ids, self.placeholder_id, images, runs, dict.fromkeys(videos, self.video_id))
+        return expand_ids(ids, self.placeholder_id, images, runs, others)
 
 
 Load = Callable[[Path, dict[str, Any], ProcessorLimits | None], Family | None]
@@ -214,7 +236,7 @@ def expand_ids(
 ) -> Expanded:
     """Replace each of the first ``len(images)`` placeholders by its image's tokens: ``runs``, else placeholders.
 
-    ``others``: number of an image -> its own placeholder, as a video has.
+    ``others``: number of an image -> its own placeholder, as a video and audio have.
 
     The engine matches by position alone: a placeholder that a user typed takes an image from the template's own, which
     then stays a plain token (tests/conformance/vllm/test_tokenization.py). Raises :class:`PlaceholderError` when there
@@ -227,7 +249,7 @@ def expand_ids(
         wanted = placeholder if own is None else own
         at = _find(ids, wanted, behind.get(wanted, 0))
         if at is None:
-            what = "images and videos" if others else "images"
+            what = "media" if others else "images"
             raise PlaceholderError(f"the prompt has a place for {number} {what}, the request has {len(images)}")
         places.append((at, number))
         behind[wanted] = at + 1
