@@ -53,6 +53,9 @@ POOL_OF_ITS_OWN = "            return maybe_make_thread_pool, (og_tokenizer, cop
 POOL_IS_SHARED = "\n        def __deepcopy__(self, memo):\n            return self\n"
 """Transformers deep-copies the arguments that vLLM loads its processor with, including a pool of tokenizers that is
 safe to share: a third of an engine's start-up CPU. With this the pool is shared."""
+FIRST_COPIED = "        tokenizer_pool.put(copy.deepcopy(og_tokenizer))\n"
+FIRST_TAKEN = "        tokenizer_pool.put(copy.deepcopy(og_tokenizer) if _ else og_tokenizer)\n"
+"""The pool begins with a copy of the tokenizer, which is used by the pool alone. With this it begins with that one."""
 COPY_OF_IT = "            return get_cached_tokenizer, (tokenizer,)\n"
 COPY_AMONG_ARGUMENTS = """
         def __deepcopy__(self, memo):
@@ -98,7 +101,7 @@ def recipe() -> str:
 
 def additions() -> str:
     """Return a digest of everything that is added to an environment that is ready."""
-    texts = (POOL_OF_ITS_OWN, POOL_IS_SHARED, COPY_OF_IT, COPY_AMONG_ARGUMENTS, FORCED, ASKED, SELDOM)
+    texts = (POOL_OF_ITS_OWN, POOL_IS_SHARED, FIRST_TAKEN, COPY_OF_IT, COPY_AMONG_ARGUMENTS, FORCED, ASKED, SELDOM)
     functions = (add, collect_seldom, mend, rest_between_polls)
     return digest(*NIXL, str(REST_US), *texts, *(inspect.getsource(each) for each in functions))
 
@@ -241,6 +244,7 @@ def add(env: Path) -> None:
         POOL_OF_ITS_OWN + POOL_IS_SHARED,
         "what a copy of vLLM's pool of tokenizers is",
     )
+    mend(mended[1], f"(?:{re.escape(FIRST_COPIED)}|{re.escape(FIRST_TAKEN)})", FIRST_TAKEN, "with what a pool begins")
     mend(
         mended[1],
         f"{re.escape(COPY_OF_IT)}(?:{re.escape(COPY_AMONG_ARGUMENTS)})?",

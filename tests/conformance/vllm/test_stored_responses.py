@@ -1,6 +1,6 @@
 """Responses that a real vLLM stores: their prompts are the predicted ones, and another router finds each again.
 
-Two routers before one engine, which is killed at the end and comes back without its responses.
+Two routers before one engine, which the long form kills at the end: it comes back without its responses.
 """
 
 import httpx
@@ -94,11 +94,16 @@ def test_a_response_is_continued_retrieved_streamed_and_cancelled_through_anothe
     assert [event.to_dict() for event in again] == sent[2:]
 
 
-def test_another_tenants_response_is_not_found_and_one_of_a_killed_engine_is_lost(deployment, client):
+def test_another_tenants_response_is_not_found(client):
     mine = client().responses.create(model="demo", input=STORY, **LIMITS).id
     with pytest.raises(openai.NotFoundError) as caught:
         client(1, "bob").responses.create(model="demo", input="And?", previous_response_id=mine, **LIMITS)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "response_not_found")
+
+
+@pytest.mark.long_form  # tests/local/test_stored_responses.py has the same of simulated engines
+def test_a_response_of_a_killed_engine_is_lost_and_says_so(deployment, client):
+    mine = client().responses.create(model="demo", input=STORY, **LIMITS).id
     for process in engines(deployment)[0][1].processes:
         process.kill()
 
