@@ -78,6 +78,7 @@ def sides(
             "MMROUTER_HANDOVER_WAYS": "nixl,shm,inline",
             "MMROUTER_HANDOVER_BYTES": str(256 << 20),
             "UCX_TLS": "tcp,self,sm",
+            "UCX_NET_DEVICES": "lo",  # others, such as a node's bridge, may vanish while the engines run
             "VLLM_API_KEY": API_KEY,
             "VLLM_SERVER_DEV_MODE": "1",
         }

@@ -121,7 +121,7 @@ def test_case_64_failed_reads_drain_no_pool_whatever_the_renderer_does(vllm_env:
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "UCX_TLS": "tcp,self"},
+        env={**os.environ, "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     steps = json.loads(done.stdout)
