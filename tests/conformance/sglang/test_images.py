@@ -20,6 +20,7 @@ from conformance.own_code import answer_of
 from conformance.prediction import decode
 from conformance.sglang.test_rendering import folder_of
 from conformance.workload import SCRIPTS, STORY, image_part, picture
+from long_form import IS_LONG
 from PIL import Image
 
 from mmrouter_lib import families
@@ -28,7 +29,7 @@ from mmrouter_lib.engines.sglang.identity import artifact_hash_of
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.sentinels.evidence import plan_fingerprints
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5") if IS_LONG else ("qwen3_vl",)
 DRAWN = 25
 CACHES = (0, 64)  # megabytes of processed images
 
