@@ -185,10 +185,10 @@ def test_a_wrong_identity_is_named(second, monkeypatch):
 
 
 def test_an_image_that_is_taken_as_equal_fails_the_gate(second, monkeypatch):
-    import mmrouter_router.request.prepare
+    import mmrouter_router.request.images
 
     with second.running():
-        monkeypatch.setattr(mmrouter_router.request.prepare, "media_identity", lambda data, options, key: bytes(32))
+        monkeypatch.setattr(mmrouter_router.request.images, "media_identity", lambda data, options, key: bytes(32))
         failed = second.gate()
         assert "a different image is treated as equal" in failed.message
         assert "another image misses" in failed.name
