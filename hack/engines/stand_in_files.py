@@ -10,88 +10,9 @@ from functools import partial
 from typing import Any
 
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
+from hack.engines.stand_in_tokens import ids
 
-FIRST_ID = 151_669
-"""Of the added tokens: Qwen3-VL's tokenizer ends before it."""
 PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
-TOKENS = {
-    "glm4v": [
-        "<|image|>",
-        "<|video|>",
-        *(f"<|{side}_of_{kind}|>" for kind in ("image", "video") for side in ("begin", "end")),
-    ],
-    "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
-    "llama4": [
-        f"<|{name}|>" for name in ("image", "patch", "image_start", "image_end", "tile_x_separator", "tile_y_separator")
-    ],
-    "gemma4": ["<|image|>", "<|image>", "<image|>", "<|audio|>", "<|audio>", "<audio|>", "<|video|>"],
-    "minicpmv4_6": ["<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
-    "paddleocr_vl": ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"],
-    "deepseek_ocr": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
-    "deepseek_ocr2": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
-    "nemotron_vl": ["<image>", "<img>", "</img>", "<video>"],
-    "kimi_k25": [f"<|media_{name}|>" for name in ("begin", "content", "pad", "end")],
-    "qwen3_omni_moe": ["<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"],
-    "llava_onevision": ["<image>", "<video>"],
-    "idefics3": [
-        *("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"),
-        *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
-    ],
-}
-"""Family -> tokens that are added, in the order of their ids."""
-NAMED: dict[str, dict[str, str]] = {
-    "internvl": {
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-        "context_image_token": "<IMG_CONTEXT>",
-        "video_token": "<video>",
-    },
-    "gemma4": {
-        "image_token": "<|image|>",
-        "boi_token": "<|image>",
-        "eoi_token": "<image|>",
-        "audio_token": "<|audio|>",
-        "boa_token": "<|audio>",
-        "eoa_token": "<audio|>",
-    },
-    "minicpmv4_6": {
-        "image_token": "<|image_pad|>",
-        "video_token": "<|video_pad|>",
-        "image_start_token": "<image>",
-        "image_end_token": "</image>",
-        "slice_start_token": "<slice>",
-        "slice_end_token": "</slice>",
-        "image_id_start_token": "<image_id>",
-        "image_id_end_token": "</image_id>",
-    },
-    "paddleocr_vl": {"image_token": "<|IMAGE_PLACEHOLDER|>"},
-    "qwen3_omni_moe": {
-        "image_token": "<|image_pad|>",
-        "audio_token": "<|audio_pad|>",
-        "video_token": "<|video_pad|>",
-        "vision_bos_token": "<|vision_start|>",
-        "vision_eos_token": "<|vision_end|>",
-        "audio_bos_token": "<|audio_start|>",
-        "audio_eos_token": "<|audio_end|>",
-    },
-}
-"""Family -> names under which its processor finds tokens at the tokenizer."""
-IMAGES = {
-    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
-    "internvl": "<IMG_CONTEXT>\\n",
-    "llama4": "<|image|>",
-    "gemma4": "\\n\\n<|image|>\\n\\n",
-    "minicpmv4_6": "<|image_pad|>\\n",
-    "paddleocr_vl": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-    "nemotron_vl": "<image>\\n",
-    "kimi_k25": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
-    "qwen3_omni_moe": "<|vision_start|><|image_pad|><|vision_end|>",
-    "llava_onevision": "<image>\\n",
-    "idefics3": "<image>",
-}
-"""Family -> what its chat template writes for an image. The others are published without a template."""
-AUDIO = {"gemma4": "<|audio|>", "qwen3_omni_moe": "<|audio_start|><|audio_pad|><|audio_end|>"}
-"""Family -> what its chat template writes for audio."""
 CODE = {
     "nemotron_vl": """
 from transformers import NemotronHConfig, PretrainedConfig
@@ -107,20 +28,7 @@ class Config(PretrainedConfig):
 """
 }
 """Family -> the class of its configuration, ``configuration.Config``, where neither vLLM nor transformers has one."""
-TEMPLATE = (
-    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
-    "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"
-    "{%- if part.type == 'text' %}{{- part.text }}{%- elif part.type == 'audio' %}{{- 'AUDIO' }}"
-    "{%- else %}{{- 'IMAGE' }}{%- endif %}"
-    "{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
 TEXTS = {**TEXT, "head_dim": HIDDEN // HEADS, "max_position_embeddings": 32_768, "vocab_size": 151_936}
-
-
-def ids(family: str) -> dict[str, int]:
-    """Return the added tokens of a family with their ids."""
-    return {token: FIRST_ID + number for number, token in enumerate(TOKENS[family])}
 
 
 def _config(architecture: str, model_type: str, text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:

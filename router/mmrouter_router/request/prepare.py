@@ -172,7 +172,7 @@ class Preparer:
         """Predict the prompt of a request with resolved images. Raises what :meth:`prepare` raises."""
         unresolved = tuple(image.unresolved for image in images if not image.resolved)
         unmodelled = [f"media:{image.param}" for image in images if not image.modelled]
-        affected = images and self._options.read(request) is None
+        affected = images and not any(image.published for image in images)
         labels = [r.label for r in request.inexact if affected or r.reason not in _IMAGE_CAUSES]
         reasons = list(dict.fromkeys((*unmodelled[:MAX_REASONS], *labels, *unresolved[:MAX_REASONS])))
         exactness: Exactness = "partial" if unresolved else "exact"

@@ -30,8 +30,7 @@ class ResolvedImage:
     """One image, video or audio of a request: its position, its bytes, and its identity and tokens for the engine.
 
     ``unresolved``: why its tokens (``cause:field``) are unknown; its size and token count are then estimates.
-    ``video``: a resolved video's header. ``modelled``: not of a modality that
-    is not modelled for the family or the engine.
+    ``video``: a resolved video's header. ``modelled``: whether the family has its modality on the engine.
     """
 
     message: int

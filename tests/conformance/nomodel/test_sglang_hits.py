@@ -64,7 +64,7 @@ def test_hits_beside_states_and_windows_are_at_most_the_blocks_held(
     release = sglang_hybrid_engine.release
     sglang_hybrid_engine.plan(name)
     followed = Followed(tmp_path, "sglang", release, drafts=False)
-    prompts = Prompts(random.Random(name), block_size=HYBRIDS[name][0])
+    prompts = Prompts(random.Random(name + SEED), block_size=HYBRIDS[name][0])
     seen: Counter[str] = Counter()
     outside, legacy = [], legacy_sentinels(release)
     for _ in range(REQUESTS):

@@ -42,8 +42,8 @@ class PromptImage:
 
     Images that cannot be resolved are included too, with a unique identity, because the presence of images can change
     how the text is tokenized (Phi-3). ``size``: (width, height) in pixels, after rotation; families whose images are
-    rows or tiles need it. ``video``: its header, ``None`` of one whose tokens are not known. Of
-    audio whose tokens are not known, ``count`` is one.
+    rows or tiles need it. ``video``: its header, ``None`` of one whose tokens are not known. Of audio whose tokens are
+    not known, ``count`` is one.
     """
 
     identity: bytes
