@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -123,20 +124,36 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
         # Fixed hashes, and so fixed collisions, in every run.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-            )
+            run_child(command, environment, LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             return [Figure(name, None, "x", why=f"callgrind took more than {LIMIT_SECONDS:g} s") for name in names]
-        if done.returncode:
-            words = " ".join(done.stderr.split())[-200:]
-            return [Figure(name, None, "x", why=f"callgrind ended with {done.returncode}: {words}") for name in names]
+        except subprocess.CalledProcessError as error:
+            words = " ".join(error.stderr.split())[-200:]
+            return [Figure(name, None, "x", why=f"callgrind ended with {error.returncode}: {words}") for name in names]
         counted = [totals(out.with_name(f"out.{number + 1}").read_text()) for number in range(EMPTY + 2 * len(names))]
     empty, *pairs = counted[EMPTY - 1 :]
     return [
         Figure(name, (own - empty) / (floor - empty), "x")
         for name, own, floor in zip(names, pairs[::2], pairs[1::2], strict=True)
     ]
+
+
+def run_child(command: Sequence[str], environment: dict[str, str], limit_s: float) -> None:
+    """Run a command and the processes that it starts, for ``limit_s`` seconds at most.
+
+    At the limit all of them are killed: callgrind_control would wait for a killed process forever, and hold its output
+    open. Raises ``TimeoutExpired`` and ``CalledProcessError``, with what the command wrote to standard error.
+    """
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as child:
+        try:
+            _, errors = child.communicate(timeout=limit_s)
+        except BaseException:  # also of an interrupt, which the session of the child does not get
+            os.killpg(child.pid, signal.SIGKILL)
+            raise
+    if child.returncode:
+        raise subprocess.CalledProcessError(child.returncode, command, stderr=errors)
 
 
 def totals(dump: str) -> int:

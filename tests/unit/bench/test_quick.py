@@ -1,8 +1,11 @@
 """What fails the quick benchmark, and that what it counts is counted."""
 
 import json
+import os
+import subprocess
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from bench.quick import __main__ as command
@@ -125,6 +128,22 @@ def test_a_tool_that_is_not_there_is_a_reason_and_no_failure(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     missing = [*measurements.instructions([work(1)]), *measurements.system_calls(SimpleNamespace(), SimpleNamespace())]
     assert [(each.value, "is not installed" in each.why) for each in missing] == [(None, True)] * 3
+
+
+def test_a_measured_command_ends_at_its_limit_with_the_processes_it_started(tmp_path):
+    alive = tmp_path / "alive"
+    holds_the_output = f"(sleep 600; touch {alive}) & echo $! > {alive}; wait"
+    with pytest.raises(subprocess.TimeoutExpired):
+        measurements.run_child(["sh", "-c", holds_the_output], dict(os.environ), 1.0)
+    started = int(alive.read_text())
+    # A killed process may wait for its parent to collect it.
+    assert not psutil.pid_exists(started) or psutil.Process(started).status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_words_of_a_measured_command_that_fails_are_kept():
+    with pytest.raises(subprocess.CalledProcessError) as raised:
+        measurements.run_child(["sh", "-c", "echo no valgrind >&2; exit 3"], dict(os.environ), 60.0)
+    assert (raised.value.returncode, raised.value.stderr) == (3, "no valgrind\n")
 
 
 def test_dumps_of_callgrind_and_logs_of_strace_are_read():
