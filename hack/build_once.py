@@ -142,7 +142,16 @@ def failed(what: str, done: "subprocess.CompletedProcess[str]") -> FailedError:
 def pip_install(python: str, arguments: Iterable[str], what: str) -> None:
     """Install packages beside an interpreter. Raises :class:`FailedError`, and :class:`CannotMakeError` where pip
     reaches no index.
+
+    uv does it where it is installed and succeeds, with a fifth of pip's CPU: it compiles nothing, so that the first
+    import of a module does. It copies files, because a link would let a change to one environment change all of them,
+    and it looks into all indexes as pip does.
     """
+    arguments = list(arguments)
+    if uv := shutil.which("uv"):
+        ways = ("--quiet", "--link-mode=copy", "--index-strategy=unsafe-best-match", f"--python={python}")
+        if captured([uv, "pip", "install", *ways, *arguments], env=quiet_env()).returncode == 0:
+            return
     with index_of(python):
         run([python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments], what)
 
@@ -170,8 +179,10 @@ def unreached(python: str) -> str:
 
 
 def quiet_env() -> dict[str, str]:
-    """Return the environment without the calling interpreter's, and with what CPU wheels of engines read at import."""
-    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    """Return the environment without the calling interpreter's, and with what CPU wheels of engines read at import.
+    Python writes bytecode in it: what is built is imported often.
+    """
+    dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     marks = {"VLLM_TARGET_DEVICE": "cpu", "SGLANG_USE_CPU_ENGINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     return inherited | marks

@@ -138,6 +138,7 @@ def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
         left_out = tuple(f"--ignore={folder}" for folder in step.without)
         command = (sys.executable, "-m", "pytest", *step.paths, *left_out, "-q", f"--junit-xml={report}")
     env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode, each of a thousand processes compiles the product
     limit_s = level.limit_s if step.limit_s is None else step.limit_s
     if live:
         print(f"\n== {step.name}", flush=True)

@@ -17,7 +17,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hack.build_once import FailedError, cache_dir, digest, main, run
+from hack.build_once import FailedError, cache_dir, digest, main, pip_install, run
 from hack.engines import vllm_env
 from hack.engines.vllm_env import make
 
@@ -48,8 +48,8 @@ def build(env: Path) -> None:
     site, shared = (Path(run([str(at / "bin" / "python"), "-c", SITE], "python")) for at in (env, full))
     wanted = env / "requirements.txt"
     wanted.write_text(f"{WHEEL}\n")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-    run([*pip, "--no-compile", "--requirement", str(wanted)], f"pip install of vllm {NEWER}")
+    arguments = ("--no-deps", "--require-hashes", "--no-compile", "--requirement", str(wanted))
+    pip_install(python, arguments, f"pip install of vllm {NEWER}")
     for compiled in (site / "vllm").rglob("*.so"):
         compiled.unlink()
     # A site folder that another one adds comes behind it, so the newer code hides the tested one.
@@ -69,8 +69,7 @@ def add(env: Path) -> None:
     """Add what an engine needs and the code alone does not."""
     python = str(env / "bin" / "python")
     site = Path(run([python, "-c", SITE], "python"))
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    run([*pip, *MISSING], "pip install of what the release needs")
+    pip_install(python, ["--no-deps", *MISSING], "pip install of what the release needs")
     shutil.copyfile(KERNELS, site / KERNELS.name)
     (site / "tested_kernels.pth").write_text(ENABLED)
 

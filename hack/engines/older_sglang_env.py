@@ -15,7 +15,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from hack.build_once import CannotMakeError, cache_dir, digest, main, run
+from hack.build_once import CannotMakeError, cache_dir, digest, main, pip_install, run
 from hack.engines import sglang_env
 from hack.engines.sglang_env import FORKS, STARTS
 from hack.engines.vllm_env import make, mend
@@ -42,8 +42,8 @@ def build(env: Path) -> None:
     site, shared = (Path(run([str(at / "bin" / "python"), "-c", SITE], "python")) for at in (env, full))
     wanted = env / "requirements.txt"
     wanted.write_text(f"{WHEEL}\n")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-    run([*pip, "--requirement", str(wanted)], f"pip install of sglang {OLDER}")
+    arguments = ("--no-deps", "--require-hashes", "--requirement", str(wanted))
+    pip_install(python, arguments, f"pip install of sglang {OLDER}")
     # A site folder that another one adds comes behind it, so the older wheel hides the tested one.
     (site / "tested_release.pth").write_text(f"import site; site.addsitedir({str(shared)!r})\n")
     mend(site / "sglang" / "srt" / "entrypoints" / "engine.py", STARTS, FORKS, "how SGLang starts its processes")

