@@ -85,7 +85,7 @@ def added_token_id(folder: Path, text: str) -> int | None:
     return next((int(number) for number, fields in decoder.items() if fields.get("content") == text), None)
 
 
-NAMES = ("tokenizer.json", "tokenizer_config.json", "config.json", "preprocessor_config.json")
+NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "config.json", "preprocessor_config.json")
 PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry
 
 

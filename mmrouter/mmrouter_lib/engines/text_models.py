@@ -15,7 +15,7 @@ from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
 from mmrouter_lib.model_folder import find_json, has_tokenizer_code, read_json
-from mmrouter_lib.prompt import Prompter
+from mmrouter_lib.prompt import Prompter, sentencepiece
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
@@ -65,12 +65,16 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
             raise UnpredictedError(f"tokenizer:{files[0]}")
     if has_tokenizer_code(described):
         raise UnpredictedError("tokenizer:remote_code")
-    if not (folder / "tokenizer.json").is_file():
+    in_pieces = not (folder / "tokenizer.json").is_file()
+    if in_pieces and not (engine == "vllm" and (folder / sentencepiece.FILE).is_file()):
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")
     try:
         declared = described.get("tokenizer_class") or config.get("tokenizer_class")
         name = tokenizer_class(model_type, declared)
-        tokenizer = load_tokenizer(folder, described)
+        if in_pieces:
+            tokenizer, described = sentencepiece.load_sentencepiece(folder, described, name)
+        else:
+            tokenizer = load_tokenizer(folder, described)
         if engine == "sglang":
             name = declared_class(declared) if name == AS_FILE and declared is not None else name
             tokenizer = as_sglang_loads(tokenizer, name, described)
@@ -78,6 +82,8 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
             tokenizer = as_class(tokenizer, name, described)
     except TokenizerClassError as error:
         raise UnpredictedError(f"tokenizer:{error}") from error
+    except sentencepiece.NoSentencePieceError as error:
+        raise UnpredictedError(f"tokenizer:{sentencepiece.FILE}") from error
     family = TextOnly(model_type)
     loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family, tokenizer=tokenizer)
     named = replace(loaded, variables=special_tokens(described), codec=TokenizerCodec.of(tokenizer, described))

@@ -53,11 +53,8 @@ class TokenizerCodec:
 def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
     """Return the tokenizer of ``folder/tokenizer.json`` completed by ``config`` (its tokenizer_config.json).
 
-    As transformers 5.19 does: tokens of ``added_tokens_decoder`` that the file lacks or has with other properties are
-    added in the order of their ids, then named and additional special tokens that are still unknown. Qwen2-VL's
-    placeholder is such a token. It ignores ``add_bos_token`` and ``add_eos_token`` beside a tokenizer.json.
-
-    Raises :class:`ModelFolderError` for a file that cannot be read or a token that does not get its configured id.
+    Transformers 5.19 ignores ``add_bos_token`` and ``add_eos_token`` beside a tokenizer.json. Raises
+    :class:`ModelFolderError` for a file that cannot be read, and what :func:`add_configured` raises.
     """
     path = folder / "tokenizer.json"
     try:
@@ -67,14 +64,25 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         raise ModelFolderError(f"{path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    add_configured(tokenizer, folder, config)
+    return tokenizer
+
+
+def add_configured(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> None:
+    """Add the tokens of ``config``, the tokenizer_config.json of ``folder``, to its tokenizer.
+
+    As transformers 5.19 does: tokens of ``added_tokens_decoder`` that the tokenizer lacks or has with other properties
+    in the order of their ids, then named and additional special tokens that are still unknown. Qwen2-VL's placeholder
+    is such a token. Raises :class:`ModelFolderError` for a token that does not get its configured id.
+    """
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
     claimed = _claimed_tokens(folder, config)
     added = tokenizer.get_added_tokens_decoder().values()
     present = {repr(token) for token in added}
     missing = [token for _, token in sorted(claimed.items()) if repr(token) not in present]
     vocabulary = {token.content for token in (*added, *missing)}
-    missing += [AddedToken(text, special=True) for text in _special_texts(config) if text not in vocabulary]
-    named = {_text(config.get(name)) for name in _NAMED}
+    missing += [token for token in _special(config) if token.content not in vocabulary]
+    named = set(special_tokens(config).values())
     for token in missing:
         token.special = token.special or token.content in named
     if missing:
@@ -85,7 +93,6 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
                 f"{folder / 'tokenizer_config.json'}: {token.content!r} is given the id {number}, "
                 f"but the tokenizer has it as {tokenizer.token_to_id(token.content)}"
             )
-    return tokenizer
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -93,30 +100,50 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
     A model's own are in ``extra_special_tokens``, or under any name that ends with ``_token`` (``image_token``).
     """
-    texts = {name: _text(config.get(name)) for name in _NAMED}
-    own = {name: value for name, value in config.items() if name.endswith("_token") and name not in texts}
-    texts |= {name: _text(value) for name, value in own.items() if isinstance(value, str) or _is_added(value)}
-    extra = config.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        texts |= {name: _text(value) for name, value in extra.items()}
+    texts = {name: _text(value) for name, value in _named(config).items()}
     return {name: text for name, text in texts.items() if text is not None}
+
+
+def _named(config: dict[str, Any]) -> dict[str, Any]:
+    values = {name: config.get(name) for name in _NAMED}
+    own = {name: value for name, value in config.items() if name.endswith("_token") and name not in values}
+    values |= {name: value for name, value in own.items() if isinstance(value, str) or _is_added(value)}
+    extra = config.get("extra_special_tokens")
+    return values | extra if isinstance(extra, dict) else values
 
 
 def _claimed_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
     claimed: dict[int, AddedToken] = {}
     try:
         for number, fields in (config.get("added_tokens_decoder") or {}).items():
-            flags = {k: bool(v) for k, v in fields.items() if k in ("single_word", "lstrip", "rstrip", "normalized")}
-            claimed[int(number)] = AddedToken(fields["content"], special=bool(fields.get("special")), **flags)
+            claimed[int(number)] = _token(fields, special=bool(fields.get("special")))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelFolderError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder: {error!r}") from error
     return claimed
 
 
 def _special_texts(config: dict[str, Any]) -> list[str]:
-    listed = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
-    texts = [_text(value) for values in listed if isinstance(values, list) for value in values]
-    return list(dict.fromkeys([*special_tokens(config).values(), *(text for text in texts if text is not None)]))
+    return [token.content for token in _special(config)]
+
+
+def _special(config: dict[str, Any]) -> list[AddedToken]:
+    """Return the named special tokens and then the listed ones, each text once, as the last one has it."""
+    lists = [config.get(key) for key in ("additional_special_tokens", "extra_special_tokens")]
+    listed = [value for values in lists if isinstance(values, list) for value in values]
+    tokens: dict[str, AddedToken] = {}
+    for value, is_named in (
+        *((value, True) for value in _named(config).values()),
+        *((value, False) for value in listed),
+    ):
+        if (text := _text(value)) is not None:
+            fields = value if isinstance(value, dict) else {"content": text}
+            tokens[text] = _token(fields, special=is_named or bool(fields.get("special", True)))
+    return list(tokens.values())
+
+
+def _token(fields: dict[str, Any], *, special: bool) -> AddedToken:
+    flags = {name: bool(fields[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in fields}
+    return AddedToken(fields["content"], special=special, **flags)
 
 
 def _is_added(value: object) -> bool:

@@ -61,6 +61,7 @@ UNPREDICTED = {
     "family:new": {"config": {"is_encoder_decoder": True}},
     "tokenizer:missing": {"without": "tokenizer.json"},
     "tokenizer:tokenizer.model": {"without": "tokenizer.json", "files": ("tokenizer.model",)},
+    "tokenizer:vocab.txt": {"without": "tokenizer.json", "files": ("vocab.txt",)},
     "tokenizer:tekken.json": {"files": ("tekken.json",)},
     "tokenizer:tokenizer.model.v3": {"files": ("tokenizer.model.v3",)},
     "tokenizer:remote_code": {"described": {"auto_map": {"AutoTokenizer": ["a.B", None]}}, "without": "tokenizer.json"},

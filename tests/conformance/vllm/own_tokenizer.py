@@ -1,0 +1,42 @@
+"""Tokenizers as vLLM's own code loads them, and models of SentencePiece, by the packages of its environment.
+
+    python own_tokenizer.py < [{"folder": ..., "texts": [...]}, ...]
+    python own_tokenizer.py train < [{"text": ..., "options": {...}}, ...]
+
+The last line of the output is a JSON array. For each folder: ``ids`` of every text, without and with what is put around
+it, and ``parts``, the tokenizer as the library ``tokenizers`` writes it. For each training: the file, in base64.
+"""
+
+import base64
+import io
+import json
+import sys
+from typing import Any
+
+
+def tokenized(folder: str, texts: list[str]) -> dict[str, Any]:
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(folder)
+    ids = [[tokenizer.encode(text, add_special_tokens=special) for special in (False, True)] for text in texts]
+    return {"ids": ids, "parts": json.loads(tokenizer.backend_tokenizer.to_str())}  # type: ignore[attr-defined]
+
+
+def trained(text: str, options: dict[str, Any]) -> str:
+    from sentencepiece import SentencePieceTrainer
+
+    made = io.BytesIO()
+    lines = iter([line for line in text.splitlines() if line])
+    SentencePieceTrainer.train(sentence_iterator=lines, model_writer=made, num_threads=1, **options)
+    return base64.b64encode(made.getvalue()).decode()
+
+
+def main() -> None:
+    output, sys.stdout = sys.stdout, sys.stderr  # logs are no part of the answer
+    answer = trained if sys.argv[1:] == ["train"] else tokenized
+    answers = [answer(**asked) for asked in json.load(sys.stdin)]
+    output.write("\n" + json.dumps(answers) + "\n")
+
+
+if __name__ == "__main__":
+    main()
