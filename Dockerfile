@@ -14,9 +14,11 @@ COPY docker/requirements.py docker/packages.sh docker/strip.py docker/
 RUN python3 -m venv /build/tools
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
     python3 docker/requirements.py build >build.txt && tools/bin/pip install --quiet --require-hashes -r build.txt
+# More extras of pyproject.toml for the image `mmrouter`, separated by blanks: `mistral`.
+ARG MMROUTER_EXTRAS=
 # Dependencies form a layer of their own, which code changes leave unchanged.
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
-    docker/packages.sh /opt/mmrouter cli operator router sidecar
+    docker/packages.sh /opt/mmrouter cli operator router sidecar ${MMROUTER_EXTRAS}
 
 # Both images begin with the same layer. The simulator's modules need no shared library that those of mmrouter do not.
 FROM tools AS system

@@ -26,6 +26,7 @@ from bench.placing import workload
 from bench.placing.workload import BLOCK_SIZE, PROMPT_TOKENS, detailed_jpeg
 from bench.report import AnswersDifferError, Row, not_run, percentile, row
 from mmrouter_lib.block_keys import pack_keys
+from mmrouter_lib.prompt import Prompter
 from mmrouter_router.app import Router
 from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake.api_key_auth import DEFAULT
@@ -155,7 +156,7 @@ class Naive:
 
     def __init__(self, ours: Ours, raw: bytes) -> None:
         prompter, family = ours.router.preparer.prompter, ours.router.preparer.family
-        assert prompter is not None
+        assert isinstance(prompter, Prompter)
         assert family is not None
         self._prompter, self._family = prompter, family
         keys = self._keys(*self._prompt(json.loads(raw)))
@@ -195,8 +196,9 @@ class RequestBodies:
     """Bodies of requests: one conversation about one image, each with another last turn."""
 
     def __init__(self, ours: Ours) -> None:
-        assert ours.router.preparer.prompter is not None
-        encode = ours.router.preparer.prompter.tokenizer.encode
+        prompter = ours.router.preparer.prompter
+        assert isinstance(prompter, Prompter)
+        encode = prompter.tokenizer.encode
         self._jpeg = detailed_jpeg(IMAGE_BYTES)
         self._turns: list[dict[str, Any]] = []
         tokens = 0

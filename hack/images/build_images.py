@@ -8,6 +8,7 @@ buildah in a folder of its own. What decides the build, beside the sources:
 
 - ``MMROUTER_BASE_IMAGE``: the base, a name or the path of an archive as of ``docker save`` (``base_image.py`` makes
   one). By default the one that the Dockerfile names, from its registry.
+- ``MMROUTER_EXTRAS``: more extras of pyproject.toml for ``mmrouter``, separated by blanks.
 - ``MMROUTER_BUILDER``: the builder; by default the first that works.
 - ``MMROUTER_ARCHITECTURE``: ``arm64`` or ``amd64``, by default the machine's. Programs of another architecture are run
   by QEMU (Debian: qemu-user-static). ``image_index.py`` joins the images of several.
@@ -222,6 +223,8 @@ def build_all(images: Sequence[str], export: Path | None, storage: Path | None) 
     arguments = {"VERSION": version(), "REVISION": git("rev-parse", "HEAD")}
     if base := os.environ.get("MMROUTER_BASE_IMAGE"):
         arguments["MMROUTER_BASE_IMAGE"] = program.load(Path(base)) if Path(base).is_file() else base
+    if extras := os.environ.get("MMROUTER_EXTRAS"):
+        arguments["MMROUTER_EXTRAS"] = extras
     epoch = os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct", "--", "requirements.lock") or "0"
     take_native()
     with secrets() as files:

@@ -85,7 +85,13 @@ def added_token_id(folder: Path, text: str) -> int | None:
     return next((int(number) for number, fields in decoder.items() if fields.get("content") == text), None)
 
 
-NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "config.json", "preprocessor_config.json")
+MISTRAL_WEIGHTS = "consolidated*.safetensors"
+"""Weights in Mistral's format. Beside them, and only there, vLLM prefers Mistral's tokenizer to tokenizer.json."""
+
+NAMES = (
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "tokenizer_config.json"),
+    *("config.json", "preprocessor_config.json"),
+)
 PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry
 
 

@@ -6,10 +6,12 @@ An init container runs it until the folder holds what the router reads. HF_ENDPO
 import logging
 import os
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, load_deployment
+from mmrouter_lib.model_folder import MISTRAL_WEIGHTS
 from mmrouter_lib.pod_paths import CONFIG_DIR, MODEL_DIR
 
 PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*")  # tokenizers, templates, processors
@@ -23,7 +25,10 @@ class FetchError(Exception):
 
 
 def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
-    """Download the metadata files of the model into ``folder`` and return the commit. Raises :class:`FetchError`."""
+    """Download the metadata files of the model into ``folder`` and return the commit. Raises :class:`FetchError`.
+
+    Weights in Mistral's format become empty files, because they decide which tokenizer vLLM takes.
+    """
     # Imported here because it reads the environment on import, and a running router does not need it.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -33,7 +38,8 @@ def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
     model = deployment.spec.model
     try:
         # Pin the commit: a branch may move during the download.
-        commit = HfApi().model_info(model.id, revision=model.revision).sha or model.revision
+        info = HfApi().model_info(model.id, revision=model.revision)
+        commit = info.sha or model.revision
         snapshot_download(
             model.id, revision=commit, local_dir=folder, allow_patterns=list(PATTERNS), ignore_patterns=list(IGNORED)
         )
@@ -41,6 +47,9 @@ def fetch(deployment: MMRouterDeployment, folder: Path) -> str:
         # The hub's own errors, and those of the HTTP client that its release uses.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FetchError(f"{model.id} at {model.revision}: {reason}") from error
+    for name in (file.rfilename for file in info.siblings or ()):
+        if fnmatchcase(name, MISTRAL_WEIGHTS) and "/" not in name:
+            (folder / name).touch()
     if not (folder / "config.json").is_file():
         raise FetchError(f"{model.id} at {model.revision} has no config.json")
     return commit

@@ -127,8 +127,10 @@ def load(
     config = _read(folder / "config.json")
     family = families.load_family(folder, Limits(**processor))
     if family is None:
-        prompter = load_text_prompter(engine, folder, chat_template)
-        family = prompter.family
+        loaded = load_text_prompter(engine, folder, chat_template)
+        if not isinstance(loaded, Prompter):
+            raise ValueError(f"{folder}: the tokenizer of mistral_common is not simulated")
+        prompter, family = loaded, loaded.family
     else:
         prompter = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family)
     return Model(

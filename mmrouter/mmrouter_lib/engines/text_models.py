@@ -14,8 +14,8 @@ from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
-from mmrouter_lib.model_folder import find_json, has_tokenizer_code, read_json
-from mmrouter_lib.prompt import Prompter, sentencepiece
+from mmrouter_lib.model_folder import MISTRAL_WEIGHTS, find_json, has_tokenizer_code, read_json
+from mmrouter_lib.prompt import AnyPrompter, MistralPrompter, Prompter, mistral, sentencepiece
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
@@ -44,8 +44,10 @@ class UnpredictedError(ValueError):
     """The prompts of a model are not predicted; the message is the decisions' reason, ``cause:subject``."""
 
 
-def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | None = None) -> Prompter:
+def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | None = None) -> AnyPrompter:
     """Return the prompter of a model folder without a family; ``chat_template`` (a text) replaces its template.
+
+    With Mistral's own tokenizer vLLM uses no template, so ``chat_template`` has no effect.
 
     Raises :class:`UnpredictedError`, and :class:`~mmrouter_lib.model_folder.ModelFolderError` for files that cannot be
     read.
@@ -62,6 +64,8 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
     described = _tokenizer_config(folder)
     for pattern in _MISTRAL_FILES:
         if files := sorted(file.name for file in folder.glob(pattern)):
+            if engine == "vllm" and files[0] == mistral.FILE and next(folder.glob(MISTRAL_WEIGHTS), None) is not None:
+                return _load_mistral(folder, TextOnly(model_type))
             raise UnpredictedError(f"tokenizer:{files[0]}")
     if has_tokenizer_code(described):
         raise UnpredictedError("tokenizer:remote_code")
@@ -88,6 +92,13 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
     loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family, tokenizer=tokenizer)
     named = replace(loaded, variables=special_tokens(described), codec=TokenizerCodec.of(tokenizer, described))
     return _with_tokenizers_template(named, plain=plain)
+
+
+def _load_mistral(folder: Path, family: TextOnly) -> MistralPrompter:
+    try:
+        return MistralPrompter.load(folder, family)
+    except mistral.NoLibraryError as error:
+        raise UnpredictedError(f"tokenizer:{mistral.FILE}") from error
 
 
 def takes_text_only(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -134,6 +134,10 @@ class Prompter:
             return self.expand(prompt, (), add_special_tokens)
         return Expanded(ids=prompt, spans=())
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
+
     def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
         """Return the token ids of a prompt text with every image expanded, and the images' spans.
 

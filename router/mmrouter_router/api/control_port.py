@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import Counter
 
 from mmrouter_lib.engines.base.request_fields import Endpoint
-from mmrouter_lib.prompt import Prompter
+from mmrouter_lib.prompt import AnyPrompter
 from mmrouter_router.api.chat import Chat
 from mmrouter_router.api.client_port import error_response
 from mmrouter_router.api.live_page import page_routes
@@ -52,7 +52,7 @@ def control_app(
     stages: Stages,
     chat: Chat,
     sampler: ParitySampler,
-    prompter: Prompter | None,
+    prompter: AnyPrompter | None,
     peers: Callable[[], tuple[Peer, ...]],
     stopping: asyncio.Event,
     refusals: Counter,

@@ -15,7 +15,7 @@ from mmrouter_lib.block_keys import Span
 from mmrouter_lib.engines.base.events import Stored
 from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE
 from mmrouter_lib.media_identity import to_wire
-from mmrouter_lib.prompt import Prompter
+from mmrouter_lib.prompt import AnyPrompter
 from mmrouter_router.request.prepared import Prepared
 
 Result = Literal["True", "False", "Unknown"]
@@ -251,7 +251,7 @@ def compare_rendering(predicted: PredictedPrompt, ids: "array[int]", spans: Sequ
     return RenderVerdict("False", size, difference.cause, difference.message, begin, *pieces, placeholder)
 
 
-def rendering_json(verdict: RenderVerdict, prompter: Prompter | None) -> dict[str, Any]:
+def rendering_json(verdict: RenderVerdict, prompter: AnyPrompter | None) -> dict[str, Any]:
     shown: dict[str, Any] = {"result": verdict.result, "cause": verdict.cause, "tokens": verdict.tokens}
     if verdict.message:
         shown["message"] = verdict.message
@@ -323,13 +323,13 @@ def _piece(ids: "array[int]", spans: Sequence[Span], begin: int, end: int) -> Bl
     return BlockView(tuple(ids[begin:end]), images)
 
 
-def side_json(side: BlockView, placeholder_id: int, prompter: Prompter | None) -> dict[str, Any]:
+def side_json(side: BlockView, placeholder_id: int, prompter: AnyPrompter | None) -> dict[str, Any]:
     """Return one side's piece of a prompt as JSON values, decoded."""
     images = [{"identity": to_wire(identity), "starts_at": start} for start, identity in side.images]
     return {"text": _text(side.ids, placeholder_id, prompter), "tokens": list(side.ids), "images": images}
 
 
-def _text(ids: Sequence[int], placeholder: int, prompter: Prompter | None) -> str:
+def _text(ids: Sequence[int], placeholder: int, prompter: AnyPrompter | None) -> str:
     """Decode token ids; a run of image tokens becomes one note."""
     pieces: list[str] = []
     for is_image, group in groupby(ids, lambda token: token == placeholder or token >= SENTINEL_BASE):
@@ -337,5 +337,5 @@ def _text(ids: Sequence[int], placeholder: int, prompter: Prompter | None) -> st
         if is_image:
             pieces.append(f"[{len(run)} image tokens]")
         else:
-            pieces.append(str(run) if prompter is None else prompter.tokenizer.decode(run, skip_special_tokens=False))
+            pieces.append(str(run) if prompter is None else prompter.decode(run))
     return "".join(pieces)

@@ -13,7 +13,7 @@ from mmrouter_lib.cache_layout import DEVICE
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
 from mmrouter_lib.engines.sglang.hidden_groups import STATES
-from mmrouter_lib.prompt import Prompter
+from mmrouter_lib.prompt import AnyPrompter
 from mmrouter_router.explain.differences import Difference, Prediction, Result, first_difference, side_json
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
 from mmrouter_router.fleet.index import window_blocks
@@ -149,7 +149,7 @@ async def published_blocks(
     return stored, gone
 
 
-def verdict_json(verdict: Verdict, expected: ExpectedBlocks, prompter: Prompter | None) -> dict[str, Any]:
+def verdict_json(verdict: Verdict, expected: ExpectedBlocks, prompter: AnyPrompter | None) -> dict[str, Any]:
     """Return a verdict as JSON values, with the first differing block decoded."""
     difference = verdict.difference
     shown: dict[str, Any] = {"result": verdict.result, "cause": verdict.cause, "blocks": verdict.blocks}

@@ -23,7 +23,14 @@ from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family, ModelFolderError, family_name, is_proved, load_family
 from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.model_folder import read_json
-from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, PromptTooLongError, TemplateError
+from mmrouter_lib.prompt import (
+    AnyPrompter,
+    MistralPrompter,
+    NotModelledError,
+    PlaceholderError,
+    PromptTooLongError,
+    TemplateError,
+)
 from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD, NEW_TEXT, OWNER, NewTextError
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import Settings
@@ -63,7 +70,7 @@ class PromptModel(NamedTuple):
     """
 
     family: Family | None
-    prompter: Prompter | None
+    prompter: AnyPrompter | None
     name: str
     unpredicted: str = ""
     hidden: tuple[str, ...] = ()
@@ -80,8 +87,8 @@ class PromptModel(NamedTuple):
         family = load_family(folder, spec.engine.processor) if is_proved(name, engine) else None
         template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
         if family is not None:
-            prompter = PROMPTERS[engine].load(folder, chat_template=template, family=family)
-            return cls(family, prompter, name, hidden=hidden)
+            own = PROMPTERS[engine].load(folder, chat_template=template, family=family)
+            return cls(family, own, name, hidden=hidden)
         if any(pool.role == RENDERER_ROLE for pool in spec.pools):
             return cls(None, None, name, f"family:{name}")
         try:
@@ -121,7 +128,8 @@ class Preparer:
         self.unknown_family = "" if model.family is not None else model.name
         self.unpredicted, self.hidden = model.unpredicted, model.hidden
         # Engines render responses of gpt-oss in its Harmony format, with tools of its own, those of others as chats.
-        self.models_responses = model.name != "gpt_oss"
+        # With Mistral's tokenizer, vLLM prepares the messages of chats alone.
+        self.models_responses = model.name != "gpt_oss" and not isinstance(model.prompter, MistralPrompter)
         template = model.prompter.source if isinstance(model.prompter, SglangPrompter) else None
         self.later_systems = template is not None and shows_later_systems(template)
         self.renderer, self.sentinels = renderer, sentinels

@@ -184,6 +184,14 @@ def test_metadata_files_are_downloaded_and_weights_are_not(hub, tmp_path):
     assert set(metadata.digests(tmp_path / "model")) == WANTED - {"merges.txt"}
 
 
+def test_weights_in_mistrals_format_leave_empty_files_by_which_the_tokenizer_is_known(hub, tmp_path):
+    own = {"consolidated-00001-of-00002.safetensors": b"weights", "consolidated.safetensors.index.json": b"{}"}
+    hub.files |= own | {"tekken.json": b"{}", "old/consolidated.safetensors": b"weights"}
+    assert run(tmp_path, hub.url, {}).returncode == 0
+    assert fetched(tmp_path) == WANTED | {"tekken.json", "consolidated-00001-of-00002.safetensors"}
+    assert (tmp_path / "model" / "consolidated-00001-of-00002.safetensors").read_bytes() == b""
+
+
 def test_all_files_are_of_one_commit_which_can_be_pinned(hub, tmp_path):
     for model, commit in (({"revision": OLDER}, OLDER), ({}, COMMIT)):
         hub.asked.clear()

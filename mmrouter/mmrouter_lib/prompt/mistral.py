@@ -1,0 +1,157 @@
+"""Prompts of models with Mistral's own tokenizer (tekken.json), by its library, as vLLM 0.32 builds them.
+
+``mistral_common`` takes the place of chat template and tokenizer: it validates messages and tools, and makes the token
+ids of a conversation at once. It is an optional dependency, because it takes more room than the rest of the router. The
+rules around its calls are those of vLLM's front end (``tests/conformance/vllm/test_mistral.py``).
+"""
+
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from mmrouter_lib.families import Expanded, NotModelledError, PromptImage, TextOnly
+from mmrouter_lib.model_folder import ModelFolderError
+from mmrouter_lib.prompt.messages import conversation, normal_tools
+from mmrouter_lib.prompt.segment_cache import MAX_WORD, NEW_TEXT, NewTextError, PromptTooLongError
+from mmrouter_lib.prompt.templates import TemplateError
+
+FILE: Final = "tekken.json"
+_ID_LENGTH = 9  # characters of a tool call's id, the last ones of a longer one
+_WORD = re.compile(r"\S+|\s+")
+
+
+class NoLibraryError(ImportError):
+    """``mistral_common`` is not installed (the extra ``mistral``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class MistralPrompter:
+    """Makes prompts by ``mistral_common``. Immutable and safe to share between threads.
+
+    ``made``: its ``MistralTokenizer``; ``version``: the number of the tokenizer's version.
+    """
+
+    family: TextOnly
+    made: Any
+    version: int
+
+    @classmethod
+    def load(cls, folder: Path, family: TextOnly) -> Self:
+        """Read ``folder/tekken.json``. Raises :class:`NoLibraryError`, :class:`ModelFolderError`."""
+        try:
+            from mistral_common.protocol.instruct.validator import ValidationMode  # noqa: PLC0415
+            from mistral_common.tokens.tokenizers.mistral import MistralTokenizer  # noqa: PLC0415
+        except ImportError as error:
+            raise NoLibraryError(f"mistral_common is not installed: {error}") from error
+        try:
+            made = MistralTokenizer.from_file(str(folder / FILE), mode=ValidationMode.test)
+        except Exception as error:
+            # The library raises whatever its parts raise, assertions included.
+            raise ModelFolderError(f"{folder / FILE}: {error!r}") from error
+        return cls(family, made, int(made.version.value.removeprefix("v")))
+
+    def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
+        """Return the prompt of a chat request's body.
+
+        Raises :class:`TemplateError` for what the engine answers with 400, also with the library's own refusal,
+        :class:`NotModelledError` for images, :class:`PromptTooLongError` and :class:`NewTextError`.
+        """
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest, ReasoningEffort  # noqa: PLC0415
+
+        if images:
+            raise NotModelledError("images of Mistral's format are not modelled", f"family:{self.family.name}")
+        if body.get("chat_template_kwargs") is not None:
+            raise TemplateError("chat_template_kwargs is not supported for Mistral's tokenizers")
+        effort, settings = body.get("reasoning_effort"), {}
+        if effort and effort not in list(ReasoningEffort):
+            raise TemplateError(f"reasoning_effort {effort!r} is not supported by Mistral's tokenizers")
+        if self.version >= 15:
+            settings["reasoning_effort"] = effort
+        read = conversation(body["messages"], "string", {})  # as the engine does first, as for a template
+        pairs = zip(body["messages"], read, strict=True)
+        messages = [_message(message, own.get("tool_calls", [])) for message, own in pairs]
+        continued = bool(body.get("continue_final_message", False))
+        _check_end(messages[-1], continued=continued, answered=bool(body.get("add_generation_prompt", True)))
+        tools = None if body.get("tools") is None else normal_tools(body["tools"])
+        _check_size([messages, tools])
+        try:
+            request = ChatCompletionRequest.from_openai(messages, tools, continued, **settings)
+            ids = self.made.encode_chat_completion(request).tokens
+        except Exception as error:
+            # vLLM answers everything that the library raises with 400 and the reason.
+            raise TemplateError(f"the model's tokenizer refuses the messages: {error}") from error
+        return Expanded(ids=array("I", ids), spans=())
+
+    def completion(self, prompt: "str | array[int]", *, add_special_tokens: bool = True) -> Expanded:
+        """Return the prompt of a completion: of a text, or of token ids, which stay as they are.
+
+        No text is a special token. Raises :class:`PromptTooLongError` and :class:`NewTextError`.
+        """
+        if not isinstance(prompt, str):
+            return Expanded(ids=prompt, spans=())
+        _check_size(prompt)
+        ids = self.made.instruct_tokenizer.tokenizer.encode(prompt, bos=add_special_tokens, eos=False)
+        return Expanded(ids=array("I", ids), spans=())
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy  # noqa: PLC0415
+
+        return str(self.made.decode(list(ids), special_token_policy=SpecialTokenPolicy.KEEP))
+
+
+def _check_end(last: Mapping[str, Any], *, continued: bool, answered: bool) -> None:
+    is_answer = last["role"] == "assistant"
+    if continued and answered:
+        raise TemplateError("continue_final_message and add_generation_prompt cannot both be true")
+    if answered and is_answer:
+        raise TemplateError("add_generation_prompt: the last message is the assistant's")
+    if continued and not is_answer:
+        raise TemplateError("continue_final_message: the last message is not the assistant's")
+
+
+def _message(message: Mapping[str, Any], calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a message as the engine hands it on, with tool ``calls`` as it has read them."""
+    made = dict(message)
+    reasoning = made.pop("reasoning_content", None)
+    if made.get("reasoning") is None and reasoning is not None:
+        made["reasoning"] = reasoning
+    if made["role"] == "assistant":
+        made["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
+    elif "tool_call_id" in made:
+        made["tool_call_id"] = _short(made["tool_call_id"])
+    return made
+
+
+def _short(name: Any) -> Any:
+    return name[-_ID_LENGTH:] if isinstance(name, str) else name
+
+
+def _check_size(content: Any) -> None:
+    """Bound the work of a prompt: the library tokenizes whole texts, and time grows faster than the length of a word.
+
+    Raises :class:`NewTextError` for more characters than :data:`NEW_TEXT`, :class:`PromptTooLongError` for a word, or a
+    run of blanks, of more than :data:`MAX_WORD`.
+    """
+    texts = list(_texts(content))
+    if sum(map(len, texts)) > NEW_TEXT.get():
+        raise NewTextError
+    longest = max((len(word[0]) for text in texts for word in _WORD.finditer(text)), default=0)
+    if longest > MAX_WORD:
+        raise PromptTooLongError(f"a word of the text has {longest} characters and cannot be cut")
+
+
+def _texts(content: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value."""
+    waiting = [content]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                yield text
+            case Mapping() as entries:
+                waiting += [*entries.keys(), *entries.values()]
+            case list() | tuple() as entries:
+                waiting += entries

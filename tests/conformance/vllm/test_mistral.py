@@ -1,0 +1,168 @@
+"""Models with Mistral's own tokenizer, ``tekken.json``: whole prompts by vLLM's own front end.
+
+The tokenizers are the one that ``mistral_common`` brings, Pixtral's, and stand-ins for those of each version: its
+pattern and its first tokens, with the special tokens of that version.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mistral_common
+import pytest
+from artefacts import Record
+from conformance.conftest import Figure
+from conformance.corpus import text_corpus
+from conformance.own_code import Prompts
+from conformance.rendering import own_prompts
+from conformance.test_text_models import COMPLETIONS, SMALL, ours
+from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, user
+
+from mmrouter_lib.engines.text_models import load_text_prompter
+from mmrouter_lib.prompt.mistral import MistralPrompter
+
+SOURCE = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+WHOLE = "the whole file of v3"
+FIRST = "<unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] [TOOL_CALLS]"
+FIRST += " [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [TOOL_CONTENT]"
+SPECIAL = {"v3": "", "v7": "", "v11": " [ARGS] [CALL_ID]", "v13": " [ARGS] [CALL_ID] [THINK] [/THINK]"}
+SPECIAL["v15"] = SPECIAL["v13"] + " [MODEL_SETTINGS] [/MODEL_SETTINGS]"
+"""Version -> special tokens behind the first ones."""
+SETTINGS = {
+    "reasoning_effort": {"type": "enum", "accepts_none": True, "default": "none", "values": ["none", "low", "high"]},
+    "json_schema": {"type": "json_schema", "accepts_none": False, "default": None},
+}
+KEPT, RESERVED = 30_000, 1_000
+DRAWN = 450
+NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a file of safetensors without a tensor
+EFFORTS = ("none", "high", "low", "medium")
+
+
+def tekken(version: str) -> dict[str, Any]:
+    whole = json.loads(SOURCE.read_text())
+    names = (FIRST + SPECIAL[version]).split()
+    special = [{"rank": rank, "token_str": name, "is_control": True} for rank, name in enumerate(names)]
+    sizes = {"default_vocab_size": KEPT + RESERVED, "default_num_special_tokens": RESERVED, "num_vocab_tokens": KEPT}
+    config = {**whole["config"], **sizes, "version": version}
+    made = {"vocab": whole["vocab"][:KEPT], "special_tokens": special, "config": config, "version": 1, "type": "Tekken"}
+    return made | ({"model_settings_builder": SETTINGS} if version == "v15" else {})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root, made = tmp_path_factory.mktemp("mistral"), {}
+    for version in (*SPECIAL, WHOLE):
+        folder = made[version] = root / version
+        folder.mkdir()
+        config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 131_072}
+        (folder / "config.json").write_text(json.dumps(SMALL | config))
+        content = SOURCE.read_text() if version == WHOLE else json.dumps(tekken(version))
+        (folder / "tekken.json").write_text(content)
+        (folder / "consolidated.safetensors").write_bytes(NO_WEIGHTS)
+    return made
+
+
+def drawn() -> Iterator[Case]:
+    """Conversations as Mistral's formats have them, and a few in which something is out of place."""
+    draw = random.Random(7)
+    words = [*STORY.split(), *SCRIPTS.split(), *EMOJI.split(), *CODE.split(" "), *FIRST.split(), "[THINK]", "\n", ""]
+    bare = {"type": "function", "function": {"name": "now"}}
+    strict = {"type": "function", "function": {"name": "sum", "description": "Adds.", "strict": True, "parameters": {}}}
+
+    def text(most: int = 30) -> str:
+        return draw.choice((" ", " ", "\n", "")).join(draw.choice(words) for _ in range(draw.randint(1, most)))
+
+    def content() -> dict[str, Any]:
+        parts = [text(12) for _ in range(draw.randint(1, 3))]
+        return user(*parts, "") if draw.random() < 0.3 else user(text())
+
+    def name() -> str:
+        return "".join(draw.choice("abcdefghijKLMNO0123456789") for _ in range(draw.choice((9, 9, 9, 9, 24, 5))))
+
+    def call(number: str) -> dict[str, Any]:
+        arguments = json.dumps({"place": text(3), "n": draw.random()}, ensure_ascii=draw.random() < 0.5)
+        arguments = draw.choice((arguments, arguments, arguments, "{}", "", '{"a":1}', "no JSON"))
+        return {"id": number, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+    def calls() -> list[dict[str, Any]]:
+        names = [name() for _ in range(draw.choice((1, 1, 1, 2, 3)))]
+        asked = {"role": "assistant", "content": draw.choice((None, None, "", text(5)))}
+        asked["tool_calls"] = [call(each) for each in names]
+        results = [{"role": "tool", "tool_call_id": each, "content": text(8)} for each in names]
+        if draw.random() < 0.3:
+            results = [{**one, "name": "weather"} for one in results]
+        if draw.random() < 0.2:
+            results = [{**user(text(4), text(4)), **{"role": "tool", "tool_call_id": each}} for each in names]
+        return [asked, *(results if draw.random() < 0.95 else results[1:])]
+
+    def answer() -> dict[str, Any]:
+        made = said("assistant", text(20))
+        if draw.random() < 0.15:
+            made[draw.choice(("reasoning", "reasoning_content"))] = text(10)
+        if draw.random() < 0.15:
+            made = {**user(text(5), text(5)), "role": "assistant"}
+        return made
+
+    for number in range(DRAWN):
+        history = [said("system", text(20))] if draw.random() < 0.5 else []
+        extra: dict[str, Any] = {}
+        if draw.random() < 0.5:
+            extra["tools"] = draw.sample([WEATHER, bare, strict], draw.randint(1, 3))
+        for _ in range(draw.randint(0, 3)):
+            history += [content(), *(calls() if draw.random() < 0.5 else []), answer()]
+        history.append(content())
+        if draw.random() < 0.25:
+            history += calls()
+        if draw.random() < 0.1:
+            history.insert(draw.randrange(len(history)), draw.choice((said("system", text(5)), content(), answer())))
+        if draw.random() < 0.15:
+            history.append(answer())
+            extra |= CONTINUED
+        if draw.random() < 0.1:
+            extra["reasoning_effort"] = draw.choice(EFFORTS)
+        if draw.random() < 0.1:
+            extra["tool_choice"] = draw.choice(("none", "auto", "required")) if "tools" in extra else "none"
+        yield case(f"mistral {number}", *history, **extra)
+
+
+def cases() -> list[Case]:
+    return [*text_corpus(), *drawn()]
+
+
+@pytest.fixture(scope="module")
+def vllms(vllm_env: Path, folders: dict[str, Path]) -> dict[Path, Prompts]:
+    asked = {"chats": [one.body for one in cases()], "completions": COMPLETIONS}
+    return own_prompts(vllm_env, dict.fromkeys(folders.values(), asked))
+
+
+REFUSED_BY_VLLM = {"no tools in the list"}
+
+
+@pytest.mark.adopts(engine="vllm", check="prompts of Mistral's tokenizers")
+@pytest.mark.parametrize("version", [*SPECIAL, WHOLE])
+def test_vllms_prompts_by_mistrals_tokenizer_are_the_predicted_ones(
+    version: str, folders: dict[str, Path], vllms: dict[Path, Prompts], record: Record, figure: Figure
+) -> None:
+    prompter, theirs = load_text_prompter("vllm", folders[version]), vllms[folders[version]].listed()
+    assert isinstance(prompter, MistralPrompter)
+    wrong, compared, refused = [], 0, 0
+    for one, answer in zip(cases(), theirs, strict=False):
+        mine = ours(prompter, one)
+        if isinstance(answer, list) and mine == answer:
+            compared += 1
+        elif isinstance(answer, list) or not (isinstance(mine, str) or one.name in REFUSED_BY_VLLM):
+            wrong.append(f"{one.name}: {mine} for {answer}")
+        else:
+            refused += 1
+    figure("conversations", compared)
+    figure("mismatches", len(wrong))
+    record(
+        f"Mistral's tokenizer {version}: conversations, refused by both, mismatches", [compared, refused, len(wrong)]
+    )
+    assert "\n".join(wrong) == ""
+    assert compared > 400
+    for asked, ids in zip(COMPLETIONS, theirs[len(cases()) :], strict=True):
+        special = bool(asked["add_special_tokens"])
+        assert prompter.completion(str(asked["prompt"]), add_special_tokens=special).ids.tolist() == ids
