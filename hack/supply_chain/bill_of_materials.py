@@ -27,7 +27,7 @@ from urllib.parse import quote, urlencode
 from docker import requirements
 from hack.build_once import ROOT
 from hack.supply_chain.image_content import DebianPackage, read_image
-from hack.supply_chain.licences import CRATE, CRATES, UnknownLicenceError, licence_of, refused_parts
+from hack.supply_chain.licences import CRATE, CRATES, NOT_IN_IMAGES, UnknownLicenceError, licence_of, refused_parts
 
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {
     "wheel": ("local",),
@@ -181,7 +181,8 @@ def licence_faults(components: Iterable[Component]) -> list[str]:
         f"{component['name']}: {', '.join(refused)} in {licence['expression']} is not accepted"
         for component in components
         for licence in component.get("licenses", [])
-        if (refused := refused_parts(licence["expression"]))
+        if NOT_IN_IMAGES.get(component["name"]) != licence["expression"]
+        and (refused := refused_parts(licence["expression"]))
     ]
 
 

@@ -10,12 +10,15 @@ from packaging.licenses import InvalidLicenseExpression, canonicalize_license_ex
 
 ALLOWED: Final = frozenset(
     (
-        *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "ISC", "MIT", "MIT-CMU"),
-        *("MPL-2.0", "PSF-2.0", "Unicode-3.0", "Zlib"),
+        *("0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0", "CNRI-Python", "ISC", "MIT"),
+        *("MIT-CMU", "MPL-2.0", "PSF-2.0", "Unicode-3.0", "Zlib"),
     )
 )
 """Licences that allow distribution in an image under Apache-2.0. MPL-2.0 has conditions for changed files only, and the
 images change none."""
+NOT_IN_IMAGES: Final = {"pycountry": "LGPL-2.1-only"}
+"""Distributions that no image has, and their licence, which is accepted there alone: an optional extra installs them,
+unchanged, from where their authors publish them."""
 ALLOWED_EXCEPTIONS: Final = frozenset({"LLVM-exception"})
 WRITTEN_OUT: Final = {
     "3-Clause BSD License": "BSD-3-Clause",
@@ -28,8 +31,12 @@ WRITTEN_OUT: Final = {
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
 }
 """How older metadata and classifiers write a licence -> its SPDX identifier."""
-BY_NAME: Final = {"jinja2": "BSD-3-Clause"}
-"""Distributions whose metadata name a family of licences only; their licence files have the text of this one."""
+BY_NAME: Final = {
+    "jinja2": "BSD-3-Clause",
+    "numpy": "BSD-3-Clause AND 0BSD AND MIT AND Zlib AND CC0-1.0",
+    "tiktoken": "MIT",
+}
+"""Distributions whose metadata name a family of licences only, or have a text; their licence files have this one's."""
 CRATES: Final = {
     "target-lexicon": "Apache-2.0 WITH LLVM-exception",
     "unicode-ident": "(MIT OR Apache-2.0) AND Unicode-3.0",

@@ -45,7 +45,8 @@ def test_the_whole_lock_is_listed_and_nothing_else() -> None:
 
 
 def test_an_images_bill_lists_what_the_dockerfile_installs() -> None:
-    steps = re.findall(r"docker/packages\.sh /opt/(\w+) ([\w ]+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    step = r"docker/packages\.sh /opt/(\w+) ([\w ]+?)(?: \$\{MMROUTER_EXTRAS\})?$"
+    steps = re.findall(step, (ROOT / "Dockerfile").read_text(), re.MULTILINE)
     assert {image: tuple(extras.split()) for image, extras in steps} == {
         name: PARTS[name] for name in ("mmrouter", "sim")
     }
@@ -81,6 +82,12 @@ def test_references_resolve_and_every_component_is_reachable(part: tuple[str, di
 def test_the_same_lock_gives_the_same_bytes() -> None:
     assert json.dumps(bill("sim")) == json.dumps(bill("sim"))
     assert bill("sim")["serialNumber"] != bill("mmrouter")["serialNumber"]
+
+
+def test_a_licence_that_is_accepted_outside_images_is_in_none_of_them() -> None:
+    for name in ("wheel", *bill_of_materials.IMAGES):
+        assert not licences.NOT_IN_IMAGES.keys() & of_kind(bill(name), "pypi").keys()
+    assert licences.NOT_IN_IMAGES.keys() <= of_kind(bill("development"), "pypi").keys()
 
 
 @pytest.mark.parametrize(
