@@ -20,7 +20,7 @@ from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family, ProcessorLimits
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.media_identity import media_identity, to_wire
-from mmrouter_lib.prompt import Prompter, PromptImage
+from mmrouter_lib.prompt import AnyPrompter, PromptImage
 from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
 
 KEY = bytes(range(32))
@@ -44,7 +44,7 @@ class Predictor:
     """The library's prediction for one model folder. The fields are what the deliberate breaks replace."""
 
     family: Family
-    prompter: Prompter
+    prompter: AnyPrompter
     model: str
     block_size: int
     key: bytes = KEY

@@ -31,7 +31,7 @@ from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.sglang.adapter import SGLANG
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.engines.vllm.adapter import VLLM
-from mmrouter_lib.prompt import Prompter
+from mmrouter_lib.prompt import AnyPrompter
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, tokenizer_class
 
 DERIVED = {
@@ -85,14 +85,14 @@ def vllms_prompts(vllm_env: Path, folder: Folder) -> dict[Path, Prompts]:
     return own_prompts(vllm_env, dict.fromkeys(map(folder, MODELS), asked))
 
 
-def ours(prompter: Prompter, one: Case) -> "list[int] | str":
+def ours(prompter: AnyPrompter, one: Case) -> "list[int] | str":
     try:
         return prompter.prompt(one.body, ()).ids.tolist()
     except ValueError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def differences(prompter: Prompter, cases: Sequence[Case], theirs: Sequence[Any], alone: set[str]) -> list[str]:
+def differences(prompter: AnyPrompter, cases: Sequence[Case], theirs: Sequence[Any], alone: set[str]) -> list[str]:
     """Name every conversation of which the engine makes another prompt, or which one side refuses alone."""
     found = []
     for one, answer in zip(cases, theirs, strict=True):

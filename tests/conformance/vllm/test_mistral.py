@@ -15,10 +15,12 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure
 from conformance.corpus import text_corpus
+from conformance.engine_process import BLOCK_SIZE, engine
 from conformance.own_code import Prompts
+from conformance.prediction import compare, image_places
 from conformance.rendering import own_prompts
-from conformance.test_text_models import COMPLETIONS, SMALL, ours
-from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, user
+from conformance.test_text_models import COMPLETIONS, LAST, SMALL, TextPredictor, asked, ours
+from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, salted, texts, user
 
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt.mistral import MistralPrompter
@@ -133,8 +135,8 @@ def cases() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def vllms(vllm_env: Path, folders: dict[str, Path]) -> dict[Path, Prompts]:
-    asked = {"chats": [one.body for one in cases()], "completions": COMPLETIONS}
-    return own_prompts(vllm_env, dict.fromkeys(folders.values(), asked))
+    bodies = {"chats": [one.body for one in cases()], "completions": COMPLETIONS}
+    return own_prompts(vllm_env, dict.fromkeys(folders.values(), bodies))
 
 
 REFUSED_BY_VLLM = {"no tools in the list"}
@@ -163,6 +165,25 @@ def test_vllms_prompts_by_mistrals_tokenizer_are_the_predicted_ones(
     )
     assert "\n".join(wrong) == ""
     assert compared > 400
-    for asked, ids in zip(COMPLETIONS, theirs[len(cases()) :], strict=True):
-        special = bool(asked["add_special_tokens"])
-        assert prompter.completion(str(asked["prompt"]), add_special_tokens=special).ids.tolist() == ids
+    for completion, ids in zip(COMPLETIONS, theirs[len(cases()) :], strict=True):
+        special = bool(completion["add_special_tokens"])
+        assert prompter.completion(str(completion["prompt"]), add_special_tokens=special).ids.tolist() == ids
+
+
+@pytest.mark.long_form
+def test_an_engines_blocks_by_mistrals_tokenizer_are_the_predicted_ones(
+    vllm_env: Path, folders: dict[str, Path], tmp_path: Path, record: Record
+) -> None:
+    folder = folders["v13"]
+    prompter = load_text_prompter("vllm", folder)
+    predictor = TextPredictor(prompter.family, prompter, folder.name, BLOCK_SIZE)
+    own = [one for one in drawn() if one.body.get("tool_choice") in (None, "none")]
+    cases = [*texts(), *(one for one in salted() if not image_places(one)), *own[:60], LAST]
+    with engine(vllm_env, folder, tmp_path / "engine.log") as served:
+        exchanges = list(asked(served, predictor, cases))
+        served.listener.wait_for_prompt(exchanges[-1].prompt_ids)
+        report = compare(exchanges, served.listener.batches(), predictor)
+    record("prediction, vllm Mistral's tokenizer", report.line)
+    assert report.mismatches == []
+    assert report.matched == report.blocks > 100
+    assert sum(exchange.cached_tokens for exchange in exchanges) > 1000

@@ -23,7 +23,7 @@ from conformance.test_text_models import COMPLETIONS, REFUSED_BY_VLLM, SMALL, di
 from conformance.workload import CODE, EMOJI, SCRIPTS, STORY
 
 from mmrouter_lib.engines.text_models import load_text_prompter
-from mmrouter_lib.prompt import Prompter
+from mmrouter_lib.prompt import AnyPrompter
 
 PROGRAM = Path(__file__).with_name("own_tokenizer.py")
 DRAWN = 1500
@@ -178,7 +178,7 @@ def test_a_tokenizer_made_of_pieces_is_the_one_that_vllm_makes(
     assert len(texts) > DRAWN
 
 
-def both_ways(prompter: Prompter, text: str, *, special: bool) -> list[int]:
+def both_ways(prompter: AnyPrompter, text: str, *, special: bool) -> list[int]:
     return prompter.codec.encode(text, add_special_tokens=special).tolist()
 
 
