@@ -5,40 +5,22 @@ import sys
 from array import array
 from pathlib import Path
 
-import mistral_common
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.prompt.tekken import write
 
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.prompt import MistralPrompter, NotModelledError, PromptImage, PromptTooLongError, TemplateError
 from mmrouter_lib.prompt.segment_cache import MAX_WORD, NEW_TEXT, NewTextError
 
-SOURCE = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
-KEPT, SPECIAL = 3_000, 20
 USER = {"role": "user", "content": "How are you?"}
 ANSWER = {"role": "assistant", "content": "Fine"}
 
 
 @pytest.fixture(scope="module")
-def tekken() -> str:
-    """The tokenizer that the library brings, with its first tokens only: reading all of them takes seconds."""
-    whole = json.loads(SOURCE.read_text())
-    sizes = {"default_vocab_size": KEPT + SPECIAL, "default_num_special_tokens": SPECIAL}
-    made = {"vocab": whole["vocab"][:KEPT], "config": whole["config"] | sizes | {"version": "v7"}}
-    return json.dumps({**made, "version": 1, "type": "Tekken"})
-
-
-def write(folder: Path, tekken: str) -> Path:
-    (folder / "tekken.json").write_text(tekken)
-    (folder / "config.json").write_text('{"model_type": "mistral"}')
-    (folder / "consolidated.safetensors").touch()
-    return folder
-
-
-@pytest.fixture(scope="module")
-def prompter(tmp_path_factory: pytest.TempPathFactory, tekken: str) -> MistralPrompter:
-    loaded = load_text_prompter("vllm", write(tmp_path_factory.mktemp("tekken"), tekken))
+def prompter(tmp_path_factory: pytest.TempPathFactory) -> MistralPrompter:
+    loaded = load_text_prompter("vllm", write(tmp_path_factory.mktemp("tekken")))
     assert isinstance(loaded, MistralPrompter)
     return loaded
 
@@ -135,8 +117,8 @@ def reason(folder: Path, engine: str = "vllm") -> str:
     return str(caught.value)
 
 
-def test_without_weights_of_that_format_or_the_library_there_is_a_reason(tmp_path, tekken, monkeypatch):
-    folder = write(tmp_path, tekken)
+def test_without_weights_of_that_format_or_the_library_there_is_a_reason(tmp_path, monkeypatch):
+    folder = write(tmp_path)
     assert reason(folder, "sglang") == "tokenizer:tekken.json"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "mistral_common.tokens.tokenizers.mistral", None)
