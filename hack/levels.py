@@ -158,7 +158,7 @@ LEVELS = {
     # Each step starts a control plane, which costs 12 seconds of CPU and a tenth of one while it runs.
     "cluster": Level(
         (
-            Step("build the control plane", (sys.executable, "tests/cluster/prepare.py"), when="before", limit_s=2700),
+            Step("build the control plane", (sys.executable, "tests/cluster/prepare.py"), when="before"),
             Step("control plane", tests=CLUSTER, without=(*WAITING, *LOADED)),
             Step("control plane, faults and diagnostics", tests=WAITING),
             Step("control plane, load and versions", tests=LOADED),
@@ -168,11 +168,10 @@ LEVELS = {
         lanes=3,
         lane_gb=3,
     ),
-    # Each step has a node of its own. Images and programs are built before, with their own limit; vLLM's environment is
-    # built inside a step, in 3 minutes.
+    # Each step has a node of its own. Images and programs are built before; vLLM's environment is built inside a step.
     "e2e": Level(
         (
-            Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before", limit_s=2700),
+            Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before"),
             Step("real pods", tests=E2E, without=OWN_NODE),
             Step("real pods on their own nodes", tests=OWN_NODE),
         ),
@@ -200,7 +199,7 @@ LEVELS = {
         lane_gb=6,
     ),
     # Times are printed; only figures that other load does not change fail.
-    "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=900),
+    "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=HANG_SECONDS),
 }
 TOGETHER = ("e2e", "conformance", "cluster", "local", "bench-quick")
 """Levels that run at the same time where several of them are requested: many tests wait more than they compute. The

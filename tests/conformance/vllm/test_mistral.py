@@ -21,6 +21,7 @@ from conformance.prediction import compare, image_places
 from conformance.rendering import own_prompts
 from conformance.test_text_models import COMPLETIONS, LAST, SMALL, TextPredictor, asked, ours
 from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, salted, texts, user
+from long_form import IS_LONG
 
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt.mistral import MistralPrompter
@@ -36,6 +37,7 @@ SETTINGS = {
     "reasoning_effort": {"type": "enum", "accepts_none": True, "default": "none", "values": ["none", "low", "high"]},
     "json_schema": {"type": "json_schema", "accepts_none": False, "default": None},
 }
+VERSIONS = (*SPECIAL, WHOLE) if IS_LONG else ("v13",)
 KEPT, RESERVED = 30_000, 1_000
 DRAWN = 450
 NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a file of safetensors without a tensor
@@ -55,7 +57,7 @@ def tekken(version: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root, made = tmp_path_factory.mktemp("mistral"), {}
-    for version in (*SPECIAL, WHOLE):
+    for version in VERSIONS:
         folder = made[version] = root / version
         folder.mkdir()
         config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 131_072}
@@ -143,7 +145,7 @@ REFUSED_BY_VLLM = {"no tools in the list"}
 
 
 @pytest.mark.adopts(engine="vllm", check="prompts of Mistral's tokenizers")
-@pytest.mark.parametrize("version", [*SPECIAL, WHOLE])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_vllms_prompts_by_mistrals_tokenizer_are_the_predicted_ones(
     version: str, folders: dict[str, Path], vllms: dict[Path, Prompts], record: Record, figure: Figure
 ) -> None:

@@ -21,6 +21,7 @@ from conformance.own_code import answer_of
 from conformance.rendering import own_prompts
 from conformance.test_text_models import COMPLETIONS, REFUSED_BY_VLLM, SMALL, differences
 from conformance.workload import CODE, EMOJI, SCRIPTS, STORY
+from long_form import IS_LONG
 
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt import AnyPrompter
@@ -84,6 +85,7 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any] | None, dict[str, Any]]] = {
     "unigram of llama": ("unigram", "llama", LLAMA, {}),
 }
 """Name -> its tokenizer.model, model_type, fields over tokenizer_config.json (``None``: an older one), and files."""
+NAMES = list(FOLDERS) if IS_LONG else ["llama", "bpe, own tokens of llama"]
 Made = dict[str, Path]
 Folders = Callable[[str], Path]
 
@@ -95,7 +97,8 @@ def folders(vllm_env: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     asked = [{"text": f"{text}\n{SCRIPTS}\n{EMOJI}", "options": options} for options in TRAINED.values()]
     files = dict(zip(TRAINED, answer_of(vllm_env, [PROGRAM, "train"], asked), strict=True))
     made = {}
-    for number, (name, (source, model_type, given, more)) in enumerate(FOLDERS.items()):
+    for number, name in enumerate(NAMES):
+        source, model_type, given, more = FOLDERS[name]
         folder = made[name] = root / str(number)
         folder.mkdir()
         described: dict[str, Any] = {}
@@ -160,7 +163,7 @@ PARTS = ("model", "normalizer", "pre_tokenizer", "added_tokens")
 
 
 @pytest.mark.adopts(engine="vllm", check="tokenizers made of SentencePiece models")
-@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_tokenizer_made_of_pieces_is_the_one_that_vllm_makes(
     name: str, folders: Made, vllms: dict[str, dict[str, Any]], record: Record
 ) -> None:
@@ -182,7 +185,7 @@ def both_ways(prompter: AnyPrompter, text: str, *, special: bool) -> list[int]:
     return prompter.codec.encode(text, add_special_tokens=special).tolist()
 
 
-CHATS = ("llama", "mistral", "llama, older files", "bpe, own tokens of llama", "unigram of llama")
+CHATS = ("llama", "mistral", "llama, older files", "bpe, own tokens of llama", "unigram of llama") if IS_LONG else NAMES
 
 
 @pytest.mark.adopts(engine="vllm", check="prompts of SentencePiece models")
