@@ -89,7 +89,8 @@ MISTRAL_WEIGHTS = "consolidated*.safetensors"
 """Weights in Mistral's format. Beside them, and only there, vLLM prefers Mistral's tokenizer to tokenizer.json."""
 
 NAMES = (
-    *("tokenizer.json", "tokenizer.model", "tekken.json", "tokenizer_config.json"),
+    *("tokenizer.json", "tokenizer.model", "tekken.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("config.json", "preprocessor_config.json"),
 )
 PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry

@@ -1,10 +1,12 @@
 """``make demo`` with real engines, as the README has it: two start side by side and are routed to exactly."""
 
 import json
+import os
 import signal
 import subprocess
 
 import pytest
+from conformance.engine_process import FORKED, KEPT
 from local.rig import ROOT
 from long_form import parameters
 
@@ -20,7 +22,13 @@ def test_the_demo_with_real_engines_starts_them_side_by_side_and_ends_with_exact
     request.getfixturevalue(DEMOS[demo])  # built with a limit of its own
     command = ["make", "--no-print-directory", "demo", demo, "ARGS=--json --verbose"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | KEPT | FORKED,  # vLLM is imported by one process of each engine, instead of three
+        start_new_session=True,
     )
     try:
         output, log = process.communicate(timeout=SECONDS)

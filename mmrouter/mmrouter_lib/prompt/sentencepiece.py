@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers
 from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.model_folder import ModelFolderError, find_json
-from mmrouter_lib.prompt.tokenizer import add_configured, special_tokens
+from mmrouter_lib.prompt.tokenizer import add_configured, special_tokens, with_added_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError
 
 FILE: Final = "tokenizer.model"
@@ -115,7 +115,7 @@ def load_sentencepiece(folder: Path, config: dict[str, Any], name: str) -> tuple
         raise ModelFolderError(f"{folder / FILE}: {error}") from error
     if name == AS_FILE and model.is_unigram:
         raise TokenizerClassError("unigram")
-    config = {**(model.named() if name == AS_FILE else _LLAMA), **_with_added_tokens(folder, config)}
+    config = {**(model.named() if name == AS_FILE else _LLAMA), **with_added_tokens(folder, config)}
     config = _with_listed(folder, config, model)
     claimed = config.get("added_tokens_decoder") or {}
     renamed = {int(number): fields["content"] for number, fields in claimed.items()} if name == AS_FILE else {}
@@ -133,18 +133,6 @@ def load_sentencepiece(folder: Path, config: dict[str, Any], name: str) -> tuple
         special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(around)],
     )
     return tokenizer, config
-
-
-def _with_added_tokens(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the tokens of added_tokens.json, where no newer form replaces that file."""
-    if "added_tokens_decoder" in config:
-        return config
-    special = set(special_tokens(config).values())
-    tokens = {
-        str(number): {"content": text, "special": text in special, "normalized": text not in special}
-        for text, number in (find_json(folder, "added_tokens.json") or {}).items()
-    }
-    return {**config, "added_tokens_decoder": tokens}
 
 
 def _with_listed(folder: Path, config: dict[str, Any], model: SentencePieceModel) -> dict[str, Any]:

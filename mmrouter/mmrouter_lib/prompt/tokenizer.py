@@ -1,13 +1,15 @@
 """Load the tokenizer of a model folder, with the tokens that only tokenizer_config.json has."""
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
 
-from mmrouter_lib.model_folder import ModelFolderError
+from mmrouter_lib.model_folder import ModelFolderError, find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.templates import TemplateError
 
@@ -64,8 +66,29 @@ def load_tokenizer(folder: Path, config: dict[str, Any]) -> Tokenizer:
         raise ModelFolderError(f"{path}: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    add_configured(tokenizer, folder, config)
+    add_configured(tokenizer, folder, with_added_tokens(folder, config, tokenizer.get_added_tokens_decoder()))
     return tokenizer
+
+
+def with_added_tokens(
+    folder: Path, config: dict[str, Any], present: Mapping[int, AddedToken] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Return a configuration with the tokens of added_tokens.json, where no newer form replaces that file.
+
+    ``present``: id -> token of those that the tokenizer's own file describes, which comes before this one.
+    """
+    if "added_tokens_decoder" in config:
+        return config
+    numbers, special = find_json(folder, "added_tokens.json") or {}, set(special_tokens(config).values())
+    tokens = {
+        text: {"content": text, "special": text in special, "normalized": text not in special} for text in numbers
+    }
+    # A named token has the properties that it has there, whatever its own are.
+    named = {name: tokens[text] for name in _NAMED if (text := _text(config.get(name))) in tokens}
+    texts = {token.content for token in present.values()}
+    missing = {text: number for text, number in numbers.items() if number not in present and text not in texts}
+    added = {str(number): tokens[text] for text, number in missing.items()}
+    return {**config, **named, "added_tokens_decoder": added}
 
 
 def add_configured(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -> None:

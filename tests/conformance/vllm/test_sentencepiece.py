@@ -1,5 +1,5 @@
-"""Folders with ``tokenizer.model`` and no tokenizer.json: the tokenizer that vLLM makes of them, part by part and by
-the ids of drawn texts, and whole prompts by its own front end.
+"""Folders with ``tokenizer.model`` and no tokenizer.json, and one with older files beside both: the tokenizer that vLLM
+makes of them, part by part and by the ids of drawn texts, and whole prompts by its own front end.
 
 The models are those of Llama 2 and Mistral 7B, and others that SentencePiece trains on this repository's documents.
 """
@@ -58,6 +58,9 @@ OLDER = {
 """Files of releases of transformers that wrote no ``added_tokens_decoder``."""
 
 
+BESIDE_JSON = "mistral, older files beside tokenizer.json"
+
+
 def renamed(text: str, number: int) -> dict[str, Any]:
     return {"added_tokens_decoder": {str(number): {"content": text, "special": True, "normalized": False}}}
 
@@ -71,6 +74,7 @@ FOLDERS: dict[str, tuple[str, str, dict[str, Any] | None, dict[str, Any]]] = {
     "llama, special tokens as texts": (LLAMA2, "llama", {"split_special_tokens": True}, {}),
     "llama, older files": (LLAMA2, "llama", None, OLDER),
     "mistral, older files": (MISTRAL, "mistral", None, OLDER),
+    BESIDE_JSON: (MISTRAL, "mistral", None, OLDER),
     "bpe": ("bpe", "new_model", FAST | {"add_bos_token": True}, {}),
     "bpe, listed tokens": ("bpe", "new_model", FAST | {"additional_special_tokens": ["<a b>", "harbour"]}, {}),
     "bpe, named tokens": (
@@ -107,6 +111,8 @@ def folders(vllm_env: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
         else:
             shutil.copyfile(model_folder(source) / "tokenizer.model", folder / "tokenizer.model")
             described = json.loads((model_folder(source) / "tokenizer_config.json").read_text())
+        if name == BESIDE_JSON:
+            shutil.copyfile(model_folder(source) / "tokenizer.json", folder / "tokenizer.json")
         if given is None:
             described = {key: described[key] for key in SHORT_NAMES if key in described and key != "pad_token"}
         config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": model_type, "vocab_size": 32_064}

@@ -105,6 +105,23 @@ def test_case_36_a_token_that_only_tokenizer_config_has_is_one_token(folder):
     assert load(folder).expand("<|video_pad|>", []).ids.tolist() == [number]
 
 
+def test_a_token_that_only_the_older_file_has_is_one_token_unless_the_newer_form_is_there(folder):
+    number, _ = without_token(folder, "<|video_pad|>")
+    put(folder, "added_tokens.json", **{"<|video_pad|>": number, "<|image_pad|>": 151_655})
+    prompter = load(folder)
+    assert prompter.expand("a<|video_pad|>", []).ids[-1] == number
+    assert prompter.tokenizer.decode([number], skip_special_tokens=True) == "<|video_pad|>"
+    put(folder, "tokenizer_config.json", added_tokens_decoder={})
+    assert load(folder).expand("<|video_pad|>", []).ids.tolist() != [number]
+
+
+def test_a_named_token_of_the_older_file_is_special(folder):
+    number, _ = without_token(folder, "<|video_pad|>")
+    put(folder, "added_tokens.json", **{"<|video_pad|>": number})
+    put(folder, "tokenizer_config.json", pad_token="<|video_pad|>")
+    assert load(folder).tokenizer.decode([number], skip_special_tokens=True) == ""
+
+
 def test_case_36_a_token_that_is_not_special_is_one_token_and_survives_decoding(folder):
     number, fields = without_token(folder, "<|video_pad|>")
     put(folder, "tokenizer_config.json", added_tokens_decoder={str(number): {**fields, "special": False}})
