@@ -67,8 +67,8 @@ TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 """Tests of benchmarks and of hack/, which start many processes and are not needed in the inner loop."""
 SLOW_UNIT = (
     *("tests/campaign", f"{UNIT}/campaign", f"{UNIT}/cli/test_bench_run.py"),
-    *(f"{UNIT}/sim/test_capture.py", f"{UNIT}/prompt/test_captures.py"),
-    f"{UNIT}/prompt/test_segment_cache.py",
+    f"{UNIT}/sim/test_capture.py",
+    *files(f"{UNIT}/prompt", "captures", "mistral", "segment_cache"),
     *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "way_comparison", "worker_threads"),
 )
 """Unit tests that take seconds each, and are not needed in the inner loop."""
