@@ -141,15 +141,16 @@ def instructions(scenarios: Sequence[Scenario]) -> list[Figure]:
 def run_child(command: Sequence[str], environment: dict[str, str], limit_s: float) -> None:
     """Run a command and the processes that it starts, for ``limit_s`` seconds at most.
 
-    At the limit all of them are killed: callgrind_control would wait for a killed process forever, and hold its output
-    open. Raises ``TimeoutExpired`` and ``CalledProcessError``, with what the command wrote to standard error.
+    At the limit all of them are killed: callgrind_control traces the command, and a wait for a killed process does not
+    end before that of its tracer. Raises ``TimeoutExpired`` and ``CalledProcessError``, with what the command wrote to
+    standard error.
     """
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as child:
         try:
             _, errors = child.communicate(timeout=limit_s)
-        except BaseException:  # also of an interrupt, which the session of the child does not get
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # an interrupt does not reach the session of the child
             os.killpg(child.pid, signal.SIGKILL)
             raise
     if child.returncode:

@@ -73,12 +73,13 @@ ASKED = 'os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")'
 SELDOM = "import atexit, gc; gc.set_threshold(100_000, 10, 10); atexit.register(gc.freeze)\n"
 """Importing thousands of modules creates objects that stay. Repeated garbage collections over them take a fifth of the
 import's CPU, and one more runs at exit."""
-LOADED = (
+ENGINE_MODULES = (
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.qwen2_vl",
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
 )
+"""What an engine imports beside ``vllm``, which loads them when they are used."""
 FREE_GB = 6  # 3 GB stay; the rest is pip's own unpacking
 SITE_FILE = Path(__file__).with_name("vllm_site.py")
 
@@ -104,7 +105,7 @@ def wheels_dir() -> Path | None:
 def recipe() -> str:
     """Return a digest of everything that decides what the environment holds."""
     sources = (inspect.getsource(each) for each in (install, adapt, probe))
-    return digest(VLLM, TORCH, *LOADED, *sources, SITE_FILE.read_text())
+    return digest(VLLM, TORCH, *ENGINE_MODULES, *sources, SITE_FILE.read_text())
 
 
 def additions() -> str:
@@ -234,7 +235,9 @@ def probe(env: Path) -> None:
 
     The imports write bytecode, which an engine may not: a pod mounts the packages read-only.
     """
-    code = f"import torchvision, transformers, vllm, {', '.join(LOADED)}, sys; sys.stdout.write(vllm.__version__)"
+    code = (
+        f"import torchvision, transformers, vllm, {', '.join(ENGINE_MODULES)}, sys; sys.stdout.write(vllm.__version__)"
+    )
     version = run([str(env / "bin" / "python"), "-c", code], "import of vllm")
     if VLLM not in version:
         raise FailedError(f"the environment holds vLLM {version!r}, not {VLLM}")
