@@ -89,6 +89,8 @@ class Seen:
     """First token of the first image."""
     keys: tuple[str, ...] = ()
     """Predicted keys of its blocks, in order."""
+    prefilled_by: str = ""
+    """The prefill engine, whose hits ``cached`` counts where there is one."""
 
     @property
     def reusable(self) -> int:
@@ -135,7 +137,7 @@ class Chat:
         """
         messages = messages or self.messages(*content)
         seen = self._exact(self._answer(messages))
-        self.settle({"messages": messages}, seen.reusable)
+        self.settle({"messages": messages}, seen.reusable, prefilled_by=seen.prefilled_by)
         return seen
 
     def complete(self, prompt: str | list[int]) -> Seen:
@@ -163,6 +165,7 @@ class Chat:
             cached=usage.prompt_tokens_details.cached_tokens or 0,
             image_at=next((int(image["offset"]) for image in decision["images"]), None),
             keys=tuple(decision["keys"]),
+            prefilled_by=prefill_engine(decision),
         )
         assert seen.exactness == "exact"
         assert seen.predicted_tokens == seen.tokens
@@ -185,17 +188,30 @@ class Chat:
         found: dict[str, Any] = self.controls[0].get(path).raise_for_status().json()
         return found
 
-    def settle(self, fields: dict[str, Any], blocks: int, path: str = "/v1/chat/completions") -> None:
-        """Wait until every frontend sees at least so many blocks of a request's prompt at some engine."""
+    def settle(
+        self, fields: dict[str, Any], blocks: int, path: str = "/v1/chat/completions", prefilled_by: str = ""
+    ) -> None:
+        """Wait until every frontend sees at least so many blocks of a request's prompt at some engine that answers.
+
+        Where another engine computed the prompt, also at that one: a repeat goes there only by its blocks.
+        """
         body = {"model": self.model, **fields}
         for number, control in enumerate(self.controls):
 
             def seen(control: httpx.Client = control) -> int:
                 dry = control.post("/control/explain", params={"path": path}, json=body).raise_for_status().json()
+                if prefilled_by and not all(prefilled_by in names for names in dry["holders_now"][:blocks]):
+                    return 0
                 return max((int(each["overlap"]) for each in dry["candidates"]), default=0)
 
             what = f"frontend {number} sees the {blocks} blocks of the last request"
             wait_for(lambda seen=seen: seen() >= blocks, SETTLE_SECONDS, what, known=seen)
+
+
+def prefill_engine(decision: dict[str, Any]) -> str:
+    """Return the engine that computed the prompt for the one that answered; empty where that one did."""
+    done = (stage for stage in decision["chain"] if (stage["stage"], stage["outcome"]) == ("prefill", "done"))
+    return next((str(stage["workers"][0]) for stage in done), "")
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -64,7 +64,11 @@ def test_killed_envoy_is_back_and_leaves_nothing_booked(deployment: Deployment, 
     run, routers = psutil.Process(deployment.process.pid), range(len(deployment.controls))
 
     def envoy() -> psutil.Process | None:
-        return next((each for each in run.children() if each.name() == "envoy"), None)
+        for child in run.children():
+            with suppress(psutil.NoSuchProcess):  # one that ended since it was listed
+                if child.name() == "envoy":
+                    return child
+        return None
 
     def asked() -> list[int]:
         return [deployment.state(number)["gateway_requests"] for number in routers]
