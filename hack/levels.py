@@ -13,8 +13,7 @@ BIN = Path(sys.executable).parent
 class Step:
     """One command of a level. A step with ``tests`` is a pytest run over these paths, except ``without``.
 
-    ``when``: beside other steps, or alone in the level, before or after all of them. ``limit_s`` overrides the level's
-    limit.
+    ``when``: beside other steps, or alone in the level, before or after all of them.
     """
 
     name: str
@@ -22,7 +21,6 @@ class Step:
     tests: str | tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     when: Literal["before", "beside", "after"] = "beside"
-    limit_s: float | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -133,7 +131,7 @@ LEVELS = {
             Step("prose, citations and links", module("hack.prose_lint")),
             Step("generated files", module("hack.generate", "--check")),
             Step("licences", module("hack.supply_chain.bill_of_materials", "--check")),
-            Step("other Python releases", tests=RELEASES, limit_s=900),  # the first time, they install the lock
+            Step("other Python releases", tests=RELEASES),  # the first time, they install the lock
         ),
         limit_s=900,
         lanes=4,  # on two CPUs: some tests wait more than they compute

@@ -139,13 +139,12 @@ def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
         command = (sys.executable, "-m", "pytest", *step.paths, *left_out, "-q", f"--junit-xml={report}")
     env = {**os.environ, "MMROUTER_RUN_FOLDER": str(scratch)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode, each of a thousand processes compiles the product
-    limit_s = level.limit_s if step.limit_s is None else step.limit_s
     if live:
         print(f"\n== {step.name}", flush=True)
-        status, _ = execute(command, limit_s, None, env)
+        status, _ = execute(command, level.limit_s, None, env)
     else:
         with (scratch / f"{name}.out").open("w+b") as out:
-            status, cpu_s = execute(command, limit_s, out, env)
+            status, cpu_s = execute(command, level.limit_s, out, env)
             out.seek(0)
             shown = out.read().decode(errors="replace").strip()
         took = f"{time.monotonic() - began:.1f} s, {cpu_s:.0f} s of CPU"
