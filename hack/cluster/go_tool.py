@@ -10,7 +10,12 @@ from pathlib import Path
 
 from hack.build_once import ROOT, CannotMakeError, cache_dir, captured, failed, last_line
 
-GO_SETTINGS = {"CGO_ENABLED": "0", "GOFLAGS": "-mod=readonly -trimpath -buildvcs=false", "GOWORK": "off"}
+GO_SETTINGS = {
+    "CGO_ENABLED": "0",
+    "GOFLAGS": "-mod=readonly -trimpath -buildvcs=false",
+    "GOWORK": "off",
+    "GOGC": "800",  # a third less CPU than with 100, and up to twice the memory: 0.8 GB for the API's types
+}
 GO_FOLDERS = ("/usr/local/go/bin", "/usr/lib/go/bin")  # where installers put it that set no PATH
 
 
