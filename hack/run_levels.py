@@ -42,6 +42,7 @@ NOT_RUN = 3
 RUNNING: set["subprocess.Popen[bytes]"] = set()
 CANCELLED = threading.Event()
 POLL_SECONDS = 0.05
+BEHIND = 5  # the niceness of a level that gives way to another: a third of its share of a CPU
 MOST_LANES = 4
 """Steps at the same time, for two CPUs. Five take both CPUs whole and no less time: engines and control planes poll
 while they wait, and so cost more the longer they run beside others."""
@@ -95,18 +96,24 @@ class Queue:
 
 
 def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcome]:
-    """Run levels at the same time and return their outcomes. The steps start in the order of the levels."""
+    """Run levels at the same time and return their outcomes. The steps start in the order of the levels.
+
+    Where CPUs are short, those of the first level go before the others: it builds for minutes, one step after another,
+    before its tests can start.
+    """
     outcomes = {name: Outcome() for name in levels}
     adding = threading.Lock()
     began, available = time.monotonic(), psutil.virtual_memory().available / 1e9
     lanes = min(MOST_LANES, sum(level.lanes for level in levels.values()))
+    first = next(iter(levels))
     queue = Queue(levels, ((name, step) for name, level in levels.items() for step in level.steps), available)
 
     def work() -> None:
         while (pair := queue.take()) is not None:
             name, step = pair
             try:
-                part = run_step(levels[name], scratch, step, live=lanes == 1 or step.when == "before")
+                live, nice = lanes == 1 or step.when == "before", 0 if name == first else BEHIND
+                part = run_step(levels[name], scratch, step, live=live, nice=nice)
                 with adding:
                     outcomes[name].add(part)
                     outcomes[name].seconds = time.monotonic() - began
@@ -123,9 +130,9 @@ def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcom
     return outcomes
 
 
-def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
+def run_step(level: Level, scratch: Path, step: Step, *, live: bool, nice: int = 0) -> Outcome:
     """Run one command and count its results. A pytest that writes no report is a failure. ``live`` shows the output as
-    it comes.
+    it comes; ``nice`` is added to the niceness of the command's processes.
     """
     outcome = Outcome()
     if CANCELLED.is_set():
@@ -141,10 +148,10 @@ def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode, each of a thousand processes compiles the product
     if live:
         print(f"\n== {step.name}", flush=True)
-        status, _ = execute(command, level.limit_s, None, env)
+        status, _ = execute(command, level.limit_s, None, env, nice)
     else:
         with (scratch / f"{name}.out").open("w+b") as out:
-            status, cpu_s = execute(command, level.limit_s, out, env)
+            status, cpu_s = execute(command, level.limit_s, out, env, nice)
             out.seek(0)
             shown = out.read().decode(errors="replace").strip()
         took = f"{time.monotonic() - began:.1f} s, {cpu_s:.0f} s of CPU"
@@ -158,12 +165,17 @@ def run_step(level: Level, scratch: Path, step: Step, *, live: bool) -> Outcome:
     return outcome
 
 
-def execute(command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str]) -> tuple[int, float]:
+def execute(
+    command: tuple[str, ...], limit_s: float, out: IO[bytes] | None, env: dict[str, str], nice: int
+) -> tuple[int, float]:
     """Return the exit status of a command, and the CPU seconds of it and of the processes that it waited for. Its whole
     process group is ended when it outlives the limit.
     """
     stderr = None if out is None else subprocess.STDOUT
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, stdout=out, stderr=stderr)
+    if nice:
+        with suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + nice)
     RUNNING.add(process)
     if CANCELLED.is_set():  # the run was cancelled while this one started
         end(process)

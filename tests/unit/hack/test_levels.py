@@ -1,5 +1,6 @@
 """The level runner counts every result, failure and skip, and never hides one."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from hack import run_levels
 from hack.levels import HANG_SECONDS, Level, Step
 from hack.outcomes import SHOWN_LINES, SLOWEST, Outcome, shortened_failures, slowest, summary
-from hack.run_levels import Queue, run_together
+from hack.run_levels import BEHIND, Queue, run_together
 
 
 @pytest.fixture(autouse=True)
@@ -277,6 +278,17 @@ def test_steps_of_several_levels_run_at_the_same_time(tmp_path: Path) -> None:
     }
     outcomes = run_together(levels, tmp_path)
     assert [outcome.failures for outcome in outcomes.values()] == [[], []]
+
+
+def test_the_first_of_levels_at_the_same_time_has_the_cpus_before_the_others(tmp_path: Path) -> None:
+    code = "import os, pathlib, sys, time\ntime.sleep(0.1)\npathlib.Path(sys.argv[1]).write_text(str(os.nice(0)))"
+    levels = {
+        name: Level((Step(name, (sys.executable, "-c", code, str(tmp_path / name))),), limit_s=60)
+        for name in ("first", "second", "third")
+    }
+    run_together(levels, tmp_path)
+    seen = {name: int((tmp_path / name).read_text()) - os.nice(0) for name in levels}
+    assert seen == {"first": 0, "second": BEHIND, "third": BEHIND}
 
 
 def test_parts_of_a_folder_run_once_each_and_share_the_runs_folder(tmp_path: Path) -> None:
