@@ -43,7 +43,7 @@ RUNNING: set["subprocess.Popen[bytes]"] = set()
 CANCELLED = threading.Event()
 POLL_SECONDS = 0.05
 BEHIND = 5  # the niceness of a level that gives way to another: a third of its share of a CPU
-MOST_LANES = 4
+MOST_LANES = 3
 """Steps at the same time, for two CPUs. Five take both CPUs whole and no less time: engines and control planes poll
 while they wait, and so cost more the longer they run beside others."""
 
