@@ -66,7 +66,7 @@ TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 SLOW_UNIT = (
     *("tests/campaign", f"{UNIT}/campaign", f"{UNIT}/cli/test_bench_run.py"),
     f"{UNIT}/sim/test_capture.py",
-    *files(f"{UNIT}/prompt", "captures", "mistral", "segment_cache"),
+    *files(f"{UNIT}/prompt", "captures", "harmony", "mistral", "segment_cache"),
     *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "way_comparison", "worker_threads"),
 )
 """Unit tests that take seconds each, and are not needed in the inner loop."""

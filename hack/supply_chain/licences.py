@@ -34,9 +34,11 @@ WRITTEN_OUT: Final = {
 BY_NAME: Final = {
     "jinja2": "BSD-3-Clause",
     "numpy": "BSD-3-Clause AND 0BSD AND MIT AND Zlib AND CC0-1.0",
+    "oss-harmony": "Apache-2.0",
     "tiktoken": "MIT",
 }
-"""Distributions whose metadata name a family of licences only, or have a text; their licence files have this one's."""
+"""Distributions whose metadata name a family of licences only, have a text, or none; their licence files have this
+one's."""
 CRATES: Final = {
     "target-lexicon": "Apache-2.0 WITH LLVM-exception",
     "unicode-ident": "(MIT OR Apache-2.0) AND Unicode-3.0",

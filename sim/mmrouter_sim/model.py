@@ -129,7 +129,7 @@ def load(
     if family is None:
         loaded = load_text_prompter(engine, folder, chat_template)
         if not isinstance(loaded, Prompter):
-            raise ValueError(f"{folder}: the tokenizer of mistral_common is not simulated")
+            raise ValueError(f"{folder}: prompts by mistral_common or oss-harmony are not simulated")
         prompter, family = loaded, loaded.family
     else:
         prompter = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family)

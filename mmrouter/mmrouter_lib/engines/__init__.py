@@ -10,7 +10,7 @@ from mmrouter_lib.engines.vllm.adapter import VLLM
 if TYPE_CHECKING:
     from mmrouter_lib.api import MMRouterDeployment
 
-__all__ = ["ADAPTERS", "EngineAdapter", "adapter", "answering_args", "storing_pools"]
+__all__ = ["ADAPTERS", "EngineAdapter", "adapter", "answering_args", "answering_variables", "storing_pools"]
 
 ADAPTERS: Final[Mapping[str, EngineAdapter]] = {adapter.type: adapter for adapter in (VLLM, SGLANG)}
 
@@ -31,6 +31,15 @@ def answering_args(deployment: "MMRouterDeployment") -> list[list[str]]:
     return [[*spec.engine.args, *pool.args] for pool in spec.pools if pool.role not in ("encoder", "renderer")]
 
 
+def answering_variables(deployment: "MMRouterDeployment") -> list[dict[str, str | None]]:
+    """Return the variables that pod templates set in the engines that answer clients, one mapping for each pool.
+
+    ``None`` is a value from another object.
+    """
+    pools = [pool for pool in deployment.spec.pools if pool.role not in ("encoder", "renderer")]
+    return [{each["name"]: _value(each) for each in _set_in(pool.pod_template)} for pool in pools]
+
+
 def storing_pools(deployment: "MMRouterDeployment") -> frozenset[str]:
     """Return the names of the pools whose engines store the responses of ``/v1/responses``.
 
@@ -46,19 +55,27 @@ def storing_pools(deployment: "MMRouterDeployment") -> frozenset[str]:
 
 
 def _engine_variables(template: Mapping[str, Any]) -> dict[str, str]:
+    return {each["name"]: str(each.get("value", "")) for each in _set_in(template)}
+
+
+def _value(variable: Mapping[str, Any]) -> str | None:
+    return None if "valueFrom" in variable else str(variable.get("value", ""))
+
+
+def _set_in(template: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the variables that a pod template sets in the engine's container.
 
     What is malformed sets none, because rendering refuses it with its place; nor does a directive of the patch.
     """
     spec = template.get("spec")
     containers = _mappings(spec.get("containers")) if isinstance(spec, Mapping) else []
-    return {
-        each["name"]: str(each.get("value", ""))
+    return [
+        each
         for container in containers
         if container.get("name") == "engine"
         for each in _mappings(container.get("env"))
         if isinstance(each.get("name"), str) and "$patch" not in each
-    }
+    ]
 
 
 def _mappings(value: object) -> list[Mapping[str, Any]]:

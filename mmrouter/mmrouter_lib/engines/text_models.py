@@ -5,7 +5,7 @@ take text only. Models that an engine prompts by code of its own are not predict
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,14 +15,14 @@ from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
 from mmrouter_lib.model_folder import MISTRAL_WEIGHTS, find_json, has_tokenizer_code, read_json
-from mmrouter_lib.prompt import AnyPrompter, MistralPrompter, Prompter, mistral, sentencepiece
+from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, MistralPrompter, Prompter, harmony, mistral, sentencepiece
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
 
 OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
     "vllm": re.compile(
-        r"gpt_oss|(?:DeepseekV32|DeepseekV41|MoonshotKimia)ForCausalLM|KimiK3ForConditionalGeneration"
+        r"(?:DeepseekV32|DeepseekV41|MoonshotKimia)ForCausalLM|KimiK3ForConditionalGeneration"
         r"|(?:DeepseekV4|Inkling)For(?:CausalLM|ConditionalGeneration)"
     ),
     "sglang": re.compile(
@@ -32,11 +32,17 @@ OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
 }
 """``model_type``s and architectures whose chats vLLM 0.32 and SGLang 0.5.23 render by code instead of a template.
 
-vLLM renders gpt-oss by openai-harmony, which fetches its vocabulary and writes the day into the prompt.
+vLLM renders gpt-oss by code, too, which :mod:`mmrouter_lib.prompt.harmony` models.
 """
 
 _MEDIA = re.compile(r"vision|visual|image|img|video|audio|speech|thinker|mm_")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_DAY = "VLLM_SYSTEM_START_DATE"
+_PLAIN_VALUES: Mapping[str, tuple[str, ...]] = {
+    "VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS": ("", "0"),
+    "TZ": ("", "UTC", "Etc/UTC"),
+}
+"""Variables of vLLM that change the prompts of gpt-oss -> the values with which they are modelled."""
 _MISTRAL_FILES = ("tekken.json", "tokenizer.model.v*")
 
 
@@ -44,10 +50,16 @@ class UnpredictedError(ValueError):
     """The prompts of a model are not predicted; the message is the decisions' reason, ``cause:subject``."""
 
 
-def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | None = None) -> AnyPrompter:
+def load_text_prompter(
+    engine: EngineType,
+    folder: Path,
+    chat_template: str | None = None,
+    variables: Sequence[Mapping[str, str | None]] = (),
+) -> AnyPrompter:
     """Return the prompter of a model folder without a family; ``chat_template`` (a text) replaces its template.
 
-    With Mistral's own tokenizer vLLM uses no template, so ``chat_template`` has no effect.
+    With Mistral's own tokenizer and for gpt-oss vLLM uses no template, so ``chat_template`` has no effect.
+    ``variables``: the environment of each pool's engines as far as it is known, ``None`` for a value that is not.
 
     Raises :class:`UnpredictedError`, and :class:`~mmrouter_lib.model_folder.ModelFolderError` for files that cannot be
     read.
@@ -89,6 +101,8 @@ def load_text_prompter(engine: EngineType, folder: Path, chat_template: str | No
     except sentencepiece.NoSentencePieceError as error:
         raise UnpredictedError(f"tokenizer:{sentencepiece.FILE}") from error
     family = TextOnly(model_type)
+    if engine == "vllm" and model_type == harmony.MODEL_TYPE:
+        return _load_harmony(family, TokenizerCodec.of(tokenizer, described), variables)
     loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family, tokenizer=tokenizer)
     named = replace(loaded, variables=special_tokens(described), codec=TokenizerCodec.of(tokenizer, described))
     return _with_tokenizers_template(named, plain=plain)
@@ -99,6 +113,22 @@ def _load_mistral(folder: Path, family: TextOnly) -> MistralPrompter:
         return MistralPrompter.load(folder, family)
     except mistral.NoLibraryError as error:
         raise UnpredictedError(f"tokenizer:{mistral.FILE}") from error
+
+
+def _load_harmony(
+    family: TextOnly, codec: TokenizerCodec, variables: Sequence[Mapping[str, str | None]]
+) -> HarmonyPrompter:
+    for pool in variables:
+        for name, values in _PLAIN_VALUES.items():
+            if pool.get(name, "") not in values:
+                raise UnpredictedError(f"engine_prompts:{name}")
+    days = {pool.get(_DAY, "") for pool in variables} or {""}
+    if len(days) > 1 or None in days:
+        raise UnpredictedError(f"engine_prompts:{_DAY}")
+    try:
+        return HarmonyPrompter.load(family, codec, days.pop() or None)
+    except harmony.NoLibraryError as error:
+        raise UnpredictedError(f"engine_prompts:{harmony.MODEL_TYPE}") from error
 
 
 def takes_text_only(folder: Path, config: Mapping[str, Any]) -> bool:

@@ -56,7 +56,6 @@ def test_a_chat_with_an_image_is_not_predicted(folder, engine):
 
 
 UNPREDICTED = {
-    "engine_prompts:gpt_oss": {"config": {"model_type": "gpt_oss"}},
     "engine_prompts:DeepseekV32ForCausalLM": {"config": {"architectures": ["DeepseekV32ForCausalLM"]}},
     "family:new": {"config": {"is_encoder_decoder": True}},
     "tokenizer:missing": {"without": "tokenizer.json"},
