@@ -15,7 +15,7 @@ import orjson
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.request_fields import CHAT, MESSAGES, words
-from mmrouter_lib.prompt import AnyPrompter, Prompter
+from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, Prompter
 from mmrouter_lib.prompt.message_traits import EFFORTS, effort_without_thinking, wants_system_first
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
@@ -59,6 +59,8 @@ class TemplateTraits:
     @classmethod
     def of(cls, prompter: AnyPrompter | None) -> Self:
         """Return the traits of a model's templates; the defaults suit every template."""
+        if isinstance(prompter, HarmonyPrompter):
+            return cls(no_thinking=lambda: "low")  # the format refuses ``none``
         if not isinstance(prompter, Prompter):
             return cls()
         return cls(wants_system_first(prompter.templates), cache(partial(effort_without_thinking, prompter)))

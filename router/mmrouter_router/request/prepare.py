@@ -1,6 +1,7 @@
 """Prepares a parsed request for placement: resolves its images and predicts its token ids (docs/architecture.md)."""
 
 import logging
+import os
 import sys
 from array import array
 from collections.abc import Callable, Collection
@@ -13,6 +14,7 @@ from blake3 import blake3
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.block_keys import Span, namespace_seed
+from mmrouter_lib.engines import answering_variables
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.hidden_groups import hidden_groups
@@ -92,13 +94,22 @@ class PromptModel(NamedTuple):
         if any(pool.role == RENDERER_ROLE for pool in spec.pools):
             return cls(None, None, name, f"family:{name}")
         try:
-            prompter = load_text_prompter(engine, folder, template)
+            prompter = load_text_prompter(engine, folder, template, _variables(settings))
         except UnpredictedError as error:
             return cls(None, None, name, str(error))
         except ModelFolderError as error:
             log.warning("the model's prompts are not predicted: %s", error)
             return cls(None, None, name, f"model_folder:{name}")
         return cls(prompter.family, prompter, name, hidden=hidden)
+
+
+def _variables(settings: Settings) -> list[dict[str, str | None]]:
+    """Return the environment of each pool's engines, as far as the router knows it.
+
+    Engines of ``mmrouter up`` have vLLM's variables of its own environment, and so do its routers.
+    """
+    own = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
+    return [{**own, **pool} for pool in answering_variables(settings.deployment)]
 
 
 def _too_long(request: ChatRequest) -> RequestError:

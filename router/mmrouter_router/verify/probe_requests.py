@@ -19,7 +19,7 @@ from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.sglang.hidden_groups import STATE_STEP, STATES
 from mmrouter_lib.engines.sglang.stage_requests import decode_fields, new_meeting, override_headers, prefill_fields
 from mmrouter_lib.media_identity import media_identity, to_wire
-from mmrouter_lib.prompt import PromptImage, TemplateError
+from mmrouter_lib.prompt import NotModelledError, PromptImage, TemplateError
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.fleet.workers import Target, Worker
 from mmrouter_router.http.engine_requests import EngineRequestError, EngineRequests
@@ -132,6 +132,8 @@ class ProbeRequests:
             except (TemplateError, EngineRequestError) as error:  # a template that takes no system message
                 if not system:
                     raise ProbeRequestError(str(error)) from error
+            except NotModelledError as error:  # gpt-oss around midnight
+                raise ProbeRequestError(str(error)) from error
         if len(spans) != len(shown):
             raise ProbeRequestError(f"the prompt has {len(spans)} images instead of {len(shown)}")
         return ProbeRequest(orjson.dumps(rewritten), ids, spans[0] if spans else None)
