@@ -11,7 +11,7 @@ import pytest
 from artefacts import name_needs, run_tool_or_skip
 from conformance.releases import Adoption, adoption
 from conformance.report import Cells, run_folder
-from conformance.setups import named_families, proved_cells
+from conformance.setups import TINY, TINY_MODEL, named_families, proved_cells
 from local.rig import Deployment
 from scenarios import Chat, open_chat, web
 
@@ -127,8 +127,9 @@ def shrunk(tmp_path_factory: pytest.TempPathFactory) -> Shrunk:
     root = tmp_path_factory.mktemp("models")
 
     def make(repository: str) -> Path:
-        source = model_folder(repository.replace("/", "--"))
-        out = root / source.name
+        name = repository.replace("/", "--")
+        source = TINY_MODEL if repository == TINY else model_folder(name)
+        out = root / name
         if not out.exists():
             shrink(source, out)
         return out

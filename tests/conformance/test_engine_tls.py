@@ -2,7 +2,7 @@
 
 import pytest
 from conformance.engine_process import engine_args, require_memory
-from conformance.engines import deployed, manifest, pool, sglang_manifest
+from conformance.engines import REPOSITORY, deployed, manifest, pool, sglang_manifest
 from local.engine_certificates import NAME, engines, replace, serving_tls, shown, trust
 from long_form import parameters
 from unit.router.certificates import certificate
@@ -11,7 +11,6 @@ from waiting import wait_for
 from mmrouter_cli.sample_images import data_uri, picture
 
 SECONDS = 120
-SGLANG_MODEL = "Qwen/Qwen3-VL-2B-Instruct"
 
 
 @pytest.fixture(scope="module", params=parameters(["vllm", "sglang"]))
@@ -20,9 +19,9 @@ def deployment(request, shrunk, tmp_path_factory):
     env = request.getfixturevalue(f"{request.param}_env")
     if request.param == "vllm":
         engine = {"type": "vllm", "args": engine_args()}
-        made = manifest(shrunk("Qwen/Qwen2-VL-2B-Instruct"), engine, [pool("worker")])
+        made = manifest(shrunk(REPOSITORY), engine, [pool("worker")])
     else:
-        made = sglang_manifest(shrunk(SGLANG_MODEL), SGLANG_MODEL, [("worker", 1)])
+        made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("worker", 1)])
     with deployed(env, tmp_path_factory.mktemp("tls"), *serving_tls(made)) as deployment:
         yield deployment
 

@@ -16,17 +16,15 @@ import psutil
 import pytest
 from conformance.conftest import Shrunk
 from conformance.engine_process import engine_args, require_memory
-from conformance.engines import deployed, manifest, pool, sglang_manifest
+from conformance.engines import REPOSITORY, deployed, manifest, pool, sglang_manifest
 from local.rig import Deployment
 from long_form import IS_LONG, parameters
 from node_loss import losing_nodes, own_network
 from streams import BEST_ONLY, CHAT, CHOICES, COMPLETIONS, GREEDY, SEEDED, TOOLS, WHOLE_ANSWER, Streams
 from waiting import wait_for
 
-REPOSITORIES = {"vllm": "Qwen/Qwen2-VL-2B-Instruct", "sglang": "Qwen/Qwen2.5-VL-7B-Instruct"}
 COUNT, MANY = 6, 64
-TOKENS = 160 if IS_LONG else 80
-"""Most of these tests' CPU: an engine samples each token from 150,000. A fault comes after the first four."""
+TOKENS = 160 if IS_LONG else 80  # of an answer; a fault comes after the first four
 RUNNING = {"vllm": "--max-num-seqs", "sglang": "--max-running-requests"}
 """Flags of the number of requests that an engine runs at a time: all streams begin before a fault."""
 PROVE_SECONDS = 240.0
@@ -44,20 +42,20 @@ class Served:
         return Streams(self.deployment, count, TOKENS, fields, path)
 
 
-@pytest.fixture(scope="module", params=parameters(REPOSITORIES, "vllm"))
+@pytest.fixture(scope="module", params=parameters(RUNNING, "vllm"))
 def served(
     request: pytest.FixtureRequest, shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     require_memory()
     kind: str = request.param
-    repository, all_at_once = REPOSITORIES[kind], (RUNNING[kind], str(MANY))
+    all_at_once = (RUNNING[kind], str(MANY))
     env = request.getfixturevalue(f"{kind}_env")
     if kind == "vllm":
         engine = {"type": "vllm", "args": [*engine_args(), *all_at_once, *TOOL_CALLS]}
-        written = manifest(shrunk(repository), engine, [pool("worker", replicas=2)], repository=repository)
+        written = manifest(shrunk(REPOSITORY), engine, [pool("worker", replicas=2)])
         written["spec"]["routing"]["seedStreams"] = True
     else:
-        written = sglang_manifest(shrunk(repository), repository, [("worker", 2)], *all_at_once)
+        written = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("worker", 2)], *all_at_once)
     with own_network(), deployed(env, tmp_path_factory.mktemp(f"streams-{kind}"), written) as deployment:
         yield Served(deployment, kind == "vllm")
 

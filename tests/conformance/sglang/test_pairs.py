@@ -18,7 +18,7 @@ import pytest
 from artefacts import run_tool_or_skip
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import require_memory
-from conformance.engines import deployed, histories, sglang_manifest
+from conformance.engines import REPOSITORY, deployed, histories, sglang_manifest
 from conformance.own_code import answer_of
 from conformance.setups import BY_MOONCAKE
 from local.rig import MEDIA, Deployment
@@ -40,7 +40,6 @@ from mmrouter_sim.encoders import EncodeRequest, split_shares
 
 PROVES = pytest.mark.proves("sglang", "{deployment}", "qwen2_5_vl")
 MOONCAKE = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
-REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 PROVE_SECONDS = 300.0
 HOST_COPIES = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 """Otherwise a decode engine registers a pool of host memory with CUDA when it starts."""

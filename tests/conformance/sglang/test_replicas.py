@@ -16,8 +16,8 @@ from artefacts import Record
 from conformance.conftest import Figure, Shrunk
 from conformance.conversations import Taught
 from conformance.engine_process import require_memory
+from conformance.engines import REPOSITORY, histories, sglang_manifest
 from conformance.engines import deployed as deployed_engines
-from conformance.engines import histories, sglang_manifest
 from local.rig import Deployment
 from local.test_sglang import BLOCK, LONG, Served, image, text
 from long_form import parameters
@@ -25,7 +25,6 @@ from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
 pytestmark = pytest.mark.proves("sglang", "two workers", "qwen2_5_vl")
-REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 CACHE_TOKENS = 9216  # the longest context and little more
 OWN_NAMES = ("--mm-preprocess-cache-size-mb", "0")
 PROVE_SECONDS = 300.0
