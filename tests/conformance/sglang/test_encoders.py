@@ -13,7 +13,7 @@ from scenarios import Chat
 from waiting import wait_for
 
 # tests/local/test_staged_sglang.py has simulated encoders, and test_pairs.py a real pair, in every run.
-pytestmark = [pytest.mark.proves("sglang", "encoder, worker", "qwen2_5_vl"), pytest.mark.long_form]
+pytestmark = [pytest.mark.proves("sglang", "encoder, worker", "qwen2_vl"), pytest.mark.long_form]
 PROVE_SECONDS, LEARN_SECONDS = 120.0, 60.0
 LEAST_IMAGES, MOST_IMAGES = 4, 24
 """Of two encoders, one gets them all once in 8 million times."""

@@ -38,7 +38,7 @@ from mmrouter_lib.engines.sglang.stage_requests import (
 )
 from mmrouter_sim.encoders import EncodeRequest, split_shares
 
-PROVES = pytest.mark.proves("sglang", "{deployment}", "qwen2_5_vl")
+PROVES = pytest.mark.proves("sglang", "{deployment}", "qwen2_vl")
 MOONCAKE = {"MOONCAKE_PROTOCOL": "tcp", "MC_FORCE_TCP": "1"}
 PROVE_SECONDS = 300.0
 HOST_COPIES = ("--disaggregation-decode-retraction-backup", "cpu_tensor")

@@ -24,7 +24,7 @@ from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Scenario, open_chat, title
 from waiting import wait_for
 
-pytestmark = pytest.mark.proves("sglang", "two workers", "qwen2_5_vl")
+pytestmark = pytest.mark.proves("sglang", "two workers", "qwen2_vl")
 CACHE_TOKENS = 9216  # the longest context and little more
 OWN_NAMES = ("--mm-preprocess-cache-size-mb", "0")
 PROVE_SECONDS = 300.0
