@@ -29,7 +29,7 @@ from conformance.engine_process import (
     sglang_args,
 )
 from conformance.event_listener import ReplayListener, replay
-from conformance.setups import TINY
+from conformance.setups import REPOSITORIES
 from conformance.workload import Case
 from local.rig import Deployment, metric, running
 from waiting import wait_for
@@ -98,7 +98,7 @@ def served_directly(deployment: Deployment) -> Iterator[Engine]:
 
 
 AGREE_SECONDS = 60
-REPOSITORY = TINY
+REPOSITORY = REPOSITORIES["qwen2_vl"]
 MAX_PIXELS = 200_704
 """An encoder measures its largest image when it starts: minutes on a CPU, unless images are small."""
 ROOM = {"phi3_v": ("--max-num-batched-tokens", "8192")}

@@ -2,7 +2,8 @@
 
 import pytest
 from conformance.engine_process import engine_args, require_memory
-from conformance.engines import REPOSITORY, deployed, manifest, pool, sglang_manifest
+from conformance.engines import deployed, manifest, pool, sglang_manifest
+from conformance.setups import TINY
 from local.engine_certificates import NAME, engines, replace, serving_tls, shown, trust
 from long_form import parameters
 from unit.router.certificates import certificate
@@ -19,9 +20,9 @@ def deployment(request, shrunk, tmp_path_factory):
     env = request.getfixturevalue(f"{request.param}_env")
     if request.param == "vllm":
         engine = {"type": "vllm", "args": engine_args()}
-        made = manifest(shrunk(REPOSITORY), engine, [pool("worker")])
+        made = manifest(shrunk(TINY), engine, [pool("worker")], repository=TINY)
     else:
-        made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("worker", 1)])
+        made = sglang_manifest(shrunk(TINY), TINY, [("worker", 1)])
     with deployed(env, tmp_path_factory.mktemp("tls"), *serving_tls(made)) as deployment:
         yield deployment
 

@@ -16,7 +16,8 @@ import psutil
 import pytest
 from conformance.conftest import Shrunk
 from conformance.engine_process import engine_args, require_memory
-from conformance.engines import REPOSITORY, deployed, manifest, pool, sglang_manifest
+from conformance.engines import deployed, manifest, pool, sglang_manifest
+from conformance.setups import TINY
 from local.rig import Deployment
 from long_form import IS_LONG, parameters
 from node_loss import losing_nodes, own_network
@@ -52,10 +53,10 @@ def served(
     env = request.getfixturevalue(f"{kind}_env")
     if kind == "vllm":
         engine = {"type": "vllm", "args": [*engine_args(), *all_at_once, *TOOL_CALLS]}
-        written = manifest(shrunk(REPOSITORY), engine, [pool("worker", replicas=2)])
+        written = manifest(shrunk(TINY), engine, [pool("worker", replicas=2)], repository=TINY)
         written["spec"]["routing"]["seedStreams"] = True
     else:
-        written = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, [("worker", 2)], *all_at_once)
+        written = sglang_manifest(shrunk(TINY), TINY, [("worker", 2)], *all_at_once)
     with own_network(), deployed(env, tmp_path_factory.mktemp(f"streams-{kind}"), written) as deployment:
         yield Served(deployment, kind == "vllm")
 

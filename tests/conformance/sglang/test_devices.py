@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from conformance.conftest import Shrunk
 from conformance.engine_process import require_memory
-from conformance.engines import REPOSITORY, deployed, sglang_manifest
+from conformance.engines import deployed, sglang_manifest
 from waiting import wait_for
 
+REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 SECONDS = 300.0
 
 pytestmark = pytest.mark.long_form

@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import require_memory
-from conformance.engines import REPOSITORY, deployed, sglang_manifest
+from conformance.engines import deployed, sglang_manifest
 from local.rig import Deployment, metric
 from scenarios import Chat
 from waiting import wait_for
 
 # tests/local/test_staged_sglang.py has simulated encoders, and test_pairs.py a real pair, in every run.
-pytestmark = [pytest.mark.proves("sglang", "encoder, worker", "qwen2_vl"), pytest.mark.long_form]
+pytestmark = [pytest.mark.proves("sglang", "encoder, worker", "qwen2_5_vl"), pytest.mark.long_form]
+REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 PROVE_SECONDS, LEARN_SECONDS = 120.0, 60.0
 LEAST_IMAGES, MOST_IMAGES = 4, 24
 """Of two encoders, one gets them all once in 8 million times."""

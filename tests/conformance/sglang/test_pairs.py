@@ -18,9 +18,9 @@ import pytest
 from artefacts import run_tool_or_skip
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import require_memory
-from conformance.engines import REPOSITORY, deployed, histories, sglang_manifest
+from conformance.engines import deployed, histories, sglang_manifest
 from conformance.own_code import answer_of
-from conformance.setups import BY_MOONCAKE
+from conformance.setups import BY_MOONCAKE, TINY
 from local.rig import MEDIA, Deployment
 from long_form import parameters
 from scenarios import SCENARIOS, Chat, Folder, Scenario, completions_repeat_whole, title
@@ -56,7 +56,7 @@ def deployment(
     require_memory()
     pools = [("prefill", 1), ("decode", 1)]
     options: dict[str, Any] = {"kvConnector": connector, "variables": variables}
-    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, *HOST_COPIES, **options)
+    made = sglang_manifest(shrunk(TINY), TINY, pools, *HOST_COPIES, **options)
     made["spec"]["routing"] = {"media": MEDIA}
     with deployed(sglang_env, tmp_path_factory.mktemp("pairs"), made) as deployment:
         wait_for(lambda: proved(deployment), PROVE_SECONDS, "both engines are verified by their half of an answer")
@@ -88,7 +88,7 @@ def test_two_engines_answer_together_and_the_prefills_cache_is_what_was_predicte
     ]
     assert again["exactness"] == "exact"
     assert again["overlap"] == len(again["keys"]) > first["overlap"]
-    compared = [len(truth.keys()) for truth in histories(deployment, REPOSITORY, "sglang")]
+    compared = [len(truth.keys()) for truth in histories(deployment, TINY, "sglang")]
     figure("blocks compared", sum(compared))
     figure("mismatches", 0)
 

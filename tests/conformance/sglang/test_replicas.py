@@ -16,8 +16,9 @@ from artefacts import Record
 from conformance.conftest import Figure, Shrunk
 from conformance.conversations import Taught
 from conformance.engine_process import require_memory
-from conformance.engines import REPOSITORY, histories, sglang_manifest
 from conformance.engines import deployed as deployed_engines
+from conformance.engines import histories, sglang_manifest
+from conformance.setups import TINY
 from local.rig import Deployment
 from local.test_sglang import BLOCK, LONG, Served, image, text
 from long_form import parameters
@@ -38,7 +39,7 @@ def served(
     require_memory()
     args = OWN_NAMES if request.param == "learned" else ()
     pools = [("worker", 2)]
-    made = sglang_manifest(shrunk(REPOSITORY), REPOSITORY, pools, "--max-total-tokens", str(CACHE_TOKENS), *args)
+    made = sglang_manifest(shrunk(TINY), TINY, pools, "--max-total-tokens", str(CACHE_TOKENS), *args)
     made["spec"]["engine"]["blockSize"] = BLOCK
     made["spec"]["frontend"]["replicas"] = 2
     with deployed_engines(sglang_env, tmp_path_factory.mktemp("replicas"), made) as deployment:
@@ -64,7 +65,7 @@ def chat(served: Served) -> Iterator[Chat]:
 
 def assert_indexes_are_the_engines_caches(deployment: Deployment) -> tuple[int, int]:
     """Return the blocks compared and the removals seen."""
-    truths = histories(deployment, REPOSITORY, "sglang")
+    truths = histories(deployment, TINY, "sglang")
     return sum(len(truth.keys()) for truth in truths), sum(truth.removed for truth in truths)
 
 

@@ -13,7 +13,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, require_memory
-from conformance.engines import REPOSITORY, History, deployed, send, sglang_manifest
+from conformance.engines import History, deployed, send, sglang_manifest
 from conformance.workload import STORY, Case, image_part, picture, user
 from local.rig import Deployment
 from waiting import wait_for
@@ -21,6 +21,7 @@ from waiting import wait_for
 from mmrouter_lib.cache_layout import DEVICE
 
 pytestmark = pytest.mark.long_form
+REPOSITORY = "Qwen/Qwen2.5-VL-7B-Instruct"
 DEVICE_TOKENS, HOST = 4096, "CPU_PINNED"
 HIERARCHICAL = (
     "--enable-hierarchical-cache",

@@ -15,7 +15,8 @@ import openai
 import pytest
 from conformance.engine_process import BLOCK_SIZE as BLOCK
 from conformance.engine_process import engine_args, require_memory
-from conformance.engines import REPOSITORY, deployed, histories, manifest, pool, send, wait_until_published
+from conformance.engines import deployed, histories, manifest, pool, send, wait_until_published
+from conformance.setups import TINY
 from conformance.workload import Case, image_part, picture, user, workload
 from local.rig import Deployment, metric
 from long_form import IS_LONG
@@ -39,7 +40,7 @@ def deployment(vllm_env, shrunk, tmp_path_factory):
     require_memory(engines=2)
     flags = [*engine_args(), f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
     pools = [pool("worker"), pool("worker", name="gpu", accelerator={"kind": "nvidia"})]
-    made = manifest(shrunk(REPOSITORY), {"type": "vllm", "args": flags}, pools, frontends=2)
+    made = manifest(shrunk(TINY), {"type": "vllm", "args": flags}, pools, repository=TINY, frontends=2)
     with deployed(vllm_env, tmp_path_factory.mktemp("routing"), made) as deployment:
         yield deployment
 
@@ -113,8 +114,8 @@ def test_every_predicted_key_is_published_and_every_repeat_is_a_whole_hit(deploy
             mismatches.append((case.name, "repeat", vars(again)))
         blocks += first.blocks
         requests += 2
-    record(f"routing {REPOSITORY}: blocks compared", blocks)
-    record(f"routing {REPOSITORY}: requests, refused, mismatches", (requests, refused, len(mismatches)))
+    record(f"routing {TINY}: blocks compared", blocks)
+    record(f"routing {TINY}: requests, refused, mismatches", (requests, refused, len(mismatches)))
     assert not mismatches, mismatches[:3]
     assert blocks > 1000 // STEP
 
@@ -126,7 +127,7 @@ def test_each_of_several_prompts_finds_its_own_blocks_and_an_echo_reads_the_cach
 def test_the_engine_publishes_the_predicted_blocks_of_a_completion_and_no_others(deployment, chat):
     keys = completions_repeat_whole(chat)
     held = {}
-    for truth in histories(deployment, REPOSITORY):
+    for truth in histories(deployment, TINY):
         held |= truth.roots()
     roots = {held[key] for key in keys}
     assert {key for key, root in held.items() if root in roots} == keys
@@ -163,10 +164,10 @@ def test_concurrent_identical_requests_eviction_and_restore_leave_index_and_engi
                 thread.start()
             for thread in threads:
                 thread.join()
-    truths = histories(deployment, REPOSITORY)
+    truths = histories(deployment, TINY)
     compared, evicted = sum(len(truth.keys()) for truth in truths), sum(truth.removed for truth in truths)
     copies = sum(truth.most_copies for truth in truths)
-    record(f"routing {REPOSITORY}: keys held at the end, removals seen", (compared, evicted))
+    record(f"routing {TINY}: keys held at the end, removals seen", (compared, evicted))
     assert evicted > 50
     assert copies > len(deployment.state()["workers"])  # some block had two physical copies at once
 
@@ -185,7 +186,7 @@ def test_bench_reports_the_hits_that_the_engines_count_and_kv_has_more_of_them(d
         assert (result.prompt_tokens, sum(row.cached for row in result.rows)) == (counts["queries"], counts["hits"])
         assert result.hit_ratio == counts["hits"] / counts["queries"] > 0
         ratios[policy] = result.hit_ratio
-    record(f"bench {REPOSITORY}: hit ratio, equal to the engines' counters", ratios)
+    record(f"bench {TINY}: hit ratio, equal to the engines' counters", ratios)
     assert ratios["kv"] >= ratios["roundRobin"]
     files = (str(tmp_path / f"{policy}.json") for policy in ratios)
     compared = deployment.mmrouter("bench", next(files), "--against", next(files))

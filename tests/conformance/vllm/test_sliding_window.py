@@ -18,9 +18,10 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Shrunk
 from conformance.engine_process import BLOCK_SIZE, engine_args, require_memory
-from conformance.engines import AGREE_SECONDS, REPOSITORY, Answer, deployed, manifest, pool, send
+from conformance.engines import AGREE_SECONDS, Answer, deployed, manifest, pool, send
 from conformance.event_listener import replay
 from conformance.prediction import Predictor
+from conformance.setups import TINY
 from conformance.window_engine import WindowEngine
 from conformance.workload import STORY, Case, case, image_part, picture, said, user
 from local.rig import Deployment, samples
@@ -45,7 +46,7 @@ IMAGES = ((112, 112), (224, 224), (448, 448), (640, 480))
 @pytest.fixture(scope="module")
 def folder(shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with its window switched on for every layer: vLLM takes no Qwen2 whose layers differ in that."""
-    source, out = shrunk(REPOSITORY), tmp_path_factory.mktemp("window") / "model"
+    source, out = shrunk(TINY), tmp_path_factory.mktemp("window") / "model"
     out.mkdir()
     for file in source.iterdir():
         (out / file.name).write_bytes(file.read_bytes())
@@ -59,7 +60,8 @@ def folder(shrunk: Shrunk, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def deployment(vllm_env: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     require_memory()
     steps, blocks = f"--max-num-batched-tokens={STEP}", f"--num-gpu-blocks-override={CACHE_BLOCKS}"
-    made = manifest(folder, {"type": "vllm", "args": [*engine_args(CONTEXT), steps, blocks]}, [pool("worker")])
+    engine = {"type": "vllm", "args": [*engine_args(CONTEXT), steps, blocks]}
+    made = manifest(folder, engine, [pool("worker")], repository=TINY)
     with deployed(vllm_env, tmp_path_factory.mktemp("sliding"), made) as deployment:
         wait_for(deployment.settled, AGREE_SECONDS, "the engine is verified")
         yield deployment
@@ -132,7 +134,7 @@ class Followed:
         config = Path(next(iter(deployment.processes("router").values())).environ()["MMROUTER_CONFIG"])
         model = json.loads((config / "deployment.json").read_text())["spec"]["model"]
         key = (config / "secrets" / "identity.key").read_bytes()
-        seed = partial(namespace_seed, key, model=REPOSITORY, revision=model.get("revision", "main"))
+        seed = partial(namespace_seed, key, model=TINY, revision=model.get("revision", "main"))
         self.ledger = Ledger(lambda lora, salt: seed(lora=lora, salt=salt))
         self.messages = 0
         self.indexed: set[str] = set()

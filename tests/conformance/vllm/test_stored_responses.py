@@ -7,7 +7,8 @@ import httpx
 import openai
 import pytest
 from conformance.engine_process import VLLM_ENVIRONMENT, engine_args, require_memory
-from conformance.engines import REPOSITORY, deployed, engines, manifest, pool
+from conformance.engines import deployed, engines, manifest, pool
+from conformance.setups import TINY
 from conformance.workload import STORY
 from waiting import wait_for
 
@@ -30,7 +31,7 @@ def deployment(vllm_env, shrunk, tmp_path_factory):
     frontend = {"apiKeys": {"secret": {"name": "keys"}}}
     pools = [pool("worker", STORING)]
     engine = {"type": "vllm", "args": engine_args()}
-    made = manifest(shrunk(REPOSITORY), engine, pools, frontends=2, frontend=frontend)
+    made = manifest(shrunk(TINY), engine, pools, repository=TINY, frontends=2, frontend=frontend)
     with deployed(vllm_env, tmp_path_factory.mktemp("stored"), made, SECRET) as deployment:
         yield deployment
 
