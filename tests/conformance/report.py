@@ -277,8 +277,8 @@ texts around them.
 (`test_cells.py`) they are `mmrouter verify`, the ten scenarios, that each stage had its part of a request, and that the
 router's index equals the engines' own event histories. Where a router learns identities, the images of a scenario are
 shown behind other texts before. With one family the index is also compared after evictions and a `kill -9`
-(`test_routing.py`, `test_replicas.py`), engines are lost during requests, and answers compared with those of one engine
-alone (`test_disaggregated.py`); the family is Qwen2-VL with the vocabulary of `examples/models/tiny-qwen2-vl`.
+(`test_routing.py`, `test_replicas.py`, with the vocabulary of `examples/models/tiny-qwen2-vl`), engines are lost during
+requests, and answers compared with those of one engine alone (`test_disaggregated.py`).
 
 **Data parallel ranks.** A vLLM with two and with four ranks, without a forward pass, and an SGLang with two run behind
 sidecar and router. Each rank's part of the index equals that rank's own event history, a repeat is sent to the rank

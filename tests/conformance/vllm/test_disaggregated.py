@@ -16,8 +16,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure, Shrunk
 from conformance.engine_process import BLOCK_SIZE, require_memory
-from conformance.engines import History, deployed, pods, pool, resource
-from conformance.setups import TINY
+from conformance.engines import REPOSITORY, History, deployed, pods, pool, resource
 from local.rig import Deployment
 from openai.types.chat import ChatCompletion
 from scenarios import Chat
@@ -41,7 +40,9 @@ def deployment(vllm_env: Path, shrunk: Shrunk, tmp_path_factory: pytest.TempPath
     require_memory(engines=3)
     pools = [pool(role) for role in ("encoder", "prefill", "decode")]
     args = [f"--num-gpu-blocks-override={CACHE_BLOCKS}"]
-    made = resource(shrunk(TINY), pools, args=args, minPrefillTokens=LONG, frontend={"MMROUTER_HANDOVER": "always"})
+    made = resource(
+        shrunk(REPOSITORY), pools, args=args, minPrefillTokens=LONG, frontend={"MMROUTER_HANDOVER": "always"}
+    )
     with deployed(vllm_env, tmp_path_factory.mktemp("disaggregated"), made) as deployment:
         yield deployment
 
@@ -156,7 +157,7 @@ def test_the_index_equals_the_blocks_of_both_engines_including_fetched_ones(
     engines = pods(deployment)
     held = {}
     for role in ("prefill", "decode"):
-        engine, truth = engines[role], History(deployment, engines[role].ip, TINY)
+        engine, truth = engines[role], History(deployment, engines[role].ip, REPOSITORY)
         wait_for(
             lambda e=engine, t=truth: t.keys() == set(deployment.keys(e.uid)["keys"]["0"]),
             10,
