@@ -32,6 +32,7 @@ ETCD_PORT = 2379
 START_SECONDS = 180.0
 RESTARTS = 2  # of a component that ends before it serves, as a kubelet would: an API server gives up on a slow etcd
 STOP_SECONDS = 15.0
+HANG_SECONDS = 180.0  # of a request: an API server on a busy machine has taken 30
 TOKEN_SECONDS = 86_400
 APPLY = "application/apply-patch+yaml"
 SPARING = {"GOGC": "400"}
@@ -134,7 +135,7 @@ class ControlPlane(Access):
     def _client_options(self, token: str) -> dict[str, Any]:
         context = ssl.create_default_context(cafile=str(self.ca))
         headers = {"authorization": f"Bearer {token}", "user-agent": "mmrouter-tests"}
-        return {"base_url": self.url, "verify": context, "headers": headers, "timeout": 30, "trust_env": False}
+        return {"base_url": self.url, "verify": context, "headers": headers, "timeout": HANG_SECONDS, "trust_env": False}
 
     def token(self, namespace: str, serviceaccount: str) -> str:
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{serviceaccount}/token"
