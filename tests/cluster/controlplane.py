@@ -135,7 +135,13 @@ class ControlPlane(Access):
     def _client_options(self, token: str) -> dict[str, Any]:
         context = ssl.create_default_context(cafile=str(self.ca))
         headers = {"authorization": f"Bearer {token}", "user-agent": "mmrouter-tests"}
-        return {"base_url": self.url, "verify": context, "headers": headers, "timeout": HANG_SECONDS, "trust_env": False}
+        return {
+            "base_url": self.url,
+            "verify": context,
+            "headers": headers,
+            "timeout": HANG_SECONDS,
+            "trust_env": False,
+        }
 
     def token(self, namespace: str, serviceaccount: str) -> str:
         path = f"/api/v1/namespaces/{namespace}/serviceaccounts/{serviceaccount}/token"
