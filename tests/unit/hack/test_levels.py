@@ -281,13 +281,18 @@ def test_steps_of_several_levels_run_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_the_first_of_levels_at_the_same_time_has_the_cpus_before_the_others(tmp_path: Path) -> None:
-    code = "import os, pathlib, sys, time\ntime.sleep(0.1)\npathlib.Path(sys.argv[1]).write_text(str(os.nice(0)))"
+    # The priority is set once the command runs: it waits for that, or for 5 s where it stays the same.
+    code = (
+        "import os, pathlib, sys, time\nfile, before = pathlib.Path(sys.argv[1]), int(sys.argv[2])\n"
+        "end = time.monotonic() + 5 * (file.name != 'first')\n"
+        "while os.nice(0) == before and time.monotonic() < end: pass\nfile.write_text(str(os.nice(0) - before))\n"
+    )
     levels = {
-        name: Level((Step(name, (sys.executable, "-c", code, str(tmp_path / name))),), limit_s=60)
+        name: Level((Step(name, (sys.executable, "-c", code, str(tmp_path / name), str(os.nice(0)))),), limit_s=60)
         for name in ("first", "second", "third")
     }
     run_together(levels, tmp_path)
-    seen = {name: int((tmp_path / name).read_text()) - os.nice(0) for name in levels}
+    seen = {name: int((tmp_path / name).read_text()) for name in levels}
     assert seen == {"first": 0, "second": BEHIND, "third": BEHIND}
 
 
