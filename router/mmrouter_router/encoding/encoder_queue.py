@@ -193,7 +193,8 @@ class EncoderQueue:
             return 0.0
         elapsed = now - self._since
         left = self.rate.line.seconds(self.tokens_running, len(self.running)) - elapsed
-        return left if left > 0 else elapsed * OVERRUN
+        # Not only without any left: a second image would make an overdue encoder look free.
+        return max(left, elapsed * OVERRUN)
 
     def free_at(self, now: float) -> float:
         return now + self.remaining(now) + self.seconds(self.tokens_waiting, now, len(self.waiting))

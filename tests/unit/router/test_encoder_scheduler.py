@@ -296,6 +296,14 @@ def test_refused_image_fails_its_requests_without_backoff():
     assert view(encoders, "fast").waiting == view(encoders, "fast").running == 0
 
 
+def test_a_second_image_does_not_make_an_overdue_encoder_look_free():
+    encoders = machine("auto", "slow", slots=2)
+    encoders.place("r1", [image("a", 1000)], 0.0)  # 1 s is estimated
+    before = encoders.queues["slow"].free_at(3.0)
+    encoders.place("r2", [image("b", 2500)], 3.0)  # 3.5 s are estimated for both, 3 of which are over
+    assert encoders.queues["slow"].free_at(3.0) >= before > 3.0
+
+
 def test_stalled_encoder_loses_its_work_and_estimate():
     encoders = machine("auto", "fast", "slow")
     run = encoders.place("r", [image("warm", 8000)], 0.0).starts[0].run
