@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from unit.prompt.message_values import MESSAGE_VALUES
 from unit.prompt.tekken import write
 
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
@@ -94,14 +94,7 @@ def test_work_is_bounded(prompter):
         NEW_TEXT.reset(token)
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-        lambda inner: (
-            st.lists(inner) | st.dictionaries(st.sampled_from(["text", "function", "name", "id", "arguments"]), inner)
-        ),
-    )
-)
+@given(MESSAGE_VALUES)
 @settings(max_examples=200)
 def test_any_value_in_a_message_is_a_prompt_or_a_refusal(prompter, value):
     for message in ({"role": "user", "content": value}, {"role": "assistant", "tool_calls": value}):
