@@ -111,11 +111,11 @@ LEVELS = {
             # Without Rust only the Python form is tested, and the tests that compare both are skipped.
             Step("compiled form of the library", (*NATIVE, "--install"), when="before"),
             # The longest first, so that all lanes end at about the same time.
+            Step("unit tests of connections", tests=CONNECTIONS),
             *(
                 Step(f"unit tests of {name}", tests=folders, without=(*CONNECTIONS, *SLOW_UNIT, *PROCESSES))
                 for name, folders in LARGE.items()
             ),
-            Step("unit tests of connections", tests=CONNECTIONS),
             Step(
                 "unit tests of other packages",
                 tests=SMALL,
@@ -199,7 +199,7 @@ LEVELS = {
     # Times are printed; only figures that other load does not change fail.
     "bench-quick": Level((Step("quick benchmarks", module("bench.quick", "--counts")),), limit_s=HANG_SECONDS),
 }
-TOGETHER = ("e2e", "conformance", "cluster", "local", "bench-quick")
+TOGETHER = ("e2e", "conformance", "cluster", "bench-quick", "local")
 """Levels that run at the same time where several of them are requested: many tests wait more than they compute. The
 level with the longest steps is first, so that short steps fill the lanes at the end.
 """

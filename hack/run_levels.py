@@ -44,8 +44,8 @@ CANCELLED = threading.Event()
 POLL_SECONDS = 0.05
 BEHIND = 5  # the niceness of a level that gives way to another: a third of its share of a CPU
 MOST_LANES = 3
-"""Steps at the same time, for two CPUs. Five take both CPUs whole and no less time: engines and control planes poll
-while they wait, and so cost more the longer they run beside others."""
+"""Steps of several levels at the same time, for two CPUs. Five take both CPUs whole and no less time: engines and
+control planes poll while they wait, and so cost more the longer they run beside others."""
 
 
 ORDER = ("before", "beside", "after")
@@ -104,8 +104,8 @@ def run_together(levels: Mapping[str, Level], scratch: Path) -> dict[str, Outcom
     outcomes = {name: Outcome() for name in levels}
     adding = threading.Lock()
     began, available = time.monotonic(), psutil.virtual_memory().available / 1e9
-    lanes = min(MOST_LANES, sum(level.lanes for level in levels.values()))
     first = next(iter(levels))
+    lanes = levels[first].lanes if len(levels) == 1 else MOST_LANES
     queue = Queue(levels, ((name, step) for name, level in levels.items() for step in level.steps), available)
 
     def work() -> None:
