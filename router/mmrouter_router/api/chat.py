@@ -100,8 +100,8 @@ class Chat:
         of_template: dict[str, Any] = {"traits": TemplateTraits.of(preparer.prompter)}
         enabled, seeds, traits = spec.routing.continue_streams, spec.routing.seed_streams, settings.answer_traits
         self.stored = stored
-        own = {"modelled": preparer.models_responses, "parses_tools": traits.tools, "stored": bool(stored.pools)}
-        own |= {"later_systems": preparer.later_systems}
+        own: dict[str, Any] = {"modelled": preparer.models_responses, "chat_of": preparer.response_chat}
+        own |= {"parses_tools": traits.tools, "stored": bool(stored.pools)}
         self._parsing = {**dict.fromkeys(MESSAGE_PATHS, of_template), RESPONSES: own}
         by_tokens = self._adapter.continuation
         self._continuations = Continuations(

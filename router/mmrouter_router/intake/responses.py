@@ -1,6 +1,6 @@
 """Parser for the body of ``POST /v1/responses``, which becomes a chat on vLLM: one prompt and one way to engines.
 
-On SGLang it is forwarded (:mod:`.sglang_responses`).
+On SGLang, and for gpt-oss, it is forwarded with the prompt that is predicted for it (:mod:`.forwarded_responses`).
 
 It is converted as vLLM 0.32 converts it (``OnlineRenderer.render_responses``), so the prompt is the one that vLLM's own
 ``/v1/responses`` renders. vLLM's endpoint takes no identities of images, so engines get the chat. What is not modelled
@@ -15,14 +15,15 @@ import orjson
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
+from mmrouter_lib.engines.base.response_chat import ChatOf
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import json_body
 from mmrouter_router.intake.chat import check_arguments, parse_extracted, parse_unextracted
 from mmrouter_router.intake.field_check import Cause, Reason, check_fields
+from mmrouter_router.intake.forwarded_responses import parse_forwarded_responses
 from mmrouter_router.intake.forwarded_routes import STORED_FIELDS, parse_forwarded
 from mmrouter_router.intake.json_body import Object, Raw, Served
 from mmrouter_router.intake.request import ChatRequest, Limits
-from mmrouter_router.intake.sglang_responses import parse_sglang_responses
 
 ITEMS: Final = {
     "message": words("type role content id status phase"),
@@ -81,21 +82,21 @@ def parse_responses(
     engine: EngineType = "vllm",
     *,
     modelled: bool = True,
+    chat_of: ChatOf | None = None,
     parses_tools: bool = True,
-    later_systems: bool = False,
     stored: bool = False,
 ) -> ChatRequest:
     """Parse a request and return its chat; ``modelled``: whether that is the prompt of this engine and model.
 
-    Else, and with what is not modelled, returns the forwarded request. ``parses_tools``: whether engines find calls of
-    tools in answers. ``later_systems``: as of :func:`parse_sglang_responses`. ``stored``: whether they store responses,
-    unless the client sets ``store`` to false: such a request is forwarded, because a chat is not stored. Raises
-    :class:`RequestError` only.
+    Else, and with what is not modelled, returns the forwarded request. ``chat_of``: of engines that get all requests as
+    they are. ``parses_tools``: whether engines find calls of tools in answers. ``stored``: whether they store
+    responses, unless the client sets ``store`` to false: such a request is forwarded, because a chat is not stored.
+    Raises :class:`RequestError` only.
     """
     if not modelled:
         return parse_forwarded(raw, limits, served, engine, stored=stored)
-    if engine == "sglang":
-        return parse_sglang_responses(raw, limits, served, later_systems=later_systems, stored=stored)
+    if chat_of is not None:
+        return parse_forwarded_responses(raw, limits, served, engine, chat_of, stored=stored)
     try:
         chat = parse_extracted(raw, limits, lambda body: _parse(body, limits, served, engine, parses_tools, stored))
     except _NotModelledError as error:

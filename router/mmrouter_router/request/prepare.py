@@ -16,10 +16,8 @@ from xxhash import xxh3_64_intdigest
 from mmrouter_lib.block_keys import Span, namespace_seed
 from mmrouter_lib.engines import answering_variables
 from mmrouter_lib.engines.base.adapter import ImageRewrite
-from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.engines.prompters import PROMPTERS, response_chat
 from mmrouter_lib.engines.sglang.hidden_groups import hidden_groups
-from mmrouter_lib.engines.sglang.prompter import SglangPrompter
-from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family, ModelFolderError, family_name, is_proved, load_family
@@ -27,11 +25,13 @@ from mmrouter_lib.media_identity import to_wire
 from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.prompt import (
     AnyPrompter,
+    HarmonyPrompter,
     MistralPrompter,
     NotModelledError,
     PlaceholderError,
     PromptTooLongError,
     TemplateError,
+    harmony,
 )
 from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD, NEW_TEXT, OWNER, NewTextError
 from mmrouter_router.core.errors import RequestError
@@ -138,11 +138,10 @@ class Preparer:
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
         self.unpredicted, self.hidden = model.unpredicted, model.hidden
-        # Engines render responses of gpt-oss in its Harmony format, with tools of its own, those of others as chats.
-        # With Mistral's tokenizer, vLLM prepares the messages of chats alone.
-        self.models_responses = model.name != "gpt_oss" and not isinstance(model.prompter, MistralPrompter)
-        template = model.prompter.source if isinstance(model.prompter, SglangPrompter) else None
-        self.later_systems = template is not None and shows_later_systems(template)
+        self.response_chat = response_chat(settings.deployment.spec.engine.type, model.prompter)
+        # Without its library, gpt-oss is not predicted. With Mistral's tokenizer, vLLM prepares chats alone.
+        by_code = model.name == harmony.MODEL_TYPE or isinstance(model.prompter, MistralPrompter)
+        self.models_responses = not by_code or isinstance(model.prompter, HarmonyPrompter)
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key

@@ -14,8 +14,8 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from mmrouter_lib.engines.sglang.prompter import SglangPrompter
-from mmrouter_lib.engines.sglang.response_chats import UnmodelledFieldError, chat_of, shows_later_systems
+from mmrouter_lib.engines.base.response_chat import UnmodelledFieldError
+from mmrouter_lib.engines.prompters import response_chat
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
 from mmrouter_sim.forms.answers import response_format_of
@@ -185,11 +185,11 @@ async def _create(engine: SimulatedEngine, http: HttpRequest) -> Response:
     if asked.background and not asked.store:
         raise RequestError("background=true requires store=true.", kind="invalid_request_error", param="store")
     history = _history(engine, asked)
-    prompter = engine.model.prompter
-    later = isinstance(prompter, SglangPrompter) and shows_later_systems(prompter.source)
+    chat_of = response_chat("sglang", engine.model.prompter)
+    assert chat_of is not None
     try:
         body = {**msgspec.json.decode(raw), "previous_response_id": None, "input": history}
-        made = chat_of(body, later_systems=later)
+        made = chat_of(body)
     except UnmodelledFieldError as error:
         raise RequestError(f"{error.field} is not simulated.", param=error.field) from error
     for message, number, part in made.images:

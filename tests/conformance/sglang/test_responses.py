@@ -16,9 +16,9 @@ from conformance.vllm.test_responses import TOOLS, Drawing
 
 from mmrouter_lib import families
 from mmrouter_lib.engines.base.releases import is_before
+from mmrouter_lib.engines.prompters import response_chat
 from mmrouter_lib.engines.sglang.adapter import other_prompt
 from mmrouter_lib.engines.sglang.prompter import SglangPrompter
-from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import ChatRequest, Limits, parse_responses
@@ -51,8 +51,8 @@ SPECIAL: list[dict[str, Any]] = [
 
 
 def parsed(prompter: SglangPrompter, body: dict[str, Any]) -> ChatRequest:
-    later = shows_later_systems(prompter.source)
-    request = parse_responses(json.dumps(body).encode(), Limits(), "demo", "sglang", later_systems=later)
+    made = response_chat("sglang", prompter)
+    request = parse_responses(json.dumps(body).encode(), Limits(), "demo", "sglang", chat_of=made)
     assert request.as_chat is not None, request.inexact
     return request
 

@@ -6,6 +6,8 @@ stand-in of its first tokens.
 
 import json
 import random
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +24,13 @@ from conformance.test_text_models import COMPLETIONS, LAST, REFUSED_BY_VLLM, SMA
 from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, Case, case, said, salted, texts, user
 from unit.prompt.o200k import SPECIAL, write
 
+from mmrouter_lib.engines.prompters import response_chat
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt import HarmonyPrompter
+from mmrouter_router.core.errors import RequestError
+from mmrouter_router.intake import Limits, parse_responses
 
+Object = dict[str, Any]
 DAY, VARIABLE = "2026-02-03", "VLLM_SYSTEM_START_DATE"
 CONFIG = SMALL | {  # without windows, whose blocks other tests compare (conformance.nomodel)
     "architectures": ["GptOssForCausalLM"],
@@ -181,9 +187,51 @@ def cases() -> list[Case]:
     return [*text_corpus(), *drawn()]
 
 
+def responses() -> Iterator[Object]:
+    """Yield the drawn conversations as requests of /v1/responses."""
+    draw = random.Random(12)
+    for one in drawn():
+        items = [item for message in one.body["messages"] for item in items_of(message, draw)]
+        only = items[0].get("content") if len(items) == 1 else None
+        body: Object = {"input": only if isinstance(only, str) and draw.random() < 0.5 else items}
+        if draw.random() < 0.4:
+            body["instructions"] = draw.choice(("Be brief.", "", "Zoë\n", STORY))
+        if tools := [tool["function"] for tool in one.body.get("tools") or ()]:
+            body["tools"] = [{"parameters": None, **tool, "type": "function"} for tool in tools]
+            body["tool_choice"] = draw.choice(("none", "auto", "required"))
+        if effort := one.body.get("reasoning_effort"):
+            body["reasoning"] = {"effort": effort}
+        yield body
+
+
+def items_of(message: Object, draw: random.Random) -> Iterator[Object]:
+    role, content = message["role"], message.get("content")
+    if role == "tool":
+        output = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        yield {"type": "function_call_output", "call_id": message["tool_call_id"], "output": output}
+        return
+    if thought := message.get("reasoning") or message.get("reasoning_content"):
+        texts = [{"type": "reasoning_text", "text": text} for text in (thought, "More.")[: draw.randint(0, 2)]]
+        yield {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "Seen."}],
+            "content": texts,
+        }
+    if isinstance(content, str):
+        yield {**draw.choice(({}, {"type": "message"})), "role": role, "content": content}
+    elif content is not None:
+        answered = role == "assistant"
+        part = {"type": "output_text", "annotations": []} if answered else {"type": "input_text"}
+        kept = {"type": "message", "id": "msg_1", "status": "completed"} if answered else {}
+        yield {**kept, "role": role, "content": [{**part, "text": each["text"]} for each in content]}
+    for call in message.get("tool_calls") or ():
+        yield {"type": "function_call", "call_id": call["id"], **call["function"]}
+
+
 @pytest.fixture(scope="module")
 def vllms(vllm_env: Path, folder: Path) -> Prompts:
-    bodies = {"chats": [one.body for one in cases()], "completions": COMPLETIONS}
+    bodies = {"chats": [one.body for one in cases()], "completions": COMPLETIONS, "responses": list(responses())}
     command = ["-c", ON_A_DAY, OWN_PROMPTS, f"{VARIABLE}={DAY}"]
     (found,) = answer_of(vllm_env, command, [{"folder": str(folder), **bodies}])
     return Prompts(found)
@@ -211,11 +259,43 @@ def test_vllms_prompts_of_gpt_oss_are_the_predicted_ones(
     counts = [compared, refused, len(unknown), len(wrong)]
     record("the Harmony format: conversations, refused by both, not predicted, mismatches", counts)
     assert "\n".join(wrong) == ""
-    for completion, ids in zip(COMPLETIONS, theirs[len(cases()) :], strict=True):
+    for completion, ids in zip(COMPLETIONS, theirs[len(cases()) :], strict=False):
         special = bool(completion["add_special_tokens"])
         assert prompter.completion(str(completion["prompt"]), add_special_tokens=special).ids.tolist() == ids
     assert compared > 900
     assert unknown == ["no parts", "refusal part"]  # routers turn the second into a text
+
+
+@pytest.mark.adopts(engine="vllm", check="responses in the Harmony format")
+def test_vllms_prompts_of_responses_of_gpt_oss_are_the_predicted_ones(
+    folder: Path, vllms: Prompts, record: Record, figure: Figure
+) -> None:
+    prompter = load_text_prompter("vllm", folder, variables=[{VARIABLE: DAY}])
+    bodies = list(responses())
+    theirs = vllms.listed()[-len(bodies) :]
+    wrong, affinity, compared, refused = [], Counter[str](), 0, 0
+    for number, (body, answer) in enumerate(zip(bodies, theirs, strict=True)):
+        raw = json.dumps({**body, "model": "m"}).encode()
+        try:
+            request = parse_responses(raw, Limits(), "m", chat_of=response_chat("vllm", prompter))
+            if request.as_chat is None:
+                affinity[re.sub(r"\d+", "N", request.inexact[0].label)] += 1
+                continue
+            mine: Any = prompter.prompt(request.as_chat, ()).ids.tolist()
+        except (RequestError, ValueError) as error:
+            mine = str(error)
+        if isinstance(answer, list) and mine == answer:
+            compared += 1
+        elif isinstance(answer, list) or not isinstance(mine, str):
+            wrong.append(f"{number}, {body}: {mine} for {answer}")
+        else:
+            refused += 1
+    figure("requests", compared)
+    figure("mismatches", len(wrong))
+    counts = [compared, refused, dict(affinity), len(wrong)]
+    record("responses in the Harmony format: requests, refused by both, by affinity, mismatches", counts)
+    assert "\n".join(wrong) == ""
+    assert compared > 250
 
 
 @pytest.mark.long_form

@@ -1,6 +1,8 @@
 """Requests of /v1/responses on SGLang: forwarded as they came, with the prompt of the chat that the engine makes."""
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from unit.router.preparing import preparing, settings
@@ -8,6 +10,8 @@ from unit.router.test_intake import fault, read
 from unit.router.test_messages import tiny_png
 from unit.router.test_responses import CALL, RESPONSES, request, result, said, text, thought, user
 
+from mmrouter_lib.engines.prompters import response_chat
+from mmrouter_lib.engines.sglang import response_chats
 from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_router.intake import Limits, parse_chat, parse_responses
 
@@ -18,7 +22,8 @@ ASKED = user(text("look"))
 
 def parsed(body, later_systems=False, **options):
     def parse(raw, limits, served):
-        return parse_responses(raw, limits, served, "sglang", later_systems=later_systems, **options)
+        made = partial(response_chats.chat_of, later_systems=later_systems)
+        return parse_responses(raw, limits, served, "sglang", chat_of=made, **options)
 
     return read(body, parse=parse)
 
@@ -144,8 +149,12 @@ async def test_a_picture_is_predicted_as_that_of_the_same_chat_and_forwarded_by_
     assert parts[1]["image_url"] == URL
 
 
-async def test_a_router_asks_its_models_template_for_later_system_messages():
+@pytest.mark.parametrize("text", ["{{ messages[0].content }}", "{% for m in messages %}{{ m.content }}{% endfor %}"])
+async def test_a_router_asks_its_models_template_for_later_system_messages(text):
     async with preparing(settings(engine="sglang")) as preparer:
-        assert preparer.later_systems == shows_later_systems(preparer.prompter.source)
+        made = response_chat("sglang", replace(preparer.prompter, source=text))
+        roles = [each["role"] for each in made({"input": [ASKED, message("system", "d")]}).body["messages"]]
+        assert (roles[-1] == "system") == shows_later_systems(text)
+        assert preparer.response_chat is not None
     async with preparing(settings()) as preparer:
-        assert not preparer.later_systems
+        assert preparer.response_chat is None

@@ -4,14 +4,20 @@ Compared with the engine's own code by ``tests/conformance/sglang/test_responses
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import orjson
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Object = dict[str, Any]
+from mmrouter_lib.engines.base.response_chat import (
+    Object,
+    ResponseChat,
+    UnmodelledFieldError,
+    as_list,
+    as_object,
+    as_text,
+)
 
 _LABEL: Final = "Developer instructions:"
 _TEXTS: Final = ("input_text", "output_text", "text")
@@ -22,22 +28,6 @@ _LATER: Final = "a system message behind the first one"
 _PROBE: Final = [
     {"role": role, "content": text} for role, text in zip(("system", "user") * 2, ("t", "t", _LATER, "t"), strict=True)
 ]
-
-
-class UnmodelledFieldError(Exception):
-    """The engine renders a field of the request in a way that is not modelled, or refuses it."""
-
-    def __init__(self, field: str) -> None:
-        super().__init__(field)
-        self.field = field
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseChat:
-    """A chat, as a prompter takes it, and its images: indices of message and part, and the part of the input."""
-
-    body: Object
-    images: list[tuple[int, int, Object]] = field(default_factory=list)
 
 
 def shows_later_systems(template: str) -> bool:
@@ -61,11 +51,11 @@ def chat_of(body: Mapping[str, Any], *, later_systems: bool) -> ResponseChat:
         raise UnmodelledFieldError("previous_response_id")
     messages: list[Object] = []
     if instructions := body.get("instructions"):
-        messages.append({"role": "system", "content": _text(instructions, "instructions")})
+        messages.append({"role": "system", "content": as_text(instructions, "instructions")})
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    for number, item in enumerate(_list(items, "input")):
-        if (message := _message(_object(item, f"input[{number}]"), f"input[{number}]")) is not None:
+    for number, item in enumerate(as_list(items, "input")):
+        if (message := _message(as_object(item, f"input[{number}]"), f"input[{number}]")) is not None:
             messages.append(message)
     messages = _joined(messages)
     if not later_systems:
@@ -74,7 +64,7 @@ def chat_of(body: Mapping[str, Any], *, later_systems: bool) -> ResponseChat:
         raise UnmodelledFieldError("input")
     chat = {"messages": messages, **_tools(body), **_reasoning(body)}
     if (variables := body.get("chat_template_kwargs")) is not None:
-        chat["chat_template_kwargs"] = _object(variables, "chat_template_kwargs")
+        chat["chat_template_kwargs"] = as_object(variables, "chat_template_kwargs")
     return ResponseChat(chat, list(_images(messages)))
 
 
@@ -87,24 +77,6 @@ def _images(messages: list[Object]) -> Iterable[tuple[int, int, Object]]:
                 part["image_url"] = {"url": ""}
 
 
-def _object(value: Any, path: str) -> Object:
-    if not isinstance(value, dict):
-        raise UnmodelledFieldError(path)
-    return value
-
-
-def _list(value: Any, path: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise UnmodelledFieldError(path)
-    return value
-
-
-def _text(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise UnmodelledFieldError(path)
-    return value
-
-
 def _message(item: Object, path: str) -> Object | None:
     """Return the message of an item, ``None`` where the engine leaves it out."""
     match item.get("type"):
@@ -113,18 +85,21 @@ def _message(item: Object, path: str) -> Object | None:
         case "reasoning":
             return _reasoning_message(item, path)
         case "function_call":
-            function = {"name": _text(item.get("name"), f"{path}.name"), "arguments": _arguments(item.get("arguments"))}
+            function = {
+                "name": as_text(item.get("name"), f"{path}.name"),
+                "arguments": _arguments(item.get("arguments")),
+            }
             if item.get("namespace"):
                 raise UnmodelledFieldError(f"{path}.namespace")
             name = item.get("call_id") or item.get("id")
-            call = {"id": None if name is None else _text(name, f"{path}.call_id"), "type": "function"}
+            call = {"id": None if name is None else as_text(name, f"{path}.call_id"), "type": "function"}
             return {"role": "assistant", "tool_calls": [{**call, "function": function}]}
         case "function_call_output":
             output, name = item.get("output", ""), item.get("call_id")
             if not isinstance(output, str):  # pictures of a result reach no prompt
-                parts = [part for part in _list(output, f"{path}.output") if isinstance(part, dict)]
-                output = "".join(_text(part.get("text", ""), f"{path}.output") for part in parts)
-            call = {} if name is None else {"tool_call_id": _text(name, f"{path}.call_id")}
+                parts = [part for part in as_list(output, f"{path}.output") if isinstance(part, dict)]
+                output = "".join(as_text(part.get("text", ""), f"{path}.output") for part in parts)
+            call = {} if name is None else {"tool_call_id": as_text(name, f"{path}.call_id")}
             return {"role": "tool", "content": output, **call}
     raise UnmodelledFieldError(f"{path}.type")
 
@@ -141,8 +116,8 @@ def _arguments(value: Any) -> str:
 
 def _reasoning_message(item: Object, path: str) -> Object | None:
     for name in ("summary", "content"):
-        parts = [part for part in _list(item.get(name) or [], f"{path}.{name}") if isinstance(part, dict)]
-        if texts := [_text(part["text"], f"{path}.{name}") for part in parts if part.get("text")]:
+        parts = [part for part in as_list(item.get(name) or [], f"{path}.{name}") if isinstance(part, dict)]
+        if texts := [as_text(part["text"], f"{path}.{name}") for part in parts if part.get("text")]:
             return {"role": "assistant", "reasoning_content": "\n".join(texts)}
     if item.get("encrypted_content"):
         raise UnmodelledFieldError(f"{path}.encrypted_content")
@@ -156,8 +131,8 @@ def _spoken_message(item: Object, path: str) -> Object:
     if others := sorted(name for name in item.keys() - _MESSAGE_FIELDS if item[name] is not None):
         raise UnmodelledFieldError(f"{path}.{others[0]}")
     if not isinstance(content, str):
-        parts = enumerate(_list(content, f"{path}.content"))
-        content = [_part(_object(part, f"{path}.content"), f"{path}.content[{number}]") for number, part in parts]
+        parts = enumerate(as_list(content, f"{path}.content"))
+        content = [_part(as_object(part, f"{path}.content"), f"{path}.content[{number}]") for number, part in parts]
     if role == "developer":
         role, content = "system", _labelled(content)
     return {"role": role, "content": content}
@@ -166,7 +141,7 @@ def _spoken_message(item: Object, path: str) -> Object:
 def _part(part: Object, path: str) -> Object:
     kind = part.get("type")
     if kind in _TEXTS:
-        return {"type": "text", "text": _text(part.get("text", ""), f"{path}.text")}
+        return {"type": "text", "text": as_text(part.get("text", ""), f"{path}.text")}
     if kind not in _IMAGES:
         raise UnmodelledFieldError(f"{path}.type")
     if not isinstance(part.get("image_url"), str | dict):
@@ -224,7 +199,7 @@ def _reasoning(body: Mapping[str, Any]) -> Object:
     reasoning = body.get("reasoning")
     if reasoning is None:
         return {}
-    if _object(reasoning, "reasoning").get("reasoning_effort") is not None:
+    if as_object(reasoning, "reasoning").get("reasoning_effort") is not None:
         raise UnmodelledFieldError("reasoning.reasoning_effort")
     effort = reasoning.get("effort", "medium")
     return {} if effort is None else {"reasoning_effort": effort}
@@ -233,8 +208,8 @@ def _reasoning(body: Mapping[str, Any]) -> Object:
 def _tools(body: Mapping[str, Any]) -> Object:
     """Return the fields of a chat about tools: of types that the engine has itself the prompt shows none."""
     tools: list[Object] = []
-    for number, tool in enumerate(_list(body.get("tools") or [], "tools")):
-        kind = _object(tool, f"tools[{number}]").get("type")
+    for number, tool in enumerate(as_list(body.get("tools") or [], "tools")):
+        kind = as_object(tool, f"tools[{number}]").get("type")
         if kind in ("custom", "namespace"):
             raise UnmodelledFieldError(f"tools[{number}].type")
         if kind == "function":
@@ -242,7 +217,7 @@ def _tools(body: Mapping[str, Any]) -> Object:
             tools.append({"type": "function", "function": {**function, "strict": tool.get("strict", False)}})
     choice = body.get("tool_choice", "auto")
     if isinstance(choice, dict):
-        name = choice.get("name") or _object(choice.get("function") or {}, "tool_choice.function").get("name")
+        name = choice.get("name") or as_object(choice.get("function") or {}, "tool_choice.function").get("name")
         named = choice.get("type") == "function" and name
         choice = {"type": "function", "function": {"name": name}} if named else "auto"
     elif choice not in ("auto", "none", "required"):

@@ -1,35 +1,37 @@
-"""Parser for the body of ``POST /v1/responses`` on SGLang, which is forwarded with the prompt that is predicted for it.
+"""Parser for the body of ``POST /v1/responses`` that is forwarded with the prompt that is predicted for it.
 
-SGLang's own route takes all that is needed: it names an image by its bytes, as in a chat.
+So it is on SGLang, whose own route names an image by its bytes, as in a chat, and for gpt-oss on vLLM, whose answers
+have another form than those of chats.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.base.request_fields import RESPONSES
-from mmrouter_lib.engines.sglang.response_chats import UnmodelledFieldError, chat_of
+from mmrouter_lib.engines.base.response_chat import ChatOf, UnmodelledFieldError
 from mmrouter_router.intake.field_check import Cause, Reason, inexact_fields
 from mmrouter_router.intake.forwarded_routes import parse_forwarded
 from mmrouter_router.intake.json_body import Raw, Served
 from mmrouter_router.intake.request import ChatRequest, Limits
 
-_PREVIOUS: Final = "previous_response_id"
+_CAUSES: Final[Mapping[str, Cause]] = {"previous_response_id": "stored_messages", "truncation": "truncation"}
+"""Field -> the cause that it has, if not the usual one."""
 
 
-def parse_sglang_responses(
-    raw: Raw, limits: Limits, served: Served, *, later_systems: bool, stored: bool = False
+def parse_forwarded_responses(
+    raw: Raw, limits: Limits, served: Served, engine: EngineType, chat_of: ChatOf, *, stored: bool = False
 ) -> ChatRequest:
     """Parse a request; what is not modelled has a reason that names the field. Raises :class:`RequestError` only.
 
-    ``later_systems``: whether the model's template shows system messages behind the first one. ``stored``: whether
-    engines store responses.
+    ``chat_of``: returns the chat of the same prompt. ``stored``: whether engines store responses.
     """
-    request = parse_forwarded(raw, limits, served, "sglang", stored=stored)
+    request = parse_forwarded(raw, limits, served, engine, stored=stored)
     try:
-        chat = chat_of(request.body, later_systems=later_systems)
+        chat = chat_of(request.body)
     except UnmodelledFieldError as error:
-        cause: Cause = "stored_messages" if error.field == _PREVIOUS else "not_modelled"
-        return replace(request, inexact=(Reason(error.field, cause),))
+        return replace(request, inexact=(Reason(error.field, _CAUSES.get(error.field, "not_modelled")),))
     places: dict[int, tuple[int, int]] = {}
     for message, number, part in chat.images:
         holder = part["image_url"] if isinstance(part["image_url"], dict) else part
@@ -37,5 +39,5 @@ def parse_sglang_responses(
         for each in (part, holder):
             each.pop("detail", None)  # with it the engine gives the image another name
     media = tuple(part._replace(place=places.get(id(part.holder))) for part in request.media)
-    inexact = tuple(inexact_fields(request.body, RESPONSES, "sglang"))
+    inexact = tuple(inexact_fields(request.body, RESPONSES, engine))
     return replace(request, messages=chat.body["messages"], inexact=inexact, as_chat=chat.body, media=media)
