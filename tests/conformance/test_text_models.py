@@ -201,12 +201,19 @@ def test_an_engines_blocks_of_a_text_model_are_the_predicted_ones(
     env, made = request.getfixturevalue(f"{kind}_env"), folder("qwen2")
     prompter = load_text_prompter(kind, made)
     predictor = TextPredictor(prompter.family, prompter, made.name, BLOCK_SIZE, kind=kind)
-    cases = [*texts(), *(one for one in salted() if not image_places(one)), *text_corpus()[-60:], LAST]
-    with engine(env, made, tmp_path / "engine.log", kind=kind) as served:
+    check_blocks(env, made, tmp_path / "engine.log", predictor, text_corpus()[-60:], record, f"{kind} text model")
+
+
+def check_blocks(
+    env: Path, folder: Path, log: Path, predictor: TextPredictor, own: Sequence[Case], record: Record, name: str
+) -> None:
+    """Compare every block that a real engine publishes for the common conversations and a model's ``own``."""
+    cases = [*texts(), *(one for one in salted() if not image_places(one)), *own, LAST]
+    with engine(env, folder, log, kind=predictor.kind) as served:
         exchanges = list(asked(served, predictor, cases))
         served.listener.wait_for_prompt(exchanges[-1].prompt_ids)
         report = compare(exchanges, served.listener.batches(), predictor)
-    record(f"prediction, {kind} text model", report.line)
+    record(f"prediction, {name}", report.line)
     assert report.mismatches == []
     assert report.matched == report.blocks > 100
     assert sum(exchange.cached_tokens for exchange in exchanges) > 1000

@@ -15,12 +15,11 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure
 from conformance.corpus import text_corpus
-from conformance.engine_process import BLOCK_SIZE, engine
+from conformance.engine_process import BLOCK_SIZE
 from conformance.own_code import Prompts
-from conformance.prediction import compare, image_places
 from conformance.rendering import own_prompts
-from conformance.test_text_models import COMPLETIONS, LAST, SMALL, TextPredictor, asked, ours
-from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, salted, texts, user
+from conformance.test_text_models import COMPLETIONS, SMALL, TextPredictor, check_blocks, ours
+from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, user
 from long_form import IS_LONG
 
 from mmrouter_lib.engines.text_models import load_text_prompter
@@ -179,13 +178,5 @@ def test_an_engines_blocks_by_mistrals_tokenizer_are_the_predicted_ones(
     folder = folders["v13"]
     prompter = load_text_prompter("vllm", folder)
     predictor = TextPredictor(prompter.family, prompter, folder.name, BLOCK_SIZE)
-    own = [one for one in drawn() if one.body.get("tool_choice") in (None, "none")]
-    cases = [*texts(), *(one for one in salted() if not image_places(one)), *own[:60], LAST]
-    with engine(vllm_env, folder, tmp_path / "engine.log") as served:
-        exchanges = list(asked(served, predictor, cases))
-        served.listener.wait_for_prompt(exchanges[-1].prompt_ids)
-        report = compare(exchanges, served.listener.batches(), predictor)
-    record("prediction, vllm Mistral's tokenizer", report.line)
-    assert report.mismatches == []
-    assert report.matched == report.blocks > 100
-    assert sum(exchange.cached_tokens for exchange in exchanges) > 1000
+    own = [one for one in drawn() if one.body.get("tool_choice") in (None, "none")][:60]
+    check_blocks(vllm_env, folder, tmp_path / "engine.log", predictor, own, record, "vllm Mistral's tokenizer")
