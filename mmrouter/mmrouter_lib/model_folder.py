@@ -91,7 +91,7 @@ MISTRAL_WEIGHTS = "consolidated*.safetensors"
 NAMES = (
     *("tokenizer.json", "tokenizer.model", "tekken.json"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("config.json", "preprocessor_config.json"),
+    *("config.json", "params.json", "preprocessor_config.json"),
 )
 PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry
 

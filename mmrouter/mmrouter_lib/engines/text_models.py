@@ -77,7 +77,7 @@ def load_text_prompter(
     for pattern in _MISTRAL_FILES:
         if files := sorted(file.name for file in folder.glob(pattern)):
             if engine == "vllm" and files[0] == mistral.FILE and next(folder.glob(MISTRAL_WEIGHTS), None) is not None:
-                return _load_mistral(folder, TextOnly(model_type))
+                return _load_mistral(folder, model_type)
             raise UnpredictedError(f"tokenizer:{files[0]}")
     if has_tokenizer_code(described):
         raise UnpredictedError("tokenizer:remote_code")
@@ -108,9 +108,9 @@ def load_text_prompter(
     return _with_tokenizers_template(named, plain=plain)
 
 
-def _load_mistral(folder: Path, family: TextOnly) -> MistralPrompter:
+def _load_mistral(folder: Path, name: str) -> MistralPrompter:
     try:
-        return MistralPrompter.load(folder, family)
+        return MistralPrompter.load(folder, name)
     except mistral.NoLibraryError as error:
         raise UnpredictedError(f"tokenizer:{mistral.FILE}") from error
 

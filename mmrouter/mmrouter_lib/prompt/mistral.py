@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from mmrouter_lib.families import Expanded, NotModelledError, PromptImage, TextOnly
-from mmrouter_lib.model_folder import ModelFolderError
+from mmrouter_lib.model_folder import ModelFolderError, find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools
+from mmrouter_lib.prompt.mistral_images import MistralImages, SizeEncoder, with_sizes
 from mmrouter_lib.prompt.segment_cache import MAX_WORD, NEW_TEXT, NewTextError, PromptTooLongError
 from mmrouter_lib.prompt.templates import TemplateError
 
 FILE: Final = "tekken.json"
+PARAMS: Final = "params.json"  # takes the place of config.json
 _ID_LENGTH = 9  # characters of a tool call's id, the last ones of a longer one
 _WORD = re.compile(r"\S+|\s+")
 
@@ -34,13 +36,15 @@ class MistralPrompter:
     ``made``: its ``MistralTokenizer``; ``version``: the number of the tokenizer's version.
     """
 
-    family: TextOnly
+    family: TextOnly | MistralImages
     made: Any
     version: int
 
     @classmethod
-    def load(cls, folder: Path, family: TextOnly) -> Self:
-        """Read ``folder/tekken.json``. Raises :class:`NoLibraryError`, :class:`ModelFolderError`."""
+    def load(cls, folder: Path, name: str) -> Self:
+        """Read ``folder/tekken.json``, and whether the model takes images. ``name``: its family's.
+
+        Raises :class:`NoLibraryError`, :class:`ModelFolderError`."""
         try:
             from mistral_common.protocol.instruct.validator import ValidationMode  # noqa: PLC0415
             from mistral_common.tokens.tokenizers.mistral import MistralTokenizer  # noqa: PLC0415
@@ -51,18 +55,24 @@ class MistralPrompter:
         except Exception as error:
             # The library raises whatever its parts raise, assertions included.
             raise ModelFolderError(f"{folder / FILE}: {error!r}") from error
+        family: TextOnly | MistralImages = TextOnly(name)
+        instruct: Any = made.instruct_tokenizer
+        if takes_images(folder) and instruct.image_encoder is not None:
+            family = MistralImages.of(name, instruct.image_encoder)
+            instruct.image_encoder = SizeEncoder(family)
         return cls(family, made, int(made.version.value.removeprefix("v")))
 
     def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
         """Return the prompt of a chat request's body.
 
         Raises :class:`TemplateError` for what the engine answers with 400, also with the library's own refusal,
-        :class:`NotModelledError` for images, :class:`PromptTooLongError` and :class:`NewTextError`.
+        :class:`NotModelledError` for images of which a size is not known or that the model's folder does not tell,
+        :class:`PromptTooLongError` and :class:`NewTextError`.
         """
         from mistral_common.protocol.instruct.request import ChatCompletionRequest, ReasoningEffort  # noqa: PLC0415
 
-        if images:
-            raise NotModelledError("images of Mistral's format are not modelled", f"family:{self.family.name}")
+        if images and isinstance(self.family, TextOnly):
+            raise NotModelledError("images of this folder are not modelled", f"family:{self.family.name}")
         if body.get("chat_template_kwargs") is not None:
             raise TemplateError("chat_template_kwargs is not supported for Mistral's tokenizers")
         effort, settings = body.get("reasoning_effort"), {}
@@ -70,8 +80,8 @@ class MistralPrompter:
             raise TemplateError(f"reasoning_effort {effort!r} is not supported by Mistral's tokenizers")
         if self.version >= 15:
             settings["reasoning_effort"] = effort
-        read = conversation(body["messages"], "string", {})  # as the engine does first, as for a template
-        pairs = zip(body["messages"], read, strict=True)
+        read = conversation(body["messages"], "openai", {})  # as the engine does first, as for a template
+        pairs = zip(with_sizes(body["messages"], images), read, strict=True)
         messages = [_message(message, own.get("tool_calls", [])) for message, own in pairs]
         continued = bool(body.get("continue_final_message", False))
         _check_end(messages[-1], continued=continued, answered=bool(body.get("add_generation_prompt", True)))
@@ -83,7 +93,9 @@ class MistralPrompter:
         except Exception as error:
             # vLLM answers everything that the library raises with 400 and the reason.
             raise TemplateError(f"the model's tokenizer refuses the messages: {error}") from error
-        return Expanded(ids=array("I", ids), spans=())
+        if isinstance(self.family, TextOnly):
+            return Expanded(ids=array("I", ids), spans=())
+        return Expanded(ids=array("I", ids), spans=tuple(self.family.spans(ids, images)))
 
     def completion(self, prompt: "str | array[int]", *, add_special_tokens: bool = True) -> Expanded:
         """Return the prompt of a completion: of a text, or of token ids, which stay as they are.
@@ -101,6 +113,13 @@ class MistralPrompter:
         from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy  # noqa: PLC0415
 
         return str(self.made.decode(list(ids), special_token_policy=SpecialTokenPolicy.KEEP))
+
+
+def takes_images(folder: Path) -> bool:
+    """Return whether vLLM reads a model with a tower of images from the folder's params.json."""
+    params = find_json(folder, PARAMS) or {}
+    multimodal = params.get("multimodal")
+    return bool((multimodal or {}).get("vision_encoder_args") or params.get("vision_encoder"))
 
 
 def _check_end(last: Mapping[str, Any], *, continued: bool, answered: bool) -> None:

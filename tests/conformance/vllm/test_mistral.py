@@ -4,9 +4,11 @@ The tokenizers are the one that ``mistral_common`` brings, Pixtral's, and stand-
 pattern and its first tokens, with the special tokens of that version.
 """
 
+import base64
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from conformance.engine_process import BLOCK_SIZE
 from conformance.own_code import Prompts
 from conformance.rendering import own_prompts
 from conformance.test_text_models import COMPLETIONS, SMALL, TextPredictor, check_blocks, ours
-from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, said, user
+from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, picture, said, user
 from long_form import IS_LONG
 
 from mmrouter_lib.engines.text_models import load_text_prompter
+from mmrouter_lib.families import PromptImage
 from mmrouter_lib.prompt.mistral import MistralPrompter
 
 SOURCE = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
@@ -39,6 +42,28 @@ SETTINGS = {
 VERSIONS = (*SPECIAL, WHOLE) if IS_LONG else ("v13",)
 KEPT, RESERVED = 30_000, 1_000
 DRAWN = 450
+PICTURED = {"v13": {"image_patch_size": 14, "max_image_size": 1_540, "spatial_merge_size": 2}}
+if IS_LONG:
+    PICTURED["v3"] = {"image_patch_size": 16, "max_image_size": 1_024}
+"""Version -> the sizes of images in tekken.json: of Mistral Small 3.1 and later, and of Pixtral-12B."""
+TOWER = {
+    **{
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_channels": 3,
+    },
+    **{"rope_theta": 10_000.0, "adapter_bias": False, "mm_projector_id": "patch_merge"},
+    **{"add_pre_mm_projector_layer_norm": True},
+    **{"image_token_id": 10, "image_break_token_id": 12, "image_end_token_id": 13},
+}
+PARAMS = {
+    **{"dim": 64, "n_layers": 2, "head_dim": 16, "hidden_dim": 128, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5},
+    **{"vocab_size": 131_072, "rope_theta": 1e6, "max_seq_len": 32_768, "max_position_embeddings": 32_768},
+}
+"""A text model in params.json, and a tower of images."""
+EXTREMES = ((1, 1), (3_000, 20), (20, 3_000), (5_000, 1), (1_540, 1_541), (1_541, 1_540), (28, 29), (4_000, 3_000))
 NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a file of safetensors without a tensor
 EFFORTS = ("none", "high", "low", "medium")
 
@@ -51,6 +76,27 @@ def tekken(version: str) -> dict[str, Any]:
     config = {**whole["config"], **sizes, "version": version}
     made = {"vocab": whole["vocab"][:KEPT], "special_tokens": special, "config": config, "version": 1, "type": "Tekken"}
     return made | ({"model_settings_builder": SETTINGS} if version == "v15" else {})
+
+
+def pictured_folder(folder: Path, version: str) -> Path:
+    """Write the folder of a model that takes images, in Mistral's format."""
+    sizes = PICTURED[version]
+    folder.mkdir()
+    made = tekken(version) | {"multimodal" if version == "v3" else "image": sizes}
+    side = {"image_size": sizes["max_image_size"], "max_image_size": sizes["max_image_size"]}
+    tower = {**TOWER, **side, "patch_size": sizes["image_patch_size"]}
+    tower["spatial_merge_size"] = sizes.get("spatial_merge_size", 1)
+    (folder / "tekken.json").write_text(json.dumps(made))
+    (folder / "params.json").write_text(json.dumps({**PARAMS, "vision_encoder": tower}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "mistral3"}))
+    (folder / "consolidated.safetensors").write_bytes(NO_WEIGHTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictured_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pictured")
+    return {version: pictured_folder(root / version, version) for version in PICTURED}
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +180,42 @@ def cases() -> list[Case]:
     return [*text_corpus(), *drawn()]
 
 
+@dataclass(frozen=True)
+class Pictured:
+    """A chat with images: their names in vLLM, and their sizes in pixels."""
+
+    body: dict[str, Any]
+    images: list[PromptImage]
+
+
+def pictured(count: int = 100) -> Iterator[Pictured]:
+    """Draw conversations with images of drawn sizes between texts."""
+    draw = random.Random(13)
+    extremes = iter(EXTREMES)
+    for number in range(count):
+        images: list[PromptImage] = []
+        messages: list[dict[str, Any]] = [said("system", STORY)] if draw.random() < 0.3 else []
+        for turn in range(draw.randint(1, 3)):
+            messages += [said("assistant", "Yes.")] if turn else []
+            parts: list[dict[str, object] | str] = []
+            for _ in range(draw.randint(1, 3)):
+                parts += [draw.choice((STORY, "[IMG]", "What?")) for _ in range(draw.randint(0, 2))]
+                size = next(extremes, None) or (draw.randint(1, 700), draw.randint(1, 700))
+                name = (number * 100 + len(images)).to_bytes(32, "big")
+                url = f"data:image/png;base64,{base64.b64encode(picture(*size, seed=number)).decode()}"
+                parts.append({"type": "image_url", "image_url": {"url": url}, "uuid": name.hex()})
+                images.append(PromptImage(name, 1, size))
+            messages.append(user(*parts, *(["Why?"] if draw.random() < 0.5 else [])))
+        yield Pictured({"messages": messages}, images)
+
+
 @pytest.fixture(scope="module")
-def vllms(vllm_env: Path, folders: dict[str, Path]) -> dict[Path, Prompts]:
+def vllms(vllm_env: Path, folders: dict[str, Path], pictured_folders: dict[str, Path]) -> dict[Path, Prompts]:
     bodies = {"chats": [one.body for one in cases()], "completions": COMPLETIONS}
-    return own_prompts(vllm_env, dict.fromkeys(folders.values(), bodies))
+    images = {"chats": [one.body for one in pictured()], "context": 32_768}
+    asked: dict[Path, dict[str, Any]]
+    asked = {**dict.fromkeys(folders.values(), bodies), **dict.fromkeys(pictured_folders.values(), images)}
+    return own_prompts(vllm_env, asked)
 
 
 REFUSED_BY_VLLM = {"no tools in the list"}
@@ -169,6 +247,28 @@ def test_vllms_prompts_by_mistrals_tokenizer_are_the_predicted_ones(
     for completion, ids in zip(COMPLETIONS, theirs[len(cases()) :], strict=True):
         special = bool(completion["add_special_tokens"])
         assert prompter.completion(str(completion["prompt"]), add_special_tokens=special).ids.tolist() == ids
+
+
+@pytest.mark.adopts(engine="vllm", check="images in Mistral's format")
+@pytest.mark.parametrize("version", PICTURED)
+def test_vllms_prompts_with_images_in_mistrals_format_are_the_predicted_ones(
+    version: str, pictured_folders: dict[str, Path], vllms: dict[Path, Prompts], record: Record, figure: Figure
+) -> None:
+    folder = pictured_folders[version]
+    prompter, theirs = load_text_prompter("vllm", folder), vllms[folder].listed()
+    wrong, images = [], 0
+    for number, (one, answer) in enumerate(zip(pictured(), theirs, strict=True)):
+        mine = prompter.prompt(one.body, one.images)
+        spans = [[span.identity.hex(), span.offset, span.length] for span in mine.spans]
+        images += len(spans)
+        if answer != {"ids": mine.ids.tolist(), "images": spans}:
+            wrong.append(f"{number}: {spans} for {str(answer)[:500]}")
+    figure("conversations", len(theirs))
+    figure("mismatches", len(wrong))
+    record(
+        f"images in Mistral's format {version}: conversations, images, mismatches", [len(theirs), images, len(wrong)]
+    )
+    assert "\n".join(wrong) == ""
 
 
 @pytest.mark.long_form

@@ -59,6 +59,17 @@ async def test_what_the_library_refuses_is_an_error_of_the_request(preparer):
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
+async def test_an_image_of_a_model_that_takes_them_is_exact(tmp_path):
+    sizes = {"image_patch_size": 16, "max_image_size": 1024}
+    async with preparing(settings(write(tmp_path, sizes))) as preparer:
+        prepared = await preparer.prepare(chat(text("Look"), image("a"), text("and"), image("b", 64)), None)
+        assert (prepared.exactness, prepared.reasons) == ("exact", ())
+        assert [span.length for span in prepared.spans] == [7 * 8, 4 * 5]
+        swapped = await preparer.prepare(chat(text("Look"), image("c"), text("and"), image("b", 64)), None)
+        keys = zip(prepared.keys(SIZE), swapped.keys(SIZE), strict=True)
+        assert [mine == other for mine, other in keys].count(True) == prepared.spans[0].offset // SIZE
+
+
 async def test_an_image_and_an_endless_word_are_served_without_a_prediction(preparer):
     prepared = await preparer.prepare(chat(text("Look"), image("a")), None)
     assert (prepared.exactness, prepared.reasons) == ("affinity", ("family:mistral",))
