@@ -60,6 +60,32 @@ PROOFS = {
 """What images were compared with, where it was not real engines with the family's own tokenizer."""
 TEXT_ONLY = "text-only models (Qwen3, Llama 3, Mistral, DeepSeek-V3 and others)"
 EXCEPT = "[but for some](exactness.md#models-without-a-family-here)"
+HARMONY, MISTRAL = "gpt-oss", "Mistral's format (`tekken.json`)"
+BY_CODE = {
+    TEXT_ONLY: ("any", f"exact, {EXCEPT}", f"exact, {EXCEPT}", "-"),
+    HARMONY: (
+        "`gpt_oss`",
+        "exact with the extra [`harmony`](exactness.md#gpt-oss)",
+        "bounded: no overlap is promised, because evictions from its windows are in no event",
+        "-",
+    ),
+    MISTRAL: (
+        "any",
+        "exact with the extra [`mistral`](exactness.md#mistrals-own-tokenizer)",
+        "affinity",
+        f"{FRONT_END}, with Pixtral's tokenizer",
+    ),
+}
+"""Models whose prompts do not depend on a family of the library: ``model_type``, vLLM, SGLang, images compared with."""
+CHECKS = {
+    "prompts of text models": TEXT_ONLY,
+    "prompts of SentencePiece models": TEXT_ONLY,
+    "prompts in the Harmony format": HARMONY,
+    "responses in the Harmony format": HARMONY,
+    "prompts of Mistral's tokenizers": MISTRAL,
+    "images in Mistral's format": MISTRAL,
+}
+"""Check of a release -> the models that it is about, where it is not about the family of its case."""
 CASES: dict[str | tuple[str, str], str] = {
     "pixtral": "llava",
     "deepseek_ocr": "DeepseekOCRForCausalLM",
@@ -77,7 +103,7 @@ def family_rows() -> Iterator[str]:
     """Yield the lines of the table."""
     yield f"| family | `model_type` | {' | '.join(ENGINES.values())} | images compared with |"
     yield "|" + "---|" * (3 + len(ENGINES))
-    yield f"| {TEXT_ONLY} | any | exact, {EXCEPT} | exact, {EXCEPT} | - |"
+    yield from (line(shown, *cells) for shown, cells in BY_CODE.items())
     for shown, names in GROUPS.items():
         types = ", ".join(f"`{name}`" for name in names)
         exactness = " | ".join(_exactness(shown, names, engine) for engine in ENGINES)
@@ -106,17 +132,19 @@ def release_tables(releases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         of_rows: dict[str, dict[str, list[Row]]] = {}
         for release in order:
             for row in read(found[release]):
-                if "prompts" in row.check or row.check == "front end":
+                if "prompts" in row.check or row.check in ("front end", *CHECKS):
                     of_rows.setdefault(_family(engine, row), {}).setdefault(release, []).append(row)
-        for shown in (TEXT_ONLY, *GROUPS):
+        for shown in (*BY_CODE, *GROUPS):
             if shown in of_rows:
                 yield line(shown, *(_weakest(shown, engine, of_rows[shown].get(release, [])) for release in order))
 
 
 def _family(engine: str, row: Row) -> str:
+    if row.check in CHECKS:
+        return CHECKS[row.check]
     case, _, _ = row.case.partition("-")
     name = CASES.get((engine, case)) or CASES.get(case, case)
-    return TEXT_ONLY if "text" in row.check else next(shown for shown, names in GROUPS.items() if name in names)
+    return next(shown for shown, names in GROUPS.items() if name in names)
 
 
 def _weakest(shown: str, engine: str, rows: list[Row]) -> str:

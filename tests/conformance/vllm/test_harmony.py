@@ -289,7 +289,7 @@ def test_vllms_prompts_of_responses_of_gpt_oss_are_the_predicted_ones(
             wrong.append(f"{number}, {body}: {mine} for {answer}")
         else:
             refused += 1
-    figure("requests", compared)
+    figure("prompts", compared)
     figure("mismatches", len(wrong))
     counts = [compared, refused, dict(affinity), len(wrong)]
     record("responses in the Harmony format: requests, refused by both, by affinity, mismatches", counts)

@@ -17,11 +17,26 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure
 from conformance.corpus import text_corpus
-from conformance.engine_process import BLOCK_SIZE
+from conformance.engine_process import BLOCK_SIZE, engine
 from conformance.own_code import Prompts
+from conformance.prediction import Predictor, compare
 from conformance.rendering import own_prompts
-from conformance.test_text_models import COMPLETIONS, SMALL, TextPredictor, check_blocks, ours
-from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, WEATHER, Case, case, picture, said, user
+from conformance.test_text_models import COMPLETIONS, LAST, SMALL, TextPredictor, check_blocks, ours
+from conformance.vllm.test_prediction import MOST_TOKENS, ask
+from conformance.workload import (
+    CODE,
+    CONTINUED,
+    EMOJI,
+    SCRIPTS,
+    STORY,
+    WEATHER,
+    Case,
+    case,
+    picture,
+    said,
+    user,
+    workload,
+)
 from long_form import IS_LONG
 
 from mmrouter_lib.engines.text_models import load_text_prompter
@@ -59,7 +74,7 @@ TOWER = {
     **{"image_token_id": 10, "image_break_token_id": 12, "image_end_token_id": 13},
 }
 PARAMS = {
-    **{"dim": 64, "n_layers": 2, "head_dim": 16, "hidden_dim": 128, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5},
+    **{"dim": 64, "n_layers": 2, "head_dim": 32, "hidden_dim": 128, "n_heads": 2, "n_kv_heads": 2, "norm_eps": 1e-5},
     **{"vocab_size": 131_072, "rope_theta": 1e6, "max_seq_len": 32_768, "max_position_embeddings": 32_768},
 }
 """A text model in params.json, and a tower of images."""
@@ -88,7 +103,7 @@ def pictured_folder(folder: Path, version: str) -> Path:
     tower["spatial_merge_size"] = sizes.get("spatial_merge_size", 1)
     (folder / "tekken.json").write_text(json.dumps(made))
     (folder / "params.json").write_text(json.dumps({**PARAMS, "vision_encoder": tower}))
-    (folder / "config.json").write_text(json.dumps({"model_type": "mistral3"}))
+    (folder / "config.json").write_text(json.dumps(SMALL | {"model_type": "mistral3"}))
     (folder / "consolidated.safetensors").write_bytes(NO_WEIGHTS)
     return folder
 
@@ -280,3 +295,25 @@ def test_an_engines_blocks_by_mistrals_tokenizer_are_the_predicted_ones(
     predictor = TextPredictor(prompter.family, prompter, folder.name, BLOCK_SIZE)
     own = [one for one in drawn() if one.body.get("tool_choice") in (None, "none")][:60]
     check_blocks(vllm_env, folder, tmp_path / "engine.log", predictor, own, record, "vllm Mistral's tokenizer")
+
+
+@pytest.mark.long_form
+def test_an_engines_blocks_with_images_in_mistrals_format_are_the_predicted_ones(
+    vllm_env: Path, pictured_folders: dict[str, Path], tmp_path: Path, record: Record
+) -> None:
+    folder, refused = pictured_folders["v13"], dict[str, int]()
+    prompter = load_text_prompter("vllm", folder)
+    predictor = Predictor(prompter.family, prompter, folder.name, BLOCK_SIZE)
+    with engine(vllm_env, folder, tmp_path / "engine.log") as served:
+        # vLLM answers an image that its EXIF orientation turns by a quarter with a 500.
+        cases = [
+            *(one for one in workload() if not one.name.startswith(("EXIF orientation 6", "EXIF orientation 8"))),
+            LAST,
+        ]
+        exchanges = [made for one in cases for made in ask(served, predictor, one, refused, MOST_TOKENS)]
+        served.listener.wait_for_prompt(exchanges[-1].prompt_ids)
+        report = compare(exchanges, served.listener.batches(), predictor)
+    record("prediction, vllm images in Mistral's format", report.line)
+    assert report.mismatches == []
+    assert report.matched == report.blocks > 100
+    assert sum(exchange.image_tokens for exchange in exchanges) > 1000
