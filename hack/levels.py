@@ -166,15 +166,17 @@ LEVELS = {
         lanes=3,
         lane_gb=3,
     ),
-    # Each step has a node of its own. Images and programs are built before; vLLM's environment is built inside a step.
+    # Each step with tests has a node of its own. Images and programs are built before, but what the last tests need is
+    # built beside the first ones, and vLLM's environment inside a step.
     "e2e": Level(
         (
             Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before"),
+            Step("build gateways", (sys.executable, "tests/e2e/prepare.py", "gateways")),
             Step("real pods", tests=E2E, without=OWN_NODE),
             Step("real pods on their own nodes", tests=OWN_NODE),
         ),
         limit_s=HANG_SECONDS,
-        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 2,  # an external cluster is shared
+        lanes=1 if os.environ.get("MMROUTER_KUBECONFIG") else 3,  # an external cluster is shared
         lane_gb=5,
     ),
     # The longest first. The steps collect their comparisons in a shared folder.

@@ -1,6 +1,7 @@
 """Build what the tests of real pods need before their time limit starts: programs, once per machine, and the images.
 
-    python tests/e2e/prepare.py
+    python tests/e2e/prepare.py            # what every test needs
+    python tests/e2e/prepare.py gateways   # what only those of gateways do, which takes as long again
 
 Exit status 1 when a build was tried and failed (:func:`artefacts.status_of`).
 """
@@ -22,7 +23,10 @@ run = partial(run_tool, live=True)
 
 
 def prepare() -> None:
-    """Build everything, up to the first thing that cannot be built here. Raises :class:`artefacts.NotMadeError`."""
+    """Build what every test needs, up to the first thing that cannot be built here.
+
+    Raises :class:`artefacts.NotMadeError`.
+    """
     if os.environ.get("MMROUTER_KUBECONFIG"):
         if shutil.which("kubectl") is None:
             run("cluster.go_programs", "kubernetes")
@@ -31,6 +35,15 @@ def prepare() -> None:
     for programs in ("node", "kubernetes", "helm", "policies"):  # the first names what the machine lacks
         run("cluster.go_programs", programs)
     build_shared_images()
+
+
+def prepare_gateways() -> None:
+    """Build the programs of gateways, which only a node of this machine can run.
+
+    Raises :class:`artefacts.NotMadeError`.
+    """
+    if os.environ.get("MMROUTER_KUBECONFIG"):
+        return
     for programs in ("istio", "suite") if IS_LONG else ("istio",):
         run("cluster.go_programs", programs)
 
@@ -46,4 +59,4 @@ def build_shared_images() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(prepare))
+    sys.exit(status_of(prepare_gateways if sys.argv[1:] == ["gateways"] else prepare))
