@@ -78,10 +78,11 @@ class SizeEncoder:
 
     def __call__(self, chunk: Any) -> Any:
         from mistral_common.tokens.tokenizers.image import ImageEncoding  # noqa: PLC0415
+        from numpy import empty  # noqa: PLC0415
 
         width, _, height = chunk.get_url().partition("x")
         tokens = self.family.run(int(width), int(height))
-        return ImageEncoding(tokens=tokens, image=None)  # type: ignore[arg-type] # the pixels are not read
+        return ImageEncoding(tokens=tokens, image=empty(0))
 
 
 def with_sizes(messages: Sequence[Mapping[str, Any]], images: Sequence[PromptImage]) -> list[dict[str, Any]]:

@@ -21,9 +21,11 @@ def tekken(version: str = "v7") -> dict[str, Any]:
     return {**made, "version": 1, "type": "Tekken"}
 
 
-def write(folder: Path, images: Mapping[str, int] | None = None) -> Path:
+def write(folder: Path, images: Mapping[str, int] | None = None, version: str = "v7") -> Path:
     """Write the folder's files and return it. ``images``: their sizes in tekken.json, of a model that takes them."""
-    (folder / "tekken.json").write_text(json.dumps(tekken() | ({} if images is None else {"multimodal": images})))
+    (folder / "tekken.json").write_text(
+        json.dumps(tekken(version) | ({} if images is None else {"multimodal": images}))
+    )
     (folder / "params.json").write_text(json.dumps({} if images is None else {"vision_encoder": {"hidden_size": 64}}))
     (folder / "config.json").write_text('{"model_type": "mistral"}')
     (folder / "consolidated.safetensors").touch()

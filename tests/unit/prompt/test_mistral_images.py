@@ -18,9 +18,9 @@ SIDES = st.integers(1, 5_000)
 PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
-@pytest.fixture(scope="module")
-def prompter(tmp_path_factory: pytest.TempPathFactory) -> MistralPrompter:
-    loaded = load_text_prompter("vllm", write(tmp_path_factory.mktemp("tekken"), SIZES))
+@pytest.fixture(scope="module", params=["v3", "v7"])
+def prompter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> MistralPrompter:
+    loaded = load_text_prompter("vllm", write(tmp_path_factory.mktemp("tekken"), SIZES, request.param))
     assert isinstance(loaded, MistralPrompter)
     return loaded
 
