@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from waiting import wait_for
 
 from bench.quick import __main__ as command
 from bench.quick import loop_and_index, measurements, scenarios, verdicts
@@ -138,8 +139,15 @@ def test_a_measured_command_ends_at_its_limit_with_the_processes_it_started(tmp_
         with pytest.raises(subprocess.TimeoutExpired):
             measurements.run_child(["sh", "-c", holds_the_output], dict(os.environ), limit_s)
     started = int(pid.read_text())
-    # A killed process may wait for its parent to collect it.
-    assert not psutil.pid_exists(started) or psutil.Process(started).status() == psutil.STATUS_ZOMBIE
+
+    def has_ended() -> bool:
+        """A killed process may wait for its parent to collect it."""
+        try:
+            return psutil.Process(started).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_for(has_ended, 5, "the end of a process that was killed")
 
 
 def test_the_words_of_a_measured_command_that_fails_are_kept():
