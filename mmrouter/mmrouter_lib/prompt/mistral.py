@@ -86,7 +86,7 @@ class MistralPrompter:
         continued = bool(body.get("continue_final_message", False))
         _check_end(messages[-1], continued=continued, answered=bool(body.get("add_generation_prompt", True)))
         tools = None if body.get("tools") is None else normal_tools(body["tools"])
-        _check_size([messages, tools])
+        _check_size([messages, tools], sum(image.count for image in images))
         try:
             request = ChatCompletionRequest.from_openai(messages, tools, continued, **settings)
             ids = self.made.encode_chat_completion(request).tokens
@@ -149,14 +149,14 @@ def _short(name: Any) -> Any:
     return name[-_ID_LENGTH:] if isinstance(name, str) else name
 
 
-def _check_size(content: Any) -> None:
+def _check_size(content: Any, image_tokens: int = 0) -> None:
     """Bound the work of a prompt: the library tokenizes whole texts, and time grows faster than the length of a word.
 
-    Raises :class:`NewTextError` for more characters than :data:`NEW_TEXT`, :class:`PromptTooLongError` for a word, or a
-    run of blanks, of more than :data:`MAX_WORD`.
+    Raises :class:`NewTextError` for more characters and tokens of images than :data:`NEW_TEXT`,
+    :class:`PromptTooLongError` for a word, or a run of blanks, of more than :data:`MAX_WORD`.
     """
     texts = list(_texts(content))
-    if sum(map(len, texts)) > NEW_TEXT.get():
+    if sum(map(len, texts)) + image_tokens > NEW_TEXT.get():
         raise NewTextError
     longest = max((len(word[0]) for text in texts for word in _WORD.finditer(text)), default=0)
     if longest > MAX_WORD:

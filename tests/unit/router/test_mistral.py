@@ -53,6 +53,15 @@ async def test_only_long_texts_are_tokenized_outside_of_the_event_loop(preparer,
     assert threads.prompts == 1
 
 
+async def test_many_tokens_of_images_are_made_outside_of_the_event_loop(tmp_path, threads):
+    folder = write(tmp_path, {"image_patch_size": 2, "max_image_size": 112})
+    async with preparing(settings(folder), threads=threads) as preparer:
+        await preparer.prepare(chat(image("a", 20)), None)
+        assert threads.prompts == 0
+        await preparer.prepare(chat(image("a")), None)
+        assert threads.prompts == 1
+
+
 async def test_what_the_library_refuses_is_an_error_of_the_request(preparer):
     with pytest.raises(RequestError) as caught:
         await preparer.prepare(chat(text("Hi"), chat_template_kwargs={"a": 1}), None)
