@@ -66,7 +66,7 @@ TOOLS = (f"{UNIT}/bench", f"{UNIT}/hack")
 SLOW_UNIT = (
     *("tests/campaign", f"{UNIT}/campaign", f"{UNIT}/cli/test_bench_run.py"),
     f"{UNIT}/sim/test_capture.py",
-    *files(f"{UNIT}/prompt", "captures", "harmony", "mistral", "segment_cache"),
+    *files(f"{UNIT}/prompt", "captures", "harmony", "mistral", "mistral_images", "segment_cache"),
     *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "way_comparison", "worker_threads"),
 )
 """Unit tests that take seconds each, and are not needed in the inner loop."""
@@ -171,7 +171,7 @@ LEVELS = {
     "e2e": Level(
         (
             Step("build images and a node", (sys.executable, "tests/e2e/prepare.py"), when="before"),
-            Step("build gateways", (sys.executable, "tests/e2e/prepare.py", "gateways")),
+            Step("build gateways", ("nice", sys.executable, "tests/e2e/prepare.py", "gateways")),
             Step("real pods", tests=E2E, without=OWN_NODE),
             Step("real pods on their own nodes", tests=OWN_NODE),
         ),

@@ -61,7 +61,7 @@ PROOFS = {
 TEXT_ONLY = "text-only models (Qwen3, Llama 3, Mistral, DeepSeek-V3 and others)"
 EXCEPT = "[but for some](exactness.md#models-without-a-family-here)"
 HARMONY, MISTRAL = "gpt-oss", "Mistral's format (`tekken.json`)"
-BY_CODE = {
+WITHOUT_FAMILY = {
     TEXT_ONLY: ("any", f"exact, {EXCEPT}", f"exact, {EXCEPT}", "-"),
     HARMONY: (
         "`gpt_oss`",
@@ -103,7 +103,7 @@ def family_rows() -> Iterator[str]:
     """Yield the lines of the table."""
     yield f"| family | `model_type` | {' | '.join(ENGINES.values())} | images compared with |"
     yield "|" + "---|" * (3 + len(ENGINES))
-    yield from (line(shown, *cells) for shown, cells in BY_CODE.items())
+    yield from (line(shown, *cells) for shown, cells in WITHOUT_FAMILY.items())
     for shown, names in GROUPS.items():
         types = ", ".join(f"`{name}`" for name in names)
         exactness = " | ".join(_exactness(shown, names, engine) for engine in ENGINES)
@@ -134,7 +134,7 @@ def release_tables(releases: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             for row in read(found[release]):
                 if "prompts" in row.check or row.check in ("front end", *CHECKS):
                     of_rows.setdefault(_family(engine, row), {}).setdefault(release, []).append(row)
-        for shown in (*BY_CODE, *GROUPS):
+        for shown in (*WITHOUT_FAMILY, *GROUPS):
             if shown in of_rows:
                 yield line(shown, *(_weakest(shown, engine, of_rows[shown].get(release, [])) for release in order))
 

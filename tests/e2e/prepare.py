@@ -1,11 +1,12 @@
-"""Build what the tests of real pods need before their time limit starts: programs, once per machine, and the images.
+"""Build what the tests of real pods need: programs, once per machine, and the images.
 
     python tests/e2e/prepare.py            # what every test needs
-    python tests/e2e/prepare.py gateways   # what only those of gateways do, which takes as long again
+    python tests/e2e/prepare.py gateways   # what only tests of gateways need, which takes as long again
 
 Exit status 1 when a build was tried and failed (:func:`artefacts.status_of`).
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -59,4 +60,6 @@ def build_shared_images() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(status_of(prepare_gateways if sys.argv[1:] == ["gateways"] else prepare))
+    parser = argparse.ArgumentParser(description="Build what the tests of real pods need.")
+    parser.add_argument("part", nargs="?", choices=["gateways"], help="what only tests of gateways need")
+    sys.exit(status_of(prepare_gateways if parser.parse_args().part else prepare))

@@ -24,7 +24,7 @@ def response_chat(engine: EngineType, prompter: AnyPrompter | None) -> ChatOf | 
     """
     if isinstance(prompter, HarmonyPrompter):
         return harmony_responses.chat_of
-    if PROMPTERS[engine] is not SglangPrompter:
+    if engine != "sglang":
         return None
     later = isinstance(prompter, SglangPrompter) and response_chats.shows_later_systems(prompter.source)
     return partial(response_chats.chat_of, later_systems=later)

@@ -16,7 +16,7 @@ from mmrouter_lib.families import Expanded, NotModelledError, PromptImage, TextO
 from mmrouter_lib.model_folder import ModelFolderError, find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools
 from mmrouter_lib.prompt.mistral_images import MistralImages, SizeEncoder, with_sizes
-from mmrouter_lib.prompt.segment_cache import MAX_WORD, NEW_TEXT, NewTextError, PromptTooLongError
+from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD, NEW_TEXT, NewTextError, PromptTooLongError
 from mmrouter_lib.prompt.templates import TemplateError
 
 FILE: Final = "tekken.json"
@@ -57,8 +57,9 @@ class MistralPrompter:
             raise ModelFolderError(f"{folder / FILE}: {error!r}") from error
         family: TextOnly | MistralImages = TextOnly(name)
         instruct: Any = made.instruct_tokenizer
-        if takes_images(folder) and instruct.image_encoder is not None:
-            family = MistralImages.of(name, instruct.image_encoder)
+        encoder, instruct.image_encoder, instruct.audio_encoder = instruct.image_encoder, None, None  # they read URLs
+        if takes_images(folder) and encoder is not None:
+            family = MistralImages.of(name, encoder)
             instruct.image_encoder = SizeEncoder(family)
         return cls(family, made, int(made.version.value.removeprefix("v")))
 
@@ -66,7 +67,7 @@ class MistralPrompter:
         """Return the prompt of a chat request's body.
 
         Raises :class:`TemplateError` for what the engine answers with 400, also with the library's own refusal,
-        :class:`NotModelledError` for images of which a size is not known or that the model's folder does not tell,
+        :class:`NotModelledError` for an image of unknown size or of a model that takes none,
         :class:`PromptTooLongError` and :class:`NewTextError`.
         """
         from mistral_common.protocol.instruct.request import ChatCompletionRequest, ReasoningEffort  # noqa: PLC0415
@@ -80,7 +81,9 @@ class MistralPrompter:
             raise TemplateError(f"reasoning_effort {effort!r} is not supported by Mistral's tokenizers")
         if self.version >= 15:
             settings["reasoning_effort"] = effort
-        read = conversation(body["messages"], "openai", {})  # as the engine does first, as for a template
+        # The engine reads the messages as for a template. Of the result only the calls are used, and as a text it would
+        # have no place for images.
+        read = conversation(body["messages"], "openai", {})
         pairs = zip(with_sizes(body["messages"], images), read, strict=True)
         messages = [_message(message, own.get("tool_calls", [])) for message, own in pairs]
         continued = bool(body.get("continue_final_message", False))
@@ -116,10 +119,12 @@ class MistralPrompter:
 
 
 def takes_images(folder: Path) -> bool:
-    """Return whether vLLM reads a model with a tower of images from the folder's params.json."""
+    """Return whether vLLM reads a model with a vision tower from params.json. Raises :class:`ModelFolderError`."""
     params = find_json(folder, PARAMS) or {}
-    multimodal = params.get("multimodal")
-    return bool((multimodal or {}).get("vision_encoder_args") or params.get("vision_encoder"))
+    multimodal = params.get("multimodal") or {}
+    if not isinstance(multimodal, dict):
+        raise ModelFolderError(f"{folder / PARAMS}: multimodal must be an object")
+    return bool(multimodal.get("vision_encoder_args") or params.get("vision_encoder"))
 
 
 def _check_end(last: Mapping[str, Any], *, continued: bool, answered: bool) -> None:
@@ -153,8 +158,11 @@ def _check_size(content: Any, image_tokens: int = 0) -> None:
     """Bound the work of a prompt: the library tokenizes whole texts, and time grows faster than the length of a word.
 
     Raises :class:`NewTextError` for more characters and tokens of images than :data:`NEW_TEXT`,
-    :class:`PromptTooLongError` for a word, or a run of blanks, of more than :data:`MAX_WORD`.
+    :class:`PromptTooLongError` for a word, or a run of blanks, of more than :data:`MAX_WORD`, and for images of more
+    tokens than :data:`MAX_TOKENS`.
     """
+    if image_tokens > MAX_TOKENS:
+        raise PromptTooLongError(f"the images have {image_tokens} tokens")
     texts = list(_texts(content))
     if sum(map(len, texts)) + image_tokens > NEW_TEXT.get():
         raise NewTextError

@@ -48,19 +48,19 @@ class MistralImages(Family):
         return [*([*[self.placeholder_id] * columns, self.ends[0]] * rows)[:-1], self.ends[1]]
 
     def spans(self, ids: Sequence[int], images: Sequence[PromptImage]) -> Iterator[Span]:
-        """Yield the spans of the images of a prompt, whose ids have the run of each in their order.
+        """Yield the spans of the images in a prompt's ``ids``, which have their runs in the same order.
 
         Raises :class:`PlaceholderError`.
         """
         behind = 0
         for image in images:
-            run = self.run(*size_of(image))
+            length = self.count(*size_of(image))
             try:
                 start = ids.index(self.placeholder_id, behind)
             except ValueError as error:
                 raise PlaceholderError("the prompt has fewer images than the request") from error
-            behind = start + len(run)
-            yield Span(offset=start, length=len(run), identity=image.identity)
+            behind = start + length
+            yield Span(offset=start, length=length, identity=image.identity)
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
         check_size(width, height)

@@ -1,7 +1,7 @@
 """Parser for the body of ``POST /v1/responses`` that is forwarded with the prompt that is predicted for it.
 
-So it is on SGLang, whose own route names an image by its bytes, as in a chat, and for gpt-oss on vLLM, whose answers
-have another form than those of chats.
+SGLang gets requests so, because its own route names an image by its bytes, as in a chat; and vLLM gets those for
+gpt-oss, because its answers to them have another form than those to chats.
 """
 
 from collections.abc import Mapping
@@ -11,6 +11,7 @@ from typing import Final
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.base.request_fields import RESPONSES
 from mmrouter_lib.engines.base.response_chat import ChatOf, UnmodelledFieldError
+from mmrouter_router.intake import json_body
 from mmrouter_router.intake.field_check import Cause, Reason, inexact_fields
 from mmrouter_router.intake.forwarded_routes import parse_forwarded
 from mmrouter_router.intake.json_body import Raw, Served
@@ -28,6 +29,7 @@ def parse_forwarded_responses(
     ``chat_of``: returns the chat of the same prompt. ``stored``: whether engines store responses.
     """
     request = parse_forwarded(raw, limits, served, engine, stored=stored)
+    json_body.optional(request.body, "vllm_xargs", dict)
     try:
         chat = chat_of(request.body)
     except UnmodelledFieldError as error:

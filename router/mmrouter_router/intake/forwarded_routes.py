@@ -1,7 +1,7 @@
-"""Parsers for the routes whose prompts are not predicted.
+"""Parsers for the routes whose requests engines get as they are.
 
-``POST /v1/responses`` is placed by affinity where it is not modelled (:mod:`.responses`). The passed routes
-(:mod:`mmrouter_lib.engines.base.passed_routes`) go to the least loaded engine that serves them.
+``POST /v1/responses`` is predicted where it is modelled (:mod:`.forwarded_responses`), else placed by affinity. The
+passed routes (:mod:`mmrouter_lib.engines.base.passed_routes`) go to the least loaded engine that serves them.
 
 Media anywhere in the input (``input_image`` parts, screenshots in tool outputs) is fetched as for a chat and put into
 the body. References that the engine would have to resolve (``file_url``, ``file_id``) and embeddings are refused.

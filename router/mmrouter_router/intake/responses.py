@@ -88,10 +88,10 @@ def parse_responses(
 ) -> ChatRequest:
     """Parse a request and return its chat; ``modelled``: whether that is the prompt of this engine and model.
 
-    Else, and with what is not modelled, returns the forwarded request. ``chat_of``: of engines that get all requests as
-    they are. ``parses_tools``: whether engines find calls of tools in answers. ``stored``: whether they store
-    responses, unless the client sets ``store`` to false: such a request is forwarded, because a chat is not stored.
-    Raises :class:`RequestError` only.
+    Else, and with what is not modelled, returns the forwarded request. ``chat_of``: makes the chat of the same prompt
+    where engines get every request as it is. ``parses_tools``: whether engines find calls of tools in answers.
+    ``stored``: whether they store responses, unless the client sets ``store`` to false: such a request is forwarded,
+    because a chat is not stored. Raises :class:`RequestError` only.
     """
     if not modelled:
         return parse_forwarded(raw, limits, served, engine, stored=stored)
@@ -118,7 +118,7 @@ def _parse(
     conversion = _Conversion(limits)
     chat = conversion.chat(body) | _tools(body, parses_tools)
     request = parse_unextracted(orjson.dumps(chat), limits, served, engine)
-    if body.get("truncation") == "auto":
+    if body.get("truncation", "disabled") != "disabled":
         request.body["truncate_prompt_tokens"] = -1
         request.inexact = (*request.inexact, Reason("truncation", "truncation"))
     conversion.removed.update(name for name in adapter(engine).removed_fields if name in body)

@@ -139,9 +139,9 @@ class Preparer:
         self.unknown_family = "" if model.family is not None else model.name
         self.unpredicted, self.hidden = model.unpredicted, model.hidden
         self.response_chat = response_chat(settings.deployment.spec.engine.type, model.prompter)
-        # Without its library, gpt-oss is not predicted. With Mistral's tokenizer, vLLM prepares chats alone.
-        by_code = model.name == harmony.MODEL_TYPE or isinstance(model.prompter, MistralPrompter)
-        self.models_responses = not by_code or isinstance(model.prompter, HarmonyPrompter)
+        # vLLM renders responses of these by other rules than chats; those for gpt-oss are modelled.
+        other_rules = model.name == harmony.MODEL_TYPE or isinstance(model.prompter, MistralPrompter)
+        self.models_responses = not other_rules or isinstance(model.prompter, HarmonyPrompter)
         self.renderer, self.sentinels = renderer, sentinels
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key

@@ -77,7 +77,7 @@ PARAMS = {
     **{"dim": 64, "n_layers": 2, "head_dim": 32, "hidden_dim": 128, "n_heads": 2, "n_kv_heads": 2, "norm_eps": 1e-5},
     **{"vocab_size": 131_072, "rope_theta": 1e6, "max_seq_len": 32_768, "max_position_embeddings": 32_768},
 }
-"""A text model in params.json, and a tower of images."""
+"""The text model in params.json; :data:`TOWER` is the vision tower beside it."""
 EXTREMES = ((1, 1), (3_000, 20), (20, 3_000), (5_000, 1), (1_540, 1_541), (1_541, 1_540), (28, 29), (4_000, 3_000))
 NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"  # a file of safetensors without a tensor
 EFFORTS = ("none", "high", "low", "medium")

@@ -107,6 +107,7 @@ async def test_a_response_is_forwarded_with_the_prompt_of_a_chat(preparer):
     ("given", "fields", "reason"),
     [
         ("x", {"truncation": "auto"}, "truncation:truncation"),
+        ("x", {"truncation": None}, "truncation:truncation"),
         ("x", {"previous_response_id": "r"}, "stored_messages:previous_response_id"),
         ("x", {"tools": [{"type": "code_interpreter"}]}, "not_modelled:tools[0].type"),
         ([{"role": "user", "content": []}], {}, "not_modelled:input[0].content"),
@@ -118,6 +119,7 @@ async def test_a_response_is_forwarded_with_the_prompt_of_a_chat(preparer):
         ([{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}], {}, "not_modelled:input[1].content"),
         ([{"type": "reasoning", "summary": []}, {"role": "system", "content": "x"}], {}, "not_modelled:input[1].role"),
         ([{"type": "function_call_output", "call_id": "c", "output": "x"}], {}, "not_modelled:input[0].call_id"),
+        ([{"type": "reasoning", "content": [{"text": ""}]}], {}, "not_modelled:input[0].content"),
         ([{"type": "item_reference", "id": "x"}], {}, "not_modelled:input[0].type"),
     ],
 )

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from functools import partial
 
 import orjson
 import pytest
@@ -10,10 +11,12 @@ from campaign.mutation import places
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mmrouter_lib.engines.vllm.harmony_responses import chat_of
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, json_body, parse_chat, parse_completion, parse_forwarded, parse_responses
 from mmrouter_router.intake.json_body import depth, parse_object, text_depth
 
+parse_for_gpt_oss = partial(parse_responses, chat_of=chat_of)
 LIMITS = Limits(max_request_bytes=1 << 20, max_images=8)
 
 CALLED = {"name": "f", "arguments": "{}"}
@@ -80,6 +83,7 @@ ITEMS = {
     "include": ["message.output_text.logprobs"],
     "max_output_tokens": 3,
 }
+HARMONY_ITEMS = ITEMS | {"vllm_xargs": {"a": 1}, "truncation": "disabled"}
 ODD = [None, True, False, 0, -1, 2**70, 1.5, "", "x", "text", "image_url", "\ud800", [], {}, [[]], [{}], {"url": "x"}]
 NAMES = ["type", "role", "content", "image_url", "url", "uuid", "image_embeds", "file_url", "tool_calls", "new"]
 
@@ -118,7 +122,13 @@ def outcome(parse, raw):
 
 @pytest.mark.parametrize(
     ("parse", "body"),
-    [(parse_chat, CHAT), (parse_forwarded, RESPONSES), (parse_completion, COMPLETION), (parse_responses, ITEMS)],
+    [
+        (parse_chat, CHAT),
+        (parse_forwarded, RESPONSES),
+        (parse_completion, COMPLETION),
+        (parse_responses, ITEMS),
+        (parse_for_gpt_oss, HARMONY_ITEMS),
+    ],
 )
 def test_mutated_requests_are_accepted_or_refused(parse, body):
     read = 0

@@ -155,6 +155,7 @@ async def test_a_router_asks_its_models_template_for_later_system_messages(text)
         made = response_chat("sglang", replace(preparer.prompter, source=text))
         roles = [each["role"] for each in made({"input": [ASKED, message("system", "d")]}).body["messages"]]
         assert (roles[-1] == "system") == shows_later_systems(text)
-        assert preparer.response_chat is not None
+        own = preparer.response_chat({"input": [ASKED, message("system", "d")]}).body["messages"]
+        assert (own[-1]["role"] == "system") == shows_later_systems(preparer.prompter.source)
     async with preparing(settings()) as preparer:
         assert preparer.response_chat is None

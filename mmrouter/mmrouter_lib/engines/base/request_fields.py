@@ -35,7 +35,7 @@ def words(*lines: str) -> frozenset[str]:
 class RequestFields:
     """One endpoint's fields by judgement. A field is in one of them, or unknown."""
 
-    prompt: frozenset[str]  # forwarded; the prompt is made from them, and predicted except for responses
+    prompt: frozenset[str]  # forwarded; the prompt is made from them
     harmless: frozenset[str]  # forwarded; they change neither the prompt nor what the engine reuses of it
     affecting: Mapping[str, Effect] = field(default_factory=dict)  # forwarded; a request with them is not exact
     removed: frozenset[str]  # removed and counted: only the router sets them

@@ -17,7 +17,7 @@ from mmrouter_lib.engines.base.response_chat import (
     as_text,
 )
 
-_STORED: Final = ("previous_response_id", "previous_input_messages")
+_EARLIER: Final = ("previous_response_id", "previous_input_messages")
 _INSTRUCTING: Final = ("system", "developer")
 _TEXTS: Final = ("input_text", "output_text", "text")
 _SHOWN: Final = ("name", "description", "parameters")
@@ -25,10 +25,10 @@ _SHOWN: Final = ("name", "description", "parameters")
 
 def chat_of(body: Mapping[str, Any]) -> ResponseChat:
     """Return the chat of a request. Raises :class:`UnmodelledFieldError`."""
-    for name in _STORED:
+    for name in _EARLIER:
         if body.get(name):
             raise UnmodelledFieldError(name)
-    if body.get("truncation") == "auto":
+    if body.get("truncation", "disabled") != "disabled":
         raise UnmodelledFieldError("truncation")
     messages: list[Object] = []
     if (instructions := body.get("instructions")) is not None:
@@ -100,8 +100,12 @@ def _content(value: Any, path: str) -> str | list[Object]:
 
 
 def _reasoning(item: Object, path: str) -> str:
-    parts = as_list(item.get("content") or [], f"{path}.content")
-    return "\n".join(as_text(as_object(part, f"{path}.content").get("text"), f"{path}.content") for part in parts)
+    place = f"{path}.content"
+    parts = as_list(item.get("content") or [], place)
+    text = "\n".join(as_text(as_object(part, place).get("text"), place) for part in parts)
+    if parts and not text:  # a chat's reasoning without text is left out
+        raise UnmodelledFieldError(place)
+    return text
 
 
 def _effort(body: Mapping[str, Any]) -> Object:

@@ -112,7 +112,7 @@ class Family(ABC):
     """The template that the engine takes where neither the resource nor the folder has one."""
     rotates_exif: ClassVar[bool] = True
     """Whether the engine rotates an image by its EXIF orientation before it counts tokens. vLLM does while it loads an
-    image, for every family."""
+    image, except in Mistral's format, where the library counts the image as stored."""
     fragile: ClassVar[bool] = False
     """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
 
