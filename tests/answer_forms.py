@@ -4,6 +4,7 @@ The simulated engine and a real one answer alike (``tests/unit/sim/test_answers.
 ``tests/conformance/vllm/test_fields.py``).
 """
 
+from itertools import groupby
 from typing import Any
 
 SCHEMA = {
@@ -123,8 +124,7 @@ MESSAGE = {
 """A request to ``/v1/messages``."""
 EVENTS = [
     *("message_start", "content_block_start"),
-    *["content_block_delta"] * 3,
-    *("content_block_stop", "message_delta", "message_stop"),
+    *("content_block_delta", "content_block_stop", "message_delta", "message_stop"),
 ]
 MESSAGE_FORM = {
     "type": "message",
@@ -147,5 +147,6 @@ def message_told(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def events_told(raw: str) -> list[str]:
-    """Return the kinds of a stream's events."""
-    return [line.removeprefix("event: ") for line in raw.splitlines() if line.startswith("event: ")]
+    """Return the kinds of a stream's events, several of a kind in a row as one: an engine joins what waits to be sent."""
+    kinds = (line.removeprefix("event: ") for line in raw.splitlines() if line.startswith("event: "))
+    return [kind for kind, _ in groupby(kinds)]

@@ -45,7 +45,9 @@ async def test_whole_and_streamed_messages_have_the_form_of_the_real_engines(ser
     _, made = await client.post(MESSAGES, asked)
     assert message_told(made) == MESSAGE_FORM
     async with client.session.post(client.url + MESSAGES, json={**asked, "stream": True}) as answer:
-        assert events_told(await answer.text()) == EVENTS
+        raw = await answer.text()
+    assert events_told(raw) == EVENTS
+    assert raw.count("event: content_block_delta\n") == 3
 
 
 async def test_a_stop_sequence_is_named(serve):
