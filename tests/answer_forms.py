@@ -123,8 +123,8 @@ MESSAGE = {
 }
 """A request to ``/v1/messages``."""
 EVENTS = [
-    *("message_start", "content_block_start"),
-    *("content_block_delta", "content_block_stop", "message_delta", "message_stop"),
+    *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+    *("message_delta", "message_stop"),
 ]
 MESSAGE_FORM = {
     "type": "message",
@@ -147,6 +147,6 @@ def message_told(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def events_told(raw: str) -> list[str]:
-    """Return the kinds of a stream's events, several of a kind in a row as one: an engine joins what waits to be sent."""
+    """Return the kinds of a stream's events, several in a row as one: an engine joins tokens that wait to be sent."""
     kinds = (line.removeprefix("event: ") for line in raw.splitlines() if line.startswith("event: "))
     return [kind for kind, _ in groupby(kinds)]
