@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from mmrouter_lib.families import Expanded, NotModelledError, PromptImage, TextOnly
+from mmrouter_lib.families.base.mistral_images import MistralImages, SizeEncoder, with_sizes
 from mmrouter_lib.model_folder import ModelFolderError, find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools
-from mmrouter_lib.prompt.mistral_images import MistralImages, SizeEncoder, with_sizes
 from mmrouter_lib.prompt.segment_cache import MAX_TOKENS, MAX_WORD, NEW_TEXT, NewTextError, PromptTooLongError
 from mmrouter_lib.prompt.templates import TemplateError
 
@@ -44,7 +44,8 @@ class MistralPrompter:
     def load(cls, folder: Path, name: str) -> Self:
         """Read ``folder/tekken.json``, and whether the model takes images. ``name``: its family's.
 
-        Raises :class:`NoLibraryError`, :class:`ModelFolderError`."""
+        Raises :class:`NoLibraryError`, :class:`ModelFolderError`.
+        """
         try:
             from mistral_common.protocol.instruct.validator import ValidationMode  # noqa: PLC0415
             from mistral_common.tokens.tokenizers.mistral import MistralTokenizer  # noqa: PLC0415

@@ -240,33 +240,36 @@ def vllms(vllm_env: Path, folder: Path) -> Prompts:
     return Prompts(found)
 
 
+def verdict(mine: Any, answer: Any, *, refused: bool = False) -> str:
+    """Compare a prediction, or the text of an error, with vLLM's answer. ``refused``: by vLLM alone, as is known."""
+    if not isinstance(answer, list):
+        return "refused" if refused or isinstance(mine, str) else "wrong"
+    if isinstance(mine, str) and mine.startswith("NotModelledError"):
+        return "not predicted"
+    return "equal" if mine == answer else "wrong"
+
+
 @pytest.mark.adopts(engine="vllm", check="prompts in the Harmony format")
 def test_vllms_prompts_of_gpt_oss_are_the_predicted_ones(
     folder: Path, vllms: Prompts, record: Record, figure: Figure
 ) -> None:
     prompter, theirs = load_text_prompter("vllm", folder, variables=[{VARIABLE: DAY}]), vllms.listed()
     assert isinstance(prompter, HarmonyPrompter)
-    wrong, unknown, compared, refused = [], [], 0, 0
+    found: dict[str, list[str]] = {"equal": [], "refused": [], "not predicted": [], "wrong": []}
     for one, answer in zip(cases(), theirs, strict=False):
         mine = ours(prompter, one)
-        if isinstance(answer, list) and mine == answer:
-            compared += 1
-        elif isinstance(answer, list) and isinstance(mine, str) and mine.startswith("NotModelledError"):
-            unknown.append(one.name)
-        elif isinstance(answer, list) or not (isinstance(mine, str) or one.name in REFUSED_BY_VLLM):
-            wrong.append(f"{one.name}: {mine} for {answer}")
-        else:
-            refused += 1
+        result = verdict(mine, answer, refused=one.name in REFUSED_BY_VLLM)
+        found[result].append(f"{one.name}: {mine} for {answer}" if result == "wrong" else one.name)
+    compared, wrong = len(found["equal"]), found["wrong"]
     figure("conversations", compared)
     figure("mismatches", len(wrong))
-    counts = [compared, refused, len(unknown), len(wrong)]
-    record("the Harmony format: conversations, refused by both, not predicted, mismatches", counts)
+    record("the Harmony format", {name: len(names) for name, names in found.items()})
     assert "\n".join(wrong) == ""
     for completion, ids in zip(COMPLETIONS, theirs[len(cases()) :], strict=False):
         special = bool(completion["add_special_tokens"])
         assert prompter.completion(str(completion["prompt"]), add_special_tokens=special).ids.tolist() == ids
     assert compared > 900
-    assert unknown == ["no parts", "refusal part"]  # routers turn the second into a text
+    assert found["not predicted"] == ["no parts", "refusal part"]  # routers turn the second into a text
 
 
 @pytest.mark.adopts(engine="vllm", check="responses in the Harmony format")
@@ -276,7 +279,7 @@ def test_vllms_prompts_of_responses_of_gpt_oss_are_the_predicted_ones(
     prompter = load_text_prompter("vllm", folder, variables=[{VARIABLE: DAY}])
     bodies = list(responses())
     theirs = vllms.listed()[-len(bodies) :]
-    wrong, affinity, compared, refused = [], Counter[str](), 0, 0
+    wrong, affinity, found = [], Counter[str](), Counter[str]()
     for number, (body, answer) in enumerate(zip(bodies, theirs, strict=True)):
         raw = json.dumps({**body, "model": "m"}).encode()
         try:
@@ -287,19 +290,16 @@ def test_vllms_prompts_of_responses_of_gpt_oss_are_the_predicted_ones(
             mine: Any = prompter.prompt(request.as_chat, ()).ids.tolist()
         except (RequestError, ValueError) as error:
             mine = str(error)
-        if isinstance(answer, list) and mine == answer:
-            compared += 1
-        elif isinstance(answer, list) or not isinstance(mine, str):
+        result = verdict(mine, answer)
+        found[result] += 1
+        if result not in ("equal", "refused"):
             wrong.append(f"{number}, {body}: {mine} for {answer}")
-        else:
-            refused += 1
-    figure("prompts", compared)
+    figure("prompts", found["equal"])
     figure("mismatches", len(wrong))
-    counts = [compared, refused, dict(affinity), len(wrong)]
-    record("responses in the Harmony format: requests, refused by both, by affinity, mismatches", counts)
+    record("responses in the Harmony format", {**found, "by affinity": dict(affinity)})
     assert "\n".join(wrong) == ""
     assert set(affinity) == {f"not_modelled:input[N].{field}" for field in ("call_id", "content", "role")}
-    assert compared > 250
+    assert found["equal"] > 250
 
 
 @pytest.mark.long_form

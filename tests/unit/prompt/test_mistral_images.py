@@ -10,8 +10,8 @@ from unit.prompt.tekken import write
 
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.families import ImageSizeError, NotModelledError, PromptImage
+from mmrouter_lib.families.base.mistral_images import MistralImages
 from mmrouter_lib.prompt import MistralPrompter
-from mmrouter_lib.prompt.mistral_images import MistralImages
 
 SIZES = {"image_patch_size": 14, "max_image_size": 140}
 SIDES = st.integers(1, 5_000)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.families import Family, NotModelledError, PlaceholderError, PromptImage
+from mmrouter_lib.families.base.family import Family, NotModelledError, PlaceholderError, PromptImage
 from mmrouter_lib.families.base.layout import check_size, size_of
 
 
