@@ -34,6 +34,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
 BOUNDED = {
     ("Gemma 4", "vllm"): "bounded: no overlap is promised, because groups have blocks of different sizes",
     ("Llama 4", "vllm"): "bounded: its layers attend in chunks",
+    ("Gemma 4", "sglang"): "bounded: no overlap is promised, because evictions from its windows are in no event",
     ("Qwen3.5, Qwen3.6", "sglang"): "bounded: no overlap is promised, because its states are in no event",
 }
 """Families of which an engine's events do not tell all that it hits."""
@@ -43,7 +44,7 @@ STAND_IN = f"{FRONT_END}, with a stand-in tokenizer"
 PROOFS = {
     "Qwen3-VL MoE": "vLLM: the configuration of Qwen3-VL; SGLang's image processor",
     "Qwen3.5, Qwen3.6": f"{STAND_IN}; SGLang's image processor",
-    "Gemma 3": "real engines, once beside a renderer",
+    "Gemma 3": "real engines, on vLLM once beside a renderer",
     "Mistral 3": f"{FRONT_END}, with Pixtral's tokenizer",
     "MiniCPM-V 4.6": STAND_IN,
     "PaddleOCR-VL": STAND_IN,
@@ -51,9 +52,9 @@ PROOFS = {
     "Nemotron Nano VL v2": STAND_IN,
     "Kimi K2.5, K2.6": STAND_IN,
     "InternVL 3, 3.5 (`-hf`)": STAND_IN,
-    "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"{STAND_IN}, on GLM-4.1V",
+    "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"{STAND_IN}, and a real SGLang, both on GLM-4.1V",
     "Llama 4": STAND_IN,
-    "Gemma 4": STAND_IN,
+    "Gemma 4": f"{STAND_IN}; SGLang's image processor",
     "Qwen3-Omni": STAND_IN,
     "LLaVA-1.5, Pixtral": f"real engines; Pixtral: {FRONT_END}",
 }

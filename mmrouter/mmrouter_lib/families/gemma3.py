@@ -21,6 +21,7 @@ from mmrouter_lib.families.base.family import (
     PlaceholderError,
     ProcessorLimits,
     PromptImage,
+    expand_ids,
     refuse_options,
     register,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 MODEL_TYPE = "gemma3"
-BEGIN = "<start_of_image>"
+BEGIN, PICTURE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 _PICTURE_TOKENS = 256  # of a picture, by default
 _AROUND = 4  # begin and end of the image, and a blank line on both sides
 _NEWLINES = ("\n", "\n\n", "\n\n\n", "\n\n\n\n")
@@ -86,6 +87,21 @@ class Gemma3(Family):
             done = span.end
         return Expanded(ids=out, spans=tuple(spans))
 
+    def expand_text(
+        self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
+    ) -> Expanded:
+        """Return the token ids of a text with every image expanded before, newlines included. Raises
+        :class:`PlaceholderError`, :class:`NotModelledError` for a tokenizer with other tokens.
+        """
+        if images and (codec.token_id(PICTURE), codec.token_id(END)) != (self.picture_id, self.end_id):
+            raise NotModelledError("the tokenizer has other tokens for images than config.json")
+        # One token stands for the picture's, which no text joins, so that a long text is not made longer.
+        shown = text.replace(BEGIN, f"\n\n{BEGIN}{PICTURE}{END}\n\n", len(images))
+        ids = codec.encode(shown, add_special_tokens=add_special_tokens)
+        return expand_ids(
+            ids, self.picture_id, images, [array("I", [self.picture_id]) * self.picture_tokens] * len(images)
+        )
+
 
 def _replaced(ids: "array[int]", sought: list[int], by: list[int], most: int = -1) -> "array[int]":
     """Replace the first ``most`` occurrences of some tokens, from left to right; -1 replaces all."""
@@ -122,4 +138,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     return Gemma3(begin, whole_number(file, config, key, 262_144), end, tokens)
 
 
-register(MODEL_TYPE, load, proved_on=("vllm",))
+register(MODEL_TYPE, load, proved_on=("vllm", "sglang"))

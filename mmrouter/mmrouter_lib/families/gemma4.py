@@ -12,7 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mmrouter_lib.block_keys import Span
 from mmrouter_lib.families.base.family import (
+    Expanded,
     Family,
     ProcessorLimits,
     PromptImage,
@@ -63,6 +65,14 @@ class Gemma4(Family):
             return Family.tokens(self, codec, image, number)
         return [self.begin_id, *placeholder_run("I", self.placeholder_id, number, image)[2:], self.end_id]
 
+    def expand_text(
+        self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
+    ) -> Expanded:
+        """As :meth:`Family.expand_text`: begin and end of an image stay as they are."""
+        done = self.expand(codec, text, images, add_special_tokens=add_special_tokens)
+        spans = (Span(offset=span.offset + 1, length=span.length - 2, identity=span.identity) for span in done.spans)
+        return Expanded(ids=done.ids, spans=tuple(spans))
+
 
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Gemma4:
     """Return the family of a folder. Raises :class:`ModelFolderError` where its files contradict each other."""
@@ -89,4 +99,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     return Gemma4(image, begin, end, patch, pool, most, audio)
 
 
-register(MODEL_TYPE, load, proved_on=("vllm",))
+register(MODEL_TYPE, load, proved_on=("vllm", "sglang"))

@@ -77,4 +77,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
 
 
 for model_type in ("glm4v", "glm4v_moe", "glm_ocr"):
-    register(model_type, load, proved_on=("vllm",))
+    register(model_type, load, proved_on=("vllm", "sglang"))

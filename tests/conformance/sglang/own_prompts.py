@@ -45,6 +45,7 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
         model_config=SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), **model),
         config_value=lambda name: None,
     )
+    own_code = manager.model_config.hf_config.architectures[0].startswith("Llava")
     templates = template_manager.TemplateManager()
     templates.load_chat_template(manager, template, folder)
     chat = serving_chat.OpenAIServingChat(manager, templates)
@@ -66,8 +67,11 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
             made, _ = chat._convert_to_internal_request(request)
         except Exception as error:  # as the engine's server does, which answers any of them with an error
             return {"refused": f"{type(error).__name__}: {error}"}
-        # Where an engine's image processor gets a text, it tokenizes the whole.
-        ids = made.input_ids if made.input_ids is not None else manager.tokenizer.encode(made.text)
+        # Where an engine's image processor gets a text, it tokenizes the whole. Hugging Face's does not begin it twice.
+        ids, begin = made.input_ids, manager.tokenizer.bos_token
+        if ids is None:
+            begun = bool(made.image_data and begin and not own_code and made.text.startswith(begin))
+            ids = manager.tokenizer.encode(made.text, add_special_tokens=not begun)
         return {"ids": list(ids), "images": len(made.image_data or ())}
 
     return [prompt(body) for body in bodies]

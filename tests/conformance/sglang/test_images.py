@@ -1,14 +1,14 @@
 """Drawn prompts with images: ids, places and names by the library, against SGLang's own image processor.
 
 The engine's side is its own code for the model, without an engine (``own_images.py``), so models that no engine on a
-CPU serves are compared too. The tokenizer of Qwen3-VL stands in for that of Qwen3.5.
+CPU serves are compared too. The tokenizer of Qwen3-VL stands in for those of Qwen3.5, Gemma 4 and GLM-4.1V.
 """
 
 import hashlib
 import json
 import random
+from collections import defaultdict
 from collections.abc import Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -17,46 +17,59 @@ from artefacts import Record
 from conformance.conftest import Figure
 from conformance.engine_process import env_version
 from conformance.own_code import answer_of
-from conformance.prediction import decode
+from conformance.prediction import MAX_PIXELS, decode
 from conformance.sglang.test_rendering import folder_of
 from conformance.workload import SCRIPTS, STORY, image_part, picture
 from long_form import IS_LONG
-from PIL import Image
 
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.identity import artifact_hash_of
+from mmrouter_lib.image_size import probe
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.sentinels.evidence import plan_fingerprints
 
-FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5") if IS_LONG else ("qwen3_vl",)
+BY_BYTES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5") if IS_LONG else ("qwen3_vl",)
+"""Families whose images the engine names by their bytes, some of them with a cache alone."""
+BY_PIXELS = ("gemma3", "gemma4", "glm4v") if IS_LONG else ("gemma3",)
+"""Families whose images it names by their pixels: the router learns the names."""
+FAMILIES = (*BY_BYTES, *BY_PIXELS)
 DRAWN = 25
 CACHES = (0, 64)  # megabytes of processed images
-
-
-def drawn(placeholder: str) -> list[tuple[str, list[str]]]:
-    """Return texts with places for images, and the images as URIs; some image is there twice."""
-    source, found = random.Random(1), []
-    for number in range(DRAWN):
-        sizes = [(source.randint(20, 700), source.randint(20, 700)) for _ in range(source.randint(1, 4))]
-        urls = [image_part(picture(*size, seed=number))["image_url"]["url"] for size in sizes]
-        urls += urls[:1] * source.randint(0, 1)
-        texts = [source.choice(("", "\n", STORY[:80], SCRIPTS[:60], " 12345")) for _ in urls]
-        found.append((placeholder.join((*texts, "So?\n")), urls))
-    return found
-
-
+LARGE = (3000, 2100)  # above what these families take without scaling an image down
+WRITTEN = {"gemma4": "\n\n<|image|>\n\n"}
+"""Family -> what a template writes for an image, where that is not what vLLM writes into a text."""
 Prompts = Sequence[tuple[str, list[str]]]
 
 
-@pytest.fixture(scope="module")
-def prompts() -> Prompts:
-    return drawn("<|vision_start|><|image_pad|><|vision_end|>")
+def drawn(placeholder: str) -> Prompts:
+    """Return texts with places for images, and the images as URIs: some image is there twice, some are turned."""
+    source, found = random.Random(1), []
+    for number in range(DRAWN):
+        sizes = [(source.randint(20, 700), source.randint(20, 700)) for _ in range(source.randint(1, 4))]
+        urls = [shown(picture(*size, seed=number)) for size in sizes]
+        urls += urls[:1] * source.randint(0, 1)
+        texts = [source.choice(("", "\n", STORY[:80], SCRIPTS[:60], " 12345")) for _ in urls]
+        found.append((placeholder.join((*texts, "So?\n")), urls))
+    turned = [shown(picture(480, 90 * side, form="JPEG", turned=side)) for side in range(2, 9)]
+    large = [shown(picture(*LARGE)), urls[0]]
+    return [*found, *((placeholder * len(urls), urls) for urls in (turned, large))]
+
+
+def shown(data: bytes) -> str:
+    part: dict[str, Any] = image_part(data)
+    return str(part["image_url"]["url"])
+
+
+def prompts_of(family: str) -> Prompts:
+    loaded = families.load_family(folder_of(family), None)
+    assert loaded is not None
+    return drawn(WRITTEN.get(family, loaded.media_text["image"]))
 
 
 @pytest.fixture(scope="module")
-def engines_answers(sglang_env: Path, prompts: Prompts) -> dict[tuple[str, int], Any]:
-    asked = [{"folder": str(folder_of(family)), "prompts": prompts} for family in FAMILIES]
+def engines_answers(sglang_env: Path) -> dict[tuple[str, int], Any]:
+    asked = [{"folder": str(folder_of(family)), "prompts": prompts_of(family)} for family in FAMILIES]
     program, found = Path(__file__).with_name("own_images.py"), {}
     for cache in CACHES:
         answers = answer_of(sglang_env, [program], {"cache": cache, "asked": asked})
@@ -71,7 +84,6 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
     family: str,
     cache: int,
     sglang_env: Path,
-    prompts: Prompts,
     engines_answers: dict[tuple[str, int], Any],
     record: Record,
     figure: Figure,
@@ -79,28 +91,32 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
     folder, answer = folder_of(family), engines_answers[family, cache]
     loaded = families.load_family(folder, None)
     assert loaded is not None
-    prompter = PROMPTERS["sglang"].load(folder, family=loaded)
+    prompter, prompts = PROMPTERS["sglang"].load(folder, family=loaded), prompts_of(family)
     config = json.loads((folder / "config.json").read_text())
     facts = {"model_type": family, "architectures": json.dumps(config["architectures"])}
     plan = plan_fingerprints(env_version(sglang_env), facts | {"mm_preprocess_cache_size_mb": str(cache)})
-    named = 0
+    digest = plan.candidates[0].digest() if plan.candidates else None
+    names, named = defaultdict[bytes, set[int]](set), 0
     for (text, urls), theirs in zip(prompts, answer["answers"], strict=True):
         data = [decode(url) for url in urls]
-        sizes = [Image.open(BytesIO(each)).size for each in data]
+        probed = [probe(each, max_pixels=MAX_PIXELS, exif=loaded.rotates_exif) for each in data]
+        sizes = [(size.width, size.height) for size in probed]
         images = [
             PromptImage(hashlib.sha256(each).digest(), loaded.count(*size), size)
             for each, size in zip(data, sizes, strict=True)
         ]
-        ours = prompter.expand(text, images)
+        ours = prompter.expand(text, images, bool(prompter.codec.encode("", add_special_tokens=True)))
         assert theirs.get("ids") == ours.ids.tolist(), theirs.get("refused")
         places = [(span.offset, span.end - 1) for span in ours.spans]
         assert [(first, last) for first, last, _ in theirs["images"]] == places
-        if plan.candidates:
-            digest = plan.candidates[0].digest()
-            hashes = [artifact_hash_of(hashlib.sha256(each).hexdigest(), digest, {}) for each in data]
-            assert [name for _, _, name in theirs["images"]] == hashes
-            named += len(hashes)
+        for each, (_, _, name) in zip(data, theirs["images"], strict=True):
+            names[each].add(name)
+            if digest is not None:
+                assert name == artifact_hash_of(hashlib.sha256(each).hexdigest(), digest, {})
+                named += 1
     record(f"images without a model, sglang {family}, cache of {cache} MB", f"{len(prompts)} prompts, {named} names")
     figure("prompts", len(prompts))
     figure("names of images", named)
-    assert bool(named) == (cache > 0 or family.startswith("qwen3_vl")), plan.why
+    assert bool(named) == (family in BY_BYTES and (cache > 0 or family.startswith("qwen3_vl"))), plan.why
+    assert all(len(each) == 1 for each in names.values()), "the engine names an image by more than itself"
+    assert len(set[int]().union(*names.values())) == len(names), "two images have one name"

@@ -56,12 +56,14 @@ class SglangPredictor(Predictor):
         data = {self._identity(found): found for found in (decode(url) for _, _, url in image_places(case))}
 
         def values_of(identity: bytes) -> tuple[int, ...]:
-            item_hash = artifact_hash_of(hashlib.sha256(data[identity]).hexdigest(), self.fingerprint, {})
-            return sentinels(item_hash, legacy=self.legacy)
+            return sentinels(self.item_hash(data[identity]), legacy=self.legacy)
 
         filled = fill_sentinels(plain.ids, plain.spans, values_of)
         assert filled.unknown is None
         return replace(plain, filled=filled.ids)
+
+    def item_hash(self, data: bytes) -> int:
+        return artifact_hash_of(hashlib.sha256(data).hexdigest(), self.fingerprint, {})
 
     def request(self, case: Case) -> dict[str, Any]:
         rewrites = [ImageRewrite(at, number, url, "") for at, number, url in image_places(case)]

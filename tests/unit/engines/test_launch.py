@@ -140,6 +140,20 @@ def test_qwen_vl_engines_name_images_by_their_bytes(model: str, named: bool) -> 
     assert ("--mm-preprocess-cache-size-mb" in sglang(model={"id": model}).args) is named
 
 
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ("google/gemma-3-27b-it", True),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", True),
+        ("google/gemma-3n-E4B-it", False),
+        ("google/gemma-4-31b-it", False),
+        ("meta-llama/Llama-3.1-8B-Instruct", False),
+    ],
+)
+def test_engines_that_take_text_alone_by_default_take_images(model: str, named: bool) -> None:
+    assert ("--enable-multimodal" in sglang(model={"id": model}).args) is named
+
+
 def test_users_may_set_the_preprocessing_cache() -> None:
     args = sglang(fields={"args": ["--mm-preprocess-cache-size-mb", "1024"]}).args
     assert value(args, "--mm-preprocess-cache-size-mb") == "1024"

@@ -1,14 +1,19 @@
 """SGLang's rules around a chat template. ``tests/conformance/sglang/test_rendering.py`` compares them with its code."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 from unit.prompt.conftest import TINY, image
 
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import SglangPrompter, template_variables
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools, with_standard_types
+from mmrouter_lib.families.gemma3 import BEGIN, END, PICTURE, Gemma3
 from mmrouter_lib.prompt import NotModelledError, TemplateError
 
 ASK = {"role": "user", "content": "hi"}
@@ -59,6 +64,27 @@ def test_a_typed_place_beside_an_image_is_not_modelled_because_the_engine_fails_
     assert ids("an image", image(1, 1))
     with pytest.raises(NotModelledError, match="another place for an image"):
         ids(place, image(1, 1))
+
+
+def test_a_text_that_the_template_begins_is_not_begun_again_beside_an_image():
+    tokenizer = load().tokenizer
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<bos>", BEGIN, PICTURE, END)])
+    bos, begin, picture, end = (tokenizer.token_to_id(text) for text in ("<bos>", BEGIN, PICTURE, END))
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
+    template = "{# image #}<bos>{% for part in messages[0].content if part.type == 'image' %}" + BEGIN + "{% endfor %}a"
+    family = Gemma3(begin, picture, end, 2)
+    prompter = SglangPrompter.load(TINY, family=family, tokenizer=tokenizer, chat_template=template)
+    prompter = replace(prompter, codec=replace(prompter.codec, begin_id=bos))
+    seen = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+
+    def ids(content, *images) -> list[int]:
+        return prompter.prompt({"messages": [{"role": "user", "content": content}]}, images).ids.tolist()
+
+    assert ids("a")[:2] == [bos, bos]
+    with_image = ids(seen, image(1, 1))
+    assert with_image.count(bos) == 1
+    assert with_image[0] == bos
+    assert [begin, picture, picture, end] == with_image[with_image.index(begin) :][:4]
 
 
 def test_messages_keep_the_fields_of_the_engines_model_alone():

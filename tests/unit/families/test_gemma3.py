@@ -9,6 +9,8 @@ from unit.families.conftest import limits
 from mmrouter_lib import families
 from mmrouter_lib.families import ModelFolderError, NotModelledError, PlaceholderError, PromptImage
 from mmrouter_lib.families.gemma3 import BEGIN, Gemma3
+from mmrouter_lib.families.gemma3 import END as ENDED
+from mmrouter_lib.families.gemma3 import PICTURE as FILLED
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 WORDS = ["a", "b", "\n", "\n\n", "\n\n\n", "\n\n\n\n"]
@@ -21,7 +23,7 @@ IMAGES = [PromptImage(bytes([number]) * 32, 7) for number in (1, 2)]
 def codec() -> TokenizerCodec:
     merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
     tokenizer = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(WORDS)}, merges=merges))
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (BEGIN, "<fill>", "<end_of_image>")])
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in (BEGIN, FILLED, ENDED)])
     return TokenizerCodec.of(tokenizer, {})
 
 
@@ -72,6 +74,31 @@ def test_images_take_the_first_places_and_a_text_without_images_keeps_its_tokens
         expand("a<>", 2)
 
 
+@pytest.mark.parametrize(
+    ("text", "ids", "offsets"),
+    [
+        ("a<>b", [A, TWO, *INSIDE, TWO, B], [3]),
+        ("a\n<>\nb", [A, THREE, *INSIDE, THREE, B], [3]),
+        ("<><>a<>", [TWO, *INSIDE, FOUR, *INSIDE, TWO, A, START], [2, 8]),
+    ],
+)
+def test_a_text_that_is_tokenized_with_its_images_joins_all_their_newlines(codec, text, ids, offsets):
+    images = IMAGES[: len(offsets)]
+    made = Gemma3(START, FILL, END, PICTURE).expand_text(
+        codec, text.replace("<>", BEGIN), images, add_special_tokens=False
+    )
+    assert made.ids.tolist() == ids
+    places = [(span.offset, span.length, span.identity) for span in made.spans]
+    assert places == [(at, PICTURE, image.identity) for at, image in zip(offsets, images, strict=True)]
+
+
+def test_an_image_without_a_place_or_with_other_tokens_is_not_expanded_in_the_text(codec):
+    with pytest.raises(PlaceholderError, match="a place for 1 images, the request has 2"):
+        Gemma3(START, FILL, END, PICTURE).expand_text(codec, f"a{BEGIN}", IMAGES, add_special_tokens=False)
+    with pytest.raises(NotModelledError):
+        Gemma3(START, FILL, A, PICTURE).expand_text(codec, BEGIN, IMAGES[:1], add_special_tokens=False)
+
+
 @pytest.fixture
 def folder(tmp_path):
     def make(processor: dict | None = None, written: dict | None = None, **config):
@@ -88,7 +115,7 @@ def test_every_image_has_the_same_length(folder):
     family = families.load_family(folder(), None)
     assert {family.count(*size) for size in ((1, 1), (896, 896), (5000, 20))} == {260}
     assert (family.placeholder_id, family.picture_id, family.end_id) == (255_999, 262_144, 256_000)
-    assert families.is_proved("gemma3", "vllm")
+    assert all(families.is_proved("gemma3", engine) for engine in ("vllm", "sglang"))
 
 
 def test_pan_and_scan_is_not_modelled_and_contradictions_are_errors(folder):

@@ -29,6 +29,8 @@ PREPROCESS_CACHE_MB = 256
 encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
 
 _QWEN_VL = re.compile(r"qwen(?:[\d.]*-?vl|3\.[56])", re.IGNORECASE)
+_TEXT_BY_DEFAULT = re.compile(r"gemma-?3(?!n)|llama-?4", re.IGNORECASE)
+"""Models of which the engine takes images by a flag alone; of others it takes them without."""
 # Keys of engine.kvConnector and engine.ecConnector -> SGLang's flags.
 KV_CONNECTOR_KEYS: Final = {
     "transferBackend": "--disaggregation-transfer-backend",
@@ -71,6 +73,8 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
         args += flag("--mm-process-config", {"image": set_options})
     if _QWEN_VL.search(model.id) and not encodes and not asks:
         args += flag("--mm-preprocess-cache-size-mb", PREPROCESS_CACHE_MB)
+    if _TEXT_BY_DEFAULT.search(model.id) and not encodes:
+        args.append("--enable-multimodal")
     args += _role_flags(dep, pool)
     if pool.parallelism.tensor > 1:
         args += flag("--tensor-parallel-size", pool.parallelism.tensor)

@@ -16,6 +16,9 @@ from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
 from mmrouter_lib.families import Expanded, Family, NotModelledError, PromptImage, expand_ids
+from mmrouter_lib.families.gemma3 import Gemma3
+from mmrouter_lib.families.gemma4 import Gemma4
+from mmrouter_lib.families.glm4v import Glm4v
 from mmrouter_lib.families.qwen_vl import QwenVL
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.prompter import Prompter
@@ -41,17 +44,20 @@ _ARGUMENTS = ("conversation", "tools", "add_generation_prompt", "tokenize", "ret
 _LOW_EFFORT = ("low_effort", "truncate_history_thinking")  # a template with both gets the first for a low effort
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
 _TRUE = frozenset({"1", "true", "yes", "y", "on"})
-_QWEN_PLACES = (
-    re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>|<image>"),
-    re.compile(r"<\|(?:image|video)_pad\|>"),
-)
-"""What the engine counts as places for images in the text of a Qwen-VL prompt, and then in its ids."""
+_PLACES: Mapping[type[Family], tuple[re.Pattern[str], ...]] = {
+    QwenVL: (
+        re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>|<image>"),
+        re.compile(r"<\|(?:image|video)_pad\|>"),
+    ),
+    Gemma3: (re.compile(r"<start_of_image>|<image_soft_token>"),),
+    Gemma4: (re.compile(r"<\|(?:image|video|audio)\|>"),),
+    Glm4v: (re.compile(r"<\|(?:image|video)\|>"),),
+}
+"""Family that Hugging Face's processor expands -> what counts as places for images in the text of a prompt, then in its
+ids: with more of them than images the engine fails.
+"""
 _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool_calls")
 """Fields of a message that reach the template, in their order; of a user's message the first two alone."""
-
-
-def _qwen_places(text: str) -> int:
-    return max(len(places.findall(text)) for places in _QWEN_PLACES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +86,29 @@ class SglangPrompter(Prompter):
         """Return the expanded prompt of a chat request's body.
 
         The text of a continued message is tokenized apart, unless the engine's image processor tokenizes the whole.
-        Where a tokenizer adds special tokens, the engine makes a text of all ids again and tokenizes that with them.
+        Where a tokenizer adds special tokens, the engine makes a text of all ids again and tokenizes that with them;
+        without them if Hugging Face's processor gets it with images and it begins with the beginning-of-text token.
         Raises what :meth:`Prompter.prompt` raises.
         """
         self._check_images(images)
         text, tail = self._render(body, shows_images=bool(images))
-        if images and isinstance(self.family, QwenVL) and _qwen_places(text + tail) > len(images):
+        places = _PLACES.get(type(self.family), ())
+        if images and any(len(place.findall(text + tail)) > len(images) for place in places):
             raise NotModelledError("a text has another place for an image, at which the engine fails")
         if not self.family.places_images:
             return Expanded(ids=self._ids(text, tail), spans=())
         if self.codec.encode("", add_special_tokens=True):
-            return self.expand(self.codec.decode(self._ids(text, tail)), images, add_special_tokens=True)
+            whole = self.codec.decode(self._ids(text, tail))
+            begin = self.codec.begin_id
+            begun = bool(images and places) and begin is not None and whole.startswith(self.decode([begin]))
+            return self.expand(whole, images, add_special_tokens=not begun)
         if images or not tail:
             return self.expand(text + tail, images)
         return expand_ids(self._ids(text, tail), self.family.placeholder_id, ())
+
+    def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
+        """As :meth:`Prompter.expand`, with spans of the tokens that the engine overwrites."""
+        return self.family.expand_text(self.codec, text, images, add_special_tokens=add_special_tokens)
 
     def _ids(self, text: str, tail: str) -> "array[int]":
         """Return the ids of a text and of that which goes on behind it, each tokenized apart."""

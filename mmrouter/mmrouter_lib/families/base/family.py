@@ -179,6 +179,14 @@ class Family(ABC):
         runs = [self.tokens(codec, image, number) for number, image in enumerate(images)]
         return expand_ids(ids, self.placeholder_id, images, runs, others)
 
+    def expand_text(
+        self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
+    ) -> Expanded:
+        """As :meth:`expand`, for an engine that expands images before it tokenizes the text (SGLang), with spans of the
+        tokens alone that it overwrites by an image's identity.
+        """
+        return self.expand(codec, text, images, add_special_tokens=add_special_tokens)
+
 
 Load = Callable[[Path, dict[str, Any], ProcessorLimits | None], Family | None]
 _loaders: dict[str, Load] = {}

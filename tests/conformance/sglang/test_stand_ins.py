@@ -1,0 +1,57 @@
+"""A real SGLang with models whose images it names by their pixels: every published page is the predicted one.
+
+The engine's own image processor names the images beforehand (``own_images.py``); a router learns these names. The
+tokenizer of Qwen3-VL stands in for the models' own. Part of the long form.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from artefacts import Record, run_tool_or_skip
+from conformance.engine_process import BLOCK_SIZE, engine
+from conformance.own_code import answer_of
+from conformance.prediction import decode, image_places
+from conformance.scenarios import recorded
+from conformance.sglang.test_prediction import LAST, SglangPredictor, ask, predicted_of
+from conformance.workload import Case, formats, positions, salted, several, sizes, texts
+
+pytestmark = pytest.mark.long_form
+OWN_IMAGES = Path(__file__).with_name("own_images.py")
+
+
+@dataclass(frozen=True)
+class NamedPredictor(SglangPredictor):
+    """``names``: an image -> the hash that the engine gives it."""
+
+    names: Mapping[bytes, int] = field(default_factory=dict)
+
+    def item_hash(self, data: bytes) -> int:
+        return self.names[data]
+
+
+def named(env: Path, folder: Path, place: str, cases: Iterable[Case]) -> dict[bytes, int]:
+    urls = list(dict.fromkeys(url for one in cases for _, _, url in image_places(one)))
+    asked = [{"folder": str(folder), "prompts": [(place, [url]) for url in urls]}]
+    (answer,) = answer_of(env, [OWN_IMAGES], {"cache": 0, "asked": asked})
+    return {decode(url): made["images"][0][2] for url, made in zip(urls, answer["answers"], strict=True)}
+
+
+@pytest.mark.parametrize("family", ["gemma3", "glm4v"])
+def test_every_published_page_is_the_predicted_one(
+    family: str, sglang_env: Path, tmp_path: Path, record: Record
+) -> None:
+    folder = Path(run_tool_or_skip("engines.unknown_families", family))
+    loaded = SglangPredictor.load(folder, BLOCK_SIZE, "sglang")
+    drawn = (*texts(), *sizes(), *formats(), *positions(), *several(), *salted())
+    cases = [*predicted_of(loaded, drawn), LAST]
+    names = named(sglang_env, folder, loaded.family.media_text["image"], cases)
+    predictor = NamedPredictor(loaded.family, loaded.prompter, folder.name, BLOCK_SIZE, names=names)
+    with engine(sglang_env, folder, tmp_path / "engine.log", kind="sglang") as served:
+        done = recorded("sglang", served, predictor, [ask(served, predictor, one) for one in cases], ())
+    report = done.compared()
+    record(f"prediction, sglang {family}", report.line)
+    assert report.mismatches == []
+    assert report.matched > 100
+    assert any(text.startswith("two images: ") for text in done.compared(swapped=True).mismatches)
