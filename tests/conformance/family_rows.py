@@ -47,7 +47,7 @@ PROOFS = {
     "Gemma 3": "real engines, on vLLM once beside a renderer",
     "Mistral 3": f"{FRONT_END}, with Pixtral's tokenizer",
     "MiniCPM-V 4.6": STAND_IN,
-    "PaddleOCR-VL": STAND_IN,
+    "PaddleOCR-VL": f"{STAND_IN}, and a real SGLang",
     "DeepSeek-OCR, DeepSeek-OCR-2": STAND_IN,
     "Nemotron Nano VL v2": STAND_IN,
     "Kimi K2.5, K2.6": STAND_IN,

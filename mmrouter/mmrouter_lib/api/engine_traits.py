@@ -157,7 +157,7 @@ SGLANG_FLAGS = (
     *owned("an adapter that is loaded again has lost its blocks", None, "--max-loaded-loras"),
 )
 """``--mm-preprocess-cache-size-mb`` is not owned: users may raise it, or set it for a model whose name does not show
-that it is a Qwen-VL; the sidecar reads the resulting value from the engine."""
+its family; the sidecar reads the resulting value from the engine."""
 
 SGLANG = EngineTraits(
     type="sglang",

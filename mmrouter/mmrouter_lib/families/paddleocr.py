@@ -75,4 +75,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     return PaddleOCRVL(whole_number(file, config, "image_token_id", 100_295), unit, low, high)
 
 
-register(MODEL_TYPE, load, proved_on=("vllm",))
+register(MODEL_TYPE, load, proved_on=("vllm", "sglang"))

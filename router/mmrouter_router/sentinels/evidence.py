@@ -34,10 +34,12 @@ MAX_DIGESTS = 4_096
 Provider = Literal["artifact", "learned"]
 
 ALWAYS_ARTIFACT = frozenset({"qwen3_vl", "qwen3_vl_moe"})
-ARTIFACT_WITH_CACHE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe"})
+ARTIFACT_WITH_CACHE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"})
 """With ``--mm-preprocess-cache-size-mb`` above 0."""
 
 _PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
+_PROCESSORS = {"paddleocr_vl": "sglang.srt.multimodal.processors.paddleocr_vlm.PaddleOCRVLImageProcessor"}
+"""Model type -> the engine's processor, where it is not that of Qwen-VL."""
 _WRAPPERS = {
     "qwen2_vl": "transformers.models.qwen2_vl.processing_qwen2_vl.Qwen2VLProcessor",
     "qwen2_5_vl": "transformers.models.qwen2_5_vl.processing_qwen2_5_vl.Qwen2_5_VLProcessor",
@@ -45,6 +47,7 @@ _WRAPPERS = {
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         "transformers.models.qwen3_vl.processing_qwen3_vl.Qwen3VLProcessor",
     ),
+    "paddleocr_vl": "transformers.models.paddleocr_vl.processing_paddleocr_vl.PaddleOCRVLProcessor",
 }
 _TRANSFORMERS = {
     "0.5.22": (5, 19, 0),
@@ -86,7 +89,7 @@ def plan_fingerprints(version: str, facts: Mapping[str, str]) -> FingerprintPlan
     candidates = tuple(
         Fingerprint(
             transformers=release,
-            processor_class=_PROCESSOR,
+            processor_class=_PROCESSORS.get(model_type, _PROCESSOR),
             wrapper_class=_WRAPPERS[model_type],
             model_type=model_type,
             architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else None,

@@ -51,11 +51,17 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
     chat = serving_chat.OpenAIServingChat(manager, templates)
     responses = serving_responses.OpenAIServingResponses(manager, templates)
 
+    def encoded(text: str, images: int) -> list[int]:
+        """Where an image processor gets a text, it tokenizes the whole. Hugging Face's does not begin it twice."""
+        begin = manager.tokenizer.bos_token
+        begun = bool(images and begin and not own_code and text.startswith(begin))
+        return list(manager.tokenizer.encode(text, add_special_tokens=not begun))
+
     def of_response(body: dict[str, Any]) -> dict[str, Any]:
         made = responses._make_request(ResponsesRequest(**body), None, manager.tokenizer)
         _, _, [prompt], processed = asyncio.run(made)
-        ids = manager.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return {"ids": list(ids), "images": len(processed.image_data or ())}
+        images = len(processed.image_data or ())
+        return {"ids": encoded(prompt, images) if isinstance(prompt, str) else list(prompt), "images": images}
 
     def prompt(body: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -67,12 +73,8 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
             made, _ = chat._convert_to_internal_request(request)
         except Exception as error:  # as the engine's server does, which answers any of them with an error
             return {"refused": f"{type(error).__name__}: {error}"}
-        # Where an engine's image processor gets a text, it tokenizes the whole. Hugging Face's does not begin it twice.
-        ids, begin = made.input_ids, manager.tokenizer.bos_token
-        if ids is None:
-            begun = bool(made.image_data and begin and not own_code and made.text.startswith(begin))
-            ids = manager.tokenizer.encode(made.text, add_special_tokens=not begun)
-        return {"ids": list(ids), "images": len(made.image_data or ())}
+        images = len(made.image_data or ())
+        return {"ids": encoded(made.text, images) if made.input_ids is None else list(made.input_ids), "images": images}
 
     return [prompt(body) for body in bodies]
 

@@ -1,7 +1,8 @@
 """Drawn prompts with images: ids, places and names by the library, against SGLang's own image processor.
 
 The engine's side is its own code for the model, without an engine (``own_images.py``), so models that no engine on a
-CPU serves are compared too. The tokenizer of Qwen3-VL stands in for those of Qwen3.5, Gemma 4 and GLM-4.1V.
+CPU serves are compared too. The tokenizer of Qwen3-VL stands in for those of Qwen3.5, Gemma 4, GLM-4.1V and
+PaddleOCR-VL.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ from mmrouter_lib.image_size import probe
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.sentinels.evidence import plan_fingerprints
 
-BY_BYTES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5") if IS_LONG else ("qwen3_vl",)
+BY_BYTES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "paddleocr_vl") if IS_LONG else ("qwen3_vl",)
 """Families whose images the engine names by their bytes, some of them with a cache alone."""
 BY_PIXELS = ("gemma3", "gemma4", "glm4v") if IS_LONG else ("gemma3",)
 """Families whose images it names by their pixels: the router learns the names."""

@@ -11,7 +11,7 @@ import pytest
 from artefacts import Record
 from conformance.conftest import Figure
 from conformance.engine_process import env_version
-from conformance.sglang.test_rendering import FOLDERS, TEMPLATES, Kind, folder_of, own_prompts
+from conformance.sglang.test_rendering import COMPARED, TEMPLATES, Kind, compare_texts, folder_of, own_prompts
 from conformance.vllm.test_responses import TOOLS, Drawing
 
 from mmrouter_lib import families
@@ -25,7 +25,7 @@ from mmrouter_router.intake import ChatRequest, Limits, parse_responses
 
 DRAWN = 250
 LEAST = 80  # requests that both sides render
-KINDS: list[Kind] = [*((family, None) for family in FOLDERS), ("qwen3_vl", "everything"), ("qwen3_vl", "texts")]
+KINDS: list[Kind] = [*((family, None) for family in COMPARED), ("qwen3_vl", "everything"), ("qwen3_vl", "texts")]
 LATER_EFFORTS = [{"effort": "ultra"}]
 """What SGLang takes since 0.5.23; the router forwards it to an earlier one, which refuses it."""
 ANSWER = {"role": "assistant", "content": "A lamp."}
@@ -98,10 +98,12 @@ def test_the_prompt_of_a_responses_request_is_the_engines_own(
     engines_prompts: dict[Kind, list[dict[str, Any]]],
     record: Record,
     figure: Figure,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = folder_of(family)
     loaded = families.load_family(folder, None)
     assert loaded is not None
+    compare_texts(family, loaded, monkeypatch)
     source = None if template is None else TEMPLATES[template]
     prompter = SglangPrompter.load(folder, family=loaded, chat_template=source)
     both = images = by_affinity = refused = 0

@@ -38,7 +38,7 @@ def named(env: Path, folder: Path, place: str, cases: Iterable[Case]) -> dict[by
     return {decode(url): made["images"][0][2] for url, made in zip(urls, answer["answers"], strict=True)}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "glm4v"])
+@pytest.mark.parametrize("family", ["gemma3", "glm4v", "paddleocr_vl"])
 def test_every_published_page_is_the_predicted_one(
     family: str, sglang_env: Path, tmp_path: Path, record: Record
 ) -> None:

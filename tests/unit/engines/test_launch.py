@@ -132,11 +132,12 @@ def test_renderer_pools_of_sglang_are_refused() -> None:
         ("org/my-qwen2-vl-tuned", True),
         ("Qwen/Qwen3.5-9B", True),
         ("Qwen/Qwen3.6-35B-A3B", True),
+        ("PaddlePaddle/PaddleOCR-VL-1.5", True),
         ("llava-hf/llava-1.5-7b-hf", False),
         ("Qwen/Qwen3-8B", False),
     ],
 )
-def test_qwen_vl_engines_name_images_by_their_bytes(model: str, named: bool) -> None:
+def test_engines_whose_family_can_do_so_name_images_by_their_bytes(model: str, named: bool) -> None:
     assert ("--mm-preprocess-cache-size-mb" in sglang(model={"id": model}).args) is named
 
 

@@ -11,6 +11,7 @@ from unit.prompt.conftest import TINY, image
 
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
+from mmrouter_lib.engines.sglang.conversation import conversation
 from mmrouter_lib.engines.sglang.prompter import SglangPrompter, template_variables
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools, with_standard_types
 from mmrouter_lib.families.gemma3 import BEGIN, END, PICTURE, Gemma3
@@ -85,6 +86,56 @@ def test_a_text_that_the_template_begins_is_not_begun_again_beside_an_image():
     assert with_image.count(bos) == 1
     assert with_image[0] == bos
     assert [begin, picture, picture, end] == with_image[with_image.index(begin) :][:4]
+
+
+PAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+PLACE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ([ASK], "User: hi\nAssistant: "),
+        ([{"role": "user", "content": [PAGE, {"type": "text", "text": "OCR:"}]}], f"User: {PLACE}OCR:\nAssistant: "),
+        ([{"role": "user", "content": ""}], "User: Assistant: "),
+        ([ASK, ANSWER, ASK], "User: hi\nAssistant: So<|end_of_sentence|>User: hi\nAssistant: "),
+        (
+            [ASK, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}],
+            "Be brief.User: hi\nAssistant: ",
+        ),
+        (
+            [{"role": "user", "content": [*[PAGE] * 17, {"type": "text", "text": "OCR:"}]}],
+            f"User: {PLACE * 17}\nOCR:\nAssistant: ",
+        ),
+    ],
+)
+def test_chats_of_paddleocr_have_the_engines_own_form(messages, text):
+    assert conversation({"messages": messages}) == f"<|begin_of_sentence|>{text}"
+
+
+def test_an_answer_of_paddleocr_goes_on_without_its_end_and_is_a_turn_otherwise():
+    turn = "<|begin_of_sentence|>User: hi\nAssistant: So"
+    assert conversation({"messages": [ASK, ANSWER], "continue_final_message": True}) == turn
+    assert conversation({"messages": [ASK, ANSWER]}) == f"{turn}<|end_of_sentence|>Assistant: "
+    ended = {"role": "assistant", "content": "So<|end_of_sentence|>"}
+    assert conversation({"messages": [ASK, ended], "continue_final_message": True}) == turn
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": "x", "tool_call_id": "1"},
+        {"role": "developer", "content": "x"},
+        {"role": "system", "content": [PAGE]},
+        {"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2},
+        {"role": "user", "content": None},
+        {"role": "user", "content": [{"type": "file"}]},
+        "hi",
+    ],
+)
+def test_messages_that_the_form_of_paddleocr_has_no_place_for_are_refused(message):
+    with pytest.raises(TemplateError, match=r"messages\[1\]"):
+        conversation({"messages": [ASK, message]})
 
 
 def test_messages_keep_the_fields_of_the_engines_model_alone():

@@ -151,7 +151,7 @@ def test_deepseek_ocr_is_known_by_its_architecture_and_takes_its_placeholder_fro
     family = load(config={**DEEPSEEK, "architectures": [architecture]}, tokenizer=ADDED)
     assert (family.name, family.placeholder_id) == (architecture, 77)
     assert (families.is_proved(architecture, "vllm"), families.is_proved(architecture, "sglang")) == (True, False)
-    assert families.is_proved("paddleocr_vl", "vllm")
+    assert all(families.is_proved("paddleocr_vl", engine) for engine in ("vllm", "sglang"))
 
 
 def test_other_models_of_deepseek_vl2s_type_are_of_no_known_family(load):

@@ -25,10 +25,10 @@ from mmrouter_lib.pod_paths import MODEL_DIR
 API_KEY_ENV = "SGLANG_API_KEY"  # variable that the --api-key argument expands; the engine itself reads none
 
 PREPROCESS_CACHE_MB = 256
-"""Host memory for processed images in Qwen-VL engines. Any size above 0 makes an image's identity a function of its
-encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
+"""Host memory for processed images in engines of Qwen-VL and PaddleOCR-VL. Any size above 0 makes an image's identity a
+function of its encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
 
-_QWEN_VL = re.compile(r"qwen(?:[\d.]*-?vl|3\.[56])", re.IGNORECASE)
+_KEEPS_IMAGES = re.compile(r"qwen(?:[\d.]*-?vl|3\.[56])|paddleocr-?vl", re.IGNORECASE)
 _TEXT_BY_DEFAULT = re.compile(r"gemma-?3(?!n)|llama-?4", re.IGNORECASE)
 """Models of which the engine takes images by a flag alone; of others it takes them without."""
 # Keys of engine.kvConnector and engine.ecConnector -> SGLang's flags.
@@ -71,7 +71,7 @@ def launch(dep: MMRouterDeployment, pool: Pool) -> Launch:
     processor = {"min_pixels": engine.processor.min_pixels, "max_pixels": engine.processor.max_pixels}
     if set_options := {name: value for name, value in processor.items() if value is not None}:
         args += flag("--mm-process-config", {"image": set_options})
-    if _QWEN_VL.search(model.id) and not encodes and not asks:
+    if _KEEPS_IMAGES.search(model.id) and not encodes and not asks:
         args += flag("--mm-preprocess-cache-size-mb", PREPROCESS_CACHE_MB)
     if _TEXT_BY_DEFAULT.search(model.id) and not encodes:
         args.append("--enable-multimodal")

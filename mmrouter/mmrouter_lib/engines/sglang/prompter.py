@@ -14,11 +14,13 @@ import orjson
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from mmrouter_lib.engines.sglang.conversation import conversation
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
 from mmrouter_lib.families import Expanded, Family, NotModelledError, PromptImage, expand_ids
 from mmrouter_lib.families.gemma3 import Gemma3
 from mmrouter_lib.families.gemma4 import Gemma4
 from mmrouter_lib.families.glm4v import Glm4v
+from mmrouter_lib.families.paddleocr import PaddleOCRVL
 from mmrouter_lib.families.qwen_vl import QwenVL
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.prompter import Prompter
@@ -52,6 +54,7 @@ _PLACES: Mapping[type[Family], tuple[re.Pattern[str], ...]] = {
     Gemma3: (re.compile(r"<start_of_image>|<image_soft_token>"),),
     Gemma4: (re.compile(r"<\|(?:image|video|audio)\|>"),),
     Glm4v: (re.compile(r"<\|(?:image|video)\|>"),),
+    PaddleOCRVL: (re.compile(r"<\|IMAGE_PLACEHOLDER\|>"),),
 }
 """Family that Hugging Face's processor expands -> what counts as places for images in the text of a prompt, then in its
 ids: with more of them than images the engine fails.
@@ -66,6 +69,7 @@ class SglangPrompter(Prompter):
 
     source: str = ""
     content: ContentFormat = "openai"
+    has_own_form: bool = False  # the engine makes the text by a form of its own
 
     @classmethod
     def load(
@@ -80,7 +84,13 @@ class SglangPrompter(Prompter):
         source = _template(loaded.templates)
         compiled: dict[str, Compiled] = {source: loaded.compiled.get(source) or compile_template(source)}
         in_parts = any(word in source for word in _SHOWS_MEDIA) or loops_over_content(source, _MESSAGE_NAMES)
-        return replace(loaded, compiled=compiled, source=source, content="openai" if in_parts else "string")
+        return replace(
+            loaded,
+            compiled=compiled,
+            source=source,
+            content="openai" if in_parts else "string",
+            has_own_form=chat_template is None and isinstance(family, PaddleOCRVL),
+        )
 
     def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
         """Return the expanded prompt of a chat request's body.
@@ -98,7 +108,7 @@ class SglangPrompter(Prompter):
         if not self.family.places_images:
             return Expanded(ids=self._ids(text, tail), spans=())
         if self.codec.encode("", add_special_tokens=True):
-            whole = self.codec.decode(self._ids(text, tail))
+            whole = text if self.has_own_form else self.codec.decode(self._ids(text, tail))
             begin = self.codec.begin_id
             begun = bool(images and places) and begin is not None and whole.startswith(self.decode([begin]))
             return self.expand(whole, images, add_special_tokens=not begun)
@@ -118,6 +128,9 @@ class SglangPrompter(Prompter):
 
     def _render(self, body: Mapping[str, Any], *, shows_images: bool) -> tuple[str, str]:
         """Return the rendered text, and the text of a final message that is continued after it, else empty."""
+        if self.has_own_form:
+            _reasoning(body)  # has no effect but a refusal
+            return conversation(body), ""
         if shows_images and self.content == "string":
             raise NotModelledError("the chat template has no place for images")
         given = body.get("messages")
@@ -183,17 +196,7 @@ def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     if not (given is None or isinstance(given, Mapping)):
         raise TemplateError("chat_template_kwargs must be an object")
     kwargs = dict(given or {})
-    effort, reasoning, thinking = body.get("reasoning_effort"), body.get("reasoning"), None
-    if isinstance(reasoning, Mapping):
-        named = reasoning.get("effort")
-        named = reasoning.get("reasoning_effort") if named is None else named
-        effort = effort if named is None else named
-        enabled = reasoning.get("enabled")
-        enabled = reasoning.get("enable", False) if enabled is None else enabled
-        thinking = True if (enabled.strip().lower() in _TRUE if isinstance(enabled, str) else enabled) else None
-    if effort is not None:
-        effort = _effort(effort)
-        thinking = effort != "none"
+    effort, thinking = _reasoning(body)
     if thinking is not None:
         kwargs = {"thinking": thinking, "enable_thinking": thinking} | kwargs
     own = kwargs.pop("reasoning_effort", None)
@@ -203,6 +206,22 @@ def template_variables(body: Mapping[str, Any]) -> dict[str, Any]:
     if kwargs.pop("continue_final_message", None):
         raise TemplateError("chat_template_kwargs.continue_final_message is not accepted")
     return kwargs if effort is None else {"reasoning_effort": effort, **kwargs}
+
+
+def _reasoning(body: Mapping[str, Any]) -> tuple[str | float | None, bool | None]:
+    """Return the effort, and whether to think, that a request's reasoning fields set. Raises :class:`TemplateError`."""
+    effort, reasoning, thinking = body.get("reasoning_effort"), body.get("reasoning"), None
+    if isinstance(reasoning, Mapping):
+        named = reasoning.get("effort")
+        named = reasoning.get("reasoning_effort") if named is None else named
+        effort = effort if named is None else named
+        enabled = reasoning.get("enabled")
+        enabled = reasoning.get("enable", False) if enabled is None else enabled
+        thinking = True if (enabled.strip().lower() in _TRUE if isinstance(enabled, str) else enabled) else None
+    if effort is None:
+        return None, thinking
+    effort = _effort(effort)
+    return effort, effort != "none"
 
 
 def _effort(value: Any) -> str | float:

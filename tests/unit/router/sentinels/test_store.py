@@ -94,6 +94,8 @@ def rig():
         ("0.5.23", "qwen2_vl", 64, True),
         ("0.5.23", "qwen2_5_vl", 0, False),
         ("0.5.23", "qwen2_vl", None, False),
+        ("0.5.23", "paddleocr_vl", 256, True),
+        ("0.5.23", "paddleocr_vl", 0, False),
         ("0.5.23", "glm4v", 256, False),
         ("0.5.23", "llava", 256, False),
         ("0.5.23", "", 256, False),
