@@ -26,5 +26,5 @@ def response_chat(engine: EngineType, prompter: AnyPrompter | None) -> ChatOf | 
         return harmony_responses.chat_of
     if engine != "sglang":
         return None
-    templates = [prompter.source] if isinstance(prompter, SglangPrompter) and not prompter.has_own_form else []
-    return partial(response_chats.chat_of, later_systems=any(map(response_chats.shows_later_systems, templates)))
+    later = isinstance(prompter, SglangPrompter) and response_chats.shows_later_systems(prompter.source)
+    return partial(response_chats.chat_of, later_systems=later)

@@ -2,7 +2,8 @@
 
 vLLM 0.32 replaces the begin-of-image token in the prompt's ids, then joins newline tokens that have come to stand side
 by side, as the tokenizer would. Adjacent images share such a token, and a text that begins with a newline behind an
-image hides where it ends: neither is modelled.
+image hides where it ends: neither is modelled. SGLang 0.5.23 tokenizes a text that has the images' tokens already, and
+names an image by its pictures' tokens alone, so both are exact there.
 """
 
 from array import array
@@ -90,8 +91,9 @@ class Gemma3(Family):
     def expand_text(
         self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
     ) -> Expanded:
-        """Return the token ids of a text with every image expanded before, newlines included. Raises
-        :class:`PlaceholderError`, :class:`NotModelledError` for a tokenizer with other tokens.
+        """Return the token ids of a text into which the images' tokens and newlines are written before.
+
+        Raises :class:`PlaceholderError`, :class:`NotModelledError` for a tokenizer with other tokens.
         """
         if images and (codec.token_id(PICTURE), codec.token_id(END)) != (self.picture_id, self.end_id):
             raise NotModelledError("the tokenizer has other tokens for images than config.json")

@@ -22,13 +22,15 @@ _LIMITS = (384 * 384, 1536 * 1536)  # pixels, the processor class's own defaults
 @dataclass(frozen=True, slots=True)
 class PaddleOCRVL(Family):
     """A PaddleOCR-VL folder. ``unit`` is the side in pixels of the square of patches that one placeholder stands for;
-    ``min_pixels`` and ``max_pixels`` limit the pixels of an image.
+    ``min_pixels`` and ``max_pixels`` limit the pixels of an image. ``video_token_id`` stands for a video, which is not
+    modelled.
     """
 
     placeholder_id: int
     unit: int
     min_pixels: int
     max_pixels: int
+    video_token_id: int = 100_296
     placeholder_text: str = "<|IMAGE_PLACEHOLDER|>"
     name: str = MODEL_TYPE
     media_text: ClassVar[Mapping[str, str]] = MappingProxyType(
@@ -72,7 +74,11 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
             f"{processor_file}: with at most {high} pixels vLLM may leave nothing of a thin image; "
             f"more than {MAX_ASPECT * unit**2} are modelled"
         )
-    return PaddleOCRVL(whole_number(file, config, "image_token_id", 100_295), unit, low, high)
+    image, video = (
+        whole_number(file, config, f"{kind}_token_id", default)
+        for kind, default in (("image", 100_295), ("video", 100_296))
+    )
+    return PaddleOCRVL(image, unit, low, high, video)
 
 
 register(MODEL_TYPE, load, proved_on=("vllm", "sglang"))

@@ -38,6 +38,16 @@ FAMILIES = (*BY_BYTES, *BY_PIXELS)
 DRAWN = 25
 CACHES = (0, 64)  # megabytes of processed images
 LARGE = (3000, 2100)  # above what these families take without scaling an image down
+BEGIN = {"gemma3": "<bos>"}
+"""Family -> the text with which every second prompt begins, as its template does."""
+TYPED = {
+    "gemma3": ("<start_of_image>",),
+    "gemma4": ("<|image|>", "<|video|>", "<|audio|>"),
+    "glm4v": ("<|image|>", "<|video|>", "<|begin_of_video|>"),
+    "paddleocr_vl": (),
+    "qwen3_vl": ("<image>",),
+}
+"""Family -> texts that the engine refuses before an image. It never answers one with PaddleOCR-VL's placeholder."""
 WRITTEN = {"gemma4": "\n\n<|image|>\n\n"}
 """Family -> what a template writes for an image, where that is not what vLLM writes into a text."""
 Prompts = Sequence[tuple[str, list[str]]]
@@ -65,7 +75,8 @@ def shown(data: bytes) -> str:
 def prompts_of(family: str) -> Prompts:
     loaded = families.load_family(folder_of(family), None)
     assert loaded is not None
-    return drawn(WRITTEN.get(family, loaded.media_text["image"]))
+    prompts, begin = drawn(WRITTEN.get(family, loaded.media_text["image"])), BEGIN.get(family, "")
+    return [(begin * (number % 2) + text, urls) for number, (text, urls) in enumerate(prompts)]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +117,7 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
             PromptImage(hashlib.sha256(each).digest(), loaded.count(*size), size)
             for each, size in zip(data, sizes, strict=True)
         ]
-        ours = prompter.expand(text, images, bool(prompter.codec.encode("", add_special_tokens=True)))
+        ours = prompter.process(text, images)
         assert theirs.get("ids") == ours.ids.tolist(), theirs.get("refused")
         places = [(span.offset, span.end - 1) for span in ours.spans]
         assert [(first, last) for first, last, _ in theirs["images"]] == places
@@ -121,3 +132,22 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
     assert bool(named) == (family in BY_BYTES and (cache > 0 or family.startswith("qwen3_vl"))), plan.why
     assert all(len(each) == 1 for each in names.values()), "the engine names an image by more than itself"
     assert len(set[int]().union(*names.values())) == len(names), "two images have one name"
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family in TYPED])
+def test_the_engine_fails_at_another_place_and_drops_an_image_without_one(family: str, sglang_env: Path) -> None:
+    (_, (url, *_)), *_ = prompts_of(family)
+    loaded = families.load_family(folder_of(family), None)
+    assert loaded is not None
+    place = WRITTEN.get(family, loaded.media_text["image"])
+    asked = [
+        *((f"{typed} or {place}", [url]) for typed in TYPED[family]),
+        (f"One: {place}", [url, url]),
+        ("None.", [url]),
+    ]
+    program = Path(__file__).with_name("own_images.py")
+    (answer,) = answer_of(
+        sglang_env, [program], {"cache": 0, "asked": [{"folder": str(folder_of(family)), "prompts": asked}]}
+    )
+    *failed, fewer, none = ["refused" in each for each in answer["answers"]]
+    assert (all(failed), fewer, none) == (True, False, False), answer["answers"]

@@ -20,7 +20,7 @@ from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.adapter import other_prompt
 from mmrouter_lib.families import Expanded, Family
-from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage
+from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, PromptImage
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 FOLDERS = {
@@ -221,7 +221,8 @@ def test_the_prompt_is_the_engines_own(
     assert "\n".join(different) == ""
     # A fifth of the chats types a placeholder beside images: no prompt is predicted, as the engine fails at it later.
     # Gemma 3's template refuses turns that do not alternate, too.
-    assert both + by_affinity > (100 if template in ("texts", "picky") else 0.65 * len(cases))
+    least = 0.65 if family == "gemma3" else 0.7
+    assert both + by_affinity > (100 if template in ("texts", "picky") else least * len(cases))
 
 
 def compare_texts(family: str, loaded: Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +238,8 @@ def text_alone(
 
 
 def mine_is_stricter(mine: object) -> bool:
-    """A prompt without a place for its image, which this engine's processor refuses later, or not modelled at all."""
-    return isinstance(mine, PlaceholderError) or type(mine).__name__ == "NotModelledError"
+    """A prompt that the engine fails at later, or of which it drops an image without a place."""
+    return isinstance(mine, NotModelledError | PlaceholderError)
 
 
 def ours(prompter: Prompter, one: Case) -> "list[int] | ValueError":

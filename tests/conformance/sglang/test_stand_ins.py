@@ -1,7 +1,7 @@
 """A real SGLang with models whose images it names by their pixels: every published page is the predicted one.
 
 The engine's own image processor names the images beforehand (``own_images.py``); a router learns these names. The
-tokenizer of Qwen3-VL stands in for the models' own. Part of the long form.
+tokenizer of Qwen3-VL stands in for those of GLM-4.1V and PaddleOCR-VL. Part of the long form.
 """
 
 from collections.abc import Iterable, Mapping

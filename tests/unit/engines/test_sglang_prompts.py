@@ -11,15 +11,22 @@ from unit.prompt.conftest import TINY, image
 
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
-from mmrouter_lib.engines.sglang.conversation import conversation
+from mmrouter_lib.engines.sglang.paddleocr_form import paddleocr_text
 from mmrouter_lib.engines.sglang.prompter import SglangPrompter, template_variables
+from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools, with_standard_types
 from mmrouter_lib.families.gemma3 import BEGIN, END, PICTURE, Gemma3
-from mmrouter_lib.prompt import NotModelledError, TemplateError
+from mmrouter_lib.families.gemma4 import Gemma4
+from mmrouter_lib.families.glm4v import Glm4v
+from mmrouter_lib.families.paddleocr import PaddleOCRVL
+from mmrouter_lib.prompt import NotModelledError, PlaceholderError, TemplateError
+from mmrouter_lib.prompt.message_traits import wants_system_first
 
 ASK = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "So"}
 SHOW = "{# image #}{{ messages | tojson }}"
+PAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+PLACE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 
 
 def load(template: str | None = None) -> SglangPrompter:
@@ -67,29 +74,71 @@ def test_a_typed_place_beside_an_image_is_not_modelled_because_the_engine_fails_
         ids(place, image(1, 1))
 
 
-def test_a_text_that_the_template_begins_is_not_begun_again_beside_an_image():
-    tokenizer = load().tokenizer
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<bos>", BEGIN, PICTURE, END)])
-    bos, begin, picture, end = (tokenizer.token_to_id(text) for text in ("<bos>", BEGIN, PICTURE, END))
-    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", bos)])
-    template = "{# image #}<bos>{% for part in messages[0].content if part.type == 'image' %}" + BEGIN + "{% endfor %}a"
-    family = Gemma3(begin, picture, end, 2)
-    prompter = SglangPrompter.load(TINY, family=family, tokenizer=tokenizer, chat_template=template)
-    prompter = replace(prompter, codec=replace(prompter.codec, begin_id=bos))
-    seen = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+FAMILIES = {
+    "gemma3": (lambda of: Gemma3(of(BEGIN), of(PICTURE), of(END), 2), BEGIN),
+    "gemma4": (lambda of: Gemma4(of("<|image|>"), 2, 3, 16, 3, 280), "<|image|>"),
+    "glm4v": (lambda of: Glm4v("glm4v", of("<|image|>"), 28, 9, 99), "<|begin_of_image|><|image|><|end_of_image|>"),
+    "paddleocr": (lambda of: PaddleOCRVL(of("<|IMAGE_PLACEHOLDER|>"), 28, 9, 99, of("<|VIDEO|>")), PLACE),
+}
+"""Family -> what makes it of the ids of its tokens, and what a template writes for an image."""
 
-    def ids(content, *images) -> list[int]:
+
+def of_family(name: str, template: str | None, *, begins: bool = False) -> SglangPrompter:
+    """The tiny model's tokenizer with the tokens of another family. ``begins``: it adds ``<bos>`` to a text."""
+    tokenizer, make = load().tokenizer, FAMILIES[name][0]
+
+    def of(text: str) -> int:
+        tokenizer.add_special_tokens([AddedToken(text, special=True)])
+        return tokenizer.token_to_id(text)
+
+    if begins:
+        tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", of("<bos>"))])
+    made = SglangPrompter.load(TINY, family=make(of), tokenizer=tokenizer, chat_template=template)
+    codec = replace(made.codec, begin_id=tokenizer.token_to_id("<bos>"))
+    return replace(made, codec=codec, variables={"bos_token": "<bos>"}) if begins else made
+
+
+@pytest.mark.parametrize(
+    ("name", "typed"),
+    [
+        *(("gemma3", typed) for typed in (BEGIN, PICTURE)),
+        *(("gemma4", typed) for typed in ("<|image|>", "<|video|>", "<|audio|>")),
+        *(("glm4v", typed) for typed in ("<|image|>", "<|video|>", "<|begin_of_video|>")),
+        *(("paddleocr", typed) for typed in ("<|IMAGE_PLACEHOLDER|>", "<|VIDEO|>")),
+    ],
+)
+def test_the_tokens_of_other_media_are_places_too(name, typed):
+    parts = "{% for part in messages[0].content %}{{ part.text or 'PLACE' }}{% endfor %}"
+    prompter = of_family(name, "{# image #}" + parts.replace("PLACE", FAMILIES[name][1]))
+
+    def ids(text: str, *images) -> list[int]:
+        content = [
+            *({"type": "image_url", "image_url": {"url": "data:,"}} for _ in images),
+            {"type": "text", "text": text},
+        ]
         return prompter.prompt({"messages": [{"role": "user", "content": content}]}, images).ids.tolist()
 
-    assert ids("a")[:2] == [bos, bos]
-    with_image = ids(seen, image(1, 1))
-    assert with_image.count(bos) == 1
-    assert with_image[0] == bos
-    assert [begin, picture, picture, end] == with_image[with_image.index(begin) :][:4]
+    assert ids("an image", image(1, 1))
+    assert ids(typed), "without an image it is a text"
+    with pytest.raises(
+        PlaceholderError if name == "paddleocr" else NotModelledError, match="another place for an image"
+    ):
+        ids(typed, image(1, 1))
 
 
-PAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
-PLACE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
+def test_a_text_that_the_template_begins_is_not_begun_again_beside_an_image():
+    template = "{# image #}<bos>{% for part in messages[0].content if part.type == 'image' %}PLACE{% endfor %}a"
+    prompter, other = (
+        of_family(name, template.replace("PLACE", FAMILIES[name][1]), begins=True) for name in ("gemma3", "paddleocr")
+    )
+    bos, begin, picture, end = map(prompter.tokenizer.token_to_id, ("<bos>", BEGIN, PICTURE, END))
+    seen = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+    assert prompter.prompt({"messages": [ASK]}, []).ids.tolist()[:2] == [bos, bos]
+    ids = prompter.prompt({"messages": [seen]}, [image(1, 1)]).ids.tolist()
+    assert (ids.count(bos), ids[0]) == (1, bos)
+    assert ids[ids.index(begin) :][:4] == [begin, picture, picture, end]
+    with pytest.raises(NotModelledError, match="begins twice"):
+        other.prompt({"messages": [seen]}, [image(1, 1)])
 
 
 @pytest.mark.parametrize(
@@ -110,15 +159,15 @@ PLACE = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
     ],
 )
 def test_chats_of_paddleocr_have_the_engines_own_form(messages, text):
-    assert conversation({"messages": messages}) == f"<|begin_of_sentence|>{text}"
+    assert paddleocr_text({"messages": messages}) == f"<|begin_of_sentence|>{text}"
 
 
 def test_an_answer_of_paddleocr_goes_on_without_its_end_and_is_a_turn_otherwise():
     turn = "<|begin_of_sentence|>User: hi\nAssistant: So"
-    assert conversation({"messages": [ASK, ANSWER], "continue_final_message": True}) == turn
-    assert conversation({"messages": [ASK, ANSWER]}) == f"{turn}<|end_of_sentence|>Assistant: "
+    assert paddleocr_text({"messages": [ASK, ANSWER], "continue_final_message": True}) == turn
+    assert paddleocr_text({"messages": [ASK, ANSWER]}) == f"{turn}<|end_of_sentence|>Assistant: "
     ended = {"role": "assistant", "content": "So<|end_of_sentence|>"}
-    assert conversation({"messages": [ASK, ended], "continue_final_message": True}) == turn
+    assert paddleocr_text({"messages": [ASK, ended], "continue_final_message": True}) == turn
 
 
 @pytest.mark.parametrize(
@@ -130,12 +179,32 @@ def test_an_answer_of_paddleocr_goes_on_without_its_end_and_is_a_turn_otherwise(
         {"role": "assistant", "content": [{"type": "text", "text": "a"}] * 2},
         {"role": "user", "content": None},
         {"role": "user", "content": [{"type": "file"}]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": ["hi"]},
         "hi",
     ],
 )
 def test_messages_that_the_form_of_paddleocr_has_no_place_for_are_refused(message):
     with pytest.raises(TemplateError, match=r"messages\[1\]"):
-        conversation({"messages": [ASK, message]})
+        paddleocr_text({"messages": [ASK, message]})
+
+
+def test_the_form_of_paddleocr_takes_the_place_of_the_folders_template_alone():
+    own, given = (of_family("paddleocr", template) for template in (None, "{{ messages[0].content }}"))
+    body = {"messages": [ASK, {"role": "system", "content": "Hm."}]}
+    assert own.decode(own.prompt(body, []).ids) == "<|begin_of_sentence|>Hm.User: hi\nAssistant: "
+    assert given.decode(given.prompt(body, []).ids) == "hi"
+    with pytest.raises(TemplateError, match="reasoning_effort"):
+        own.prompt({**body, "reasoning_effort": "extreme"}, [])
+    assert wants_system_first(own.templates)
+    assert not shows_later_systems(own.source)
+
+
+def test_an_image_without_a_place_is_not_modelled_because_the_engine_drops_it():
+    prompter = load("{# image #}{{ messages[0].role }}")
+    seen = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+    with pytest.raises(NotModelledError, match="a place for 0 images, the request has 1"):
+        prompter.prompt({"messages": [{"role": "user", "content": seen}]}, [image(1, 1)])
 
 
 def test_messages_keep_the_fields_of_the_engines_model_alone():

@@ -29,8 +29,10 @@ PREPROCESS_CACHE_MB = 256
 function of its encoded bytes, which the router predicts (docs/engine-facts/sglang.md#artifact-identity)."""
 
 _KEEPS_IMAGES = re.compile(r"qwen(?:[\d.]*-?vl|3\.[56])|paddleocr-?vl", re.IGNORECASE)
-_TEXT_BY_DEFAULT = re.compile(r"gemma-?3(?!n)|llama-?4", re.IGNORECASE)
-"""Models of which the engine takes images by a flag alone; of others it takes them without."""
+"""Names of models whose images such a cache names by their bytes."""
+_TEXT_BY_DEFAULT = re.compile(r"gemma[-_]?3(?![n\d])|medgemma|llama[-_]?(?:guard[-_])?4(?!bit)", re.IGNORECASE)
+"""Names of models of which the engine refuses images without ``--enable-multimodal``. For a model that takes text alone
+the flag has no effect."""
 # Keys of engine.kvConnector and engine.ecConnector -> SGLang's flags.
 KV_CONNECTOR_KEYS: Final = {
     "transferBackend": "--disaggregation-transfer-backend",

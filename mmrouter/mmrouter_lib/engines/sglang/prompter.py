@@ -14,9 +14,9 @@ import orjson
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from mmrouter_lib.engines.sglang.conversation import conversation
+from mmrouter_lib.engines.sglang.paddleocr_form import paddleocr_text
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
-from mmrouter_lib.families import Expanded, Family, NotModelledError, PromptImage, expand_ids
+from mmrouter_lib.families import Expanded, Family, NotModelledError, PlaceholderError, PromptImage, expand_ids
 from mmrouter_lib.families.gemma3 import Gemma3
 from mmrouter_lib.families.gemma4 import Gemma4
 from mmrouter_lib.families.glm4v import Glm4v
@@ -53,11 +53,11 @@ _PLACES: Mapping[type[Family], tuple[re.Pattern[str], ...]] = {
     ),
     Gemma3: (re.compile(r"<start_of_image>|<image_soft_token>"),),
     Gemma4: (re.compile(r"<\|(?:image|video|audio)\|>"),),
-    Glm4v: (re.compile(r"<\|(?:image|video)\|>"),),
+    Glm4v: (re.compile(r"<\|(?:image|video|begin_of_video)\|>"),),
     PaddleOCRVL: (re.compile(r"<\|IMAGE_PLACEHOLDER\|>"),),
 }
-"""Family that Hugging Face's processor expands -> what counts as places for images in the text of a prompt, then in its
-ids: with more of them than images the engine fails.
+"""Family that Hugging Face's processor expands -> what counts as places for media in the text of a prompt (Qwen-VL: in
+its ids, too). With more of them than images the engine fails, or expands another one than the template's.
 """
 _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool_calls")
 """Fields of a message that reach the template, in their order; of a user's message the first two alone."""
@@ -69,7 +69,8 @@ class SglangPrompter(Prompter):
 
     source: str = ""
     content: ContentFormat = "openai"
-    has_own_form: bool = False  # the engine makes the text by a form of its own
+    places: tuple[re.Pattern[str], ...] = ()
+    has_own_form: bool = False  # the engine makes the text without a template
 
     @classmethod
     def load(
@@ -81,6 +82,9 @@ class SglangPrompter(Prompter):
             config = find_json(model_dir, "tokenizer_config.json") or {}
             tokenizer = as_sglang_loads(load_tokenizer(model_dir, config), AS_FILE, config)
         loaded = super(SglangPrompter, cls).load(model_dir, chat_template=explicit, family=family, tokenizer=tokenizer)
+        has_own_form = chat_template is None and isinstance(family, PaddleOCRVL)
+        if has_own_form:
+            loaded = replace(loaded, templates=Templates(processor=None, tokenizer={}))
         source = _template(loaded.templates)
         compiled: dict[str, Compiled] = {source: loaded.compiled.get(source) or compile_template(source)}
         in_parts = any(word in source for word in _SHOWS_MEDIA) or loops_over_content(source, _MESSAGE_NAMES)
@@ -89,36 +93,53 @@ class SglangPrompter(Prompter):
             compiled=compiled,
             source=source,
             content="openai" if in_parts else "string",
-            has_own_form=chat_template is None and isinstance(family, PaddleOCRVL),
+            places=_places(family, loaded.tokenizer),
+            has_own_form=has_own_form,
         )
 
     def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
         """Return the expanded prompt of a chat request's body.
 
         The text of a continued message is tokenized apart, unless the engine's image processor tokenizes the whole.
-        Where a tokenizer adds special tokens, the engine makes a text of all ids again and tokenizes that with them;
-        without them if Hugging Face's processor gets it with images and it begins with the beginning-of-text token.
+        Where a tokenizer adds special tokens, the engine makes a text of all ids again and tokenizes that with them.
         Raises what :meth:`Prompter.prompt` raises.
         """
         self._check_images(images)
         text, tail = self._render(body, shows_images=bool(images))
-        places = _PLACES.get(type(self.family), ())
-        if images and any(len(place.findall(text + tail)) > len(images) for place in places):
-            raise NotModelledError("a text has another place for an image, at which the engine fails")
+        if images and any(len(place.findall(text + tail)) > len(images) for place in self.places):
+            message = "a text has another place for an image"
+            if isinstance(self.family, PaddleOCRVL):
+                raise PlaceholderError(f"{message}, and the engine would never answer")
+            raise NotModelledError(f"{message}, at which the engine fails or which it expands in another way")
         if not self.family.places_images:
             return Expanded(ids=self._ids(text, tail), spans=())
         if self.codec.encode("", add_special_tokens=True):
-            whole = text if self.has_own_form else self.codec.decode(self._ids(text, tail))
-            begin = self.codec.begin_id
-            begun = bool(images and places) and begin is not None and whole.startswith(self.decode([begin]))
-            return self.expand(whole, images, add_special_tokens=not begun)
+            return self.process(text if self.has_own_form else self.codec.decode(self._ids(text, tail)), images)
         if images or not tail:
             return self.expand(text + tail, images)
         return expand_ids(self._ids(text, tail), self.family.placeholder_id, ())
 
+    def process(self, text: str, images: Sequence[PromptImage]) -> Expanded:
+        """Return the prompt of a text that the engine tokenizes as a whole.
+
+        The tokenizer's special tokens are added, unless the text begins with the beginning-of-text token and has images
+        that Hugging Face's processor expands. Raises what :meth:`expand` raises.
+        """
+        begin = self.variables.get("bos_token")
+        begun = bool(images and self.places and begin and text.startswith(begin))
+        if begun and isinstance(self.family, QwenVL | PaddleOCRVL):
+            raise NotModelledError("whether the text begins twice depends on the engine's cache of processed images")
+        return self.expand(text, images, add_special_tokens=not begun)
+
     def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
-        """As :meth:`Prompter.expand`, with spans of the tokens that the engine overwrites."""
-        return self.family.expand_text(self.codec, text, images, add_special_tokens=add_special_tokens)
+        """As :meth:`Prompter.expand`, with spans of the tokens that the engine overwrites.
+
+        Raises :class:`NotModelledError` for an image without a place, which the engine drops to serve the rest.
+        """
+        try:
+            return self.family.expand_text(self.codec, text, images, add_special_tokens=add_special_tokens)
+        except PlaceholderError as error:
+            raise NotModelledError(str(error)) from error
 
     def _ids(self, text: str, tail: str) -> "array[int]":
         """Return the ids of a text and of that which goes on behind it, each tokenized apart."""
@@ -130,7 +151,7 @@ class SglangPrompter(Prompter):
         """Return the rendered text, and the text of a final message that is continued after it, else empty."""
         if self.has_own_form:
             _reasoning(body)  # has no effect but a refusal
-            return conversation(body), ""
+            return paddleocr_text(body), ""
         if shows_images and self.content == "string":
             raise NotModelledError("the chat template has no place for images")
         given = body.get("messages")
@@ -163,6 +184,12 @@ class SglangPrompter(Prompter):
                 return template.render(context, tools=bare), tail
             except Exception:
                 raise TemplateError(f"the chat template refuses the messages: {error}") from error
+
+
+def _places(family: Family, tokenizer: Tokenizer) -> tuple[re.Pattern[str], ...]:
+    places = _PLACES.get(type(family), ())
+    video = tokenizer.id_to_token(family.video_token_id) if isinstance(family, PaddleOCRVL) else None
+    return places if video is None else tuple(re.compile(f"{place.pattern}|{re.escape(video)}") for place in places)
 
 
 def as_sglang_loads(tokenizer: Tokenizer, name: str, config: Mapping[str, Any]) -> Tokenizer:

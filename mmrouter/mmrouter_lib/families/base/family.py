@@ -182,8 +182,8 @@ class Family(ABC):
     def expand_text(
         self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
     ) -> Expanded:
-        """As :meth:`expand`, for an engine that expands images before it tokenizes the text (SGLang), with spans of the
-        tokens alone that it overwrites by an image's identity.
+        """As :meth:`expand`, as SGLang does it: spans are the tokens alone that the engine overwrites by an image's
+        identity. Raises :class:`PlaceholderError`, and :class:`NotModelledError` of some families.
         """
         return self.expand(codec, text, images, add_special_tokens=add_special_tokens)
 
