@@ -134,8 +134,9 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
     assert len(set[int]().union(*names.values())) == len(names), "two images have one name"
 
 
+@pytest.mark.long_form
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in TYPED])
-def test_the_engine_fails_at_another_place_and_drops_an_image_without_one(family: str, sglang_env: Path) -> None:
+def test_the_engine_refuses_another_place_and_drops_an_image_without_one(family: str, sglang_env: Path) -> None:
     (_, (url, *_)), *_ = prompts_of(family)
     loaded = families.load_family(folder_of(family), None)
     assert loaded is not None
