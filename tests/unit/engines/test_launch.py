@@ -31,6 +31,7 @@ FIVE_IMAGES = {"media": {"maxImages": 5}}
 RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 FILES = "ECExampleConnector"
 KV, EC = "--kv-transfer-config", "--ec-transfer-config"
+CACHE, IMAGES = "--mm-preprocess-cache-size-mb", "--enable-multimodal"
 
 
 def launched(engine: str, name: str = "worker", pool: Any = None, *, fields: Any = None, **spec: Any) -> Launch:
@@ -124,35 +125,33 @@ def test_renderer_pools_of_sglang_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "named"),
+    ("model", "flags_named"),
     [
-        ("Qwen/Qwen2.5-VL-3B-Instruct", True),
-        ("Qwen/Qwen2-VL-2B-Instruct", True),
-        ("Qwen/Qwen3-VL-2B-Instruct", True),
-        ("org/my-qwen2-vl-tuned", True),
-        ("Qwen/Qwen3.5-9B", True),
-        ("Qwen/Qwen3.6-35B-A3B", True),
-        ("PaddlePaddle/PaddleOCR-VL-1.5", True),
-        ("llava-hf/llava-1.5-7b-hf", False),
-        ("Qwen/Qwen3-8B", False),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", [CACHE]),
+        ("Qwen/Qwen2-VL-2B-Instruct", [CACHE]),
+        ("Qwen/Qwen3-VL-2B-Instruct", [CACHE]),
+        ("org/my-qwen2-vl-tuned", [CACHE]),
+        ("Qwen/Qwen3.5-9B", [CACHE]),
+        ("Qwen/Qwen3.6-35B-A3B", [CACHE]),
+        ("PaddlePaddle/PaddleOCR-VL-1.5", [CACHE]),
+        ("google/gemma-3-27b-it", [IMAGES]),
+        ("google/medgemma-27b-it", [IMAGES]),
+        ("org/gemma_3_4b", [IMAGES]),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", [IMAGES]),
+        ("meta-llama/Llama-Guard-4-12B", [IMAGES]),
+        ("google/gemma-3n-E4B-it", []),
+        ("google/gemma-4-31b-it", []),
+        ("meta-llama/Llama-3.1-8B-Instruct", []),
+        ("codellama/codellama-4bit", []),
+        ("llava-hf/llava-1.5-7b-hf", []),
+        ("Qwen/Qwen3-8B", []),
     ],
 )
-def test_engines_whose_family_can_do_so_name_images_by_their_bytes(model: str, named: bool) -> None:
-    assert ("--mm-preprocess-cache-size-mb" in sglang(model={"id": model}).args) is named
-
-
-@pytest.mark.parametrize(
-    ("model", "named"),
-    [
-        ("google/gemma-3-27b-it", True),
-        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", True),
-        ("google/gemma-3n-E4B-it", False),
-        ("google/gemma-4-31b-it", False),
-        ("meta-llama/Llama-3.1-8B-Instruct", False),
-    ],
-)
-def test_engines_that_take_text_alone_by_default_take_images(model: str, named: bool) -> None:
-    assert ("--enable-multimodal" in sglang(model={"id": model}).args) is named
+def test_the_models_name_decides_how_its_images_are_named_and_whether_they_are_taken(
+    model: str, flags_named: list[str]
+) -> None:
+    args = sglang(model={"id": model}).args
+    assert [flag for flag in (CACHE, IMAGES) if flag in args] == flags_named
 
 
 def test_users_may_set_the_preprocessing_cache() -> None:

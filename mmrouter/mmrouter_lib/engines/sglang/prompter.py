@@ -65,12 +65,16 @@ _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool
 
 @dataclass(frozen=True, slots=True)
 class SglangPrompter(Prompter):
-    """Renders, tokenizes and expands as SGLang does. Immutable and safe to share between threads."""
+    """Renders, tokenizes and expands as SGLang does. Immutable and safe to share between threads.
+
+    ``places``: what the engine counts as places for media in a text, empty where its own code expands the images.
+    ``has_own_form``: the engine writes the text without a template.
+    """
 
     source: str = ""
     content: ContentFormat = "openai"
     places: tuple[re.Pattern[str], ...] = ()
-    has_own_form: bool = False  # the engine makes the text without a template
+    has_own_form: bool = False
 
     @classmethod
     def load(

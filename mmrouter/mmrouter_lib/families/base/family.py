@@ -182,8 +182,8 @@ class Family(ABC):
     def expand_text(
         self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
     ) -> Expanded:
-        """As :meth:`expand`, as SGLang does it: spans are the tokens alone that the engine overwrites by an image's
-        identity. Raises :class:`PlaceholderError`, and :class:`NotModelledError` of some families.
+        """Return a text's prompt on SGLang: as :meth:`expand`, but each span covers only the tokens that the engine
+        overwrites with the image's identity. Raises :class:`PlaceholderError`, some families :class:`NotModelledError`.
         """
         return self.expand(codec, text, images, add_special_tokens=add_special_tokens)
 
