@@ -157,15 +157,34 @@ class Process:
 
     def kill(self) -> float:
         """Kill it with -9 and wait until it is gone; return when, in seconds since 1970."""
+        with self._handle() as handle:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            gone, _, _ = select.select([handle], [], [], GONE_SECONDS)
+        assert gone, f"process {self.pid} does not end"
+        return time.time()
+
+    def stop(self) -> None:
+        """Stop it and wait until none of its threads runs."""
+        with self._handle() as handle:
+            signal.pidfd_send_signal(handle, signal.SIGSTOP)
+        wait_for(self._is_stopped, GONE_SECONDS, f"process {self.pid} is stopped", every=0.001)
+
+    def go_on(self) -> None:
+        with self._handle() as handle:
+            signal.pidfd_send_signal(handle, signal.SIGCONT)
+
+    def _is_stopped(self) -> bool:
+        threads = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        return all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in threads)
+
+    @contextlib.contextmanager
+    def _handle(self) -> Iterator[int]:
         handle = os.pidfd_open(self.pid)
         try:
             assert _is_in(self.pid, self.container), "the number is another process's by now"
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-            gone, _, _ = select.select([handle], [], [], GONE_SECONDS)
+            yield handle
         finally:
             os.close(handle)
-        assert gone, f"process {self.pid} does not end"
-        return time.time()
 
     def started(self) -> float:
         ticks = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[19])
