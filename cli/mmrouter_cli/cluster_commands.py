@@ -17,6 +17,7 @@ from mmrouter_cli.options import (
     Namespace,
     Target,
     Token,
+    Url,
     control_or_leave,
     leave,
     local_url,
@@ -37,7 +38,7 @@ _CRD_HEADER = "# Made from the models in mmrouter/mmrouter_lib/api by `mmrouter 
 def status(
     target: Target = None,
     namespace: Namespace = None,
-    url: Annotated[str | None, typer.Option(help="The endpoint, as an option.")] = None,
+    url: Url = None,
     control: Control = None,
     token: Token = None,
     kubeconfig: Kubeconfig = None,
@@ -169,7 +170,7 @@ def _local_unless(*of_cluster: object) -> str | None:
 def doctor(
     target: Target = None,
     namespace: Namespace = None,
-    url: Annotated[str | None, typer.Option(help="The endpoint, as an option.")] = None,
+    url: Url = None,
     control: Control = None,
     token: Token = None,
     kubeconfig: Kubeconfig = None,

@@ -18,6 +18,7 @@ PIPED_WIDTH = 140  # columns
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Control = Annotated[str | None, typer.Option(help="URL of a frontend's control API, like http://HOST:8001.")]
+Url = Annotated[str | None, typer.Option(help="The endpoint, as an option.")]
 Token = Annotated[str | None, typer.Option(help="The control token.", envvar="MMROUTER_CONTROL_TOKEN")]
 Endpoint = Annotated[
     str | None, typer.Argument(help="The endpoint, like 127.1.0.1:8000. Default: the only local deployment.")

@@ -22,15 +22,20 @@ from mmrouter_lib.engines.sglang.adapter import names_adapters
 from mmrouter_lib.engines.sglang.identity import legacy_sentinels
 
 
+def drawn(engine: SglangProcess | SglangHybridProcess, name: str, page: int, folder: Path) -> tuple[Followed, Prompts]:
+    """Give an engine its pages; return what follows its events, and the prompts that it is asked."""
+    engine.plan(name)
+    followed = Followed(folder, "sglang", engine.release, drafts=False)
+    return followed, Prompts(random.Random(name + SEED), block_size=page)
+
+
 @pytest.mark.adopts(engine="sglang", check="hits")
 @pytest.mark.parametrize("name", PAGES)
 def test_every_promise_is_the_engines_hit(
     sglang_engine: SglangProcess, name: str, tmp_path: Path, record: Record, figure: Figure
 ) -> None:
     release = sglang_engine.release
-    sglang_engine.plan(name)
-    followed = Followed(tmp_path, "sglang", release, drafts=False)
-    prompts = Prompts(random.Random(name + SEED), block_size=PAGES[name][0])
+    followed, prompts = drawn(sglang_engine, name, PAGES[name][0], tmp_path)
     seen: Counter[str] = Counter()
     different, legacy = [], legacy_sentinels(release)
     for _ in range(REQUESTS):
@@ -61,12 +66,9 @@ def test_every_promise_is_the_engines_hit(
 def test_hits_beside_states_and_windows_are_at_most_the_blocks_held(
     sglang_hybrid_engine: SglangHybridProcess, name: str, tmp_path: Path, record: Record, figure: Figure
 ) -> None:
-    release = sglang_hybrid_engine.release
-    sglang_hybrid_engine.plan(name)
-    followed = Followed(tmp_path, "sglang", release, drafts=False)
-    prompts = Prompts(random.Random(name + SEED), block_size=HYBRIDS[name][0])
+    followed, prompts = drawn(sglang_hybrid_engine, name, HYBRIDS[name][0], tmp_path)
     seen: Counter[str] = Counter()
-    outside, legacy = [], legacy_sentinels(release)
+    outside, legacy = [], legacy_sentinels(sglang_hybrid_engine.release)
     for _ in range(REQUESTS):
         prompt = prompts.next()
         ids = with_sentinels(prompt, legacy=legacy)

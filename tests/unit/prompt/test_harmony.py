@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.prompt.message_values import MESSAGE_VALUES
+from unit.prompt.message_values import (
+    MESSAGE_VALUES,
+    USER,
+    check_any_value_is_a_prompt_or_a_refusal,
+    check_new_text_is_bounded,
+)
 from unit.prompt.o200k import write
 
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.prompt import HarmonyPrompter, NotModelledError, PromptImage, PromptTooLongError, TemplateError
-from mmrouter_lib.prompt.segment_cache import MAX_WORD, NEW_TEXT, NewTextError
+from mmrouter_lib.prompt.segment_cache import MAX_WORD
 
 DAY = "VLLM_SYSTEM_START_DATE"
-USER = {"role": "user", "content": "How are you?"}
 ANSWER = {"role": "assistant", "content": "Fine", "reasoning": "Easy."}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"a":1}'}}
 CALLING = {"role": "assistant", "content": "Wait.", "reasoning": "A call.", "tool_calls": [CALL]}
@@ -183,22 +187,13 @@ def test_work_is_bounded(prompter):
         tool = {"function": {"name": "now", "description": description}}
         with pytest.raises(PromptTooLongError):
             prompter.prompt({"messages": [USER], "tools": [tool]}, ())
-    token = NEW_TEXT.set(10)
-    try:
-        with pytest.raises(NewTextError):
-            prompter.prompt({"messages": [USER]}, ())
-    finally:
-        NEW_TEXT.reset(token)
+    check_new_text_is_bounded(prompter)
 
 
 @given(MESSAGE_VALUES)
 @settings(max_examples=200)
 def test_any_value_in_a_message_is_a_prompt_or_a_refusal(prompter, value):
-    for message in ({"role": "user", "content": value}, {"role": "assistant", "tool_calls": value}):
-        try:
-            prompter.prompt({"messages": [USER, message, USER]}, ())
-        except (TemplateError, NotModelledError):
-            continue
+    check_any_value_is_a_prompt_or_a_refusal(prompter, value)
 
 
 def reason(folder: Path, *pools: dict) -> str:
