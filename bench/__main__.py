@@ -19,7 +19,7 @@ BENCHMARKS = {
     "decision": "placing.decision_time:run",
     "encoders": "encoders.image_spreading:run",
     "fleet": "placing.large_fleet:run",
-    "gateway": "serving.gateways:run",
+    "gateway": "serving.gateway_overhead:run",
     "handover": "shm_transfer:run",
     "index": "placing.index_forms:run",
     "ingest": "feed.router_ingest:run",

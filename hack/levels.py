@@ -67,13 +67,13 @@ SLOW_UNIT = (
     *("tests/campaign", f"{UNIT}/campaign", f"{UNIT}/cli/test_bench_run.py"),
     f"{UNIT}/sim/test_capture.py",
     *files(f"{UNIT}/prompt", "captures", "harmony", "mistral", "mistral_images", "segment_cache"),
-    *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "way_comparison", "worker_threads"),
+    *files(ROUTER, "hostile_bodies", "tls", "tracing", "unresolved_images", "offload_comparison", "worker_threads"),
 )
 """Unit tests that take seconds each, and are not needed in the inner loop."""
 PROCESSES = (
     *files(f"{UNIT}/local", "cluster", "pods"),
     *(f"{UNIT}/{name}/test_process.py" for name in ("kv_events", "router", "sidecar", "sim")),
-    *(f"{UNIT}/cli/test_command_line.py", f"{UNIT}/router/test_late_app.py"),
+    *(f"{UNIT}/cli/test_command_line.py", f"{UNIT}/router/test_lazy_app.py"),
     *("handover/tests/shm/test_soak.py", "handover/tests/plugin/test_start.py"),
 )
 """Tests that start interpreters, most of whose time is imports, and are not needed in the inner loop."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from bench.child_process import Child
 from bench.report import Row, not_run, percentile, row
 from bench.serving.load_generator import KEY
-from bench.serving.neighbours import NEIGHBOUR
 from bench.serving.proxy_overhead import DIRECT, OURS
 from bench.serving.router_processes import Server, ServingRig
+from bench.serving.stall_clients import NEIGHBOUR
 
 STREAMS, PAUSE_MS = 32, 10
 ROUNDS, SECONDS = 2, 4.0
@@ -44,7 +44,7 @@ def run() -> list[Row]:
 
 def stall_clients(rig: ServingRig) -> tuple[Child, Child]:
     """Return the process of the timed clients and that of the neighbour; they end with the rig."""
-    first, second = (rig.enter_context(Child.module("bench.serving.neighbours")) for _ in range(2))
+    first, second = (rig.enter_context(Child.module("bench.serving.stall_clients")) for _ in range(2))
     return first, second
 
 

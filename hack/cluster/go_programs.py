@@ -36,7 +36,7 @@ from hack.build_once import (
     locked,
     status_of,
 )
-from hack.cluster.go_tool import find_go, go_env, install, module_folder, require_go, run_go, run_in_module
+from hack.cluster.go_toolchain import find_go, go_env, install, module_folder, require_go, run_go, run_in_module
 
 MODULE = Path(__file__).with_name("kube")
 POLICIES_MODULE = Path(__file__).with_name("netpol")

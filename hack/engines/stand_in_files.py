@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from hack.engines.family_tokens import ids
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
-from hack.engines.stand_in_tokens import ids
 
 PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
 CODE = {

@@ -48,7 +48,7 @@ from hack.build_once import (
     run,
     status_of,
 )
-from hack.engines import stand_in_files, stand_in_tokens, vllm_env
+from hack.engines import family_tokens, stand_in_files, vllm_env
 from hack.engines.shrink_model import COPIED, HEADS, HIDDEN, TEXT
 
 FREE_GB = 1
@@ -230,14 +230,14 @@ def stand_in(name: str, folder: Path) -> None:
         json.loads((folder / file).read_text()) for file in ("tokenizer.json", "tokenizer_config.json")
     )
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    for text, number in stand_in_tokens.ids(name).items():
+    for text, number in family_tokens.ids(name).items():
         tokenizer["added_tokens"].append({"id": number, "content": text, **flags})
         config["added_tokens_decoder"][str(number)] = {"content": text, **flags}
     config.pop("chat_template", None)
-    config |= {"extra_special_tokens": stand_in_tokens.NAMED.get(name, {}), "additional_special_tokens": []}
-    if name in stand_in_tokens.IMAGES:
-        template = stand_in_tokens.TEMPLATE.replace("IMAGE", stand_in_tokens.IMAGES[name])
-        (folder / "chat_template.jinja").write_text(template.replace("AUDIO", stand_in_tokens.AUDIO.get(name, "")))
+    config |= {"extra_special_tokens": family_tokens.NAMED.get(name, {}), "additional_special_tokens": []}
+    if name in family_tokens.IMAGES:
+        template = family_tokens.TEMPLATE.replace("IMAGE", family_tokens.IMAGES[name])
+        (folder / "chat_template.jinja").write_text(template.replace("AUDIO", family_tokens.AUDIO.get(name, "")))
     else:
         config["bos_token"] = "<|endoftext|>"  # with which vLLM's own template begins
     for file, content in (("tokenizer.json", tokenizer), ("tokenizer_config.json", config)):
@@ -304,7 +304,7 @@ def make(family: str) -> Path:
     """Return a family's folder. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder = folder_of(family)
     files = FAMILIES[family][1]
-    made_by = (of_npm, of_models, mistral3, package, build, stand_in, stand_in_files, stand_in_tokens)
+    made_by = (of_npm, of_models, mistral3, package, build, stand_in, stand_in_files, family_tokens)
     sources = (inspect.getsource(source) for source in made_by)
     recipe = digest(json.dumps(PACKAGES), RELEASE, TEKKEN, CONVERT, json.dumps(files), *sources)
     build_once(folder, recipe, partial(build, family), what=f"the model folder of {family}", free_gb=FREE_GB)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hack.build_once import captured, digest, failed, note
 from hack.cluster.go_programs import MODULE, kubernetes_version, linker_flags
-from hack.cluster.go_tool import go_env, install, module_folder, run_go
+from hack.cluster.go_toolchain import go_env, install, module_folder, run_go
 from hack.images import base_image
 from hack.kind.docker_daemon import Docker
 

@@ -16,7 +16,7 @@ from mmrouter_router import build
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import client_port, metrics_port
 from mmrouter_router.api.chat import Chat
-from mmrouter_router.api.late_app import LateApp
+from mmrouter_router.api.lazy_app import LazyApp
 from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import UNROUTABLE, Reporter
 from mmrouter_router.api.response_routes import ResponseRoutes
@@ -37,7 +37,7 @@ from mmrouter_router.intake import PARSERS
 from mmrouter_router.request.prepared import Outgoing, Prepared
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.scheduling.candidates import Eligibility, NoWorkerError
-from mmrouter_router.scheduling.pipeline_stages import canary_applies
+from mmrouter_router.scheduling.disaggregation import canary_applies
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify.probe_requests import ProbeRequestError
 
@@ -189,7 +189,7 @@ class Router:
         )
         metrics = metrics_port.metrics_app(self.metrics.registry, lambda: self.ready)
         picker = self._picker(certificate)
-        control = LateApp(lambda: self._control_app(picker))
+        control = LazyApp(lambda: self._control_app(picker))
         admin = {CONTROL_PORT: control, metrics_port.PORT: metrics}
         others = [Server(app, settings.host, port, drain_seconds=ADMIN_DRAIN_SECONDS) for port, app in admin.items()]
         log.info("router %s serves %s on %s", settings.router_id, settings.served_model, settings.pod_ip)

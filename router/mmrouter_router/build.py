@@ -33,7 +33,7 @@ from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.prepare import Preparer, PromptModel
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer, small_pictures
-from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
+from mmrouter_router.scheduling.disaggregation import OffloadPolicy
 from mmrouter_router.scheduling.placer import Placer
 from mmrouter_router.scheduling.scoring import PROMPT_BLIND_POLICIES
 from mmrouter_router.sentinels.evidence import SentinelStore

@@ -16,11 +16,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from tokenizers.decoders import DecodeStream
 
+from mmrouter_sim.constraints.constrained_text import formed_text
+from mmrouter_sim.constraints.shortest import FormError
 from mmrouter_sim.core.requests import Request
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
-from mmrouter_sim.forms.answers import formed_text
-from mmrouter_sim.forms.shortest import FormError
 from mmrouter_sim.rank_runner import Aborted, Runner
 from mmrouter_sim.vllm.requests import Generation, Prompt, StreamOptions, last_words
 

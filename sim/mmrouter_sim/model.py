@@ -27,10 +27,10 @@ from mmrouter_lib.prompt import (
     TemplateError,
     render_arguments,
 )
+from mmrouter_sim.constraints.shortest import FormError
 from mmrouter_sim.core import hub
 from mmrouter_sim.core.requests import Media, Sampler
 from mmrouter_sim.errors import RequestError
-from mmrouter_sim.forms.shortest import FormError
 
 # Large sizes of several shapes; the largest token count among them is the largest of a family.
 _LARGE = ((16_384, 16_384), (4096, 4096), (50, 8000), (1344, 336), (336, 1344), (1008, 336), (672, 672), (1, 1))

@@ -21,7 +21,7 @@ from cluster.kubelet_status import ContainerState
 
 from mmrouter_cli.local.folders import make_folders
 from mmrouter_cli.local.loopback_network import AddressBlock, take_block
-from mmrouter_cli.local.pods.environment import engine_commands
+from mmrouter_cli.local.pods.container_process import engine_commands
 from mmrouter_cli.local.pods.pod import LocalPod, PodBuilder
 from mmrouter_cli.local.pods.pod_processes import Container
 from mmrouter_cli.local.run_plan import RunPlan, make_plan

@@ -38,7 +38,7 @@ from mmrouter_lib.block_keys import chain, namespace_seed
 from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import Cleared, Ragged, Removed, Stored
-from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
+from mmrouter_sidecar.blocks.window_block_keys import WindowBlocks
 
 
 @dataclass(frozen=True)

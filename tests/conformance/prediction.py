@@ -21,7 +21,7 @@ from mmrouter_lib.families import Family, ProcessorLimits
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.media_identity import media_identity, to_wire
 from mmrouter_lib.prompt import AnyPrompter, PromptImage
-from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
+from mmrouter_sidecar.blocks.window_block_keys import WindowBlocks
 
 KEY = bytes(range(32))
 MAX_PIXELS = 64_000_000

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from conformance.own_code import answer_of
 
-from mmrouter_sim.forms.shortest import FormError, shortest
-from mmrouter_sim.forms.syntaxes import grammar, regex
+from mmrouter_sim.constraints.grammars import grammar, regex
+from mmrouter_sim.constraints.shortest import FormError, shortest
 
 PROGRAM = """
 import json, sys

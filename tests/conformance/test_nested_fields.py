@@ -13,7 +13,7 @@ from conformance.engine_schemas import MODELS, MODULES, schemas_of
 from nested_bodies import full_body, objects_in, refusal
 
 from mmrouter_lib.engines import ADAPTERS
-from mmrouter_lib.engines.base.nested_fields import PASSED_NESTED, SCHEMAS
+from mmrouter_lib.engines.base.nested_field_names import PASSED_NESTED, SCHEMAS
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 

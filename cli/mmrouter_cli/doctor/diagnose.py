@@ -24,7 +24,7 @@ from mmrouter_cli.doctor.findings import (
     GatewayFacts,
     RoutingFacts,
 )
-from mmrouter_cli.doctor.probe_picker import PickerHealth, picker_health
+from mmrouter_cli.doctor.picker_health import PickerHealth, picker_health
 from mmrouter_cli.status.control_api import (
     CONTROL_PORT,
     ControlEndpoint,

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mmrouter_cli.doctor.probe_picker import PickerHealth
+from mmrouter_cli.doctor.picker_health import PickerHealth
 from mmrouter_cli.status.control_api import State, Unread
 from mmrouter_lib.api import MMRouterDeployment, SpecError
 from mmrouter_operator.model.external_refs import Reference

@@ -18,7 +18,7 @@ from mmrouter_cli.local.devices import DeviceRequest, assign
 from mmrouter_cli.local.envoy import GATEWAY_PORT, PICKER_PORT, PORT_TAKEN, envoy_config, start_envoy
 from mmrouter_cli.local.folders import LocalError, RunFolders, make_folders, network_namespace
 from mmrouter_cli.local.loopback_network import AddressBlock, Forwarder, can_bind, take_block
-from mmrouter_cli.local.pods.environment import Commands, Engines, engine_commands
+from mmrouter_cli.local.pods.container_process import Commands, Engines, engine_commands
 from mmrouter_cli.local.pods.pod import LocalPod, PodBuilder
 from mmrouter_cli.local.pods.pod_processes import VainError, log_failure
 from mmrouter_cli.local.process import Child, Guard, LogSink, console_sink

@@ -20,7 +20,7 @@ from mmrouter_cli.demo_workload import DemoResult
 from mmrouter_cli.local.cluster import LocalCluster, run_local
 from mmrouter_cli.local.devices import device_requests, find_devices
 from mmrouter_cli.local.envoy import find_envoy
-from mmrouter_cli.local.pods.environment import Engines
+from mmrouter_cli.local.pods.container_process import Engines
 from mmrouter_cli.local.pods.pod_processes import VainError
 from mmrouter_cli.local.preflight import Preflight
 from mmrouter_cli.local.process import console_sink, file_sink

@@ -9,7 +9,7 @@ from mmrouter_cli.local.devices import device_requests, find_devices
 from mmrouter_cli.local.envoy import GATEWAY_PORT, PORT_TAKEN
 from mmrouter_cli.local.folders import LocalError
 from mmrouter_cli.local.loopback_network import take_block
-from mmrouter_cli.local.pods.environment import ENGINE_COMMANDS, Engines, engine_commands, inherited_env
+from mmrouter_cli.local.pods.container_process import ENGINE_COMMANDS, Engines, engine_commands, inherited_env
 from mmrouter_cli.local.run_plan import RunPlan
 from mmrouter_lib.api import MMRouterDeployment
 

@@ -32,7 +32,7 @@ from mmrouter_router.api.answers import (
     respond_converted,
     respond_json,
 )
-from mmrouter_router.api.request_counts import RequestCounts
+from mmrouter_router.api.request_metrics import RequestCounts
 from mmrouter_router.core.errors import RequestError, is_exhausted
 from mmrouter_router.core.request_ids import NAME_HEADER, RequestIds, client_name
 from mmrouter_router.core.settings import Settings

@@ -1,6 +1,6 @@
 """The app of the port for control (8001), with a token (docs/architecture.md).
 
-Importing FastAPI takes a fifth of the router's start, so :class:`.late_app.LateApp` does it while other ports serve.
+Importing FastAPI takes a fifth of the router's start, so :class:`.lazy_app.LazyApp` does it while other ports serve.
 """
 
 import asyncio

@@ -21,7 +21,7 @@ from mmrouter_router.fleet.feed_session import STALE_SECONDS
 from mmrouter_router.fleet.workers import Fleet, Worker
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Renderer
-from mmrouter_router.scheduling.pipeline_stages import canary_applies
+from mmrouter_router.scheduling.disaggregation import canary_applies
 
 BATCH_SECONDS = 0.2  # changes within this time are one event
 CHECK_SECONDS = 0.5

@@ -12,7 +12,7 @@ import zmq
 
 from mmrouter_lib.api import MMRouterDeployment, load_deployment
 from mmrouter_lib.engines import adapter, answering_args
-from mmrouter_lib.engines.base.continuation import AnswerTraits
+from mmrouter_lib.engines.base.answer_takeover import AnswerTraits
 from mmrouter_lib.feed_keys import ROUTER_SECRET, SIDECAR_PUBLIC, Keys, read_keys
 from mmrouter_lib.model_folder import read_json
 from mmrouter_lib.settings_files import SettingsError, reading_settings

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation, Way
+from mmrouter_lib.engines.base.answer_takeover import AnswerTraits, TokenContinuation, Way
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.engine_client import EngineReply

@@ -8,7 +8,7 @@ from typing import Final
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.continuation import ContinuationError
+from mmrouter_lib.engines.base.answer_takeover import ContinuationError
 from mmrouter_lib.engines.base.launch import HTTP_PORT
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.dispatch.sglang_pair import PrefillHalf, PrefillRefusal

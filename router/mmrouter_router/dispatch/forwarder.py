@@ -26,7 +26,7 @@ from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.http.upstream import Answer
 from mmrouter_router.request.prepared import CHAT, Prepared
 from mmrouter_router.scheduling.candidates import NoWorkerError
-from mmrouter_router.scheduling.pipeline_stages import PipelineForm
+from mmrouter_router.scheduling.disaggregation import PipelineForm
 from mmrouter_router.scheduling.placer import ANSWERING, Booking, Decision, Placer, QueueFullError, RouteNotServedError
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import Span, child_span, failure_of

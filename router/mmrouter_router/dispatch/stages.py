@@ -21,10 +21,10 @@ from mmrouter_router.http.engine_connection import Body, UpstreamError
 from mmrouter_router.http.gateway import Gateway
 from mmrouter_router.request.prepared import CHAT, Outgoing, Prepared
 from mmrouter_router.scheduling.candidates import NoWorkerError
-from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy, PipelineForm, choose_form
+from mmrouter_router.scheduling.disaggregation import OffloadPolicy, PipelineForm, choose_form
+from mmrouter_router.scheduling.offload_comparison import Waiting
 from mmrouter_router.scheduling.placer import Decision, Placer
 from mmrouter_router.scheduling.scoring import Policy
-from mmrouter_router.scheduling.way_comparison import Waiting
 from mmrouter_router.streams.answer import StreamedAnswer
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span, failure_of

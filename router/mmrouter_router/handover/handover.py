@@ -20,7 +20,7 @@ from mmrouter_router.handover.request_delivery import AddressedRequest, Post, T
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepared import OutgoingImage, Place
-from mmrouter_router.scheduling.way_comparison import Waiting
+from mmrouter_router.scheduling.offload_comparison import Waiting
 from mmrouter_router.telemetry.metrics import Metrics
 
 log = logging.getLogger("mmrouter.handover")

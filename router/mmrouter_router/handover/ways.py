@@ -4,7 +4,7 @@ By file or in the body an image is the same to the engine, which processes it; t
 router's part of the time is measured with every image. The engine's part is a constant, measured by ``python -m bench
 media``, because the router cannot observe it.
 
-A processed image spares the engine its processing, which shows only in the answers: ``way_comparison``.
+A processed image spares the engine its processing, which shows only in the answers: ``offload_comparison``.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 from mmrouter_lib.engines.vllm.plugin_api import Status
 from mmrouter_lib.engines.vllm.plugin_api import Way as Processed
 from mmrouter_router.core.linear_cost import Line, Rate
-from mmrouter_router.scheduling.way_comparison import WayComparison
+from mmrouter_router.scheduling.offload_comparison import WayComparison
 
 Way = Literal["nixl", "shm", "inline", "file", "bytes"]
 """How an image reaches an engine.

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.nested_fields import NESTED_FIELDS, Names, unknown_name
+from mmrouter_lib.engines.base.nested_field_names import NESTED_FIELDS, Names, unknown_name
 from mmrouter_lib.engines.base.request_fields import Effect, Endpoint, words
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_XARGS
 from mmrouter_router.core.errors import RequestError

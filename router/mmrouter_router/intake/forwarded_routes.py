@@ -16,7 +16,7 @@ from blake3 import blake3
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.nested_fields import PASSED_NESTED
+from mmrouter_lib.engines.base.nested_field_names import PASSED_NESTED
 from mmrouter_lib.engines.base.passed_routes import PASSED_ROUTES, TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import RESPONSES, words
 from mmrouter_lib.media_identity import Modality

@@ -12,7 +12,7 @@ import orjson
 from mmrouter_lib.block_keys import Span, block_keys
 from mmrouter_lib.engines.base import request_fields
 from mmrouter_lib.engines.base.adapter import ImageRewrite
-from mmrouter_lib.engines.base.continuation import Way
+from mmrouter_lib.engines.base.answer_takeover import Way
 from mmrouter_lib.media_identity import Modality, to_wire
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_lib.video_header import VideoHeader

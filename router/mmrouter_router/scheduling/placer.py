@@ -19,7 +19,7 @@ from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.scheduling.candidate_columns import CandidateGroup, CandidateRow
 from mmrouter_router.scheduling.candidates import CandidateGroups, Eligibility, NoWorkerError, Standing
-from mmrouter_router.scheduling.pipeline_stages import canary_applies
+from mmrouter_router.scheduling.disaggregation import canary_applies
 from mmrouter_router.scheduling.scoring import WEIGHTS, CandidateTable, Choice, Policy, choose
 from mmrouter_router.telemetry.tracing import Value
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal, get_args
 
-from mmrouter_lib.engines.base.continuation import AnswerTraits, Obstacle
+from mmrouter_lib.engines.base.answer_takeover import AnswerTraits, Obstacle
 
 Cause = Literal["engine_lost", "stalled", "ended_early", "engine_failed"]
 """Connection lost; no byte from an engine that hangs; end without the last event; error event of the engine."""

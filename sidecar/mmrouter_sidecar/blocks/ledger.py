@@ -8,7 +8,7 @@ tier names by hash alone has the key of that hash elsewhere on its rank.
 
 Cache groups share one chain of hashes, and events of groups other than full attention name only some of the blocks that
 their tokens fill. Beside full attention, which names all, the same hash has the same key. Without it,
-:mod:`mmrouter_sidecar.blocks.sliding_windows` locates the blocks. Pure; no I/O.
+:mod:`mmrouter_sidecar.blocks.window_block_keys` locates the blocks. Pure; no I/O.
 """
 
 from array import array
@@ -25,7 +25,7 @@ from mmrouter_sidecar.blocks.image_observations import ImageObservations
 from mmrouter_sidecar.blocks.known_groups import KnownGroups
 from mmrouter_sidecar.blocks.ledger_ops import LedgerOp, Place, group_op
 from mmrouter_sidecar.blocks.removed_keys import RemovedKeys
-from mmrouter_sidecar.blocks.sliding_windows import WindowBlocks
+from mmrouter_sidecar.blocks.window_block_keys import WindowBlocks
 
 MAX_SEEDS = 65_536
 

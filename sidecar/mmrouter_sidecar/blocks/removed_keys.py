@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from mmrouter_lib.block_keys import Key
-from mmrouter_sidecar.blocks.sliding_windows import LocatedBlocks
+from mmrouter_sidecar.blocks.window_block_keys import LocatedBlocks
 
 MAX_REMOVED = 65_536  # number of remembered blocks, about 100 bytes each; the oldest are dropped
 

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from mmrouter_lib.engines.base.response_chat import UnmodelledFieldError
 from mmrouter_lib.engines.prompters import response_chat
+from mmrouter_sim.constraints.constrained_text import response_format_of
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response
-from mmrouter_sim.forms.answers import response_format_of
 from mmrouter_sim.generation import Piece, render
 from mmrouter_sim.rank_runner import Aborted
 from mmrouter_sim.response_events import numbered_events, response_usage

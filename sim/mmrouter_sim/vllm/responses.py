@@ -14,9 +14,9 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
+from mmrouter_sim.constraints.constrained_text import response_format_of
 from mmrouter_sim.engine import SimulatedEngine
 from mmrouter_sim.errors import RequestError, json_response, parameter_error, validation_error
-from mmrouter_sim.forms.answers import response_format_of
 from mmrouter_sim.generation import Piece, render
 from mmrouter_sim.response_events import numbered_events, response_usage
 from mmrouter_sim.vllm import completions, requests

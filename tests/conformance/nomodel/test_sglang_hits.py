@@ -23,7 +23,7 @@ from mmrouter_lib.engines.sglang.identity import legacy_sentinels
 
 
 def drawn(engine: SglangProcess | SglangHybridProcess, name: str, page: int, folder: Path) -> tuple[Followed, Prompts]:
-    """Give an engine its pages; return what follows its events, and the prompts that it is asked."""
+    """Give an engine its pages; return what follows its events, and the prompts of its requests."""
     engine.plan(name)
     followed = Followed(folder, "sglang", engine.release, drafts=False)
     return followed, Prompts(random.Random(name + SEED), block_size=page)

@@ -15,7 +15,7 @@ from conformance.sglang.test_rendering import COMPARED, TEMPLATES, Kind, compare
 from conformance.vllm.test_responses import TOOLS, Drawing
 
 from mmrouter_lib import families
-from mmrouter_lib.engines.base.releases import is_before
+from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_lib.engines.prompters import response_chat
 from mmrouter_lib.engines.sglang.adapter import other_prompt
 from mmrouter_lib.engines.sglang.prompter import SglangPrompter

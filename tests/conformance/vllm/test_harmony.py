@@ -23,7 +23,7 @@ from conformance.test_text_models import COMPLETIONS, REFUSED_BY_VLLM, SMALL, Te
 from conformance.workload import CODE, CONTINUED, EMOJI, SCRIPTS, STORY, Case, case, said, user
 from unit.prompt.o200k import SPECIAL, write
 
-from mmrouter_lib.engines.base.releases import is_before
+from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_lib.engines.prompters import response_chat
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt import HarmonyPrompter

@@ -20,7 +20,7 @@ from conformance.setups import REPOSITORIES, setup_families
 from conformance.vllm.test_messages import SIZES, chat_of
 from conformance.workload import picture
 
-from mmrouter_lib.engines.base.releases import is_before
+from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import Limits, parse_responses
 from mmrouter_router.intake.responses import ITEMS, PARTS, TOOL_FIELDS

@@ -6,7 +6,7 @@ import pytest
 from gateway.epp.conftest import SECONDS, serving
 from unit.router.rig import loopback
 
-from mmrouter_cli.doctor.probe_picker import PickerHealth, picker_health
+from mmrouter_cli.doctor.picker_health import PickerHealth, picker_health
 from mmrouter_router.http.certificate import self_signed
 from mmrouter_router.picker.server import PICKER_PORT
 
@@ -31,7 +31,7 @@ async def test_probe_leaves_no_task_behind() -> None:
     made = self_signed("vl")
     async with serving(lambda: made) as ip:
         await picker_health(ip, PICKER_PORT, SECONDS)
-        assert not [task for task in asyncio.all_tasks() if "probe_picker.py" in repr(task)]
+        assert not [task for task in asyncio.all_tasks() if "picker_health.py" in repr(task)]
 
 
 async def test_closed_port_refuses_connections() -> None:

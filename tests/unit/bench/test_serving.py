@@ -10,7 +10,7 @@ import pytest
 from bench.peer_routers import DYNAMO_FRONTEND
 from bench.placing.workload import padded_png
 from bench.serving import (
-    gateways,
+    gateway_overhead,
     load_generator,
     picker_overhead,
     proxy_overhead,
@@ -20,11 +20,11 @@ from bench.serving import (
     whole_job,
 )
 from bench.serving.load_generator import LoadGenerator
-from bench.serving.neighbours import StallClients
 from bench.serving.plain_engine import TOKENS, EngineConnection
 from bench.serving.proxy_overhead import DIRECT, KV, OURS, TargetFigures
 from bench.serving.resource_usage import RouterUsage
 from bench.serving.router_processes import CpuCost
+from bench.serving.stall_clients import StallClients
 from mmrouter_lib.image_size import probe
 
 SMG = "smg 1.13.0"
@@ -120,11 +120,11 @@ def test_the_cost_of_spans_is_a_ratio_to_none_and_only_the_operators_share_has_a
 
 
 def test_the_figures_of_a_gateway_are_ratios_to_each_other_way():
-    us = {(gateways.OURS, "short chat"): 100.0, (gateways.DECIDED, "short chat"): 400.0}
-    rows = by_name(gateways.rows("p50", us, "no Envoy"))
+    us = {(gateway_overhead.OURS, "short chat"): 100.0, (gateways.DECIDED, "short chat"): 400.0}
+    rows = by_name(gateway_overhead.rows("p50", us, "no Envoy"))
     assert rows["gateway, short chat: p50"].value == 100
-    assert rows[f"gateway, short chat: p50, over {gateways.DECIDED}"].value == 0.25
-    missing = rows[f"gateway, short chat: p50, over {gateways.ENVOY}"]
+    assert rows[f"gateway, short chat: p50, over {gateway_overhead.DECIDED}"].value == 0.25
+    missing = rows[f"gateway, short chat: p50, over {gateway_overhead.ENVOY}"]
     assert (missing.value, missing.peer) == (None, "not run: no Envoy")
 
 

@@ -9,7 +9,7 @@ from unit.cli import healthy_cluster as d
 from mmrouter_cli.doctor.check_cluster import api_check
 from mmrouter_cli.doctor.check_gateway import LIMIT_KINDS, gateway_check, picker_check
 from mmrouter_cli.doctor.findings import Finding, GatewayFacts
-from mmrouter_cli.doctor.probe_picker import PickerHealth
+from mmrouter_cli.doctor.picker_health import PickerHealth
 from mmrouter_cli.status.control_api import NOT_RUNNING, Unread
 from mmrouter_lib.api import SpecError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hack.build_once import ROOT, CannotMakeError, FailedError
-from hack.cluster import go_tool
+from hack.cluster import go_toolchain
 from hack.cluster.go_programs import NODE_PACKAGES, kubernetes_go, missing_for_node
 from hack.engines import newer_vllm_env, vllm_env
 from hack.engines.shrink_model import shrink, shrink_config
@@ -84,7 +84,7 @@ def test_a_model_folder_lies_in_the_cache_and_needs_npm(tmp_path: Path) -> None:
 def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The only folder that commands are searched in."""
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    monkeypatch.setattr(go_tool, "GO_FOLDERS", ())
+    monkeypatch.setattr(go_toolchain, "GO_FOLDERS", ())
     return tmp_path / "bin"
 
 

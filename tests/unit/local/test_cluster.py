@@ -20,7 +20,7 @@ from unit.local.conftest import alive, ask
 from mmrouter_cli.local import cluster as local_cluster
 from mmrouter_cli.local.cluster import write_atomically
 from mmrouter_cli.local.folders import SHM, LocalError, make_folders, run_root
-from mmrouter_cli.local.pods.environment import engine_commands, inherited_env
+from mmrouter_cli.local.pods.container_process import engine_commands, inherited_env
 
 FRONTEND = {"mmrouter.io/role": "frontend"}
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_cli.local.folders import LocalError
-from mmrouter_cli.local.pods.environment import expand, resolve_env, rewriter
+from mmrouter_cli.local.pods.container_process import expand, resolve_env, rewriter
 from mmrouter_cli.local.pods.volumes import link_nested, make_volumes, mount_paths
 from mmrouter_cli.local.run_plan import PodPlan, RunPlan, make_plan
 from mmrouter_lib.api import parse_deployment

@@ -10,8 +10,8 @@ from unit.router.scripted_engines import DIES, HANGS
 from unit.router.streams.test_answer import DONE, Engine, received
 from waiting import until
 
-from mmrouter_lib.engines.base.continuation import AnswerTraits
-from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION
+from mmrouter_lib.engines.base.answer_takeover import AnswerTraits
+from mmrouter_lib.engines.vllm.answer_takeover import CONTINUATION as VLLM_CONTINUATION
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.dispatch.continued_stream import Continuations
 from mmrouter_router.dispatch.forwarder import AttemptHistory

@@ -7,7 +7,7 @@ from unit.router.rig import BLOCK, LoopbackEngine, http_answer, synced
 from unit.router.streams.test_answer import DONE, Engine, event, received
 from unit.router.test_continued_stream import COMPLETIONS, SAMPLED, TOKENS, Streams, assert_ends_with, breaks, ends
 
-from mmrouter_lib.engines.vllm.continuation import CONTINUATION as VLLM_CONTINUATION
+from mmrouter_lib.engines.vllm.answer_takeover import CONTINUATION as VLLM_CONTINUATION
 from mmrouter_router.fleet.workers import Member
 from mmrouter_router.request.prepared import CHAT
 

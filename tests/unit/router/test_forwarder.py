@@ -12,8 +12,8 @@ from waiting import until
 from mmrouter_router.dispatch.engine_client import EngineClient
 from mmrouter_router.dispatch.forwarder import Forwarder
 from mmrouter_router.dispatch.stages import Stages
-from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
-from mmrouter_router.scheduling.way_comparison import Waiting, WayComparison
+from mmrouter_router.scheduling.disaggregation import OffloadPolicy
+from mmrouter_router.scheduling.offload_comparison import Waiting, WayComparison
 
 BUSY = answer(503, b"busy")
 DRAINING = answer(500, b'{"error":{"message":"cannot schedule new futures after shutdown"}}')

@@ -39,7 +39,7 @@ from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import CHAT, Outgoing, OutgoingImage
-from mmrouter_router.scheduling.way_comparison import ENOUGH, PERIOD
+from mmrouter_router.scheduling.offload_comparison import ENOUGH, PERIOD
 from mmrouter_router.telemetry.metrics import Metrics
 
 LARGE = 8 * IN_THREAD

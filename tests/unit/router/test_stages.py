@@ -23,8 +23,8 @@ from mmrouter_router.fleet.workers import Member
 from mmrouter_router.http.engine_connection import UpstreamError
 from mmrouter_router.media.content import Media
 from mmrouter_router.request.prepared import Outgoing, OutgoingImage, Prepared
-from mmrouter_router.scheduling.pipeline_stages import SHORT_TOKENS, OffloadPolicy, canary_applies, choose_form
-from mmrouter_router.scheduling.way_comparison import PERIOD
+from mmrouter_router.scheduling.disaggregation import SHORT_TOKENS, OffloadPolicy, canary_applies, choose_form
+from mmrouter_router.scheduling.offload_comparison import PERIOD
 
 LENGTH = 2 * SHORT_TOKENS
 IDS = array("I", range(LENGTH))

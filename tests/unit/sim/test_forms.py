@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lark import Lark
 
-from mmrouter_sim.forms.answers import formed_text
-from mmrouter_sim.forms.shortest import FormError, shortest
-from mmrouter_sim.forms.syntaxes import grammar, regex
+from mmrouter_sim.constraints.constrained_text import formed_text
+from mmrouter_sim.constraints.grammars import grammar, regex
+from mmrouter_sim.constraints.shortest import FormError, shortest
 
 ATOMS = [
     "a",

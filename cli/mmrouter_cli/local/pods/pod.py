@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 
 from mmrouter_cli.local.folders import SHM, RunFolders
-from mmrouter_cli.local.pods.environment import Commands, expand, inherited_env, resolve_env, rewriter
+from mmrouter_cli.local.pods.container_process import Commands, expand, inherited_env, resolve_env, rewriter
 from mmrouter_cli.local.pods.pod_processes import Container
 from mmrouter_cli.local.pods.volumes import link_nested, make_volumes, mount_paths
 from mmrouter_cli.local.process import Guard, LogSink

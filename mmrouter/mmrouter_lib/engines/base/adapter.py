@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 
-from mmrouter_lib.engines.base.continuation import AnswerTraits, TokenContinuation
+from mmrouter_lib.engines.base.answer_takeover import AnswerTraits, TokenContinuation
 from mmrouter_lib.engines.base.events import Batch
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS, RESPONSES, Endpoint, RequestFields
 

@@ -17,10 +17,10 @@ from mmrouter_lib.engines.base.adapter import (
     token_parser,
     without,
 )
-from mmrouter_lib.engines.base.continuation import AnswerTraits
+from mmrouter_lib.engines.base.answer_takeover import AnswerTraits
 from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.base.passed_routes import GENERATE
-from mmrouter_lib.engines.base.releases import is_before
+from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS
 from mmrouter_lib.engines.sglang.events import decode_batch
 from mmrouter_lib.engines.sglang.identity import compact_json

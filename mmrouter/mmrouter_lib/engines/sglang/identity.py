@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from mmrouter_lib.engines.base.releases import is_before
+from mmrouter_lib.engines.base.release_order import is_before
 
 SENTINEL_BASE: Final = 1_000_000  # lowest sentinel; vocabularies end below
 WIDE_SENTINELS: Final = 4  # number of sentinels of one image, cycled over each of its runs

@@ -19,7 +19,7 @@ from mmrouter_lib.engines.base.adapter import (
 )
 from mmrouter_lib.engines.base.launch import chosen_flags
 from mmrouter_lib.engines.base.passed_routes import GENERATE, PASSED_ROUTES, TRANSCRIBE, UNCACHED
-from mmrouter_lib.engines.vllm.continuation import CONTINUATION, answer_traits
+from mmrouter_lib.engines.vllm.answer_takeover import CONTINUATION, answer_traits
 from mmrouter_lib.engines.vllm.drafters import drafter, sees_last
 from mmrouter_lib.engines.vllm.events import decode_batch
 from mmrouter_lib.engines.vllm.request_fields import REMOVED_FIELDS, REMOVED_XARGS, REQUEST_FIELDS

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from mmrouter_lib.engines.base.launch import chosen_flags
-from mmrouter_lib.engines.base.releases import is_before
+from mmrouter_lib.engines.base.release_order import is_before
 
 Drafter = Literal["", "drops", "unknown"]
 """``drops``: the last block of a hit is computed anew; ``unknown``: the arguments do not tell whether it is."""

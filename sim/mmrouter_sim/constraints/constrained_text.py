@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from mmrouter_sim.forms.schemas import MAX_DEPTH, instance
-from mmrouter_sim.forms.shortest import MAX_TEXT, FormError, shortest
-from mmrouter_sim.forms.syntaxes import MAX_SOURCE, grammar, regex
+from mmrouter_sim.constraints.grammars import MAX_SOURCE, grammar, regex
+from mmrouter_sim.constraints.schemas import MAX_DEPTH, instance
+from mmrouter_sim.constraints.shortest import MAX_TEXT, FormError, shortest
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _SGLANG = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}

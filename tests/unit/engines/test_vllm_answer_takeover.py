@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_lib.engines import adapter
-from mmrouter_lib.engines.base.continuation import ContinuationError
-from mmrouter_lib.engines.vllm.continuation import CHAT, COMPLETIONS, as_chunk, build, ends_whole, obstacle, strip
+from mmrouter_lib.engines.base.answer_takeover import ContinuationError
+from mmrouter_lib.engines.vllm.answer_takeover import CHAT, COMPLETIONS, as_chunk, build, ends_whole, obstacle, strip
 
 BASE = {"model": "m", "messages": [], "stream": True, "temperature": 0.7}
 JSON = st.recursive(

@@ -3,7 +3,7 @@
 from unit.router.router_rig import value
 from unit.router.test_skipped_predictions import PARTS, body, routed
 
-from mmrouter_router.api.request_counts import RequestCounts
+from mmrouter_router.api.request_metrics import RequestCounts
 from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.request.prepared import CHAT
 from mmrouter_router.telemetry.metrics import Metrics

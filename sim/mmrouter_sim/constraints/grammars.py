@@ -13,7 +13,7 @@ from typing import Any
 from lark import Lark, Token, Transformer_NonRecursive
 from lark.exceptions import UnexpectedInput, UnexpectedToken, VisitError
 
-from mmrouter_sim.forms.shortest import MAX_TEXT, Form, FormError
+from mmrouter_sim.constraints.shortest import MAX_TEXT, Form, FormError
 
 MAX_SOURCE = 8_192
 """Characters of a regular expression or grammar."""

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mmrouter_router.api.late_app import LateApp
+from mmrouter_router.api.lazy_app import LazyApp
 
 
 async def test_requests_at_once_share_one_app_that_a_thread_makes() -> None:
@@ -20,7 +20,7 @@ async def test_requests_at_once_share_one_app_that_a_thread_makes() -> None:
         makers.append(threading.current_thread())
         return app
 
-    late = LateApp(make)
+    late = LazyApp(make)
     await asyncio.gather(*(late({"path": path}, None, None) for path in ("a", "b")))
     await late({"path": "c"}, None, None)
     assert sorted(served) == ["a", "b", "c"]
@@ -39,7 +39,7 @@ async def test_after_a_failure_the_next_request_makes_the_app_again() -> None:
             raise failures.pop()
         return app
 
-    late = LateApp(make)
+    late = LazyApp(make)
     waiting = await asyncio.gather(*(late({}, None, None) for _ in range(2)), return_exceptions=True)
     assert [str(error) for error in waiting] == ["too many open files"] * 2
     await late({}, None, None)

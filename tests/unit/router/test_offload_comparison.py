@@ -19,8 +19,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmrouter_router.handover.ways import AUTO_GAIN
-from mmrouter_router.scheduling.pipeline_stages import OffloadPolicy
-from mmrouter_router.scheduling.way_comparison import CYCLE, PERIOD, WayComparison
+from mmrouter_router.scheduling.disaggregation import OffloadPolicy
+from mmrouter_router.scheduling.offload_comparison import CYCLE, PERIOD, WayComparison
 
 TOKENS = 2000
 RULE = partial(WayComparison, AUTO_GAIN)

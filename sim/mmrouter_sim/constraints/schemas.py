@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from mmrouter_sim.forms.shortest import MAX_TEXT, FormError, shortest
-from mmrouter_sim.forms.syntaxes import MAX_SOURCE, regex
+from mmrouter_sim.constraints.grammars import MAX_SOURCE, regex
+from mmrouter_sim.constraints.shortest import MAX_TEXT, FormError, shortest
 
 MAX_DEPTH = 64
 """Levels of a schema, as in vLLM."""

@@ -100,7 +100,7 @@ def rows(what: str, us: Mapping[tuple[str, str], float], missing: str) -> list[R
 
 
 def _module(role: str, host: str) -> Server:
-    return Server(role, [sys.executable, "-m", "bench.serving.gateways", role, host, address(0)], host, PORT)
+    return Server(role, [sys.executable, "-m", "bench.serving.gateway_overhead", role, host, address(0)], host, PORT)
 
 
 def _envoy(file: Path, host: str, decision: str = "") -> Server:

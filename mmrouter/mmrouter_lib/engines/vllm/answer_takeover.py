@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import orjson
 
-from mmrouter_lib.engines.base.continuation import AnswerTraits, ContinuationError, Obstacle, TokenContinuation
+from mmrouter_lib.engines.base.answer_takeover import AnswerTraits, ContinuationError, Obstacle, TokenContinuation
 from mmrouter_lib.engines.base.launch import chosen_flags
 
 CHAT: Final = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines import adapter
-from mmrouter_router.scheduling.way_comparison import WayComparison
+from mmrouter_router.scheduling.offload_comparison import WayComparison
 
 SHORT_TOKENS: Final = 512
 """A prompt with fewer tokens left to compute, which is one step of any accelerator, is computed where it is decoded.

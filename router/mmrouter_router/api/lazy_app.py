@@ -7,7 +7,7 @@ from typing import Any
 from mmrouter_router.http.client_channel import Receive, Scope, Send
 
 
-class LateApp:
+class LazyApp:
     """The ASGI app that ``make`` returns; a thread calls it at the first request, and other requests wait for it.
 
     Where ``make`` fails, those requests fail, and the next one tries again.
