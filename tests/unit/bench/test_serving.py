@@ -120,7 +120,7 @@ def test_the_cost_of_spans_is_a_ratio_to_none_and_only_the_operators_share_has_a
 
 
 def test_the_figures_of_a_gateway_are_ratios_to_each_other_way():
-    us = {(gateway_overhead.OURS, "short chat"): 100.0, (gateways.DECIDED, "short chat"): 400.0}
+    us = {(gateway_overhead.OURS, "short chat"): 100.0, (gateway_overhead.DECIDED, "short chat"): 400.0}
     rows = by_name(gateway_overhead.rows("p50", us, "no Envoy"))
     assert rows["gateway, short chat: p50"].value == 100
     assert rows[f"gateway, short chat: p50, over {gateway_overhead.DECIDED}"].value == 0.25
