@@ -17,7 +17,7 @@ from mmrouter_operator.model.views import child_view, pod_view, revision_view
 from mmrouter_operator.planning.planner import Blocked, Progress
 from mmrouter_operator.planning.rollout_progress import pool_of
 from mmrouter_operator.planning.rollout_simulation import Simulation, simulate
-from mmrouter_operator.planning.template_revisions import adopts, choose_templates, difference
+from mmrouter_operator.planning.template_choice import adopts, choose_templates, difference
 from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.child import secret_name
 from mmrouter_operator.render.frontend import PICKER_PORT

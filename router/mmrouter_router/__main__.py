@@ -10,7 +10,7 @@ import uvloop
 
 from mmrouter_lib.api import SpecError
 from mmrouter_lib.families import ModelFolderError
-from mmrouter_lib.settings_files import SettingsError
+from mmrouter_lib.settings_errors import SettingsError
 from mmrouter_lib.tls_context import CertificateError
 from mmrouter_router.app import Router
 from mmrouter_router.core.log_limit import LogLimit

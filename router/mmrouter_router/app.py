@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from mmrouter_lib import __version__
 from mmrouter_lib.engines import adapter, storing_pools
 from mmrouter_lib.feed_keys import CHECK_SECONDS, KeyWatch, fingerprint
-from mmrouter_lib.settings_files import SettingsError
+from mmrouter_lib.settings_errors import SettingsError
 from mmrouter_router import build
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.api import client_port, metrics_port
@@ -301,8 +301,8 @@ class Router:
         if mode == "frontend":
             return None
         # Imported here so that only a router with a gateway loads gRPC.
-        from mmrouter_router.picker.engines import EngineChoice  # noqa: PLC0415
-        from mmrouter_router.picker.frontends import FrontendChoice  # noqa: PLC0415
+        from mmrouter_router.picker.engine_choice import EngineChoice  # noqa: PLC0415
+        from mmrouter_router.picker.frontend_choice import FrontendChoice  # noqa: PLC0415
         from mmrouter_router.picker.server import Picker  # noqa: PLC0415
 
         test = settings.test_selection

@@ -17,7 +17,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.engines.sglang.stage_requests import PATH, Encoder
 from mmrouter_lib.feed import SharedDirectory
 from mmrouter_lib.feed_keys import CHECK_SECONDS, ROUTER_PUBLIC, SIDECAR_SECRET, KeyWatch
-from mmrouter_lib.settings_files import SettingsError
+from mmrouter_lib.settings_errors import SettingsError
 from mmrouter_lib.tls_context import CertificateError
 from mmrouter_sidecar.engine.encoder_proxy import MAX_REQUEST_BYTES, EncoderProxy
 from mmrouter_sidecar.engine.engine_probe import UNSEEN, EngineProbe, watch_listener

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from mmrouter_lib.block_keys import Key, namespace_seed
 from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, Keys, fingerprint
-from mmrouter_lib.settings_files import SettingsError
+from mmrouter_lib.settings_errors import SettingsError
 
 DIRECTORY_BYTES = 1 << 30  # assumed size of an encoder's embeddings where no setting gives one
 

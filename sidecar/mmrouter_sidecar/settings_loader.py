@@ -20,7 +20,7 @@ from mmrouter_lib.engines.vllm.adapter import sets_cache_bytes
 from mmrouter_lib.feed_keys import ROUTER_PUBLIC, SIDECAR_SECRET, read_keys
 from mmrouter_lib.media_identity import KEY_BYTES
 from mmrouter_lib.pod_paths import CONFIG_DIR, HUB_CACHE_DIR, MODEL_DIR, STATE_DIR
-from mmrouter_lib.settings_files import SettingsError, reading_settings
+from mmrouter_lib.settings_errors import SettingsError, reading_settings
 from mmrouter_lib.tls_context import engine_server_name
 from mmrouter_sidecar import log_to_stderr
 from mmrouter_sidecar.settings import DIRECTORY_BYTES, Settings, curve_keys, to_json

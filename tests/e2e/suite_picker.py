@@ -18,7 +18,7 @@ import grpc.aio
 
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.picker import protocol
-from mmrouter_router.picker.frontends import FrontendChoice
+from mmrouter_router.picker.frontend_choice import FrontendChoice
 from mmrouter_router.picker.server import Picker
 from mmrouter_router.picker.wire import HEALTH_SERVICE, SERVING, HealthCheckRequest, HealthCheckResponse
 

@@ -16,7 +16,7 @@ from waiting import until
 from mmrouter_cli.local.envoy import envoy_config
 from mmrouter_router.http.certificate import self_signed
 from mmrouter_router.http.server import Shutdown
-from mmrouter_router.picker.frontends import FrontendChoice
+from mmrouter_router.picker.frontend_choice import FrontendChoice
 from mmrouter_router.picker.server import PICKER_PORT, Picker
 
 PORT = 8000

@@ -7,8 +7,8 @@ from mmrouter_lib.api.deployment import load_deployment as load_deployment
 from mmrouter_lib.api.deployment import parse_deployment as parse_deployment
 from mmrouter_lib.api.deployment import to_json as to_json
 from mmrouter_lib.api.engine_traits import EngineType as EngineType
-from mmrouter_lib.api.operations import TenantLimits as TenantLimits
-from mmrouter_lib.api.operations import Tenants as Tenants
+from mmrouter_lib.api.minor_sections import TenantLimits as TenantLimits
+from mmrouter_lib.api.minor_sections import Tenants as Tenants
 from mmrouter_lib.api.pools import Pool as Pool
 from mmrouter_lib.api.pools import Role as Role
 from mmrouter_lib.api.routing import Media as Media

@@ -8,7 +8,7 @@ from mmrouter_lib.api import owned_flag_rules
 from mmrouter_lib.api.cross_field_rules import Broken, Resource, broken, rule
 from mmrouter_lib.api.engine import EngineSpec, Model
 from mmrouter_lib.api.engine_traits import ENGINE_TYPES, engine_is
-from mmrouter_lib.api.operations import Frontend, NetworkPolicy, Observability, Sidecar, Verification
+from mmrouter_lib.api.minor_sections import Frontend, NetworkPolicy, Observability, Sidecar, Verification
 from mmrouter_lib.api.pools import Pool, Role
 from mmrouter_lib.api.routing import Routing
 from mmrouter_lib.api.shared_types import by_key

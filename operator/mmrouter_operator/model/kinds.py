@@ -104,7 +104,7 @@ FORMER_HASH: Final = "mmrouter.io/former-template-hash"
 Pods that it made are kept."""
 RENDERING_HASH: Final = "mmrouter.io/rendering-hash"
 """Annotation of pod templates: the hash of their content, set when one is chosen
-(:mod:`mmrouter_operator.planning.template_revisions`)."""
+(:mod:`mmrouter_operator.planning.template_choice`)."""
 SET_TARGET: Final = "mmrouter.io/set-target"
 """Annotation of a set pool's Deployment: replicas that an autoscaled pool had when its set began to switch."""
 REPLACE_KEYS: Final = "mmrouter.io/replace-keys"

@@ -45,7 +45,7 @@ from mmrouter_operator.planning.rollout_progress import (
     strategy,
     template_hash,
 )
-from mmrouter_operator.planning.template_revisions import stored_template, surplus_revisions
+from mmrouter_operator.planning.template_choice import stored_template, surplus_revisions
 
 __all__ = ["STAGES", "Blocked", "Complete", "Outcome", "Progress", "Prune", "Rollout", "RolloutPlan", "Step", "plan"]
 

@@ -38,7 +38,7 @@ from mmrouter_operator.planning.rollout_progress import (
     strategy,
     template_hash,
 )
-from mmrouter_operator.planning.template_revisions import stored_template
+from mmrouter_operator.planning.template_choice import stored_template
 from mmrouter_operator.render.pod.spec_hashes import SET_ROLES
 
 DIGITS = 8

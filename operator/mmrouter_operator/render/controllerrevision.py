@@ -10,7 +10,7 @@ KIND: Final = ChildKind("ControllerRevision", "apps/v1", wave=0, guard="removal"
 
 
 def render(inputs: RenderInputs) -> list[dict[str, Any]]:
-    """Return nothing: :mod:`mmrouter_operator.planning.template_revisions` decides when there is a new one."""
+    """Return nothing: :mod:`mmrouter_operator.planning.template_choice` decides when there is a new one."""
     return []
 
 

@@ -39,7 +39,7 @@ from mmrouter_operator.model.snapshot import (
 )
 from mmrouter_operator.planning.planner import RolloutPlan, plan
 from mmrouter_operator.planning.pod_readiness_gates import counted_reports, gate_changes, is_verified
-from mmrouter_operator.planning.template_revisions import adopts, choose_templates
+from mmrouter_operator.planning.template_choice import adopts, choose_templates
 from mmrouter_operator.render import CHILD_KINDS, render
 from mmrouter_operator.render.child import secret_name
 from mmrouter_operator.render.secret import render_secret

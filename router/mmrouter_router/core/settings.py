@@ -15,7 +15,7 @@ from mmrouter_lib.engines import adapter, answering_args
 from mmrouter_lib.engines.base.answer_takeover import AnswerTraits
 from mmrouter_lib.feed_keys import ROUTER_SECRET, SIDECAR_PUBLIC, Keys, read_keys
 from mmrouter_lib.model_folder import read_json
-from mmrouter_lib.settings_files import SettingsError, reading_settings
+from mmrouter_lib.settings_errors import SettingsError, reading_settings
 
 Discovery = Literal["file", "kubernetes"]
 CONTROL_PORT = 8001

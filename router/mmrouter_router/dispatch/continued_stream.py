@@ -19,7 +19,6 @@ from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.http.engine_connection import Sink, UpstreamError
 from mmrouter_router.http.upstream import Answer
-from mmrouter_router.streams import soundness
 from mmrouter_router.streams.answer import (
     DONE,
     Chunk,
@@ -29,8 +28,8 @@ from mmrouter_router.streams.answer import (
     UnreadableError,
     split,
 )
+from mmrouter_router.streams.continuable import CONTINUED, MAX_CONTINUATIONS, REFUSALS, Cause, Refusal
 from mmrouter_router.streams.kept import STREAM_BYTES, KeptBytes, KeptStream
-from mmrouter_router.streams.soundness import CONTINUED, MAX_CONTINUATIONS, REFUSALS, Cause, Refusal
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.telemetry.tracing import child_span
 
@@ -79,7 +78,7 @@ class Continuations:
             return None, "off"
         if path not in CONTINUED:
             return None, "route"
-        if soundness.is_reproducible(fields, self._traits):
+        if continuable.is_reproducible(fields, self._traits):
             return "repeated", None
         if self.by_tokens is None:
             return None, "engine"
@@ -317,7 +316,7 @@ class _Collected:
 
 def _error_event(path: str, refusal: Refusal) -> bytes:
     """Return the error event and the last event, which end a stream that is not continued."""
-    error = RequestError(500, soundness.describe(refusal), type="server_error", code=f"stream_{refusal}")
+    error = RequestError(500, continuable.describe(refusal), type="server_error", code=f"stream_{refusal}")
     if path in CONTINUED:
         return b"data: " + error.to_body() + b"\n\n" + DONE
     return b"event: error\ndata: " + error.to_event() + b"\n\n"

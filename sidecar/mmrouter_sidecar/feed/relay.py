@@ -18,7 +18,7 @@ from mmrouter_lib.block_keys import pack_keys
 from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.events import EventError
-from mmrouter_lib.settings_files import SettingsError
+from mmrouter_lib.settings_errors import SettingsError
 from mmrouter_sidecar.blocks.journal import CanaryOutcome, Epoch, Flush, Journal, Record
 from mmrouter_sidecar.blocks.ledger import Ledger
 from mmrouter_sidecar.blocks.ledger_ops import LedgerOp

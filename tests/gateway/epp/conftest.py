@@ -19,7 +19,7 @@ from mmrouter_router.fleet.membership import Membership
 from mmrouter_router.http.certificate import KeyAndChain
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.intake import PARSERS
-from mmrouter_router.picker.engines import EngineChoice
+from mmrouter_router.picker.engine_choice import EngineChoice
 from mmrouter_router.picker.exchange import Stream
 from mmrouter_router.picker.server import PICKER_PORT, Picker
 

@@ -15,7 +15,7 @@ from unit.router.rig import loopback
 from waiting import until
 
 from mmrouter_router.http.server import Shutdown
-from mmrouter_router.picker.frontends import FrontendChoice
+from mmrouter_router.picker.frontend_choice import FrontendChoice
 from mmrouter_router.picker.server import PICKER_PORT, Picker
 
 FRONTENDS = ("127.84.1.2", "127.84.1.3", "127.84.1.4")

@@ -16,7 +16,7 @@ from waiting import until
 
 from mmrouter_router.http.server import Shutdown
 from mmrouter_router.intake import PARSERS
-from mmrouter_router.picker.engines import MAX_COLD_ANSWER, EngineChoice
+from mmrouter_router.picker.engine_choice import MAX_COLD_ANSWER, EngineChoice
 from mmrouter_router.picker.server import PICKER_PORT, Picker
 
 SERVING, NOT_SERVING = 1, 2

@@ -16,7 +16,7 @@ from mmrouter_operator.model.snapshot import FrontendReport, PodView, RevisionVi
 from mmrouter_operator.model.views import child_view, deployment_view, revision_view
 from mmrouter_operator.planning.planner import STAGES, Complete, RolloutPlan, plan
 from mmrouter_operator.planning.rollout_progress import pool_of, role_of, template_hash
-from mmrouter_operator.planning.template_revisions import choose_templates
+from mmrouter_operator.planning.template_choice import choose_templates
 from mmrouter_operator.render import render
 from mmrouter_operator.status.builder import status_of
 

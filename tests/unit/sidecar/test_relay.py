@@ -19,7 +19,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
 from mmrouter_lib.cache_layout import CacheGroup
 from mmrouter_lib.engines.sglang.identity import run_ids, sentinels
-from mmrouter_lib.settings_files import SettingsError
+from mmrouter_lib.settings_errors import SettingsError
 from mmrouter_sidecar.blocks import journal as journal_module
 from mmrouter_sidecar.engine.event_order import digest_of
 from mmrouter_sidecar.feed import relay as relay_module

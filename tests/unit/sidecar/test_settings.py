@@ -11,7 +11,7 @@ import pytest
 
 from mmrouter_lib import model_folder as metadata
 from mmrouter_lib.block_keys import namespace_seed
-from mmrouter_lib.settings_files import SettingsError
+from mmrouter_lib.settings_errors import SettingsError
 from mmrouter_sidecar.settings import Settings, from_json, to_json
 from mmrouter_sidecar.settings_loader import load
 

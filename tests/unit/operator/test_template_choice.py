@@ -13,7 +13,7 @@ from mmrouter_operator.model.kinds import FORMER_HASH, INPUTS_HASH
 from mmrouter_operator.model.snapshot import RevisionView
 from mmrouter_operator.planning.planner import Complete
 from mmrouter_operator.planning.rollout_progress import template_hash
-from mmrouter_operator.planning.template_revisions import (
+from mmrouter_operator.planning.template_choice import (
     REVISION_LIMIT,
     adopts,
     choose_templates,
