@@ -19,6 +19,7 @@ from mmrouter_router.dispatch.stages import ForwardCall
 from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.http.engine_connection import Sink, UpstreamError
 from mmrouter_router.http.upstream import Answer
+from mmrouter_router.streams import continuable
 from mmrouter_router.streams.answer import (
     DONE,
     Chunk,
