@@ -5,11 +5,15 @@ up to a block where every group can continue (docs/engine-facts/vllm.md#cache-gr
 
 - full attention holds every block before it;
 - a sliding window holds those blocks that the window covers before it;
-- mamba holds the state at that block's end, as a window of one block would.
+- mamba holds the state at that block's end, as a window of one block would;
+- chunked local attention holds every block since the begin of the chunk in which the hit ends.
 
-A group of any other kind has to hold every block here. That is enough for each of vLLM's kinds, so the promise is a
-lower bound. A drafter that reads hidden states makes the engine compute the last block of each attention group's hit
-anew, unless its hashes cover the tokens that the drafter reads after a block. Pure.
+Windows may have blocks of another size than full attention; a hit then ends where blocks of all sizes end.
+
+A group of any other kind has to hold every block here, and so has one of chunks whose length is not known. That is
+enough for each of vLLM's kinds, so the promise is a lower bound. A drafter that reads hidden states makes the engine
+compute the last block of each attention group's hit anew, unless its hashes cover the tokens that the drafter reads
+after a block. Pure.
 """
 
 from collections.abc import Sequence
@@ -25,6 +29,7 @@ FULL_KINDS = frozenset({"", "full_attention", "mla_attention", "sink_full_attent
 """Kinds that keep every block; groups of releases that send no kind have full attention."""
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 MAMBA = "mamba"
+CHUNKS = "chunked_local_attention"
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -44,10 +49,14 @@ class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tail(NamedTuple):
-    """Groups that must hold the last blocks before a hit's end: as many as ``tokens`` before the next one reach."""
+    """Groups that must hold the last blocks before a hit's end: as many as ``tokens`` before the next one reach.
+
+    ``block_size``: tokens of their blocks, 0 for as many as the primary group's have.
+    """
 
     tokens: int
     groups: tuple[int, ...]
+    block_size: int = 0
 
 
 class CacheLayout(NamedTuple):
@@ -55,10 +64,11 @@ class CacheLayout(NamedTuple):
 
     ``primary``: the group that names all blocks of a prompt, the first one with full attention, else one with the
     widest window. ``whole``: groups that must hold every block before a hit's end. ``tails``: widest first. ``bounds``:
-    why an engine may hit more than its groups promise, empty where the promise is exact. ``comparable``: all groups
-    have one block size; otherwise nothing is promised. ``recomputed``: groups of which a hit needs one block more than
-    it has, because the engine computes that one anew for its drafter. ``sees_last``: that one may be the block of the
-    prompt's last token. ``lookahead``: tokens after a block that its key covers too.
+    why an engine may hit more than its groups promise, empty where the promise is exact. ``comparable``: the keys of
+    all groups can be compared; otherwise nothing is promised. ``recomputed``: groups of which a hit needs one block
+    more than it has, because the engine computes that one anew for its drafter. ``sees_last``: that one may be the
+    block of the prompt's last token. ``lookahead``: tokens after a block that its key covers too. ``chunked``: groups
+    that must hold every block since the begin of the chunk in which a hit ends, and ``chunk`` its tokens.
     """
 
     primary: int
@@ -70,11 +80,13 @@ class CacheLayout(NamedTuple):
     recomputed: frozenset[int] = frozenset()
     sees_last: bool = False
     lookahead: int = 0
+    chunk: int = 0
+    chunked: tuple[int, ...] = ()
 
     @property
     def leading(self) -> bool:
         """Whether a hit is the leading blocks of one group."""
-        return not (self.tails or self.recomputed or len(self.whole) > 1)
+        return not (self.tails or self.chunked or self.recomputed or len(self.whole) > 1)
 
     def recomputed_blocks(self, tokens: int, block_size: int) -> int:
         """Return the held blocks that a repeat of a prompt cannot hit, beside the one of its last token."""
@@ -85,51 +97,91 @@ class CacheLayout(NamedTuple):
 
 
 def cache_layout(
-    groups: Sequence[CacheGroup], *, complete: bool = True, drafter: str = "", sees_last: bool = True
+    groups: Sequence[CacheGroup],
+    *,
+    complete: bool = True,
+    drafter: str = "",
+    sees_last: bool = True,
+    one_chain: bool = True,
+    chunk: int = 0,
 ) -> CacheLayout:
     """Return the layout of an engine with these groups; without any, that of group 0 with full attention.
 
     ``complete``: every group of the engine and all blocks that it announces are in the feed, which older sidecars do
     not ensure. ``drafter``, ``sees_last``: what it does to hits (:mod:`mmrouter_lib.engines.vllm.drafters`).
+    ``one_chain``: windows have the keys of full attention's blocks, whatever the size of their own. ``chunk``: tokens
+    of a chunk of chunked local attention, 0 where that is not known.
     """
     full: list[int] = []
     others: list[int] = []
+    chunked: list[int] = []
     bounds: list[str] = []
-    tails: dict[int, list[int]] = {}
+    tails: dict[tuple[int, int], list[int]] = {}
+    lookahead = max((group.lookahead for group in groups), default=0)
+    if lookahead:
+        drafter = ""  # what it reads of the next tokens is in the hash, so no block is computed anew
+    sizes = _other_sizes(groups)
+    comparable = sizes is not None and (not sizes or (one_chain and not drafter))
     for group in groups:
         if group.window and (group.kind in WINDOW_KINDS or not group.kind):
-            tails.setdefault(group.window, []).append(group.group)
+            size = group.block_size if comparable and sizes else 0
+            tails.setdefault((group.window, size), []).append(group.group)
         elif group.kind == MAMBA:
-            tails.setdefault(1, []).append(group.group)
+            tails.setdefault((1, 0), []).append(group.group)
         elif group.kind in FULL_KINDS:
             full.append(group.group)
+        elif group.kind == CHUNKS and chunk > 0 and not drafter:
+            chunked.append(group.group)
         else:
             others.append(group.group)
             bounds.append(group.kind)
+    if chunked and not full:  # vLLM then takes chunks up to the prompt's last token, which no model has
+        others, chunked, bounds = [*others, *chunked], [], [*bounds, CHUNKS]
     if len(groups) > 1 and not all(group.kind for group in groups):
         bounds.append("no_kind")
     if any(group.parts for group in groups):
         bounds.append("parts")
     if len(groups) > 1 and not complete:
         bounds.append("old_feed")
-    comparable = len({group.block_size for group in groups if group.block_size}) <= 1
     if not comparable:
         bounds.append("block_size")
     whole = (*full, *others) if groups else (0,)
-    lookahead = max((group.lookahead for group in groups), default=0)
-    if lookahead:
-        drafter = ""  # what it reads of the next tokens is in the hash, so no block is computed anew
-        if not whole:
-            bounds.append("lookahead")
-    if drafter == "unknown" or (drafter and tails.keys() - {1}):
+    if lookahead and not whole:
+        bounds.append("lookahead")
+    if drafter == "unknown" or (drafter and any(tokens > 1 for tokens, _ in tails)):
         # Events do not tell whether a window's group is among those that the drafter reads.
         bounds.append("drafter")
-    ordered = tuple(Tail(tokens, tuple(members)) for tokens, members in sorted(tails.items(), reverse=True))
+    ordered = tuple(Tail(tokens, tuple(held), size) for (tokens, size), held in sorted(tails.items(), reverse=True))
     primary = whole[0] if whole else ordered[0].groups[0]
     members = frozenset(group.group for group in groups) or frozenset(whole)
     states = {group.group for group in groups if group.kind == MAMBA}
     recomputed = members - states if drafter else frozenset()
     # Of one group, an engine leaves the block of a prompt's last token out before it looks, as without a drafter.
     sees_last = sees_last and bool(recomputed) and len(members) > 1
-    why = tuple(dict.fromkeys(bounds))
-    return CacheLayout(primary, members, whole, ordered, why, comparable, recomputed, sees_last, lookahead)
+    return CacheLayout(
+        primary,
+        members,
+        whole,
+        ordered,
+        tuple(dict.fromkeys(bounds)),
+        comparable,
+        recomputed,
+        sees_last,
+        lookahead,
+        chunk if chunked else 0,
+        tuple(chunked),
+    )
+
+
+def _other_sizes(groups: Sequence[CacheGroup]) -> set[int] | None:
+    """Return the sizes of windows' blocks that differ from full attention's, ``None`` where they are no parts or
+    multiples of it, or other groups differ, too.
+    """
+    sizes = {group.block_size for group in groups if group.block_size}
+    if len(sizes) <= 1:
+        return set()
+    full = {group.block_size for group in groups if group.kind not in WINDOW_KINDS and group.block_size}
+    if len(full) != 1 or not all(group.block_size for group in groups):
+        return None
+    (size,) = full
+    return sizes - full if all(not max(size, each) % min(size, each) for each in sizes) else None

@@ -26,10 +26,10 @@ from mmrouter_sidecar.settings import CurveKeys, Settings
 
 class Followed:
     """An engine as a sidecar and a router follow it. ``folder``: where the sidecar keeps its journal. ``drafts``: the
-    engine has a drafter that reads hidden states.
+    engine has a drafter that reads hidden states. ``chunk``: tokens of a chunk of the model's attention, 0 without.
     """
 
-    def __init__(self, folder: Path, engine: str, release: str, *, drafts: bool) -> None:
+    def __init__(self, folder: Path, engine: str, release: str, *, drafts: bool, chunk: int = 0) -> None:
         pod, keys = ("uid", "127.0.0.1", "127.0.0.1"), CurveKeys(b"", b"", ())
         drafter = "drops" if drafts else ""
         self.settings = Settings(
@@ -39,6 +39,7 @@ class Followed:
         self.relay = EventRelay(self.settings, Metrics(), self._frames.append)
         self.relay.update_facts(version=release)
         self.fleet = Fleet(RouterMetrics())
+        self.fleet.chunk = chunk
         self.worker = self.fleet.join(Member("uid", "w", "127.0.0.1", "worker", "worker"))
         self._answer(self.fleet.feed_connected(self.worker))
         self._batches = 0

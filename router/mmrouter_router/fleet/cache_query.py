@@ -1,10 +1,11 @@
 """What to ask the index about the caches of ranks: their slots, and the rules of caches with several groups. No I/O."""
 
 from collections.abc import Iterable, Sequence
+from math import gcd, lcm
 from typing import NamedTuple, Self
 
 from mmrouter_router.fleet.holder_table import Slot, mask_of
-from mmrouter_router.fleet.index import NOWHERE, HitRule, window_blocks
+from mmrouter_router.fleet.index import NOWHERE, HitRule, TailRule, window_blocks
 from mmrouter_router.fleet.workers import Target, Worker
 
 
@@ -51,5 +52,20 @@ def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
     def bits_of(groups: Iterable[int]) -> int:
         return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
 
-    tails = [(window_blocks(tail.tokens, block_size), bits_of(tail.groups)) for tail in layout.tails]
-    return HitRule(bits_of(layout.whole), tuple(tails), bits_of(layout.recomputed), layout.sees_last)
+    sizes = {block_size, *(tail.block_size for tail in layout.tails)} - {0}
+    unit, most = gcd(*sizes), lcm(*sizes)
+    tails = []
+    for tail in layout.tails:
+        size = tail.block_size or block_size
+        tails.append(TailRule(window_blocks(tail.tokens, size), bits_of(tail.groups), size // unit))
+    return HitRule(
+        bits_of(layout.whole),
+        tuple(tails),
+        bits_of(layout.recomputed),
+        layout.sees_last,
+        bits_of(layout.chunked),
+        layout.chunk,
+        unit,
+        block_size // unit,
+        most // unit,
+    )

@@ -15,35 +15,51 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mmrouter_lib import native
+from mmrouter_lib.block_keys import with_part_keys
 from mmrouter_router.fleet.holder_table import HolderTable, Slot, mask_of
 
 NOWHERE: Slot = -1  # the slot of a rank that is not in the index
 
 
+class TailRule(NamedTuple):
+    """Groups that hold as many ``blocks`` at a hit's end; ``units`` of the rule per block."""
+
+    blocks: int
+    groups: int
+    units: int = 1
+
+
 class HitRule(NamedTuple):
     """What a hit needs of a cache's groups (``mmrouter_lib.cache_layout``), as bits of their slots.
 
-    ``whole``: groups that hold every block of the hit. ``tails``: (blocks, groups that hold as many at its end).
-    ``recomputed``: groups that hold one block more than the hit, which the engine computes anew. ``sees_last``: that
-    one may end with the prompt's last token.
+    ``whole``: groups that hold every block of the hit. ``tails``: what others hold at its end. ``recomputed``: groups
+    that hold one block more than the hit, which the engine computes anew. ``sees_last``: that one may end with the
+    prompt's last token. ``chunked``: groups that hold every block of the hit since the begin of its last chunk, which
+    has ``chunk`` tokens. ``tokens`` per unit: the greatest that blocks of all groups are multiples of; ``parts``:
+    units per block that has a key; ``align``: units of which a hit is a multiple.
     """
 
     whole: int
-    tails: tuple[tuple[int, int], ...]
+    tails: tuple[TailRule, ...]
     recomputed: int = 0
     sees_last: bool = False
+    chunked: int = 0
+    chunk: int = 0
+    tokens: int = 0
+    parts: int = 1
+    align: int = 1
 
     def of_length(self, blocks: int) -> "HitRule":
         """Return the rule for prompts of ``blocks``, of which a tail of that length is the whole."""
-        if all(need < blocks for need, _ in self.tails):
+        if self.align > 1 or all(tail.blocks < blocks for tail in self.tails):
             return self
         whole, tails = self.whole, []
-        for need, groups in self.tails:
-            if need < blocks:
-                tails.append((need, groups))
+        for tail in self.tails:
+            if tail.blocks < blocks:
+                tails.append(tail)
             else:
-                whole |= groups
-        return HitRule(whole, tuple(tails), self.recomputed, self.sees_last)
+                whole |= tail.groups
+        return self._replace(whole=whole, tails=tuple(tails))
 
 
 class Index:
@@ -123,16 +139,18 @@ class Index:
 
         ``keys`` exclude a block that ends with the prompt's last token, except for rules that see it.
         """
-        holders: list[int] | None = None
+        holders: dict[int, list[int]] = {}  # parts per block -> holders of each part
         overlap: dict[Slot, int] = {}
         leading: list[Slot] = []  # a hit is what the primary group holds from the start
         for slot, general in rules.items():
             rule = general.of_length(len(keys))
-            if not rule.tails and rule.whole == 1 << slot and not rule.recomputed:
+            if not (rule.tails or rule.chunked or rule.recomputed) and rule.whole == 1 << slot:
                 leading.append(slot)
             elif self._live >> slot & 1:
-                holders = self._table.holders(keys) if holders is None else holders
-                overlap[slot] = _longest_hit(holders, rule)
+                if rule.parts not in holders:
+                    parts = keys if rule.parts == 1 else with_part_keys(keys, rule.parts)
+                    holders[rule.parts] = self._table.holders(parts)
+                overlap[slot] = _longest_hit(holders[rule.parts], rule) // rule.parts
         return overlap | self.match(keys, leading) if leading else overlap
 
     def sweep(self, budget: int = 20_000) -> bool:
@@ -155,25 +173,43 @@ def window_blocks(window: int, block_size: int) -> int:
 
 
 def _longest_hit(holders: Sequence[int], rule: HitRule) -> int:
-    """Shorten the hit to what each group allows, until all agree: every group allows 0 blocks."""
-    whole, tails, recomputed, _ = rule
+    """Shorten the hit to what each group allows, until all agree: every group allows 0 units."""
+    whole, recomputed, parts, align = rule.whole, rule.recomputed, rule.parts, rule.align
     hit, agreed = len(holders), -1
     if whole:
-        hit = next((number for number, have in enumerate(holders) if have & whole != whole), hit)
+        blocks = _blocks(holders, parts)
+        hit = parts * next((number for number, have in enumerate(blocks) if have & whole != whole), len(blocks))
         hit = max(0, hit - bool(whole & recomputed))
+    hit -= hit % align
     while hit != agreed:
         agreed = hit
-        for need, groups in tails:
+        if rule.chunked:
+            begin = hit * rule.tokens // rule.chunk * rule.chunk // (rule.tokens * parts)
+            blocks, most = _blocks(holders, parts), hit // parts
+            held = range(begin, most)
+            hit = parts * next((number for number in held if blocks[number] & rule.chunked != rule.chunked), most)
+            hit -= hit % align
+        for need, groups, units in rule.tails:
             more = bool(groups & recomputed)
-            hit = max(0, _last_run(holders, min(hit + more, len(holders)), groups, need + more) - more)
+            blocks = _blocks(holders, units)
+            most = min(hit // units + more, len(blocks))
+            hit = max(0, _last_run(blocks, most, groups, need + more, align // units) - more) * units
     return hit
 
 
-def _last_run(holders: Sequence[int], end: int, groups: int, need: int) -> int:
-    """Return the end of the last run of ``need`` held blocks among the first ``end``, else the leading run's length."""
+def _blocks(holders: Sequence[int], units: int) -> Sequence[int]:
+    """Return the holders of blocks of so many units, which end with their last one."""
+    return holders if units == 1 else holders[units - 1 :: units]
+
+
+def _last_run(holders: Sequence[int], end: int, groups: int, need: int, align: int) -> int:
+    """Return the end of the last run of ``need`` held blocks among the first ``end``, else the leading run's length.
+
+    A run ends at a multiple of ``align``.
+    """
     run = 0
     for number in range(end - 1, -1, -1):
-        if holders[number] & groups == groups:
+        if holders[number] & groups == groups and (run or not (number + 1) % align):
             run += 1
             if run == need:
                 return number + need

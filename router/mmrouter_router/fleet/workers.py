@@ -139,6 +139,7 @@ class Fleet:
         self.version = 0  # increases with every change of the candidates, for caches of derived values
         self._recent: deque[str] = deque(maxlen=RECENT)  # pod uid of each of the last versions, or empty
         self._metrics, self._clock = metrics, clock
+        self.chunk = 0  # tokens of a chunk of the model's chunked local attention, 0 where it has none
         self._adapters: tuple[int, frozenset[str]] = (-1, frozenset())  # of a version
         self.change_listeners: list[Callable[[], None]] = []  # of membership, sync, verification and engine state
         self.sighting_listeners: list[Callable[[Worker, feed.ImageObservation], None]] = []
@@ -287,7 +288,14 @@ class Fleet:
         """Resync when other cache groups or tiers are to be indexed: the index holds the keys of the previous ones."""
         engine = ADAPTERS.get(beat.engine)
         last = engine is None or engine.drafter_sees_last(beat.engine_version)
-        layout = cache_layout(beat.groups, complete=beat.all_groups, drafter=beat.drafter, sees_last=last)
+        layout = cache_layout(
+            beat.groups,
+            complete=beat.all_groups,
+            drafter=beat.drafter,
+            sees_last=last,
+            one_chain=beat.one_chain,
+            chunk=self.chunk,
+        )
         known = layout.leading and layout.comparable  # what other layouts load from lower tiers is not
         media = tuple([medium for medium in LOWER_TIERS if known and medium in beat.lower_media])
         before = worker.layout.primary, worker.layout.groups, worker.lower_media

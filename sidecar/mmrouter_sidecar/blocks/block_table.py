@@ -86,6 +86,15 @@ class BlockTable:
             else:
                 self.aside[number] = self.aside.get(number, 0) + 1
 
+    def name(self, hashes: Sequence[int], keys: "array[int]", *, shareable: bool) -> None:
+        """Give keys to blocks that were put aside. Others are skipped."""
+        for number, key in zip(hashes, keys, strict=True):
+            copies = self.aside.pop(number, 0)
+            if copies:
+                self._add_one(number, key, shareable)
+                if copies > 1:
+                    self.copies[number] = copies
+
     def resize(self, block_size: int) -> None:
         """Put all blocks aside, because their keys belong to another block size."""
         for number in tuple(self.blocks):

@@ -7,7 +7,8 @@ published, but its copies are counted, so that they are right once its key is kn
 tier names by hash alone has the key of that hash elsewhere on its rank.
 
 Cache groups share one chain of hashes, and events of groups other than full attention name only some of the blocks that
-their tokens fill. Beside full attention, which names all, the same hash has the same key. Without it,
+their tokens fill. Beside full attention, which names all, the same hash has the same key, and blocks that are parts of
+its blocks have keys by :mod:`mmrouter_sidecar.blocks.block_parts`. Without it,
 :mod:`mmrouter_sidecar.blocks.window_block_keys` locates the blocks. Pure; no I/O.
 """
 
@@ -20,6 +21,7 @@ from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
 from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS, CacheGroup
 from mmrouter_lib.engines.base.events import Batch, Cleared, Offloaded, Ragged, Removed, Stored
 from mmrouter_lib.feed import ImageObservation
+from mmrouter_sidecar.blocks.block_parts import BlockParts
 from mmrouter_sidecar.blocks.block_table import BlockTable
 from mmrouter_sidecar.blocks.image_observations import ImageObservations
 from mmrouter_sidecar.blocks.known_groups import KnownGroups
@@ -68,6 +70,7 @@ class Ledger:
         self.windows = WindowBlocks()
         self.lower_media: tuple[str, ...] = ()  # media other than device memory that events have named
         self._removed = RemovedKeys()  # while there are lower media
+        self._parts = BlockParts()
         self._groups = KnownGroups()
         self._seed_of = seed_of
         self._seeds: dict[tuple[str | None, str | None], Key] = {}
@@ -134,6 +137,7 @@ class Ledger:
         if mine:
             self._append_op(LedgerOp("clear", rank))
         self._removed.clear()  # a tier's event may be older than the clear
+        self._parts.clear()
         self._renew(rank)
 
     def _renew(self, rank: int) -> None:
@@ -145,6 +149,7 @@ class Ledger:
         self.tables.clear()
         self.lower_media = ()
         self._removed.clear()
+        self._parts.clear()
         self._cleared.clear()
         self._ops.clear()
         self._adding = None
@@ -186,6 +191,8 @@ class Ledger:
             table.add(hashes, unpack_keys(op.keys), shareable=op.shareable)
         elif op.kind == "aside":
             table.put_aside(hashes)
+        elif op.kind == "name":
+            table.name(hashes, unpack_keys(op.keys), shareable=op.shareable)
         elif op.kind == "drop":
             table.drop(hashes)
         elif op.kind == "resize":
@@ -230,6 +237,9 @@ class Ledger:
             if len(located) == len(event.hashes):
                 self._add(place, table, event.hashes, array("Q", located.values()), shareable=shareable)
                 return
+            if event.block_size != self.block_size:
+                self._store_beside(place, table, event, located)
+                return
         parent = self._parent(rank, table, event)
         if parent is None:
             self._put_aside(place, table, event.hashes, "unknown_parent")
@@ -257,15 +267,33 @@ class Ledger:
             self._put_aside(place, table, event.hashes, "block_size")
             return
         if event.group in self._groups.beside:
-            located = self._keys_of_full(rank, event)
-            hashes, keys = tuple(located), array("Q", located.values())
-            rest = tuple([number for number in event.hashes if number not in located])
-        else:
-            hashes, keys, rest = self.windows.place(event, self._seed)
+            self._store_beside(place, table, event, self._keys_of_full(rank, event))
+            return
+        hashes, keys, rest = self.windows.place(event, self._seed)
         if hashes:
             table.partial = False
             self._add(place, table, hashes, keys, shareable=event.lora is not None)
         self._put_aside(place, table, rest, "ragged_store")
+
+    def _store_beside(self, place: Place, table: BlockTable, event: Stored | Ragged, located: dict[int, Key]) -> None:
+        """Add the blocks that full attention has a key for, and those that are parts of its blocks."""
+        earlier: dict[int, Key] = {}
+        waiting: Sequence[int] = ()
+        if (parts := self.block_size // event.block_size) > 1:
+            located, earlier, waiting = self._parts.locate(event, place, located, parts)
+        if located:
+            table.partial = False
+            hashes, keys = tuple(located), array("Q", located.values())
+            self._add(place, table, hashes, keys, shareable=event.lora is not None)
+        if earlier:
+            hashes, keys, shareable = tuple(earlier), array("Q", earlier.values()), event.lora is not None
+            table.name(hashes, keys, shareable=shareable)
+            self._append_op(LedgerOp("name", *place, pack_keys(hashes), pack_keys(keys), shareable=shareable))
+        if waiting:
+            table.put_aside(waiting)
+            self._append_op(LedgerOp("aside", *place, pack_keys(waiting), b"", table.block_size))
+        known = {*located, *waiting}
+        self._put_aside(place, table, [number for number in event.hashes if number not in known], "ragged_store")
 
     def _store_below(self, rank: int, event: Offloaded) -> None:
         above = self.tables.get(Place(rank, event.group, DEVICE))
@@ -278,11 +306,13 @@ class Ledger:
         self._put_aside(place, table, rest, "unknown_below")
 
     def _keys_of_full(self, rank: int, event: Stored | Ragged) -> dict[int, Key]:
-        """Return the keys that full attention has for an event's hashes: equal hashes are of equal prompts."""
+        """Return the keys that full attention has for an event's hashes: equal hashes are of equal prompts up to there,
+        whatever the size of the blocks that end there.
+        """
         full = [
             table.blocks
             for place, table in self.tables.items()
-            if place.group == self._groups.full and place.rank == rank and table.block_size == event.block_size
+            if place.group == self._groups.full and place.rank == rank
         ]
         return {number: blocks[number] for number in event.hashes for blocks in full if number in blocks}
 

@@ -24,8 +24,14 @@ Layers = list[tuple[str, dict[str, int]]]
 FULL: Layers = [("full", {})]
 
 
-def windows(*sizes: int) -> Layers:
-    return [("window", {"sliding_window": size}) for size in sizes]
+def windows(*sizes: int, heads: int = 1) -> Layers:
+    """Layers with a window. Of more ``heads``, the engine gives other layers blocks that are larger by as much."""
+    return [("window", {"sliding_window": size, "num_kv_heads": heads}) for size in sizes]
+
+
+def chunk(name: str) -> int:
+    """Return the tokens of a chunk of a layout's attention, 0 without."""
+    return max(fields.get("attention_chunk_size", 0) for _, fields in LAYOUTS[name][0])
 
 
 MAMBA: Layers = [("mamba", {})]
@@ -39,6 +45,13 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
     "mamba and windows beside full attention": (MAMBA * 2 + windows(256) + FULL, 64, 400),
     "windows of 256 alone": (windows(256) * 2, 32, 300),
     "chunks of 512 beside full attention": ([("chunked", {"attention_chunk_size": 512})] * 3 + FULL, 32, 900),
+    "windows of 512 in blocks half as large as full attention's": (windows(*[512] * 3, heads=2) + FULL, 16, 900),
+    "windows of 200 in blocks a quarter as large as full attention's": (windows(*[200] * 3, heads=4) + FULL, 16, 900),
+    "windows of 512 in blocks twice as large as full attention's": (
+        windows(*[512] * 3) + [("full", {"num_kv_heads": 2})],
+        16,
+        900,
+    ),
     "full attention, EAGLE": (FULL * 2, 32, 400),
     "windows of 512 beside full attention, EAGLE": (windows(*[512] * 5) + FULL, 32, 1200),
     "mamba beside full attention, EAGLE": (MAMBA * 3 + FULL, 64, 300),

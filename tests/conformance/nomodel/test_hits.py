@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from artefacts import Record
 from conformance.conftest import Figure
-from conformance.nomodel.layouts import LAYOUTS, VllmProcess, drafter
+from conformance.nomodel.layouts import LAYOUTS, VllmProcess, chunk, drafter
 from conformance.nomodel.prompts import SHORT, Prompts
 from kv_events.mmrouter_consumer import Followed
 
 REQUESTS = int(os.environ.get("MMROUTER_NOMODEL_REQUESTS", "300"))
 SEED = os.environ.get("MMROUTER_NOMODEL_SEED", "")
 EQUAL = 0.995  # share of promises that are the engine's hit, where the events tell all
-BOUNDED = {"windows of 256 alone", "chunks of 512 beside full attention"}
-"""Layouts of which the events do not tell all: images that ended before a window, and how long a chunk is."""
+BOUNDED = {"windows of 256 alone"}
+"""The layout of which the events do not tell all: images that ended before a window."""
 
 
 @pytest.mark.adopts(engine="vllm", check="hits")
@@ -44,7 +44,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
     """Drive an engine and a router by drawn requests; return the tokens after a block that its hash covers."""
     drafts = bool(drafter(name))
     groups, lookahead = engine.plan(name)
-    followed = Followed(folder, "vllm", engine.release, drafts=drafts)
+    followed = Followed(folder, "vllm", engine.release, drafts=drafts, chunk=chunk(name))
     prompts = Prompts(random.Random(name + SEED), block_size=LAYOUTS[name][1], outputs=SHORT)
     seen: Counter[str] = Counter()
     above: list[str] = []
@@ -72,7 +72,7 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
     drops = drafts and not lookahead
     assert seen["hit"] > REQUESTS / 8
     assert followed.relay.ledger.counts["removed"], "nothing was evicted"
-    assert bool(followed.worker.layout.bounds) == (name.startswith("chunks") or (drops and name.startswith("windows")))
+    assert bool(followed.worker.layout.bounds) == (drops and name.startswith("windows"))
     if "beside" in name or drops:
         assert seen["full attention alone above"] > REQUESTS / 40
     if name not in BOUNDED:
