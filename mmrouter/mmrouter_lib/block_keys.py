@@ -129,16 +129,6 @@ def python_chain(
     return array("Q", [key := digest(block, key) for block in cut])
 
 
-def part_key(key: Key, part: int) -> Key:
-    """Return the key of the first ``part`` equal parts of a block, for cache groups whose blocks are such parts."""
-    return key ^ part
-
-
-def with_part_keys(keys: Sequence[Key], parts: int) -> "array[int]":
-    """Return the keys of all parts of blocks, in their order; the last part of a block has the block's key."""
-    return array("Q", [part_key(key, part) for key in keys for part in (*range(1, parts), 0)])
-
-
 def pack_keys(keys: Iterable[Key]) -> bytes:
     """Return keys as 8 little-endian bytes each, as in feed frames."""
     packed = keys if isinstance(keys, array) and keys.typecode == "Q" else array("Q", keys)

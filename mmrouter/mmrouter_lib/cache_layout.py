@@ -16,8 +16,8 @@ compute the last block of each attention group's hit anew, unless its hashes cov
 after a block. Pure.
 """
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -109,8 +109,9 @@ def cache_layout(
 
     ``complete``: every group of the engine and all blocks that it announces are in the feed, which older sidecars do
     not ensure. ``drafter``, ``sees_last``: what it does to hits (:mod:`mmrouter_lib.engines.vllm.drafters`).
-    ``one_chain``: windows have the keys of full attention's blocks, whatever the size of their own. ``chunk``: tokens
-    of a chunk of chunked local attention, 0 where that is not known.
+    ``one_chain``: windows have the keys of full attention's blocks, whatever the size of their own: of a block whose
+    parts are several of theirs, where all of them are held. ``chunk``: tokens of a chunk of chunked local attention, 0
+    where that is not known.
     """
     full: list[int] = []
     others: list[int] = []
@@ -173,15 +174,38 @@ def cache_layout(
     )
 
 
+def chunk_tokens(config: Mapping[str, Any], args: Sequence[str]) -> int:
+    """Return the tokens of a chunk of a model's chunked local attention, 0 where it has none or they are not known.
+
+    ``config``: of its config.json; ``args``: of its engines, which may override it.
+    """
+    if any(argument.replace("_", "-").startswith("--hf-overrides") for argument in args):
+        return 0
+    text = config.get("text_config")
+    value = (text if isinstance(text, Mapping) else config).get("attention_chunk_size")
+    return value if type(value) is int and value > 0 else 0
+
+
+def window_blocks(window: int, block_size: int) -> int:
+    """Return the blocks that a hit needs before its end (docs/engine-facts/vllm.md#sliding-windows)."""
+    return max(1, -(-(window - 1) // block_size))
+
+
 def _other_sizes(groups: Sequence[CacheGroup]) -> set[int] | None:
-    """Return the sizes of windows' blocks that differ from full attention's, ``None`` where they are no parts or
-    multiples of it, or other groups differ, too.
+    """Return the sizes of windows' blocks that differ from full attention's, ``None`` where keys cannot be compared.
+
+    They can where each size is a multiple of the other or a part of it, and a window takes whole blocks of either.
     """
     sizes = {group.block_size for group in groups if group.block_size}
     if len(sizes) <= 1:
         return set()
-    full = {group.block_size for group in groups if group.kind not in WINDOW_KINDS and group.block_size}
-    if len(full) != 1 or not all(group.block_size for group in groups):
+    full = {group.block_size for group in groups if group.kind not in WINDOW_KINDS}
+    if len(full) != 1 or 0 in full or not all(group.block_size for group in groups):
         return None
     (size,) = full
-    return sizes - full if all(not max(size, each) % min(size, each) for each in sizes) else None
+    for group in groups:
+        if group.block_size % size and (
+            size % group.block_size or window_blocks(group.window, group.block_size) * group.block_size % size
+        ):
+            return None
+    return sizes - full

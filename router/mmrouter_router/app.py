@@ -29,7 +29,7 @@ from mmrouter_router.explain.decisions import DecisionTrace
 from mmrouter_router.explain.log_lines import prediction_line
 from mmrouter_router.fleet import membership
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError, feed_context
-from mmrouter_router.fleet.workers import Fleet, Worker
+from mmrouter_router.fleet.workers import Worker
 from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, Server, Shutdown, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream
@@ -58,7 +58,7 @@ class Router:
         self.settings = settings
         self.metrics = Metrics()
         self.threads = WorkerThreads()
-        self.fleet = Fleet(self.metrics)
+        self.fleet = build.build_fleet(settings, self.metrics)
         self.trust = build.engine_trust(settings, self.metrics)
         self.upstream = Upstream(trust=self.trust)
         self._curve = settings.curve

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mmrouter_lib.api.spec import Spec
+from mmrouter_lib.cache_layout import chunk_tokens
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.adapter import EngineAdapter
 from mmrouter_lib.engines.vllm.stage_requests import BlockLeases, lease_seconds
 from mmrouter_lib.media_identity import media_identity
+from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.tls_context import EngineTrust, engine_server_name
 from mmrouter_router.admission.tenant_limits import TenantAdmission
 from mmrouter_router.core.settings import Settings
@@ -66,6 +68,12 @@ class Base(NamedTuple):
     @property
     def roles(self) -> set[str]:
         return {pool.role for pool in self.spec.pools}
+
+
+def build_fleet(settings: Settings, metrics: Metrics) -> Fleet:
+    spec = settings.deployment.spec
+    args = [*spec.engine.args, *(argument for pool in spec.pools for argument in pool.args)]
+    return Fleet(metrics, chunk=chunk_tokens(find_json(settings.model_dir, "config.json") or {}, args))
 
 
 def build_placement(base: Base, has_peers: Callable[[], bool]) -> tuple[LoadGossip, Placer]:

@@ -38,8 +38,7 @@ class Followed:
         self._frames: list[feed.Published] = []
         self.relay = EventRelay(self.settings, Metrics(), self._frames.append)
         self.relay.update_facts(version=release)
-        self.fleet = Fleet(RouterMetrics())
-        self.fleet.chunk = chunk
+        self.fleet = Fleet(RouterMetrics(), chunk=chunk)
         self.worker = self.fleet.join(Member("uid", "w", "127.0.0.1", "worker", "worker"))
         self._answer(self.fleet.feed_connected(self.worker))
         self._batches = 0

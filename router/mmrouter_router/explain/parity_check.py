@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmrouter_lib import feed
-from mmrouter_lib.cache_layout import DEVICE
+from mmrouter_lib.cache_layout import DEVICE, window_blocks
 from mmrouter_lib.engines import adapter
 from mmrouter_lib.engines.base.events import EventError, Ragged, Stored
 from mmrouter_lib.engines.sglang.hidden_groups import STATES
 from mmrouter_lib.prompt import AnyPrompter
 from mmrouter_router.explain.differences import Difference, Prediction, Result, first_difference, side_json
 from mmrouter_router.fleet.feed_client import FeedClient, FeedRequestError
-from mmrouter_router.fleet.index import window_blocks
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.request.prepared import Prepared
 

@@ -1,11 +1,12 @@
 """What to ask the index about the caches of ranks: their slots, and the rules of caches with several groups. No I/O."""
 
-from collections.abc import Iterable, Sequence
-from math import gcd, lcm
+from collections.abc import Callable, Iterable, Sequence
+from math import lcm
 from typing import NamedTuple, Self
 
+from mmrouter_lib.cache_layout import CacheLayout, window_blocks
 from mmrouter_router.fleet.holder_table import Slot, mask_of
-from mmrouter_router.fleet.index import NOWHERE, HitRule, TailRule, window_blocks
+from mmrouter_router.fleet.index import NOWHERE, HitRule, TailRule
 from mmrouter_router.fleet.workers import Target, Worker
 
 
@@ -35,7 +36,14 @@ def cache_entry(worker: Worker, rank: int, block_size: int) -> tuple[Slot, HitRu
     slot = worker.slots.get(rank)
     if slot is None or not worker.layout.comparable:
         return NOWHERE, None
-    return slot, None if worker.layout.leading else _hit_rule(worker, rank, block_size)
+    layout = worker.layout
+    if layout.leading:
+        return slot, None
+
+    def mask(groups: Iterable[int]) -> int:
+        return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
+
+    return slot, hit_rule(layout, block_size, mask)
 
 
 def cache_query(targets: Iterable[Target]) -> CacheQuery:
@@ -46,26 +54,21 @@ def cache_query(targets: Iterable[Target]) -> CacheQuery:
     return CacheQuery.of(slots, rules, targets[-1].block_size if targets else 0)
 
 
-def _hit_rule(worker: Worker, rank: int, block_size: int) -> HitRule:
-    layout = worker.layout
-
-    def bits_of(groups: Iterable[int]) -> int:
-        return mask_of(worker.slots[rank] if g == layout.primary else worker.beside[rank, g] for g in groups)
-
-    sizes = {block_size, *(tail.block_size for tail in layout.tails)} - {0}
-    unit, most = gcd(*sizes), lcm(*sizes)
+def hit_rule(layout: CacheLayout, block_size: int, mask: Callable[[Iterable[int]], int]) -> HitRule:
+    """Return the rule of a layout for keys of blocks of that size. ``mask``: groups -> bits of their slots."""
     tails = []
     for tail in layout.tails:
         size = tail.block_size or block_size
-        tails.append(TailRule(window_blocks(tail.tokens, size), bits_of(tail.groups), size // unit))
+        blocks, keys = window_blocks(tail.tokens, size), max(1, size // block_size)
+        # Smaller blocks are held as the blocks that they are parts of.
+        tails.append(TailRule(blocks * size // (keys * block_size), mask(tail.groups), keys))
     return HitRule(
-        bits_of(layout.whole),
+        mask(layout.whole),
         tuple(tails),
-        bits_of(layout.recomputed),
+        mask(layout.recomputed),
         layout.sees_last,
-        bits_of(layout.chunked),
+        mask(layout.chunked),
         layout.chunk,
-        unit,
-        block_size // unit,
-        most // unit,
+        block_size,
+        lcm(*(tail.keys for tail in tails)),
     )

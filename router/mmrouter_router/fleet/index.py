@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mmrouter_lib import native
-from mmrouter_lib.block_keys import with_part_keys
 from mmrouter_router.fleet.holder_table import HolderTable, Slot, mask_of
 
 NOWHERE: Slot = -1  # the slot of a rank that is not in the index
 
 
 class TailRule(NamedTuple):
-    """Groups that hold as many ``blocks`` at a hit's end; ``units`` of the rule per block."""
+    """Groups that hold as many ``blocks`` at a hit's end; ``keys``: how many keys such a block is long."""
 
     blocks: int
     groups: int
-    units: int = 1
+    keys: int = 1
 
 
 class HitRule(NamedTuple):
@@ -35,8 +34,7 @@ class HitRule(NamedTuple):
     ``whole``: groups that hold every block of the hit. ``tails``: what others hold at its end. ``recomputed``: groups
     that hold one block more than the hit, which the engine computes anew. ``sees_last``: that one may end with the
     prompt's last token. ``chunked``: groups that hold every block of the hit since the begin of its last chunk, which
-    has ``chunk`` tokens. ``tokens`` per unit: the greatest that blocks of all groups are multiples of; ``parts``:
-    units per block that has a key; ``align``: units of which a hit is a multiple.
+    has ``chunk`` tokens, in blocks of ``block_size``. ``align``: the number of keys that a hit is a multiple of.
     """
 
     whole: int
@@ -45,8 +43,7 @@ class HitRule(NamedTuple):
     sees_last: bool = False
     chunked: int = 0
     chunk: int = 0
-    tokens: int = 0
-    parts: int = 1
+    block_size: int = 0
     align: int = 1
 
     def of_length(self, blocks: int) -> "HitRule":
@@ -139,7 +136,7 @@ class Index:
 
         ``keys`` exclude a block that ends with the prompt's last token, except for rules that see it.
         """
-        holders: dict[int, list[int]] = {}  # parts per block -> holders of each part
+        holders: list[int] | None = None
         overlap: dict[Slot, int] = {}
         leading: list[Slot] = []  # a hit is what the primary group holds from the start
         for slot, general in rules.items():
@@ -147,10 +144,8 @@ class Index:
             if not (rule.tails or rule.chunked or rule.recomputed) and rule.whole == 1 << slot:
                 leading.append(slot)
             elif self._live >> slot & 1:
-                if rule.parts not in holders:
-                    parts = keys if rule.parts == 1 else with_part_keys(keys, rule.parts)
-                    holders[rule.parts] = self._table.holders(parts)
-                overlap[slot] = _longest_hit(holders[rule.parts], rule) // rule.parts
+                holders = self._table.holders(keys) if holders is None else holders
+                overlap[slot] = _longest_hit(holders, rule)
         return overlap | self.match(keys, leading) if leading else overlap
 
     def sweep(self, budget: int = 20_000) -> bool:
@@ -167,39 +162,27 @@ class Index:
         return bool(self._retired)
 
 
-def window_blocks(window: int, block_size: int) -> int:
-    """Return the blocks that a hit needs before its end (docs/engine-facts/vllm.md#sliding-windows)."""
-    return max(1, -(-(window - 1) // block_size))
-
-
 def _longest_hit(holders: Sequence[int], rule: HitRule) -> int:
-    """Shorten the hit to what each group allows, until all agree: every group allows 0 units."""
-    whole, recomputed, parts, align = rule.whole, rule.recomputed, rule.parts, rule.align
+    """Shorten the hit to what each group allows, until all agree: every group allows 0 blocks."""
+    whole, recomputed, align = rule.whole, rule.recomputed, rule.align
     hit, agreed = len(holders), -1
     if whole:
-        blocks = _blocks(holders, parts)
-        hit = parts * next((number for number, have in enumerate(blocks) if have & whole != whole), len(blocks))
+        hit = next((number for number, have in enumerate(holders) if have & whole != whole), hit)
         hit = max(0, hit - bool(whole & recomputed))
     hit -= hit % align
     while hit != agreed:
         agreed = hit
         if rule.chunked:
-            begin = hit * rule.tokens // rule.chunk * rule.chunk // (rule.tokens * parts)
-            blocks, most = _blocks(holders, parts), hit // parts
-            held = range(begin, most)
-            hit = parts * next((number for number in held if blocks[number] & rule.chunked != rule.chunked), most)
+            begin = hit * rule.block_size // rule.chunk * rule.chunk // rule.block_size
+            missing = (n for n in range(begin, hit) if holders[n] & rule.chunked != rule.chunked)
+            hit = next(missing, hit)
             hit -= hit % align
-        for need, groups, units in rule.tails:
+        for need, groups, keys in rule.tails:
             more = bool(groups & recomputed)
-            blocks = _blocks(holders, units)
-            most = min(hit // units + more, len(blocks))
-            hit = max(0, _last_run(blocks, most, groups, need + more, align // units) - more) * units
+            blocks = holders if keys == 1 else holders[keys - 1 :: keys]  # a block's key is that of its end
+            most = min(hit // keys + more, len(blocks))
+            hit = max(0, _last_run(blocks, most, groups, need + more, align // keys) - more) * keys
     return hit
-
-
-def _blocks(holders: Sequence[int], units: int) -> Sequence[int]:
-    """Return the holders of blocks of so many units, which end with their last one."""
-    return holders if units == 1 else holders[units - 1 :: units]
 
 
 def _last_run(holders: Sequence[int], end: int, groups: int, need: int, align: int) -> int:

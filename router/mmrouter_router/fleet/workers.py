@@ -130,16 +130,18 @@ class Target(NamedTuple):
 
 
 class Fleet:
-    """All workers and the one index over their caches."""
+    """All workers and the one index over their caches.
 
-    def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+    ``chunk``: tokens of a chunk of the model's chunked local attention, 0 where it has none.
+    """
+
+    def __init__(self, metrics: Metrics, *, clock: Callable[[], float] = time.monotonic, chunk: int = 0) -> None:
         self.index = Index()
         self.loads = LoadColumns()
         self.workers: dict[str, Worker] = {}
         self.version = 0  # increases with every change of the candidates, for caches of derived values
         self._recent: deque[str] = deque(maxlen=RECENT)  # pod uid of each of the last versions, or empty
-        self._metrics, self._clock = metrics, clock
-        self.chunk = 0  # tokens of a chunk of the model's chunked local attention, 0 where it has none
+        self._metrics, self._clock, self._chunk = metrics, clock, chunk
         self._adapters: tuple[int, frozenset[str]] = (-1, frozenset())  # of a version
         self.change_listeners: list[Callable[[], None]] = []  # of membership, sync, verification and engine state
         self.sighting_listeners: list[Callable[[Worker, feed.ImageObservation], None]] = []
@@ -294,7 +296,7 @@ class Fleet:
             drafter=beat.drafter,
             sees_last=last,
             one_chain=beat.one_chain,
-            chunk=self.chunk,
+            chunk=self._chunk,
         )
         known = layout.leading and layout.comparable  # what other layouts load from lower tiers is not
         media = tuple([medium for medium in LOWER_TIERS if known and medium in beat.lower_media])

@@ -5,8 +5,17 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from mmrouter_lib.block_keys import Key
+
+
+class Joined(NamedTuple):
+    """A block of several parts: its key, the parts before the last one, which names it, and whether others share it."""
+
+    key: Key
+    parts: tuple[int, ...]
+    shareable: bool
 
 
 @dataclass(slots=True)
@@ -15,7 +24,8 @@ class BlockTable:
 
     ``blocks``: engine hash -> key. ``copies``: engine hash -> copies, if more than one. ``owners``: key -> number of
     its hashes, for keys that several hashes may share. ``aside``: engine hash -> copies, for blocks without a key.
-    ``partial``: every event so far had one block, so the entries may be parts of the group's blocks.
+    ``partial``: every event so far had one block, so the entries may be parts of the group's blocks. ``joined``: blocks
+    that have a key while their parts are held, which stay aside, and ``parts``: part -> those that it is a part of.
 
     An engine hash and a key stand for the same content, so each hash has its own key. Only with LoRA adapters may
     several hashes share one, because the engine also hashes the path of the adapter, which its events do not contain
@@ -28,6 +38,8 @@ class BlockTable:
     aside: dict[int, int] = field(default_factory=dict)
     block_size: int = 0
     partial: bool = True
+    joined: dict[int, "Joined"] = field(default_factory=dict)
+    parts: dict[int, set[int]] = field(default_factory=dict)
     stored: "array[int]" = field(default_factory=lambda: array("Q"))
     removed: "array[int]" = field(default_factory=lambda: array("Q"))
 
@@ -85,15 +97,48 @@ class BlockTable:
                 self.copies[number] = self.copies.get(number, 1) + 1
             else:
                 self.aside[number] = self.aside.get(number, 0) + 1
+                if self.parts:
+                    for other in (number, *self.parts.get(number, ())):
+                        if other in self.joined:
+                            self._settle(other)
 
-    def name(self, hashes: Sequence[int], keys: "array[int]", *, shareable: bool) -> None:
-        """Give keys to blocks that were put aside. Others are skipped."""
-        for number, key in zip(hashes, keys, strict=True):
-            copies = self.aside.pop(number, 0)
-            if copies:
-                self._add_one(number, key, shareable)
-                if copies > 1:
-                    self.copies[number] = copies
+    def join(self, number: int, parts: tuple[int, ...], key: Key, *, shareable: bool = False) -> None:
+        """Let a block that was put aside have a key while it and the ``parts`` before it are held."""
+        self.joined[number] = Joined(key, parts, shareable)
+        for part in parts:
+            self.parts.setdefault(part, set()).add(number)
+        self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        """Give a joined block its key if all parts are held."""
+        key, parts, shareable = self.joined[number]
+        if number in self.aside and all(part in self.aside for part in parts):
+            copies = self.aside.pop(number)
+            self._add_one(number, key, shareable)
+            if copies > 1:
+                self.copies[number] = copies
+
+    def _part(self, hashes: Sequence[int]) -> None:
+        """Take the keys of joined blocks of which a part is gone, and forget those that are gone themselves."""
+        for number in hashes:
+            if number in self.blocks or number in self.aside:
+                continue
+            for other in self.parts.get(number, ()):
+                if other in self.blocks:
+                    key = self.blocks.pop(other)
+                    self.aside[other] = self.copies.pop(other, 1)
+                    self._release(key)
+            if (gone := self.joined.pop(number, None)) is not None:
+                for part in gone.parts:
+                    self.parts[part].discard(number)
+                    if not self.parts[part]:
+                        del self.parts[part]
+
+    def _release(self, key: Key) -> None:
+        if self.owners and (sharing := self.owners.pop(key, 1)) > 1:
+            self.owners[key] = sharing - 1
+        else:
+            self.removed.append(key)
 
     def resize(self, block_size: int) -> None:
         """Put all blocks aside, because their keys belong to another block size."""
@@ -120,10 +165,12 @@ class BlockTable:
             if key is None:
                 unknown += not _drop_one(self.aside, number, 1)
                 continue
-            if owners and (sharing := owners.pop(key, 1)) > 1:
-                owners[key] = sharing - 1
-                continue
-            gone(key)
+            if owners:
+                self._release(key)
+            else:
+                gone(key)
+        if self.parts:
+            self._part(hashes)
         return unknown
 
     def net(self) -> tuple["array[int]", "array[int]"]:

@@ -8,7 +8,7 @@ tier names by hash alone has the key of that hash elsewhere on its rank.
 
 Cache groups share one chain of hashes, and events of groups other than full attention name only some of the blocks that
 their tokens fill. Beside full attention, which names all, the same hash has the same key, and blocks that are parts of
-its blocks have keys by :mod:`mmrouter_sidecar.blocks.block_parts`. Without it,
+its blocks have the key of the whole (:mod:`mmrouter_sidecar.blocks.begun_blocks`). Without it,
 :mod:`mmrouter_sidecar.blocks.window_block_keys` locates the blocks. Pure; no I/O.
 """
 
@@ -21,7 +21,7 @@ from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
 from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS, CacheGroup
 from mmrouter_lib.engines.base.events import Batch, Cleared, Offloaded, Ragged, Removed, Stored
 from mmrouter_lib.feed import ImageObservation
-from mmrouter_sidecar.blocks.block_parts import BlockParts
+from mmrouter_sidecar.blocks.begun_blocks import BegunBlocks
 from mmrouter_sidecar.blocks.block_table import BlockTable
 from mmrouter_sidecar.blocks.image_observations import ImageObservations
 from mmrouter_sidecar.blocks.known_groups import KnownGroups
@@ -70,7 +70,7 @@ class Ledger:
         self.windows = WindowBlocks()
         self.lower_media: tuple[str, ...] = ()  # media other than device memory that events have named
         self._removed = RemovedKeys()  # while there are lower media
-        self._parts = BlockParts()
+        self._begun = BegunBlocks()
         self._groups = KnownGroups()
         self._seed_of = seed_of
         self._seeds: dict[tuple[str | None, str | None], Key] = {}
@@ -84,8 +84,8 @@ class Ledger:
 
     @property
     def aside(self) -> int:
-        """Number of hashes held without a key."""
-        return sum(len(table.aside) for table in self.tables.values())
+        """Number of hashes held without a key, beside those of parts of blocks."""
+        return sum(max(0, len(table.aside) - len(table.parts)) for table in self.tables.values())
 
     @property
     def block_size(self) -> int:
@@ -137,7 +137,7 @@ class Ledger:
         if mine:
             self._append_op(LedgerOp("clear", rank))
         self._removed.clear()  # a tier's event may be older than the clear
-        self._parts.clear()
+        self._begun.clear()
         self._renew(rank)
 
     def _renew(self, rank: int) -> None:
@@ -149,7 +149,7 @@ class Ledger:
         self.tables.clear()
         self.lower_media = ()
         self._removed.clear()
-        self._parts.clear()
+        self._begun.clear()
         self._cleared.clear()
         self._ops.clear()
         self._adding = None
@@ -191,8 +191,8 @@ class Ledger:
             table.add(hashes, unpack_keys(op.keys), shareable=op.shareable)
         elif op.kind == "aside":
             table.put_aside(hashes)
-        elif op.kind == "name":
-            table.name(hashes, unpack_keys(op.keys), shareable=op.shareable)
+        elif op.kind == "join":
+            table.join(hashes[-1], tuple(hashes[:-1]), unpack_keys(op.keys)[0], shareable=op.shareable)
         elif op.kind == "drop":
             table.drop(hashes)
         elif op.kind == "resize":
@@ -220,6 +220,10 @@ class Ledger:
             while more:
                 ops.append(LedgerOp("aside", *place, pack_keys(n for n, _ in more), b"", size))
                 more = [(n, left - 1) for n, left in more if left > 1]
+            ops += [
+                LedgerOp("join", *place, pack_keys((*parts, n)), pack_keys((key,)), size, shareable)
+                for n, (key, parts, shareable) in table.joined.items()
+            ]
         return ops
 
     def _store(self, rank: int, event: Stored) -> None:
@@ -233,12 +237,12 @@ class Ledger:
             return
         shareable = event.lora is not None
         if event.group in self._groups.beside:
+            if event.block_size != self.block_size:
+                self._store_beside(place, table, event)
+                return
             located = self._keys_of_full(rank, event)
             if len(located) == len(event.hashes):
                 self._add(place, table, event.hashes, array("Q", located.values()), shareable=shareable)
-                return
-            if event.block_size != self.block_size:
-                self._store_beside(place, table, event, located)
                 return
         parent = self._parent(rank, table, event)
         if parent is None:
@@ -267,7 +271,7 @@ class Ledger:
             self._put_aside(place, table, event.hashes, "block_size")
             return
         if event.group in self._groups.beside:
-            self._store_beside(place, table, event, self._keys_of_full(rank, event))
+            self._store_beside(place, table, event)
             return
         hashes, keys, rest = self.windows.place(event, self._seed)
         if hashes:
@@ -275,25 +279,28 @@ class Ledger:
             self._add(place, table, hashes, keys, shareable=event.lora is not None)
         self._put_aside(place, table, rest, "ragged_store")
 
-    def _store_beside(self, place: Place, table: BlockTable, event: Stored | Ragged, located: dict[int, Key]) -> None:
-        """Add the blocks that full attention has a key for, and those that are parts of its blocks."""
-        earlier: dict[int, Key] = {}
-        waiting: Sequence[int] = ()
+    def _store_beside(self, place: Place, table: BlockTable, event: Stored | Ragged) -> None:
+        """Add the blocks that full attention has a key for, or parts of which make one that it has a key for."""
+        located = self._keys_of_full(place.rank, event)
         if (parts := self.block_size // event.block_size) > 1:
-            located, earlier, waiting = self._parts.locate(event, place, located, parts)
+            self._join(place, table, event, located, parts)
+            return
         if located:
             table.partial = False
             hashes, keys = tuple(located), array("Q", located.values())
             self._add(place, table, hashes, keys, shareable=event.lora is not None)
-        if earlier:
-            hashes, keys, shareable = tuple(earlier), array("Q", earlier.values()), event.lora is not None
-            table.name(hashes, keys, shareable=shareable)
-            self._append_op(LedgerOp("name", *place, pack_keys(hashes), pack_keys(keys), shareable=shareable))
-        if waiting:
-            table.put_aside(waiting)
-            self._append_op(LedgerOp("aside", *place, pack_keys(waiting), b"", table.block_size))
-        known = {*located, *waiting}
-        self._put_aside(place, table, [number for number in event.hashes if number not in known], "ragged_store")
+        self._put_aside(place, table, [number for number in event.hashes if number not in located], "ragged_store")
+
+    def _join(self, place: Place, table: BlockTable, event: Stored | Ragged, ends: dict[int, Key], parts: int) -> None:
+        table.partial = False
+        table.put_aside(event.hashes)
+        self._append_op(LedgerOp("aside", *place, pack_keys(event.hashes), b"", table.block_size))
+        self.counts["stored"] += len(event.hashes)
+        shareable = event.lora is not None
+        for joined in self._begun.join(event, place, ends, parts):
+            key = ends[joined[-1]]
+            table.join(joined[-1], joined[:-1], key, shareable=shareable)
+            self._append_op(LedgerOp("join", *place, pack_keys(joined), pack_keys((key,)), shareable=shareable))
 
     def _store_below(self, rank: int, event: Offloaded) -> None:
         above = self.tables.get(Place(rank, event.group, DEVICE))
@@ -350,8 +357,15 @@ class Ledger:
             self._set_group(group)
 
     def _set_group(self, group: CacheGroup) -> None:
+        alone = self._groups.full is None
         self._groups.put(group)
         self._append_op(group_op(group))
+        if alone and self._groups.full is not None:
+            for place, table in self.tables.items():
+                # A prompt shorter than a block of full attention came first: its keys are not of that one's blocks.
+                if place.group in self._groups.beside and table.block_size != group.block_size and table.blocks:
+                    table.resize(table.block_size)
+                    self._append_op(LedgerOp("resize", *place, block_size=table.block_size))
 
     def _resized(self, place: Place, table: BlockTable, event: Stored) -> bool:
         """Put a place's blocks aside if all were parts of blocks; return whether it was so.

@@ -19,10 +19,10 @@ class Place(NamedTuple):
 class LedgerOp(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One operation on the ledger; replaying all of them rebuilds it. Hashes and keys are packed 8-byte numbers.
 
-    ``add``: add a copy of each hash with its key. ``aside``: add a copy of each without a key. ``name``: give keys to
-    blocks that were put aside. ``drop``: remove a copy of each. ``clear``: clear the whole rank. ``resize``: set the
-    block size of a place and put its blocks aside. ``group``: set a cache group. ``known``: keys and digests of
-    followed blocks without full attention, held or not.
+    ``add``: add a copy of each hash with its key. ``aside``: add a copy of each without a key. ``join``: parts of
+    one block, the last of which gets its key while all are held. ``drop``: remove a copy of each. ``clear``: clear the
+    whole rank. ``resize``: set the block size of a place and put its blocks aside. ``group``: set a cache group.
+    ``known``: keys and digests of followed blocks without full attention, held or not.
     """
 
     kind: str

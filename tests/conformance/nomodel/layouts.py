@@ -46,9 +46,9 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
     "windows of 256 alone": (windows(256) * 2, 32, 300),
     "chunks of 512 beside full attention": ([("chunked", {"attention_chunk_size": 512})] * 3 + FULL, 32, 900),
     "windows of 512 in blocks half as large as full attention's": (windows(*[512] * 3, heads=2) + FULL, 16, 900),
-    "windows of 200 in blocks a quarter as large as full attention's": (windows(*[200] * 3, heads=4) + FULL, 16, 900),
+    "windows of 256 in blocks a quarter as large as full attention's": (windows(*[256] * 3, heads=4) + FULL, 16, 900),
     "windows of 512 in blocks twice as large as full attention's": (
-        windows(*[512] * 3) + [("full", {"num_kv_heads": 2})],
+        [*windows(*[512] * 3), ("full", {"num_kv_heads": 2})],
         16,
         900,
     ),

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmrouter_lib.cache_layout import window_blocks
 from mmrouter_router.fleet.holder_table import bits, mask_of
-from mmrouter_router.fleet.index import HitRule, Index, window_blocks
+from mmrouter_router.fleet.index import HitRule, Index, TailRule
 
 pytestmark = pytest.mark.usefixtures("form")
 
@@ -53,7 +54,7 @@ def test_index_matches_a_model_of_sets(steps, prompt):
 
 def alone(slot: int, need: int) -> HitRule:
     """The rule of a cache with one window."""
-    return HitRule(0, ((need, 1 << slot),))
+    return HitRule(0, (TailRule(need, 1 << slot),))
 
 
 def longest_hit(
@@ -101,7 +102,7 @@ def test_case_45_hits_of_several_groups_match_the_rule(caches, prompt):
         slots = [index.join() for _ in held]
         for slot, keys in zip(slots, held, strict=True):
             index.store(slot, keys)
-        needs = [(need, 1 << slot) for (need, _), slot in zip(tails, slots[len(whole) :], strict=True)]
+        needs = [TailRule(need, 1 << slot) for (need, _), slot in zip(tails, slots[len(whole) :], strict=True)]
         states = [at for at, (need, _) in enumerate(tails, len(whole)) if need == 1 and drafter != "drafter"]
         more = tuple(drafter != "no drafter" and at not in states for at in range(len(held)))
         recomputed = mask_of(slot for slot, again in zip(slots, more, strict=True) if again)

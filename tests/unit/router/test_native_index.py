@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mmrouter_lib import native
 from mmrouter_router.fleet.holder_table import HolderTable, bits, mask_of
-from mmrouter_router.fleet.index import NOWHERE, HitRule, Index
+from mmrouter_router.fleet.index import NOWHERE, HitRule, Index, TailRule
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -68,7 +68,9 @@ class Candidates:
             return mask_of(self.slots[number] for number in numbers)
 
         own = {
-            self.slots[number]: HitRule(mask(whole), tuple((need, mask(some)) for need, some in tails), mask(again))
+            self.slots[number]: HitRule(
+                mask(whole), tuple(TailRule(need, mask(some)) for need, some in tails), mask(again)
+            )
             for number, (whole, tails, again) in rules.items()
         }
         found = self.index.match_groups(array("Q", prompt), own)

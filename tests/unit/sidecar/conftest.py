@@ -22,8 +22,9 @@ from mmrouter_lib.api import to_json as to_json_object
 from mmrouter_lib.block_keys import namespace_seed, unpack_keys
 from mmrouter_lib.cache_layout import cache_layout
 from mmrouter_lib.engines.vllm.events import decode_batch
+from mmrouter_router.fleet.cache_query import hit_rule
 from mmrouter_router.fleet.holder_table import mask_of
-from mmrouter_router.fleet.index import HitRule, Index, window_blocks
+from mmrouter_router.fleet.index import Index
 from mmrouter_sidecar import app
 from mmrouter_sidecar.app import Sidecar
 from mmrouter_sidecar.blocks.ledger import Ledger
@@ -239,11 +240,10 @@ class Routed:
             self.index.store(self.slots[change.place.group], change.stored)
         return {key for change in taken.changes for key in change.stored}
 
-    def overlap(self, keys: Any, size: int) -> int:
-        """Return the blocks of ``size`` tokens that a router expects a prompt to hit."""
-        layout = cache_layout(self.ledger.groups)
-        tails = [(window_blocks(t.tokens, size), mask_of(self.slots[g] for g in t.groups)) for t in layout.tails]
-        rule = HitRule(mask_of(self.slots[group] for group in layout.whole), tuple(tails))
+    def overlap(self, keys: Any, size: int, chunk: int = 0) -> int:
+        """Return the blocks of ``size`` tokens that a router expects a prompt to hit. ``chunk``: of the model."""
+        layout = cache_layout(self.ledger.groups, chunk=chunk)
+        rule = hit_rule(layout, size, lambda groups: mask_of(self.slots[group] for group in groups))
         slot = self.slots[layout.primary]
         return self.index.match_groups(keys, {slot: rule})[slot]
 

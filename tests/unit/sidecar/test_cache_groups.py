@@ -181,7 +181,7 @@ def test_entries_for_parts_of_blocks_bound_the_promise() -> None:
 
 def test_groups_of_different_block_sizes_promise_nothing() -> None:
     ledger, full = Ledger(seed), {"group_idx": 1, "kv_cache_spec_kind": FULL}
-    ledger.apply(decode_batch(batch(stored([2], size=4, **window(9).fields), stored([1, 2], **full))), 0)
+    ledger.apply(decode_batch(batch(stored([2], size=3, **window(9).fields), stored([1, 2], **full))), 0)
     layout = cache_layout(ledger.groups)
     assert (layout.comparable, layout.bounds) == (False, ("block_size",))
     assert (ledger.block_size, layout.primary) == (SIZE, 1)
