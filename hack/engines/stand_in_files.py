@@ -114,15 +114,21 @@ def llama4() -> dict[str, dict[str, Any]]:
     }
 
 
+GLOBAL = {"global_head_dim": HIDDEN // HEADS, "num_global_key_value_heads": HEADS // 2, "attention_k_eq_v": True}
+"""Full attention with half the bytes of a window, as in larger models, with blocks twice as long."""
+
+
 def gemma4() -> dict[str, dict[str, Any]]:
     of, geometry = ids("gemma4"), {"patch_size": 16, "pooling_kernel_size": 3, "max_soft_tokens": 280}
     config = _config(
         "Gemma4ForConditionalGeneration",
         "gemma4",
-        {"model_type": "gemma4_text", "sliding_window": 512},
+        {"model_type": "gemma4_text", "sliding_window": 1024, **GLOBAL},
         {
             "model_type": "gemma4_vision",
             "num_hidden_layers": 2,
+            "num_key_value_heads": HEADS,
+            "head_dim": HIDDEN // HEADS,
             "patch_size": 16,
             "pooling_kernel_size": 3,
             "default_output_length": 280,

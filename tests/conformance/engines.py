@@ -316,15 +316,20 @@ class Answer:
         self.decision, self.keys, self.rank = decision, list(decision["keys"]), int(decision["rank"])
         self.tokens = int(usage["prompt_tokens"])
         self.cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
-        self.most = (self.tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+        size = self.block_size
+        self.most = (self.tokens - 1) // size * size
         """Of a whole hit: the engine always computes the last token."""
-        self.promised = min(self.overlap * BLOCK_SIZE, self.most)
+        self.promised = min(self.overlap * size, self.most)
         """The overlap in tokens."""
 
     @property
     def before_image(self) -> int:
         """Blocks of the text before the first image."""
-        return int(self.decision["images"][0]["offset"]) // BLOCK_SIZE
+        return int(self.decision["images"][0]["offset"]) // self.block_size
+
+    @property
+    def block_size(self) -> int:
+        return int(self.decision["block_size"])
 
 
 def send(deployment: Deployment, case: Case, max_tokens: int = 2) -> Answer:

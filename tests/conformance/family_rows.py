@@ -32,8 +32,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """Families as they are called -> their names in the library (``model_type`` or architecture), those in use first."""
 BOUNDED = {
-    ("Gemma 4", "vllm"): "bounded: no overlap is promised, because groups have blocks of different sizes",
-    ("Llama 4", "vllm"): "bounded: its layers attend in chunks",
     ("Gemma 4", "sglang"): "bounded: no overlap is promised, because evictions from its windows are in no event",
     ("Qwen3.5, Qwen3.6", "sglang"): "bounded: no overlap is promised, because its states are in no event",
 }

@@ -191,9 +191,8 @@ FAMILIES_HEAD = (
 FAMILIES_RELEASES = (
     "",
     "The same on each release, with the number of drawn prompts that are equal to those of the release's own code: all",
-    "that both sides take. Gemma 4 and Llama 4 are bounded by their hits alone. *By affinity* are prompts that are not",
-    "predicted on this release. [Below](#releases-without-a-model) are all checks, with the hits in every cache",
-    "layout.",
+    "that both sides take. *By affinity* are prompts that are not predicted on this release.",
+    "[Below](#releases-without-a-model) are all checks, with the hits in every cache layout.",
 )
 HEAD = """## One engine
 

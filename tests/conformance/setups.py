@@ -42,6 +42,7 @@ RENDERED = {
     "llava_onevision": "LLaVA-OneVision",
     "idefics3": "Idefics3, SmolVLM",
     "gemma3": "Gemma 3",
+    "gemma4": "Gemma 4",
     "mistral3": "Mistral 3",
 }
 """Families beside a renderer: it makes the prompts of the first two, for which the library has no code, and is the

@@ -109,7 +109,9 @@ class Consumer:
 
     def take(self, line: dict[str, Any]) -> int | None:
         if "kv_events" in line:
-            self._followed = Followed(self._folder, line["engine"], line["release"], drafts=bool(line["drafter"]))
+            chunk = max((fields.get("attention_chunk_size", 0) for _, fields in line.get("layers", ())), default=0)
+            drafts = bool(line["drafter"])
+            self._followed = Followed(self._folder, line["engine"], line["release"], drafts=drafts, chunk=chunk)
         assert self._followed is not None, "the first line names the engine"
         if "events" in line:
             self._followed.apply([bytes.fromhex(line["events"])])

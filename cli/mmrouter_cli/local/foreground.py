@@ -115,7 +115,7 @@ async def run(
             with contextlib.suppress(asyncio.CancelledError):
                 await work
     if path is not None and (result is None or result.passed):
-        path.unlink()
+        path.unlink(missing_ok=True)
     return result
 
 

@@ -26,7 +26,8 @@ FULL: Layers = [("full", {})]
 
 def windows(*sizes: int, heads: int = 1) -> Layers:
     """Layers with a window. Of more ``heads``, the engine gives other layers blocks that are larger by as much."""
-    return [("window", {"sliding_window": size, "num_kv_heads": heads}) for size in sizes]
+    more = {"num_kv_heads": heads} if heads > 1 else {}
+    return [("window", {"sliding_window": size, **more}) for size in sizes]
 
 
 def chunk(name: str) -> int:
@@ -45,9 +46,9 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
     "mamba and windows beside full attention": (MAMBA * 2 + windows(256) + FULL, 64, 400),
     "windows of 256 alone": (windows(256) * 2, 32, 300),
     "chunks of 512 beside full attention": ([("chunked", {"attention_chunk_size": 512})] * 3 + FULL, 32, 900),
-    "windows of 512 in blocks half as large as full attention's": (windows(*[512] * 3, heads=2) + FULL, 16, 900),
-    "windows of 256 in blocks a quarter as large as full attention's": (windows(*[256] * 3, heads=4) + FULL, 16, 900),
-    "windows of 512 in blocks twice as large as full attention's": (
+    "windows of 512 in half blocks beside full attention": (windows(*[512] * 3, heads=2) + FULL, 16, 900),
+    "windows of 256 in quarter blocks beside full attention": (windows(*[256] * 3, heads=4) + FULL, 16, 900),
+    "windows of 512 in double blocks beside full attention": (
         [*windows(*[512] * 3), ("full", {"num_kv_heads": 2})],
         16,
         900,
@@ -56,7 +57,8 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
     "windows of 512 beside full attention, EAGLE": (windows(*[512] * 5) + FULL, 32, 1200),
     "mamba beside full attention, EAGLE": (MAMBA * 3 + FULL, 64, 300),
 }
-"""Layers, block size in tokens, and blocks: few enough that they are evicted."""
+"""Layers, block size in tokens, and blocks: few enough that they are evicted. *Half*, *quarter* and *double* blocks are
+compared with those of full attention."""
 
 
 PAGES = {"pages of 1": (1, 6_000), "pages of 16": (16, 500), "pages of 64": (64, 150)}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from artefacts import run_tool_or_skip
 from conformance.conftest import Figure
-from conformance.engine_process import BLOCK_SIZE, context_length, engine_args, require_memory
+from conformance.engine_process import context_length, engine_args, require_memory
 from conformance.engines import deployed, histories, manifest, pool, send, wait_until_published
 from conformance.setups import RENDERED
 from conformance.workload import STORY, Case, image_part, picture, user
@@ -37,7 +37,7 @@ NO_ADJACENT = {"gemma3"}
 """Families whose adjacent images are not modelled."""
 
 WINDOW = 1024
-"""Tokens of Gemma 3's window."""
+"""Tokens of the windows of Gemma 3 and Gemma 4."""
 
 
 @dataclass
@@ -128,14 +128,14 @@ def test_the_engines_hold_the_predicted_blocks_of_a_chat_and_no_others(
 
 
 def test_other_images_behind_a_text_longer_than_the_window_hit_what_is_promised(deployment: Deployment) -> None:
-    """Gemma 3's windows keep the end of the first prompt; the second on an engine leaves what the third hits."""
+    """Gemma's windows keep the end of the first prompt; the second on an engine leaves what the third hits."""
     text, answers = f"A long story. {STORY * 4}", []
     for seed in range(50, 56):  # three at least on one of the two engines
         image = image_part(picture(224, 224, seed=seed))
         answers.append(send(deployment, Case(f"long {seed}", {"messages": [user(text, image, "Who is shown?")]})))
         wait_until_published(deployment, answers[-1])
     assert [answer.cached for answer in answers] == [answer.promised for answer in answers]
-    assert max(answer.overlap for answer in answers) == answers[0].before_image > WINDOW // BLOCK_SIZE
+    assert max(answer.overlap for answer in answers) == answers[0].before_image > WINDOW // answers[0].block_size
 
 
 def test_adjacent_images_are_exact_or_served_by_affinity_with_the_reason(
