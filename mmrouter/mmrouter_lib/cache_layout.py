@@ -17,6 +17,7 @@ after a block. Pure.
 """
 
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -30,6 +31,7 @@ FULL_KINDS = frozenset({"", "full_attention", "mla_attention", "sink_full_attent
 WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 MAMBA = "mamba"
 CHUNKS = "chunked_local_attention"
+_OTHER_CONFIG = ("--hf-overrides", "--hf-config-path", "--config-format")
 
 
 class CacheGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -88,12 +90,19 @@ class CacheLayout(NamedTuple):
         """Whether a hit is the leading blocks of one group."""
         return not (self.tails or self.chunked or self.recomputed or len(self.whole) > 1)
 
+    def hit_step(self, block_size: int) -> int:
+        """Return the number of blocks that a hit is a multiple of: where the larger blocks of a window end."""
+        return lcm(block_size, *(tail.block_size or block_size for tail in self.tails)) // block_size
+
     def recomputed_blocks(self, tokens: int, block_size: int) -> int:
         """Return the held blocks that a repeat of a prompt cannot hit, beside the one of its last token."""
-        if not self.recomputed or block_size < 1:
+        if block_size < 1:
             return 0
+        most = max(0, tokens - 1) // block_size
+        if not self.recomputed:
+            return most % self.hit_step(block_size)
         looked_at = tokens if self.sees_last else tokens - 1
-        return max(0, max(0, tokens - 1) // block_size - max(0, looked_at // block_size - 1))
+        return max(0, most - max(0, looked_at // block_size - 1))
 
 
 def cache_layout(
@@ -102,15 +111,15 @@ def cache_layout(
     complete: bool = True,
     drafter: str = "",
     sees_last: bool = True,
-    one_chain: bool = True,
+    keys_of_full: bool = True,
     chunk: int = 0,
 ) -> CacheLayout:
     """Return the layout of an engine with these groups; without any, that of group 0 with full attention.
 
     ``complete``: every group of the engine and all blocks that it announces are in the feed, which older sidecars do
     not ensure. ``drafter``, ``sees_last``: what it does to hits (:mod:`mmrouter_lib.engines.vllm.drafters`).
-    ``one_chain``: windows have the keys of full attention's blocks, whatever the size of their own: of a block whose
-    parts are several of theirs, where all of them are held. ``chunk``: tokens of a chunk of chunked local attention, 0
+    ``keys_of_full``: a window's block has the key of the block of full attention that ends with it; smaller ones have
+    it together, while all that make up that block are held. ``chunk``: tokens of a chunk of chunked local attention, 0
     where that is not known.
     """
     full: list[int] = []
@@ -122,7 +131,7 @@ def cache_layout(
     if lookahead:
         drafter = ""  # what it reads of the next tokens is in the hash, so no block is computed anew
     sizes = _other_sizes(groups)
-    comparable = sizes is not None and (not sizes or (one_chain and not drafter))
+    comparable = sizes is not None and (not sizes or (keys_of_full and not drafter))
     for group in groups:
         if group.window and (group.kind in WINDOW_KINDS or not group.kind):
             size = group.block_size if comparable and sizes else 0
@@ -140,8 +149,8 @@ def cache_layout(
         others, chunked, bounds = [*others, *chunked], [], [*bounds, CHUNKS]
     if len(groups) > 1 and not all(group.kind for group in groups):
         bounds.append("no_kind")
-    if any(group.parts for group in groups):
-        bounds.append("parts")
+    if any(group.parts for group in groups) and any(group.kind == MAMBA for group in groups):
+        bounds.append("parts")  # beside windows, vLLM announces parts of blocks and never hits them
     if len(groups) > 1 and not complete:
         bounds.append("old_feed")
     if not comparable:
@@ -179,7 +188,7 @@ def chunk_tokens(config: Mapping[str, Any], args: Sequence[str]) -> int:
 
     ``config``: of its config.json; ``args``: of its engines, which may override it.
     """
-    if any(argument.replace("_", "-").startswith("--hf-overrides") for argument in args):
+    if any(argument.replace("_", "-").startswith(_OTHER_CONFIG) for argument in args):
         return 0
     text = config.get("text_config")
     value = (text if isinstance(text, Mapping) else config).get("attention_chunk_size")

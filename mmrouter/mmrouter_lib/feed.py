@@ -106,7 +106,8 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     prompt and answer together, 0 while unknown. ``drafter``: what the engine's drafter does to hits
     (:mod:`.engines.vllm.drafters`). ``adapters``: LoRA adapters that it had loaded when it came up. ``lower_media``:
     media other than device memory that events have named; older sidecars send none, and their keys of such blocks lack
-    images and salts. ``one_chain``: blocks of windows have the keys of full attention's, also where their size differs.
+    images and salts. ``keys_of_full``: blocks of windows have the keys of full attention's, also where their size
+    differs.
     """
 
     worker: str
@@ -135,7 +136,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     drafter: str = ""
     adapters: tuple[str, ...] = ()
     lower_media: tuple[str, ...] = ()
-    one_chain: bool = False
+    keys_of_full: bool = False
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

@@ -174,8 +174,11 @@ class Process:
             signal.pidfd_send_signal(handle, signal.SIGCONT)
 
     def _is_stopped(self) -> bool:
-        threads = Path(f"/proc/{self.pid}/task").glob("*/stat")
-        return all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in threads)
+        try:
+            threads = [each.read_text() for each in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        except OSError:  # a thread has just ended
+            return False
+        return bool(threads) and all(each.rpartition(")")[2].split()[0] == "T" for each in threads)
 
     @contextlib.contextmanager
     def _handle(self) -> Iterator[int]:

@@ -1,7 +1,6 @@
 """What to ask the index about the caches of ranks: their slots, and the rules of caches with several groups. No I/O."""
 
 from collections.abc import Callable, Iterable, Sequence
-from math import lcm
 from typing import NamedTuple, Self
 
 from mmrouter_lib.cache_layout import CacheLayout, window_blocks
@@ -70,5 +69,5 @@ def hit_rule(layout: CacheLayout, block_size: int, mask: Callable[[Iterable[int]
         mask(layout.chunked),
         layout.chunk,
         block_size,
-        lcm(*(tail.keys for tail in tails)),
+        layout.hit_step(block_size),
     )

@@ -295,7 +295,7 @@ class Fleet:
             complete=beat.all_groups,
             drafter=beat.drafter,
             sees_last=last,
-            one_chain=beat.one_chain,
+            keys_of_full=beat.keys_of_full,
             chunk=self._chunk,
         )
         known = layout.leading and layout.comparable  # what other layouts load from lower tiers is not

@@ -71,11 +71,11 @@ class Canary:
         compare = self.compare if worker.member.role in self._probes.publishing_roles else self._answers
         for rank in range(worker.ranks):
             difference, blocks = await compare(Target(worker, rank, block_size), feeder)
-            if difference is not None and difference.cause == "block_size" and worker.heartbeat is not None:
-                # Blocks of full attention may be larger than those that the metrics tell, which the first events show.
-                assumed, block_size = block_size, worker.heartbeat.block_size
-                if assumed != block_size:
-                    difference, blocks = await compare(Target(worker, rank, block_size), feeder)
+            size = worker.heartbeat.block_size if worker.heartbeat is not None else 0
+            if difference is not None and size not in (0, block_size):
+                # Full attention may have larger blocks than the metrics report; the heartbeat has its events' size.
+                block_size = size
+                difference, blocks = await compare(Target(worker, rank, block_size), feeder)
             compared += blocks
             if difference is not None:
                 break

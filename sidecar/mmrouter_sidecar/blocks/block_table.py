@@ -2,7 +2,7 @@
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class BlockTable:
     ``blocks``: engine hash -> key. ``copies``: engine hash -> copies, if more than one. ``owners``: key -> number of
     its hashes, for keys that several hashes may share. ``aside``: engine hash -> copies, for blocks without a key.
     ``partial``: every event so far had one block, so the entries may be parts of the group's blocks. ``joined``: blocks
-    that have a key while their parts are held, which stay aside, and ``parts``: part -> those that it is a part of.
+    that have a key while the parts before them, which stay aside, are held; ``wholes_of``: part -> these blocks.
 
     An engine hash and a key stand for the same content, so each hash has its own key. Only with LoRA adapters may
     several hashes share one, because the engine also hashes the path of the adapter, which its events do not contain
@@ -39,7 +39,7 @@ class BlockTable:
     block_size: int = 0
     partial: bool = True
     joined: dict[int, "Joined"] = field(default_factory=dict)
-    parts: dict[int, set[int]] = field(default_factory=dict)
+    wholes_of: dict[int, set[int]] = field(default_factory=dict)
     stored: "array[int]" = field(default_factory=lambda: array("Q"))
     removed: "array[int]" = field(default_factory=lambda: array("Q"))
 
@@ -97,20 +97,20 @@ class BlockTable:
                 self.copies[number] = self.copies.get(number, 1) + 1
             else:
                 self.aside[number] = self.aside.get(number, 0) + 1
-                if self.parts:
-                    for other in (number, *self.parts.get(number, ())):
+                if self.wholes_of:
+                    for other in (number, *self.wholes_of.get(number, ())):
                         if other in self.joined:
-                            self._settle(other)
+                            self._publish_if_whole(other)
 
     def join(self, number: int, parts: tuple[int, ...], key: Key, *, shareable: bool = False) -> None:
         """Let a block that was put aside have a key while it and the ``parts`` before it are held."""
+        self.partial = False
         self.joined[number] = Joined(key, parts, shareable)
         for part in parts:
-            self.parts.setdefault(part, set()).add(number)
-        self._settle(number)
+            self.wholes_of.setdefault(part, set()).add(number)
+        self._publish_if_whole(number)
 
-    def _settle(self, number: int) -> None:
-        """Give a joined block its key if all parts are held."""
+    def _publish_if_whole(self, number: int) -> None:
         key, parts, shareable = self.joined[number]
         if number in self.aside and all(part in self.aside for part in parts):
             copies = self.aside.pop(number)
@@ -118,21 +118,21 @@ class BlockTable:
             if copies > 1:
                 self.copies[number] = copies
 
-    def _part(self, hashes: Sequence[int]) -> None:
-        """Take the keys of joined blocks of which a part is gone, and forget those that are gone themselves."""
+    def _break_up(self, hashes: Sequence[int]) -> None:
+        """Put joined blocks aside of which a part is gone, and forget those that are gone themselves."""
         for number in hashes:
             if number in self.blocks or number in self.aside:
                 continue
-            for other in self.parts.get(number, ()):
+            for other in self.wholes_of.get(number, ()):
                 if other in self.blocks:
                     key = self.blocks.pop(other)
                     self.aside[other] = self.copies.pop(other, 1)
                     self._release(key)
             if (gone := self.joined.pop(number, None)) is not None:
                 for part in gone.parts:
-                    self.parts[part].discard(number)
-                    if not self.parts[part]:
-                        del self.parts[part]
+                    self.wholes_of[part].discard(number)
+                    if not self.wholes_of[part]:
+                        del self.wholes_of[part]
 
     def _release(self, key: Key) -> None:
         if self.owners and (sharing := self.owners.pop(key, 1)) > 1:
@@ -148,7 +148,9 @@ class BlockTable:
         self.blocks.clear()
         self.copies.clear()
         self.owners.clear()
-        self.block_size, self.partial = block_size, False
+        self.joined.clear()
+        self.wholes_of.clear()
+        self.block_size = block_size
 
     def drop(self, hashes: Sequence[int]) -> int:
         """Remove one copy of each block. Returns how many hashes were unknown."""
@@ -169,8 +171,8 @@ class BlockTable:
                 self._release(key)
             else:
                 gone(key)
-        if self.parts:
-            self._part(hashes)
+        if self.wholes_of:
+            self._break_up(hashes)
         return unknown
 
     def net(self) -> tuple["array[int]", "array[int]"]:
@@ -205,3 +207,19 @@ def _drop_one(counts: dict[int, int], number: int, least: int) -> bool:
     else:
         counts[number] = count - 1
     return True
+
+
+def whole_blocks(hashes: Sequence[int], ends: Container[int], parts: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ``parts`` that make up each block of full attention, in an event of a group with smaller blocks.
+
+    ``ends``: hashes of full attention's blocks, each that of its last part. A window keeps whole blocks of full
+    attention and names their parts in order (docs/engine-facts/vllm.md#cache-groups), so those before an end belong to
+    it.
+    """
+    begun: tuple[int, ...] = ()
+    for number in hashes:
+        begun = (*begun, number)
+        if number in ends:
+            if len(begun) == parts:
+                yield begun
+            begun = ()

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from mmrouter_lib.feed import CanaryReport, ImageObservation
 from mmrouter_sidecar.blocks.ledger_ops import LedgerOp
 
-MAGIC = b"mmrouter journal 2\n"  # 1 had no groups but those with attention
+MAGIC = b"mmrouter journal 3\n"  # 2 had other keys in windows of another block size, 1 only groups with attention
 _FRAME = struct.Struct("<IQ")
 MIN_COMPACT_BYTES = 16 << 20
 COMPACT_FACTOR = 4  # the file is rewritten when it is this many times larger than after the last rewrite

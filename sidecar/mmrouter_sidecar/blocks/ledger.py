@@ -8,7 +8,7 @@ tier names by hash alone has the key of that hash elsewhere on its rank.
 
 Cache groups share one chain of hashes, and events of groups other than full attention name only some of the blocks that
 their tokens fill. Beside full attention, which names all, the same hash has the same key, and blocks that are parts of
-its blocks have the key of the whole (:mod:`mmrouter_sidecar.blocks.begun_blocks`). Without it,
+its blocks have the key of the whole. Without it,
 :mod:`mmrouter_sidecar.blocks.window_block_keys` locates the blocks. Pure; no I/O.
 """
 
@@ -21,8 +21,7 @@ from mmrouter_lib.block_keys import Key, chain, pack_keys, unpack_keys
 from mmrouter_lib.cache_layout import DEVICE, FULL_KINDS, CacheGroup
 from mmrouter_lib.engines.base.events import Batch, Cleared, Offloaded, Ragged, Removed, Stored
 from mmrouter_lib.feed import ImageObservation
-from mmrouter_sidecar.blocks.begun_blocks import BegunBlocks
-from mmrouter_sidecar.blocks.block_table import BlockTable
+from mmrouter_sidecar.blocks.block_table import BlockTable, whole_blocks
 from mmrouter_sidecar.blocks.image_observations import ImageObservations
 from mmrouter_sidecar.blocks.known_groups import KnownGroups
 from mmrouter_sidecar.blocks.ledger_ops import LedgerOp, Place, group_op
@@ -70,7 +69,6 @@ class Ledger:
         self.windows = WindowBlocks()
         self.lower_media: tuple[str, ...] = ()  # media other than device memory that events have named
         self._removed = RemovedKeys()  # while there are lower media
-        self._begun = BegunBlocks()
         self._groups = KnownGroups()
         self._seed_of = seed_of
         self._seeds: dict[tuple[str | None, str | None], Key] = {}
@@ -85,7 +83,7 @@ class Ledger:
     @property
     def aside(self) -> int:
         """Number of hashes held without a key, beside those of parts of blocks."""
-        return sum(max(0, len(table.aside) - len(table.parts)) for table in self.tables.values())
+        return sum(len(table.aside.keys() - table.wholes_of.keys()) for table in self.tables.values())
 
     @property
     def block_size(self) -> int:
@@ -106,10 +104,9 @@ class Ledger:
     def apply(self, batch: Batch, rank: int) -> None:
         if batch.rank != rank:
             self.counts["rank_mismatch"] += 1
-        if not self._groups.named:  # all groups of an engine stand in its first batch
-            for event in batch.events:
-                if isinstance(event, Stored | Ragged):
-                    self._name(event)
+        for event in batch.events:  # full attention first, from which others get their keys, may be the last one
+            if isinstance(event, Stored | Ragged) and event.group not in self._groups.named:
+                self._name(event)
         for event in self._groups.in_order(batch.events) if self._groups.beside else batch.events:
             if isinstance(event, Stored):
                 self._store(rank, event)
@@ -137,7 +134,6 @@ class Ledger:
         if mine:
             self._append_op(LedgerOp("clear", rank))
         self._removed.clear()  # a tier's event may be older than the clear
-        self._begun.clear()
         self._renew(rank)
 
     def _renew(self, rank: int) -> None:
@@ -149,7 +145,6 @@ class Ledger:
         self.tables.clear()
         self.lower_media = ()
         self._removed.clear()
-        self._begun.clear()
         self._cleared.clear()
         self._ops.clear()
         self._adding = None
@@ -292,12 +287,11 @@ class Ledger:
         self._put_aside(place, table, [number for number in event.hashes if number not in located], "ragged_store")
 
     def _join(self, place: Place, table: BlockTable, event: Stored | Ragged, ends: dict[int, Key], parts: int) -> None:
-        table.partial = False
         table.put_aside(event.hashes)
         self._append_op(LedgerOp("aside", *place, pack_keys(event.hashes), b"", table.block_size))
         self.counts["stored"] += len(event.hashes)
         shareable = event.lora is not None
-        for joined in self._begun.join(event, place, ends, parts):
+        for joined in whole_blocks(event.hashes, ends, parts):
             key = ends[joined[-1]]
             table.join(joined[-1], joined[:-1], key, shareable=shareable)
             self._append_op(LedgerOp("join", *place, pack_keys(joined), pack_keys((key,)), shareable=shareable))
@@ -361,22 +355,27 @@ class Ledger:
         self._groups.put(group)
         self._append_op(group_op(group))
         if alone and self._groups.full is not None:
-            for place, table in self.tables.items():
-                # A prompt shorter than a block of full attention came first: its keys are not of that one's blocks.
-                if place.group in self._groups.beside and table.block_size != group.block_size and table.blocks:
-                    table.resize(table.block_size)
-                    self._append_op(LedgerOp("resize", *place, block_size=table.block_size))
+            self._realign(group.block_size)
+
+    def _realign(self, block_size: int) -> None:
+        """Put blocks beside full attention aside that got their keys before its blocks had this size."""
+        for place, table in self.tables.items():
+            if place.group in self._groups.beside and table.block_size != block_size and table.blocks:
+                table.resize(table.block_size)
+                self._append_op(LedgerOp("resize", *place, block_size=table.block_size))
 
     def _resized(self, place: Place, table: BlockTable, event: Stored) -> bool:
         """Put a place's blocks aside if all were parts of blocks; return whether it was so.
 
         Such an entry stands alone in its event (docs/engine-facts/vllm.md#event-fields).
         """
-        grows = table.partial and not event.block_size % table.block_size
+        grows = table.partial and event.block_size > table.block_size
         if grows:
             self.counts["block_size"] += len(table.blocks)
             table.resize(event.block_size)
             self._append_op(LedgerOp("resize", *place, block_size=event.block_size))
+            if event.group == self._groups.full:
+                self._realign(event.block_size)
         if (changed := self._groups.with_parts(event, table.block_size)) is not None:
             self._set_group(changed)
         return grows

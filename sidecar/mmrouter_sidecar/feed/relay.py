@@ -203,7 +203,7 @@ class EventRelay:
                 devices=facts.devices,
                 requested_device=self._settings.device,
                 all_groups=True,
-                one_chain=True,
+                keys_of_full=True,
                 routes=facts.routes,
                 context_length=facts.context_length,
                 drafter=self._settings.drafter,

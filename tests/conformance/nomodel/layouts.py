@@ -61,6 +61,10 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
 compared with those of full attention."""
 
 
+SIZES = {"half": [16, 32], "quarter": [16, 64], "double": [16, 32]}
+"""Word in a layout's name -> tokens of its blocks, where there are several sizes."""
+
+
 PAGES = {"pages of 1": (1, 6_000), "pages of 16": (16, 500), "pages of 64": (64, 150)}
 """SGLang's cache of full attention: tokens per page, and pages."""
 
@@ -73,6 +77,11 @@ HYBRIDS = {
     "states and windows of 128, pages of 64": (64, 150, 128, 24),
 }
 """SGLang's cache of full attention with states or windows: tokens per page, pages, tokens of a window, states."""
+
+
+def sizes_of(name: str) -> list[int]:
+    """Return the tokens of blocks of each size of a layout."""
+    return next((sizes for word, sizes in SIZES.items() if word in name), [LAYOUTS[name][1]])
 
 
 class EngineProcess:
@@ -107,11 +116,13 @@ class VllmProcess(EngineProcess):
         self, name: str, blocks: int = 0, offload: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[list[str], int]:
         """Begin with an empty cache of a layout, of its usual number of blocks or another; ``offload``: of a CPU tier.
-        Return the kinds of its groups, and how many tokens after a block its hash covers.
+        Return the kinds of its groups, and how many tokens after a block its hash covers. Raises ``AssertionError`` for
+        blocks of other sizes than the layout's name says.
         """
         layers, block_size, usual = LAYOUTS[name]
         cache = {"layers": layers, "block_size": block_size, "blocks": blocks or usual}
         made = self._ask({**cache, "drafter": drafter(name), "offload": dict(offload)})
+        assert made["sizes"] == sizes_of(name)
         return made["groups"], made["lookahead"]
 
 

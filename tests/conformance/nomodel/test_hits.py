@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from artefacts import Record
 from conformance.conftest import Figure
-from conformance.nomodel.layouts import LAYOUTS, VllmProcess, chunk, drafter
+from conformance.nomodel.layouts import LAYOUTS, VllmProcess, chunk, drafter, sizes_of
 from conformance.nomodel.prompts import SHORT, Prompts
 from kv_events.mmrouter_consumer import Followed
 
@@ -57,7 +57,9 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
         seen.update(promised_tokens=promised, hit_tokens=cached)
         seen["full attention alone above"] += followed.of_primary_alone(*asked) > cached
         if promised > cached:
-            above.append(f"promised {promised} of {cached} tokens")
+            above.append(
+                f"promised {promised} of {cached} tokens, prompt {len(prompt.ids)}, aborted {bool(prompt.steps)}"
+            )
         followed.apply(answer["batches"])
         prompts.answered(prompt, answer["output"])
     counts = {reason: n for reason, n in followed.relay.ledger.counts.items() if reason not in ("stored", "removed")}
@@ -77,5 +79,6 @@ def compare(engine: VllmProcess, name: str, folder: Path, record: Record, figure
         assert seen["full attention alone above"] > REQUESTS / 40
     if name not in BOUNDED:
         assert seen["equal"] >= EQUAL * REQUESTS
-        assert not counts
+        # Where full attention has the larger blocks, the end of a prompt is a part of one, which is put aside.
+        assert set(counts) <= ({"block_size"} if max(sizes_of(name)) > LAYOUTS[name][1] else set())
     return lookahead

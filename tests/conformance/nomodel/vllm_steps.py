@@ -5,8 +5,9 @@
 Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
 answered on standard output (``frames.py``). A message with ``layers`` (a list of kind and fields), ``block_size``,
 ``blocks``, ``drafter`` (a method or empty) and ``offload`` (nothing, or ``blocks`` of a CPU tier and ``described``,
-whether its events describe themselves) replaces the engine, whose groups and lookahead (tokens after a block that its
-hash covers) are the answer. All others are requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``,
+whether its events describe themselves) replaces the engine, whose groups, sizes of blocks and lookahead (tokens after a
+block that its hash covers) are the answer. All others are requests: ``ids``, ``images`` as (identifier, offset,
+length), ``salt``,
 ``lora`` (an adapter), ``output`` (tokens to generate) and ``steps`` (it is aborted after as many, 0 for never). Answers
 have the tokens that the engine had (``cached``, -1 where it was aborted before), those of them in its own cache
 (``own``), the number in its answer to the client (``reported``, -1 where it was aborted before), the tokens that it
@@ -152,7 +153,10 @@ class Engine:
             kv_transfer_config=offloading(offload),
         )
         self.config = arguments.create_engine_config()
-        self.config.cache_config.kv_cache_layout = "BLNHC"  # of a worker's backend; blocks of mixed kinds lie together
+        # Of a worker's backend. Blocks of all layers lie together, or with heads of several numbers apart, as on a CPU,
+        # which gives groups blocks of several sizes.
+        apart = any("num_kv_heads" in fields for _, fields in layers)
+        self.config.cache_config.kv_cache_layout = "LBHNC" if apart else "BLNHC"
         if any(kind == "mamba" for kind, _ in layers):
             self.config.cache_config.mamba_cache_mode = "align"
             self.config.cache_config.mamba_block_size = block_size
@@ -252,7 +256,8 @@ def main() -> None:
         if "layers" in message:
             engine = Engine(sys.argv[1], **message)
             groups = [group.kv_cache_spec for group in engine.scheduler.kv_cache_config.kv_cache_groups]
-            return {"groups": [type(spec).__name__ for spec in groups], "lookahead": engine.lookahead}
+            sizes = sorted({spec.block_size for spec in groups})
+            return {"groups": [type(spec).__name__ for spec in groups], "sizes": sizes, "lookahead": engine.lookahead}
         assert engine is not None, "a request before any layers"
         return engine.run(message)
 
