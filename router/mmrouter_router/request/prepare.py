@@ -14,10 +14,9 @@ from blake3 import blake3
 from xxhash import xxh3_64_intdigest
 
 from mmrouter_lib.block_keys import Span, namespace_seed
-from mmrouter_lib.engines import answering_variables
+from mmrouter_lib.engines import adapter, answering_variables
 from mmrouter_lib.engines.base.adapter import ImageRewrite
 from mmrouter_lib.engines.prompters import PROMPTERS, response_chat
-from mmrouter_lib.engines.sglang.hidden_groups import hidden_groups
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.families import Family, ModelFolderError, family_name, is_proved, load_family
@@ -68,7 +67,7 @@ class PromptModel(NamedTuple):
     """The model's family and its prompter, ``None`` where no prompt is predicted.
 
     ``name``: the family's, or the ``model_type``. ``unpredicted``: why, as a decision's reason. ``hidden``: layers
-    whose evictions the engine does not tell (:func:`hidden_groups`).
+    whose evictions the engine does not tell (``EngineAdapter.hidden_groups``).
     """
 
     family: Family | None
@@ -85,7 +84,7 @@ class PromptModel(NamedTuple):
         """
         spec, folder = settings.deployment.spec, settings.model_dir
         config, engine = read_json(folder, "config.json"), spec.engine.type
-        name, hidden = family_name(config), hidden_groups(config) if engine == "sglang" else ()
+        name, hidden = family_name(config), adapter(engine).hidden_groups(config)
         family = load_family(folder, spec.engine.processor) if is_proved(name, engine) else None
         template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
         if family is not None:

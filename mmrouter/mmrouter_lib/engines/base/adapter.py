@@ -218,6 +218,8 @@ class EngineAdapter:
     """Endpoints whose requests the engine answers with the adapter that they name."""
     names_adapters: Callable[[str], bool] = lambda release: True
     """Return whether a release's events name the adapter of a block; without the name it looks like the model's."""
+    hidden_groups: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda config: ()
+    """Return the kinds of a model's layers whose evictions are in no event, from its config.json."""
     drafter: Callable[[Sequence[str]], str] = lambda args: ""
     """Return what the drafter that an engine's arguments start does to hits; empty where there is none."""
     drafter_sees_last: Callable[[str], bool] = lambda release: True

@@ -23,6 +23,7 @@ from mmrouter_lib.engines.base.passed_routes import GENERATE
 from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_lib.engines.base.request_fields import CHAT, COMPLETIONS
 from mmrouter_lib.engines.sglang.events import decode_batch
+from mmrouter_lib.engines.sglang.hidden_groups import hidden_groups
 from mmrouter_lib.engines.sglang.identity import compact_json
 from mmrouter_lib.engines.sglang.request_fields import REMOVED_FIELDS, REQUEST_FIELDS
 
@@ -195,6 +196,7 @@ SGLANG: Final = EngineAdapter(
     adapter_fields=adapter_fields,
     adapter_endpoints=frozenset({CHAT, COMPLETIONS}),  # /v1/responses takes an adapter's name and ignores it
     names_adapters=names_adapters,
+    hidden_groups=hidden_groups,
     other_prompt=other_prompt,
     salted_routes=frozenset({GENERATE}),
     request_id_header="x-override-rid",
