@@ -13,21 +13,8 @@ from hack.engines.family_tokens import ids
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
 
 PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
-CODE = {
-    "nemotron_vl": """
-from transformers import NemotronHConfig, PretrainedConfig
-
-
-class Config(PretrainedConfig):
-    model_type = "NemotronH_Nano_VL_V2"
-
-    def __init__(self, llm_config=None, vision_config=None, **others):
-        self.llm_config = NemotronHConfig(**llm_config or {})
-        self.vision_config = PretrainedConfig(**vision_config or {})
-        super().__init__(**others)
-"""
-}
-"""Family -> the class of its configuration, ``configuration.Config``, where neither vLLM nor transformers has one."""
+CODE = {"nemotron_vl": "configuration.py", "kimi_k25": "tokenization_kimi.py"}
+"""Family -> code of its folder, a file of ``folder_code``."""
 TEXTS = {**TEXT, "head_dim": HIDDEN // HEADS, "max_position_embeddings": 32_768, "vocab_size": 151_936}
 
 

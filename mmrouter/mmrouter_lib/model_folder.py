@@ -89,7 +89,7 @@ MISTRAL_WEIGHTS = "consolidated*.safetensors"
 """Weights in Mistral's format. Beside them, and only there, vLLM prefers Mistral's tokenizer to tokenizer.json."""
 
 NAMES = (
-    *("tokenizer.json", "tokenizer.model", "tekken.json"),
+    *("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "tokenization_kimi.py"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("config.json", "params.json", "preprocessor_config.json"),
 )

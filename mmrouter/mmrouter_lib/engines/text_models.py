@@ -15,10 +15,12 @@ from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
 from mmrouter_lib.model_folder import MISTRAL_WEIGHTS, find_json, has_tokenizer_code, read_json
-from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, MistralPrompter, Prompter, harmony, mistral, sentencepiece
+from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, MistralPrompter, Prompter, harmony, mistral
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
+from mmrouter_lib.prompt.vocabularies import sentencepiece
+from mmrouter_lib.tokenizer_code import read_tokenizer_code
 
 OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
     "vllm": re.compile(
@@ -80,7 +82,10 @@ def load_text_prompter(
                 return _load_mistral(folder, model_type)
             raise UnpredictedError(f"tokenizer:{files[0]}")
     if has_tokenizer_code(described):
-        raise UnpredictedError("tokenizer:remote_code")
+        if engine == "sglang" or read_tokenizer_code(folder, described) is None:
+            raise UnpredictedError("tokenizer:remote_code")
+        loaded = Prompter.load(folder, chat_template=chat_template, family=TextOnly(model_type))
+        return _with_tokenizers_template(loaded, plain=plain)
     in_pieces = not (folder / "tokenizer.json").is_file()
     if in_pieces and not (engine == "vllm" and (folder / sentencepiece.FILE).is_file()):
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")

@@ -1,6 +1,6 @@
 """Kimi K2.5 and K2.6: an image is scaled down to a limit of patches and padded to whole squares of them.
 
-Covers ``kimi_k25`` in a folder with a tokenizer.json, whose tokenizer is no code of its own. The geometry is that of
+Covers ``kimi_k25`` with the tokenizer that its makers publish, or a tokenizer.json. The geometry is that of
 vLLM 0.32 (``KimiK25FusedVisionProcessor``), which reads it from ``media_proc_cfg``.
 """
 
@@ -21,6 +21,7 @@ from mmrouter_lib.model_folder import (
     read_json,
     whole_number,
 )
+from mmrouter_lib.tokenizer_code import read_tokenizer_code
 
 MODEL_TYPE = "kimi_k25"
 IMAGE = "<|media_pad|>"
@@ -58,12 +59,14 @@ class KimiK25(Family):
 
 
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> KimiK25 | None:
-    """Return the family of a folder, ``None`` where its tokenizer is code of its own, as in the published ones.
+    """Return the family of a folder, ``None`` where its tokenizer is code of another form than the published one.
 
     Raises :class:`ModelFolderError` for a geometry that is not modelled.
     """
     described = find_json(folder, "tokenizer_config.json") or {}
-    if has_tokenizer_code(described) or not (folder / "tokenizer.json").is_file():
+    if read_tokenizer_code(folder, described) is None and (
+        has_tokenizer_code(described) or not (folder / "tokenizer.json").is_file()
+    ):
         return None
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=MODEL_TYPE)
     if config.get("use_unified_vision_chunk") is not True:
@@ -85,7 +88,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     )
     image = added_token_id(folder, IMAGE)
     if image is None:
-        raise ModelFolderError(f"{folder / 'tokenizer.json'}: the tokenizer has no token {IMAGE}")
+        raise ModelFolderError(f"{folder}: the tokenizer has no token {IMAGE}")
     return KimiK25(image, patch, square, most, on_a_side)
 
 

@@ -16,6 +16,8 @@ from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
+from mmrouter_lib.prompt.vocabularies.tiktoken import WHOLE, load_tiktoken
+from mmrouter_lib.tokenizer_code import read_tokenizer_code
 
 _UNSET = (None, "auto")  # values in chat_template_kwargs that vLLM treats as absent
 
@@ -25,14 +27,19 @@ _TAG = "END OF THE MESSAGE THAT GOES ON "
 
 @dataclass(frozen=True, slots=True)
 class Prompter:
-    """Renders, tokenizes and expands as vLLM 0.32 does. Immutable and safe to share between threads."""
+    """Renders, tokenizes and expands as vLLM 0.32 does. Immutable and safe to share between threads.
+
+    ``variables``: of the template, where a request does not set them. ``writes_tools``: the tokenizer's code gives the
+    template tools in a form of its own, which is not modelled.
+    """
 
     family: Family
     templates: Templates
     compiled: Mapping[str, Compiled]
     tokenizer: Tokenizer
     codec: TokenizerCodec
-    variables: Mapping[str, str]
+    variables: Mapping[str, Any]
+    writes_tools: bool = False
 
     @classmethod
     def load(
@@ -48,14 +55,17 @@ class Prompter:
             compiled = {source: compile_template(source) for source in templates.texts()}
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"{model_dir}: the chat template does not compile: {error}") from error
+        code = read_tokenizer_code(model_dir, config)
         if tokenizer is None:
-            tokenizer = load_tokenizer(model_dir, config)
-        codec = TokenizerCodec.of(tokenizer, config)
+            tokenizer = load_tokenizer(model_dir, config) if code is None else load_tiktoken(model_dir, config, code)
+        codec = TokenizerCodec.of(tokenizer, config, None if code is None else WHOLE)
         try:
             family.check(codec)
         except ModelFolderError as error:
             raise ModelFolderError(f"{model_dir}: {error}") from error
-        return cls(family, templates, compiled, tokenizer, codec, special_tokens(config))
+        variables = {**special_tokens(config), **(code.variables if code is not None else {})}
+        writes_tools = code is not None and code.writes_tools
+        return cls(family, templates, compiled, tokenizer, codec, variables, writes_tools)
 
     def render(
         self,
@@ -70,8 +80,9 @@ class Prompter:
         """Return the prompt text of OpenAI chat messages. The arguments are the fields of a chat request.
 
         As in vLLM, ``tools`` within ``chat_template_kwargs`` replace the request's, and ``documents`` are used when the
-        request has none. Raises :class:`TemplateError`, also with the template's own refusal, and
-        :class:`PlaceholderError` as :func:`~mmrouter_lib.prompt.messages.conversation` does.
+        request has none. Raises :class:`TemplateError`, also with the template's own refusal,
+        :class:`NotModelledError`, and :class:`PlaceholderError` as :func:`~mmrouter_lib.prompt.messages.conversation`
+        does.
         """
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message and add_generation_prompt cannot both be true")
@@ -89,6 +100,8 @@ class Prompter:
             is_list = isinstance(objects, list | tuple) and all(isinstance(entry, Mapping) for entry in objects)
             if objects is not None and not is_list:
                 raise TemplateError(f"{name} must be a list of objects")
+        if tools and self.writes_tools:
+            raise NotModelledError("tools are written by the tokenizer's own code", "not_modelled:tools")
         compiled = self.compiled[self.templates.choose(tools=tools is not None)]
         chat = conversation(messages, compiled.content, self.family.media_text)
         if not compiled.handles_developer:

@@ -41,11 +41,15 @@ _CASED: Final = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
 )
+_APART_FROM_HAN: Final = "|".join(
+    rf"{word}(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in _CASED.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").split("|")
+)
 _WORDS: Final = frozenset(
     {
         (rf"{_ENDINGS}|\p{{N}}{_AROUND_LETTERS}",),  # Qwen2
         (rf"{_ENDINGS}|\p{{N}}{{1,3}}{_AROUND_LETTERS}",),  # Llama 3
         (rf"{_CASED}|\p{{N}}{_AROUND_LETTERS}".replace(r"[\r\n]*", r"[\r\n/]*"),),  # Mistral's Tekken
+        (rf"[\p{{Han}}]+|{_APART_FROM_HAN}|\p{{N}}{{1,3}}{_AROUND_LETTERS}",),  # Kimi
         (  # DeepSeek-V3
             r"\p{N}{1,3}",
             "[一-龥\u3040-\u309f\u30a0-\u30ff]+",

@@ -10,7 +10,7 @@ from typing import Any, Self
 from tokenizers import AddedToken, Tokenizer
 
 from mmrouter_lib.model_folder import ModelFolderError, find_json
-from mmrouter_lib.prompt.segment_cache import SegmentCache
+from mmrouter_lib.prompt.segment_cache import SegmentCache, WholeText
 from mmrouter_lib.prompt.templates import TemplateError
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -30,11 +30,14 @@ class TokenizerCodec:
     begin_id: int | None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, config: dict[str, Any]) -> Self:
-        """Return the codec of a tokenizer whose tokenizer_config.json is ``config``."""
+    def of(cls, tokenizer: Tokenizer, config: dict[str, Any], whole: WholeText | None = None) -> Self:
+        """Return the codec of a tokenizer whose tokenizer_config.json is ``config``.
+
+        ``whole``: texts beyond these limits are cut by code before the tokenizer gets them, and are not modelled.
+        """
         begin = special_tokens(config).get("bos_token")
         begin_id = None if begin is None else tokenizer.token_to_id(begin)
-        return cls(tokenizer, SegmentCache(tokenizer), tuple(_special_texts(config)), begin_id)
+        return cls(tokenizer, SegmentCache(tokenizer, whole=whole), tuple(_special_texts(config)), begin_id)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the token ids (u32) of a text. Raises :class:`TemplateError` for text that is not Unicode."""
@@ -99,7 +102,7 @@ def add_configured(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -
     is such a token. Raises :class:`ModelFolderError` for a token that does not get its configured id.
     """
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    claimed = _claimed_tokens(folder, config)
+    claimed = claimed_tokens(folder, config)
     added = tokenizer.get_added_tokens_decoder().values()
     present = {repr(token) for token in added}
     missing = [token for _, token in sorted(claimed.items()) if repr(token) not in present]
@@ -135,7 +138,8 @@ def _named(config: dict[str, Any]) -> dict[str, Any]:
     return values | extra if isinstance(extra, dict) else values
 
 
-def _claimed_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+def claimed_tokens(folder: Path, config: dict[str, Any]) -> dict[int, AddedToken]:
+    """Return id -> token of ``added_tokens_decoder``. Raises :class:`ModelFolderError` for another form of it."""
     claimed: dict[int, AddedToken] = {}
     try:
         for number, fields in (config.get("added_tokens_decoder") or {}).items():

@@ -4,22 +4,25 @@
     python own_tokenizer.py train < [{"text": ..., "options": {...}}, ...]
 
 The last line of the output is a JSON array. For each folder: ``ids`` of every text, without and with what is put around
-it, and ``parts``, the tokenizer as the library ``tokenizers`` writes it. For each training: the file, in base64.
+it, and ``parts``, the tokenizer as the library ``tokenizers`` writes it, if it is one of that. For each training: the
+file, in base64.
 """
 
 import base64
 import io
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 
 def tokenized(folder: str, texts: list[str]) -> dict[str, Any]:
     from vllm.tokenizers import get_tokenizer
 
-    tokenizer = get_tokenizer(folder)
+    tokenizer = get_tokenizer(folder, trust_remote_code=any(Path(folder).glob("*.py")))
     ids = [[tokenizer.encode(text, add_special_tokens=special) for special in (False, True)] for text in texts]
-    return {"ids": ids, "parts": json.loads(tokenizer.backend_tokenizer.to_str())}  # type: ignore[attr-defined]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {"ids": ids, "parts": backend and json.loads(backend.to_str())}
 
 
 def trained(text: str, options: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """Families whose images are rows, tiles or slices: an image's tokens, and which of a folder's files decide them."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ GEMMA4 = Gemma4(IDS["<|image|>"], 1, 2, 16, 3, 280)
 MINICPM = MiniCPMV(IDS["<|image_pad|>"], 14, 448, 9, 16)
 NEMOTRON = NemotronVL(IDS["<image>"], 512, 256, 1, 12)
 ALL = {"mistral3": PIXTRAL, "glm4v": GLM, "internvl": INTERNVL, "llama4": LLAMA4, "gemma4": GEMMA4, "minicpm": MINICPM}
+KIMI_CODE = Path(__file__).parents[3] / "hack" / "engines" / "folder_code" / "tokenization_kimi.py"
 KIMI = KimiK25(IDS["<|media_pad|>"], 14, 2, 16_384, 512)
 ALL |= {"nemotron": NEMOTRON, "kimi_k25": KIMI}
 
@@ -132,6 +134,10 @@ def test_rows_of_pixtral_end_with_a_break_and_the_last_with_an_end(codec):
 def test_an_image_of_which_a_side_would_vanish_is_refused_by_pixtral():
     with pytest.raises(ImageSizeError, match="shorter side"):
         PIXTRAL.count(5000, 1)
+
+
+def test_case_32_kimi_pads_an_image_to_squares_and_scales_a_large_one_down():
+    assert [KIMI.count(1024, 768), KIMI.count(4000, 3000)] == [1036, 4200]
 
 
 def test_case_31_tiles_of_llama4_are_separated_and_the_whole_picture_follows(codec):
@@ -325,10 +331,19 @@ def test_a_folder_whose_tokenizer_is_code_of_its_own_is_of_no_known_family(load,
         assert (families.load_family(tmp_path, None) is not None) == known
 
 
-def test_a_kimi_without_a_tokenizer_json_is_of_no_known_family(load, tmp_path):
-    load("kimi_k25")
+def test_a_kimi_needs_a_tokenizer_json_or_code_of_the_published_form(load, tmp_path):
+    placeholder = load("kimi_k25").placeholder_id
     (tmp_path / "tokenizer.json").unlink()
     assert families.load_family(tmp_path, None) is None
+    shutil.copyfile(KIMI_CODE, tmp_path / "tokenization_kimi.py")
+    described = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    described |= {"added_tokens_decoder": {str(placeholder): {"content": "<|media_pad|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
+    assert families.load_family(tmp_path, None) is None
+    (tmp_path / "tiktoken.model").touch()
+    loaded = families.load_family(tmp_path, None)
+    assert loaded is not None
+    assert loaded.placeholder_id == placeholder
 
 
 def test_a_nemotron_that_resizes_images_to_the_room_in_the_context_is_of_no_known_family(load, write_folder):

@@ -31,6 +31,15 @@ PATTERNS = {
             r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         ),
     ),
+    "Kimi": (
+        (
+            r"[\p{Han}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+            r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+            r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+            r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        ),
+    ),
     "DeepSeek-V3": (
         r"\p{N}{1,3}",
         "[一-龥\u3040-\u309f\u30a0-\u30ff]+",
@@ -41,7 +50,7 @@ PATTERNS = {
     ),
     "GPT-2": (),
 }
-"""Regular expressions of words in published tokenizer.json files; none: the one of ``ByteLevel``."""
+"""Regular expressions of words in published folders; none: the one of ``ByteLevel``."""
 
 
 def words_by(*patterns: str) -> pre_tokenizers.PreTokenizer:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
-from mmrouter_lib.prompt.sentencepiece import NoSentencePieceError, SentencePieceModel
+from mmrouter_lib.prompt.vocabularies.sentencepiece import NoSentencePieceError, SentencePieceModel
 
 NORMAL, UNKNOWN, CONTROL, TYPED = 1, 2, 3, 4
 BPE, UNIGRAM = 2, 1

@@ -1,0 +1,1 @@
+"""Vocabularies in other formats than tokenizer.json."""
