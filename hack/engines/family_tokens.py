@@ -83,8 +83,13 @@ IMAGES = {
 """Family -> what its chat template writes for an image. The others are published without a template."""
 AUDIO = {"gemma4": "<|audio|>", "qwen3_omni_moe": "<|audio_start|><|audio_pad|><|audio_end|>"}
 """Family -> what its chat template writes for audio."""
-ENDS = {"kimi_k25": "{%- if add_generation_prompt and thinking %}{{- '<think>' }}{%- endif %}"}
-"""Family -> what stands behind its template: of Kimi, a variable that its tokenizer's code sets."""
+AROUND = {
+    "kimi_k25": (
+        "{%- if tools_ts_str %}{{- tools_ts_str }}{%- elif tools %}{{- tools | tojson }}{%- endif %}",
+        "{%- if add_generation_prompt and thinking %}{{- '<think>' }}{%- endif %}",
+    )
+}
+"""Family -> what stands before and behind its template: of Kimi, variables that its tokenizer's code sets."""
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.content is string %}{{- message.content }}{%- else %}{%- for part in message.content %}"

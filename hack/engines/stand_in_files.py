@@ -13,8 +13,8 @@ from hack.engines.family_tokens import ids
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
 
 PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
-CODE = {"nemotron_vl": "configuration.py", "kimi_k25": "tokenization_kimi.py"}
-"""Family -> code of its folder, a file of ``folder_code``."""
+CODE = {"nemotron_vl": ["configuration.py"], "kimi_k25": ["tokenization_kimi.py", "tool_declaration_ts.py"]}
+"""Family -> code of its folder, files of ``folder_code``."""
 TEXTS = {**TEXT, "head_dim": HIDDEN // HEADS, "max_position_embeddings": 32_768, "vocab_size": 151_936}
 
 

@@ -240,8 +240,8 @@ def stand_in(name: str, folder: Path) -> None:
     config.pop("chat_template", None)
     config |= {"extra_special_tokens": family_tokens.NAMED.get(name, {}), "additional_special_tokens": []}
     if name in family_tokens.IMAGES:
-        template = family_tokens.TEMPLATE.replace("IMAGE", family_tokens.IMAGES[name])
-        template += family_tokens.ENDS.get(name, "")
+        begin, end = family_tokens.AROUND.get(name, ("", ""))
+        template = begin + family_tokens.TEMPLATE.replace("IMAGE", family_tokens.IMAGES[name]) + end
         (folder / "chat_template.jinja").write_text(template.replace("AUDIO", family_tokens.AUDIO.get(name, "")))
     else:
         config["bos_token"] = "<|endoftext|>"  # with which vLLM's own template begins
@@ -249,8 +249,8 @@ def stand_in(name: str, folder: Path) -> None:
         (folder / file).write_text(json.dumps(content, ensure_ascii=False))
     for file, values in stand_in_files.FILES[name]().items():
         (folder / f"{file}.json").write_text(json.dumps(values, indent=1) + "\n")
-    if name in stand_in_files.CODE:
-        shutil.copyfile(FOLDER_CODE / stand_in_files.CODE[name], folder / stand_in_files.CODE[name])
+    for file in stand_in_files.CODE.get(name, ()):
+        shutil.copyfile(FOLDER_CODE / file, folder / file)
     if name in TIKTOKEN:
         as_tiktoken(folder, config)
 

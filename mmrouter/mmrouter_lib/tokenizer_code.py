@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from mmrouter_lib.model_folder import find_text
 
@@ -24,8 +24,16 @@ _METHODS: Final = frozenset(
     }
 )
 """Methods of the class as published. With another one it may make other tokens."""
+_SORTS, _WRITES = "deep_sort_dict", "encode_tools_to_typescript_style"
+_CALLED: Final = frozenset({_SORTS, _WRITES, "super", "print"})
+"""Functions that the published classes call for the chat template."""
 _OF_THE_CALL: Final = frozenset({"self", "conversation", "tools", "tokenize", "add_generation_prompt"})
 """Arguments of ``apply_chat_template`` that are no variables of the class's own."""
+
+
+ToolForm = Literal["given", "sorted", "typescript", "unknown"]
+"""How tools reach the chat template: as the request has them; with the keys of every object in order; those, and a text
+of them under ``tools_ts_str``; by code that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +41,13 @@ class TokenizerCode:
     """Constants of a tokenizer's class.
 
     ``pattern`` matches a word, ``reserved`` ids behind the vocabulary's are special tokens. ``variables``: name ->
-    default of those that the class gives the chat template; ``writes_tools``: it gives the template tools in a form of
-    its own.
+    default of those that the class gives the chat template.
     """
 
     pattern: str
     reserved: int
     variables: Mapping[str, Any]
-    writes_tools: bool
+    tools: ToolForm
 
 
 def read_tokenizer_code(folder: Path, described: Mapping[str, Any]) -> TokenizerCode | None:
@@ -75,7 +82,17 @@ def _constants(made: ast.ClassDef) -> TokenizerCode | None:
     if not all(isinstance(value, ast.Constant) for value in variables.values()):
         return None
     constants = {name: value.value for name, value in variables.items() if isinstance(value, ast.Constant)}
-    return TokenizerCode(pattern, reserved.value, constants, renders is not None)
+    return TokenizerCode(pattern, reserved.value, constants, "given" if renders is None else _tool_form(renders))
+
+
+def _tool_form(renders: ast.AST) -> ToolForm:
+    calls = {
+        node.func.id for node in ast.walk(renders) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    methods = {node.attr for node in ast.walk(renders) if isinstance(node, ast.Attribute)}
+    if not calls <= _CALLED or methods != {"apply_chat_template"} or (_WRITES in calls and _SORTS not in calls):
+        return "unknown"
+    return "typescript" if _WRITES in calls else "sorted" if _SORTS in calls else "given"
 
 
 def _assigned(made: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:

@@ -61,13 +61,21 @@ def served(
         yield Served(deployment, kind == "vllm")
 
 
-def send_signal(deployment: Deployment, name: str, number: signal.Signals) -> None:
-    """Send a signal to all processes of an engine."""
-    for child in psutil.Process(deployment.process.pid).children(recursive=True):
+def engine_processes(served: Served) -> dict[str, list[int]]:
+    """Return the ids of each engine's processes. To find them takes longer than some streams."""
+    found: dict[str, list[int]] = {}
+    for child in psutil.Process(served.deployment.process.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
             environment = child.environ()
-            if environment.get("POD_NAME") == name and environment.keys() & KEYS:
-                os.kill(child.pid, number)
+            if environment.keys() & KEYS:
+                found.setdefault(environment.get("POD_NAME", ""), []).append(child.pid)
+    return found
+
+
+def send_signal(processes: Sequence[int], number: signal.Signals) -> None:
+    for pid in processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def lose_a_node(served: Served, fields: Mapping[str, Any], path: str) -> None:
@@ -80,18 +88,13 @@ def lose_a_node(served: Served, fields: Mapping[str, Any], path: str) -> None:
 def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
     every = (GREEDY, BEST_ONLY, SEEDED) if IS_LONG else (BEST_ONLY,)
     for sampling in every if served.continues else (GREEDY,):
-        stopped: list[str] = []
-
-        def stop(name: str, stopped: list[str] = stopped) -> None:
-            stopped.append(name)
-            send_signal(served.deployment, name, signal.SIGSTOP)
-
         streams = served.streams(sampling)
+        processes = engine_processes(served)
         try:
-            streams.assert_outlive(stop)
+            streams.assert_outlive(lambda name, of=processes: send_signal(of[name], signal.SIGSTOP))
         finally:
-            for name in stopped:
-                send_signal(served.deployment, name, signal.SIGCONT)
+            for each in processes.values():
+                send_signal(each, signal.SIGCONT)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +145,10 @@ def test_greedy_streams_of_several_parts_outlive_a_lost_node(served: Served) -> 
 def test_streams_outlive_an_engine_that_ends(served: Served, signals: Sequence[signal.Signals], count: int) -> None:
     """A drain past its time is the signal that begins it, and then the kubelet's."""
     streams = served.streams(BEST_ONLY if served.continues else GREEDY, count=count)
+    processes = engine_processes(served)
 
     def end(name: str) -> None:
         for number in signals:
-            send_signal(served.deployment, name, number)
+            send_signal(processes[name], number)
 
     streams.assert_outlive(end)

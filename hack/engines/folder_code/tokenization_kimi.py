@@ -1,10 +1,9 @@
 """A tokenizer of the form that Kimi's folders have: the library tiktoken, with a pattern and special tokens of its own.
 
 Names of the file, the class and its constants are those of the published folders, and so are the limits of the texts
-that tiktoken gets. Tools reach the template as a text, too.
+that tiktoken gets. Tools reach the template as a text, too, which another file of the folder writes.
 """
 
-import json
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any, ClassVar
 import tiktoken
 from tiktoken.load import load_tiktoken_bpe
 from transformers import PreTrainedTokenizer
+
+from .tool_declaration_ts import encode_tools_to_typescript_style
 
 MOST, LONGEST_RUN = 400_000, 25_000
 SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -93,6 +94,13 @@ class TikTokenTokenizer(PreTrainedTokenizer):
     def apply_chat_template(
         self, conversation: Any, tools: list[dict[str, Any]] | None = None, thinking: bool = True, **others: Any
     ) -> Any:
+        tools = deep_sort_dict(tools)
         if tools:
-            others["tools_ts_str"] = json.dumps(tools)
+            others["tools_ts_str"] = encode_tools_to_typescript_style(tools)
         return super().apply_chat_template(conversation, tools=tools, thinking=thinking, **others)
+
+
+def deep_sort_dict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: deep_sort_dict(value[name]) for name in sorted(value)}
+    return [deep_sort_dict(each) for each in value] if isinstance(value, list) else value

@@ -16,8 +16,9 @@ from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
+from mmrouter_lib.prompt.typescript_tools import sorted_deeply, typescript_tools
 from mmrouter_lib.prompt.vocabularies.tiktoken import WHOLE, load_tiktoken
-from mmrouter_lib.tokenizer_code import read_tokenizer_code
+from mmrouter_lib.tokenizer_code import ToolForm, read_tokenizer_code
 
 _UNSET = (None, "auto")  # values in chat_template_kwargs that vLLM treats as absent
 
@@ -29,8 +30,7 @@ _TAG = "END OF THE MESSAGE THAT GOES ON "
 class Prompter:
     """Renders, tokenizes and expands as vLLM 0.32 does. Immutable and safe to share between threads.
 
-    ``variables``: of the template, where a request does not set them. ``writes_tools``: the tokenizer's code gives the
-    template tools in a form of its own, which is not modelled.
+    ``variables``: of the template, where a request does not set them; ``tool_form``: how tools reach it.
     """
 
     family: Family
@@ -39,7 +39,7 @@ class Prompter:
     tokenizer: Tokenizer
     codec: TokenizerCodec
     variables: Mapping[str, Any]
-    writes_tools: bool = False
+    tool_form: ToolForm = "given"
 
     @classmethod
     def load(
@@ -64,8 +64,8 @@ class Prompter:
         except ModelFolderError as error:
             raise ModelFolderError(f"{model_dir}: {error}") from error
         variables = {**special_tokens(config), **(code.variables if code is not None else {})}
-        writes_tools = code is not None and code.writes_tools
-        return cls(family, templates, compiled, tokenizer, codec, variables, writes_tools)
+        form: ToolForm = "given" if code is None else code.tools
+        return cls(family, templates, compiled, tokenizer, codec, variables, form)
 
     def render(
         self,
@@ -100,8 +100,9 @@ class Prompter:
             is_list = isinstance(objects, list | tuple) and all(isinstance(entry, Mapping) for entry in objects)
             if objects is not None and not is_list:
                 raise TemplateError(f"{name} must be a list of objects")
-        if tools and self.writes_tools:
-            raise NotModelledError("tools are written by the tokenizer's own code", "not_modelled:tools")
+        if tools and self.tool_form != "given":
+            tools, written = self._formed(tools)
+            variables |= written
         compiled = self.compiled[self.templates.choose(tools=tools is not None)]
         chat = conversation(messages, compiled.content, self.family.media_text)
         if not compiled.handles_developer:
@@ -125,6 +126,14 @@ class Prompter:
             # A template is a program over the client's data: vLLM answers every error in it with 400 and the reason.
             raise TemplateError(f"the chat template refuses the messages: {error}") from error
         return _cut_final(text, final) if continue_final_message else text
+
+    def _formed(self, tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+        """Return tools, and variables of the template, as the tokenizer's code makes them."""
+        if self.tool_form == "unknown":
+            raise NotModelledError("tools are written by code that is not known", "not_modelled:tools")
+        ordered: list[dict[str, Any]] = sorted_deeply(list(tools))
+        text = typescript_tools(ordered) if self.tool_form == "typescript" else None
+        return ordered, {} if text is None else {"tools_ts_str": text}
 
     def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
         """Return the expanded prompt of a chat request's body. Raises what :meth:`render` and :meth:`expand` raise,

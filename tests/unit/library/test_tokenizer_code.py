@@ -1,4 +1,4 @@
-"""What is read of a tokenizer's own code; ``tests/conformance/vllm/test_tiktoken.py`` has a whole folder."""
+"""What is read of a tokenizer's own code; ``tests/conformance/vllm/test_kimi.py`` has a whole folder."""
 
 import shutil
 from pathlib import Path
@@ -17,7 +17,7 @@ class TikTokenTokenizer(Base):
 """
 RENDERS = """
     def apply_chat_template(self, conversation, tools=None, tokenize=False, thinking=True, *, keep=False, **others):
-        raise SystemExit("it is not run")
+        return super().apply_chat_template(conversation, tools=deep_sort_dict(tools), thinking=thinking, **others)
 """
 NAMED = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
 STAND_IN = Path(__file__).parents[3] / "hack" / "engines" / "folder_code" / "tokenization_kimi.py"
@@ -35,14 +35,29 @@ def read(tmp_path: Path):
 
 
 def test_constants_of_the_class_are_read(read):
-    assert read() == TokenizerCode(r"\p{Han}+|\s+", 256, {}, writes_tools=False)
-    assert read(CODE.replace('"|".join([r"\\p{Han}+", r"\\s+"])', r'r"\S+"')) == TokenizerCode(r"\S+", 256, {}, False)
+    assert read() == TokenizerCode(r"\p{Han}+|\s+", 256, {}, "given")
+    assert read(CODE.replace('"|".join([r"\\p{Han}+", r"\\s+"])', r'r"\S+"')) == TokenizerCode(r"\S+", 256, {}, "given")
 
 
 def test_defaults_of_its_own_variables_are_read_and_nothing_is_run(read):
     assert read("raise SystemExit\n" + CODE + RENDERS) == TokenizerCode(
-        r"\p{Han}+|\s+", 256, {"thinking": True, "keep": False}, writes_tools=True
+        r"\p{Han}+|\s+", 256, {"thinking": True, "keep": False}, "sorted"
     )
+
+
+@pytest.mark.parametrize(
+    ("call", "form"),
+    [
+        ("encode_tools_to_typescript_style(deep_sort_dict(tools))", "typescript"),
+        ("deep_sort_dict(tools)", "sorted"),
+        ("tools", "given"),
+        ("encode_tools_to_typescript_style(tools)", "unknown"),
+        ("shown(tools)", "unknown"),
+        ("json.dumps(tools)", "unknown"),
+    ],
+)
+def test_the_form_of_tools_is_that_of_the_functions_that_are_called(read, call, form):
+    assert read(CODE + RENDERS.replace("deep_sort_dict(tools)", call)).tools == form
 
 
 def test_the_class_may_be_named_in_every_form_of_auto_map(read):
@@ -79,4 +94,4 @@ def test_a_folder_without_the_vocabulary_is_not_read(tmp_path):
     (tmp_path / "tiktoken.model").touch()
     code = read_tokenizer_code(tmp_path, NAMED)
     assert code is not None
-    assert (code.reserved, code.variables, code.writes_tools) == (256, {"thinking": True}, True)
+    assert (code.reserved, code.variables, code.tools) == (256, {"thinking": True}, "typescript")

@@ -1,4 +1,4 @@
-"""Folders with a vocabulary of tiktoken; ``tests/conformance/vllm/test_tiktoken.py`` compares a real one."""
+"""Folders with a vocabulary of tiktoken; ``tests/conformance/vllm/test_kimi.py`` compares a real one."""
 
 import base64
 import json
@@ -18,9 +18,10 @@ class TikTokenTokenizer(Base):
     pat_str = "|".join([r"[^\\r\\n\\p{L}\\p{N}]?\\p{L}+", r"\\s+"])
 
     def apply_chat_template(self, conversation, tools=None, thinking=True, **others):
-        return ""
+        return super().apply_chat_template(conversation, tools=FORM(tools), thinking=thinking, **others)
 """
-TEMPLATE = "{{ messages[0].content }}{% if thinking %}<|think|>{% endif %}"
+TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{{ tools_ts_str }}{{ messages[0].content }}
+{%- if thinking %}<|think|>{% endif %}"""
 BODY = {"messages": [{"role": "user", "content": "abc"}]}
 
 
@@ -76,13 +77,30 @@ def test_variables_of_the_code_reach_the_template_unless_a_request_sets_them(fol
     assert prompter.prompt(quiet, ()).ids.tolist() == [TOKENS.index(b"abc")]
 
 
-def test_tools_that_the_code_writes_are_not_predicted(folder):
-    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
-    with pytest.raises(NotModelledError) as caught:
-        load_text_prompter("vllm", folder()).prompt(BODY | tools, ())
-    assert caught.value.reason == "not_modelled:tools"
-    plain = load_text_prompter("vllm", folder(code=CODE.partition("    def")[0]))
-    assert plain.prompt(BODY | tools, ()).ids.tolist() == [TOKENS.index(b"abc")]
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]}
+SORTED = (
+    '[{"function": {"description": null, "name": "f", "parameters": {"properties": {}, "type": "object"}}, '
+    '"type": "function"}]'
+)
+WRITTEN = "# Tools\n\n## functions\nnamespace functions {\ntype f = (_: {}) => any;\n}\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        ("deep_sort_dict", SORTED),
+        ("encode_tools_to_typescript_style(deep_sort_dict(tools), tools) and deep_sort_dict", SORTED + WRITTEN),
+        ("list", None),
+    ],
+)
+def test_tools_reach_the_template_as_the_code_gives_them(folder, call, shown):
+    prompter = load_text_prompter("vllm", folder(code=CODE.replace("FORM", call)))
+    if shown is None:
+        with pytest.raises(NotModelledError) as caught:
+            prompter.prompt(BODY | TOOLS, ())
+        assert caught.value.reason == "not_modelled:tools"
+    else:
+        assert prompter.decode(prompter.prompt(BODY | TOOLS, ()).ids) == shown + "abc<|think|>"
 
 
 @pytest.mark.parametrize("text", ["x" * 25_001, "a" + "\n" * 25_001 + "a", "ab " * 133_334])

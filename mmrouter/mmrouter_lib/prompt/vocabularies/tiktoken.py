@@ -2,7 +2,7 @@
 
 The library ``tiktoken`` merges the two neighbours in a word whose joint bytes have the lowest rank in the vocabulary,
 unless the word is in it as a whole. The library ``tokenizers`` merges by a list of pairs, so the list has every pair
-whose joint bytes are in the vocabulary, by their rank. ``tests/conformance/vllm/test_tiktoken.py`` compares both.
+whose joint bytes are in the vocabulary, by their rank. ``tests/conformance/vllm/test_kimi.py`` compares both.
 """
 
 import base64
