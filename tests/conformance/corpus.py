@@ -41,6 +41,10 @@ GEMMA = (
 )
 GEMMA4 = ("<|image|>", "<|image>", "<image|>", "<|audio|>", "<|im_start|>", "<|im_end|>", "\n\n")
 GLM = ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>", "<|im_start|>", "<|im_end|>")
+KIMI = (
+    *("<|media_begin|>", "<|media_content|>", "<|media_pad|>", "<|media_end|>", "<|im_end|>", "<think>"),
+    *("<|reserved_token_151800|>", "<|reserved_token_1|>"),
+)
 PADDLEOCR = ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|im_start|>", "<|im_end|>")
 DEEPSEEK_OCR = ("<image>", "<|ref|>", "<|/ref|>", "<|grounding|>", "<|endoftext|>", "\n")
 PHI3 = (
@@ -82,6 +86,7 @@ STYLES = {
     "gemma3": Style("<start_of_image>", GEMMA, SMALL[:3], 3, tools=False),
     "gemma4": Style("<|image|>", GEMMA4, SMALL, 4),
     "glm4v": Style("<|image|>", GLM, SMALL, 4),
+    "kimi_k25": Style("<|media_pad|>", KIMI, SMALL, 4),
     "paddleocr_vl": Style("<|IMAGE_PLACEHOLDER|>", PADDLEOCR, SMALL, 4),
     "deepseek_ocr": Style("<image>", DEEPSEEK_OCR, (*SMALL[2:], (700, 350)), 3, tools=False),
     "deepseek_ocr2": Style("<image>", DEEPSEEK_OCR, (*SMALL[2:], (800, 300)), 3, tools=False),

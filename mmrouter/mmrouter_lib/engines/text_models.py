@@ -82,9 +82,9 @@ def load_text_prompter(
                 return _load_mistral(folder, model_type)
             raise UnpredictedError(f"tokenizer:{files[0]}")
     if has_tokenizer_code(described):
-        if engine == "sglang" or read_tokenizer_code(folder, described) is None:
+        if read_tokenizer_code(folder, described) is None:
             raise UnpredictedError("tokenizer:remote_code")
-        loaded = Prompter.load(folder, chat_template=chat_template, family=TextOnly(model_type))
+        loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=TextOnly(model_type))
         return _with_tokenizers_template(loaded, plain=plain)
     in_pieces = not (folder / "tokenizer.json").is_file()
     if in_pieces and not (engine == "vllm" and (folder / sentencepiece.FILE).is_file()):

@@ -1,7 +1,8 @@
 """Kimi K2.5 and K2.6: an image is scaled down to a limit of patches and padded to whole squares of them.
 
 Covers ``kimi_k25`` with the tokenizer that its makers publish, or a tokenizer.json. The geometry is that of
-vLLM 0.32 (``KimiK25FusedVisionProcessor``), which reads it from ``media_proc_cfg``.
+vLLM 0.32 (``KimiK25FusedVisionProcessor``) and SGLang 0.5.23 (``navit_resize_config``), which read it from
+``media_proc_cfg``.
 """
 
 import math
@@ -92,4 +93,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     return KimiK25(image, patch, square, most, on_a_side)
 
 
-register(MODEL_TYPE, load, proved_on=("vllm",))
+register(MODEL_TYPE, load, proved_on=("vllm", "sglang"))

@@ -100,9 +100,7 @@ class Prompter:
             is_list = isinstance(objects, list | tuple) and all(isinstance(entry, Mapping) for entry in objects)
             if objects is not None and not is_list:
                 raise TemplateError(f"{name} must be a list of objects")
-        if tools and self.tool_form != "given":
-            tools, written = self._formed(tools)
-            variables |= written
+        tools, written = self.formed_tools(tools)
         compiled = self.compiled[self.templates.choose(tools=tools is not None)]
         chat = conversation(messages, compiled.content, self.family.media_text)
         if not compiled.handles_developer:
@@ -115,6 +113,7 @@ class Prompter:
         context = {
             **self.variables,
             **variables,
+            **written,
             "messages": chat,
             "tools": tools,
             "documents": documents,
@@ -127,8 +126,15 @@ class Prompter:
             raise TemplateError(f"the chat template refuses the messages: {error}") from error
         return _cut_final(text, final) if continue_final_message else text
 
-    def _formed(self, tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Return tools, and variables of the template, as the tokenizer's code makes them."""
+    def formed_tools(
+        self, tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Sequence[Mapping[str, Any]] | None, dict[str, str]]:
+        """Return tools as the tokenizer's code gives them to the template, and variables that it makes of them.
+
+        Raises :class:`NotModelledError`.
+        """
+        if not tools or self.tool_form == "given":
+            return tools, {}
         if self.tool_form == "unknown":
             raise NotModelledError("tools are written by code that is not known", "not_modelled:tools")
         ordered: list[dict[str, Any]] = sorted_deeply(list(tools))

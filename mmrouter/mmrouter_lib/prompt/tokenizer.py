@@ -21,23 +21,22 @@ class TokenizerCodec:
     """A model folder's tokenizer, as far as families need it.
 
     ``special_texts``: of the tokens that tokenizer_config.json names as special (``eos_token`` ..., additional ones).
-    ``begin_id``: of ``bos_token``, ``None`` without one.
+    ``begin_id``: of ``bos_token``, ``None`` without one. ``whole``: texts beyond these limits are cut by code before
+    the tokenizer gets them, and are not modelled.
     """
 
     tokenizer: Tokenizer
     segments: SegmentCache
     special_texts: tuple[str, ...]
     begin_id: int | None
+    whole: WholeText | None = None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: dict[str, Any], whole: WholeText | None = None) -> Self:
-        """Return the codec of a tokenizer whose tokenizer_config.json is ``config``.
-
-        ``whole``: texts beyond these limits are cut by code before the tokenizer gets them, and are not modelled.
-        """
+        """Return the codec of a tokenizer whose tokenizer_config.json is ``config``."""
         begin = special_tokens(config).get("bos_token")
         begin_id = None if begin is None else tokenizer.token_to_id(begin)
-        return cls(tokenizer, SegmentCache(tokenizer, whole=whole), tuple(_special_texts(config)), begin_id)
+        return cls(tokenizer, SegmentCache(tokenizer, whole=whole), tuple(_special_texts(config)), begin_id, whole)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the token ids (u32) of a text. Raises :class:`TemplateError` for text that is not Unicode."""

@@ -12,6 +12,7 @@ import asyncio
 import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +23,9 @@ def answers(folder: str, prompts: list[tuple[str, list[str]]]) -> dict[str, Any]
     from sglang.srt.managers.multimodal_processor import get_mm_processor
     from sglang.srt.utils.hf_transformers_utils import get_config, get_processor
 
-    config = get_config(folder, trust_remote_code=False)
-    processor = get_mm_processor(config, SimpleNamespace(), get_processor(folder), "default")
+    trusted = {"trust_remote_code": any(Path(folder).glob("*.py"))}
+    config = get_config(folder, **trusted)
+    processor = get_mm_processor(config, SimpleNamespace(), get_processor(folder, **trusted), "default")
 
     async def answer(text: str, images: list[str]) -> dict[str, Any]:
         request = SimpleNamespace(video_data=None, audio_data=None, rid="r", mm_content_hashes=None)

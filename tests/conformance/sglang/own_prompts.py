@@ -11,6 +11,7 @@ a refusal.
 import asyncio
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,21 +29,21 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
     from sglang.srt.entrypoints.openai import serving_chat, serving_responses
     from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
     from sglang.srt.parser import template_manager
-    from sglang.srt.utils.hf_transformers_utils import get_processor, get_tokenizer
-    from transformers import AutoConfig
+    from sglang.srt.utils.hf_transformers_utils import get_config, get_processor, get_tokenizer
 
     serving_chat.get_serving = serving_chat.get_model = template_manager.get_serving = Unset
     serving_responses.get_serving = serving_responses.get_disagg = Unset
     # Its own loaders: they replace the tokenizers of some folders.
-    processor = None if text_only else get_processor(folder)
+    trusted = {"trust_remote_code": any(Path(folder).glob("*.py"))}
+    processor = None if text_only else get_processor(folder, **trusted)
     model = {"is_multimodal": not text_only, "get_default_sampling_params": dict}
     manager = SimpleNamespace(
-        tokenizer=get_tokenizer(folder) if processor is None else processor.tokenizer,
+        tokenizer=get_tokenizer(folder, **trusted) if processor is None else processor.tokenizer,
         processor=processor,
         server_args=Unset(),
         served_model_name="served",
         model_path=folder,
-        model_config=SimpleNamespace(hf_config=AutoConfig.from_pretrained(folder), **model),
+        model_config=SimpleNamespace(hf_config=get_config(folder, **trusted), **model),
         config_value=lambda name: None,
     )
     own_code = manager.model_config.hf_config.architectures[0].startswith("Llava")

@@ -26,15 +26,16 @@ from long_form import IS_LONG
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.identity import artifact_hash_of
+from mmrouter_lib.families.kimi_k25 import KimiK25
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.prompt import PromptImage
 from mmrouter_router.sentinels.evidence import plan_fingerprints
 
 BY_BYTES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "paddleocr_vl") if IS_LONG else ("qwen3_vl",)
 """Families whose images the engine names by their bytes, some of them with a cache alone."""
-BY_PIXELS = ("gemma3", "gemma4", "glm4v") if IS_LONG else ("gemma3",)
-"""Families whose images it names by their pixels: the router learns the names."""
-FAMILIES = (*BY_BYTES, *BY_PIXELS)
+LEARNED = ("gemma3", "gemma4", "glm4v", "kimi_k25") if IS_LONG else ("gemma3",)
+"""Families whose images it names by their pixels, or Kimi by bytes and grid: the router learns the names."""
+FAMILIES = (*BY_BYTES, *LEARNED)
 DRAWN = 25
 CACHES = (0, 64)  # megabytes of processed images
 LARGE = (3000, 2100)  # above what these families take without scaling an image down
@@ -44,10 +45,13 @@ TYPED = {
     "gemma3": ("<start_of_image>",),
     "gemma4": ("<|image|>", "<|video|>", "<|audio|>"),
     "glm4v": ("<|image|>", "<|video|>", "<|begin_of_video|>"),
+    "kimi_k25": ("<|media_pad|>",),
     "paddleocr_vl": (),
     "qwen3_vl": ("<image>",),
 }
 """Family -> texts that the engine refuses before an image. It never answers one with PaddleOCR-VL's placeholder."""
+DROPS = {"kimi_k25": (True, True)}
+"""Family -> whether it refuses more images than places, and images without one. The others drop them."""
 WRITTEN = {"gemma4": "\n\n<|image|>\n\n"}
 """Family -> what a template writes for an image, where that is not what vLLM writes into a text."""
 Prompts = Sequence[tuple[str, list[str]]]
@@ -151,4 +155,27 @@ def test_the_engine_refuses_another_place_and_drops_an_image_without_one(family:
         sglang_env, [program], {"cache": 0, "asked": [{"folder": str(folder_of(family)), "prompts": asked}]}
     )
     *failed, fewer, none = ["refused" in each for each in answer["answers"]]
-    assert (all(failed), fewer, none) == (True, False, False), answer["answers"]
+    assert (all(failed), fewer, none) == (True, *DROPS.get(family, (False, False))), answer["answers"]
+
+
+COUNTS = """
+import json, sys
+from sglang.srt.multimodal.processors.kimi_k25 import navit_resize_config
+asked = json.load(sys.stdin)
+counts = [navit_resize_config(*size, **asked["limits"])["num_tokens"] for size in asked["sizes"]]
+print("\\n" + json.dumps(counts))
+"""
+
+
+@pytest.mark.long_form
+def test_counts_of_kimi_are_those_of_the_engines_own_formula(sglang_env: Path, record: Record) -> None:
+    """The formula of its path for GPUs; on a CPU it calls the folder's code, which is a stand-in here."""
+    draw, kimi = random.Random(2), families.load_family(folder_of("kimi_k25"), None)
+    assert isinstance(kimi, KimiK25)
+    sizes = [tuple(round(2 ** draw.uniform(0, 14)) for _ in range(2)) for _ in range(20_000)]
+    limits = {"patch_size": kimi.patch_size, "merge_kernel_size": kimi.merge_size}
+    limits |= {"in_patch_limit": kimi.most, "patch_limit_on_one_side": kimi.most_on_a_side}
+    theirs = answer_of(sglang_env, ["-c", COUNTS], {"sizes": sizes, "limits": limits})
+    wrong = [size for size, count in zip(sizes, theirs, strict=True) if kimi.count(*size) != count]
+    record("sglang's counts of kimi_k25: sizes, mismatches", [len(sizes), len(wrong)])
+    assert wrong == []

@@ -8,9 +8,6 @@ that writes tools is Kimi's own, of which a package has a copy.
 import json
 import random
 import runpy
-import subprocess
-import sys
-import zipfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,20 +19,25 @@ from conformance.conftest import Figure
 from conformance.corpus import text_corpus
 from conformance.own_code import answer_of
 from conformance.rendering import own_prompts
-from conformance.test_text_models import COMPLETIONS, REFUSED_BY_VLLM, SMALL, differences
+from conformance.sglang.test_rendering import REFUSED_BEFORE, Rendering, rendered
+from conformance.test_text_models import COMPLETIONS, REFUSED_BY_VLLM, SMALL, differences, sglangs_corpus
 from conformance.vllm.test_sentencepiece import PROGRAM, drawn_texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from long_form import IS_LONG
 
-from hack.build_once import cache_dir
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt import PromptTooLongError
 from mmrouter_lib.prompt.typescript_tools import sorted_deeply, typescript_tools
 from mmrouter_lib.prompt.vocabularies.tiktoken import WHOLE
 
-FILES = ("tiktoken.model", "tokenization_kimi.py", "tokenizer_config.json", "chat_template.jinja")
-PACKAGE = "0.6.1"
+FILES = (
+    "tiktoken.model",
+    "tokenization_kimi.py",
+    "tool_declaration_ts.py",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 DRAWN = 30_000 if IS_LONG else 3_000
 TOOLS = 20_000 if IS_LONG else 2_000
 FOLDED = ("'s", "'S", "'\u017f", "\u017f", "\u212a", "'LL", "'Ve", "\u2019s", "\u0130", "\u00df", "\u1e9e", "\u01c5")
@@ -46,27 +48,11 @@ CUT = ("x" * (WHOLE.run + 1), "y\t" + "\n" * (WHOLE.run + 1) + "z", "x, " * (WHO
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The code that writes tools, from the package index or from an earlier run."""
-    kept = cache_dir() / "processors"
-    wheel = kept / f"tinker_cookbook-{PACKAGE}-py3-none-any.whl"
-    if not wheel.is_file():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-        done = subprocess.run([*command, "--dest", str(kept), f"tinker-cookbook=={PACKAGE}"], capture_output=True)
-        if done.returncode or not wheel.is_file():
-            pytest.skip(f"not run: tinker-cookbook {PACKAGE} cannot be had from the package index")
-    with zipfile.ZipFile(wheel) as files:
-        file = tmp_path_factory.mktemp("published") / "tool_declaration_ts.py"
-        file.write_bytes(files.read("tinker_cookbook/renderers/kimi_k2_5_tool_declaration_ts.py"))
-    return file
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, published: Path) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text-only model with Kimi's tokenizer."""
     source, made = Path(run_tool_or_skip("engines.unknown_families", "kimi_k25")), tmp_path_factory.mktemp("tiktoken")
-    for file in (*(source / name for name in FILES), published):
-        (made / file.name).write_bytes(file.read_bytes())
+    for file in FILES:
+        (made / file).write_bytes((source / file).read_bytes())
     config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 151_936}
     (made / "config.json").write_text(json.dumps(config))
     return made
@@ -181,8 +167,8 @@ FUNCTIONS = st.fixed_dictionaries(
 
 
 @pytest.mark.adopts(engine="vllm", check="tools of Kimi K2.5")
-def test_tools_are_written_as_the_published_code_writes_them(published: Path, record: Record, figure: Figure) -> None:
-    written: dict[str, Any] = runpy.run_path(str(published))
+def test_tools_are_written_as_the_published_code_writes_them(folder: Path, record: Record, figure: Figure) -> None:
+    written: dict[str, Any] = runpy.run_path(str(folder / "tool_declaration_ts.py"))
     compared: Counter[str] = Counter()
 
     @settings(max_examples=TOOLS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -228,3 +214,18 @@ def test_vllms_prompts_of_a_tiktoken_vocabulary_are_the_predicted_ones(
     for completion, ids in zip(COMPLETIONS, theirs[len(cases) :], strict=True):
         special = bool(completion["add_special_tokens"])
         assert prompter.completion(str(completion["prompt"]), add_special_tokens=special).ids.tolist() == ids
+
+
+@pytest.mark.long_form
+def test_sglangs_prompts_of_a_tiktoken_vocabulary_are_the_predicted_ones(
+    sglang_env: Path, folder: Path, record: Record
+) -> None:
+    cases = sglangs_corpus()
+    (answers,) = rendered(sglang_env, [Rendering(folder, cases, text_only=True)])
+    wrong = differences(
+        load_text_prompter("sglang", folder), cases, [each.get("ids") or each for each in answers], REFUSED_BEFORE
+    )
+    equal = sum("ids" in each for each in answers) - len(wrong)
+    record("text prompts, sglang kimi: equal, mismatches", [equal, len(wrong)])
+    assert "\n".join(wrong) == ""
+    assert equal > 300

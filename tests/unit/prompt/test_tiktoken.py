@@ -132,6 +132,18 @@ def test_a_pattern_that_cannot_be_read_is_refused(folder):
         load_text_prompter("vllm", folder(code=CODE.replace("\\s+", "(")))
 
 
-def test_sglangs_prompts_of_such_a_folder_are_not_predicted(folder):
-    with pytest.raises(UnpredictedError, match="tokenizer:remote_code"):
-        load_text_prompter("sglang", folder())
+def test_code_of_another_form_is_not_predicted(folder):
+    made = folder(code=CODE.replace("pat_str", "pattern"))
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(UnpredictedError, match="tokenizer:remote_code"):
+            load_text_prompter(engine, made)
+
+
+def test_sglang_gives_the_code_a_whole_chat_whose_rows_may_hold_special_tokens(folder):
+    prompter = load_text_prompter("sglang", folder())
+    row = "ab" * 6_000
+    chat = f"{row}<|think|>{row}"
+    assert prompter.prompt({"messages": [{"role": "user", "content": chat}]}, ()).ids
+    assert prompter.completion(chat + row).ids
+    with pytest.raises(PromptTooLongError):
+        prompter.prompt({"messages": [{"role": "user", "content": chat + row}]}, ())

@@ -20,10 +20,12 @@ from mmrouter_lib.families import Expanded, Family, NotModelledError, Placeholde
 from mmrouter_lib.families.gemma3 import Gemma3
 from mmrouter_lib.families.gemma4 import Gemma4
 from mmrouter_lib.families.glm4v import Glm4v
+from mmrouter_lib.families.kimi_k25 import KimiK25
 from mmrouter_lib.families.paddleocr import PaddleOCRVL
 from mmrouter_lib.families.qwen_vl import QwenVL
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.prompter import Prompter
+from mmrouter_lib.prompt.segment_cache import PromptTooLongError
 from mmrouter_lib.prompt.templates import (
     Compiled,
     ContentFormat,
@@ -34,6 +36,7 @@ from mmrouter_lib.prompt.templates import (
 )
 from mmrouter_lib.prompt.tokenizer import load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, as_class
+from mmrouter_lib.tokenizer_code import read_tokenizer_code
 
 _LLAMAS = frozenset({"LlamaTokenizer", "LlamaTokenizerFast"})
 _BEGIN_TEXTS = _LLAMAS | {"CodeLlamaTokenizer", "CodeLlamaTokenizerFast", "CohereTokenizerFast"}
@@ -54,9 +57,10 @@ _PLACES: Mapping[type[Family], tuple[re.Pattern[str], ...]] = {
     Gemma3: (re.compile(r"<start_of_image>|<image_soft_token>"),),
     Gemma4: (re.compile(r"<\|(?:image|video|audio)\|>"),),
     Glm4v: (re.compile(r"<\|(?:image|video|begin_of_video)\|>"),),
+    KimiK25: (re.compile(r"<\|media_pad\|>"),),
     PaddleOCRVL: (re.compile(r"<\|IMAGE_PLACEHOLDER\|>"),),
 }
-"""Family that Hugging Face's processor expands -> what counts as places for media in the text of a prompt (Qwen-VL: in
+"""Family that the engine's processor expands -> what counts as places for media in the text of a prompt (Qwen-VL: in
 its ids, too). With more of them than images the engine fails, or expands another one than the template's.
 """
 _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool_calls")
@@ -82,8 +86,8 @@ class SglangPrompter(Prompter):
     ) -> Self:
         """As :meth:`Prompter.load`. A template file loses newlines at its ends, and its ``\\n`` become newlines."""
         explicit = None if chat_template is None else chat_template.strip("\n").replace("\\n", "\n")
-        if tokenizer is None:
-            config = find_json(model_dir, "tokenizer_config.json") or {}
+        config = find_json(model_dir, "tokenizer_config.json") or {}
+        if tokenizer is None and read_tokenizer_code(model_dir, config) is None:
             tokenizer = as_sglang_loads(load_tokenizer(model_dir, config), AS_FILE, config)
         loaded = super(SglangPrompter, cls).load(model_dir, chat_template=explicit, family=family, tokenizer=tokenizer)
         has_own_form = chat_template is None and isinstance(family, PaddleOCRVL)
@@ -110,6 +114,8 @@ class SglangPrompter(Prompter):
         """
         self._check_images(images)
         text, tail = self._render(body, shows_images=bool(images))
+        if self.codec.whole is not None and not self.codec.whole.holds(text + tail):
+            raise PromptTooLongError("the tokenizer's code cuts a text of this length, or a row in it")
         if images and any(len(place.findall(text + tail)) > len(images) for place in self.places):
             message = "a text has another place for an image"
             if isinstance(self.family, PaddleOCRVL):
@@ -177,17 +183,22 @@ class SglangPrompter(Prompter):
             raise NotModelledError("the engine adds a variable of the template")
         choice = body.get("tool_choice")
         tools = shown_tools(body.get("tools"), choice)
-        template = self.compiled[self.source].template
         try:
-            return template.render(context, tools=tools), tail
+            return self._text(context, tools), tail
+        except NotModelledError:
+            raise
         except Exception as error:
             # A template is a program over the client's data, which may raise anything: the engine tries again with bare
             # functions, then answers an error with 400 and the reason of the first attempt.
             bare = None if tools is None else [tool["function"] for tool in tools]
             try:
-                return template.render(context, tools=bare), tail
+                return self._text(context, bare), tail
             except Exception:
                 raise TemplateError(f"the chat template refuses the messages: {error}") from error
+
+    def _text(self, context: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        given, written = self.formed_tools(tools)
+        return self.compiled[self.source].template.render({**context, **written}, tools=given)
 
 
 def _places(family: Family, tokenizer: Tokenizer) -> tuple[re.Pattern[str], ...]:
