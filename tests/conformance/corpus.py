@@ -83,6 +83,7 @@ STYLES = {
     "qwen3_vl": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
     "qwen3_vl_moe": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
     "qwen3_5": Style("<|image_pad|>", (*QWEN, "<think>", "</think>", "<tool_response>"), SMALL, 6),
+    "qwen3_omni_moe": Style("<|image_pad|>", (*QWEN, "<|audio_pad|>", "<|audio_start|>"), SMALL, 6),
     "gemma3": Style("<start_of_image>", GEMMA, SMALL[:3], 3, tools=False),
     "gemma4": Style("<|image|>", GEMMA4, SMALL, 4),
     "glm4v": Style("<|image|>", GLM, SMALL, 4),

@@ -53,7 +53,7 @@ PROOFS = {
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"GLM-4.1V alone: {STAND_IN}, and a real SGLang with the same",
     "Llama 4": STAND_IN,
     "Gemma 4": f"{STAND_IN}; SGLang's image processor with the same",
-    "Qwen3-Omni": STAND_IN,
+    "Qwen3-Omni": f"{STAND_IN}; SGLang's image processor",
     "LLaVA-1.5, Pixtral": f"real engines; Pixtral: {FRONT_END}",
 }
 """What images were compared with, where it was not real engines with the family's own tokenizer."""

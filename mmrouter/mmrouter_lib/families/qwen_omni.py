@@ -1,6 +1,6 @@
 """Qwen3-Omni: images as Qwen-VL's, and audio by its number of samples. Its videos are not modelled.
 
-Covers ``qwen3_omni_moe``, whose thinker takes the media. vLLM 0.32 pads audio to whole frames of its feature extractor;
+Covers ``qwen3_omni_moe``, whose thinker takes the media; on SGLang its audio is not modelled. vLLM 0.32 pads audio to whole frames of its feature extractor;
 100 frames become 13 tokens, and fewer are halved three times.
 """
 
@@ -66,4 +66,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     )
 
 
-register(MODEL_TYPE, load, proved_on=("vllm",))
+register(MODEL_TYPE, load, proved_on=("vllm", "sglang"))

@@ -33,7 +33,7 @@ from mmrouter_router.sentinels.evidence import plan_fingerprints
 
 BY_BYTES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "paddleocr_vl") if IS_LONG else ("qwen3_vl",)
 """Families whose images the engine names by their bytes, some of them with a cache alone."""
-LEARNED = ("gemma3", "gemma4", "glm4v", "kimi_k25") if IS_LONG else ("gemma3",)
+LEARNED = ("gemma3", "gemma4", "glm4v", "kimi_k25", "qwen3_omni_moe") if IS_LONG else ("gemma3",)
 """Families whose images it names by their pixels, or Kimi by bytes and grid: the router learns the names."""
 FAMILIES = (*BY_BYTES, *LEARNED)
 DRAWN = 25
@@ -47,6 +47,7 @@ TYPED = {
     "glm4v": ("<|image|>", "<|video|>", "<|begin_of_video|>"),
     "kimi_k25": ("<|media_pad|>",),
     "paddleocr_vl": (),
+    "qwen3_omni_moe": ("<image>", "<|audio_pad|>"),
     "qwen3_vl": ("<image>",),
 }
 """Family -> texts that the engine refuses before an image. It never answers one with PaddleOCR-VL's placeholder."""

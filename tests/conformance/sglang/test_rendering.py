@@ -34,10 +34,11 @@ FOLDERS = {
     "gemma4": "",
     "glm4v": "",
     "kimi_k25": "",
+    "qwen3_omni_moe": "",
     "paddleocr_vl": "",
 }
 """Family -> model folder, empty for one that ``hack/engines/unknown_families.py`` makes."""
-LONG_FORM = () if IS_LONG else ("qwen3_vl_moe", "qwen3_5", "gemma4", "glm4v", "kimi_k25")
+LONG_FORM = () if IS_LONG else ("qwen3_vl_moe", "qwen3_5", "gemma4", "glm4v", "kimi_k25", "qwen3_omni_moe")
 """Families that have the template and the tokenizer of another one, or Kimi its words."""
 COMPARED = [family for family in FOLDERS if family not in LONG_FORM]
 EVERYTHING = """{# image #}{{ messages | tojson }}

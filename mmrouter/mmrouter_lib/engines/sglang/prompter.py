@@ -22,6 +22,7 @@ from mmrouter_lib.families.gemma4 import Gemma4
 from mmrouter_lib.families.glm4v import Glm4v
 from mmrouter_lib.families.kimi_k25 import KimiK25
 from mmrouter_lib.families.paddleocr import PaddleOCRVL
+from mmrouter_lib.families.qwen_omni import QwenOmni
 from mmrouter_lib.families.qwen_vl import QwenVL
 from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.prompter import Prompter
@@ -49,11 +50,10 @@ _ARGUMENTS = ("conversation", "tools", "add_generation_prompt", "tokenize", "ret
 _LOW_EFFORT = ("low_effort", "truncate_history_thinking")  # a template with both gets the first for a low effort
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
 _TRUE = frozenset({"1", "true", "yes", "y", "on"})
+_OF_QWEN = r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>|<image>"
 _PLACES: Mapping[type[Family], tuple[re.Pattern[str], ...]] = {
-    QwenVL: (
-        re.compile(r"<\|vision_start\|>(?:<\|image_pad\|>)+<\|vision_end\|>|<image>"),
-        re.compile(r"<\|(?:image|video)_pad\|>"),
-    ),
+    QwenVL: (re.compile(_OF_QWEN), re.compile(r"<\|(?:image|video)_pad\|>")),
+    QwenOmni: (re.compile(rf"{_OF_QWEN}|<\|audio_pad\|>"), re.compile(r"<\|(?:image|video|audio)_pad\|>")),
     Gemma3: (re.compile(r"<start_of_image>|<image_soft_token>"),),
     Gemma4: (re.compile(r"<\|(?:image|video|audio)\|>"),),
     Glm4v: (re.compile(r"<\|(?:image|video|begin_of_video)\|>"),),
