@@ -1,7 +1,7 @@
 """Qwen3-Omni: images as Qwen-VL's, and audio by its number of samples. Its videos are not modelled.
 
-Covers ``qwen3_omni_moe``, whose thinker takes the media; on SGLang its audio is not modelled. vLLM 0.32 pads audio to whole frames of its feature extractor;
-100 frames become 13 tokens, and fewer are halved three times.
+Covers ``qwen3_omni_moe``, whose thinker takes the media; on SGLang audio is not modelled. vLLM 0.32 pads audio to whole
+frames of its feature extractor; 100 frames become 13 tokens, and fewer are halved three times.
 """
 
 import math
