@@ -38,6 +38,10 @@ LEARNED = ("gemma3", "gemma4", "glm4v", "kimi_k25", "qwen3_omni_moe") if IS_LONG
 FAMILIES = (*BY_BYTES, *LEARNED)
 DRAWN = 25
 CACHES = (0, 64)  # megabytes of processed images
+WITHOUT_CACHE = {"qwen3_omni_moe"}
+"""Families whose images the engine refuses where it has such a cache (``KeyError: 'audio_token_id'``)."""
+NOT_NAMED = {"0.5.19", "0.5.20", "0.5.21"}
+"""Releases for which the router computes no names: it learns all of them."""
 LARGE = (3000, 2100)  # above what these families take without scaling an image down
 BEGIN = {"gemma3": "<bos>"}
 """Family -> the text with which every second prompt begins, as its template does."""
@@ -56,6 +60,10 @@ DROPS = {"kimi_k25": (True, True)}
 WRITTEN = {"gemma4": "\n\n<|image|>\n\n"}
 """Family -> what a template writes for an image, where that is not what vLLM writes into a text."""
 Prompts = Sequence[tuple[str, list[str]]]
+
+
+def caches(family: str) -> tuple[int, ...]:
+    return (0,) if family in WITHOUT_CACHE else CACHES
 
 
 def drawn(placeholder: str) -> Prompts:
@@ -95,8 +103,7 @@ def engines_answers(sglang_env: Path) -> dict[tuple[str, int], Any]:
 
 
 @pytest.mark.adopts(engine="sglang", check="images")
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "cache"), [(family, cache) for family in FAMILIES for cache in caches(family)])
 def test_ids_places_and_names_of_images_are_the_engines_own(
     family: str,
     cache: int,
@@ -134,7 +141,8 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
     record(f"images without a model, sglang {family}, cache of {cache} MB", f"{len(prompts)} prompts, {named} names")
     figure("prompts", len(prompts))
     figure("names of images", named)
-    assert bool(named) == (family in BY_BYTES and (cache > 0 or family.startswith("qwen3_vl"))), plan.why
+    by_bytes = family in BY_BYTES and (cache > 0 or family.startswith("qwen3_vl"))
+    assert bool(named) == (by_bytes and env_version(sglang_env) not in NOT_NAMED), plan.why
     assert all(len(each) == 1 for each in names.values()), "the engine names an image by more than itself"
     assert len(set[int]().union(*names.values())) == len(names), "two images have one name"
 
