@@ -88,8 +88,12 @@ def added_token_id(folder: Path, text: str) -> int | None:
 MISTRAL_WEIGHTS = "consolidated*.safetensors"
 """Weights in Mistral's format. Beside them, and only there, vLLM prefers Mistral's tokenizer to tokenizer.json."""
 
+TIKTOKEN_VOCABULARY = "tiktoken.model"
+TOKENIZER_CODE, TOOL_CODE = "tokenization_kimi.py", "tool_declaration_ts.py"
+"""Code of a folder of which constants are read (:mod:`mmrouter_lib.tokenizer_code`); none is run."""
+
 NAMES = (
-    *("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model", "tokenization_kimi.py"),
+    *("tokenizer.json", "tokenizer.model", "tekken.json", TIKTOKEN_VOCABULARY, TOKENIZER_CODE, TOOL_CODE),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("config.json", "params.json", "preprocessor_config.json"),
 )

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Final
 
 from mmrouter_lib.api import MMRouterDeployment, SpecError, load_deployment
-from mmrouter_lib.model_folder import MISTRAL_WEIGHTS
+from mmrouter_lib.model_folder import MISTRAL_WEIGHTS, TOKENIZER_CODE, TOOL_CODE
 from mmrouter_lib.pod_paths import CONFIG_DIR, MODEL_DIR
-from mmrouter_lib.tokenizer_code import CODE
 
-PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", CODE)
-"""Tokenizers, templates and processors. Of code, the file alone whose constants are read; none is run."""
+PATTERNS: Final = ("*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", TOKENIZER_CODE, TOOL_CODE)
+"""Tokenizers, templates and processors. Of code, the files alone that are read; none is run."""
 IGNORED: Final = ("*/*", "*.index.json")  # variants of the model in sub-folders, and the index files of its weights
 
 log = logging.getLogger("mmrouter.fetch")

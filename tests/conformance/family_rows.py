@@ -48,7 +48,7 @@ PROOFS = {
     "PaddleOCR-VL": f"{STAND_IN}, and a real SGLang with the same",
     "DeepSeek-OCR, DeepSeek-OCR-2": STAND_IN,
     "Nemotron Nano VL v2": STAND_IN,
-    "Kimi K2.5, K2.6": f"{STAND_IN}; SGLang's image processor",
+    "Kimi K2.5, K2.6": f"{STAND_IN}; SGLang's image processor, with a stand-in for the folder's",
     "InternVL 3, 3.5 (`-hf`)": STAND_IN,
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"GLM-4.1V alone: {STAND_IN}, and a real SGLang with the same",
     "Llama 4": STAND_IN,

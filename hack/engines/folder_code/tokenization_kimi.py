@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizer
 
 from .tool_declaration_ts import encode_tools_to_typescript_style
 
-MOST, LONGEST_RUN = 400_000, 25_000
 SHOWN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 
 
@@ -42,8 +41,7 @@ class TikTokenTokenizer(PreTrainedTokenizer):
         special = {named.get(number, f"<|reserved_token_{number}|>"): number for number in numbers}
         name = Path(vocab_file).name
         self.model = tiktoken.Encoding(name, pat_str=self.pat_str, mergeable_ranks=ranks, special_tokens=special)
-        hidden = [byte for byte in range(256) if byte not in SHOWN]
-        self.shown = {byte: chr(byte) for byte in SHOWN} | {byte: chr(256 + at) for at, byte in enumerate(hidden)}
+        self.shown = byte_texts()
         self.decoder = {
             number: "".join(map(self.shown.__getitem__, self.model.decode_single_token_bytes(number)))
             for number in range(self.model.n_vocab)
@@ -54,9 +52,15 @@ class TikTokenTokenizer(PreTrainedTokenizer):
     def encode(self, text: str, allow_special_tokens: bool = True, **others: Any) -> list[int]:
         if others:
             return list(super().encode(text, **others))
+        MAX_ENCODE_CHARS = 400_000  # noqa: N806 - the published name
+        MAX_NO_WHITESPACES_CHARS = 25_000  # noqa: N806 - the published name
         allowed = {"allowed_special": "all"} if allow_special_tokens else {"disallowed_special": ()}
-        parts = [text[at : at + MOST] for at in range(0, len(text), MOST)]
-        pieces = (piece for part in parts for piece in self._split_whitespaces_or_nonwhitespaces(part, LONGEST_RUN))
+        parts = [text[at : at + MAX_ENCODE_CHARS] for at in range(0, len(text), MAX_ENCODE_CHARS)]
+        pieces = (
+            piece
+            for part in parts
+            for piece in self._split_whitespaces_or_nonwhitespaces(part, MAX_NO_WHITESPACES_CHARS)
+        )
         return [number for piece in pieces for number in self.model.encode(piece, **allowed)]
 
     @staticmethod
@@ -101,6 +105,11 @@ class TikTokenTokenizer(PreTrainedTokenizer):
             except Exception as error:  # as published: tools without a text reach the template alone
                 print(f"tools without a text: {error}")
         return super().apply_chat_template(conversation, tools=tools, thinking=thinking, **others)
+
+
+def byte_texts() -> dict[int, str]:
+    hidden = [byte for byte in range(256) if byte not in SHOWN]
+    return {byte: chr(byte) for byte in SHOWN} | {byte: chr(256 + at) for at, byte in enumerate(hidden)}
 
 
 def deep_sort_dict(value: Any) -> Any:

@@ -16,8 +16,8 @@ from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
-from mmrouter_lib.prompt.typescript_tools import sorted_deeply, typescript_tools
-from mmrouter_lib.prompt.vocabularies.tiktoken import WHOLE, load_tiktoken
+from mmrouter_lib.prompt.typescript_tools import sort_deeply, write_tools
+from mmrouter_lib.prompt.vocabularies.tiktoken import load_tiktoken
 from mmrouter_lib.tokenizer_code import ToolForm, read_tokenizer_code
 
 _UNSET = (None, "auto")  # values in chat_template_kwargs that vLLM treats as absent
@@ -58,7 +58,7 @@ class Prompter:
         code = read_tokenizer_code(model_dir, config)
         if tokenizer is None:
             tokenizer = load_tokenizer(model_dir, config) if code is None else load_tiktoken(model_dir, config, code)
-        codec = TokenizerCodec.of(tokenizer, config, None if code is None else WHOLE)
+        codec = TokenizerCodec.of(tokenizer, config, None if code is None else code.limits)
         try:
             family.check(codec)
         except ModelFolderError as error:
@@ -100,7 +100,7 @@ class Prompter:
             is_list = isinstance(objects, list | tuple) and all(isinstance(entry, Mapping) for entry in objects)
             if objects is not None and not is_list:
                 raise TemplateError(f"{name} must be a list of objects")
-        tools, written = self.formed_tools(tools)
+        tools, written = self.form_tools(tools)
         compiled = self.compiled[self.templates.choose(tools=tools is not None)]
         chat = conversation(messages, compiled.content, self.family.media_text)
         if not compiled.handles_developer:
@@ -126,19 +126,17 @@ class Prompter:
             raise TemplateError(f"the chat template refuses the messages: {error}") from error
         return _cut_final(text, final) if continue_final_message else text
 
-    def formed_tools(
+    def form_tools(
         self, tools: Sequence[Mapping[str, Any]] | None
     ) -> tuple[Sequence[Mapping[str, Any]] | None, dict[str, str]]:
         """Return tools as the tokenizer's code gives them to the template, and variables that it makes of them.
 
-        Raises :class:`NotModelledError`.
+        Raises :class:`~mmrouter_lib.prompt.segment_cache.PromptTooLongError` for a text of them that is too long.
         """
         if not tools or self.tool_form == "given":
             return tools, {}
-        if self.tool_form == "unknown":
-            raise NotModelledError("tools are written by code that is not known", "not_modelled:tools")
-        ordered: list[dict[str, Any]] = sorted_deeply(list(tools))
-        text = typescript_tools(ordered) if self.tool_form == "typescript" else None
+        ordered: list[dict[str, Any]] = sort_deeply(list(tools))
+        text = write_tools(ordered) if self.tool_form == "typescript" else None
         return ordered, {} if text is None else {"tools_ts_str": text}
 
     def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:

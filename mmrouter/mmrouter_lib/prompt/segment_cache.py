@@ -14,11 +14,12 @@ from contextlib import nullcontext
 from contextvars import ContextVar
 from itertools import chain
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from mmrouter_lib.prompt.text_cuts import cut_tokens, occurrences, settings_of, word_ends
+from mmrouter_lib.tokenizer_code import TextLimits
 
 OWNER: ContextVar[str] = ContextVar("owner of the cached segments", default="")
 """The tenant of the text. Tenants share no segment, because the time of a hit would tell what another one sent."""
@@ -35,31 +36,11 @@ MAX_WHOLE = 1 << 20
 """Bytes of a text that a tokenizer without known ends of words gets as a whole, in one thread at a time."""
 SHORTEST = 256  # minimum characters of a segment but the last: fewer, longer segments are looked up faster
 
-_BLANKS = re.compile(r"\s+")
 _ENTRY_BYTES = 250  # overhead of a cached segment: two objects' headers and a dictionary entry
 
 
 class PromptTooLongError(ValueError):
     """A text has more than :data:`MAX_TOKENS` tokens, or a part that is too long and cannot be cut."""
-
-
-class WholeText(NamedTuple):
-    """Characters up to which a tokenizer's code leaves a text between two special tokens whole: of all of it, and in a
-    row of blanks or of others.
-    """
-
-    characters: int
-    run: int
-
-    def holds(self, text: str) -> bool:
-        """Whether a text is within these limits."""
-        if len(text) <= self.run:
-            return True
-        others, blanks = (
-            map(len, text.split()),
-            (end - start for start, end in map(re.Match.span, _BLANKS.finditer(text))),
-        )
-        return len(text) <= self.characters and max(chain(others, blanks)) <= self.run
 
 
 class NewTextError(Exception):
@@ -70,7 +51,7 @@ class SegmentCache:
     """The tokenizer's ids of texts, cached by segment; the least recently used segments are evicted.
 
     The tokenizer must not change afterwards. Safe to share between threads: two that get the same new segment both
-    tokenize it. ``max_bytes`` bounds the memory of texts, ids and overhead.
+    tokenize it. ``max_bytes`` bounds the memory of texts, ids and overhead. ``limits``: a text beyond them is refused.
     """
 
     def __init__(
@@ -81,9 +62,9 @@ class SegmentCache:
         shortest: int = SHORTEST,
         max_tokens: int = MAX_TOKENS,
         piece: int = PIECE,
-        whole: WholeText | None = None,
+        limits: TextLimits | None = None,
     ) -> None:
-        self._tokenizer, self._max_tokens, self._piece, self._whole = tokenizer, max_tokens, piece, whole
+        self._tokenizer, self._max_tokens, self._piece, self._limits = tokenizer, max_tokens, piece, limits
         self._max_bytes = max_bytes
         self._shortest = shortest
         tokens = cut_tokens(tokenizer)
@@ -160,8 +141,8 @@ class SegmentCache:
     def _tokenize(self, texts: list[str], *, add_special_tokens: bool = False) -> "list[array[int]]":
         if sum(map(len, texts)) > NEW_TEXT.get():
             raise NewTextError
-        if self._whole is not None and not all(map(self._whole.holds, texts)):
-            raise PromptTooLongError(f"a text is not within {self._whole}, beyond which the tokenizer cuts it")
+        if self._limits is not None and not all(map(self._limits.allow, texts)):
+            raise PromptTooLongError(f"a text is not within {self._limits}, beyond which the tokenizer's code cuts it")
         ids = [array("I") for _ in texts]
         tokens = 0
         for batch in _batches(self._pieces(texts, whole=add_special_tokens), self._piece):

@@ -10,8 +10,9 @@ from typing import Any, Self
 from tokenizers import AddedToken, Tokenizer
 
 from mmrouter_lib.model_folder import ModelFolderError, find_json
-from mmrouter_lib.prompt.segment_cache import SegmentCache, WholeText
+from mmrouter_lib.prompt.segment_cache import SegmentCache
 from mmrouter_lib.prompt.templates import TemplateError
+from mmrouter_lib.tokenizer_code import TextLimits
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -21,22 +22,22 @@ class TokenizerCodec:
     """A model folder's tokenizer, as far as families need it.
 
     ``special_texts``: of the tokens that tokenizer_config.json names as special (``eos_token`` ..., additional ones).
-    ``begin_id``: of ``bos_token``, ``None`` without one. ``whole``: texts beyond these limits are cut by code before
-    the tokenizer gets them, and are not modelled.
+    ``begin_id``: of ``bos_token``, ``None`` without one. ``limits``: a text beyond them is refused, because
+    code cuts it before the tokenizer gets it.
     """
 
     tokenizer: Tokenizer
     segments: SegmentCache
     special_texts: tuple[str, ...]
     begin_id: int | None
-    whole: WholeText | None = None
+    limits: TextLimits | None = None
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, config: dict[str, Any], whole: WholeText | None = None) -> Self:
+    def of(cls, tokenizer: Tokenizer, config: dict[str, Any], limits: TextLimits | None = None) -> Self:
         """Return the codec of a tokenizer whose tokenizer_config.json is ``config``."""
         begin = special_tokens(config).get("bos_token")
         begin_id = None if begin is None else tokenizer.token_to_id(begin)
-        return cls(tokenizer, SegmentCache(tokenizer, whole=whole), tuple(_special_texts(config)), begin_id, whole)
+        return cls(tokenizer, SegmentCache(tokenizer, limits=limits), tuple(_special_texts(config)), begin_id, limits)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the token ids (u32) of a text. Raises :class:`TemplateError` for text that is not Unicode."""

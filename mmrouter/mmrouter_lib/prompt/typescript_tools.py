@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from mmrouter_lib.prompt.segment_cache import PromptTooLongError
+
+MOST: Final = 1 << 22  # characters
 _STEP: Final = "  "
 _UNIONS: Final[Mapping[str, str]] = {
     **{name: name for name in ("string", "number", "boolean", "null")},
@@ -32,37 +35,68 @@ _CLASSES: Final[Mapping[str, tuple[type, ...]]] = {
     "integer": (int,),
     "boolean": (bool,),
 }
+"""Type -> classes of the values that an enum of it may have."""
 
 
-def sorted_deeply(value: Any) -> Any:
+def sort_deeply(value: Any) -> Any:
     """Return JSON-like data with the keys of every object in their order."""
     if isinstance(value, dict):
-        return {name: sorted_deeply(each) for name, each in sorted(value.items())}
-    return [sorted_deeply(each) for each in value] if isinstance(value, list) else value
+        return {name: sort_deeply(each) for name, each in sorted(value.items())}
+    return [sort_deeply(each) for each in value] if isinstance(value, list) else value
 
 
-def typescript_tools(tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the text of tools in OpenAI's form, ``None`` for schemas on which the published code fails."""
+def write_tools(tools: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the text of tools in OpenAI's form, ``None`` for schemas on which the published code fails.
+
+    Raises :class:`~mmrouter_lib.prompt.segment_cache.PromptTooLongError` where more than :data:`MOST` are written.
+    """
+    left = _Allowance()
     try:
         functions = [tool.get("function", {}) for tool in tools if tool.get("type") == "function"]
-        written = [_function(function) for function in functions if function]
+        written = [_write_function(function, left) for function in functions if function]
+    except PromptTooLongError:
+        raise
     except Exception:
         # A schema is the client's and may be anything: the published code catches every error here, too.
         return None
     return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(written) + "\n}\n" if written else ""
 
 
+@dataclass
+class _Allowance:
+    """Characters that may still be written. A text is written once for every level around it."""
+
+    characters: int = MOST
+
+    def take(self, text: str, lines: int = 0) -> str:
+        """Return a text. Raises :class:`PromptTooLongError` without the characters for it and so many more."""
+        self.characters -= len(text) + lines
+        if self.characters < 0:
+            raise PromptTooLongError(f"the text of tools takes more than {MOST} characters to write")
+        return text
+
+    def comment(self, text: str, indent: str) -> str:
+        self.take(text, (text.count("\n") + 1) * (len(indent) + 3))
+        return "\n".join(f"{indent}// {line}" if line else "" for line in text.split("\n"))
+
+
 class _Type(NamedTuple):
     """A type that was read: ``write`` returns it for an indentation, ``constraints`` are shown of its schema."""
 
     write: Callable[[str], str]
+    left: _Allowance
     schema: Mapping[str, Any] = {}
     constraints: tuple[str, ...] = ()
+
+    def text(self, indent: str) -> Any:
+        """Return it; a type that is no text stays as it is."""
+        written = self.write(indent)
+        return self.left.take(written) if isinstance(written, str) else written
 
     def comments(self, indent: str) -> str:
         """Return the lines in front of it."""
         described = self.schema.get("description", "")
-        lines = [_comment(described, indent)] if described else []
+        lines = [self.left.comment(described, indent)] if described else []
         shown = ", ".join(f"{name}: {self.schema[name]}" for name in self.constraints if name in self.schema)
         lines += [f"{indent}// {shown}"] if shown else []
         return "".join(f"{line}\n" for line in lines)
@@ -80,45 +114,46 @@ class _Field(NamedTuple):
             plain = isinstance(self.default, int | float)
             shown = repr(self.default) if plain else json.dumps(self.default, ensure_ascii=False)
             comments += f"{indent}// Default: {shown}\n"
-        return f"{comments}{indent}{self.name}{'?' * self.optional}: {self.type.write(indent)}"
+        return f"{comments}{indent}{self.name}{'?' * self.optional}: {self.type.text(indent)}"
 
 
 @dataclass
 class _Reader:
     """Reads the schemas of one function. ``is_recursive``: one of them refers to the parameters as a whole."""
 
+    left: _Allowance
     definitions: dict[str, Any] = field(default_factory=dict)
     is_recursive: bool = False
 
     def read(self, schema: Any) -> _Type:
         if isinstance(schema, bool):
-            return _Type(lambda _: "any" if schema else "null")
+            return _Type(lambda _: "any" if schema else "null", self.left)
         if "$ref" in schema:
             name = self._referred(schema["$ref"])
-            return _Type(lambda _: name, schema)
+            return _Type(lambda _: name, self.left, schema)
         if "anyOf" in schema:
             types = [self.read(each) for each in schema["anyOf"]]
-            return _Type(lambda indent: " | ".join([each.write(indent) for each in types]), schema)
+            return _Type(lambda indent: " | ".join([each.text(indent) for each in types]), self.left, schema)
         if "enum" in schema:
             _check_values(schema)
             values = schema["enum"]
-            return _Type(
-                lambda _: " | ".join(f'"{each}"' if isinstance(each, str) else str(each) for each in values), schema
-            )
+            return _Type(lambda _: " | ".join(map(_shown, values)), self.left, schema)
         if "type" not in schema and schema == {}:
-            return _Type(lambda _: "any")
+            return _Type(lambda _: "any", self.left)
         match schema["type"]:
             case list(kinds):
                 words = [_UNIONS[kind] for kind in kinds]
-                return _Type(lambda _: " | ".join(words), schema)
+                return _Type(lambda _: " | ".join(words), self.left, schema)
             case "object":
-                return _Type(self.fields(schema).write, schema)
+                return _Type(self.fields(schema).write, self.left, schema)
             case "array":
-                item = self.read(schema["items"]) if schema.get("items") else _Type(lambda _: "any")
-                return _Type(lambda indent: _array(item, indent), schema, _CONSTRAINTS["array"])
+                item = self.read(schema["items"]) if schema.get("items") else _Type(lambda _: "any", self.left)
+                return _Type(lambda indent: _array(item, indent), self.left, schema, _CONSTRAINTS["array"])
             case kind:
                 shown = "number" if kind == "integer" else kind
-                return _Type(lambda _: shown, schema, _CONSTRAINTS.get(kind, ()) if isinstance(kind, str) else ())
+                return _Type(
+                    lambda _: shown, self.left, schema, _CONSTRAINTS.get(kind, ()) if isinstance(kind, str) else ()
+                )
 
     def fields(self, schema: Mapping[str, Any]) -> "_Fields":
         """Return the fields of an object; its definitions are those of the whole function."""
@@ -156,39 +191,39 @@ class _Fields(NamedTuple):
             if not (isinstance(self.others, bool | _Type)):
                 raise ValueError(f"no type of other fields: {self.others}")
             words = {True: "any", False: "never"}
-            shown = words[self.others] if isinstance(self.others, bool) else self.others.write(within)
+            shown = words[self.others] if isinstance(self.others, bool) else self.others.text(within)
             lines.append(f"{within}[k: string]: {shown}")
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}" if lines else "{}"
 
 
-def _function(function: Mapping[str, Any]) -> str:
-    reader = _Reader()
+def _write_function(function: Mapping[str, Any], left: _Allowance) -> str:
+    reader = _Reader(left)
     fields = reader.fields(function.get("parameters") or {})
     is_recursive, taken, parts = reader.is_recursive, "parameters", []
     if is_recursive:
         lines = ",\n".join(each.write(_STEP) for each in fields.listed)
         parts.append("interface parameters {" + (f"\n{lines}\n" if lines else "") + "}")
     for name, schema in dict(reader.definitions).items():
-        made = reader.read(schema).write("")
+        made = reader.read(schema).text("")
         described = schema.get("description", "")
-        parts.append((_comment(described, "") + "\n" if described else "") + f"interface {name} {made}")
+        parts.append((left.comment(described, "") + "\n" if described else "") + f"interface {name} {made}")
     if not is_recursive:
         taken = fields.write("")
     if described := function.get("description"):
-        parts.append(_comment(described, ""))
+        parts.append(left.comment(described, ""))
     return "\n".join([*parts, f"type {function.get('name', 'function')} = (_: {taken}) => any;"])
 
 
-def _comment(text: str, indent: str) -> str:
-    return "\n".join(f"{indent}// {line}" if line else "" for line in text.split("\n"))
+def _shown(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _array(item: _Type, indent: str) -> str:
     within = indent + _STEP
     if comments := item.comments(within):
         # Joined, because a type that is no text is an error here, unlike elsewhere.
-        return "".join(("Array<\n", comments, within, item.write(within), "\n", indent, ">"))
-    return f"Array<{item.write(indent)}>"
+        return "".join(("Array<\n", comments, within, item.text(within), "\n", indent, ">"))
+    return f"Array<{item.text(indent)}>"
 
 
 def _check_values(schema: Mapping[str, Any]) -> None:

@@ -37,9 +37,6 @@ ALWAYS_ARTIFACT = frozenset({"qwen3_vl", "qwen3_vl_moe"})
 ARTIFACT_WITH_CACHE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "paddleocr_vl"})
 """With ``--mm-preprocess-cache-size-mb`` above 0."""
 
-_OWN_IDENTITY = frozenset({"kimi_k25"})
-"""Model types that SGLang names by an identity of 32 bytes, which is learned, as others are."""
-
 _PROCESSOR = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor"
 _PROCESSORS = {"paddleocr_vl": "sglang.srt.multimodal.processors.paddleocr_vlm.PaddleOCRVLImageProcessor"}
 """Model type -> the engine's processor, where it is not that of Qwen-VL."""
@@ -83,8 +80,7 @@ def plan_fingerprints(version: str, facts: Mapping[str, str]) -> FingerprintPlan
         if not isinstance(megabytes, int | float) or isinstance(megabytes, bool) or not megabytes:
             return FingerprintPlan((), f"{model_type} without a preprocessing cache hashes pixels")
     elif model_type not in ALWAYS_ARTIFACT:
-        hashed = "bytes, settings and patches" if model_type in _OWN_IDENTITY else "pixels"
-        return FingerprintPlan((), f"model type {model_type or 'unknown'} hashes {hashed}")
+        return FingerprintPlan((), f"model type {model_type or 'unknown'} hashes pixels, or what is not modelled")
     architectures = _fact(facts, "architectures")
     config = _fact(facts, "mm_process_config")
     reported = _fact(facts, "mm_feature_transport")

@@ -55,8 +55,8 @@ TYPED = {
     "qwen3_vl": ("<image>",),
 }
 """Family -> texts that the engine refuses before an image. It never answers one with PaddleOCR-VL's placeholder."""
-DROPS = {"kimi_k25": (True, True)}
-"""Family -> whether it refuses more images than places, and images without one. The others drop them."""
+REFUSES_IMAGES_WITHOUT_A_PLACE = {"kimi_k25"}
+"""The others drop such images and serve the rest."""
 WRITTEN = {"gemma4": "\n\n<|image|>\n\n"}
 """Family -> what a template writes for an image, where that is not what vLLM writes into a text."""
 Prompts = Sequence[tuple[str, list[str]]]
@@ -149,7 +149,9 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
 
 @pytest.mark.long_form
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family in TYPED])
-def test_the_engine_refuses_another_place_and_drops_an_image_without_one(family: str, sglang_env: Path) -> None:
+def test_the_engine_refuses_another_place_and_answers_to_an_image_without_one_by_its_family(
+    family: str, sglang_env: Path
+) -> None:
     (_, (url, *_)), *_ = prompts_of(family)
     loaded = families.load_family(folder_of(family), None)
     assert loaded is not None
@@ -164,7 +166,8 @@ def test_the_engine_refuses_another_place_and_drops_an_image_without_one(family:
         sglang_env, [program], {"cache": 0, "asked": [{"folder": str(folder_of(family)), "prompts": asked}]}
     )
     *failed, fewer, none = ["refused" in each for each in answer["answers"]]
-    assert (all(failed), fewer, none) == (True, *DROPS.get(family, (False, False))), answer["answers"]
+    refuses = family in REFUSES_IMAGES_WITHOUT_A_PLACE
+    assert (all(failed), fewer, none) == (True, refuses, refuses), answer["answers"]
 
 
 COUNTS = """

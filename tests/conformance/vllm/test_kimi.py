@@ -19,8 +19,7 @@ from conformance.conftest import Figure
 from conformance.corpus import text_corpus
 from conformance.own_code import answer_of
 from conformance.rendering import own_prompts
-from conformance.sglang.test_rendering import REFUSED_BEFORE, Rendering, rendered
-from conformance.test_text_models import COMPLETIONS, REFUSED_BY_VLLM, SMALL, differences, sglangs_corpus
+from conformance.test_text_models import COMPLETIONS, REFUSED_BY_VLLM, SMALL, differences
 from conformance.vllm.test_sentencepiece import PROGRAM, drawn_texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,8 +27,8 @@ from long_form import IS_LONG
 
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt import PromptTooLongError
-from mmrouter_lib.prompt.typescript_tools import sorted_deeply, typescript_tools
-from mmrouter_lib.prompt.vocabularies.tiktoken import WHOLE
+from mmrouter_lib.prompt.tokenizer import TokenizerCodec
+from mmrouter_lib.prompt.typescript_tools import sort_deeply, write_tools
 
 FILES = (
     "tiktoken.model",
@@ -43,14 +42,22 @@ TOOLS = 20_000 if IS_LONG else 2_000
 FOLDED = ("'s", "'S", "'\u017f", "\u017f", "\u212a", "'LL", "'Ve", "\u2019s", "\u0130", "\u00df", "\u1e9e", "\u01c5")
 """Ends of words, and letters that are equal to others where case does not count."""
 HAN = ("\u4e2d", "\u3005", "\u3007", "\u2f00", "\u3400", "\U00020000", "\uf900", "\u30fc", "\u3042", "\u0e31", "\u0301")
-ROWS = ("x" * WHOLE.run, " " * WHOLE.run, "x, " * (WHOLE.characters // 3), "\u4e2d\n" * 50_000)
-CUT = ("x" * (WHOLE.run + 1), "y\t" + "\n" * (WHOLE.run + 1) + "z", "x, " * (WHOLE.characters // 3 + 1))
+ROW, TEXT = 25_000, 400_000
+ROWS = ("x" * ROW, " " * ROW, "x, " * (TEXT // 3), "\u4e2d\n" * 50_000)
+CUT = (
+    "x" * 20_000 + "<|reserved_token_151700|>" + "x" * 20_000,
+    *("x" * (ROW + 1), "y\t" + "\n" * (ROW + 1) + "z", "x, " * (TEXT // 3 + 1)),
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text-only model with Kimi's tokenizer."""
-    source, made = Path(run_tool_or_skip("engines.unknown_families", "kimi_k25")), tmp_path_factory.mktemp("tiktoken")
+    return text_model(tmp_path_factory.mktemp("kimi"))
+
+
+def text_model(made: Path) -> Path:
+    """Make a text-only model with Kimi's tokenizer in a folder."""
+    source = Path(run_tool_or_skip("engines.unknown_families", "kimi_k25"))
     for file in FILES:
         (made / file).write_bytes((source / file).read_bytes())
     config = SMALL | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 151_936}
@@ -99,10 +106,16 @@ def test_a_tokenizer_made_of_a_tiktoken_vocabulary_has_the_ids_of_the_folders_ow
     assert len(texts) > DRAWN
 
 
-@pytest.mark.parametrize("text", CUT)
-def test_a_text_that_the_folders_code_cuts_is_not_predicted(folder: Path, text: str) -> None:
-    with pytest.raises(PromptTooLongError):
-        load_text_prompter("vllm", folder).codec.encode(text, add_special_tokens=False)
+def test_a_text_that_the_folders_code_cuts_is_not_predicted(vllm_env: Path, folder: Path) -> None:
+    codec = load_text_prompter("vllm", folder).codec
+    unlimited = TokenizerCodec.of(codec.tokenizer, {})
+    (theirs,) = answer_of(vllm_env, [PROGRAM], [{"folder": str(folder), "texts": list(CUT)}])
+    cut = 0
+    for text, (ids, _) in zip(CUT, theirs["ids"], strict=True):
+        cut += unlimited.encode(text, add_special_tokens=False).tolist() != ids
+        with pytest.raises(PromptTooLongError):
+            codec.encode(text, add_special_tokens=False)
+    assert cut, "no limit changes a token"
 
 
 VALUES = (
@@ -174,12 +187,12 @@ def test_tools_are_written_as_the_published_code_writes_them(folder: Path, recor
     @settings(max_examples=TOOLS, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(FUNCTIONS | st.just({}), min_size=1, max_size=3))
     def compare(functions: list[dict[str, Any]]) -> None:
-        tools = sorted_deeply([{"type": "function", "function": each} for each in functions])
+        tools = sort_deeply([{"type": "function", "function": each} for each in functions])
         try:
             theirs = written["encode_tools_to_typescript_style"](tools)
         except Exception:  # as the tokenizer's code does, which gives the template the tools alone then
             theirs = None
-        assert typescript_tools(tools) == theirs
+        assert write_tools(tools) == theirs
         compared["refused" if theirs is None else "written"] += 1
 
     compare()
@@ -214,18 +227,3 @@ def test_vllms_prompts_of_a_tiktoken_vocabulary_are_the_predicted_ones(
     for completion, ids in zip(COMPLETIONS, theirs[len(cases) :], strict=True):
         special = bool(completion["add_special_tokens"])
         assert prompter.completion(str(completion["prompt"]), add_special_tokens=special).ids.tolist() == ids
-
-
-@pytest.mark.long_form
-def test_sglangs_prompts_of_a_tiktoken_vocabulary_are_the_predicted_ones(
-    sglang_env: Path, folder: Path, record: Record
-) -> None:
-    cases = sglangs_corpus()
-    (answers,) = rendered(sglang_env, [Rendering(folder, cases, text_only=True)])
-    wrong = differences(
-        load_text_prompter("sglang", folder), cases, [each.get("ids") or each for each in answers], REFUSED_BEFORE
-    )
-    equal = sum("ids" in each for each in answers) - len(wrong)
-    record("text prompts, sglang kimi: equal, mismatches", [equal, len(wrong)])
-    assert "\n".join(wrong) == ""
-    assert equal > 300

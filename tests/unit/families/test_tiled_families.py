@@ -272,7 +272,9 @@ def test_folders_as_published_load_and_are_proved_on_vllm_and_some_on_sglang(loa
             same.count(*s) for s in ((1, 1), (999, 1333))
         ]
     assert families.is_proved(name, "vllm")
-    assert families.is_proved(name, "sglang") == (name in ("gemma4", "glm4v", "glm4v_moe", "glm_ocr"))
+    assert families.is_proved(name, "sglang") == (
+        name in ("gemma4", "glm4v", "glm4v_moe", "glm_ocr", "kimi_k25", "qwen3_omni_moe")
+    )
     with pytest.raises(ModelFolderError, match="max_pixels"):
         load(name, limits(max_pixels=4))
 
@@ -341,6 +343,8 @@ def test_a_kimi_needs_a_tokenizer_json_or_code_of_the_published_form(load, tmp_p
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(described))
     assert families.load_family(tmp_path, None) is None
     (tmp_path / "tiktoken.model").touch()
+    functions = ("encode_tools_to_typescript_style", "_openai_function_to_typescript_style", "_parse_parameter_type")
+    (tmp_path / "tool_declaration_ts.py").write_text("".join(f"def {name}(): ...\n" for name in functions))
     loaded = families.load_family(tmp_path, None)
     assert loaded is not None
     assert loaded.placeholder_id == placeholder

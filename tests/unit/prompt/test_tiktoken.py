@@ -8,7 +8,7 @@ import pytest
 
 from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompter
 from mmrouter_lib.model_folder import ModelFolderError
-from mmrouter_lib.prompt import NotModelledError, PromptTooLongError
+from mmrouter_lib.prompt import PromptTooLongError
 
 BYTES = [bytes([byte]) for byte in range(256)]
 TOKENS = [*BYTES, b"bc", b"ab", b"abc", b"\xc3\xa9", b" abcd"]
@@ -17,8 +17,20 @@ class TikTokenTokenizer(Base):
     num_reserved_special_tokens = 4
     pat_str = "|".join([r"[^\\r\\n\\p{L}\\p{N}]?\\p{L}+", r"\\s+"])
 
+    def __init__(self, vocab_file, added_tokens_decoder=None, **others):
+        super().__init__(added_tokens_decoder=added_tokens_decoder, **others)
+
+    def encode(self, text):
+        TIKTOKEN_MAX_ENCODE_CHARS = 400_000
+        MAX_NO_WHITESPACES_CHARS = 25_000
+
     def apply_chat_template(self, conversation, tools=None, thinking=True, **others):
         return super().apply_chat_template(conversation, tools=FORM(tools), thinking=thinking, **others)
+"""
+TOOL_CODE = """
+def _parse_parameter_type(): ...
+def _openai_function_to_typescript_style(): ...
+def encode_tools_to_typescript_style(): ...
 """
 TEMPLATE = """{% if tools %}{{ tools | tojson }}{% endif %}{{ tools_ts_str }}{{ messages[0].content }}
 {%- if thinking %}<|think|>{% endif %}"""
@@ -31,7 +43,7 @@ def model(tokens: list[bytes], first: int = 0) -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path):
-    def make(data: bytes = model(TOKENS), code: str = CODE) -> Path:
+    def make(data: bytes = model(TOKENS), code: str = CODE.replace("FORM", "deep_sort_dict")) -> Path:
         think = {"content": "<|think|>", "special": False, "normalized": False}
         config = {
             "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
@@ -40,6 +52,7 @@ def folder(tmp_path: Path):
         }
         (tmp_path / "tiktoken.model").write_bytes(data)
         (tmp_path / "tokenization_kimi.py").write_text(code)
+        (tmp_path / "tool_declaration_ts.py").write_text(TOOL_CODE)
         (tmp_path / "config.json").write_text('{"model_type": "kimi_k2"}')
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
         return tmp_path
@@ -82,6 +95,10 @@ SORTED = (
     '[{"function": {"description": null, "name": "f", "parameters": {"properties": {}, "type": "object"}}, '
     '"type": "function"}]'
 )
+TOOLS_AS_GIVEN = (
+    '[{"type": "function", "function": {"name": "f", "description": null, '
+    '"parameters": {"type": "object", "properties": {}}}}]'
+)
 WRITTEN = "# Tools\n\n## functions\nnamespace functions {\ntype f = (_: {}) => any;\n}\n"
 
 
@@ -90,17 +107,12 @@ WRITTEN = "# Tools\n\n## functions\nnamespace functions {\ntype f = (_: {}) => a
     [
         ("deep_sort_dict", SORTED),
         ("encode_tools_to_typescript_style(deep_sort_dict(tools), tools) and deep_sort_dict", SORTED + WRITTEN),
-        ("list", None),
+        ("", TOOLS_AS_GIVEN),
     ],
 )
 def test_tools_reach_the_template_as_the_code_gives_them(folder, call, shown):
     prompter = load_text_prompter("vllm", folder(code=CODE.replace("FORM", call)))
-    if shown is None:
-        with pytest.raises(NotModelledError) as caught:
-            prompter.prompt(BODY | TOOLS, ())
-        assert caught.value.reason == "not_modelled:tools"
-    else:
-        assert prompter.decode(prompter.prompt(BODY | TOOLS, ()).ids) == shown + "abc<|think|>"
+    assert prompter.decode(prompter.prompt(BODY | TOOLS, ()).ids) == shown + "abc<|think|>"
 
 
 @pytest.mark.parametrize("text", ["x" * 25_001, "a" + "\n" * 25_001 + "a", "ab " * 133_334])
@@ -129,7 +141,7 @@ def test_a_vocabulary_that_cannot_be_used_is_refused(folder, data, complaint):
 
 def test_a_pattern_that_cannot_be_read_is_refused(folder):
     with pytest.raises(ModelFolderError, match="pattern of words"):
-        load_text_prompter("vllm", folder(code=CODE.replace("\\s+", "(")))
+        load_text_prompter("vllm", folder(code=CODE.replace("FORM", "deep_sort_dict").replace("\\s+", "(")))
 
 
 def test_code_of_another_form_is_not_predicted(folder):
@@ -139,11 +151,21 @@ def test_code_of_another_form_is_not_predicted(folder):
             load_text_prompter(engine, made)
 
 
-def test_sglang_gives_the_code_a_whole_chat_whose_rows_may_hold_special_tokens(folder):
+def test_sglang_gives_the_code_a_whole_text_whose_rows_may_hold_special_tokens(folder):
     prompter = load_text_prompter("sglang", folder())
     row = "ab" * 6_000
     chat = f"{row}<|think|>{row}"
     assert prompter.prompt({"messages": [{"role": "user", "content": chat}]}, ()).ids
-    assert prompter.completion(chat + row).ids
+    assert prompter.completion(chat).ids
     with pytest.raises(PromptTooLongError):
         prompter.prompt({"messages": [{"role": "user", "content": chat + row}]}, ())
+    with pytest.raises(PromptTooLongError):
+        prompter.completion(chat + row)
+
+
+def test_vllm_cuts_a_text_at_the_configured_tokens_alone(folder):
+    prompter = load_text_prompter("vllm", folder())
+    row = "ab" * 8_000
+    assert prompter.completion(f"{row}<|think|>{row}").ids
+    with pytest.raises(PromptTooLongError):
+        prompter.completion(f"{row}<|reserved_token_{len(TOKENS)}|>{row}")

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from mmrouter_lib.prompt.typescript_tools import sorted_deeply, typescript_tools
+from mmrouter_lib.prompt import PromptTooLongError
+from mmrouter_lib.prompt.typescript_tools import sort_deeply, write_tools
 
 
 def written(parameters: Any, **function: Any) -> str | None:
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters, **function}}
-    text = typescript_tools(sorted_deeply([tool]))
+    text = write_tools(sort_deeply([tool]))
     if text is None:
         return None
     begin, end = "# Tools\n\n## functions\nnamespace functions {\n", "\n}\n"
@@ -111,5 +112,13 @@ def test_a_schema_on_which_the_published_code_fails_has_no_text(schema):
 
 
 def test_a_tool_without_a_function_is_left_out():
-    assert typescript_tools([{"type": "plugin"}, {"type": "function", "function": {}}]) == ""
+    assert write_tools([{"type": "plugin"}, {"type": "function", "function": {}}]) == ""
     assert written({}) == written(None) == "type f = (_: {}) => any;"
+
+
+def test_a_text_that_grows_with_every_level_around_it_is_refused():
+    schema: dict[str, Any] = {"type": "string", "description": "a\n" * 9_000}
+    for _ in range(90):
+        schema = {"type": "array", "items": schema, "description": "b"}
+    with pytest.raises(PromptTooLongError):
+        written({"properties": {"a": schema}})

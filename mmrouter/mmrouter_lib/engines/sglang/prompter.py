@@ -114,8 +114,7 @@ class SglangPrompter(Prompter):
         """
         self._check_images(images)
         text, tail = self._render(body, shows_images=bool(images))
-        if self.codec.whole is not None and not self.codec.whole.holds(text + tail):
-            raise PromptTooLongError("the tokenizer's code cuts a text of this length, or a row in it")
+        self._check_length(text + tail)
         if images and any(len(place.findall(text + tail)) > len(images) for place in self.places):
             message = "a text has another place for an image"
             if isinstance(self.family, PaddleOCRVL):
@@ -128,6 +127,17 @@ class SglangPrompter(Prompter):
         if images or not tail:
             return self.expand(text + tail, images)
         return expand_ids(self._ids(text, tail), self.family.placeholder_id, ())
+
+    def completion(self, prompt: "str | array[int]", *, add_special_tokens: bool = True) -> Expanded:
+        """As :meth:`Prompter.completion`. Raises :class:`PromptTooLongError`, too."""
+        if isinstance(prompt, str):
+            self._check_length(prompt)
+        return super(SglangPrompter, self).completion(prompt, add_special_tokens=add_special_tokens)
+
+    def _check_length(self, text: str) -> None:
+        """Raise :class:`PromptTooLongError` for a text that the tokenizer's code cuts; it gets the whole text here."""
+        if self.codec.limits is not None and not self.codec.limits.allow(text):
+            raise PromptTooLongError(f"the text is not within {self.codec.limits}")
 
     def process(self, text: str, images: Sequence[PromptImage]) -> Expanded:
         """Return the prompt of a text that the engine tokenizes as a whole.
@@ -185,7 +195,7 @@ class SglangPrompter(Prompter):
         tools = shown_tools(body.get("tools"), choice)
         try:
             return self._text(context, tools), tail
-        except NotModelledError:
+        except PromptTooLongError:
             raise
         except Exception as error:
             # A template is a program over the client's data, which may raise anything: the engine tries again with bare
@@ -197,7 +207,7 @@ class SglangPrompter(Prompter):
                 raise TemplateError(f"the chat template refuses the messages: {error}") from error
 
     def _text(self, context: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        given, written = self.formed_tools(tools)
+        given, written = self.form_tools(tools)
         return self.compiled[self.source].template.render({**context, **written}, tools=given)
 
 

@@ -2,11 +2,11 @@
 
 The library ``tiktoken`` merges the two neighbours in a word whose joint bytes have the lowest rank in the vocabulary,
 unless the word is in it as a whole. The library ``tokenizers`` merges by a list of pairs, so the list has every pair
-whose joint bytes are in the vocabulary, by their rank. ``tests/conformance/vllm/test_kimi.py`` compares both.
+whose joint bytes are in the vocabulary, by their rank. Pairs of the same joint bytes have ranks of their own in the
+list; no drawn text has other tokens for it. ``tests/conformance/vllm/test_kimi.py`` compares both.
 """
 
 import base64
-import binascii
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +14,11 @@ from typing import Any, Final
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mmrouter_lib.model_folder import ModelFolderError
-from mmrouter_lib.prompt.segment_cache import WholeText
 from mmrouter_lib.prompt.tokenizer import add_configured, claimed_tokens
 from mmrouter_lib.tokenizer_code import VOCABULARY, TokenizerCode
 
-WHOLE: Final = WholeText(characters=400_000, run=25_000)
-"""Texts that the published code gives ``tiktoken`` as a whole."""
 _SHOWN: Final = (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that stand for themselves there; the others are characters from 256 on."""
+"""Bytes that stand for themselves in a vocabulary of ``tokenizers``; the others are characters from 256 on."""
 
 
 def load_tiktoken(folder: Path, config: dict[str, Any], code: TokenizerCode) -> Tokenizer:
@@ -45,7 +42,8 @@ def load_tiktoken(folder: Path, config: dict[str, Any], code: TokenizerCode) -> 
     claimed, first = claimed_tokens(folder, config), len(ranks)
     tokenizer.add_tokens(
         [
-            claimed.get(number) or AddedToken(f"<|reserved_token_{number}|>", special=True, normalized=False)
+            # Normalized, so that no text is cut at them: transformers does not know them, and cuts at the others alone.
+            claimed.get(number) or AddedToken(f"<|reserved_token_{number}|>", special=True, normalized=True)
             for number in range(first, first + code.reserved)
         ]
     )
@@ -67,7 +65,7 @@ def _read(path: Path) -> dict[bytes, int]:
             if line:
                 token, rank = line.split()
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
-    except (OSError, ValueError, binascii.Error) as error:
+    except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path}: {error}") from error
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ModelFolderError(f"{path}: ranks must be the numbers from 0, each once")
