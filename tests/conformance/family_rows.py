@@ -83,6 +83,7 @@ CHECKS = {
     "responses in the Harmony format": HARMONY,
     "prompts of Mistral's tokenizers": MISTRAL,
     "images in Mistral's format": MISTRAL,
+    "prompts of Kimi K2.5": "Kimi K2.5, K2.6",
 }
 """Check of a release -> the models that it is about, where it is not about the family of its case."""
 CASES: dict[str | tuple[str, str], str] = {
