@@ -38,7 +38,7 @@ FILES = (
     "chat_template.jinja",
 )
 DRAWN = 30_000 if IS_LONG else 3_000
-TOOLS = 20_000 if IS_LONG else 2_000
+TOOLS = 20_000 if IS_LONG else 600
 FOLDED = ("'s", "'S", "'\u017f", "\u017f", "\u212a", "'LL", "'Ve", "\u2019s", "\u0130", "\u00df", "\u1e9e", "\u01c5")
 """Ends of words, and letters that are equal to others where case does not count."""
 HAN = ("\u4e2d", "\u3005", "\u3007", "\u2f00", "\u3400", "\U00020000", "\uf900", "\u30fc", "\u3042", "\u0e31", "\u0301")
