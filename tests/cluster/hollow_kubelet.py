@@ -182,7 +182,8 @@ class Hollow:
                 await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _watch(self, version: str) -> None:
-        query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true"}
+        # The server ends it after a while, so that a watch that went silent holds no pod back for longer.
+        query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": "30"}
         timeout = httpx.Timeout(10, read=None)
         async with self._client.stream("GET", "/api/v1/pods", params=query, timeout=timeout) as answer:
             answer.raise_for_status()
