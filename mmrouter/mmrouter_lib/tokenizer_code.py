@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 
 from mmrouter_lib.model_folder import TIKTOKEN_VOCABULARY, TOKENIZER_CODE, TOOL_CODE, find_text
 
-CODE, VOCABULARY = TOKENIZER_CODE, TIKTOKEN_VOCABULARY
 _CLASS: Final = "TikTokenTokenizer"
 _METHODS: Final = frozenset(
     {
@@ -88,9 +87,13 @@ def read_tokenizer_code(folder: Path, described: Mapping[str, Any]) -> Tokenizer
     named = described.get("auto_map")
     named = named.get("AutoTokenizer") if isinstance(named, dict) else named
     slow, *fast = named if isinstance(named, list) and named else [named]
-    if any(fast) or slow != f"{CODE.removesuffix('.py')}.{_CLASS}" or not (folder / VOCABULARY).is_file():
+    if (
+        any(fast)
+        or slow != f"{TOKENIZER_CODE.removesuffix('.py')}.{_CLASS}"
+        or not (folder / TIKTOKEN_VOCABULARY).is_file()
+    ):
         return None
-    module = _parsed(folder, CODE)
+    module = _parsed(folder, TOKENIZER_CODE)
     found = next((node for node in module.body if isinstance(node, ast.ClassDef) and node.name == _CLASS), None)
     code = None if found is None else _constants(found)
     if code is not None and code.tools == "typescript" and not _defined(_parsed(folder, TOOL_CODE)) >= _TOOL_FUNCTIONS:
@@ -117,7 +120,7 @@ def _constants(found: ast.ClassDef) -> TokenizerCode | None:
     encode, init = methods.get("encode"), methods.get("__init__")
     if pattern is None or reserved is None or encode is None or init is None or not methods.keys() <= _METHODS:
         return None
-    limits = [number for end in _WHOLE_TEXT if (number := _named(encode, end)) is not None]
+    limits = [number for end in _WHOLE_TEXT if (number := _named(encode, end))]
     if len(limits) != len(_WHOLE_TEXT) or not _keeps_added_tokens(init):
         return None
     renders = methods.get("apply_chat_template")

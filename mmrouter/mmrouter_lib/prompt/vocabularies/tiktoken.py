@@ -13,9 +13,9 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from mmrouter_lib.model_folder import ModelFolderError
+from mmrouter_lib.model_folder import TIKTOKEN_VOCABULARY, ModelFolderError
 from mmrouter_lib.prompt.tokenizer import add_configured, claimed_tokens
-from mmrouter_lib.tokenizer_code import VOCABULARY, TokenizerCode
+from mmrouter_lib.tokenizer_code import TokenizerCode
 
 _SHOWN: Final = (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 """Bytes that stand for themselves in a vocabulary of ``tokenizers``; the others are characters from 256 on."""
@@ -23,7 +23,7 @@ _SHOWN: Final = (*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE
 
 def load_tiktoken(folder: Path, config: dict[str, Any], code: TokenizerCode) -> Tokenizer:
     """Return the tokenizer. ``config``: tokenizer_config.json. Raises :class:`ModelFolderError`."""
-    path = folder / VOCABULARY
+    path = folder / TIKTOKEN_VOCABULARY
     ranks = _read(path)
     shown = byte_texts()
     texts = {token: "".join(map(shown.__getitem__, token)) for token in ranks}
