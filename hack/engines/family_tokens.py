@@ -12,6 +12,7 @@ TOKENS = {
         *(f"<|{side}_of_{kind}|>" for kind in ("image", "video") for side in ("begin", "end")),
     ],
     "internvl": ["<IMG_CONTEXT>", "<img>", "</img>", "<video>"],
+    "internvl_chat": ["<IMG_CONTEXT>", "<img>", "</img>"],
     "llama4": [
         f"<|{name}|>" for name in ("image", "patch", "image_start", "image_end", "tile_x_separator", "tile_y_separator")
     ],
@@ -21,6 +22,7 @@ TOKENS = {
     "deepseek_ocr": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
     "deepseek_ocr2": ["<image>", "<|ref|>", "<|/ref|>", "<|grounding|>"],
     "nemotron_vl": ["<image>", "<img>", "</img>", "<video>"],
+    "nemotron_omni": ["<image>", "<img>", "</img>", "<video>", "<so_embedding>", "<so_start>", "<so_end>"],
     "kimi_k25": [f"<|media_{name}|>" for name in ("begin", "content", "pad", "end")],
     "qwen3_omni_moe": ["<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"],
     "llava_onevision": ["<image>", "<video>"],
@@ -70,18 +72,24 @@ NAMED: dict[str, dict[str, str]] = {
 IMAGES = {
     "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
     "internvl": "<IMG_CONTEXT>\\n",
+    "internvl_chat": "<image>",
     "llama4": "<|image|>",
     "gemma4": "\\n\\n<|image|>\\n\\n",
     "minicpmv4_6": "<|image_pad|>\\n",
     "paddleocr_vl": "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
     "nemotron_vl": "<image>\\n",
+    "nemotron_omni": "<image>\\n",
     "kimi_k25": "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>",
     "qwen3_omni_moe": "<|vision_start|><|image_pad|><|vision_end|>",
     "llava_onevision": "<image>\\n",
     "idefics3": "<image>",
 }
 """Family -> what its chat template writes for an image. The others are published without a template."""
-AUDIO = {"gemma4": "<|audio|>", "qwen3_omni_moe": "<|audio_start|><|audio_pad|><|audio_end|>"}
+AUDIO = {
+    "gemma4": "<|audio|>",
+    "qwen3_omni_moe": "<|audio_start|><|audio_pad|><|audio_end|>",
+    "nemotron_omni": "<so_embedding>\\n",
+}
 """Family -> what its chat template writes for audio."""
 AROUND = {
     "kimi_k25": (

@@ -13,7 +13,12 @@ from hack.engines.family_tokens import ids
 from hack.engines.shrink_model import HEADS, HIDDEN, TEXT
 
 PIXELS = {"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True}
-CODE = {"nemotron_vl": ["configuration.py"], "kimi_k25": ["tokenization_kimi.py", "kimi_k25_processor.py"]}
+CODE = {
+    "internvl_chat": ["configuration.py"],
+    "nemotron_vl": ["configuration.py"],
+    "nemotron_omni": ["configuration.py"],
+    "kimi_k25": ["tokenization_kimi.py", "kimi_k25_processor.py"],
+}
 """Family -> code of its folder, files of ``folder_code``."""
 TEXTS = {**TEXT, "head_dim": HIDDEN // HEADS, "max_position_embeddings": 32_768, "vocab_size": 151_936}
 
@@ -211,8 +216,25 @@ def deepseek_ocr(architecture: str = "DeepseekOCRForCausalLM") -> dict[str, dict
     }
 
 
-def nemotron_vl() -> dict[str, dict[str, Any]]:
-    name, states = "NemotronH_Nano_VL_V2", {"ssm_state_size": 16, "mamba_head_dim": 16, "mamba_num_heads": 8}
+def internvl_chat() -> dict[str, dict[str, Any]]:
+    return {
+        "config": {
+            "architectures": ["InternVLChatModel"],
+            "model_type": "internvl_chat",
+            "auto_map": {"AutoConfig": "configuration.Config"},
+            "llm_config": {**TEXTS, "model_type": "qwen2"},
+            "vision_config": {"image_size": 448, "patch_size": 14, "model_type": "intern_vit_6b"},
+            "downsample_ratio": 0.5,
+            "dynamic_image_size": True,
+            "use_thumbnail": True,
+            "min_dynamic_patch": 1,
+            "max_dynamic_patch": 12,
+        }
+    }
+
+
+def nemotron_vl(name: str = "NemotronH_Nano_VL_V2") -> dict[str, dict[str, Any]]:
+    states = {"ssm_state_size": 16, "mamba_head_dim": 16, "mamba_num_heads": 8}
     config = {
         "architectures": [name],
         "model_type": name,
@@ -225,6 +247,20 @@ def nemotron_vl() -> dict[str, dict[str, Any]]:
         "use_thumbnail": True,
         "norm_mean": [0.48145466, 0.4578275, 0.40821073],
         "norm_std": [0.26862954, 0.26130258, 0.27577711],
+    }
+    return {"config": config}
+
+
+def nemotron_omni() -> dict[str, dict[str, Any]]:
+    config = nemotron_vl("NemotronH_Nano_Omni_Reasoning_V3")["config"] | {"use_thumbnail": False}
+    config["vision_config"]["args"] |= {"min_num_patches": 1024, "max_num_patches": 13_312}
+    config["sound_config"] = {
+        "model_type": "parakeet",
+        "num_mel_bins": 128,
+        "sampling_rate": 16_000,
+        "subsampling_factor": 8,
+        "subsampling_conv_kernel_size": 3,
+        "subsampling_conv_stride": 2,
     }
     return {"config": config}
 
@@ -365,7 +401,9 @@ FILES: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
     "paddleocr_vl": paddleocr_vl,
     "deepseek_ocr": deepseek_ocr,
     "deepseek_ocr2": partial(deepseek_ocr, "DeepseekOCR2ForCausalLM"),
+    "internvl_chat": internvl_chat,
     "nemotron_vl": nemotron_vl,
+    "nemotron_omni": nemotron_omni,
     "kimi_k25": kimi_k25,
     "qwen3_omni_moe": qwen3_omni_moe,
     "llava_onevision": llava_onevision,

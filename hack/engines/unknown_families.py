@@ -11,7 +11,7 @@ of the repository:
   licence (its manifest says Apache-2.0, its text MIT). The tokenizers in them are their makers': Gemma 3's is under the
   Gemma Terms of Use, Llama 3's under the Llama 3.1 Community License, Qwen 3's under Apache-2.0, DeepSeek's under MIT.
 - Qwen3.5: tokenizer, template and preprocessor of Qwen3-VL (``MMROUTER_MODELS``), which stand in for its own.
-- GLM-4.1V, InternVL, Llama 4, Gemma 4, MiniCPM-V 4.6, PaddleOCR-VL, DeepSeek-OCR, Nemotron Nano VL, Kimi K2.5,
+- GLM-4.1V, both InternVL, Llama 4, Gemma 4, MiniCPM-V 4.6, PaddleOCR-VL, DeepSeek-OCR, both Nemotron, Kimi K2.5,
   Qwen3-Omni, LLaVA-OneVision and Idefics3: tokenizer of Qwen3-VL with their tokens added
   (``hack/engines/stand_in_files.py``). Kimi's is written in the form of its published folders, with code of this
   project's (``folder_code``), and has the published code for tools from a package of PyPI (Apache-2.0).
@@ -268,10 +268,20 @@ def stand_in(name: str, folder: Path) -> None:
         (folder / f"{file}.json").write_text(json.dumps(values, indent=1) + "\n")
     for file in stand_in_files.CODE.get(name, ()):
         shutil.copyfile(FOLDER_CODE / file, folder / file)
+    if name == "internvl_chat":
+        as_byte_pairs(folder, tokenizer["model"])
     if name == "kimi_k25":
         as_tiktoken(folder, config)
         with zipfile.ZipFile(wheel(folder)) as files:
             (folder / "tool_declaration_ts.py").write_bytes(files.read(TOOLS_OF_KIMI))
+
+
+def as_byte_pairs(folder: Path, model: dict[str, Any]) -> None:
+    """Replace a tokenizer.json by the two files of InternVL's published folders. The ids stay the same."""
+    pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"], ensure_ascii=False))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *pairs, ""]))
+    (folder / "tokenizer.json").unlink()
 
 
 def as_tiktoken(folder: Path, config: dict[str, Any]) -> None:
@@ -346,8 +356,8 @@ def make(family: str) -> Path:
     """Return a family's folder. Raises :class:`CannotMakeError`, :class:`FailedError`."""
     folder = folder_of(family)
     files = FAMILIES[family][1]
-    made_by = (of_npm, of_models, mistral3, package, wheel, build, stand_in, as_tiktoken, stand_in_files, family_tokens)
-    sources = [inspect.getsource(source) for source in made_by] + [
+    made_by = (of_npm, of_models, mistral3, package, wheel, build, stand_in, as_byte_pairs, as_tiktoken)
+    sources = [inspect.getsource(source) for source in (*made_by, stand_in_files, family_tokens)] + [
         file.read_text() for file in sorted(FOLDER_CODE.glob("*.py"))
     ]
     recipe = digest(json.dumps([PACKAGES, WHEEL, TOOLS_OF_KIMI]), RELEASE, TEKKEN, CONVERT, json.dumps(files), *sources)

@@ -94,7 +94,7 @@ TOKENIZER_CODE, TOOL_CODE = "tokenization_kimi.py", "tool_declaration_ts.py"
 
 NAMES = (
     *("tokenizer.json", "tokenizer.model", "tekken.json", TIKTOKEN_VOCABULARY, TOKENIZER_CODE, TOOL_CODE),
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("config.json", "params.json", "preprocessor_config.json"),
 )
 PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry

@@ -365,7 +365,6 @@ class Router:
 
         The context is the smallest of the engines, ``None`` while unknown.
         """
-        lengths = [worker.heartbeat.context_length for worker in self.fleet if worker.heartbeat is not None]
         model = {
             "id": self.settings.served_model,
             "object": "model",
@@ -373,7 +372,7 @@ class Router:
             "owned_by": "mmrouter",
             "root": self.settings.deployment.spec.model.id,
             "parent": None,
-            "max_model_len": min(filter(None, lengths), default=None),
+            "max_model_len": self.fleet.context_length() or None,
         }
         adapters = sorted(self.fleet.adapters())
         return [model, *({**model, "id": name, "root": name, "parent": model["id"]} for name in adapters)]

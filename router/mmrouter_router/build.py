@@ -132,6 +132,7 @@ def build_preparation(base: Base) -> tuple[MediaResolver, Renderer, Preparer]:
         sentinels=sentinels,
         threads=base.threads,
         key_forms=base.fleet.key_forms,
+        context_length=base.fleet.context_length,
     )
     family = model.family.name if model.family is not None else model.name
     base.metrics.parity.describe(base.spec.engine.type, family)

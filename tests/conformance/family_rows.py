@@ -18,11 +18,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Mistral 3": ("mistral3",),
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": ("glm4v", "glm4v_moe", "glm_ocr"),
     "InternVL 3, 3.5 (`-hf`)": ("internvl",),
+    "InternVL 3, 3.5 of its authors": ("internvl_chat",),
     "Llama 4": ("llama4",),
     "MiniCPM-V 4.6": ("minicpmv4_6",),
     "PaddleOCR-VL": ("paddleocr_vl",),
     "DeepSeek-OCR, DeepSeek-OCR-2": ("DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM"),
     "Nemotron Nano VL v2": ("NemotronH_Nano_VL_V2",),
+    "Nemotron 3 Omni": tuple(f"NemotronH_{size}Omni_Reasoning_V3" for size in ("Nano_", "Super_", "")),
     "Kimi K2.5, K2.6": ("kimi_k25",),
     "Qwen3-Omni": ("qwen3_omni_moe",),
     "LLaVA-1.5, Pixtral": ("llava",),
@@ -48,8 +50,10 @@ PROOFS = {
     "PaddleOCR-VL": f"{STAND_IN}, and a real SGLang with the same",
     "DeepSeek-OCR, DeepSeek-OCR-2": STAND_IN,
     "Nemotron Nano VL v2": STAND_IN,
+    "Nemotron 3 Omni": STAND_IN,
     "Kimi K2.5, K2.6": f"{STAND_IN}; SGLang's image processor, with a stand-in for the folder's",
     "InternVL 3, 3.5 (`-hf`)": STAND_IN,
+    "InternVL 3, 3.5 of its authors": STAND_IN,
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"GLM-4.1V alone: {STAND_IN}, and a real SGLang with the same",
     "Llama 4": STAND_IN,
     "Gemma 4": f"{STAND_IN}; SGLang's image processor with the same",
@@ -92,6 +96,7 @@ CASES: dict[str | tuple[str, str], str] = {
     "deepseek_ocr2": "DeepseekOCR2ForCausalLM",
     ("sglang", "llava"): "LlavaLlamaForCausalLM",
     "nemotron_vl": "NemotronH_Nano_VL_V2",
+    "nemotron_omni": "NemotronH_Nano_Omni_Reasoning_V3",
 }
 """Case of a release's row, also beside its engine -> the family whose prompts it has, where that is not the case."""
 COMPARED = ("prompts", "equal", "conversations")

@@ -55,6 +55,7 @@ PROCESSED = {
     "pixtral": "Pixtral",
     "glm4v": "GLM-4.1V",
     "internvl": "InternVL 3",
+    "internvl_chat": "InternVL 3 of its authors",
     "llama4": "Llama 4",
     "gemma4": "Gemma 4",
     "minicpmv4_6": "MiniCPM-V 4.6",
@@ -62,12 +63,13 @@ PROCESSED = {
     "deepseek_ocr": "DeepSeek-OCR",
     "deepseek_ocr2": "DeepSeek-OCR-2",
     "nemotron_vl": "Nemotron Nano VL v2",
+    "nemotron_omni": "Nemotron 3 Nano Omni",
     "kimi_k25": "Kimi K2.5",
 }
 """Families whose prompts are compared with those of vLLM's own front end, which expands images without a model."""
 VIDEOS = {family: FAMILIES[family] for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")} | WITHOUT_SETUP
 """Families whose videos are compared with what vLLM's own loader and processor make of them."""
-AUDIO = {"gemma4": PROCESSED["gemma4"], "qwen3_omni_moe": "Qwen3-Omni"}
+AUDIO = {family: PROCESSED[family] for family in ("gemma4", "nemotron_omni")} | {"qwen3_omni_moe": "Qwen3-Omni"}
 """Families whose prompts with audio are compared with those of vLLM's own front end."""
 SHOWN = FAMILIES | RENDERED | PROCESSED | VIDEOS | AUDIO
 NEWER = "vLLM 0.33.0"

@@ -19,7 +19,7 @@ from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, MistralPrompter, P
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
-from mmrouter_lib.prompt.vocabularies import sentencepiece
+from mmrouter_lib.prompt.vocabularies import byte_pairs, sentencepiece
 from mmrouter_lib.tokenizer_code import read_tokenizer_code
 
 OWN_PROMPTS: Final[Mapping[EngineType, re.Pattern[str]]] = {
@@ -86,13 +86,15 @@ def load_text_prompter(
             raise UnpredictedError("tokenizer:remote_code")
         loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=TextOnly(model_type))
         return _with_tokenizers_template(loaded, plain=plain)
-    in_pieces = not (folder / "tokenizer.json").is_file()
-    if in_pieces and not (engine == "vllm" and (folder / sentencepiece.FILE).is_file()):
+    in_pieces, in_pairs = not (folder / "tokenizer.json").is_file(), byte_pairs.has_byte_pairs(folder)
+    if in_pieces and not (engine == "vllm" and (in_pairs or (folder / sentencepiece.FILE).is_file())):
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")
     try:
         declared = described.get("tokenizer_class") or config.get("tokenizer_class")
         name = tokenizer_class(model_type, declared)
-        if in_pieces:
+        if in_pairs:
+            tokenizer, described = byte_pairs.load_byte_pairs(folder, described, name)
+        elif in_pieces:
             tokenizer, described = sentencepiece.load_sentencepiece(folder, described, name)
         else:
             tokenizer = load_tokenizer(folder, described)

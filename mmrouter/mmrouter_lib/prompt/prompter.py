@@ -16,7 +16,9 @@ from mmrouter_lib.model_folder import find_json
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
+from mmrouter_lib.prompt.tokenizer_class import TokenizerClassError, tokenizer_class
 from mmrouter_lib.prompt.typescript_tools import sort_deeply, write_tools
+from mmrouter_lib.prompt.vocabularies.byte_pairs import has_byte_pairs, load_byte_pairs
 from mmrouter_lib.prompt.vocabularies.tiktoken import load_tiktoken
 from mmrouter_lib.tokenizer_code import ToolForm, read_tokenizer_code
 
@@ -56,8 +58,16 @@ class Prompter:
         except jinja2.TemplateError as error:
             raise ModelFolderError(f"{model_dir}: the chat template does not compile: {error}") from error
         code = read_tokenizer_code(model_dir, config)
-        if tokenizer is None:
-            tokenizer = load_tokenizer(model_dir, config) if code is None else load_tiktoken(model_dir, config, code)
+        if tokenizer is None and code is not None:
+            tokenizer = load_tiktoken(model_dir, config, code)
+        elif tokenizer is None and has_byte_pairs(model_dir):
+            try:
+                name = tokenizer_class(family.name, config.get("tokenizer_class"))
+                tokenizer, config = load_byte_pairs(model_dir, config, name)
+            except TokenizerClassError as error:
+                raise ModelFolderError(f"{model_dir}: no tokenizer.json, and the class is {error}") from error
+        elif tokenizer is None:
+            tokenizer = load_tokenizer(model_dir, config)
         codec = TokenizerCodec.of(tokenizer, config, None if code is None else code.limits)
         try:
             family.check(codec)

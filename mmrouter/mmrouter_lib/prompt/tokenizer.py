@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.model_folder import ModelFolderError, find_json
 from mmrouter_lib.prompt.segment_cache import SegmentCache
@@ -82,7 +83,7 @@ def with_added_tokens(
     """
     if "added_tokens_decoder" in config:
         return config
-    numbers, special = find_json(folder, "added_tokens.json") or {}, set(special_tokens(config).values())
+    numbers, special = find_json(folder, "added_tokens.json") or {}, set(_special_texts(config))
     tokens = {
         text: {"content": text, "special": text in special, "normalized": text not in special} for text in numbers
     }
@@ -119,6 +120,20 @@ def add_configured(tokenizer: Tokenizer, folder: Path, config: dict[str, Any]) -
                 f"{folder / 'tokenizer_config.json'}: {token.content!r} is given the id {number}, "
                 f"but the tokenizer has it as {tokenizer.token_to_id(token.content)}"
             )
+
+
+def add_around(tokenizer: Tokenizer, config: dict[str, Any]) -> None:
+    """Put the tokens around a text that ``add_bos_token`` and ``add_eos_token`` ask for, and no others.
+
+    As transformers 5.19 does of a tokenizer that it makes of other files than tokenizer.json.
+    """
+    texts = special_tokens(config)
+    begin, end = (texts.get(f"{at}_token") if config.get(f"add_{at}_token") else None for at in ("bos", "eos"))
+    around = [text for text in (begin, end) if text is not None]
+    tokenizer.post_processor = TemplateProcessing(
+        single=[*([begin] if begin else ()), "$A", *([end] if end else ())],
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(around)],
+    )
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -155,6 +155,11 @@ class Fleet:
         sizes = [(worker, worker.heartbeat.block_size) for worker in self if worker.heartbeat is not None]
         return {Target(worker, 0, size).key_form for worker, size in sizes if size > 0}
 
+    def context_length(self) -> int:
+        """Return the tokens of the smallest context of the engines, 0 while none is known."""
+        lengths = (worker.heartbeat.context_length for worker in self if worker.heartbeat is not None)
+        return min(filter(None, lengths), default=0)
+
     def adapters(self) -> frozenset[str]:
         """Return the LoRA adapters that any engine has loaded."""
         if self._adapters[0] != self.version:

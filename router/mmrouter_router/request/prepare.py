@@ -131,8 +131,11 @@ class Preparer:
         sentinels: SentinelStore | None = None,
         threads: WorkerThreads | None = None,
         key_forms: Callable[[], Collection[KeyForm]] = tuple,
+        context_length: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``key_forms``: of the present engines, so that keys of long prompts are computed in a thread."""
+        """``key_forms``: of the present engines, so that keys of long prompts are computed in a thread.
+        ``context_length``: of the engine with the smallest context, 0 while unknown.
+        """
         model = model or PromptModel.load(settings)
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
@@ -145,6 +148,7 @@ class Preparer:
         self._deployment, self._served_model = settings.deployment, settings.served_model
         self._identity_key = settings.identity_key
         self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
+        self._context_length = context_length
         self._max_pixels = settings.deployment.spec.routing.media.max_pixels
         self._options = OptionReader.of(settings, self.family)
         self._timed = self.family if settings.deployment.spec.engine.type == "vllm" else None
@@ -217,6 +221,7 @@ class Preparer:
                     images = _counted(images, spans)
             elif exactness != "affinity":
                 try:
+                    self._check_room(images)
                     (ids, spans), *more = await self._expand_off_loop(request, images, tenant)
                     others = tuple([each for each, _ in more])
                 except NotModelledError as error:
@@ -269,6 +274,14 @@ class Preparer:
             return None
         reasons.append(f"renderer:{self.unknown_family}")
         return ids, spans
+
+    def _check_room(self, images: Images) -> None:
+        """Raise ``NotModelledError`` where the engine may scale the request's images down together."""
+        shown = [image for image in images if image.modality == "image"]
+        room = self._context_length() - (len(images) - len(shown))
+        tokens = [image.tokens if image.resolved else None for image in shown]
+        if shown and self.family is not None and not self.family.fits(tokens, room):
+            raise NotModelledError("the images may not fit the context", "image_sizes:messages")
 
     async def _refuse_harmful(self, request: ChatRequest, images: Images, tenant: str) -> None:
         """Refuse images out of order, which crash engines of some families, even without a prediction."""

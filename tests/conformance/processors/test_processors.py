@@ -25,7 +25,7 @@ from mmrouter_lib.families import Family, ImageSizeError
 from mmrouter_lib.image_size import probe
 from mmrouter_lib.prompt import PlaceholderError, Prompter, PromptImage
 
-VLLM_ALONE = ["nemotron_vl", "kimi_k25"]
+VLLM_ALONE = ["internvl_chat", "nemotron_vl", "nemotron_omni", "kimi_k25"]
 """Families whose published files are for a processor of vLLM's and none of Hugging Face's."""
 HUGGING_FACE = [
     "Qwen--Qwen2-VL-2B-Instruct",
@@ -216,7 +216,7 @@ def test_case_24_prompts_with_drawn_pictures_are_those_of_the_hugging_face_proce
 
 
 @pytest.fixture(scope="module")
-def own_counts(ask: Ask, sizes: list[tuple[int, int]]) -> dict[str, list[int]]:
+def own_counts(ask: Ask, sizes: list[tuple[int, int]]) -> dict[str, list[int | None]]:
     answers = ask("vllm_counts", models=[str(folder_of(name)) for name in VLLM_ALONE], sizes=sizes)
     return {Path(folder).name: counts for folder, counts in answers.items()}
 

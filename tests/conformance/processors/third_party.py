@@ -246,9 +246,9 @@ def own_prompts(folder: str, chats: list[dict[str, Any]]) -> list[dict[str, Any]
     return made
 
 
-def vllm_counts(request: dict[str, Any]) -> dict[str, list[int]]:
-    """The tokens of sizes by vLLM's own processors, of families that Hugging Face has none for. The request holds
-    ``models`` (folders) and ``sizes`` ([width, height] pairs).
+def vllm_counts(request: dict[str, Any]) -> dict[str, list[int | None]]:
+    """The tokens of sizes by vLLM's own processors, of families that Hugging Face has none for; ``None`` for one that
+    ends in an error. The request holds ``models`` (folders) and ``sizes`` ([width, height] pairs).
     """
     return {
         folder: [OWN_COUNTS[type(info).__name__](info, *size) for size in request["sizes"]]
@@ -257,8 +257,18 @@ def vllm_counts(request: dict[str, Any]) -> dict[str, list[int]]:
     }
 
 
-def counted_nemotron(info: Any, width: int, height: int) -> int:
+def counted_nemotron(info: Any, width: int, height: int) -> int | None:
+    from PIL import Image
+
     processor = info.get_hf_processor()
+    if tiler := processor.dynamic_tiler:
+        sized = Image.Image()
+        sized._size = width, height
+        try:
+            (found,) = tiler.compute_params([sized], tiler.max_num_tokens_available(0))
+        except ZeroDivisionError:
+            return None
+        return len(processor.get_image_repl(found.num_embeddings, None).full)
     count = processor.get_num_image_tokens(
         image_width=width, image_height=height, max_num_tiles=processor.max_num_tiles
     )
@@ -270,7 +280,17 @@ def counted_kimi(info: Any, width: int, height: int) -> int:
     return int(info.image_processor.get_resize_config(picture)["num_tokens"])
 
 
-OWN_COUNTS = {"NanoNemotronVLProcessingInfo": counted_nemotron, "KimiK25ProcessingInfo": counted_kimi}
+def counted_internvl(info: Any, width: int, height: int) -> int:
+    processor = info.get_hf_processor()
+    tokens = processor.get_num_image_tokens(image_width=width, image_height=height)
+    return len(processor.get_image_repl(None, tokens).full)
+
+
+OWN_COUNTS = {
+    "InternVLProcessingInfo": counted_internvl,
+    "NanoNemotronVLProcessingInfo": counted_nemotron,
+    "KimiK25ProcessingInfo": counted_kimi,
+}
 
 
 def mlx_phi3v(request: dict[str, Any], wheel: str) -> dict[str, Any]:

@@ -170,6 +170,7 @@ class Router:
     processor: dict[str, int] = field(default_factory=dict)
     template: str = ""
     args: tuple[str, ...] = ()  # of the engines, which have the folder from a volume then
+    context: int = 0  # of the engines, in tokens; 0: unknown
 
     def prepare(self, fields: dict[str, Any], salt: str | None = None) -> Prepared:
         return asyncio.run(self._prepare(fields, salt))
@@ -187,7 +188,8 @@ class Router:
         media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
         try:
             raw = json.dumps(self.client_body(fields)).encode()
-            return await Preparer(own, media).prepare(parse_chat(raw, Limits(), self.folder.name), salt)
+            preparer = Preparer(own, media, context_length=lambda: self.context)
+            return await preparer.prepare(parse_chat(raw, Limits(), self.folder.name), salt)
         finally:
             await media.close()
 

@@ -154,6 +154,14 @@ class Family(ABC):
     def count(self, width: int, height: int) -> int:
         """Return the tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
 
+    def fits(self, images: Sequence[int | None], room: int) -> bool:
+        """Return whether the engine counts each image of a request alone, whatever the others are.
+
+        ``images``: tokens of each, ``None`` where they are unknown; ``room``: tokens of the context that are left for
+        them, of the engine with the smallest.
+        """
+        return True
+
     def count_video(self, video: VideoHeader) -> int:
         """Return the placeholder tokens of a video, where there is a ``video_id``. Raises :class:`ImageSizeError`."""
         raise TypeError(f"{self.name} models no videos")

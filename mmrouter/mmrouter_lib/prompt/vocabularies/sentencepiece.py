@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from tokenizers import Tokenizer, models, normalizers
-from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.model_folder import ModelFolderError, find_json
-from mmrouter_lib.prompt.tokenizer import add_configured, special_tokens, with_added_tokens
+from mmrouter_lib.prompt.tokenizer import add_around, add_configured, with_added_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError
 
 FILE: Final = "tokenizer.model"
@@ -125,13 +124,7 @@ def load_sentencepiece(folder: Path, config: dict[str, Any], name: str) -> tuple
         # The tokenizers library raises bare Exception for a vocabulary that does not fit together.
         raise ModelFolderError(f"{folder / FILE}: {error}") from error
     add_configured(tokenizer, folder, config)
-    texts = special_tokens(config)
-    begin, end = (texts.get(f"{at}_token") if config.get(f"add_{at}_token") else None for at in ("bos", "eos"))
-    around = [text for text in (begin, end) if text is not None]
-    tokenizer.post_processor = TemplateProcessing(
-        single=[*([begin] if begin else ()), "$A", *([end] if end else ())],
-        special_tokens=[(text, tokenizer.token_to_id(text)) for text in dict.fromkeys(around)],
-    )
+    add_around(tokenizer, config)
     return tokenizer, config
 
 

@@ -1,0 +1,56 @@
+"""Build the tokenizer of a folder that has ``vocab.json`` and ``merges.txt``, and no tokenizer.json.
+
+The parts around the vocabulary are those of the class ``Qwen2Tokenizer`` of transformers 5.19, which such folders
+declare (InternVL 3 and 3.5, older ones of Qwen). Other classes have other parts and are not modelled.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from mmrouter_lib.model_folder import ModelFolderError
+from mmrouter_lib.prompt.tokenizer import add_around, add_configured, with_added_tokens
+from mmrouter_lib.prompt.tokenizer_class import TokenizerClassError
+
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+CLASS: Final = "Qwen2Tokenizer"
+_END: Final = "<|endoftext|>"
+_NAMED: Final = {"unk_token": _END, "eos_token": _END, "pad_token": _END}
+_WORD: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""What a word is, as published with Qwen2."""
+
+
+def has_byte_pairs(folder: Path) -> bool:
+    """Whether a folder has such files and no tokenizer.json, which comes before them."""
+    return not (folder / "tokenizer.json").is_file() and all((folder / file).is_file() for file in (VOCABULARY, MERGES))
+
+
+def load_byte_pairs(folder: Path, config: dict[str, Any], name: str) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the tokenizer of a folder, and ``config`` (its tokenizer_config.json) with what is there by default.
+
+    ``name``: the class that transformers chooses. Raises :class:`~mmrouter_lib.model_folder.ModelFolderError`, and
+    :class:`~mmrouter_lib.prompt.tokenizer_class.TokenizerClassError` for another class than ``CLASS``.
+    """
+    if name != CLASS:
+        raise TokenizerClassError(name)
+    try:
+        model = models.BPE.from_file(str(folder / VOCABULARY), str(folder / MERGES))
+    except Exception as error:
+        # The tokenizers library raises bare Exception for files that cannot be read or do not fit together.
+        raise ModelFolderError(f"{folder / VOCABULARY}: {error}") from error
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORD), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    config = with_added_tokens(folder, {**_NAMED, **config})
+    add_configured(tokenizer, folder, config)
+    add_around(tokenizer, config)
+    return tokenizer, config
