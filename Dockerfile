@@ -22,8 +22,8 @@ RUN --mount=type=secret,id=pip --mount=type=secret,id=ca \
 
 # Both images begin with the same layer. The simulator's modules need no shared library that those of mmrouter do not.
 FROM tools AS system
-COPY docker/system.py docker/
-RUN python3 docker/system.py /build/system /opt/mmrouter
+COPY docker/base_files.py docker/
+RUN python3 docker/base_files.py /build/system /opt/mmrouter
 
 FROM tools AS sim-tools
 RUN --mount=type=secret,id=pip --mount=type=secret,id=ca docker/packages.sh /opt/sim sim

@@ -31,7 +31,7 @@ BENCHMARKS = {
     "requests": "serving.proxy_overhead:run_large",
     "restart": "feed.router_index:restart",
     "routing": "placing.request_path:run",
-    "scale": "cluster.scale:run",
+    "scale": "cluster.many_engines:run",
     "stall": "serving.stalls:run",
     "tracing": "serving.tracing_cost:run",
 }

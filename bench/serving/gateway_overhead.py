@@ -24,14 +24,14 @@ from bench.child_process import Child, Process
 from bench.feed.fake_sidecars import address
 from bench.placing.workload import padded_png
 from bench.report import Row, not_run, percentile, row
-from bench.serving.plain_engine import TOKENS
+from bench.serving.minimal_engine import TOKENS
 from bench.serving.router_processes import CpuCost, Server
 from mmrouter_cli.local.envoy import find_envoy
 from mmrouter_cli.local.folders import LocalError
 from mmrouter_lib.engines.base.request_fields import CHAT
 from mmrouter_router.gateway import app
-from mmrouter_router.gateway.requests import routed
-from mmrouter_router.gateway.routes import Deployment, Routes
+from mmrouter_router.gateway.model_routes import Deployment, Routes
+from mmrouter_router.gateway.requested_model import routed
 from mmrouter_router.picker import wire
 
 ROUNDS, CONNECTIONS = 3, 4
@@ -48,7 +48,7 @@ _TYPE: Final = "type.googleapis.com/envoy.extensions.filters"
 
 def run() -> list[Row]:
     with ExitStack() as stack:
-        engine = [sys.executable, "-m", "bench.serving.plain_engine", str(PORT), address(0)]
+        engine = [sys.executable, "-m", "bench.serving.minimal_engine", str(PORT), address(0)]
         stack.enter_context(Server("engine", engine, address(0), PORT)).wait()
         ways: dict[str, tuple[Server, tuple[Process, ...]]] = {}
         ours = stack.enter_context(_module("ours", address(901)))

@@ -17,7 +17,7 @@ import uvloop
 
 from bench.child_process import serve
 from bench.placing.workload import padded_png
-from bench.serving.plain_engine import TOKENS
+from bench.serving.minimal_engine import TOKENS
 from mmrouter_cli.bench.http_client import Connection, Receiver, connect, post_message
 
 PROMPT = "Say what is in the picture, in one sentence that a child understands. " * 6

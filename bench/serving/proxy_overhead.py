@@ -12,7 +12,7 @@ from bench.feed.fake_sidecars import address
 from bench.peer_routers import SMG
 from bench.placing.workload import padded_png
 from bench.report import Row, not_run, percentile, row
-from bench.serving.plain_engine import TOKENS
+from bench.serving.minimal_engine import TOKENS
 from bench.serving.router_processes import CpuCost, Server, ServingRig
 
 ROUNDS = 4

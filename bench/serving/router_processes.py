@@ -175,7 +175,7 @@ class ServingRig(ExitStack):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        command = [sys.executable, "-m", "bench.serving.plain_engine", str(ENGINE_PORT), *self._hosts]
+        command = [sys.executable, "-m", "bench.serving.minimal_engine", str(ENGINE_PORT), *self._hosts]
         self.engine = self.start(Server("engine", command, address(0), ENGINE_PORT))
         self.enter_context(FakeSidecars(len(self._hosts), self.curve))
         return self

@@ -27,7 +27,7 @@ from mmrouter_router.encoding.scheduler import EncoderScheduler
 from mmrouter_router.fleet.feed_client import FeedClient
 from mmrouter_router.fleet.load_gossip import LoadGossip
 from mmrouter_router.fleet.workers import Fleet
-from mmrouter_router.handover.handover import Handover, build_handover
+from mmrouter_router.handover.image_handover import Handover, build_handover
 from mmrouter_router.handover.request_delivery import BytesDelivery, Delivery
 from mmrouter_router.http.certificate import KeyAndChain, ServerCertificate, self_signed
 from mmrouter_router.http.upstream import Upstream

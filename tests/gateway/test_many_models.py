@@ -28,9 +28,9 @@ from waiting import wait_for
 
 from mmrouter_cli.sample_images import data_uri, picture
 from mmrouter_router.gateway import config
-from mmrouter_router.gateway.requests import conversation
-from mmrouter_router.gateway.routes import Deployment as Deployed
-from mmrouter_router.gateway.routes import Routes, of_conversation
+from mmrouter_router.gateway.model_routes import Deployment as Deployed
+from mmrouter_router.gateway.model_routes import Routes, of_conversation
+from mmrouter_router.gateway.requested_model import conversation
 
 
 @dataclass

@@ -16,7 +16,7 @@ from mmrouter_router.core.settings import SERVICE_ACCOUNT_DIR, ApiServer
 from mmrouter_router.gateway.app import Discover
 from mmrouter_router.gateway.discovery import Update, watch_deployments
 from mmrouter_router.gateway.metrics import GatewayMetrics
-from mmrouter_router.gateway.routes import Deployment, Exact
+from mmrouter_router.gateway.model_routes import Deployment, Exact
 
 SECONDS: Final = 1.0
 ALL: Final = "0.0.0.0"  # noqa: S104 - a network policy guards the pod

@@ -19,8 +19,8 @@ from mmrouter_router.gateway import config
 from mmrouter_router.gateway.discovery import Update
 from mmrouter_router.gateway.forwarding import Forwarding
 from mmrouter_router.gateway.metrics import GatewayMetrics
-from mmrouter_router.gateway.requests import PATHS
-from mmrouter_router.gateway.routes import Deployment, Routes
+from mmrouter_router.gateway.model_routes import Deployment, Routes
+from mmrouter_router.gateway.requested_model import PATHS
 from mmrouter_router.http.certificate import ServerCertificate
 from mmrouter_router.http.server import ADMIN_DRAIN_SECONDS, STEP_SECONDS, Server, Shutdown, raise_open_files, serve
 from mmrouter_router.http.upstream import Upstream

@@ -8,7 +8,7 @@ from typing import Any, Final
 from mmrouter_router.core.settings import ApiServer
 from mmrouter_router.fleet.watched_objects import WatchedObjects
 from mmrouter_router.gateway.metrics import GatewayMetrics
-from mmrouter_router.gateway.routes import Deployment, Exact
+from mmrouter_router.gateway.model_routes import Deployment, Exact
 
 log = logging.getLogger("mmrouter.gateway")
 

@@ -17,8 +17,8 @@ from mmrouter_router.core.errors import RETRY, RequestError, is_exhausted
 from mmrouter_router.core.request_ids import NAME_HEADER, answered_name
 from mmrouter_router.core.worker_threads import WorkerThreads
 from mmrouter_router.gateway.metrics import GatewayMetrics
-from mmrouter_router.gateway.requests import Routed, routed
-from mmrouter_router.gateway.routes import Deployment, Routes
+from mmrouter_router.gateway.model_routes import Deployment, Routes
+from mmrouter_router.gateway.requested_model import Routed, routed
 from mmrouter_router.http.body_budget import BodyBudget, BodyReservation
 from mmrouter_router.http.client_channel import AsgiClient, Client, ClientGoneError, Headers, Receive, Scope, Send
 from mmrouter_router.http.engine_connection import UpstreamError

@@ -18,8 +18,8 @@ from unit.router.test_intake_fuzz import CHAT, NAMES, ODD, RESPONSES
 from mmrouter_lib.engines.base.passed_routes import TRANSCRIBE
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.gateway.config import Target as Split
-from mmrouter_router.gateway.requests import PATHS, Routed, routed
-from mmrouter_router.gateway.routes import Deployment, Routes
+from mmrouter_router.gateway.model_routes import Deployment, Routes
+from mmrouter_router.gateway.requested_model import PATHS, Routed, routed
 from mmrouter_router.intake.form_body import Field, read_form, write_form
 
 MAX_BYTES = 1 << 20

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.conftest import shared_folder
 
-from bench.cluster import multiple_routers, policy_comparison, scale
+from bench.cluster import many_engines, multiple_routers, policy_comparison
+from bench.cluster.many_engines import Costs, Traffic
 from bench.cluster.multiple_routers import Routers, spread, summary
 from bench.cluster.policy_comparison import Case, Outcome
 from bench.cluster.routing_policies import Dynamo, LeastLoaded, Ours, Policy, TextPrefix
-from bench.cluster.scale import Costs, Traffic
 from bench.cluster.simulation import simulate
 from bench.cluster.virtual_engine import NEVER, EngineRequest, Machine, VirtualEngine
 from bench.cluster.workloads import TRACE_BLOCK, ClusterRequest, mooncake, servegen
@@ -355,23 +355,23 @@ def test_more_routers_divide_placements_and_no_feed():
 def test_one_router_applies_no_load_of_others():
     costs = Costs(0.0, 5.0, 0.0)
     assert costs.cores(TRAFFIC, 1000, 1) == 0
-    assert costs.cores(TRAFFIC, 1000, 2) == pytest.approx(1000 * 2.0 * scale.CHANGES * 5.0 / 1e6)
+    assert costs.cores(TRAFFIC, 1000, 2) == pytest.approx(1000 * 2.0 * many_engines.CHANGES * 5.0 / 1e6)
 
 
 def test_every_frame_is_applied_in_order(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scale, "FRAMES", 300)
-    monkeypatch.setattr(scale, "QUERIES", 2)
-    costs = scale.applied(5, 4)
+    monkeypatch.setattr(many_engines, "FRAMES", 300)
+    monkeypatch.setattr(many_engines, "QUERIES", 2)
+    costs = many_engines.applied(5, 4)
     assert min(costs.frame, costs.load, costs.placement) > 0
     seqs = [7, 0, 3]
-    sent = scale.frames(seqs, 4)
+    sent = many_engines.frames(seqs, 4)
     for worker, first in enumerate(seqs):
-        numbers = [scale.feed.decode_published(payload).seq for each, payload in sent if each == worker]
+        numbers = [many_engines.feed.decode_published(payload).seq for each, payload in sent if each == worker]
         assert numbers == list(range(first + 1, first + 1 + len(numbers)))
 
 
 def test_a_busy_engine_has_requests_and_stores_blocks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scale, "SECONDS", 5.0)
-    traffic = scale.simulated_traffic()
+    monkeypatch.setattr(many_engines, "SECONDS", 5.0)
+    traffic = many_engines.simulated_traffic()
     assert traffic.requests > 0
     assert traffic.blocks > traffic.requests

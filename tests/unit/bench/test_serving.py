@@ -20,7 +20,7 @@ from bench.serving import (
     whole_job,
 )
 from bench.serving.load_generator import LoadGenerator
-from bench.serving.plain_engine import TOKENS, EngineConnection
+from bench.serving.minimal_engine import TOKENS, EngineConnection
 from bench.serving.proxy_overhead import DIRECT, KV, OURS, TargetFigures
 from bench.serving.resource_usage import RouterUsage
 from bench.serving.router_processes import CpuCost

@@ -15,7 +15,7 @@ from waiting import until
 from mmrouter_cli.local.folders import network_namespace, run_root
 from mmrouter_cli.local.gateway import discover
 from mmrouter_router.gateway.metrics import GatewayMetrics
-from mmrouter_router.gateway.routes import Deployment
+from mmrouter_router.gateway.model_routes import Deployment
 
 
 @contextmanager

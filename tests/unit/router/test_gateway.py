@@ -28,7 +28,7 @@ from mmrouter_router.gateway.app import Gateway, GatewaySettings
 from mmrouter_router.gateway.config import Target
 from mmrouter_router.gateway.discovery import DeploymentListener, parse_deployment, watch_deployments
 from mmrouter_router.gateway.metrics import GatewayMetrics
-from mmrouter_router.gateway.routes import Deployment
+from mmrouter_router.gateway.model_routes import Deployment
 
 keys = pods.keys
 CHAT = "/v1/chat/completions"

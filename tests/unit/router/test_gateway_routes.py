@@ -10,8 +10,8 @@ from mmrouter_lib.engines.base.passed_routes import TRANSCRIBE
 from mmrouter_lib.engines.base.request_fields import CHAT
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.gateway.config import Target
-from mmrouter_router.gateway.requests import conversation, routed
-from mmrouter_router.gateway.routes import Choice, Deployment, Routes, of_conversation
+from mmrouter_router.gateway.model_routes import Choice, Deployment, Routes, of_conversation
+from mmrouter_router.gateway.requested_model import conversation, routed
 from mmrouter_router.intake.form_body import Field, read_form, write_form
 
 LIMIT = 1 << 20

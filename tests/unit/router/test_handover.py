@@ -20,7 +20,7 @@ from mmrouter_lib.engines.vllm.plugin_api import Status
 from mmrouter_router.core.linear_cost import Line
 from mmrouter_router.fleet.workers import Fleet, Member
 from mmrouter_router.handover.files import IN_THREAD, SharedFolder
-from mmrouter_router.handover.handover import Handover
+from mmrouter_router.handover.image_handover import Handover
 from mmrouter_router.handover.request_delivery import AddressedRequest, BufferedAnswer
 from mmrouter_router.handover.ways import (
     FAILURES,

@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from mmrouter_lib.engines.base.passed_routes import GENERATE, TRANSCRIBE
 from mmrouter_router.core.errors import RequestError
-from mmrouter_router.gateway.routes import Choice, Routes, of_conversation
+from mmrouter_router.gateway.model_routes import Choice, Routes, of_conversation
 from mmrouter_router.http.engine_connection import Body
 from mmrouter_router.intake import PARSERS
 from mmrouter_router.intake.form_body import read_form, write_form

@@ -1,6 +1,6 @@
 """Copy what an image needs of its base into a folder, which becomes the image's first layer.
 
-    python3 docker/system.py FOLDER PACKAGES
+    python3 docker/base_files.py FOLDER PACKAGES
 
 That is Python with its standard library, a shell with a few commands, the certificate authorities, and the shared
 libraries of these and of the extension modules below ``PACKAGES``. The list of Debian packages names those that own a
