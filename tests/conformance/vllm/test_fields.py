@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from mmrouter_router.core.errors import RequestError
 from mmrouter_router.core.settings import CurveKeys, Settings
 from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.prepare import Preparer
+from mmrouter_router.request.prepare import Preparer, PromptModel
 from mmrouter_router.request.prepared import Prepared
 from mmrouter_router.telemetry.metrics import Metrics
 
@@ -183,12 +184,16 @@ class Router:
     def client_body(self, fields: dict[str, Any]) -> dict[str, Any]:
         return {"model": self.folder.name, "messages": LOOK, **fields}
 
+    @cached_property
+    def _model(self) -> PromptModel:
+        return PromptModel.load(self._settings())
+
     async def _prepare(self, fields: dict[str, Any], salt: str | None) -> Prepared:
         own = self._settings()
         media = MediaResolver(own.deployment.spec.routing.media, metrics=Metrics())
         try:
             raw = json.dumps(self.client_body(fields)).encode()
-            preparer = Preparer(own, media, context_length=lambda: self.context)
+            preparer = Preparer(own, media, self._model, context_length=lambda: self.context)
             return await preparer.prepare(parse_chat(raw, Limits(), self.folder.name), salt)
         finally:
             await media.close()
