@@ -86,13 +86,14 @@ def load_text_prompter(
             raise UnpredictedError("tokenizer:remote_code")
         loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=TextOnly(model_type))
         return _with_tokenizers_template(loaded, plain=plain)
-    in_pieces, in_pairs = not (folder / "tokenizer.json").is_file(), byte_pairs.has_byte_pairs(folder)
-    if in_pieces and not (engine == "vllm" and (in_pairs or (folder / sentencepiece.FILE).is_file())):
+    has_file, in_pairs = (folder / "tokenizer.json").is_file(), byte_pairs.has_byte_pairs(folder)
+    in_pieces = not has_file and (folder / sentencepiece.FILE).is_file()
+    if not has_file and not (engine == "vllm" and (in_pairs or in_pieces)):
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")
     try:
         declared = described.get("tokenizer_class") or config.get("tokenizer_class")
         name = tokenizer_class(model_type, declared)
-        if in_pairs:
+        if in_pairs and (name == byte_pairs.CLASS or not in_pieces):
             tokenizer, described = byte_pairs.load_byte_pairs(folder, described, name)
         elif in_pieces:
             tokenizer, described = sentencepiece.load_sentencepiece(folder, described, name)

@@ -2,8 +2,8 @@
 
 Covers ``internvl`` (the checkpoints named ``-hf``). Each tile has as many tokens, and the image one token in front and
 one behind. The grid is that of transformers 5.19 (``GotOcr2ImageProcessor``): the ratio of its sides is closest to the
-image's, and of equally close ones the last that is not more than twice the image's area. The authors' own format,
-``internvl_chat``, is not covered: vLLM finds its placeholders in the text, not among the tokens.
+image's, and of equally close ones the last that is not more than twice the image's area. The authors' own format is
+``internvl_chat.py``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -81,6 +81,20 @@ def _grids(least: int, most: int) -> list[tuple[int, int]]:
     sides = range(1, most + 1)
     pairs = [(columns, rows) for columns in sides for rows in sides if least <= columns * rows <= most]
     return sorted(pairs, key=lambda pair: pair[0] * pair[1])
+
+
+def tile_tokens(file: str, config: dict[str, Any], tile: int, patch: int) -> int:
+    """Return the tokens of a tile by config.json's ``downsample_ratio``; ``tile`` and ``patch`` are sides in pixels.
+
+    Raises :class:`ModelFolderError` for a ratio that leaves none.
+    """
+    ratio = config.get("downsample_ratio")
+    if not isinstance(ratio, float) or not 0 < ratio <= 1:
+        raise ModelFolderError(f"{file}: downsample_ratio must be above 0 and at most 1, not {ratio!r}")
+    tokens = int((tile // patch) ** 2 * ratio**2)
+    if tokens < 1:
+        raise ModelFolderError(f"{file}: a tile becomes no token")
+    return tokens
 
 
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> InternVL:

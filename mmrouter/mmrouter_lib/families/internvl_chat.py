@@ -1,9 +1,9 @@
 """InternVL as its authors publish it: images as in Hugging Face's format, whose place is a text and no token.
 
-Covers ``internvl_chat`` on vLLM, 0.30 to 0.33, where the language model's tokenizer is tokenizer.json: InternVL 3 and
-3.5 with Qwen2.5 and Qwen3. vLLM looks for the tokens of ``<image>`` in the prompt. Beside other characters the text has
-other tokens; where the prompt lacks them for one of the images, vLLM decodes it, replaces the text, and tokenizes the
-whole anew (``BaseMultiModalProcessor._apply_prompt_updates``).
+Covers ``internvl_chat`` on vLLM 0.30 to 0.33: InternVL 3 and 3.5 with Qwen2.5 and Qwen3, whose folders have vocab.json
+and merges.txt and no tokenizer.json. vLLM looks for the tokens of ``<image>`` in the prompt. Beside other characters
+the text has other tokens; where the prompt lacks them for one of the images, vLLM decodes it, replaces the text, and
+tokenizes the whole anew (``BaseMultiModalProcessor._apply_prompt_updates``).
 """
 
 from array import array
@@ -23,7 +23,8 @@ from mmrouter_lib.families.base.family import (
     refuse_options,
     register,
 )
-from mmrouter_lib.families.internvl import BEGIN, END, InternVL
+from mmrouter_lib.families.base.layout import special_id
+from mmrouter_lib.families.internvl import BEGIN, END, InternVL, tile_tokens
 from mmrouter_lib.model_folder import (
     ModelFolderError,
     added_token_id,
@@ -48,15 +49,12 @@ class InternVLChat(InternVL):
     media_text: ClassVar[Mapping[str, str]] = MappingProxyType({"image": IMAGE, "video": "<video>"})
 
     def check(self, codec: "TokenizerCodec") -> None:
-        """Raise :class:`ModelFolderError` for a tokenizer that changes the texts around an image's tokens."""
+        """Raise :class:`ModelFolderError` for a tokenizer that joins an image's tokens with one another."""
         InternVL.check(self, codec)
-        texts = ("a ", f"{BEGIN}{CONTEXT}{END}", " a")
-        before, image, behind = [codec.encode(text, add_special_tokens=False).tolist() for text in texts]
-        if (
-            len(image) != 3
-            or codec.encode("".join(texts), add_special_tokens=False).tolist() != before + image + behind
-        ):
-            raise ModelFolderError(f"the tokenizer joins {BEGIN}, {CONTEXT} or {END} with the text around it")
+        begin, end = special_id(codec, BEGIN), special_id(codec, END)
+        image = codec.encode(f"a{BEGIN}{CONTEXT}{CONTEXT}{END}a", add_special_tokens=False).tolist()
+        if image[1:-1] != [begin, self.placeholder_id, self.placeholder_id, end]:
+            raise ModelFolderError(f"the tokenizer joins {BEGIN}, {CONTEXT} and {END}, or does not find them")
 
     def expand(
         self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
@@ -67,13 +65,7 @@ class InternVLChat(InternVL):
         ids = codec.encode(text, add_special_tokens=add_special_tokens)
         pieces = _cut(ids, codec.encode(IMAGE, add_special_tokens=False), len(images))
         if len(pieces) <= len(images):
-            texts = codec.decode(ids).split(IMAGE, len(images))
-            pieces = [codec.encode(piece, add_special_tokens=False) for piece in texts]
-            if len(pieces) <= len(images):
-                have = len(pieces) - 1
-                raise PlaceholderError(f"the prompt has a place for {have} images, the request has {len(images)}")
-            if any(self.placeholder_id in piece for piece in pieces):
-                raise NotModelledError(f"the prompt has {CONTEXT} beside its images")
+            pieces = self._cut_anew(codec, codec.decode(ids), len(images))
         out, spans = pieces[0][:], list[Span]()
         for number, (image, piece) in enumerate(zip(images, pieces[1:], strict=True)):
             run = array(ids.typecode, self.tokens(codec, image, number))
@@ -81,51 +73,64 @@ class InternVLChat(InternVL):
             out += run + piece
         return Expanded(ids=out, spans=tuple(spans))
 
+    def _cut_anew(self, codec: "TokenizerCodec", text: str, images: int) -> "list[array[int]]":
+        """Return the pieces between images of a prompt that is tokenized with them in it, as one token each: further
+        ones change no other token.
+        """
+        texts = text.split(IMAGE, images)
+        if len(texts) <= images:
+            raise PlaceholderError(f"the prompt has a place for {len(texts) - 1} images, the request has {images}")
+        ids = codec.encode(f"{BEGIN}{CONTEXT}{END}".join(texts), add_special_tokens=False)
+        if ids.count(self.placeholder_id) != images:
+            raise NotModelledError(f"the prompt has {CONTEXT} beside its images")
+        image = array(ids.typecode, [special_id(codec, BEGIN), self.placeholder_id, special_id(codec, END)])
+        return _cut(ids, image, images)
+
 
 def _cut(ids: "array[int]", target: "array[int]", most: int) -> "list[array[int]]":
     """Return the pieces of a prompt between the first ``most`` places of the target's tokens."""
     pieces: list[array[int]] = []
     start = at = 0
-    while len(pieces) < most and (at := _index(ids, target[0], at)) < len(ids):
-        found = ids[at : at + len(target)] == target
-        if found:
+    while len(pieces) < most:
+        try:
+            at = ids.index(target[0], at)
+        except ValueError:
+            break
+        if ids[at : at + len(target)] == target:
             pieces.append(ids[start:at])
-        at += len(target) if found else 1
-        start = at if found else start
+            start = at = at + len(target)
+        else:
+            at += 1
     return [*pieces, ids[start:]]
 
 
-def _index(ids: "array[int]", value: int, start: int) -> int:
-    """Return the first index of a value from ``start`` on, the length where there is none."""
-    try:
-        return ids.index(value, start)
-    except ValueError:
-        return len(ids)
-
-
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> InternVLChat | None:
-    """Return the family of a folder, ``None`` for a tokenizer that is code of its own.
+    """Return the family of a folder, ``None`` for a tokenizer that is not read and for tiles by other rules.
 
-    Raises :class:`ModelFolderError` for a geometry that is not modelled.
+    Raises :class:`ModelFolderError` where its files contradict each other.
     """
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=MODEL_TYPE)
     file, described = str(folder / "config.json"), find_json(folder, "tokenizer_config.json") or {}
-    if has_tokenizer_code(described):
+    if not _reads_tokenizer(folder, described) or config.get("use_thumbnail") is not True:
         return None
-    if described.get("clean_up_tokenization_spaces"):
-        raise ModelFolderError(f"{folder / 'tokenizer_config.json'}: clean_up_tokenization_spaces is not modelled")
-    if config.get("use_thumbnail") is not True:
-        raise ModelFolderError(f"{file}: use_thumbnail must be true, not {config.get('use_thumbnail')!r}")
-    vision, ratio = vision_config(file, config), config.get("downsample_ratio")
-    if not isinstance(ratio, float) or not 0 < ratio <= 1:
-        raise ModelFolderError(f"{file}: downsample_ratio must be above 0 and at most 1, not {ratio!r}")
+    # Of more tiles at least, vLLM takes grids of equal size in another order.
+    if config.get("min_dynamic_patch") != 1 or not isinstance(config.get("max_dynamic_patch"), int):
+        return None
+    vision = vision_config(file, config)
     tile, patch = (whole_number(file, vision, key) for key in ("image_size", "patch_size"))
-    tokens, token = int((tile // patch) ** 2 * ratio**2), added_token_id(folder, CONTEXT)
-    if token is None or tokens < 1:
-        wanted = f"the tokenizer has no token {CONTEXT}" if token is None else "a tile becomes no token"
-        raise ModelFolderError(f"{file}: {wanted}")
-    least, most = (whole_number(file, config, f"{name}_dynamic_patch") for name in ("min", "max"))
-    return InternVLChat(token, tile, tokens, *((least, most) if config.get("dynamic_image_size") else (1, 1)))
+    tokens, token = tile_tokens(file, config, tile, patch), added_token_id(folder, CONTEXT)
+    if token is None:
+        raise ModelFolderError(f"{file}: the tokenizer has no token {CONTEXT}")
+    most = whole_number(file, config, "max_dynamic_patch") if config.get("dynamic_image_size") else 1
+    return InternVLChat(token, tile, tokens, 1, most)
+
+
+def _reads_tokenizer(folder: Path, described: dict[str, Any]) -> bool:
+    if has_tokenizer_code(described) or described.get("clean_up_tokenization_spaces"):
+        return False
+    qwen = str(described.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
+    in_pairs = all((folder / file).is_file() for file in ("vocab.json", "merges.txt"))
+    return (folder / "tokenizer.json").is_file() or (in_pairs and qwen and not described.get("add_prefix_space"))
 
 
 register(MODEL_TYPE, load, proved_on=("vllm",))

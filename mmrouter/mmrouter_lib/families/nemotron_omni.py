@@ -23,15 +23,8 @@ from mmrouter_lib.families.base.family import (
     register,
 )
 from mmrouter_lib.families.base.layout import check_size, special_id
-from mmrouter_lib.families.nemotron_vl import IMAGE
-from mmrouter_lib.model_folder import (
-    ModelFolderError,
-    added_token_id,
-    find_json,
-    has_tokenizer_code,
-    vision_config,
-    whole_number,
-)
+from mmrouter_lib.families.nemotron_vl import IMAGE, radio_settings
+from mmrouter_lib.model_folder import ModelFolderError, added_token_id, find_json, has_tokenizer_code, whole_number
 from mmrouter_lib.wav_header import WavHeader
 
 if TYPE_CHECKING:
@@ -41,13 +34,13 @@ ARCHITECTURES = tuple(f"NemotronH_{size}Omni_Reasoning_V3" for size in ("Nano_",
 AUDIO = "<so_embedding>"
 MERGE = 2  # patches on each side of the square that becomes one token
 CLIP_SECONDS, LEAST_SECONDS = 30, 0.1
-RESERVED = 4  # tokens of the context that the engine keeps free of images
+RESERVED = 4  # tokens of the context that vLLM never gives to images
 
 
 @dataclass(frozen=True, slots=True)
 class AudioEncoder:
-    """How samples become tokens. ``rate``: of the samples, per second; ``hop``: samples of a frame; of ``layers``
-    convolutions each leaves one frame of ``stride``, with windows of ``kernel`` frames.
+    """How samples become tokens. ``rate``: samples a second; ``hop``: samples of a frame; ``layers``: convolutions, of
+    which each keeps one frame of ``stride``, by a window of ``kernel`` frames.
     """
 
     rate: int
@@ -157,9 +150,7 @@ def load(name: str, folder: Path, config: dict[str, Any], limits: ProcessorLimit
     """
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=name)
     file = str(folder / "config.json")
-    settings = vision_config(file, config).get("args")
-    if not isinstance(settings, dict):
-        raise ModelFolderError(f"{file}: vision_config must hold args, not {settings!r}")
+    settings = radio_settings(file, config)
     if "min_num_patches" not in settings or has_tokenizer_code(find_json(folder, "tokenizer_config.json") or {}):
         return None
     if config.get("downsample_ratio") != 1 / MERGE:

@@ -2,7 +2,7 @@
 
 Covers ``NemotronH_Nano_VL_V2`` with images in tiles, as Nemotron Nano 12B v2 VL has them. vLLM 0.32 reads the geometry
 from config.json alone (``NanoNemotronVLProcessor``): at most 12 tiles and the whole picture, whatever the files of the
-processor say. Its later models resize an image to what the context has room for, and are not covered.
+processor say. Folders with ``min_num_patches``, whose images are not cut, are ``nemotron_omni.py``.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from mmrouter_lib.families.base.family import ProcessorLimits, refuse_options, register
-from mmrouter_lib.families.internvl import InternVL
+from mmrouter_lib.families.internvl import InternVL, tile_tokens
 from mmrouter_lib.model_folder import (
     ModelFolderError,
     added_token_id,
@@ -42,6 +42,14 @@ class NemotronVL(InternVL):
         return True  # its language model has layers of Mamba
 
 
+def radio_settings(file: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the vision tower, RADIO. Raises :class:`ModelFolderError` without them."""
+    settings = vision_config(file, config).get("args")
+    if not isinstance(settings, dict):
+        raise ModelFolderError(f"{file}: vision_config must hold args, not {settings!r}")
+    return settings
+
+
 def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> NemotronVL | None:
     """Return the family of a folder, ``None`` where images are not cut into tiles or the tokenizer is code of its own.
 
@@ -49,22 +57,15 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     """
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=ARCHITECTURE)
     file = str(folder / "config.json")
-    settings = vision_config(file, config).get("args")
-    if not isinstance(settings, dict):
-        raise ModelFolderError(f"{file}: vision_config must hold args, not {settings!r}")
+    settings = radio_settings(file, config)
     if "min_num_patches" in settings or has_tokenizer_code(find_json(folder, "tokenizer_config.json") or {}):
         return None
     if config.get("use_thumbnail") is not True:
         raise ModelFolderError(f"{file}: use_thumbnail must be true, not {config.get('use_thumbnail')!r}")
     tile, patch = (whole_number(file, config, key) for key in ("force_image_size", "patch_size"))
-    ratio = config.get("downsample_ratio")
-    if not isinstance(ratio, float) or not 0 < ratio <= 1:
-        raise ModelFolderError(f"{file}: downsample_ratio must be above 0 and at most 1, not {ratio!r}")
-    tokens = int((tile // patch) ** 2 * ratio**2)
-    image = added_token_id(folder, IMAGE)
-    if image is None or tokens < 1:
-        wanted = f"the tokenizer has no token {IMAGE}" if image is None else "a tile becomes no token"
-        raise ModelFolderError(f"{file}: {wanted}")
+    tokens, image = tile_tokens(file, config, tile, patch), added_token_id(folder, IMAGE)
+    if image is None:
+        raise ModelFolderError(f"{file}: the tokenizer has no token {IMAGE}")
     return NemotronVL(image, tile, tokens, 1, _MOST)
 
 

@@ -156,7 +156,7 @@ class Fleet:
         return {Target(worker, 0, size).key_form for worker, size in sizes if size > 0}
 
     def context_length(self) -> int:
-        """Return the tokens of the smallest context of the engines, 0 while none is known."""
+        """Return the tokens of the smallest context that engines report, 0 while none does."""
         lengths = (worker.heartbeat.context_length for worker in self if worker.heartbeat is not None)
         return min(filter(None, lengths), default=0)
 

@@ -278,9 +278,11 @@ class Preparer:
     def _check_room(self, images: Images) -> None:
         """Raise ``NotModelledError`` where the engine may scale the request's images down together."""
         shown = [image for image in images if image.modality == "image"]
+        if not shown or self.family is None:
+            return
+        # vLLM counts one token of its stand-in text for each recording.
         room = self._context_length() - (len(images) - len(shown))
-        tokens = [image.tokens if image.resolved else None for image in shown]
-        if shown and self.family is not None and not self.family.fits(tokens, room):
+        if not self.family.fits([image.tokens if image.resolved else None for image in shown], room):
             raise NotModelledError("the images may not fit the context", "image_sizes:messages")
 
     async def _refuse_harmful(self, request: ChatRequest, images: Images, tenant: str) -> None:

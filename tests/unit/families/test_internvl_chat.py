@@ -105,9 +105,14 @@ def test_a_typed_token_of_images_is_not_modelled_where_the_engine_searches_for_i
     assert shown(family, codec, f"<image> {NAMES[0]}", image(1))[1] == [WHOLE]
 
 
-def test_a_tokenizer_that_joins_an_image_with_its_text_is_refused(family):
-    with pytest.raises(ModelFolderError, match="joins"):
-        family.check(made(lstrip=True))
+@pytest.mark.parametrize("flags", [{"rstrip": True, "lstrip": True}, {"single_word": True}])
+def test_a_tokenizer_that_does_not_find_an_images_tokens_is_refused(family, flags):
+    spaced = made(**flags)
+    if "single_word" in flags:
+        with pytest.raises(ModelFolderError, match="does not find them"):
+            family.check(spaced)
+    else:
+        family.check(spaced)
     family.check(made())
 
 
@@ -134,23 +139,55 @@ def test_without_dynamic_size_an_image_is_one_tile(load):
     assert load(dynamic_image_size=False).count(4000, 100) == 258
 
 
-def test_a_folder_whose_tokenizer_is_code_is_of_no_known_family(load):
-    assert load(described={"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}) is None
+PAIRS = ("vocab.json", "merges.txt")
+QWEN = {"tokenizer_class": "Qwen2Tokenizer"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"described": {"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}}},
+        {"described": {"clean_up_tokenization_spaces": True}},
+        {"use_thumbnail": False},
+        {"min_dynamic_patch": 4},
+        {"max_dynamic_patch": None},
+    ],
+)
+def test_a_folder_with_a_part_that_is_not_modelled_is_of_no_known_family(load, changes):
+    assert load(**changes) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "described", "known"),
+    [
+        (PAIRS, QWEN, True),
+        (PAIRS, {"tokenizer_class": "Qwen2TokenizerFast"}, True),
+        (PAIRS, QWEN | {"add_prefix_space": True}, False),
+        (PAIRS, {"tokenizer_class": "GPT2Tokenizer"}, False),
+        (PAIRS, {}, False),
+        (PAIRS[:1], QWEN, False),
+        (("tokenizer.model",), {"tokenizer_class": "LlamaTokenizer"}, False),
+    ],
+)
+def test_a_folder_without_tokenizer_json_needs_both_files_of_qwens_class(load, tmp_path, files, described, known):
+    described = described | {"added_tokens_decoder": {"77": {"content": NAMES[0]}}}
+    load(described=described)
+    (tmp_path / "tokenizer.json").unlink()
+    for file in files:
+        (tmp_path / file).touch()
+    assert (families.load_family(tmp_path, None) is not None) == known
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
         ({"vision_config": None}, "vision_config"),
-        ({"use_thumbnail": False}, "use_thumbnail"),
         ({"downsample_ratio": 1}, "downsample_ratio"),
-        ({"max_dynamic_patch": None}, "max_dynamic_patch"),
         ({"vision_config": {"image_size": 14, "patch_size": 14}}, "no token"),
         ({"tokenizer": {}}, "no token <IMG_CONTEXT>"),
-        ({"described": {"clean_up_tokenization_spaces": True}}, "clean_up_tokenization_spaces"),
         ({"options": limits(num_crops=4)}, "num_crops"),
     ],
 )
-def test_files_that_contradict_each_other_are_refused_by_name(load, changes, complaint):
+def test_a_geometry_that_is_not_modelled_is_refused_by_name(load, changes, complaint):
     with pytest.raises(ModelFolderError, match=complaint):
         load(**changes)

@@ -74,11 +74,15 @@ def test_an_image_without_pixels_or_with_nothing_left_of_a_side_is_refused(size)
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
-def test_an_image_becomes_as_many_tokens_as_it_is_counted(codec, width, height):
+def test_an_image_is_a_grid_of_squares_within_the_limits(codec, width, height):
     try:
         count = OMNI.count(width, height)
     except ImageSizeError:
+        assert max(width, height) / min(width, height) > 1000
         return
+    patches = 4 * (count - 2)
+    assert patches + 2 * (width / 16 + height / 16) + 4 >= 1024
+    assert patches <= 13_312 or min(width, height) < 32
     tokens = OMNI.tokens(codec, PromptImage(bytes(32), count), 0)
     assert list(tokens) == [BEGIN, *[IMAGE] * (count - 2), END]
 
@@ -157,7 +161,7 @@ def test_a_folder_whose_images_are_tiles_or_whose_tokenizer_is_code_is_of_no_kno
         ({"options": limits(max_pixels=4)}, "max_pixels"),
     ],
 )
-def test_files_that_contradict_each_other_are_refused_by_name(load, changes, complaint):
+def test_values_that_are_not_modelled_are_refused_by_name(load, changes, complaint):
     with pytest.raises(ModelFolderError, match=complaint):
         load(**changes)
 

@@ -9,7 +9,6 @@ from mmrouter_lib.engines.text_models import UnpredictedError, load_text_prompte
 from mmrouter_lib.families.base.text import TextOnly
 from mmrouter_lib.model_folder import ModelFolderError, digests
 from mmrouter_lib.prompt import Prompter
-from mmrouter_lib.prompt.vocabularies.byte_pairs import has_byte_pairs
 
 WORDS = ["lo", "ok"]
 END = "<|endoftext|>"
@@ -59,9 +58,27 @@ def test_tokens_are_put_around_a_text_where_the_folder_asks_for_them(folder):
 
 
 def test_a_tokenizer_json_comes_first(folder):
-    assert has_byte_pairs(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    assert not has_byte_pairs(folder)
+    made = load_text_prompter("vllm", folder)
+    tokenizer = json.loads(made.tokenizer.to_str())
+    tokenizer["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert ids(load_text_prompter("vllm", folder), "look") == [made.codec.token_id(letter) for letter in "look"]
+
+
+def test_files_of_sentencepiece_come_first_for_a_class_that_reads_them(folder):
+    (folder / "tokenizer.model").write_bytes(b"")
+    assert len(ids(load_text_prompter("vllm", folder), "look")) == 2
+    described(folder, tokenizer_class="LlamaTokenizer")
+    with pytest.raises(UnpredictedError, match=r"tokenizer:tokenizer\.model"):
+        load_text_prompter("vllm", folder)
+
+
+def test_a_class_that_puts_a_blank_before_a_text_is_not_predicted(folder):
+    described(folder, add_prefix_space=True)
+    with pytest.raises(UnpredictedError, match="tokenizer:Qwen2Tokenizer"):
+        load_text_prompter("vllm", folder)
+    with pytest.raises(ModelFolderError, match="the class is Qwen2Tokenizer"):
+        Prompter.load(folder, family=TextOnly("internvl_chat"))
 
 
 @pytest.mark.parametrize(

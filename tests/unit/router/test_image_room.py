@@ -1,8 +1,10 @@
 """Images that the engine scales down together where they may not fit the context."""
 
+import base64
 import io
 import json
 import shutil
+import wave
 
 import pytest
 from PIL import Image
@@ -11,7 +13,8 @@ from unit.router.preparing import MODEL, chat, image, preparing, settings, text
 from mmrouter_cli.sample_images import data_uri
 from mmrouter_lib.families.nemotron_omni import ARCHITECTURES
 
-NAMES = ["<image>", "<img>", "</img>"]
+NAMES = ["<image>", "<img>", "</img>", "<so_embedding>", "<so_start>", "<so_end>"]
+SOUND = {"sampling_rate": 16_000, "subsampling_factor": 8, "subsampling_conv_kernel_size": 3}
 LEAST = 1024  # patches: a picture of 112 pixels has fewer, so it becomes 256 tokens and the two around them
 CONTEXT = 3332  # of which four tokens are reserved: the largest image fits
 
@@ -24,12 +27,15 @@ def folder(tmp_path_factory):
     config |= {"architectures": [ARCHITECTURES[0]], "model_type": ARCHITECTURES[0], "patch_size": 16}
     sizes = {"min_num_patches": LEAST, "max_num_patches": 13_312}
     config |= {"downsample_ratio": 0.5, "vision_config": {"args": sizes}}
+    config |= {"sound_config": {**SOUND, "subsampling_conv_stride": 2}}
     (made / "config.json").write_text(json.dumps(config))
     last = tokenizer["added_tokens"][-1]
     tokenizer["added_tokens"] += [{**last, "id": last["id"] + at, "content": name} for at, name in enumerate(NAMES, 1)]
     (made / "tokenizer.json").write_text(json.dumps(tokenizer))
     template = (made / "chat_template.jinja").read_text()
     template = template.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+    shown = "{%- elif part.type == 'audio' %}{{- '<so_embedding>' }}{%- elif part.type == 'video' %}"
+    template = template.replace("{%- elif part.type == 'video' %}", shown)
     (made / "chat_template.jinja").write_text(template)
     return made
 
@@ -44,6 +50,21 @@ async def test_images_are_predicted_while_the_smallest_context_has_room_for_all(
     assert prepared.exactness == exactness
     assert prepared.reasons == (("image_sizes:messages",) if exactness == "affinity" else ())
     assert [span.length for span in prepared.spans] == [LEAST // 4 + 2] * (images if exactness == "exact" else 0)
+
+
+@pytest.mark.parametrize(("context", "exactness"), [(CONTEXT + 1, "exact"), (CONTEXT, "affinity")])
+async def test_each_recording_takes_a_token_of_the_images_room(folder, context, exactness):
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(16_000)
+        out.writeframes(bytes(2 * 16_000))
+    url = f"data:audio/wav;base64,{base64.b64encode(file.getvalue()).decode()}"
+    audio = {"type": "audio_url", "audio_url": {"url": url}}
+    async with preparing(settings(folder), context_length=lambda: context) as preparer:
+        prepared = await preparer.prepare(chat(image("a"), audio), None)
+    assert prepared.exactness == exactness, prepared.reasons
 
 
 async def test_texts_are_predicted_whatever_the_context(folder):

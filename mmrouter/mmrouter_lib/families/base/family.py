@@ -155,10 +155,10 @@ class Family(ABC):
         """Return the tokens of an image (pixels, after rotation). Raises :class:`ImageSizeError`."""
 
     def fits(self, images: Sequence[int | None], room: int) -> bool:
-        """Return whether the engine counts each image of a request alone, whatever the others are.
+        """Return whether the images of a request fit the context, so that the engine counts each of them alone.
 
-        ``images``: tokens of each, ``None`` where they are unknown; ``room``: tokens of the context that are left for
-        them, of the engine with the smallest.
+        ``images``: tokens of each, ``None`` where they are unknown; ``room``: tokens that the smallest context of the
+        engines has for them.
         """
         return True
 

@@ -29,12 +29,14 @@ def has_byte_pairs(folder: Path) -> bool:
 
 
 def load_byte_pairs(folder: Path, config: dict[str, Any], name: str) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a folder, and ``config`` (its tokenizer_config.json) with what is there by default.
+    """Return the tokenizer of a folder, and ``config`` (its tokenizer_config.json) with the named tokens that the class
+    has by default, and those of added_tokens.json.
 
     ``name``: the class that transformers chooses. Raises :class:`~mmrouter_lib.model_folder.ModelFolderError`, and
-    :class:`~mmrouter_lib.prompt.tokenizer_class.TokenizerClassError` for another class than ``CLASS``.
+    :class:`~mmrouter_lib.prompt.tokenizer_class.TokenizerClassError` for another class than ``CLASS`` and for one that
+    puts a blank before a text.
     """
-    if name != CLASS:
+    if name != CLASS or config.get("add_prefix_space") not in (None, False):
         raise TokenizerClassError(name)
     try:
         model = models.BPE.from_file(str(folder / VOCABULARY), str(folder / MERGES))
