@@ -75,6 +75,21 @@ def has_tokenizer_code(described: dict[str, Any]) -> bool:
     return isinstance(named, list) or (isinstance(named, dict) and named.get("AutoTokenizer") is not None)
 
 
+def has_byte_pairs(folder: Path) -> bool:
+    """Whether a folder has a vocabulary of byte pairs and no tokenizer.json, which comes before its files."""
+    return not (folder / "tokenizer.json").is_file() and all((folder / file).is_file() for file in BYTE_PAIRS)
+
+
+def has_whole_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer is tokenizer.json, or byte pairs of Qwen's class, and returns the text that it got."""
+    described = find_json(folder, "tokenizer_config.json") or {}
+    if has_tokenizer_code(described) or described.get("clean_up_tokenization_spaces"):
+        return False
+    qwen = str(described.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
+    in_pairs = has_byte_pairs(folder) and qwen and not described.get("add_prefix_space")
+    return (folder / "tokenizer.json").is_file() or in_pairs
+
+
 def added_token_id(folder: Path, text: str) -> int | None:
     """Return the id of a token that the tokenizer has beside its vocabulary, ``None`` without it."""
     added = (find_json(folder, "tokenizer.json") or {}).get("added_tokens") or ()
@@ -92,9 +107,10 @@ TIKTOKEN_VOCABULARY = "tiktoken.model"
 TOKENIZER_CODE, TOOL_CODE = "tokenization_kimi.py", "tool_declaration_ts.py"
 """Code of a folder of which constants are read (:mod:`mmrouter_lib.tokenizer_code`); none is run."""
 
+BYTE_PAIRS = ("vocab.json", "merges.txt")
 NAMES = (
     *("tokenizer.json", "tokenizer.model", "tekken.json", TIKTOKEN_VOCABULARY, TOKENIZER_CODE, TOOL_CODE),
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", *BYTE_PAIRS),
     *("config.json", "params.json", "preprocessor_config.json"),
 )
 PATTERNS = ("chat_template*",)  # files that prompts depend on: token ids, templates, image geometry

@@ -14,7 +14,7 @@ from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
-from mmrouter_lib.model_folder import MISTRAL_WEIGHTS, find_json, has_tokenizer_code, read_json
+from mmrouter_lib.model_folder import MISTRAL_WEIGHTS, find_json, has_byte_pairs, has_tokenizer_code, read_json
 from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, MistralPrompter, Prompter, harmony, mistral
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
@@ -86,7 +86,7 @@ def load_text_prompter(
             raise UnpredictedError("tokenizer:remote_code")
         loaded = PROMPTERS[engine].load(folder, chat_template=chat_template, family=TextOnly(model_type))
         return _with_tokenizers_template(loaded, plain=plain)
-    has_file, in_pairs = (folder / "tokenizer.json").is_file(), byte_pairs.has_byte_pairs(folder)
+    has_file, in_pairs = (folder / "tokenizer.json").is_file(), has_byte_pairs(folder)
     in_pieces = not has_file and (folder / sentencepiece.FILE).is_file()
     if not has_file and not (engine == "vllm" and (in_pairs or in_pieces)):
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")

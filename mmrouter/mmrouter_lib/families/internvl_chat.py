@@ -25,14 +25,7 @@ from mmrouter_lib.families.base.family import (
 )
 from mmrouter_lib.families.base.layout import special_id
 from mmrouter_lib.families.internvl import BEGIN, END, InternVL, tile_tokens
-from mmrouter_lib.model_folder import (
-    ModelFolderError,
-    added_token_id,
-    find_json,
-    has_tokenizer_code,
-    vision_config,
-    whole_number,
-)
+from mmrouter_lib.model_folder import ModelFolderError, added_token_id, has_whole_tokenizer, vision_config, whole_number
 
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
@@ -110,8 +103,8 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     Raises :class:`ModelFolderError` where its files contradict each other.
     """
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=MODEL_TYPE)
-    file, described = str(folder / "config.json"), find_json(folder, "tokenizer_config.json") or {}
-    if not _reads_tokenizer(folder, described) or config.get("use_thumbnail") is not True:
+    file = str(folder / "config.json")
+    if not has_whole_tokenizer(folder) or config.get("use_thumbnail") is not True:
         return None
     # Of more tiles at least, vLLM takes grids of equal size in another order.
     if config.get("min_dynamic_patch") != 1 or not isinstance(config.get("max_dynamic_patch"), int):
@@ -123,14 +116,6 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
         raise ModelFolderError(f"{file}: the tokenizer has no token {CONTEXT}")
     most = whole_number(file, config, "max_dynamic_patch") if config.get("dynamic_image_size") else 1
     return InternVLChat(token, tile, tokens, 1, most)
-
-
-def _reads_tokenizer(folder: Path, described: dict[str, Any]) -> bool:
-    if has_tokenizer_code(described) or described.get("clean_up_tokenization_spaces"):
-        return False
-    qwen = str(described.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
-    in_pairs = all((folder / file).is_file() for file in ("vocab.json", "merges.txt"))
-    return (folder / "tokenizer.json").is_file() or (in_pairs and qwen and not described.get("add_prefix_space"))
 
 
 register(MODEL_TYPE, load, proved_on=("vllm",))

@@ -14,20 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from mmrouter_lib.families.base.family import (
-    Family,
-    ImageSizeError,
-    ProcessorLimits,
-    PromptImage,
-    refuse_options,
-    register,
-)
+from mmrouter_lib.families.base.family import Family, ImageSizeError, ProcessorLimits, refuse_options, register
 from mmrouter_lib.families.base.layout import check_size, special_id
 from mmrouter_lib.families.nemotron_vl import IMAGE, radio_settings
 from mmrouter_lib.model_folder import ModelFolderError, added_token_id, find_json, has_tokenizer_code, whole_number
 from mmrouter_lib.wav_header import WavHeader
 
 if TYPE_CHECKING:
+    from mmrouter_lib.families.base.family import PromptImage
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 ARCHITECTURES = tuple(f"NemotronH_{size}Omni_Reasoning_V3" for size in ("Nano_", "Super_", ""))
@@ -110,7 +104,7 @@ class NemotronOmni(Family):
         known = [tokens for tokens in images if tokens is not None]
         return len(known) == len(images) and MERGE**2 * sum(known) <= patches
 
-    def tokens(self, codec: "TokenizerCodec", image: PromptImage, number: int) -> Sequence[int]:
+    def tokens(self, codec: "TokenizerCodec", image: "PromptImage", number: int) -> Sequence[int]:
         """Return the placeholders of an image, or of audio, between begin and end; of audio that is not predicted the
         placeholder alone.
         """

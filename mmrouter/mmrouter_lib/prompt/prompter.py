@@ -12,13 +12,13 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from tokenizers import Tokenizer
 
 from mmrouter_lib.families import Expanded, Family, ModelFolderError, NotModelledError, PromptImage
-from mmrouter_lib.model_folder import find_json
+from mmrouter_lib.model_folder import find_json, has_byte_pairs
 from mmrouter_lib.prompt.messages import conversation, normal_tools, without_developer
 from mmrouter_lib.prompt.templates import Compiled, TemplateError, Templates, compile_template, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import TokenizerClassError, tokenizer_class
 from mmrouter_lib.prompt.typescript_tools import sort_deeply, write_tools
-from mmrouter_lib.prompt.vocabularies.byte_pairs import has_byte_pairs, load_byte_pairs
+from mmrouter_lib.prompt.vocabularies.byte_pairs import load_byte_pairs
 from mmrouter_lib.prompt.vocabularies.tiktoken import load_tiktoken
 from mmrouter_lib.tokenizer_code import ToolForm, read_tokenizer_code
 

@@ -11,7 +11,7 @@ import pytest
 from artefacts import Record, run_tool_or_skip
 from conformance.own_code import answer_of
 from conformance.test_text_models import SMALL
-from conformance.vllm.test_sentencepiece import PROGRAM, drawn_texts
+from conformance.vllm.test_sentencepiece import PROGRAM, drawn_texts, unequal
 
 from mmrouter_lib.engines.text_models import load_text_prompter
 
@@ -63,11 +63,6 @@ def test_a_tokenizer_made_of_pairs_is_the_one_that_vllm_makes(
     prompter = load_text_prompter("vllm", folders[name])
     mine, theirs = json.loads(prompter.tokenizer.to_str()), vllms[name]["parts"]
     assert {part: mine[part] for part in PARTS} == {part: theirs[part] for part in PARTS}
-    texts = drawn_texts()
-    wrong = [
-        text
-        for text, ids in zip(texts, vllms[name]["ids"], strict=True)
-        if [prompter.codec.encode(text, add_special_tokens=special).tolist() for special in (False, True)] != ids
-    ]
-    record(f"pairs, {name}: texts, mismatches", [len(texts), len(wrong)])
+    wrong = unequal(prompter, vllms[name]["ids"])
+    record(f"pairs, {name}: texts, mismatches", [len(drawn_texts()), len(wrong)])
     assert wrong == []

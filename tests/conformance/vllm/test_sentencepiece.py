@@ -176,19 +176,20 @@ def test_a_tokenizer_made_of_pieces_is_the_one_that_vllm_makes(
     prompter = load_text_prompter("vllm", folders[name])
     mine, theirs = json.loads(prompter.tokenizer.to_str()), vllms[name]["parts"]
     assert {part: mine[part] for part in PARTS} == {part: theirs[part] for part in PARTS}
-    texts = drawn_texts()
-    wrong = [
-        text
-        for text, ids in zip(texts, vllms[name]["ids"], strict=True)
-        if [both_ways(prompter, text, special=special) for special in (False, True)] != ids
-    ]
-    record(f"pieces, {name}: texts, mismatches", [len(texts), len(wrong)])
+    wrong = unequal(prompter, vllms[name]["ids"])
+    record(f"pieces, {name}: texts, mismatches", [len(drawn_texts()), len(wrong)])
     assert wrong == []
+
+
+def unequal(prompter: AnyPrompter, ids: list[list[list[int]]]) -> list[str]:
+    """Return the drawn texts with other ids than these, without and with what is put around a text."""
+
+    def both(text: str) -> list[list[int]]:
+        return [prompter.codec.encode(text, add_special_tokens=special).tolist() for special in (False, True)]
+
+    texts = drawn_texts()
     assert len(texts) > DRAWN
-
-
-def both_ways(prompter: AnyPrompter, text: str, *, special: bool) -> list[int]:
-    return prompter.codec.encode(text, add_special_tokens=special).tolist()
+    return [text for text, theirs in zip(texts, ids, strict=True) if both(text) != theirs]
 
 
 CHATS = ("llama", "mistral", "llama, older files", "bpe, own tokens of llama", "unigram of llama") if IS_LONG else NAMES

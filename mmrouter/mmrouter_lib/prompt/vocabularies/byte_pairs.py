@@ -9,11 +9,10 @@ from typing import Any, Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from mmrouter_lib.model_folder import ModelFolderError
+from mmrouter_lib.model_folder import BYTE_PAIRS, ModelFolderError
 from mmrouter_lib.prompt.tokenizer import add_around, add_configured, with_added_tokens
 from mmrouter_lib.prompt.tokenizer_class import TokenizerClassError
 
-VOCABULARY, MERGES = "vocab.json", "merges.txt"
 CLASS: Final = "Qwen2Tokenizer"
 _END: Final = "<|endoftext|>"
 _NAMED: Final = {"unk_token": _END, "eos_token": _END, "pad_token": _END}
@@ -21,11 +20,6 @@ _WORD: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 """What a word is, as published with Qwen2."""
-
-
-def has_byte_pairs(folder: Path) -> bool:
-    """Whether a folder has such files and no tokenizer.json, which comes before them."""
-    return not (folder / "tokenizer.json").is_file() and all((folder / file).is_file() for file in (VOCABULARY, MERGES))
 
 
 def load_byte_pairs(folder: Path, config: dict[str, Any], name: str) -> tuple[Tokenizer, dict[str, Any]]:
@@ -39,10 +33,10 @@ def load_byte_pairs(folder: Path, config: dict[str, Any], name: str) -> tuple[To
     if name != CLASS or config.get("add_prefix_space") not in (None, False):
         raise TokenizerClassError(name)
     try:
-        model = models.BPE.from_file(str(folder / VOCABULARY), str(folder / MERGES))
+        model = models.BPE.from_file(*(str(folder / file) for file in BYTE_PAIRS))
     except Exception as error:
         # The tokenizers library raises bare Exception for files that cannot be read or do not fit together.
-        raise ModelFolderError(f"{folder / VOCABULARY}: {error}") from error
+        raise ModelFolderError(f"{folder / BYTE_PAIRS[0]}: {error}") from error
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
