@@ -80,12 +80,12 @@ def has_byte_pairs(folder: Path) -> bool:
     return not (folder / "tokenizer.json").is_file() and all((folder / file).is_file() for file in BYTE_PAIRS)
 
 
-def has_whole_tokenizer(folder: Path) -> bool:
-    """Whether a tokenizer is tokenizer.json, or byte pairs of Qwen's class, and returns the text that it got."""
+def has_lossless_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer is tokenizer.json, or byte pairs of Qwen's class, and its ids decode to the text itself."""
     described = find_json(folder, "tokenizer_config.json") or {}
     if has_tokenizer_code(described) or described.get("clean_up_tokenization_spaces"):
         return False
-    qwen = str(described.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
+    qwen = str(described.get("tokenizer_class")).removesuffix("Fast") == BYTE_PAIRS_CLASS
     in_pairs = has_byte_pairs(folder) and qwen and not described.get("add_prefix_space")
     return (folder / "tokenizer.json").is_file() or in_pairs
 
@@ -107,7 +107,9 @@ TIKTOKEN_VOCABULARY = "tiktoken.model"
 TOKENIZER_CODE, TOOL_CODE = "tokenization_kimi.py", "tool_declaration_ts.py"
 """Code of a folder of which constants are read (:mod:`mmrouter_lib.tokenizer_code`); none is run."""
 
-BYTE_PAIRS = ("vocab.json", "merges.txt")
+BYTE_PAIRS, BYTE_PAIRS_CLASS = ("vocab.json", "merges.txt"), "Qwen2Tokenizer"
+"""Files of a vocabulary of byte pairs, and the class whose parts around it are modelled."""
+
 NAMES = (
     *("tokenizer.json", "tokenizer.model", "tekken.json", TIKTOKEN_VOCABULARY, TOKENIZER_CODE, TOOL_CODE),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", *BYTE_PAIRS),

@@ -14,7 +14,14 @@ from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
-from mmrouter_lib.model_folder import MISTRAL_WEIGHTS, find_json, has_byte_pairs, has_tokenizer_code, read_json
+from mmrouter_lib.model_folder import (
+    BYTE_PAIRS_CLASS,
+    MISTRAL_WEIGHTS,
+    find_json,
+    has_byte_pairs,
+    has_tokenizer_code,
+    read_json,
+)
 from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, MistralPrompter, Prompter, harmony, mistral
 from mmrouter_lib.prompt.templates import Templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
@@ -93,7 +100,7 @@ def load_text_prompter(
     try:
         declared = described.get("tokenizer_class") or config.get("tokenizer_class")
         name = tokenizer_class(model_type, declared)
-        if in_pairs and (name == byte_pairs.CLASS or not in_pieces):
+        if in_pairs and (name == BYTE_PAIRS_CLASS or not in_pieces):
             tokenizer, described = byte_pairs.load_byte_pairs(folder, described, name)
         elif in_pieces:
             tokenizer, described = sentencepiece.load_sentencepiece(folder, described, name)

@@ -25,7 +25,13 @@ from mmrouter_lib.families.base.family import (
 )
 from mmrouter_lib.families.base.layout import special_id
 from mmrouter_lib.families.internvl import BEGIN, END, InternVL, tile_tokens
-from mmrouter_lib.model_folder import ModelFolderError, added_token_id, has_whole_tokenizer, vision_config, whole_number
+from mmrouter_lib.model_folder import (
+    ModelFolderError,
+    added_token_id,
+    has_lossless_tokenizer,
+    vision_config,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
@@ -104,7 +110,7 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     """
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=MODEL_TYPE)
     file = str(folder / "config.json")
-    if not has_whole_tokenizer(folder) or config.get("use_thumbnail") is not True:
+    if not has_lossless_tokenizer(folder) or config.get("use_thumbnail") is not True:
         return None
     # Of more tiles at least, vLLM takes grids of equal size in another order.
     if config.get("min_dynamic_patch") != 1 or not isinstance(config.get("max_dynamic_patch"), int):

@@ -71,6 +71,7 @@ class NemotronOmni(Family):
     audio: AudioEncoder | None = None
     name: str = ARCHITECTURES[0]
     placeholder_text: str = IMAGE
+    scales_together: ClassVar[bool] = True
     audio_text: ClassVar[str] = AUDIO
     media_text: ClassVar[Mapping[str, str]] = MappingProxyType({"image": IMAGE, "video": "<video>", "audio": AUDIO})
 

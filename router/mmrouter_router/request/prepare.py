@@ -221,7 +221,7 @@ class Preparer:
                     images = _counted(images, spans)
             elif exactness != "affinity":
                 try:
-                    self._check_room(images)
+                    self._check_room(request, images)
                     (ids, spans), *more = await self._expand_off_loop(request, images, tenant)
                     others = tuple([each for each, _ in more])
                 except NotModelledError as error:
@@ -275,15 +275,15 @@ class Preparer:
         reasons.append(f"renderer:{self.unknown_family}")
         return ids, spans
 
-    def _check_room(self, images: Images) -> None:
+    def _check_room(self, request: ChatRequest, images: Images) -> None:
         """Raise ``NotModelledError`` where the engine may scale the request's images down together."""
         shown = [image for image in images if image.modality == "image"]
-        if not shown or self.family is None:
+        if not shown or self.family is None or not self.family.scales_together:
             return
         # vLLM counts one token of its stand-in text for each recording.
         room = self._context_length() - (len(images) - len(shown))
         if not self.family.fits([image.tokens if image.resolved else None for image in shown], room):
-            raise NotModelledError("the images may not fit the context", "image_sizes:messages")
+            raise NotModelledError("the images may not fit the context", f"image_sizes:{request.prompt_field}")
 
     async def _refuse_harmful(self, request: ChatRequest, images: Images, tenant: str) -> None:
         """Refuse images out of order, which crash engines of some families, even without a prediction."""

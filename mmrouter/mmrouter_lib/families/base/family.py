@@ -116,6 +116,9 @@ class Family(ABC):
     fragile: ClassVar[bool] = False
     """Whether placeholders that do not fit the images can end the engine: such a request must not be forwarded."""
 
+    scales_together: ClassVar[bool] = False
+    """Whether the engine scales the images of a request down together where they do not fit the context (``fits``)."""
+
     one_medium: ClassVar[bool] = False
     """Whether the engine has one kind for images and videos, so that a request's options for any of them name all."""
 

@@ -9,11 +9,10 @@ from typing import Any, Final
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from mmrouter_lib.model_folder import BYTE_PAIRS, ModelFolderError
+from mmrouter_lib.model_folder import BYTE_PAIRS, BYTE_PAIRS_CLASS, ModelFolderError
 from mmrouter_lib.prompt.tokenizer import add_around, add_configured, with_added_tokens
 from mmrouter_lib.prompt.tokenizer_class import TokenizerClassError
 
-CLASS: Final = "Qwen2Tokenizer"
 _END: Final = "<|endoftext|>"
 _NAMED: Final = {"unk_token": _END, "eos_token": _END, "pad_token": _END}
 _WORD: Final = (
@@ -27,10 +26,10 @@ def load_byte_pairs(folder: Path, config: dict[str, Any], name: str) -> tuple[To
     has by default, and those of added_tokens.json.
 
     ``name``: the class that transformers chooses. Raises :class:`~mmrouter_lib.model_folder.ModelFolderError`, and
-    :class:`~mmrouter_lib.prompt.tokenizer_class.TokenizerClassError` for another class than ``CLASS`` and for one that
-    puts a blank before a text.
+    :class:`~mmrouter_lib.prompt.tokenizer_class.TokenizerClassError` for a class other than ``BYTE_PAIRS_CLASS`` and
+    for one that puts a blank before a text.
     """
-    if name != CLASS or config.get("add_prefix_space") not in (None, False):
+    if name != BYTE_PAIRS_CLASS or config.get("add_prefix_space") not in (None, False):
         raise TokenizerClassError(name)
     try:
         model = models.BPE.from_file(*(str(folder / file) for file in BYTE_PAIRS))
