@@ -116,7 +116,9 @@ class Hollow:
         self._in_loop(self._change(rule, add=False))
 
     def close(self) -> None:
-        """End the kubelet and what it runs. Pods and nodes stay in the API. Raises what went wrong in its thread."""
+        """End the kubelet and what it runs, and delete its nodes, on which no pod would ever run. Pods stay in the API.
+        Raises what went wrong in its thread.
+        """
         self._in_loop(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -153,6 +155,9 @@ class Hollow:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._runner is not None:
             await self._runner.close()
+        for name in self._nodes:
+            with contextlib.suppress(httpx.HTTPError):  # the API server may have ended
+                await self._client.delete(f"/api/v1/nodes/{name}")
         await self._client.aclose()
 
     async def _change(self, rule: Rule, *, add: bool) -> None:
@@ -182,8 +187,7 @@ class Hollow:
                 await asyncio.sleep(RECONNECT_SECONDS)
 
     async def _watch(self, version: str) -> None:
-        # The server ends it after a while, so that a watch that went silent holds no pod back for longer.
-        query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": "30"}
+        query = {"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true"}
         timeout = httpx.Timeout(10, read=None)
         async with self._client.stream("GET", "/api/v1/pods", params=query, timeout=timeout) as answer:
             answer.raise_for_status()
