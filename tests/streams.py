@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -184,8 +185,10 @@ class Streams:
     def requests(self) -> list[dict[str, Any]]:
         return [body(number, self.tokens, self.path, **self.fields) for number in range(self.count)]
 
-    def assert_outlive(self, strike: Callable[[str], None]) -> None:
-        """Begin all streams, strike the engine with most of them, and compare each stream with its answer."""
+    def assert_outlive(self, strike: Callable[[str], object]) -> None:
+        """Begin all streams, strike the engine with most of them, and compare each stream with its answer. ``strike``
+        returns ``False`` where it came too late and did nothing: then all of them begin again.
+        """
         deployment = self.deployment
         before = deployment.metric(BREAKS)
         busiest = ""
@@ -193,8 +196,8 @@ class Streams:
             streams = [Stream(deployment.url, request, self.path) for request in self.requests]
             with _read(streams):
                 wait_for(lambda s=streams: all(len(one.chunks) > 3 for one in s), SECONDS, "every stream has begun")
-                if busiest := self.busiest():
-                    strike(busiest)
+                if (busiest := self.busiest()) and strike(busiest) is False:
+                    busiest = ""
         errors = [stream.error or stream.chunks[-1:] for stream in streams if stream.broken]
         assert not errors, errors
         different = [
@@ -209,11 +212,16 @@ class Streams:
 
     def busiest(self) -> str:
         """Return the name of the worker with most requests in flight, empty where there is none."""
-        load: dict[str, int] = {}
+        load = self.load()
+        return max(load, key=lambda name: load[name]) if any(load.values()) else ""
+
+    def load(self) -> Counter[str]:
+        """Return the requests in flight of each worker, by its name."""
+        load = Counter[str]()
         for number in range(len(self.deployment.controls)):
             for worker in self.deployment.state(number)["workers"]:
-                load[worker["name"]] = load.get(worker["name"], 0) + worker["in_flight"]
-        return max(load, key=lambda name: load[name]) if any(load.values()) else ""
+                load[worker["name"]] += worker["in_flight"]
+        return load
 
 
 @contextmanager

@@ -7,6 +7,7 @@ their token ids if sampled, SGLang answers are repeated.
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ TOKENS = 160 if IS_LONG else 80  # of an answer; a fault comes after the first f
 RUNNING = {"vllm": "--max-num-seqs", "sglang": "--max-running-requests"}
 """Flags of the number of requests that an engine runs at a time: all streams begin before a fault."""
 PROVE_SECONDS = 240.0
+ARRIVAL_SECONDS = 0.3  # in which what a stopped engine has sent arrives
 TOOL_CALLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 KEYS = {"VLLM_API_KEY", "SGLANG_API_KEY"}  # variables of an engine's container
 
@@ -81,8 +83,20 @@ def send_signal(processes: Sequence[int], number: signal.Signals) -> None:
 def lose_a_node(served: Served, fields: Mapping[str, Any], path: str) -> None:
     streams = served.streams(fields, path)
     addresses = {worker["name"]: worker["ip"] for worker in served.deployment.state()["workers"]}
+    processes = engine_processes(served)
     with losing_nodes() as lose:
-        streams.assert_outlive(lambda name: lose(addresses[name]))
+
+        def lose_while_stopped(name: str) -> bool:
+            """Stop the engine meanwhile: on a busy machine its streams might end before the node is lost."""
+            send_signal(processes[name], signal.SIGSTOP)
+            time.sleep(ARRIVAL_SECONDS)
+            running = streams.load()[name] > 0
+            if running:
+                lose(addresses[name])
+            send_signal(processes[name], signal.SIGCONT)
+            return running
+
+        streams.assert_outlive(lose_while_stopped)
 
 
 def test_streams_outlive_an_engine_that_hangs(served: Served) -> None:
