@@ -133,6 +133,7 @@ def load(
         prompter, family = loaded, loaded.family
     else:
         prompter = PROMPTERS[engine].load(folder, chat_template=chat_template, family=family)
+        family = prompter.family
     return Model(
         name=name,
         tokenizer=prompter.tokenizer,

@@ -53,7 +53,7 @@ PROOFS = {
     "Nemotron 3 Omni": STAND_IN,
     "Kimi K2.5, K2.6": f"{STAND_IN}; SGLang's image processor, with a stand-in for the folder's",
     "InternVL 3, 3.5 (`-hf`)": STAND_IN,
-    "InternVL 3, 3.5 of its authors": STAND_IN,
+    "InternVL 3, 3.5 of its authors": f"{STAND_IN}, and a real SGLang with the same",
     "GLM-4.1V, 4.5V, 4.6V, GLM-OCR": f"GLM-4.1V alone: {STAND_IN}, and a real SGLang with the same",
     "Llama 4": STAND_IN,
     "Gemma 4": f"{STAND_IN}; SGLang's image processor with the same",

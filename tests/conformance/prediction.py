@@ -57,7 +57,8 @@ class Predictor:
     ) -> Self:
         family = families.load_family(model_dir, limits)
         assert family is not None, f"{model_dir} is of no family that is modelled"
-        return cls(family, PROMPTERS[engine].load(model_dir, family=family), model_dir.name, block_size)
+        prompter = PROMPTERS[engine].load(model_dir, family=family)
+        return cls(prompter.family, prompter, model_dir.name, block_size)
 
     def predict(self, case: Case) -> Predicted:
         """Raises a ``ValueError`` of the library for a request that it refuses."""

@@ -117,6 +117,8 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
         return None
     vision = vision_config(file, config)
     tile, patch = (whole_number(file, vision, key) for key in ("image_size", "patch_size"))
+    if config.get("force_image_size", tile) != tile:
+        return None
     tokens, token = tile_tokens(file, config, tile, patch), added_token_id(folder, CONTEXT)
     if token is None:
         raise ModelFolderError(f"{file}: the tokenizer has no token {CONTEXT}")
@@ -124,4 +126,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     return InternVLChat(token, tile, tokens, 1, most)
 
 
-register(MODEL_TYPE, load, proved_on=("vllm",))
+register(MODEL_TYPE, load, proved_on=("vllm", "sglang"))

@@ -89,7 +89,7 @@ class PromptModel(NamedTuple):
         template = settings.chat_template.read_text() if spec.engine.chat_template is not None else None
         if family is not None:
             own = PROMPTERS[engine].load(folder, chat_template=template, family=family)
-            return cls(family, own, name, hidden=hidden)
+            return cls(own.family, own, name, hidden=hidden)
         if any(pool.role == RENDERER_ROLE for pool in spec.pools):
             return cls(None, None, name, f"family:{name}")
         try:

@@ -38,7 +38,7 @@ def prompts(folder: str, template: str | None, text_only: bool, bodies: list[dic
     processor = None if text_only else get_processor(folder, **trusted)
     model = {"is_multimodal": not text_only, "get_default_sampling_params": dict}
     manager = SimpleNamespace(
-        tokenizer=get_tokenizer(folder, **trusted) if processor is None else processor.tokenizer,
+        tokenizer=get_tokenizer(folder, **trusted) if processor is None else getattr(processor, "tokenizer", processor),
         processor=processor,
         server_args=Unset(),
         served_model_name="served",

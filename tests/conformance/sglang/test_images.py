@@ -33,7 +33,7 @@ from mmrouter_router.sentinels.evidence import plan_fingerprints
 
 BY_BYTES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "paddleocr_vl") if IS_LONG else ("qwen3_vl",)
 """Families whose images the engine names by their bytes, some of them with a cache alone."""
-LEARNED = ("gemma3", "gemma4", "glm4v", "kimi_k25", "qwen3_omni_moe") if IS_LONG else ("gemma3",)
+LEARNED = ("gemma3", "gemma4", "glm4v", "internvl_chat", "kimi_k25", "qwen3_omni_moe") if IS_LONG else ("gemma3",)
 """Families whose images it names by their pixels, or Kimi by bytes and grid: the router learns the names."""
 FAMILIES = (*BY_BYTES, *LEARNED)
 DRAWN = 25
@@ -57,7 +57,7 @@ TYPED = {
 """Family -> texts that the engine refuses before an image. It never answers one with PaddleOCR-VL's placeholder."""
 REFUSES_IMAGES_WITHOUT_A_PLACE = {"kimi_k25"}
 """The others drop such images and serve the rest."""
-WRITTEN = {"gemma4": "\n\n<|image|>\n\n"}
+WRITTEN = {"gemma4": "\n\n<|image|>\n\n", "internvl_chat": "<IMG_CONTEXT>\n"}
 """Family -> what a template writes for an image, where that is not what vLLM writes into a text."""
 Prompts = Sequence[tuple[str, list[str]]]
 
@@ -126,7 +126,7 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
         probed = [probe(each, max_pixels=MAX_PIXELS, exif=loaded.rotates_exif) for each in data]
         sizes = [(size.width, size.height) for size in probed]
         images = [
-            PromptImage(hashlib.sha256(each).digest(), loaded.count(*size), size)
+            PromptImage(hashlib.sha256(each).digest(), prompter.family.count(*size), size)
             for each, size in zip(data, sizes, strict=True)
         ]
         ours = prompter.process(text, images)

@@ -1,7 +1,7 @@
 """A real SGLang with models whose images it names by their pixels: every published page is the predicted one.
 
 The engine's own image processor names the images beforehand (``own_images.py``); a router learns these names. The
-tokenizer of Qwen3-VL stands in for those of GLM-4.1V and PaddleOCR-VL. Part of the long form.
+tokenizer of Qwen3-VL stands in for those of GLM-4.1V, InternVL and PaddleOCR-VL. Part of the long form.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,6 +18,8 @@ from conformance.sglang.test_prediction import LAST, SglangPredictor, ask, predi
 from conformance.workload import Case, formats, positions, salted, several, sizes, texts
 
 pytestmark = pytest.mark.long_form
+OPTIONS = {"internvl_chat": ("--context-length=32768", "--max-total-tokens=524288")}
+"""Family whose images are thousands of tokens -> room for six of them in a request, and for all requests."""
 OWN_IMAGES = Path(__file__).with_name("own_images.py")
 
 
@@ -38,7 +40,7 @@ def named(env: Path, folder: Path, place: str, cases: Iterable[Case]) -> dict[by
     return {decode(url): made["images"][0][2] for url, made in zip(urls, answer["answers"], strict=True)}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "glm4v", "paddleocr_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "glm4v", "internvl_chat", "paddleocr_vl"])
 def test_every_published_page_is_the_predicted_one(
     family: str, sglang_env: Path, tmp_path: Path, record: Record
 ) -> None:
@@ -48,7 +50,7 @@ def test_every_published_page_is_the_predicted_one(
     cases = [*predicted_of(loaded, drawn), LAST]
     names = named(sglang_env, folder, loaded.family.media_text["image"], cases)
     predictor = NamedPredictor(loaded.family, loaded.prompter, folder.name, BLOCK_SIZE, names=names)
-    with engine(sglang_env, folder, tmp_path / "engine.log", kind="sglang") as served:
+    with engine(sglang_env, folder, tmp_path / "engine.log", *OPTIONS.get(family, ()), kind="sglang") as served:
         done = recorded("sglang", served, predictor, [ask(served, predictor, one) for one in cases], ())
     report = done.compared()
     record(f"prediction, sglang {family}", report.line)

@@ -11,7 +11,7 @@ from unit.prompt.conftest import TINY, image
 
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
-from mmrouter_lib.engines.sglang.paddleocr_form import paddleocr_text
+from mmrouter_lib.engines.sglang.conversation_form import PADDLEOCR
 from mmrouter_lib.engines.sglang.prompter import SglangPrompter, template_variables
 from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools, with_standard_types
@@ -159,15 +159,15 @@ def test_a_text_that_the_template_begins_is_not_begun_again_beside_an_image():
     ],
 )
 def test_chats_of_paddleocr_have_the_engines_own_form(messages, text):
-    assert paddleocr_text({"messages": messages}) == f"<|begin_of_sentence|>{text}"
+    assert PADDLEOCR.text({"messages": messages}) == f"<|begin_of_sentence|>{text}"
 
 
 def test_an_answer_of_paddleocr_goes_on_without_its_end_and_is_a_turn_otherwise():
     turn = "<|begin_of_sentence|>User: hi\nAssistant: So"
-    assert paddleocr_text({"messages": [ASK, ANSWER], "continue_final_message": True}) == turn
-    assert paddleocr_text({"messages": [ASK, ANSWER]}) == f"{turn}<|end_of_sentence|>Assistant: "
+    assert PADDLEOCR.text({"messages": [ASK, ANSWER], "continue_final_message": True}) == turn
+    assert PADDLEOCR.text({"messages": [ASK, ANSWER]}) == f"{turn}<|end_of_sentence|>Assistant: "
     ended = {"role": "assistant", "content": "So<|end_of_sentence|>"}
-    assert paddleocr_text({"messages": [ASK, ended], "continue_final_message": True}) == turn
+    assert PADDLEOCR.text({"messages": [ASK, ended], "continue_final_message": True}) == turn
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_an_answer_of_paddleocr_goes_on_without_its_end_and_is_a_turn_otherwise(
 )
 def test_messages_that_the_form_of_paddleocr_has_no_place_for_are_refused(message):
     with pytest.raises(TemplateError, match=r"messages\[1\]"):
-        paddleocr_text({"messages": [ASK, message]})
+        PADDLEOCR.text({"messages": [ASK, message]})
 
 
 def test_the_form_of_paddleocr_takes_the_place_of_the_folders_template_alone():

@@ -127,7 +127,7 @@ def test_a_folder_as_published_counts_as_hugging_faces_format_does(load):
     assert [loaded.count(*size) for size in sizes] == [same.count(*size) for size in sizes]
     assert loaded.placeholder_id == 77
     assert families.is_proved("internvl_chat", "vllm")
-    assert not families.is_proved("internvl_chat", "sglang")
+    assert families.is_proved("internvl_chat", "sglang")
 
 
 def test_without_dynamic_size_an_image_is_one_tile(load):

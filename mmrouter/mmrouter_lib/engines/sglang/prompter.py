@@ -5,7 +5,7 @@ Compared with the engine's own code by ``tests/conformance/sglang/test_rendering
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,17 +14,19 @@ import orjson
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from mmrouter_lib.engines.sglang.paddleocr_form import paddleocr_text
+from mmrouter_lib.engines.sglang.conversation_form import INTERNVL, PADDLEOCR, ConversationForm
+from mmrouter_lib.engines.sglang.internvl import SglangInternVL
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
 from mmrouter_lib.families import Expanded, Family, NotModelledError, PlaceholderError, PromptImage, expand_ids
 from mmrouter_lib.families.gemma3 import Gemma3
 from mmrouter_lib.families.gemma4 import Gemma4
 from mmrouter_lib.families.glm4v import Glm4v
+from mmrouter_lib.families.internvl_chat import InternVLChat
 from mmrouter_lib.families.kimi_k25 import KimiK25
 from mmrouter_lib.families.paddleocr import PaddleOCRVL
 from mmrouter_lib.families.qwen_omni import QwenOmni
 from mmrouter_lib.families.qwen_vl import QwenVL
-from mmrouter_lib.model_folder import find_json
+from mmrouter_lib.model_folder import find_json, has_byte_pairs
 from mmrouter_lib.prompt.prompter import Prompter
 from mmrouter_lib.prompt.segment_cache import PromptTooLongError
 from mmrouter_lib.prompt.templates import (
@@ -63,6 +65,10 @@ _PLACES: Mapping[type[Family], tuple[re.Pattern[str], ...]] = {
 """Family that the engine's processor expands -> what counts as places for media in the text of a prompt (Qwen-VL: in
 its ids, too). With more of them than images the engine fails, or expands another one than the template's.
 """
+_FORMS: Mapping[type[Family], ConversationForm] = {PaddleOCRVL: PADDLEOCR, InternVLChat: INTERNVL}
+"""Family -> the form in which the engine writes chats where no template is given."""
+_OWN_RULES: Mapping[type[Family], Callable[[Family], Family]] = {InternVLChat: SglangInternVL.of}
+"""Family -> the same where the engine counts or places images by other rules than vLLM."""
 _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool_calls")
 """Fields of a message that reach the template, in their order; of a user's message the first two alone."""
 
@@ -72,13 +78,13 @@ class SglangPrompter(Prompter):
     """Renders, tokenizes and expands as SGLang does. Immutable and safe to share between threads.
 
     ``places``: what the engine counts as places for media in a text, empty where its own code expands the images.
-    ``has_own_form``: the engine writes the text without a template.
+    ``form``: in which the engine writes the text, ``None`` for a template.
     """
 
     source: str = ""
     content: ContentFormat = "openai"
     places: tuple[re.Pattern[str], ...] = ()
-    has_own_form: bool = False
+    form: ConversationForm | None = None
 
     @classmethod
     def load(
@@ -87,11 +93,14 @@ class SglangPrompter(Prompter):
         """As :meth:`Prompter.load`. A template file loses newlines at its ends, and its ``\\n`` become newlines."""
         explicit = None if chat_template is None else chat_template.strip("\n").replace("\\n", "\n")
         config = find_json(model_dir, "tokenizer_config.json") or {}
-        if tokenizer is None and read_tokenizer_code(model_dir, config) is None:
+        has_file = not has_byte_pairs(model_dir) and read_tokenizer_code(model_dir, config) is None
+        if tokenizer is None and has_file:
             tokenizer = as_sglang_loads(load_tokenizer(model_dir, config), AS_FILE, config)
+        form = _FORMS.get(type(family)) if chat_template is None else None
+        if (rules := _OWN_RULES.get(type(family))) is not None:
+            family = rules(family)
         loaded = super(SglangPrompter, cls).load(model_dir, chat_template=explicit, family=family, tokenizer=tokenizer)
-        has_own_form = chat_template is None and isinstance(family, PaddleOCRVL)
-        if has_own_form:
+        if form is not None:
             loaded = replace(loaded, templates=Templates(processor=None, tokenizer={}))
         source = _template(loaded.templates)
         compiled: dict[str, Compiled] = {source: loaded.compiled.get(source) or compile_template(source)}
@@ -102,7 +111,7 @@ class SglangPrompter(Prompter):
             source=source,
             content="openai" if in_parts else "string",
             places=_places(family, loaded.tokenizer),
-            has_own_form=has_own_form,
+            form=form,
         )
 
     def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
@@ -123,7 +132,7 @@ class SglangPrompter(Prompter):
         if not self.family.places_images:
             return Expanded(ids=self._ids(text, tail), spans=())
         if self.codec.encode("", add_special_tokens=True):
-            return self.process(text if self.has_own_form else self.codec.decode(self._ids(text, tail)), images)
+            return self.process(text if self.form is not None else self.codec.decode(self._ids(text, tail)), images)
         if images or not tail:
             return self.expand(text + tail, images)
         return expand_ids(self._ids(text, tail), self.family.placeholder_id, ())
@@ -169,9 +178,9 @@ class SglangPrompter(Prompter):
 
     def _render(self, body: Mapping[str, Any], *, shows_images: bool) -> tuple[str, str]:
         """Return the rendered text, and the text of a final message that is continued after it, else empty."""
-        if self.has_own_form:
+        if self.form is not None:
             _reasoning(body)  # has no effect but a refusal
-            return paddleocr_text(body), ""
+            return self.form.text(body), ""
         if shows_images and self.content == "string":
             raise NotModelledError("the chat template has no place for images")
         given = body.get("messages")
