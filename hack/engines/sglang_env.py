@@ -33,15 +33,17 @@ from hack.engines.vllm_env import (
 SGLANG = "0.5.23"
 TRANSFORMERS = "5.19.0"  # part of the identity of an image (docs/exactness.md), so it never floats
 STUBS = Path(__file__).with_name("sglang_stubs")
-# Requirements of the wheel, except those that need CUDA. Versions are those of its own pins.
+# Requirements of the wheel, except those that need CUDA, and protobuf, which one of these needs. Versions are those of
+# its own pins.
 REQUIREMENTS = (
     *("aiohttp", "anthropic", "apache-tvm-ffi==0.1.11", "blobfile==3.0.0", "datasets", "distro", "easydict", "einops"),
     *("fastapi", "gguf", "interegular", "ipython", "llguidance>=1.7.6,<2", "loguru", "mistral_common>=1.11.5"),
     *("modelscope", "msgspec", "ninja", "numba==0.65.1", "numpy", "nvidia-ml-py", "openai==2.8.0"),
     *("openai-harmony==0.0.4", "orjson", "outlines==0.1.11", "packaging", "partial_json_parser", "pillow"),
-    *("prometheus-client", "psutil", "py-spy", "pybase64", "pydantic", "python-dateutil<3", "python-multipart"),
-    *("pyzmq>=25.1.2", "regex", "requests", "scipy", "sentencepiece==0.2.1", "setproctitle", "soundfile==0.13.1"),
-    *("tiktoken", "tokenizers==0.23.2", "tqdm", "triton", "uvicorn>=0.51", "uvloop", "watchfiles", "xxhash"),
+    *("prometheus-client", "protobuf", "psutil", "py-spy", "pybase64", "pydantic", "python-dateutil<3"),
+    *("python-multipart", "pyzmq>=25.1.2", "regex", "requests", "scipy", "sentencepiece==0.2.1", "setproctitle"),
+    *("soundfile==0.13.1", "tiktoken", "tokenizers==0.23.2", "tqdm", "triton", "uvicorn>=0.51", "uvloop"),
+    *("watchfiles", "xxhash"),
     "zstandard",
 )
 WITHOUT_THEIR_REQUIREMENTS = (

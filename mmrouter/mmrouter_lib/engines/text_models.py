@@ -95,7 +95,7 @@ def load_text_prompter(
         return _with_tokenizers_template(loaded, plain=plain)
     has_file, in_pairs = (folder / "tokenizer.json").is_file(), has_byte_pairs(folder)
     in_pieces = not has_file and (folder / sentencepiece.FILE).is_file()
-    if not has_file and not (engine == "vllm" and (in_pairs or in_pieces)):
+    if not (has_file or in_pairs or in_pieces):
         raise UnpredictedError(f"tokenizer:{_other_vocabulary(folder)}")
     try:
         declared = described.get("tokenizer_class") or config.get("tokenizer_class")

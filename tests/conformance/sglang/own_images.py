@@ -47,7 +47,10 @@ def answers(folder: str, prompts: list[tuple[str, list[str]]]) -> dict[str, Any]
     async def every() -> list[dict[str, Any]]:
         return [await answer(text, images) for text, images in prompts]
 
-    return {"answers": asyncio.run(every()), "processor": type(processor._processor).__qualname__}
+    return {
+        "answers": asyncio.run(every()),
+        "processor": type(getattr(processor, "inner", processor)._processor).__qualname__,
+    }
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from long_form import IS_LONG
 from mmrouter_lib.engines.text_models import load_text_prompter
 from mmrouter_lib.prompt import AnyPrompter
 
-PROGRAM = Path(__file__).with_name("own_tokenizer.py")
+PROGRAM = Path(__file__).parents[1] / "own_tokenizer.py"
 DRAWN = 1500
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 LLAMA2, MISTRAL = "llava-hf--llava-1.5-7b-hf", "llava-hf--llava-v1.6-mistral-7b-hf"

@@ -61,9 +61,9 @@ def test_a_class_that_takes_a_tokenizer_as_it_is_puts_no_blank_before_a_text(fol
     assert ids(folder(model(PIECES), tokenizer_class="PreTrainedTokenizerFast"), "ab ab") == ["ab", "▁ab"]
 
 
-def reason(folder: Path, engine: str = "vllm") -> str:
+def reason(folder: Path) -> str:
     with pytest.raises(UnpredictedError) as caught:
-        load_text_prompter(engine, folder)
+        load_text_prompter("vllm", folder)
     return str(caught.value)
 
 
@@ -74,7 +74,13 @@ def test_what_the_engine_converts_in_another_way_is_not_predicted(folder):
     assert reason(folder(model(PIECES), tokenizer_class="GemmaTokenizer")) == "tokenizer:GemmaTokenizer"
     assert reason(folder(b"aGVsbG8= 0\n")) == "tokenizer:tokenizer.model"  # tiktoken's format has the same name
     assert reason(folder(b"")) == "tokenizer:tokenizer.model"
-    assert reason(folder(model(PIECES)), "sglang") == "tokenizer:tokenizer.model"
+
+
+def test_sglang_puts_the_begin_of_a_llama_tokenizer_before_texts(folder):
+    made = folder(model(PIECES))
+    by_vllm, by_sglang = (load_text_prompter(engine, made) for engine in ("vllm", "sglang"))
+    begin = by_sglang.codec.begin_id
+    assert by_sglang.completion("ab").ids.tolist() == [begin, *by_vllm.completion("ab").ids]
 
 
 @given(st.binary(max_size=60), st.integers(0, 200))

@@ -1,4 +1,4 @@
-"""Tokenizers as vLLM's own code loads them, and models of SentencePiece, by the packages of its environment.
+"""Tokenizers as an engine's own code loads them, and models of SentencePiece, by the packages of its environment.
 
     python own_tokenizer.py < [{"folder": ..., "texts": [...]}, ...]
     python own_tokenizer.py train < [{"text": ..., "options": {...}}, ...]
@@ -12,12 +12,16 @@ import base64
 import io
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 
 def tokenized(folder: str, texts: list[str]) -> dict[str, Any]:
-    from vllm.tokenizers import get_tokenizer
+    if find_spec("sglang") is not None:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+    else:
+        from vllm.tokenizers import get_tokenizer
 
     tokenizer = get_tokenizer(folder, trust_remote_code=any(Path(folder).glob("*.py")))
     ids = [[tokenizer.encode(text, add_special_tokens=special) for special in (False, True)] for text in texts]
