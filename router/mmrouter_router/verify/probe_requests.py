@@ -114,12 +114,12 @@ class ProbeRequests:
 
         Raises :class:`ProbeRequestError` where the prompt cannot be predicted.
         """
-        # The nonce comes first, so that no cache holds a block of it. The tail makes at least one complete block, which
-        # is kept, follow the image.
+        # The nonce comes first, so that no cache holds a block of it, also where images stand before a message's texts.
+        # The tail makes at least one complete block, which is kept, follow the image.
         head = " ".join([nonce] * (1 + block_size // 4)) if self._fills_a_block else nonce
         tail = " ".join([nonce] * (2 + (block_size + self.unkept) // 4))
         for system in (True, False):
-            messages = _messages(nonce, head, tail, system=system, image=image is not None)
+            messages = _messages(head, tail, system=system, image=image is not None)
             body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
             shown = []
             if image is not None:
@@ -194,7 +194,7 @@ def prompt_tokens(answer: bytes) -> int:
         raise ProbeRequestError(f"the answer does not report its prompt tokens: {error}") from error
 
 
-def _messages(nonce: str, head: str, tail: str, *, system: bool, image: bool) -> list[dict[str, Any]]:
+def _messages(head: str, tail: str, *, system: bool, image: bool) -> list[dict[str, Any]]:
     content: Any = f"{head} look {tail}"
     if image:
         content = [
@@ -202,5 +202,5 @@ def _messages(nonce: str, head: str, tail: str, *, system: bool, image: bool) ->
             {"type": "image_url", "image_url": {"url": ""}},
             {"type": "text", "text": tail},
         ]
-    first = [{"role": "system", "content": f"{nonce} canary"}] if system else []
+    first = [{"role": "system", "content": f"{head} canary"}] if system else []
     return [*first, {"role": "user", "content": content}]

@@ -1,5 +1,6 @@
 """The router's own questions to a prefill and a decode engine of SGLang, and which partner receives each with it."""
 
+import orjson
 import pytest
 from unit.router.preparing import preparing, settings
 from unit.router.rig import http_answer as answer
@@ -42,6 +43,15 @@ async def test_a_block_behind_the_image_of_a_probe_is_before_what_an_engine_with
         for image in own.canary_images():
             made = await own.build(new_nonce(), image, 64)
             assert (own.unkept, len(made.ids) - own.unkept >= made.span.end + 64) == (unkept, True)
+
+
+async def test_the_system_message_of_a_probe_fills_a_block_before_images_that_stand_before_their_text():
+    async with preparing(settings(engine="sglang")) as preparer:
+        own = ProbeRequests(settings(engine="sglang"), preparer, None, None)
+        made = await own.build(new_nonce(), own.canary_images()[-1], 64)
+        system = orjson.loads(made.body)["messages"][0]
+        assert system["role"] == "system"
+        assert len(preparer.prompter.codec.encode(system["content"], add_special_tokens=False)) >= 64
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(answer(500), HANGS), (HANGS, answer(500)), (DIES, HANGS)])
