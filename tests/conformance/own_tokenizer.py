@@ -1,6 +1,6 @@
 """Tokenizers as an engine's own code loads them, and models of SentencePiece, by the packages of its environment.
 
-    python own_tokenizer.py < [{"folder": ..., "texts": [...]}, ...]
+    python own_tokenizer.py vllm|sglang < [{"folder": ..., "texts": [...]}, ...]
     python own_tokenizer.py train < [{"text": ..., "options": {...}}, ...]
 
 The last line of the output is a JSON array. For each folder: ``ids`` of every text, without and with what is put around
@@ -12,16 +12,15 @@ import base64
 import io
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 
 def tokenized(folder: str, texts: list[str]) -> dict[str, Any]:
-    if find_spec("sglang") is not None:
-        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
-    else:
+    if sys.argv[1] == "vllm":
         from vllm.tokenizers import get_tokenizer
+    else:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     tokenizer = get_tokenizer(folder, trust_remote_code=any(Path(folder).glob("*.py")))
     ids = [[tokenizer.encode(text, add_special_tokens=special) for special in (False, True)] for text in texts]

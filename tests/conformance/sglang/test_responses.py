@@ -103,9 +103,9 @@ def test_the_prompt_of_a_responses_request_is_the_engines_own(
     folder = folder_of(family)
     loaded = families.load_family(folder, None)
     assert loaded is not None
-    compare_texts(family, loaded, monkeypatch)
     source = None if template is None else TEMPLATES[template]
     prompter = SglangPrompter.load(folder, family=loaded, chat_template=source)
+    compare_texts(family, prompter.family, monkeypatch)
     both = images = by_affinity = refused = 0
     for body, own in zip(bodies, engines_prompts[family, template], strict=True):
         if other_prompt(env_version(sglang_env), body):

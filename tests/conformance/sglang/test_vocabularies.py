@@ -24,7 +24,7 @@ def test_a_tokenizer_made_of_pairs_or_pieces_has_the_ids_of_sglangs(
     folders, texts = pairs | pieces, drawn_texts()
     asked = [{"folder": str(folder), "texts": texts} for folder in folders.values()]
     wrong: dict[str, list[str]] = {}
-    for (name, folder), theirs in zip(folders.items(), answer_of(sglang_env, [PROGRAM], asked), strict=True):
+    for (name, folder), theirs in zip(folders.items(), answer_of(sglang_env, [PROGRAM, "sglang"], asked), strict=True):
         wrong[name] = unequal(load_text_prompter("sglang", folder), theirs["ids"])
     record("tokenizers of pairs and pieces, sglang: folders, texts of each", [len(folders), len(texts)])
     figure("folders", len(folders))

@@ -52,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def vllms(vllm_env: Path, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     asked = [{"folder": str(folder), "texts": drawn_texts()} for folder in folders.values()]
-    return dict(zip(folders, answer_of(vllm_env, [PROGRAM], asked), strict=True))
+    return dict(zip(folders, answer_of(vllm_env, [PROGRAM, "vllm"], asked), strict=True))
 
 
 @pytest.mark.adopts(engine="vllm", check="tokenizers made of byte pairs")

@@ -95,7 +95,7 @@ def test_a_tokenizer_made_of_a_tiktoken_vocabulary_has_the_ids_of_the_folders_ow
     vllm_env: Path, folder: Path, record: Record, figure: Figure
 ) -> None:
     texts = [*drawn_texts(), *words(), *ROWS]
-    (theirs,) = answer_of(vllm_env, [PROGRAM], [{"folder": str(folder), "texts": texts}])
+    (theirs,) = answer_of(vllm_env, [PROGRAM, "vllm"], [{"folder": str(folder), "texts": texts}])
     codec = load_text_prompter("vllm", folder).codec
     made = ([codec.encode(text, add_special_tokens=special).tolist() for special in (False, True)] for text in texts)
     wrong = [text for text, ids, mine in zip(texts, theirs["ids"], made, strict=True) if ids != mine]
@@ -109,7 +109,7 @@ def test_a_tokenizer_made_of_a_tiktoken_vocabulary_has_the_ids_of_the_folders_ow
 def test_a_text_that_the_folders_code_cuts_is_not_predicted(vllm_env: Path, folder: Path) -> None:
     codec = load_text_prompter("vllm", folder).codec
     unlimited = TokenizerCodec.of(codec.tokenizer, {})
-    (theirs,) = answer_of(vllm_env, [PROGRAM], [{"folder": str(folder), "texts": list(CUT)}])
+    (theirs,) = answer_of(vllm_env, [PROGRAM, "vllm"], [{"folder": str(folder), "texts": list(CUT)}])
     cut = 0
     for text, (ids, _) in zip(CUT, theirs["ids"], strict=True):
         cut += unlimited.encode(text, add_special_tokens=False).tolist() != ids

@@ -161,7 +161,7 @@ def drawn_texts() -> list[str]:
 @pytest.fixture(scope="module")
 def vllms(vllm_env: Path, folders: Made) -> dict[str, dict[str, Any]]:
     asked = [{"folder": str(folder), "texts": drawn_texts()} for folder in folders.values()]
-    return dict(zip(folders, answer_of(vllm_env, [PROGRAM], asked), strict=True))
+    return dict(zip(folders, answer_of(vllm_env, [PROGRAM, "vllm"], asked), strict=True))
 
 
 PARTS = ("model", "normalizer", "pre_tokenizer", "added_tokens")
