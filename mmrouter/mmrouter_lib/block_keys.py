@@ -30,15 +30,29 @@ Key = int  # a block key: unsigned 64 bit
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Position of one image's placeholder tokens in the expanded prompt: offset and length in tokens."""
+    """Position of one image's placeholder tokens in the expanded prompt: offset and length in tokens.
+
+    ``row``: the tokens of a row where these are rows with one other token behind each, else 0.
+    """
 
     offset: int
     length: int
     identity: bytes
+    row: int = 0
 
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+    @property
+    def run(self) -> int:
+        """Placeholders of the image that stand side by side."""
+        return self.row or self.length
+
+    @property
+    def starts(self) -> range:
+        """Where each of its runs begins."""
+        return range(self.offset, self.end, self.row + 1 if self.row else max(1, self.length))
 
 
 def namespace_seed(

@@ -46,6 +46,7 @@ KIMI = (
     *("<|reserved_token_151800|>", "<|reserved_token_1|>"),
 )
 PADDLEOCR = ("<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>", "<|im_start|>", "<|im_end|>")
+MISTRAL = ("[IMG]", "[IMG_BREAK]", "[IMG_END]", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]")
 INTERNVL = ("<IMG_CONTEXT>", "<image>", "<img>", "</img>", "<video>", "<|im_start|>", "<|im_end|>", "<<<__")
 DEEPSEEK_OCR = ("<image>", "<|ref|>", "<|/ref|>", "<|grounding|>", "<|endoftext|>", "\n")
 PHI3 = (
@@ -90,6 +91,7 @@ STYLES = {
     "glm4v": Style("<|image|>", GLM, SMALL, 4),
     "kimi_k25": Style("<|media_pad|>", KIMI, SMALL, 4),
     "paddleocr_vl": Style("<|IMAGE_PLACEHOLDER|>", PADDLEOCR, SMALL, 4),
+    "mistral3": Style("[IMG]", MISTRAL, SMALL, 4, tools=False),
     "internvl_chat": Style("<IMG_CONTEXT>", INTERNVL, SMALL[:3], 3),
     "deepseek_ocr": Style("<image>", DEEPSEEK_OCR, (*SMALL[2:], (700, 350)), 3, tools=False),
     "deepseek_ocr2": Style("<image>", DEEPSEEK_OCR, (*SMALL[2:], (800, 300)), 3, tools=False),

@@ -45,7 +45,7 @@ PROOFS = {
     "Qwen3-VL MoE": "vLLM: the configuration of Qwen3-VL; SGLang's image processor",
     "Qwen3.5, Qwen3.6": f"{STAND_IN}; SGLang's image processor",
     "Gemma 3": "real engines, on vLLM once beside a renderer",
-    "Mistral 3": f"{FRONT_END}, with Pixtral's tokenizer",
+    "Mistral 3": f"{FRONT_END}, with Pixtral's tokenizer, and a real SGLang with the same",
     "MiniCPM-V 4.6": STAND_IN,
     "PaddleOCR-VL": f"{STAND_IN}, and a real SGLang with the same",
     "DeepSeek-OCR, DeepSeek-OCR-2": STAND_IN,

@@ -231,7 +231,7 @@ def _compare_one(
     hit = min(overlap, (len(ids) - 1) // size) * size
     if hit != exchange.cached_tokens:
         yield f"{hit} cached tokens predicted, {exchange.cached_tokens} reported"
-    image_tokens = sum(span.length for span in predicted.spans)
+    image_tokens = sum(span.run * len(span.starts) for span in predicted.spans)
     if image_tokens != exchange.image_tokens:
         yield f"{image_tokens} image tokens predicted, {exchange.image_tokens} reported"
     for number, key in enumerate(predictor.keys(predicted, exchange.answer_ids)):

@@ -44,7 +44,8 @@ def test_every_family_of_the_library_has_a_row_with_its_exactness() -> None:
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(family_names())
     rows = [row.split(" | ") for row in table(NOTHING).splitlines()]
     found = {row[0]: row[2:] for row in rows if len(row) == 5}
-    assert found["| Mistral 3"][:2] == ["exact", "affinity"]
+    assert found["| Mistral 3"][:2] == ["exact", "exact"]
+    assert found["| Llama 4"][:2] == ["exact", "affinity"]
     assert found["| Gemma 4"][0] == "exact"
     assert found["| Gemma 4"][1].startswith("bounded")
 

@@ -102,4 +102,4 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     return Pixtral(name, whole_number(file, config, key, 10), patch * merge, longest)
 
 
-register("mistral3", load, proved_on=("vllm",))
+register("mistral3", load, proved_on=("vllm", "sglang"))

@@ -1,10 +1,10 @@
 """Align sightings of an engine's stored images with the requests that were sent to it. Pure.
 
-A *place* is where an image's run starts: the key of the block before, and the offset in its own block. The places of a
-request's images are known before the engine answers, up to the first block that holds an unknown image; once that one
-is learned, the next ones follow. A sighting names a place and the sentinels there. An image is learned only where it is
-the only candidate for a place. This requires that the router sent every request with images that the engine got; the
-caller says when that does not hold (``trusted``).
+A *place* is where an image's first run starts: the key of the block before, and the offset in its own block. The places
+of a request's images are known before the engine answers, up to the first block that holds an unknown image; once that
+one is learned, the next ones follow. A sighting names a place and the sentinels there. An image is learned only where
+it is the only candidate for a place. This requires that the router sent every request with images that the engine got;
+the caller says when that does not hold (``trusted``).
 """
 
 from array import array
@@ -113,7 +113,7 @@ class Aligner:
                 break
             if not self._table.is_proven(span.identity):
                 record = self._at(place)
-                record.requested.setdefault(span.identity, (span.length, at))
+                record.requested.setdefault(span.identity, (span.run, at))
                 placed.append(record)
         return placed
 

@@ -99,7 +99,9 @@ def fill_sentinels(
             for at in range(span.offset, span.end):
                 filled[at] = _UNUSED | secrets.randbits(63)
             return FilledPrompt(filled, number)
-        filled[span.offset : span.end] = run_ids(values, span.length)
+        run = run_ids(values, span.run)
+        for start in span.starts:
+            filled[start : start + span.run] = run
     return FilledPrompt(filled, None)
 
 
@@ -108,7 +110,7 @@ def observe_sentinels(ids: Sequence[int], span: Span, block_size: int, published
 
     ``ids``: with plain placeholders. The block before the image is text that is unique to this request.
     """
-    enough = min(WIDE_SENTINELS, span.length)
+    enough = min(WIDE_SENTINELS, span.run)
     before = array("Q", ids[max(0, span.offset - 2 * block_size) : span.offset])
     for run in _joined(published):
         for at in range(len(run) - enough + 1):

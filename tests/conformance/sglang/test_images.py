@@ -33,7 +33,8 @@ from mmrouter_router.sentinels.evidence import plan_fingerprints
 
 BY_BYTES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "paddleocr_vl") if IS_LONG else ("qwen3_vl",)
 """Families whose images the engine names by their bytes, some of them with a cache alone."""
-LEARNED = ("gemma3", "gemma4", "glm4v", "internvl_chat", "kimi_k25", "qwen3_omni_moe") if IS_LONG else ("gemma3",)
+MORE = ("gemma4", "glm4v", "internvl_chat", "kimi_k25", "mistral3", "qwen3_omni_moe")
+LEARNED = ("gemma3", *(MORE if IS_LONG else ()))
 """Families whose images it names by their pixels, or Kimi by bytes and grid: the router learns the names."""
 FAMILIES = (*BY_BYTES, *LEARNED)
 DRAWN = 25
@@ -43,7 +44,7 @@ WITHOUT_CACHE = {"qwen3_omni_moe"}
 NOT_NAMED = {"0.5.19", "0.5.20", "0.5.21"}
 """Releases for which the router computes no names: it learns all of them."""
 LARGE = (3000, 2100)  # above what these families take without scaling an image down
-BEGIN = {"gemma3": "<bos>"}
+BEGIN = {"gemma3": "<bos>", "mistral3": "<s>"}
 """Family -> the text with which every second prompt begins, as its template does."""
 TYPED = {
     "gemma3": ("<start_of_image>",),
@@ -76,6 +77,7 @@ def drawn(placeholder: str) -> Prompts:
         texts = [source.choice(("", "\n", STORY[:80], SCRIPTS[:60], " 12345")) for _ in urls]
         found.append((placeholder.join((*texts, "So?\n")), urls))
     turned = [shown(picture(480, 90 * side, form="JPEG", turned=side)) for side in range(2, 9)]
+    turned.append(shown(picture(290, 1000, form="JPEG", turned=6)))  # InternVL has other tiles for 1000x290
     large = [shown(picture(*LARGE)), urls[0]]
     return [*found, *((placeholder * len(urls), urls) for urls in (turned, large))]
 
@@ -120,10 +122,10 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
     facts = {"model_type": family, "architectures": json.dumps(config["architectures"])}
     plan = plan_fingerprints(env_version(sglang_env), facts | {"mm_preprocess_cache_size_mb": str(cache)})
     digest = plan.candidates[0].digest() if plan.candidates else None
-    names, named = defaultdict[bytes, set[int]](set), 0
+    names, named = defaultdict[Any, set[int]](set), 0
     for (text, urls), theirs in zip(prompts, answer["answers"], strict=True):
         data = [decode(url) for url in urls]
-        probed = [probe(each, max_pixels=MAX_PIXELS, exif=loaded.rotates_exif) for each in data]
+        probed = [probe(each, max_pixels=MAX_PIXELS, exif=prompter.family.rotates_exif) for each in data]
         sizes = [(size.width, size.height) for size in probed]
         images = [
             PromptImage(hashlib.sha256(each).digest(), prompter.family.count(*size), size)
@@ -131,10 +133,12 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
         ]
         ours = prompter.process(text, images)
         assert theirs.get("ids") == ours.ids.tolist(), theirs.get("refused")
-        places = [(span.offset, span.end - 1) for span in ours.spans]
+        places = [(start, start + span.run - 1) for span in ours.spans for start in span.starts]
         assert [(first, last) for first, last, _ in theirs["images"]] == places
-        for each, (_, _, name) in zip(data, theirs["images"], strict=True):
-            names[each].add(name)
+        at = {first: name for first, _, name in theirs["images"]}
+        for each, padded, span in zip(data, prompter.family.padded(sizes), ours.spans, strict=True):
+            (name,) = {at[start] for start in span.starts}
+            names[each, tuple(sizes) if padded else ()].add(name)
             if digest is not None:
                 assert name == artifact_hash_of(hashlib.sha256(each).hexdigest(), digest, {})
                 named += 1
@@ -143,7 +147,9 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
     figure("names of images", named)
     by_bytes = family in BY_BYTES and (cache > 0 or family.startswith("qwen3_vl"))
     assert bool(named) == (by_bytes and env_version(sglang_env) not in NOT_NAMED), plan.why
-    assert all(len(each) == 1 for each in names.values()), "the engine names an image by more than itself"
+    assert all(len(each) == 1 for each in names.values()), (
+        "the engine names an image by more than itself and its padding"
+    )
     assert len(set[int]().union(*names.values())) == len(names), "two images have one name"
 
 

@@ -37,9 +37,11 @@ FOLDERS = {
     "qwen3_omni_moe": "",
     "paddleocr_vl": "",
     "internvl_chat": "",
+    "mistral3": "",
 }
 """Family -> model folder, empty for one that ``hack/engines/unknown_families.py`` makes."""
-LONG_FORM = () if IS_LONG else ("qwen3_vl_moe", "qwen3_5", "gemma4", "glm4v", "kimi_k25", "qwen3_omni_moe")
+OTHERS = ("qwen3_vl_moe", "qwen3_5", "gemma4", "glm4v", "kimi_k25", "mistral3", "qwen3_omni_moe")
+LONG_FORM = () if IS_LONG else OTHERS
 """Families that have the template and the tokenizer of another one, or Kimi its words."""
 COMPARED = [family for family in FOLDERS if family not in LONG_FORM]
 EVERYTHING = """{# image #}{{ messages | tojson }}
@@ -73,7 +75,7 @@ NOW: dict[str, Any] = {
     },
     "type": "function",
 }
-MORE_THAN_PLACEHOLDERS = ("gemma3", "gemma4", "internvl_chat")
+MORE_THAN_PLACEHOLDERS = ("gemma3", "gemma4", "internvl_chat", "mistral3")
 """Families that write tokens around an image's own, of which the texts alone are compared here."""
 REFUSED_BEFORE = {"unknown role"}
 """What the engine refuses for a reason that is not in the prompt, as the router does before."""

@@ -4,8 +4,8 @@ The engine's own image processor names the images beforehand (``own_images.py``)
 tokenizer of Qwen3-VL stands in for those of GLM-4.1V, InternVL and PaddleOCR-VL. Part of the long form.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from artefacts import Record, run_tool_or_skip
 from conformance.engine_process import BLOCK_SIZE, engine, require_memory
 from conformance.engines import deployed, send, sglang_manifest, wait_until_published
 from conformance.own_code import answer_of
-from conformance.prediction import decode, image_places
+from conformance.prediction import MAX_PIXELS, Predicted, Predictor, decode, image_places
 from conformance.scenarios import recorded
 from conformance.sglang.test_prediction import LAST, SglangPredictor, ask, predicted_of
 from conformance.workload import (
@@ -31,6 +31,12 @@ from conformance.workload import (
 )
 from waiting import wait_for
 
+from mmrouter_lib.engines.sglang.identity import sentinels
+from mmrouter_lib.families import Family
+from mmrouter_lib.image_size import probe
+from mmrouter_lib.prompt import PromptImage
+from mmrouter_router.sentinels.table import fill_sentinels
+
 pytestmark = pytest.mark.long_form
 OPTIONS = {"internvl_chat": ("--context-length=32768", "--max-total-tokens=524288")}
 """Family whose images are thousands of tokens -> room for six of them in a request, and for all requests."""
@@ -38,24 +44,53 @@ PROVE_SECONDS = 60.0
 OWN_IMAGES = Path(__file__).with_name("own_images.py")
 
 
+Name = tuple[bytes, tuple[tuple[int, int], ...]]
+"""An image, and the sizes of all images beside it where the engine pads it to these."""
+
+
 @dataclass(frozen=True)
 class NamedPredictor(SglangPredictor):
-    """``names``: an image -> the hash that the engine gives it."""
+    """``names``: the hash that the engine gives an image."""
 
-    names: Mapping[bytes, int] = field(default_factory=dict)
+    names: Mapping[Name, int] = field(default_factory=dict)
 
-    def item_hash(self, data: bytes) -> int:
-        return self.names[data]
+    def predict(self, case: Case) -> Predicted:
+        plain = Predictor.predict(self, case)
+        names = names_of(self.family, [url for _, _, url in image_places(case)])
+        names = names[::-1] if self.swapped else names
+        numbered = [replace(span, identity=bytes([number])) for number, span in enumerate(plain.spans)]
+        filled = fill_sentinels(
+            plain.ids, numbered, lambda number: sentinels(self.names[names[number[0]]], legacy=self.legacy)
+        )
+        return replace(plain, filled=filled.ids)
 
 
-def named(env: Path, folder: Path, place: str, cases: Iterable[Case]) -> dict[bytes, int]:
-    urls = list(dict.fromkeys(url for one in cases for _, _, url in image_places(one)))
-    asked = [{"folder": str(folder), "prompts": [(place, [url]) for url in urls]}]
+def sizes_of(family: Family, urls: Sequence[str]) -> list[tuple[int, int]]:
+    probed = [probe(decode(url), max_pixels=MAX_PIXELS, exif=family.rotates_exif) for url in urls]
+    return [(size.width, size.height) for size in probed]
+
+
+def names_of(family: Family, urls: Sequence[str]) -> list[Name]:
+    sizes = tuple(sizes_of(family, urls))
+    padded = family.padded(sizes) if sizes else ()
+    return [(decode(url), sizes if each else ()) for url, each in zip(urls, padded, strict=True)]
+
+
+def named(env: Path, folder: Path, loaded: SglangPredictor, cases: Iterable[Case]) -> dict[Name, int]:
+    family, found = loaded.family, dict[Name, int]()
+    every = {tuple(url for _, _, url in image_places(one)) for one in cases} - {()}
+    prompts = [(" ".join([family.media_text["image"]] * len(urls)), urls) for urls in every]
+    asked = [{"folder": str(folder), "prompts": prompts}]
     (answer,) = answer_of(env, [OWN_IMAGES], {"cache": 0, "asked": asked})
-    return {decode(url): made["images"][0][2] for url, made in zip(urls, answer["answers"], strict=True)}
+    for (text, urls), theirs in zip(prompts, answer["answers"], strict=True):
+        images = [PromptImage(bytes(32), family.count(*size), size) for size in sizes_of(family, urls)]
+        at = {first: name for first, _, name in theirs["images"]}
+        starts = [span.offset for span in loaded.prompter.expand(text, images, add_special_tokens=False).spans]
+        found |= {name: at[start] for name, start in zip(names_of(family, urls), starts, strict=True)}
+    return found
 
 
-@pytest.mark.parametrize("family", ["gemma3", "glm4v", "internvl_chat", "paddleocr_vl"])
+@pytest.mark.parametrize("family", ["gemma3", "glm4v", "internvl_chat", "mistral3", "paddleocr_vl"])
 def test_every_published_page_is_the_predicted_one(
     family: str, sglang_env: Path, tmp_path: Path, record: Record
 ) -> None:
@@ -63,7 +98,7 @@ def test_every_published_page_is_the_predicted_one(
     loaded = SglangPredictor.load(folder, BLOCK_SIZE, "sglang")
     drawn = (*texts(), *sizes(), *formats(), *positions(), *several(), *salted())
     cases = [*predicted_of(loaded, drawn), LAST]
-    names = named(sglang_env, folder, loaded.family.media_text["image"], cases)
+    names = named(sglang_env, folder, loaded, cases)
     predictor = NamedPredictor(loaded.family, loaded.prompter, folder.name, BLOCK_SIZE, names=names)
     with engine(sglang_env, folder, tmp_path / "engine.log", *OPTIONS.get(family, ()), kind="sglang") as served:
         done = recorded("sglang", served, predictor, [ask(served, predictor, one) for one in cases], ())
@@ -74,18 +109,19 @@ def test_every_published_page_is_the_predicted_one(
     assert any(text.startswith("two images: ") for text in done.compared(swapped=True).mismatches)
 
 
-@pytest.mark.parametrize("family", ["internvl_chat"])
-def test_a_router_learns_images_that_stand_before_the_texts_of_their_message(
+@pytest.mark.parametrize("family", ["internvl_chat", "mistral3"])
+def test_a_router_learns_images_before_all_texts_and_images_in_rows(
     family: str, sglang_env: Path, tmp_path: Path
 ) -> None:
-    """Pages of 64 tokens hold all that is before the first image of a short chat."""
+    """Pages of 64 tokens hold all that InternVL has before its first image. Mistral 3's images are rows."""
     require_memory()
     folder = Path(run_tool_or_skip("engines.unknown_families", family))
-    made = sglang_manifest(folder, folder.name, [("worker", 1)], *OPTIONS[family], blockSize=64)
-    shown = case("an image", user(image_part(picture(120, 60, seed=1)), "What is it?"))
+    made = sglang_manifest(folder, folder.name, [("worker", 1)], *OPTIONS.get(family, ()), blockSize=64)
+    pictures = [image_part(picture(120, 60, seed=seed)) for seed in (1, 2)]
+    shown = case("two images", user(*pictures, "What are they?"))
     with deployed(sglang_env, tmp_path, made) as deployment:
         wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
-        wait_for(lambda: send(deployment, shown).exactness == "exact", PROVE_SECONDS, "the image is known")
+        wait_for(lambda: send(deployment, shown).exactness == "exact", PROVE_SECONDS, "the images are known")
         wait_until_published(deployment, send(deployment, shown))
         again = send(deployment, shown)
     assert (again.exactness, again.overlap, again.promised) == ("exact", again.blocks, again.cached)

@@ -273,7 +273,7 @@ def test_folders_as_published_load_and_are_proved_on_vllm_and_some_on_sglang(loa
         ]
     assert families.is_proved(name, "vllm")
     assert families.is_proved(name, "sglang") == (
-        name in ("gemma4", "glm4v", "glm4v_moe", "glm_ocr", "kimi_k25", "qwen3_omni_moe")
+        name in ("gemma4", "glm4v", "glm4v_moe", "glm_ocr", "kimi_k25", "mistral3", "qwen3_omni_moe")
     )
     with pytest.raises(ModelFolderError, match="max_pixels"):
         load(name, limits(max_pixels=4))

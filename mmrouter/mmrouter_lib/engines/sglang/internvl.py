@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from mmrouter_lib.families import Expanded, Family, ModelFolderError, NotModelledError, PromptImage, expand_ids
 from mmrouter_lib.families.base.layout import check_size
@@ -30,7 +30,9 @@ _ANSWER: Final = "<|im_start|>assistant"
 
 @dataclass(frozen=True, slots=True)
 class SglangInternVL(InternVLChat):
-    """An InternVL folder of its authors on SGLang; the fields are InternVL's."""
+    """An InternVL folder of its authors on SGLang; the fields are InternVL's. Images are taken as they are stored."""
+
+    rotates_exif: ClassVar[bool] = False
 
     @classmethod
     def of(cls, family: Family) -> Self:

@@ -16,6 +16,7 @@ from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.engines.sglang.conversation_form import INTERNVL, PADDLEOCR, ConversationForm
 from mmrouter_lib.engines.sglang.internvl import SglangInternVL
+from mmrouter_lib.engines.sglang.pixtral import SglangPixtral
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
 from mmrouter_lib.families import Expanded, Family, NotModelledError, PlaceholderError, PromptImage, expand_ids
 from mmrouter_lib.families.gemma3 import Gemma3
@@ -24,6 +25,7 @@ from mmrouter_lib.families.glm4v import Glm4v
 from mmrouter_lib.families.internvl_chat import InternVLChat
 from mmrouter_lib.families.kimi_k25 import KimiK25
 from mmrouter_lib.families.paddleocr import PaddleOCRVL
+from mmrouter_lib.families.pixtral import Pixtral
 from mmrouter_lib.families.qwen_omni import QwenOmni
 from mmrouter_lib.families.qwen_vl import QwenVL
 from mmrouter_lib.model_folder import find_json, has_byte_pairs
@@ -61,14 +63,18 @@ _PLACES: Mapping[type[Family], tuple[re.Pattern[str], ...]] = {
     Glm4v: (re.compile(r"<\|(?:image|video|begin_of_video)\|>"),),
     KimiK25: (re.compile(r"<\|media_pad\|>"),),
     PaddleOCRVL: (re.compile(r"<\|IMAGE_PLACEHOLDER\|>"),),
+    SglangPixtral: (re.compile(r"\[IMG\]"),),
 }
 """Family that the engine's processor expands -> what counts as places for media in the text of a prompt (Qwen-VL: in
 its ids, too). With more of them than images the engine fails, or expands another one than the template's.
 """
 _FORMS: Mapping[type[Family], ConversationForm] = {PaddleOCRVL: PADDLEOCR, InternVLChat: INTERNVL}
 """Family -> the form in which the engine writes chats where no template is given."""
-_OWN_RULES: Mapping[type[Family], Callable[[Family], Family]] = {InternVLChat: SglangInternVL.of}
-"""Family -> the same where the engine counts or places images by other rules than vLLM."""
+_OWN_RULES: Mapping[type[Family], Callable[[Family], Family]] = {
+    InternVLChat: SglangInternVL.of,
+    Pixtral: SglangPixtral.of,
+}
+"""Family -> the same where the engine counts, places or names images by other rules than vLLM."""
 _FIELDS = ("role", "content", "tool_call_id", "name", "reasoning_content", "tool_calls")
 """Fields of a message that reach the template, in their order; of a user's message the first two alone."""
 

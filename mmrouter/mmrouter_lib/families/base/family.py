@@ -119,6 +119,9 @@ class Family(ABC):
     scales_together: ClassVar[bool] = False
     """Whether the engine scales the images of a request down together where they do not fit the context (``fits``)."""
 
+    pads_images: ClassVar[bool] = False
+    """Whether the engine pads the images of a request to the largest of them and names them by that (``padded``)."""
+
     one_medium: ClassVar[bool] = False
     """Whether the engine has one kind for images and videos, so that a request's options for any of them name all."""
 
@@ -164,6 +167,10 @@ class Family(ABC):
         engines has for them.
         """
         return True
+
+    def padded(self, sizes: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        """Return of each image of a request whether it is padded. ``sizes``: (width, height) in pixels."""
+        return [False] * len(sizes)
 
     def count_video(self, video: VideoHeader) -> int:
         """Return the placeholder tokens of a video, where there is a ``video_id``. Raises :class:`ImageSizeError`."""

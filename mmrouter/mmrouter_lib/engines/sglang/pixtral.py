@@ -1,0 +1,51 @@
+"""Mistral 3 as SGLang 0.5.23 takes it: each row of an image is a run of its own, and others may pad it.
+
+The engine pads the images of a request to the largest width and height among them and names each by the padded tensor
+(``PixtralProcessor``), so that the name of a small image beside a large one is not predicted. Compared with its code by
+``tests/conformance/sglang/test_images.py``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from mmrouter_lib.block_keys import Span
+from mmrouter_lib.families import Expanded, Family, ModelFolderError, PromptImage
+from mmrouter_lib.families.base.layout import size_of
+from mmrouter_lib.families.pixtral import Pixtral
+
+if TYPE_CHECKING:
+    from mmrouter_lib.prompt.tokenizer import TokenizerCodec
+
+
+@dataclass(frozen=True, slots=True)
+class SglangPixtral(Pixtral):
+    """A Mistral 3 folder on SGLang; the fields are Pixtral's. Images are taken as they are stored."""
+
+    rotates_exif: ClassVar[bool] = False
+    pads_images: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, family: Family) -> Self:
+        """Return the form of a :class:`Pixtral`."""
+        if not isinstance(family, Pixtral):
+            raise ModelFolderError(f"{family.name} has no Pixtral tower")
+        return cls(**{each.name: getattr(family, each.name) for each in fields(family)})
+
+    def padded(self, sizes: Sequence[tuple[int, int]]) -> Sequence[bool]:
+        """As :meth:`Family.padded`: all that have not the most columns and the most rows."""
+        grids = [self._grid(*size) for size in sizes]
+        whole = tuple(max(sides) for sides in zip(*grids, strict=True))
+        return [grid != whole for grid in grids]
+
+    def expand_text(
+        self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
+    ) -> Expanded:
+        """As :meth:`Family.expand_text`: the spans are rows."""
+        done = Family.expand(self, codec, text, images, add_special_tokens=add_special_tokens)
+        spans = zip(done.spans, images, strict=True)
+        return Expanded(done.ids, tuple(self._in_rows(span, image) for span, image in spans))
+
+    def _in_rows(self, span: Span, image: PromptImage) -> Span:
+        columns, _ = self._grid(*size_of(image))
+        return replace(span, length=span.length - 1, row=columns)
