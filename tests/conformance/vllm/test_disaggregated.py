@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +144,10 @@ def test_a_short_prompt_and_a_cached_one_are_computed_where_they_are_decoded(
 ) -> None:
     short, _ = decided(deployment, chat, [{"role": "user", "content": "What is a harbour?"}])
     assert stages(short) == {"prefill": "short", "answer": "first_byte"}
-    messages, _, _ = apart(deployment, chat, long_text)
+    messages, first, _ = apart(deployment, chat, long_text)
+    decode = pods(deployment)["decode"].uid
+    published = partial(deployment.keys, decode)
+    wait_for(lambda: set(first["keys"]) <= set(published()["keys"]["0"]), 10, "the decode engine's blocks are known")
     again, answer = decided(deployment, chat, messages)
     assert stages(again) == {"prefill": "short", "answer": "first_byte"}
     assert answer.usage is not None
