@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from mmrouter_lib.engines.sglang.conversation_form import INTERNVL, PADDLEOCR, ConversationForm
-from mmrouter_lib.engines.sglang.internvl import SglangInternVL
-from mmrouter_lib.engines.sglang.pixtral import SglangPixtral
+from mmrouter_lib.engines.sglang.families.internvl import SglangInternVL
+from mmrouter_lib.engines.sglang.families.pixtral import SglangPixtral
 from mmrouter_lib.engines.sglang.tool_schemas import shown_tools
 from mmrouter_lib.families import Expanded, Family, NotModelledError, PlaceholderError, PromptImage, expand_ids
 from mmrouter_lib.families.gemma3 import Gemma3

@@ -1,0 +1,1 @@
+"""Families that SGLang counts, places or names by other rules than vLLM."""
