@@ -84,12 +84,12 @@ PADDLEOCR: Final = ConversationForm(
     begin="<|begin_of_sentence|>",
     system="",
     system_end="",
+    stops=(_END, _END),
     user="User: ",
     user_end="\n",
     assistant="Assistant: ",
     assistant_end=_END,
     image="<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>",
-    stops=(_END, _END),
     joins_images=True,
 )
 _IM_END: Final = "<|im_end|>\n"
@@ -104,12 +104,12 @@ INTERNVL: Final = ConversationForm(
         )
     ),
     system_end=_IM_END,
+    stops=("<|im_end|>", "<|action_end|>", _IM_END),
     user="<|im_start|>user\n",
     user_end=_IM_END,
     assistant="<|im_start|>assistant\n",
     assistant_end=_IM_END,
     image="<IMG_CONTEXT>",
-    stops=("<|im_end|>", "<|action_end|>", _IM_END),
     images_first=True,
 )
 
