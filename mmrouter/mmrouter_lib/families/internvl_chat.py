@@ -3,7 +3,8 @@
 Covers ``internvl_chat`` on vLLM 0.30 to 0.33: InternVL 3 and 3.5 with Qwen2.5 and Qwen3, whose folders have vocab.json
 and merges.txt and no tokenizer.json. vLLM looks for the tokens of ``<image>`` in the prompt. Beside other characters
 the text has other tokens; where the prompt lacks them for one of the images, vLLM decodes it, replaces the text, and
-tokenizes the whole anew (``BaseMultiModalProcessor._apply_prompt_updates``).
+tokenizes the whole anew (``BaseMultiModalProcessor._apply_prompt_updates``). SGLang has rules of its own
+(``mmrouter_lib.engines.sglang.families.internvl``).
 """
 
 from array import array

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mmrouter_lib.families import Family, ImageSizeError
@@ -71,6 +72,24 @@ class ImageResolver:
             return identity, _Probed(size.width, size.height, turned=size.turned)
         except (ImageHeaderError, TooManyPixels) as error:
             raise _invalid_image(error, param) from error
+
+
+def without_padded(images: tuple[ResolvedImage, ...], family: Family | None) -> tuple[ResolvedImage, ...]:
+    """Return the media of a request, images unresolved where the engine pads them to others and names them by that.
+
+    Beside an image whose size is not known all may be padded.
+    """
+    shown = [image for image in images if image.modality == "image"]
+    if family is None or not family.pads_images or len(shown) < 2:
+        return images
+    unsure = not all(image.resolved for image in shown)
+    padded = iter(family.padded([(image.width, image.height) for image in shown]))
+    return tuple(
+        replace(image, unresolved=f"padding:{image.param}")
+        if image.modality == "image" and (next(padded) or unsure) and image.resolved
+        else image
+        for image in images
+    )
 
 
 def _count(known: _Probed, param: str, family: Family | None) -> int:

@@ -41,7 +41,7 @@ from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.images import ImageResolver
+from mmrouter_router.request.images import ImageResolver, without_padded
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
 from mmrouter_router.request.processor_options import OptionReader, RequestOptions
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
@@ -183,7 +183,7 @@ class Preparer:
             request, self.image_key(salt), tenant, options.family if options else self.family
         )
         one_medium = self.family is not None and self.family.one_medium
-        images = self._padded(_under_options(request, resolved, options, one_medium=one_medium))
+        images = without_padded(_under_options(request, resolved, options, one_medium=one_medium), self.family)
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
 
@@ -354,20 +354,6 @@ class Preparer:
                 resolved.append(await self._threads.run(tenant, len(item.data), work))
                 left -= resolved[-1].tokens
         return tuple(resolved)
-
-    def _padded(self, images: Images) -> Images:
-        """Return the images, unresolved where the engine pads one to the size of others and names it by that.
-
-        Beside an image whose size is not known all may be padded.
-        """
-        if self.family is None or not self.family.pads_images or len(images) < 2:
-            return images
-        padded = self.family.padded([(image.width, image.height) for image in images])
-        unsure = not all(image.resolved for image in images)
-        return tuple(
-            replace(image, unresolved=f"padding:{image.param}") if image.resolved and (changed or unsure) else image
-            for image, changed in zip(images, padded, strict=True)
-        )
 
     async def _digest(self, images: Images, tenant: str) -> None:
         for image in images:

@@ -103,7 +103,7 @@ def test_scenario(scenario: Scenario, deployment: Deployment, mode: str, chat: C
 def test_modes_with_a_hand_over_hand_images_over(
     deployment: Deployment, mode: str, chat: Chat, record: Record, figure: Figure
 ) -> None:
-    """The scenarios check that no other way was used; this checks that images were handed over at all."""
+    """The scenarios check that images went no other way than one allowed; this checks that they were handed over."""
     late = counted(deployment).get(("nixl", "failed"), 0)
     if late:  # the pause after a failure ends
         names = map(str, itertools.count())

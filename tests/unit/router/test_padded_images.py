@@ -78,6 +78,14 @@ async def test_beside_an_image_of_unknown_size_none_is_predicted(folder):
     assert [reason.partition(":")[0] for reason in made.reasons] == ["padding", "image_format"]
 
 
+async def test_a_video_beside_images_is_no_image_that_pads_them(folder):
+    """SGLang's videos of this family are not modelled, so they have no size."""
+    video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
+    made = await prepared(folder, image("a", 112), video, image("b", 56))
+    assert made.exactness == "affinity"
+    assert [reason.partition(":")[0] for reason in made.reasons] == ["media", "padding"]
+
+
 def picture(width, height, form="PNG"):
     file = io.BytesIO()
     Image.new("RGB", (width, height)).save(file, form)
