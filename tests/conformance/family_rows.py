@@ -75,8 +75,8 @@ WITHOUT_FAMILY = {
     MISTRAL: (
         "any",
         "exact with the extra [`mistral`](exactness.md#mistrals-own-tokenizer)",
-        "affinity",
-        f"{FRONT_END}, with Pixtral's tokenizer",
+        "exact with the same extra, from 0.5.21 on",
+        f"{FRONT_END}, with Pixtral's tokenizer, and a real SGLang with the same",
     ),
 }
 """Models whose prompts do not depend on a family of the library: ``model_type``, vLLM, SGLang, images compared with."""
@@ -87,6 +87,7 @@ CHECKS = {
     "responses in the Harmony format": HARMONY,
     "prompts of Mistral's tokenizers": MISTRAL,
     "images in Mistral's format": MISTRAL,
+    "responses by Mistral's tokenizers": MISTRAL,
     "prompts of Kimi K2.5": "Kimi K2.5, K2.6",
 }
 """Check of a release -> the models that it is about, where it is not about the family of its case."""

@@ -9,8 +9,8 @@ from typing import Final
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.base.response_chat import ChatOf
-from mmrouter_lib.engines.sglang import response_chats
-from mmrouter_lib.engines.sglang.prompter import SglangPrompter
+from mmrouter_lib.engines.sglang.prompts import response_chats
+from mmrouter_lib.engines.sglang.prompts.prompter import SglangPrompter
 from mmrouter_lib.engines.vllm import harmony_responses
 from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, Prompter
 

@@ -12,8 +12,12 @@ from typing import Any, Final
 
 from mmrouter_lib.api import EngineType
 from mmrouter_lib.engines.prompters import PROMPTERS
-from mmrouter_lib.engines.sglang.prompter import as_sglang_loads
+from mmrouter_lib.engines.sglang.families.pixtral import SglangPixtral
+from mmrouter_lib.engines.sglang.prompts.mistral import MODEL_TYPES as MISTRAL_TYPES
+from mmrouter_lib.engines.sglang.prompts.mistral import SglangMistralPrompter
+from mmrouter_lib.engines.sglang.prompts.prompter import as_sglang_loads
 from mmrouter_lib.families import TextOnly
+from mmrouter_lib.families.pixtral import read_geometry
 from mmrouter_lib.model_folder import (
     BYTE_PAIRS_CLASS,
     MISTRAL_WEIGHTS,
@@ -23,7 +27,7 @@ from mmrouter_lib.model_folder import (
     read_json,
 )
 from mmrouter_lib.prompt import AnyPrompter, HarmonyPrompter, MistralPrompter, Prompter, harmony, mistral
-from mmrouter_lib.prompt.templates import Templates
+from mmrouter_lib.prompt.templates import Templates, find_templates
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec, load_tokenizer, special_tokens
 from mmrouter_lib.prompt.tokenizer_class import AS_FILE, TokenizerClassError, as_class, declared_class, tokenizer_class
 from mmrouter_lib.prompt.vocabularies import byte_pairs, sentencepiece
@@ -52,7 +56,11 @@ _PLAIN_VALUES: Mapping[str, tuple[str, ...]] = {
     "TZ": ("", "UTC", "Etc/UTC"),
 }
 """Variables of vLLM that change the prompts of gpt-oss -> the values with which they are modelled."""
-_MISTRAL_FILES = ("tekken.json", "tokenizer.model.v*")
+_MISTRAL_FILES: Mapping[EngineType, tuple[str, ...]] = {
+    "vllm": (mistral.FILE, "tokenizer.model.v*"),
+    "sglang": (mistral.FILE,),
+}
+"""Engine -> files of Mistral's own tokenizers that it may take before others."""
 
 
 class UnpredictedError(ValueError):
@@ -67,7 +75,8 @@ def load_text_prompter(
 ) -> AnyPrompter:
     """Return the prompter of a model folder without a family; ``chat_template`` (a text) replaces its template.
 
-    With Mistral's own tokenizer and for gpt-oss vLLM uses no template, so ``chat_template`` has no effect.
+    With Mistral's own tokenizer and for gpt-oss vLLM uses no template, so ``chat_template`` has no effect. SGLang with
+    that tokenizer converts contents by it, which is not modelled.
     ``variables``: the environment of each pool's engines as far as it is known, ``None`` for a value that is not.
 
     Raises :class:`UnpredictedError`, and :class:`~mmrouter_lib.model_folder.ModelFolderError` for files that cannot be
@@ -79,11 +88,14 @@ def load_text_prompter(
     own = next((name for name in names if OWN_PROMPTS[engine].fullmatch(str(name))), None)
     if own is not None:
         raise UnpredictedError(f"engine_prompts:{own}")
-    plain = takes_text_only(folder, config)
-    if config.get("is_encoder_decoder") or not (plain or engine == "vllm"):
+    plain, described = takes_text_only(folder, config), _tokenizer_config(folder)
+    in_sglangs_mistral = engine == "sglang" and _sglang_takes_tekken(folder, model_type, described)
+    images_known = engine == "vllm" or (in_sglangs_mistral and model_type == "mistral3")
+    if config.get("is_encoder_decoder") or not (plain or images_known):
         raise UnpredictedError(f"family:{model_type}")
-    described = _tokenizer_config(folder)
-    for pattern in _MISTRAL_FILES:
+    if in_sglangs_mistral and chat_template is None:
+        return _load_sglangs_mistral(folder, config, plain=plain)
+    for pattern in _MISTRAL_FILES[engine]:
         if files := sorted(file.name for file in folder.glob(pattern)):
             if engine == "vllm" and files[0] == mistral.FILE and next(folder.glob(MISTRAL_WEIGHTS), None) is not None:
                 return _load_mistral(folder, model_type)
@@ -126,6 +138,25 @@ def load_text_prompter(
 def _load_mistral(folder: Path, name: str) -> MistralPrompter:
     try:
         return MistralPrompter.load(folder, name)
+    except mistral.NoLibraryError as error:
+        raise UnpredictedError(f"tokenizer:{mistral.FILE}") from error
+
+
+def _sglang_takes_tekken(folder: Path, model_type: str, described: dict[str, Any]) -> bool:
+    """Whether SGLang loads a folder's tekken.json, beside which it ignores tokenizer.json for some models."""
+    is_alone = not (folder / "tokenizer.json").is_file()
+    is_own = model_type in MISTRAL_TYPES and not has_tokenizer_code(described)
+    return (folder / mistral.FILE).is_file() and (is_alone or is_own)
+
+
+def _load_sglangs_mistral(folder: Path, config: dict[str, Any], *, plain: bool) -> SglangMistralPrompter:
+    family: TextOnly | SglangPixtral = TextOnly(str(config.get("model_type", "unknown")))
+    source = None
+    if not plain:
+        family = SglangPixtral.of(read_geometry(folder, config, None))
+        source = find_templates(folder, None, {}).processor
+    try:
+        return SglangMistralPrompter.load(folder, family, source)
     except mistral.NoLibraryError as error:
         raise UnpredictedError(f"tokenizer:{mistral.FILE}") from error
 

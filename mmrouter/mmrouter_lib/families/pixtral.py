@@ -51,9 +51,12 @@ class Pixtral(Family):
 
     def tokens(self, codec: "TokenizerCodec", image: PromptImage, number: int) -> Sequence[int]:
         """Return the rows of an image."""
+        return self.rows(image, special_id(codec, BREAK), special_id(codec, END))
+
+    def rows(self, image: PromptImage, row_end: int, image_end: int) -> Sequence[int]:
+        """Return the rows of an image between the ids of a row's end and of an image's."""
         columns, rows = self._grid(*size_of(image))
-        row = [*[self.placeholder_id] * columns, special_id(codec, BREAK)]
-        return [*(row * rows)[:-1], special_id(codec, END)]
+        return [*([*[self.placeholder_id] * columns, row_end] * rows)[:-1], image_end]
 
     def check(self, codec: "TokenizerCodec") -> None:
         """Raise :class:`ModelFolderError` for a tokenizer without one of the three tokens."""
@@ -78,6 +81,14 @@ def load(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -
     """
     if any(True for pattern in OWN_TOKENIZERS for _ in folder.glob(pattern)):
         return None
+    return read_geometry(folder, config, limits)
+
+
+def read_geometry(folder: Path, config: dict[str, Any], limits: ProcessorLimits | None) -> Pixtral:
+    """Return the family of a folder in Hugging Face's format, whatever its tokenizer.
+
+    Raises :class:`ModelFolderError` where files contradict each other.
+    """
     name, file = str(config["model_type"]), str(folder / "config.json")
     refuse_options(limits, "min_pixels", "max_pixels", "num_crops", family=name)
     vision = config.get("vision_config")

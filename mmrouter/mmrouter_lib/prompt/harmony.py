@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.metadata import version
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from mmrouter_lib.families import Expanded, NotModelledError, PromptImage, TextOnly
 from mmrouter_lib.prompt.harmony_turns import CHANNELS, Channel, Turn, instructions_of, turns_of
@@ -68,6 +68,8 @@ class HarmonyPrompter:
     what the library writes of a turn without its texts, where no name is in it. ``day``: the one that the engines write
     into each chat; by default that of ``now``.
     """
+
+    first_release: ClassVar[tuple[int, ...]] = ()
 
     family: TextOnly
     codec: TokenizerCodec

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from mmrouter_lib.families import Expanded, NotModelledError, PromptImage, TextOnly
 from mmrouter_lib.families.base.mistral_images import MistralImages, SizeEncoder, with_sizes
@@ -35,6 +35,8 @@ class MistralPrompter:
 
     ``made``: its ``MistralTokenizer``; ``version``: the number of the tokenizer's version.
     """
+
+    first_release: ClassVar[tuple[int, ...]] = ()
 
     family: TextOnly | MistralImages
     made: Any
@@ -71,7 +73,7 @@ class MistralPrompter:
         :class:`NotModelledError` for an image of unknown size or of a model that takes none,
         :class:`PromptTooLongError` and :class:`NewTextError`.
         """
-        from mistral_common.protocol.instruct.request import ChatCompletionRequest, ReasoningEffort  # noqa: PLC0415
+        from mistral_common.protocol.instruct.request import ReasoningEffort  # noqa: PLC0415
 
         if images and isinstance(self.family, TextOnly):
             raise NotModelledError("images of this folder are not modelled", f"family:{self.family.name}")
@@ -90,16 +92,41 @@ class MistralPrompter:
         continued = bool(body.get("continue_final_message", False))
         _check_end(messages[-1], continued=continued, answered=bool(body.get("add_generation_prompt", True)))
         tools = None if body.get("tools") is None else normal_tools(body["tools"])
-        _check_size([messages, tools], sum(image.count for image in images))
+        ids = self.encode_chat(messages, tools, sum(image.count for image in images), continued=continued, **settings)
+        if isinstance(self.family, TextOnly):
+            return Expanded(ids=ids, spans=())
+        return Expanded(ids=ids, spans=tuple(self.family.spans(ids, images)))
+
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        image_tokens: int = 0,
+        *,
+        continued: bool = False,
+        **settings: Any,
+    ) -> "array[int]":
+        """Return the token ids of a conversation in OpenAI's form. ``image_tokens``: of all images in it.
+
+        Raises :class:`TemplateError` with the library's refusal, :class:`PromptTooLongError` and :class:`NewTextError`.
+        """
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest  # noqa: PLC0415
+
+        check_size([messages, tools], image_tokens)
         try:
             request = ChatCompletionRequest.from_openai(messages, tools, continued, **settings)
-            ids = self.made.encode_chat_completion(request).tokens
+            return array("I", self.made.encode_chat_completion(request).tokens)
         except Exception as error:
-            # vLLM answers everything that the library raises with 400 and the reason.
+            # The engines answer everything that the library raises with 400 and the reason.
             raise TemplateError(f"the model's tokenizer refuses the messages: {error}") from error
-        if isinstance(self.family, TextOnly):
-            return Expanded(ids=array("I", ids), spans=())
-        return Expanded(ids=array("I", ids), spans=tuple(self.family.spans(ids, images)))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
+        """Return the token ids of a text, none of which is a special token but the first, as the library begins texts.
+
+        Raises :class:`PromptTooLongError` and :class:`NewTextError`.
+        """
+        check_size(text)
+        return array("I", self.made.instruct_tokenizer.tokenizer.encode(text, bos=add_special_tokens, eos=False))
 
     def completion(self, prompt: "str | array[int]", *, add_special_tokens: bool = True) -> Expanded:
         """Return the prompt of a completion: of a text, or of token ids, which stay as they are.
@@ -108,9 +135,19 @@ class MistralPrompter:
         """
         if not isinstance(prompt, str):
             return Expanded(ids=prompt, spans=())
-        _check_size(prompt)
-        ids = self.made.instruct_tokenizer.tokenizer.encode(prompt, bos=add_special_tokens, eos=False)
-        return Expanded(ids=array("I", ids), spans=())
+        return Expanded(ids=self.encode(prompt, add_special_tokens=add_special_tokens), spans=())
+
+    @property
+    def settings(self) -> frozenset[str]:
+        """The names that the library takes beside messages."""
+        from mistral_common.protocol.instruct.request import ChatCompletionRequest  # noqa: PLC0415
+
+        return frozenset(ChatCompletionRequest.model_fields)
+
+    def special_id(self, text: str) -> int:
+        """Return the id of a special token, that of the unknown token for any other text."""
+        tokenizer = self.made.instruct_tokenizer.tokenizer
+        return int(tokenizer.get_special_token(text) if tokenizer.is_special(text) else tokenizer.unk_id)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -155,7 +192,7 @@ def _short(name: Any) -> Any:
     return name[-_ID_LENGTH:] if isinstance(name, str) else name
 
 
-def _check_size(content: Any, image_tokens: int = 0) -> None:
+def check_size(content: Any, image_tokens: int = 0) -> None:
     """Bound the work of a prompt: the library tokenizes whole texts, and time grows faster than the length of a word.
 
     Raises :class:`NewTextError` for more characters and tokens of images than :data:`NEW_TEXT`,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jinja2
 from jinja2.defaults import DEFAULT_NAMESPACE
@@ -34,6 +34,8 @@ class Prompter:
 
     ``variables``: of the template, where a request does not set them; ``tool_form``: how tools reach it.
     """
+
+    first_release: ClassVar[tuple[int, ...]] = ()
 
     family: Family
     templates: Templates

@@ -140,6 +140,7 @@ class Preparer:
         self.family, self.prompter = model.family, model.prompter
         self.unknown_family = "" if model.family is not None else model.name
         self.unpredicted, self.hidden = model.unpredicted, model.hidden
+        self.first_release = () if model.prompter is None else model.prompter.first_release
         self.response_chat = response_chat(settings.deployment.spec.engine.type, model.prompter)
         # vLLM renders responses of these by other rules than chats; those for gpt-oss are modelled.
         other_rules = model.name == harmony.MODEL_TYPE or isinstance(model.prompter, MistralPrompter)
@@ -243,7 +244,8 @@ class Preparer:
         by_renderer = self.prompter is None and exactness != "affinity"
         states = self.family is None or self.family.may_have_states
         model = by_renderer, states, unseen, lora
-        prepared = Prepared(request, salt, images, *prompt, self.sentinels, *model, others, hidden=self.hidden)
+        engines = self.hidden, self.first_release
+        prepared = Prepared(request, salt, images, *prompt, self.sentinels, *model, others, *engines)
         await self._compute_keys(prepared, tenant)
         return prepared
 

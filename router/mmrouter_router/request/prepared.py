@@ -86,9 +86,10 @@ class Prepared:
     unseen: bool = False  # prediction skipped because the policy ignores the prompt
     adapter: str = ""  # name of the LoRA adapter that answers, empty for the model itself
     others: "tuple[array[int], ...]" = ()
+    hidden: tuple[str, ...] = ()  # layers of the model whose evictions the engine does not tell: ``hidden_groups``
+    first_release: tuple[int, ...] = ()  # of the engines that make this prompt, empty: all
     holder: str = ""  # uid of the only pod that can answer: its engine stores the response that the request continues
     pools: frozenset[str] = frozenset()  # the only pools that may answer, empty: all
-    hidden: tuple[str, ...] = ()  # layers of the model whose evictions the engine does not tell: ``hidden_groups``
     _keys: dict[KeyForm, "array[int]"] = field(default_factory=dict)
     _other_keys: dict[KeyForm, "tuple[array[int], ...]"] = field(default_factory=dict)
     _filled: dict[Scope, FilledPrompt] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from typing import Final
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.launch import HTTP_PORT
+from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.intake.field_check import Exactness
@@ -254,6 +255,8 @@ def _of_engine(
         and (why := engine.other_prompt(beat.engine_version, prepared.request.body))
     ):
         return "affinity", (*reasons, f"release:{why}")
+    if beat and is_before(prepared.first_release, beat.engine_version):
+        return "affinity", (*reasons, "release:messages")
     if prepared.may_have_states and beat is not None and not beat.all_groups:
         # An older sidecar, which leaves mamba groups out: the overlap may be too high.
         return "affinity", (*reasons, "old_feed:cache_groups")

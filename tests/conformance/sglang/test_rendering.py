@@ -3,8 +3,9 @@
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from artefacts import Record, run_tool_or_skip
@@ -20,7 +21,7 @@ from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.adapter import other_prompt
 from mmrouter_lib.families import Expanded, Family
-from mmrouter_lib.prompt import NotModelledError, PlaceholderError, Prompter, PromptImage
+from mmrouter_lib.prompt import AnyPrompter, NotModelledError, PlaceholderError, PromptImage
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
 FOLDERS = {
@@ -202,22 +203,10 @@ def test_the_prompt_is_the_engines_own(
     )
     compare_texts(family, prompter.family, monkeypatch)
     theirs = engines_prompts[family, template]
-    different, both, refused, by_affinity = [], 0, 0, 0
-    for one, answer in zip(cases, theirs, strict=True):
-        if other_prompt(env_version(sglang_env), one.body):
-            by_affinity += 1
-            continue
-        mine = ours(prompter, one)
-        if isinstance(mine, list) and "ids" in answer:
-            both += 1
-            if mine != answer["ids"]:
-                different.append(f"{one.name}: {prompter.tokenizer.decode(mine)!r} for {answer}")
-        elif isinstance(mine, list) and one.name not in REFUSED_BEFORE:
-            different.append(f"{one.name}: refused by the engine alone: {answer['refused']}")
-        elif "ids" in answer and not mine_is_stricter(mine):
-            different.append(f"{one.name}: refused here alone: {mine}")
-        else:
-            refused += 1
+    release = env_version(sglang_env)
+    kept = [not other_prompt(release, one.body) for one in cases]
+    both, refused, different = compared(prompter, compress(cases, kept), compress(theirs, kept))
+    by_affinity = kept.count(False)
     figure("equal", both)
     figure("refused by both", refused)
     figure("by affinity", by_affinity)
@@ -228,6 +217,32 @@ def test_the_prompt_is_the_engines_own(
     # Gemma 3's template refuses turns that do not alternate, too.
     least = 0.65 if family == "gemma3" else 0.7
     assert both + by_affinity > (100 if template in ("texts", "picky") else least * len(cases))
+
+
+class Compared(NamedTuple):
+    """Numbers of equal prompts and of those that both sides refuse, and what differs."""
+
+    equal: int
+    refused: int
+    different: list[str]
+
+
+def compared(prompter: AnyPrompter, cases: Iterable[Case], theirs: Iterable[dict[str, Any]]) -> Compared:
+    """Compare the prompts of chats with the engine's answers."""
+    different, equal, refused = [], 0, 0
+    for one, answer in zip(cases, theirs, strict=True):
+        mine = ours(prompter, one)
+        if isinstance(mine, list) and "ids" in answer:
+            equal += 1
+            if mine != answer["ids"]:
+                different.append(f"{one.name}: {prompter.decode(mine)!r} for {answer}")
+        elif isinstance(mine, list) and one.name not in REFUSED_BEFORE:
+            different.append(f"{one.name}: refused by the engine alone: {answer['refused']}")
+        elif "ids" in answer and not mine_is_stricter(mine):
+            different.append(f"{one.name}: refused here alone: {mine}")
+        else:
+            refused += 1
+    return Compared(equal, refused, different)
 
 
 def compare_texts(family: str, loaded: Family, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +262,7 @@ def mine_is_stricter(mine: object) -> bool:
     return isinstance(mine, NotModelledError | PlaceholderError)
 
 
-def ours(prompter: Prompter, one: Case) -> "list[int] | ValueError":
+def ours(prompter: AnyPrompter, one: Case) -> "list[int] | ValueError":
     shown = [PromptImage(number.to_bytes(32, "big"), 1) for number, _ in enumerate(image_places(one))]
     try:
         return prompter.prompt(one.body, shown).ids.tolist()

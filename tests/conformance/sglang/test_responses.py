@@ -18,8 +18,8 @@ from mmrouter_lib import families
 from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_lib.engines.prompters import response_chat
 from mmrouter_lib.engines.sglang.adapter import other_prompt
-from mmrouter_lib.engines.sglang.prompter import SglangPrompter
-from mmrouter_lib.prompt import PromptImage
+from mmrouter_lib.engines.sglang.prompts.prompter import SglangPrompter
+from mmrouter_lib.prompt import AnyPrompter, PromptImage
 from mmrouter_router.core.errors import RequestError
 from mmrouter_router.intake import ChatRequest, Limits, parse_responses
 
@@ -50,14 +50,14 @@ SPECIAL: list[dict[str, Any]] = [
 ]
 
 
-def parsed(prompter: SglangPrompter, body: dict[str, Any]) -> ChatRequest:
+def parsed(prompter: AnyPrompter, body: dict[str, Any]) -> ChatRequest:
     made = response_chat("sglang", prompter)
     request = parse_responses(json.dumps(body).encode(), Limits(), "demo", "sglang", chat_of=made)
     assert request.as_chat is not None, request.inexact
     return request
 
 
-def predicted(prompter: SglangPrompter, body: dict[str, Any]) -> Any:
+def predicted(prompter: AnyPrompter, body: dict[str, Any]) -> Any:
     """Return the ids and the number of images, or why there are none."""
     try:
         request = parsed(prompter, body)
@@ -69,9 +69,13 @@ def predicted(prompter: SglangPrompter, body: dict[str, Any]) -> Any:
         return str(error)
 
 
+def drawn_requests() -> list[dict[str, Any]]:
+    return [{"model": "demo", **body} for body in (*Drawing(1).requests(DRAWN), *SPECIAL)]
+
+
 @pytest.fixture(scope="module")
 def bodies() -> list[dict[str, Any]]:
-    return [{"model": "demo", **body} for body in (*Drawing(1).requests(DRAWN), *SPECIAL)]
+    return drawn_requests()
 
 
 @pytest.fixture(scope="module")

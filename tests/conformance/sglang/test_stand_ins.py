@@ -90,38 +90,59 @@ def named(env: Path, folder: Path, loaded: SglangPredictor, cases: Iterable[Case
     return found
 
 
+def load(folder: Path) -> SglangPredictor:
+    return SglangPredictor.load(folder, BLOCK_SIZE, "sglang")
+
+
+def drawn_for(loaded: SglangPredictor) -> list[Case]:
+    drawn = (*texts(), *sizes(), *formats(), *positions(), *several(), *salted())
+    return [*predicted_of(loaded, drawn), LAST]
+
+
+def compare_pages(
+    env: Path, folder: Path, log: Path, predictor: NamedPredictor, cases: Sequence[Case], *options: str
+) -> str:
+    """Compare every page that an engine publishes, and return the report's line."""
+    with engine(env, folder, log, *options, kind="sglang") as served:
+        done = recorded("sglang", served, predictor, [ask(served, predictor, one) for one in cases], ())
+    report = done.compared()
+    assert report.mismatches == []
+    assert report.matched > 100
+    assert any(text.startswith("two images: ") for text in done.compared(swapped=True).mismatches)
+    return report.line
+
+
+def check_images_are_learned(env: Path, folder: Path, root: Path, *options: str) -> None:
+    """Pages of 64 tokens hold all that InternVL has before its first image. Mistral 3's images are rows."""
+    require_memory()
+    made = sglang_manifest(folder, folder.name, [("worker", 1)], *options, blockSize=64)
+    pictures = [image_part(picture(120, 60, seed=seed)) for seed in (1, 2)]
+    shown = case("two images", user(*pictures, "What are they?"))
+    with deployed(env, root, made) as deployment:
+        wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
+        wait_for(lambda: send(deployment, shown).exactness == "exact", PROVE_SECONDS, "the images are known")
+        wait_until_published(deployment, send(deployment, shown))
+        again = send(deployment, shown)
+    assert (again.exactness, again.overlap, again.promised) == ("exact", again.blocks, again.cached)
+
+
 @pytest.mark.parametrize("family", ["gemma3", "glm4v", "internvl_chat", "mistral3", "paddleocr_vl"])
 def test_every_published_page_is_the_predicted_one(
     family: str, sglang_env: Path, tmp_path: Path, record: Record
 ) -> None:
     folder = Path(run_tool_or_skip("engines.unknown_families", family))
-    loaded = SglangPredictor.load(folder, BLOCK_SIZE, "sglang")
-    drawn = (*texts(), *sizes(), *formats(), *positions(), *several(), *salted())
-    cases = [*predicted_of(loaded, drawn), LAST]
+    loaded = load(folder)
+    cases = drawn_for(loaded)
     names = named(sglang_env, folder, loaded, cases)
     predictor = NamedPredictor(loaded.family, loaded.prompter, folder.name, BLOCK_SIZE, names=names)
-    with engine(sglang_env, folder, tmp_path / "engine.log", *OPTIONS.get(family, ()), kind="sglang") as served:
-        done = recorded("sglang", served, predictor, [ask(served, predictor, one) for one in cases], ())
-    report = done.compared()
-    record(f"prediction, sglang {family}", report.line)
-    assert report.mismatches == []
-    assert report.matched > 100
-    assert any(text.startswith("two images: ") for text in done.compared(swapped=True).mismatches)
+    options = OPTIONS.get(family, ())
+    line = compare_pages(sglang_env, folder, tmp_path / "engine.log", predictor, cases, *options)
+    record(f"prediction, sglang {family}", line)
 
 
 @pytest.mark.parametrize("family", ["internvl_chat", "mistral3"])
 def test_a_router_learns_images_before_all_texts_and_images_in_rows(
     family: str, sglang_env: Path, tmp_path: Path
 ) -> None:
-    """Pages of 64 tokens hold all that InternVL has before its first image. Mistral 3's images are rows."""
-    require_memory()
     folder = Path(run_tool_or_skip("engines.unknown_families", family))
-    made = sglang_manifest(folder, folder.name, [("worker", 1)], *OPTIONS.get(family, ()), blockSize=64)
-    pictures = [image_part(picture(120, 60, seed=seed)) for seed in (1, 2)]
-    shown = case("two images", user(*pictures, "What are they?"))
-    with deployed(sglang_env, tmp_path, made) as deployment:
-        wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
-        wait_for(lambda: send(deployment, shown).exactness == "exact", PROVE_SECONDS, "the images are known")
-        wait_until_published(deployment, send(deployment, shown))
-        again = send(deployment, shown)
-    assert (again.exactness, again.overlap, again.promised) == ("exact", again.blocks, again.cached)
+    check_images_are_learned(sglang_env, folder, tmp_path, *OPTIONS.get(family, ()))

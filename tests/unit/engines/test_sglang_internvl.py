@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.families.test_internvl_chat import made
 
-from mmrouter_lib.engines.sglang.conversation_form import INTERNVL
 from mmrouter_lib.engines.sglang.families.internvl import MOST, SglangInternVL
+from mmrouter_lib.engines.sglang.prompts.conversation_form import INTERNVL
 from mmrouter_lib.families import ModelFolderError, NotModelledError, PromptImage
 from mmrouter_lib.families.internvl_chat import CONTEXT, InternVLChat
 

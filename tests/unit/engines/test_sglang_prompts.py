@@ -11,10 +11,11 @@ from unit.prompt.conftest import TINY, image
 
 from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
-from mmrouter_lib.engines.sglang.conversation_form import PADDLEOCR
-from mmrouter_lib.engines.sglang.prompter import SglangPrompter, template_variables
-from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
-from mmrouter_lib.engines.sglang.tool_schemas import shown_tools, with_standard_types
+from mmrouter_lib.engines.sglang.prompts.chats import template_variables
+from mmrouter_lib.engines.sglang.prompts.conversation_form import PADDLEOCR
+from mmrouter_lib.engines.sglang.prompts.prompter import SglangPrompter
+from mmrouter_lib.engines.sglang.prompts.response_chats import shows_later_systems
+from mmrouter_lib.engines.sglang.prompts.tool_schemas import shown_tools, with_standard_types
 from mmrouter_lib.families.gemma3 import BEGIN, END, PICTURE, Gemma3
 from mmrouter_lib.families.gemma4 import Gemma4
 from mmrouter_lib.families.glm4v import Glm4v

@@ -25,10 +25,12 @@ def check_any_value_is_a_prompt_or_a_refusal(prompter: Any, value: object) -> No
             continue
 
 
-def check_new_text_is_bounded(prompter: Any) -> None:
+def check_new_text_is_bounded(prompter: Any, completion: str = "How are you?") -> None:
     token = NEW_TEXT.set(10)
     try:
         with pytest.raises(NewTextError):
             prompter.prompt({"messages": [USER]}, ())
+        with pytest.raises(NewTextError):
+            prompter.completion(completion)
     finally:
         NEW_TEXT.reset(token)

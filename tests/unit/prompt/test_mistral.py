@@ -99,15 +99,14 @@ def test_any_value_in_a_message_is_a_prompt_or_a_refusal(prompter, value):
     check_any_value_is_a_prompt_or_a_refusal(prompter, value)
 
 
-def reason(folder: Path, engine: str = "vllm") -> str:
+def reason(folder: Path) -> str:
     with pytest.raises(UnpredictedError) as caught:
-        load_text_prompter(engine, folder)
+        load_text_prompter("vllm", folder)
     return str(caught.value)
 
 
 def test_without_weights_of_that_format_or_the_library_there_is_a_reason(tmp_path, monkeypatch):
     folder = write(tmp_path)
-    assert reason(folder, "sglang") == "tokenizer:tekken.json"
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "mistral_common.tokens.tokenizers.mistral", None)
         assert reason(folder) == "tokenizer:tekken.json"

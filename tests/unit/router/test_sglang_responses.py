@@ -11,8 +11,8 @@ from unit.router.test_messages import tiny_png
 from unit.router.test_responses import CALL, RESPONSES, request, result, said, text, thought, user
 
 from mmrouter_lib.engines.prompters import response_chat
-from mmrouter_lib.engines.sglang import response_chats
-from mmrouter_lib.engines.sglang.response_chats import shows_later_systems
+from mmrouter_lib.engines.sglang.prompts import response_chats
+from mmrouter_lib.engines.sglang.prompts.response_chats import shows_later_systems
 from mmrouter_router.intake import Limits, parse_chat, parse_responses
 
 URL = f"data:image/png;base64,{tiny_png()}"

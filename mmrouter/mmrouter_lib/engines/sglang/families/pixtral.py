@@ -5,14 +5,15 @@ The engine pads the images of a request to the largest width and height among th
 ``tests/conformance/sglang/test_images.py``.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from mmrouter_lib.block_keys import Span
-from mmrouter_lib.families import Expanded, Family, ModelFolderError, PromptImage
-from mmrouter_lib.families.base.layout import size_of
-from mmrouter_lib.families.pixtral import Pixtral
+from mmrouter_lib.families import Expanded, Family, ModelFolderError, PromptImage, expand_ids
+from mmrouter_lib.families.base.layout import size_of, special_id
+from mmrouter_lib.families.pixtral import BREAK, END, Pixtral
 
 if TYPE_CHECKING:
     from mmrouter_lib.prompt.tokenizer import TokenizerCodec
@@ -42,7 +43,15 @@ class SglangPixtral(Pixtral):
         self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
     ) -> Expanded:
         """As :meth:`Family.expand_text`: the spans are rows."""
-        done = Family.expand(self, codec, text, images, add_special_tokens=add_special_tokens)
+        ids = codec.encode(text, add_special_tokens=add_special_tokens)
+        return self.expand_ids(ids, images, special_id(codec, BREAK), special_id(codec, END))
+
+    def expand_ids(self, ids: "array[int]", images: Sequence[PromptImage], row_end: int, image_end: int) -> Expanded:
+        """Return the prompt of a text's ``ids``, between the ids of a row's end and of an image's.
+
+        Raises :class:`PlaceholderError`.
+        """
+        done = expand_ids(ids, self.placeholder_id, images, [self.rows(image, row_end, image_end) for image in images])
         spans = zip(done.spans, images, strict=True)
         return Expanded(done.ids, tuple(self._in_rows(span, image) for span, image in spans))
 

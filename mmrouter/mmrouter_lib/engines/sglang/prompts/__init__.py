@@ -1,0 +1,1 @@
+"""How SGLang makes the prompt of a chat (docs/engine-facts/sglang.md#prompts)."""
