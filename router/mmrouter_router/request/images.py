@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from blake3 import blake3
+
 from mmrouter_lib.families import Family, ImageSizeError
 from mmrouter_lib.image_size import ImageHeaderError, TooManyPixels, claimed_size, probe, rotates
 from mmrouter_lib.media_identity import media_identity
@@ -74,22 +76,28 @@ class ImageResolver:
             raise _invalid_image(error, param) from error
 
 
-def without_padded(images: tuple[ResolvedImage, ...], family: Family | None) -> tuple[ResolvedImage, ...]:
-    """Return the media of a request, images unresolved where the engine pads them to others and names them by that.
+def with_paddings(images: tuple[ResolvedImage, ...], family: Family | None) -> tuple[ResolvedImage, ...]:
+    """Return the media of a request, where the engine pads images to others and names them by that.
 
-    Beside an image whose size is not known all may be padded.
+    A padded image has an identity of its own for each size that it is padded to. Beside an image whose size is not
+    known all others are unresolved.
     """
     shown = [image for image in images if image.modality == "image"]
     if family is None or not family.pads_images or len(shown) < 2:
         return images
-    unsure = not all(image.resolved for image in shown)
-    padded = iter(family.padded([(image.width, image.height) for image in shown]))
-    return tuple(
-        replace(image, unresolved=f"padding:{image.param}")
-        if image.modality == "image" and (next(padded) or unsure) and image.resolved
-        else image
-        for image in images
-    )
+    sure = all(image.resolved for image in shown)
+    paddings = iter(family.paddings([(image.width, image.height) for image in shown]))
+    return tuple(_padded(image, next(paddings), sure) if image.modality == "image" else image for image in images)
+
+
+def _padded(image: ResolvedImage, padding: tuple[int, int] | None, sure: bool) -> ResolvedImage:
+    if not sure and image.resolved:
+        return replace(image, unresolved=f"padding:{image.param}")
+    if not image.resolved or padding is None:
+        return image
+    width, height = padding
+    identity = blake3(b"padded to %dx%d:" % (width, height) + image.identity).digest()
+    return replace(image, identity=identity, padding=padding)
 
 
 def _count(known: _Probed, param: str, family: Family | None) -> int:

@@ -41,7 +41,7 @@ from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.images import ImageResolver, without_padded
+from mmrouter_router.request.images import ImageResolver, with_paddings
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
 from mmrouter_router.request.processor_options import OptionReader, RequestOptions
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
@@ -184,7 +184,7 @@ class Preparer:
             request, self.image_key(salt), tenant, options.family if options else self.family
         )
         one_medium = self.family is not None and self.family.one_medium
-        images = without_padded(_under_options(request, resolved, options, one_medium=one_medium), self.family)
+        images = with_paddings(_under_options(request, resolved, options, one_medium=one_medium), self.family)
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
 

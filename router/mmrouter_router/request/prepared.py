@@ -45,6 +45,7 @@ class ResolvedImage:
     modality: Modality = "image"
     video: VideoHeader | None = None
     modelled: bool = True
+    padding: tuple[int, int] | None = None  # pixels that the engine pads it to; part of the identity then
     published: bytes = b""  # what the engine's events name it, where that is not ``identity``
 
     @property

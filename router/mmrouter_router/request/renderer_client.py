@@ -177,12 +177,14 @@ COLOURS = ("#c02030", "#2030c0")
 
 def small_pictures() -> tuple[bytes, ...]:
     """Return the images as PNG files: the same on every router."""
-    pictures = []
-    for colour in COLOURS:
-        file = io.BytesIO()
-        Image.new("RGB", (SIDE, SIDE), colour).save(file, "PNG")
-        pictures.append(file.getvalue())
-    return tuple(pictures)
+    return tuple(picture((SIDE, SIDE), colour) for colour in COLOURS)
+
+
+def picture(size: tuple[int, int], colour: str = "black") -> bytes:
+    """Return a PNG file of (width, height) pixels of one colour."""
+    file = io.BytesIO()
+    Image.new("RGB", size, colour).save(file, "PNG")
+    return file.getvalue()
 
 
 def new_nonce() -> str:

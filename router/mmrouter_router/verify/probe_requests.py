@@ -6,7 +6,7 @@ The canary verifies workers with them, sentinel learning identifies images. Wher
 import asyncio
 import base64
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from mmrouter_router.http.engine_requests import EngineRequestError, EngineReque
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.prepare import Preparer
 from mmrouter_router.request.prepared import CHAT
-from mmrouter_router.request.renderer_client import SIDE, small_pictures
+from mmrouter_router.request.renderer_client import SIDE, picture, small_pictures
 from mmrouter_router.scheduling.placer import PARTNERS
 
 MAX_ANSWER = 64 * 1024
@@ -41,7 +41,7 @@ class ProbeRequestError(Exception):
 class ProbeImage:
     """An image of a probe request: its identity for the router, and the encoded bytes for the engine.
 
-    ``size``: (width, height) in pixels.
+    ``size``: (width, height) in pixels; ``padding``: to which the engine pads it beside an image of that size.
     """
 
     identity: bytes
@@ -49,11 +49,12 @@ class ProbeImage:
     mime: str
     tokens: int
     size: tuple[int, int]
+    padding: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """One request: its body, the predicted prompt, and the image's span in it, if it has one."""
+    """One request: its body, the predicted prompt, and the span of the image that it is about, if there is one."""
 
     body: bytes
     ids: "array[int]"
@@ -118,16 +119,14 @@ class ProbeRequests:
         # The tail makes at least one complete block, which is kept, follow the image.
         head = " ".join([nonce] * (1 + block_size // 4)) if self._fills_a_block else nonce
         tail = " ".join([nonce] * (2 + (block_size + self.unkept) // 4))
+        images = await self._together(image)
         for system in (True, False):
-            messages = _messages(head, tail, system=system, image=image is not None)
+            messages = _messages(head, tail, system=system, images=len(images))
             body = {"model": self._model, "messages": messages, "max_tokens": 1, "temperature": 0}
-            shown = []
-            if image is not None:
-                uri = f"data:{image.mime};base64," + base64.b64encode(image.data).decode()
-                shown = [ImageRewrite(message=len(messages) - 1, part=1, url=uri, uuid=to_wire(image.identity))]
+            shown = [_shown(each, len(messages) - 1, 1 + 2 * number) for number, each in enumerate(images)]
             rewritten = self._adapter.rewrite_chat(body, shown, model=self._model, cache_salt=None).body
             try:
-                ids, spans = await self._prompt(messages, rewritten, image)
+                ids, spans = await self._prompt(messages, rewritten, images)
                 break
             except (TemplateError, EngineRequestError) as error:  # a template that takes no system message
                 if not system:
@@ -138,12 +137,20 @@ class ProbeRequests:
             raise ProbeRequestError(f"the prompt has {len(spans)} images instead of {len(shown)}")
         return ProbeRequest(orjson.dumps(rewritten), ids, spans[0] if spans else None)
 
+    async def _together(self, image: ProbeImage | None) -> list[ProbeImage]:
+        """Return the images of a request for an image: the second one is as large as the first is padded to."""
+        family = self._preparer.family
+        if image is None or image.padding is None or family is None:
+            return [] if image is None else [image]
+        tokens, data = family.count(*image.padding), await asyncio.to_thread(picture, image.padding)
+        return [image, ProbeImage(media_identity(data, {}, key=self._key), data, "image/png", tokens, image.padding)]
+
     async def _prompt(
-        self, messages: list[dict[str, Any]], rewritten: dict[str, Any], image: ProbeImage | None
+        self, messages: list[dict[str, Any]], rewritten: dict[str, Any], shown: Sequence[ProbeImage]
     ) -> tuple["array[int]", tuple[Span, ...]]:
         prompter, renderer = self._preparer.prompter, self._preparer.renderer
         if prompter is not None:
-            images = [] if image is None else [PromptImage(image.identity, image.tokens, image.size)]
+            images = [PromptImage(image.identity, image.tokens, image.size) for image in shown]
             expanded = prompter.prompt({"messages": messages}, images)
             return expanded.ids, expanded.spans
         if renderer is None:
@@ -194,13 +201,16 @@ def prompt_tokens(answer: bytes) -> int:
         raise ProbeRequestError(f"the answer does not report its prompt tokens: {error}") from error
 
 
-def _messages(head: str, tail: str, *, system: bool, image: bool) -> list[dict[str, Any]]:
+def _shown(image: ProbeImage, message: int, part: int) -> ImageRewrite:
+    uri = f"data:{image.mime};base64," + base64.b64encode(image.data).decode()
+    return ImageRewrite(message=message, part=part, url=uri, uuid=to_wire(image.identity))
+
+
+def _messages(head: str, tail: str, *, system: bool, images: int) -> list[dict[str, Any]]:
     content: Any = f"{head} look {tail}"
-    if image:
-        content = [
-            {"type": "text", "text": f"{head} look"},
-            {"type": "image_url", "image_url": {"url": ""}},
-            {"type": "text", "text": tail},
-        ]
+    if images:
+        content = [{"type": "text", "text": f"{head} look"}]
+        for _ in range(images):
+            content += [{"type": "image_url", "image_url": {"url": ""}}, {"type": "text", "text": tail}]
     first = [{"role": "system", "content": f"{head} canary"}] if system else []
     return [*first, {"role": "user", "content": content}]

@@ -72,8 +72,8 @@ class SentinelLearning:
         self._sentinels.on_request(scope, _source(worker, target.rank), request)
         for image in prepared.images:
             if image.resolved and self._sentinels.values(scope, image.identity, image.media.data) is None:
-                size = image.width, image.height
-                shown = ProbeImage(image.identity, image.media.data, image.media.mime, image.tokens, size)
+                shape = image.tokens, (image.width, image.height), image.padding
+                shown = ProbeImage(image.identity, image.media.data, image.media.mime, *shape)
                 self._count(_Probe(worker.member.uid, target.rank, target.block_size, scope, shown))
 
     async def run(self) -> None:

@@ -136,9 +136,9 @@ def test_ids_places_and_names_of_images_are_the_engines_own(
         places = [(start, start + span.run - 1) for span in ours.spans for start in span.starts]
         assert [(first, last) for first, last, _ in theirs["images"]] == places
         at = {first: name for first, _, name in theirs["images"]}
-        for each, padded, span in zip(data, prompter.family.padded(sizes), ours.spans, strict=True):
+        for each, padding, span in zip(data, prompter.family.paddings(sizes), ours.spans, strict=True):
             (name,) = {at[start] for start in span.starts}
-            names[each, tuple(sizes) if padded else ()].add(name)
+            names[each, padding].add(name)
             if digest is not None:
                 assert name == artifact_hash_of(hashlib.sha256(each).hexdigest(), digest, {})
                 named += 1

@@ -29,6 +29,7 @@ from conformance.workload import (
     texts,
     user,
 )
+from local.rig import Deployment
 from waiting import wait_for
 
 from mmrouter_lib.engines.sglang.identity import sentinels
@@ -44,8 +45,8 @@ PROVE_SECONDS = 60.0
 OWN_IMAGES = Path(__file__).with_name("own_images.py")
 
 
-Name = tuple[bytes, tuple[tuple[int, int], ...]]
-"""An image, and the sizes of all images beside it where the engine pads it to these."""
+Name = tuple[bytes, tuple[int, int] | None]
+"""An image, and the size that the engine pads it to beside others."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,8 @@ def sizes_of(family: Family, urls: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def names_of(family: Family, urls: Sequence[str]) -> list[Name]:
-    sizes = tuple(sizes_of(family, urls))
-    padded = family.padded(sizes) if sizes else ()
-    return [(decode(url), sizes if each else ()) for url, each in zip(urls, padded, strict=True)]
+    paddings = family.paddings(sizes_of(family, urls)) if urls else ()
+    return [(decode(url), padding) for url, padding in zip(urls, paddings, strict=True)]
 
 
 def named(env: Path, folder: Path, loaded: SglangPredictor, cases: Iterable[Case]) -> dict[Name, int]:
@@ -116,13 +116,19 @@ def check_images_are_learned(env: Path, folder: Path, root: Path, *options: str)
     """Pages of 64 tokens hold all that InternVL has before its first image. Mistral 3's images are rows."""
     require_memory()
     made = sglang_manifest(folder, folder.name, [("worker", 1)], *options, blockSize=64)
-    pictures = [image_part(picture(120, 60, seed=seed)) for seed in (1, 2)]
-    shown = case("two images", user(*pictures, "What are they?"))
+    alike = [image_part(picture(120, 60, seed=seed)) for seed in (1, 2)]
+    unlike = [image_part(picture(*size, seed=3)) for size in ((100, 300), (260, 70), (40, 40))]
     with deployed(env, root, made) as deployment:
         wait_for(deployment.settled, PROVE_SECONDS, "a verified engine")
-        wait_for(lambda: send(deployment, shown).exactness == "exact", PROVE_SECONDS, "the images are known")
-        wait_until_published(deployment, send(deployment, shown))
-        again = send(deployment, shown)
+        for name, pictures in {"two images": alike, "of other sizes": unlike}.items():
+            check_hit(deployment, case(name, user(*pictures, "What are they?")))
+
+
+def check_hit(deployment: Deployment, shown: Case) -> None:
+    """Repeat a request until its images are known: one more then hits all its blocks."""
+    wait_for(lambda: send(deployment, shown).exactness == "exact", PROVE_SECONDS, "the images are known")
+    wait_until_published(deployment, send(deployment, shown))
+    again = send(deployment, shown)
     assert (again.exactness, again.overlap, again.promised) == ("exact", again.blocks, again.cached)
 
 

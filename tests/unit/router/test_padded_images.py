@@ -10,7 +10,9 @@ from unit.router.preparing import MODEL, chat, image, preparing, settings, text
 
 from mmrouter_cli.sample_images import data_uri
 from mmrouter_lib.block_keys import Span
+from mmrouter_router.intake import Limits, parse_chat
 from mmrouter_router.sentinels.table import SENTINEL_BASE, fill_sentinels
+from mmrouter_router.verify.probe_requests import ProbeImage, ProbeRequests
 
 NAMES = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 UNIT = 28
@@ -60,16 +62,39 @@ async def test_the_rows_of_an_image_are_runs_with_a_token_between_them(folder):
     assert on_vllm.ids == made.ids
 
 
-async def test_an_image_that_is_smaller_than_another_is_not_predicted(folder):
-    where = "messages[0].content[{}].image_url.url".format
-    alike = await prepared(folder, image("a", 56), image("b", 50))
-    assert (alike.exactness, alike.reasons) == ("exact", ())
-    small = await prepared(folder, image("a", 112), image("b", 56), image("c", 112))
-    assert (small.exactness, small.reasons) == ("partial", (f"padding:{where(1)}",))
-    crossed = await prepared(folder, picture(112, 56), picture(56, 112))
-    assert crossed.reasons == tuple(f"padding:{where(number)}" for number in (0, 1))
+async def test_an_image_has_an_identity_for_each_size_that_it_is_padded_to(folder):
+    (alone,) = identities(await prepared(folder, image("b", 56)))
+    _, alike = identities(await prepared(folder, image("a", 50), image("b", 56)))
+    assert alike == alone  # as many rows and columns
+    names = set()
+    for others in ([image("a", 112)], [picture(112, 20), picture(20, 112)], [image("c", 112), picture(30, 30)]):
+        made = await prepared(folder, *others, image("b", 56))
+        assert (made.exactness, made.reasons, made.images[-1].padding) == ("exact", (), (112, 112))
+        names.add(identities(made)[-1])
+    assert len(names) == 1
+    names |= {alone, identities(await prepared(folder, image("a", 140), image("b", 56)))[-1]}
+    assert len(names) == 3
     on_vllm = await prepared(folder, image("a", 112), image("b", 56), engine="vllm")
-    assert on_vllm.exactness == "exact"
+    assert on_vllm.images[1].padding is None
+
+
+async def test_a_padding_is_never_larger_than_what_is_not_scaled_down(folder):
+    made = await prepared(folder, picture(2000, 30), picture(30, 2000))
+    assert [each.padding for each in made.images] == [(1540, 1540)] * 2
+
+
+async def test_a_probe_of_a_padded_image_shows_another_of_that_size_behind_it(folder):
+    async with preparing(settings(folder, engine="sglang")) as preparer:
+        made = await preparer.prepare(chat(image("a", 112), image("b", 56), engine="sglang"), None)
+        probes = ProbeRequests(settings(folder, engine="sglang"), preparer, None, None)
+        shown = made.images[1]
+        asked = ProbeImage(shown.identity, shown.media.data, shown.media.mime, shown.tokens, (56, 56), shown.padding)
+        request = await probes.build("nonce", asked, 16)
+        again = await preparer.prepare(parsed(request.body), None)
+    assert (again.images[0].identity, again.images[0].padding) == (shown.identity, (112, 112))
+    assert again.images[1].padding is None
+    assert request.span == again.spans[0]
+    assert request.ids == again.ids
 
 
 async def test_beside_an_image_of_unknown_size_none_is_predicted(folder):
@@ -83,7 +108,16 @@ async def test_a_video_beside_images_is_no_image_that_pads_them(folder):
     video = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
     made = await prepared(folder, image("a", 112), video, image("b", 56))
     assert made.exactness == "affinity"
-    assert [reason.partition(":")[0] for reason in made.reasons] == ["media", "padding"]
+    assert [reason.partition(":")[0] for reason in made.reasons] == ["media"]
+    assert [each.padding for each in made.images if each.modality == "image"] == [None, (112, 112)]
+
+
+def identities(made):
+    return [each.identity for each in made.images]
+
+
+def parsed(body):
+    return parse_chat(body, Limits(), "t", "sglang")
 
 
 def picture(width, height, form="PNG"):

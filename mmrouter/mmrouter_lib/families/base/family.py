@@ -120,7 +120,7 @@ class Family(ABC):
     """Whether the engine scales the images of a request down together where they do not fit the context (``fits``)."""
 
     pads_images: ClassVar[bool] = False
-    """Whether the engine pads the images of a request to the largest of them and names them by that (``padded``)."""
+    """Whether the engine pads the images of a request to the largest of them and names them by that (``paddings``)."""
 
     one_medium: ClassVar[bool] = False
     """Whether the engine has one kind for images and videos, so that a request's options for any of them name all."""
@@ -168,9 +168,12 @@ class Family(ABC):
         """
         return True
 
-    def padded(self, sizes: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """Return of each image of a request whether it is padded. ``sizes``: (width, height) in pixels."""
-        return [False] * len(sizes)
+    def paddings(self, sizes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int] | None]:
+        """Return for each image of a request the size that it is padded to, ``None`` for one that is not padded.
+
+        An image of that size is as large as the padded one. All are (width, height) in pixels.
+        """
+        return [None] * len(sizes)
 
     def count_video(self, video: VideoHeader) -> int:
         """Return the placeholder tokens of a video, where there is a ``video_id``. Raises :class:`ImageSizeError`."""

@@ -1,7 +1,7 @@
 """Mistral 3 as SGLang 0.5.23 takes it: each row of an image is a run of its own, and others may pad it.
 
 The engine pads the images of a request to the largest width and height among them and names each by the padded tensor
-(``PixtralProcessor``), so that the name of a small image beside a large one is not predicted. Compared with its code by
+(``PixtralProcessor``), so that an image has a name for each size that it is padded to. Compared with its code by
 ``tests/conformance/sglang/test_images.py``.
 """
 
@@ -33,11 +33,13 @@ class SglangPixtral(Pixtral):
             raise ModelFolderError(f"{family.name} has no Pixtral tower")
         return cls(**{each.name: getattr(family, each.name) for each in fields(family)})
 
-    def padded(self, sizes: Sequence[tuple[int, int]]) -> Sequence[bool]:
-        """As :meth:`Family.padded`: all that have not the most columns and the most rows."""
+    def paddings(self, sizes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int] | None]:
+        """As :meth:`Family.paddings`: all are padded that have not the most columns and the most rows."""
         grids = [self._grid(*size) for size in sizes]
-        whole = tuple(max(sides) for sides in zip(*grids, strict=True))
-        return [grid != whole for grid in grids]
+        columns, rows = (max(sides) for sides in zip(*grids, strict=True))
+        # The limit may be no multiple of the unit, and a larger image would be scaled down.
+        whole = min(columns * self.unit, self.longest), min(rows * self.unit, self.longest)
+        return [None if grid == (columns, rows) else whole for grid in grids]
 
     def expand_text(
         self, codec: "TokenizerCodec", text: str, images: Sequence[PromptImage], *, add_special_tokens: bool
