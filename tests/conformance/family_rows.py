@@ -62,19 +62,19 @@ PROOFS = {
 }
 """What images were compared with, where it was not real engines with the family's own tokenizer."""
 TEXT_ONLY = "text-only models (Qwen3, Llama 3, Mistral, DeepSeek-V3 and others)"
-EXCEPT = "[but for some](exactness.md#models-without-a-family-here)"
+EXCEPT = "[but for some](text-models.md#models-without-a-family-here)"
 HARMONY, MISTRAL = "gpt-oss", "Mistral's format (`tekken.json`)"
 WITHOUT_FAMILY = {
     TEXT_ONLY: ("any", f"exact, {EXCEPT}", f"exact, {EXCEPT}", "-"),
     HARMONY: (
         "`gpt_oss`",
-        "exact with the extra [`harmony`](exactness.md#gpt-oss)",
+        "exact with the extra [`harmony`](text-models.md#gpt-oss)",
         "bounded: no overlap is promised, because evictions from its windows are in no event",
         "-",
     ),
     MISTRAL: (
         "any",
-        "exact with the extra [`mistral`](exactness.md#mistrals-own-tokenizer)",
+        "exact with the extra [`mistral`](text-models.md#mistrals-own-tokenizer)",
         "exact with the same extra, from 0.5.21 on",
         f"{FRONT_END}, with Pixtral's tokenizer, and a real SGLang with the same",
     ),

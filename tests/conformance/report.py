@@ -183,7 +183,7 @@ FAMILIES_HEAD = (
     "",
     "## Families",
     "",
-    "How exactly a prompt of each family and its hits are [predicted](exactness.md#families), in the [terms of a",
+    "How exactly a prompt of each family and its hits are [predicted](families.md), in the [terms of a",
     "decision](exactness.md#what-a-decision-says). A decision is weaker where a request or an engine's arguments say",
     "something that is not modelled.",
     "",

@@ -29,6 +29,7 @@ from mmrouter_lib.prompt import AnyPrompter
 PROGRAM = Path(__file__).parents[1] / "own_tokenizer.py"
 DRAWN = 1500
 DOCS = Path(__file__).resolve().parents[3] / "docs"
+SOURCES = ("exactness.md", "families.md", "text-models.md", "cache-layouts.md", "architecture.md")
 LLAMA2, MISTRAL = "llava-hf--llava-1.5-7b-hf", "llava-hf--llava-v1.6-mistral-7b-hf"
 SHORT_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "tokenizer_class", "model_max_length")
 TRAINED: dict[str, dict[str, Any]] = {
@@ -97,7 +98,7 @@ Folders = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def folders(vllm_env: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
     root = tmp_path_factory.mktemp("pieces")
-    text = "\n".join((DOCS / name).read_text() for name in ("exactness.md", "architecture.md"))
+    text = "\n".join((DOCS / name).read_text() for name in SOURCES)
     asked = [{"text": f"{text}\n{SCRIPTS}\n{EMOJI}", "options": options} for options in TRAINED.values()]
     files = dict(zip(TRAINED, answer_of(vllm_env, [PROGRAM, "train"], asked), strict=True))
     made = {}

@@ -17,7 +17,7 @@ from mmrouter_lib.engines.sglang.identity import SENTINEL_BASE
 FIGURES = ROOT / "tests" / "kv_events" / "figures" / "mmrouter.json"
 FULL = "vllm-0.32.0-full-attention.jsonl.xz"
 BOUNDED = ("windows-of-256-alone", "chunks-of-512")
-"""Layouts of which the events do not tell all (docs/exactness.md, cache groups)."""
+"""Layouts of which the events do not tell all (docs/cache-layouts.md)."""
 
 
 @pytest.fixture(params=recordings(), ids=lambda path: path.name.removesuffix(".jsonl.xz"))
