@@ -76,24 +76,31 @@ class ImageResolver:
             raise _invalid_image(error, param) from error
 
 
-def with_paddings(images: tuple[ResolvedImage, ...], family: Family | None) -> tuple[ResolvedImage, ...]:
-    """Return the media of a request, where the engine pads images to others and names them by that.
+def named_together(
+    images: tuple[ResolvedImage, ...], family: Family | None, *, videos_rename: bool
+) -> tuple[ResolvedImage, ...]:
+    """Return the media of a request, where the engine names images by what is beside them.
 
-    A padded image has an identity of its own for each size that it is padded to. Beside an image whose size is not
-    known all others are unresolved.
+    An image that is padded to another has an identity of its own for each size that it is padded to. Beside an image
+    whose size is not known all others are unresolved, and so are all beside a video where ``videos_rename`` them.
     """
+    if videos_rename and any(image.modality == "video" and image.modelled for image in images):
+        return tuple(_unresolved(image, "video") for image in images)
     shown = [image for image in images if image.modality == "image"]
     if family is None or not family.pads_images or len(shown) < 2:
         return images
-    sure = all(image.resolved for image in shown)
+    if not all(image.resolved for image in shown):
+        return tuple(_unresolved(image, "padding") if image.modality == "image" else image for image in images)
     paddings = iter(family.paddings([(image.width, image.height) for image in shown]))
-    return tuple(_padded(image, next(paddings), sure) if image.modality == "image" else image for image in images)
+    return tuple(_padded(image, next(paddings)) if image.modality == "image" else image for image in images)
 
 
-def _padded(image: ResolvedImage, padding: tuple[int, int] | None, sure: bool) -> ResolvedImage:
-    if not sure and image.resolved:
-        return replace(image, unresolved=f"padding:{image.param}")
-    if not image.resolved or padding is None:
+def _unresolved(image: ResolvedImage, cause: str) -> ResolvedImage:
+    return replace(image, unresolved=f"{cause}:{image.param}") if image.resolved else image
+
+
+def _padded(image: ResolvedImage, padding: tuple[int, int] | None) -> ResolvedImage:
+    if padding is None:
         return image
     width, height = padding
     identity = blake3(b"padded to %dx%d:" % (width, height) + image.identity).digest()

@@ -41,7 +41,7 @@ from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.images import ImageResolver, with_paddings
+from mmrouter_router.request.images import ImageResolver, named_together
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
 from mmrouter_router.request.processor_options import OptionReader, RequestOptions
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
@@ -150,11 +150,12 @@ class Preparer:
         self._identity_key = settings.identity_key
         self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
         self._context_length = context_length
-        self._max_pixels = settings.deployment.spec.routing.media.max_pixels
+        max_pixels = settings.deployment.spec.routing.media.max_pixels
+        self._counts_videos = settings.deployment.spec.engine.type == "vllm"
+        self._timed = partial(resolve_timed, family=self.family, max_pixels=max_pixels, counted=self._counts_videos)
         self._options = OptionReader.of(settings, self.family)
-        self._timed = self.family if settings.deployment.spec.engine.type == "vllm" else None
         self._seeds: dict[tuple[str | None, str], int] = {}
-        self._images = ImageResolver(self._threads, self._max_pixels)
+        self._images = ImageResolver(self._threads, max_pixels)
 
     def seed(self, salt: str | None, lora: str = "") -> int:
         """Return the seed of the keys of a tenant's prompts, for the model or one of its LoRA adapters."""
@@ -180,11 +181,11 @@ class Preparer:
     ) -> Prepared:
         """Resolve images and, with ``predict``, predict the prompt. Raises RequestError that names the field."""
         options = self._options.read(request)
-        resolved = await self._resolve(
-            request, self.image_key(salt), tenant, options.family if options else self.family
-        )
+        family = options.family if options else self.family
+        resolved = await self._resolve(request, self.image_key(salt), tenant, family)
         one_medium = self.family is not None and self.family.one_medium
-        images = with_paddings(_under_options(request, resolved, options, one_medium=one_medium), self.family)
+        images = _under_options(request, resolved, options, one_medium=one_medium)
+        images = named_together(images, self.family, videos_rename=not self._counts_videos)
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
 
@@ -352,7 +353,7 @@ class Preparer:
                 image = ImagePart(*part.place, part.url, part.param)
                 resolved.append(await self._images.resolve(image, item, key, tenant, family))
             elif part.place is not None:
-                work = partial(resolve_timed, part, item, key, self._timed, max_pixels=self._max_pixels, left=left)
+                work = partial(self._timed, part, item, key, left=left)
                 resolved.append(await self._threads.run(tenant, len(item.data), work))
                 left -= resolved[-1].tokens
         return tuple(resolved)

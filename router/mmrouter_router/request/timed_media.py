@@ -14,23 +14,27 @@ from mmrouter_router.request.prepared import ResolvedImage
 
 
 def resolve_timed(
-    part: MediaPart, media: Media, key: bytes, family: Family | None, *, max_pixels: int, left: int
+    part: MediaPart, media: Media, key: bytes, *, family: Family | None, max_pixels: int, left: int, counted: bool
 ) -> ResolvedImage:
     """Return a video or audio of a chat; one whose header does not tell its tokens is unresolved, and so is a video of
     more than ``left`` tokens.
 
-    ``key``: of its identity. Nothing is read where the ``family`` does not model the modality. Raises
-    :class:`RequestError` for a frame of more than ``max_pixels`` or a size that the engine refuses.
+    ``key``: of its identity. ``counted``: whether the ``family`` models the tokens on this engine; otherwise a video is
+    unresolved. Nothing is read of a modality that is not modelled. Raises :class:`RequestError` for a frame of more
+    than ``max_pixels`` or a size that the engine refuses.
     """
     assert part.place is not None
     options = {} if family is None or part.kind == "audio" else family.pixel_options
     identity = media_identity(media.data, options, key=key, modality=part.kind)
     item = ResolvedImage(*part.place, part.param, media, identity, 0, 0, 1, modality=part.kind)
-    if family is None or (family.audio_id if part.kind == "audio" else family.video_id) is None:
+    sound = part.kind == "audio"
+    if family is None or (family.audio_id if sound else family.video_id) is None or (sound and not counted):
         return replace(item, modelled=False)
-    if part.kind == "audio":
-        sound = read_wav_header(media.data)
-        tokens = family.count_audio(sound) if sound is not None else None
+    if not counted:
+        return replace(item, unresolved=f"video:{part.param}")
+    if sound:
+        wav = read_wav_header(media.data)
+        tokens = family.count_audio(wav) if wav is not None else None
         return replace(item, tokens=tokens) if tokens else replace(item, unresolved=f"audio:{part.param}")
     try:
         header = read_video_header(media.data)

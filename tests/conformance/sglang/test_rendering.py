@@ -21,6 +21,7 @@ from mmrouter_lib import families
 from mmrouter_lib.engines.prompters import PROMPTERS
 from mmrouter_lib.engines.sglang.adapter import other_prompt
 from mmrouter_lib.families import Expanded, Family
+from mmrouter_lib.media_identity import Modality
 from mmrouter_lib.prompt import AnyPrompter, NotModelledError, PlaceholderError, PromptImage
 from mmrouter_lib.prompt.tokenizer import TokenizerCodec
 
@@ -217,6 +218,31 @@ def test_the_prompt_is_the_engines_own(
     # Gemma 3's template refuses turns that do not alternate, too.
     least = 0.65 if family == "gemma3" else 0.7
     assert both + by_affinity > (100 if template in ("texts", "picky") else least * len(cases))
+
+
+@pytest.mark.adopts(engine="sglang", check="prompts with videos")
+@pytest.mark.parametrize("family", [family for family in COMPARED if family.startswith(("qwen2", "qwen3_vl"))])
+def test_the_text_of_a_chat_with_videos_is_the_engines_own(family: str, sglang_env: Path, figure: Figure) -> None:
+    """Behind it come the frames, which are not predicted: each video is one placeholder here."""
+    folder = folder_of(family)
+    loaded = families.load_family(folder, None)
+    assert loaded is not None
+    prompter = PROMPTERS["sglang"].load(folder, family=loaded)
+    video = {"type": "video_url", "video_url": {"url": "data:,"}}
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    contents = [(video,), ("Look: ", video, "What?"), ("Two: ", video, "and", picture, video, ".")]
+    chats = [
+        [said("system", "Be brief."), user(*parts), said("assistant", "Fine."), user(*parts)] for parts in contents
+    ]
+    bodies = [{"model": "demo", "messages": messages} for messages in chats]
+    (theirs,) = own_prompts(
+        sglang_env, [{"folder": str(folder), "template": None, "text_only": False, "bodies": bodies}]
+    )
+    for body, parts, answer in zip(bodies, contents, theirs, strict=True):
+        kinds: list[Modality] = ["image"] * 2 * parts.count(picture) + ["video"] * 2 * parts.count(video)
+        media = [PromptImage(bytes([at]) * 32, 1, modality=kind) for at, kind in enumerate(kinds)]
+        assert prompter.prompt(body, media).ids.tolist() == answer.get("ids"), answer
+    figure("prompts", len(bodies))
 
 
 class Compared(NamedTuple):

@@ -8,10 +8,12 @@ from unit.router.preparing import SIZE, chat, image, preparing, settings, text
 from unit.router.rig import refused
 from video_files import mp4, webm
 
+from mmrouter_lib.engines.sglang.adapter import SGLANG
 from mmrouter_lib.engines.vllm.adapter import VLLM
 from mmrouter_lib.media_identity import to_wire
 
 URL = "messages[0].content[{}].video_url.url"
+SCOPE = "0.5.23", "pool"
 PAD, IMAGE_PAD, START, END = 1030, 1029, 1027, 1028  # of the tiny model
 
 
@@ -107,14 +109,28 @@ async def test_options_of_a_video_do_not_affect_images(prepare):
     assert prepared.exactness == "exact"
 
 
-@pytest.mark.parametrize(
-    ("engine", "options"),
-    [("sglang", {}), ("vllm", {"processor": {"maxPixels": 100_000}})],
-    ids=["SGLang", "pixel limits of the resource"],
-)
-async def test_where_videos_are_not_modelled_the_request_is_placed_by_affinity(engine, options):
-    async with preparing(settings(engine=engine, **options)) as preparer:
-        request = chat(text("x"), video(), engine=engine)
+async def test_on_sglang_blocks_before_a_video_count_and_images_beside_it_are_unresolved():
+    before, after = text("The lamps along the quay are lit. " * 8), text("What? " * 9)
+    async with preparing(settings(engine="sglang")) as preparer:
+        one, two, alone, pictured = [
+            await preparer.prepare(chat(*parts, engine="sglang"), None)
+            for parts in ((before, video(), after),) * 2 + ((before,), (before, image("a"), video(), after))
+        ]
+    where = one.ids.tolist().index(PAD)
+    assert (one.exactness, one.reasons) == ("partial", (f"video:{URL.format(1)}",))
+    assert one.ids[where - 1 : where + 2].tolist() == [START, PAD, END]
+    assert one.ids[: where - 1] == alone.ids[: where - 1]  # which ends behind the text
+    first = where // SIZE
+    assert one.keys(SIZE, SCOPE)[:first] == two.keys(SIZE, SCOPE)[:first]
+    assert not set(one.keys(SIZE, SCOPE)[first:]) & set(two.keys(SIZE, SCOPE)[first:])
+    assert [reason.partition(":")[0] for reason in pictured.reasons] == ["video", "video"]
+    rewritten = SGLANG.rewrite_chat(one.request.body, one.timed_rewrites(), model="m", cache_salt=None)
+    assert rewritten.body["messages"][0]["content"][1] == video()
+
+
+async def test_where_videos_are_not_modelled_the_request_is_placed_by_affinity():
+    async with preparing(settings(processor={"maxPixels": 100_000})) as preparer:
+        request = chat(text("x"), video())
         prepared = await preparer.prepare(request, None)
     assert (prepared.exactness, prepared.reasons, prepared.ids) == ("affinity", (f"media:{URL.format(1)}",), array("I"))
     assert prepared.timed_rewrites() == []

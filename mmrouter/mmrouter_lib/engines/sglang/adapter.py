@@ -104,7 +104,7 @@ def _rewrite_part(part: dict[str, Any], image: ImageRewrite | None, removed: Rem
     part = without(part, REMOVED_PART_FIELDS, "", removed)
     holders = [name for name in ("image_url", "video_url", "audio_url") if isinstance(part.get(name), dict)]
     part = part | {name: without(part[name], REMOVED_PART_FIELDS, f"{name}.", removed) for name in holders}
-    if image is None:
+    if image is None or "video_url" in part:  # a video keeps its own bytes
         return part
     old = part.get("image_url")
     fields = old if isinstance(old, dict) else {}

@@ -111,7 +111,7 @@ class SglangPrompter(Prompter):
         self._check_images(images)
         text, tail = self._render(body, shows_images=bool(images))
         self._check_length(text + tail)
-        if images and any(len(place.findall(text + tail)) > len(images) for place in self.places):
+        if images and any(len(place.findall(text + tail)) > self._given(place, images) for place in self.places):
             message = "a text has another place for an image"
             if isinstance(self.family, PaddleOCRVL):
                 raise PlaceholderError(f"{message}, and the engine would never answer")
@@ -146,6 +146,11 @@ class SglangPrompter(Prompter):
         if begun and isinstance(self.family, QwenVL | PaddleOCRVL):
             raise NotModelledError("whether the text begins twice depends on the engine's cache of processed images")
         return self.expand(text, images, add_special_tokens=not begun)
+
+    def _given(self, place: re.Pattern[str], images: Sequence[PromptImage]) -> int:
+        """Return the number of media that such a place in a text may be of: images, and videos where it is theirs."""
+        for_videos = place.search(self.family.media_text.get("video", "")) is not None
+        return sum(for_videos or image.modality == "image" for image in images)
 
     def expand(self, text: str, images: Sequence[PromptImage], add_special_tokens: bool = False) -> Expanded:
         """As :meth:`Prompter.expand`, with spans of the tokens that the engine overwrites.
