@@ -38,8 +38,8 @@ from conformance.sglang.test_stand_ins import (
     load,
     named,
 )
-from conformance.test_text_models import SMALL, TextPredictor, check_blocks, differences
-from conformance.vllm.test_mistral import SOURCE, VERSIONS, WHOLE, cases, tekken
+from conformance.test_text_models import TextPredictor, check_blocks, differences
+from conformance.vllm.test_mistral import VERSIONS, cases, tekken, text_folders
 from conformance.vllm.test_mistral import drawn as drawn_chats
 from conformance.vllm.test_sentencepiece import PROGRAM, drawn_texts
 from conformance.workload import STORY, Case, case, said, user
@@ -60,13 +60,8 @@ LAYOUTS = ("beside", "alone") if IS_LONG else ("beside",)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root, made = tmp_path_factory.mktemp("mistral"), {}
-    for version in VERSIONS:
-        folder = made[version] = root / version
-        folder.mkdir()
-        config = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 131_072}
-        (folder / "config.json").write_text(json.dumps(SMALL | config))
-        (folder / "tekken.json").write_text(SOURCE.read_text() if version == WHOLE else json.dumps(tekken(version)))
+    made = text_folders(tmp_path_factory.mktemp("mistral"))
+    for folder in made.values():
         (folder / "chat_template.jinja").write_text("{{ messages }}")  # which the engine never reads
     return made
 

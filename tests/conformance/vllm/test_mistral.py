@@ -116,7 +116,15 @@ def pictured_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root, made = tmp_path_factory.mktemp("mistral"), {}
+    made = text_folders(tmp_path_factory.mktemp("mistral"))
+    for folder in made.values():
+        (folder / "consolidated.safetensors").write_bytes(NO_WEIGHTS)
+    return made
+
+
+def text_folders(root: Path) -> dict[str, Path]:
+    """Write a folder of a model for texts with the tokenizer of each version."""
+    made = {}
     for version in VERSIONS:
         folder = made[version] = root / version
         folder.mkdir()
@@ -124,7 +132,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folder / "config.json").write_text(json.dumps(SMALL | config))
         content = SOURCE.read_text() if version == WHOLE else json.dumps(tekken(version))
         (folder / "tekken.json").write_text(content)
-        (folder / "consolidated.safetensors").write_bytes(NO_WEIGHTS)
     return made
 
 
