@@ -107,7 +107,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     (:mod:`.engines.vllm.drafters`). ``adapters``: LoRA adapters that it had loaded when it came up. ``lower_media``:
     media other than device memory that events have named; older sidecars send none, and their keys of such blocks lack
     images and salts. ``keys_of_full``: blocks of windows have the keys of full attention's, also where their size
-    differs.
+    differs. ``has_aside``: the engine may hold blocks whose keys are not known.
     """
 
     worker: str
@@ -137,6 +137,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     adapters: tuple[str, ...] = ()
     lower_media: tuple[str, ...] = ()
     keys_of_full: bool = False
+    has_aside: bool = True
 
 
 class ImageObservation(msgspec.Struct, frozen=True, array_like=True, tag="sighting"):

@@ -261,7 +261,7 @@ def _of_engine(
         # An older sidecar, which leaves mamba groups out: the overlap may be too high.
         return "affinity", (*reasons, "old_feed:cache_groups")
     bounds = (*worker.layout.bounds, *prepared.hidden)
-    if not worker.layout.whole and (prepared.spans or prepared.salt):
+    if not worker.layout.whole and (prepared.spans or prepared.salt) and (beat is None or beat.has_aside):
         # Without full attention, an image or a salt that ended before the kept blocks is in no event.
         longest = max(map(len, (prepared.ids, *prepared.others)))
         bounds += ("window",) if worker.layout.tails[-1].tokens < longest else ()

@@ -81,6 +81,11 @@ class Ledger:
         return sum(table.held for table in self.tables.values())
 
     @property
+    def has_aside(self) -> bool:
+        """Whether the engine holds blocks without a known key, on its device or below."""
+        return any(table.aside for table in self.tables.values())
+
+    @property
     def aside(self) -> int:
         """Number of hashes held without a key, beside those of parts of blocks."""
         return sum(len(table.aside.keys() - table.wholes_of.keys()) for table in self.tables.values())

@@ -204,6 +204,7 @@ class EventRelay:
                 requested_device=self._settings.device,
                 all_groups=True,
                 keys_of_full=True,
+                has_aside=self.ledger.has_aside,
                 routes=facts.routes,
                 context_length=facts.context_length,
                 drafter=self._settings.drafter,

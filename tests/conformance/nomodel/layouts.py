@@ -45,6 +45,7 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
     "mamba beside full attention": (MAMBA * 3 + FULL, 64, 300),
     "mamba and windows beside full attention": (MAMBA * 2 + windows(256) + FULL, 64, 400),
     "windows of 256 alone": (windows(256) * 2, 32, 300),
+    "windows of 256 alone, every block kept": (windows(256) * 2, 32, 300),
     "chunks of 512 beside full attention": ([("chunked", {"attention_chunk_size": 512})] * 3 + FULL, 32, 900),
     "windows of 512 in half blocks beside full attention": (windows(*[512] * 3, heads=2) + FULL, 16, 900),
     "windows of 256 in quarter blocks beside full attention": (windows(*[256] * 3, heads=4) + FULL, 16, 900),
@@ -58,7 +59,7 @@ LAYOUTS: dict[str, tuple[Layers, int, int]] = {
     "mamba beside full attention, EAGLE": (MAMBA * 3 + FULL, 64, 300),
 }
 """Layers, block size in tokens, and blocks: few enough that they are evicted. *Half*, *quarter* and *double* blocks are
-compared with those of full attention."""
+compared with those of full attention. *Every block kept*: with ``--prefix-cache-retention-interval`` of one block."""
 
 
 SIZES = {"half": [16, 32], "quarter": [16, 64], "double": [16, 32]}
@@ -121,6 +122,7 @@ class VllmProcess(EngineProcess):
         """
         layers, block_size, usual = LAYOUTS[name]
         cache = {"layers": layers, "block_size": block_size, "blocks": blocks or usual}
+        cache["retention"] = block_size if name.endswith("every block kept") else 0
         made = self._ask({**cache, "drafter": drafter(name), "offload": dict(offload)})
         assert made["sizes"] == sizes_of(name)
         return made["groups"], made["lookahead"]

@@ -4,14 +4,14 @@
 
 Only the forward pass is missing: each token is a function of its place. Messages are read from standard input and
 answered on standard output (``frames.py``). A message with ``layers`` (a list of kind and fields), ``block_size``,
-``blocks``, ``drafter`` (a method or empty) and ``offload`` (nothing, or ``blocks`` of a CPU tier and ``described``,
-whether its events describe themselves) replaces the engine, whose groups, sizes of blocks and lookahead (tokens after a
-block that its hash covers) are the answer. All others are requests: ``ids``, ``images`` as (identifier, offset,
-length), ``salt``,
-``lora`` (an adapter), ``output`` (tokens to generate) and ``steps`` (it is aborted after as many, 0 for never). Answers
-have the tokens that the engine had (``cached``, -1 where it was aborted before), those of them in its own cache
-(``own``), the number in its answer to the client (``reported``, -1 where it was aborted before), the tokens that it
-generated, and the event batches as its publisher encodes them.
+``blocks``, ``drafter`` (a method or empty), ``offload`` (empty, or ``blocks`` of a CPU tier and ``described``: whether
+its events describe themselves) and ``retention`` (tokens between kept blocks of windows, 0: the last window's alone)
+replaces the engine, whose groups, sizes of blocks and lookahead (tokens after a block that its hash covers) are the
+answer. All others are requests: ``ids``, ``images`` as (identifier, offset, length), ``salt``, ``lora`` (an adapter),
+``output`` (tokens to generate) and ``steps`` (it is aborted after as many, 0 for never). Answers have the tokens that
+the engine had (``cached``, -1 where it was aborted before), those of them in its own cache (``own``), the number in its
+answer to the client (``reported``, -1 where it was aborted before), the tokens that it generated, and the event batches
+as its publisher encodes them.
 """
 
 import json
@@ -136,7 +136,14 @@ class Engine:
     """vLLM's scheduler over layers of these kinds."""
 
     def __init__(
-        self, folder: str, layers: list[list[Any]], block_size: int, blocks: int, drafter: str, offload: dict[str, Any]
+        self,
+        folder: str,
+        layers: list[list[Any]],
+        block_size: int,
+        blocks: int,
+        drafter: str,
+        offload: dict[str, Any],
+        retention: int,
     ) -> None:
         arguments = EngineArgs(
             model=folder,
@@ -151,6 +158,7 @@ class Engine:
             speculative_config=speculation(drafter),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
             kv_transfer_config=offloading(offload),
+            prefix_cache_retention_interval=retention,
         )
         self.config = arguments.create_engine_config()
         # Of a worker's backend. Blocks of all layers lie together, or with heads of several numbers apart, as on a CPU,

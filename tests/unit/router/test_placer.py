@@ -239,6 +239,13 @@ def test_images_and_salts_before_a_window_without_full_attention_bound_the_promi
     assert decision.reasons == (() if exactness == "exact" else ("cache_groups:window",))
 
 
+def test_a_promise_is_exact_while_no_block_before_a_window_is_unknown(rig):
+    worker = hybrid(rig, (group := CacheGroup(0, "sliding_window", 2 * BLOCK, BLOCK), KEYS[2:4]))
+    for has_aside, exactness in ((True, "bounded"), (False, "exact")):
+        rig.beat(worker, groups=(group,), all_groups=True, has_aside=has_aside)
+        assert rig.placer.place(replace(prepared(), salt="tenant")).exactness == exactness
+
+
 def test_windows_of_an_older_sidecar_bound_the_promise(rig):
     """It publishes only those blocks of a window beside full attention that stand in events without gaps."""
     hybrid(rig, (FULL, KEYS[:4]), (CacheGroup(1, "sliding_window", BLOCK + 1), ()), all_groups=False)

@@ -161,9 +161,9 @@ def test_two_engine_hashes_of_one_key_are_one_block_until_both_are_gone(ledger: 
 def test_blocks_of_an_unknown_parent_are_not_published_but_their_copies_count(ledger: Ledger) -> None:
     apply(ledger, stored([2, 3], 1))
     assert ledger.take().changes == []
-    assert (ledger.counts["unknown_parent"], ledger.aside) == (2, 2)
+    assert (ledger.counts["unknown_parent"], ledger.aside, ledger.has_aside) == (2, 2, True)
     apply(ledger, stored([1]), stored([2, 3], 1))
-    assert len(keys(ledger)) == 3
+    assert (len(keys(ledger)), ledger.has_aside) == (3, False)
     apply(ledger, removed(3))
     assert len(keys(ledger)) == 3, "the copy that was put aside is still held"
     apply(ledger, removed(3))
